@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from shoal import sim
 from shoal.events import Event, Warned
 from shoal.optim import parameter_check
-from shoal.optim.check import Check
+from shoal.optim.check import Check, check_of
 from tests.sim.optimizer_kit import Run, Trainer
 
 NAMES = ["p0", "p1", "p2"]
@@ -97,6 +98,42 @@ def test_one_weight_that_differs_is_found_and_mended_by_one_download(value: floa
         assert sum("ours differ from those of 2 peers" in each for each in said) == 1
         assert sum("held other parameters" in each for each in said) == 2
         assert not any("look at both sides" in each for each in said)
+
+    sim.run(main, seed=2)
+
+
+def test_weights_to_evaluate_with_are_not_taken_for_those_of_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check reads beside the trainer, who may evaluate meanwhile (ScheduleFree): what it read does not count then."""
+    read, real = list[int](), check_of
+
+    async def main() -> None:
+        def prepare(trainer: Trainer) -> None:
+            training = trainer.participant.own.training
+            mine: Any = training.optimizer
+
+            def swap() -> None:
+                for parameter in training.parameters:
+                    parameter.data.add_(1.0)
+
+            mine.eval, mine.train = swap, lambda: None
+
+            def read_while_it_evaluates(optimizer: torch.optim.Optimizer, *others: Any) -> Check:
+                if optimizer is not mine:
+                    return real(optimizer, *others)
+                read.append(training.epoch)
+                training.evaluate()
+                try:
+                    return real(optimizer, *others)
+                finally:
+                    training.train()
+
+            if trainer.index == 0:
+                monkeypatch.setattr(parameter_check, "check_of", read_while_it_evaluates)
+
+        run, said = await train(NAMES, 13, nothing, prepare)
+        assert read == [2, 6, 10]
+        assert said == []
+        assert [run.swarm.peer(name).downloads for name in NAMES] == [0, 0, 0]
 
     sim.run(main, seed=2)
 

@@ -1,7 +1,8 @@
 """One peer's part in the check of the parameters: it describes its own, and mends them if they differ.
 
-The description is made beside the trainer's next batches. It is good only if the state still has its name afterwards: a
-step gives it another one under the lock. `check` says what follows from the descriptions of all.
+The description is made beside the trainer's next batches. It is good only if the state still has its name afterwards (a
+step gives it another one under the lock), and if no weights to evaluate with stood in its place meanwhile. `check` says
+what follows from the descriptions of all.
 """
 
 from __future__ import annotations
@@ -53,11 +54,12 @@ class ParameterCheck:
 
     async def _look(self, name: StateName) -> Check | None:
         training = self._own.training
+        evaluations = training.evaluations
         if training.evaluates:
             return None
         check = await self._core.env.executor.run(check_of, training.optimizer, training.parameters, name.digest)
         async with self._own.hold() as holds:  # a step renames under it: so they were those of this state all the time
-            return check if holds and self._own.name == name else None
+            return check if holds and self._own.name == name and training.evaluations == evaluations else None
 
     async def difference(self, result: StepResult, name: StateName) -> frozenset[PeerID] | None:
         """The peers whose parameters are to replace ours, if ours differ; None if ours stay.

@@ -74,6 +74,7 @@ class TrainingState:
         schedule_error: why the schedule does not follow the epochs any more (a `OneCycleLR` has an end): the learning
             rates stay as they are; None if it does.
         kept_back: says what the optimizer keeps and newcomers cannot be given; None if nothing was seen.
+        evaluations: how often weights to evaluate with were put into their place.
         stepping: whether the optimizer takes a step of the swarm now.
         trained: the parameters that require a gradient.
         state_tensors: what state averaging averages: parameters and extra tensors of floating point, but for those
@@ -134,13 +135,15 @@ class TrainingState:
         if scheduler is not None and hasattr(scheduler, "state_dict"):
             self._first_schedule = copy.deepcopy(scheduler.state_dict())
         self._for_training: list[torch.Tensor] | None = None  # the parameters, while others stand in their place
+        self.evaluations = 0
         self._has_average = self._in_round = False
 
     @property
     def evaluates(self) -> bool:
         """Whether the parameters are those to evaluate with, and no step can be taken (ScheduleFree's `eval`)."""
-        modes = [group.get("train_mode") for group in self.optimizer.param_groups]
-        return any(mode is False for mode in (*modes, getattr(self.optimizer, "train_mode", None)))
+        modes = [getattr(self.optimizer, "train_mode", None)]
+        modes += [group.get("train_mode") for group in self.optimizer.param_groups]
+        return self._for_training is not None or any(mode is False for mode in modes)
 
     @property
     def hides_weights(self) -> bool:
@@ -151,6 +154,7 @@ class TrainingState:
         """Put the parameters to evaluate with into the place of those to train with, if the optimizer has such."""
         if callable(change := getattr(self.optimizer, "eval", None)) and self._for_training is None:
             self._for_training = [parameter.detach().clone() for parameter in self.parameters]
+            self.evaluations += 1
             change()
 
     def train(self) -> None:

@@ -20,10 +20,14 @@ runpy.run_path({program!r}, run_name="__main__")
 """
 
 
+def python_blocks(page: str) -> list[str]:
+    """The Python blocks of a page."""
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
 def program(page: str, *, trainer: bool = False) -> str:
     """The Python blocks of a page as one program: those of Hugging Face's Trainer, or the others."""
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    return "\n".join(block for block in blocks if ("transformers" in block) is trainer)
+    return "\n".join(block for block in python_blocks(page) if ("transformers" in block) is trainer)
 
 
 def peer(folder: Path, code: str, *options: str) -> Talk:

@@ -17,6 +17,7 @@ PUBLIC = {
     "ConfigError",
     "DHT",
     "DecentralizedAverager",
+    "GradientAverager",
     "Invite",
     "Optimizer",
     "PeerID",

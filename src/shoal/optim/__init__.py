@@ -4,13 +4,24 @@ Read `training_state` (what a peer trains: no network), then `phases` (when the 
 `participant` (the shell that does it, in the loop), then `optimizer` (the class that users hold). Beside them:
 `own_state` (the state that a peer trains), `outlook` (the swarm as it sees it), `takeover` (of a better state),
 `state_name` (how a state is named), `gossip` (how peers tell where they stand), `shared_state` (what newcomers
-download), `checkpoint` (the same on disk) and `saving` (when it is written).
+download), `checkpoint` (the same on disk) and `saving` (when it is written). For loops that take their own
+steps, as with hivemind: `grad_averager`.
 """
 
+from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.optimizer import Optimizer
 from shoal.optim.participant import Participant
 from shoal.optim.settings import RunSettings
 from shoal.optim.status import PeerStatus, RoundStatus, Status
 from shoal.optim.training_state import TrainingState
 
-__all__ = ["Optimizer", "Participant", "PeerStatus", "RoundStatus", "RunSettings", "Status", "TrainingState"]
+__all__ = [
+    "GradientAverager",
+    "Optimizer",
+    "Participant",
+    "PeerStatus",
+    "RoundStatus",
+    "RunSettings",
+    "Status",
+    "TrainingState",
+]

@@ -21,17 +21,20 @@ class GradientSum:
     Args:
         trained: the parameters whose `.grad` is summed.
         unit: samples whose gradients count as one.
+        device: of the tensors; None: that of each parameter.
 
     Attributes:
-        tensors: one for each parameter, on its device, in float32 at least.
+        tensors: one for each parameter, in float32 at least.
         samples: that are in the sum.
         given: for each parameter, whether it had a gradient.
         is_over: the values of the tensors mean nothing any more: the next gradients take their place.
     """
 
-    def __init__(self, trained: Sequence[torch.Tensor], unit: int) -> None:
+    def __init__(self, trained: Sequence[torch.Tensor], unit: int, device: torch.device | None = None) -> None:
         self._trained, self._unit = trained, unit
-        self.tensors = [torch.zeros(each.shape, dtype=_sum_dtype(each), device=each.device) for each in trained]
+        self.tensors = [
+            torch.zeros(each.shape, dtype=_sum_dtype(each), device=device or each.device) for each in trained
+        ]
         self.samples, self.given, self.is_over = 0, [False] * len(trained), False
 
     def add(self, given: Sequence[int], samples: int) -> None:
@@ -46,7 +49,8 @@ class GradientSum:
                 for tensor, gradient in zip(tensors, gradients, strict=True):
                     tensor.copy_(gradient).mul_(share)
             elif given:
-                torch._foreach_add_(tensors, gradients, alpha=share)
+                there = [gradient.to(tensor.device) for tensor, gradient in zip(tensors, gradients, strict=True)]
+                torch._foreach_add_(tensors, there, alpha=share)
         self._count(given, samples)
 
     def take_in(self, other: GradientSum) -> None:

@@ -247,7 +247,7 @@ class DecentralizedAverager(SharesState):
 
     def __repr__(self) -> str:
         state = "running" if self.is_alive() else "not running"
-        return f"DecentralizedAverager({len(self._locked.tensors)} tensors, prefix={self.prefix!r}, {state})"
+        return f"{type(self).__name__}({len(self._locked.tensors)} tensors, prefix={self.prefix!r}, {state})"
 
     def _core(self) -> Averager:
         if self._averager is None:

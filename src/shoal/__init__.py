@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shoal import compression, data, sim, zero
     from shoal.clock import get_dht_time
     from shoal.errors import ConfigError, RoundFailed, SchemaMismatch, ShoalError, StateUnavailable
-    from shoal.optim import GradientAverager, Optimizer
+    from shoal.optim import GradientAverager, GradScaler, Optimizer
     from shoal.peer import Address, Invite, PeerID
     from shoal.runtime.averager import DecentralizedAverager
     from shoal.runtime.dht import DHT
@@ -26,6 +26,7 @@ else:
         "Address": "shoal.peer",
         "ConfigError": "shoal.errors",
         "DecentralizedAverager": "shoal.runtime.averager",
+        "GradScaler": "shoal.optim",
         "GradientAverager": "shoal.optim",
         "Invite": "shoal.peer",
         "Optimizer": "shoal.optim",
@@ -51,6 +52,7 @@ __all__ = [
     "Address",
     "ConfigError",
     "DecentralizedAverager",
+    "GradScaler",
     "GradientAverager",
     "Invite",
     "Optimizer",

@@ -17,6 +17,7 @@ PUBLIC = {
     "ConfigError",
     "DHT",
     "DecentralizedAverager",
+    "GradScaler",
     "GradientAverager",
     "Invite",
     "Optimizer",

@@ -403,7 +403,12 @@ class Optimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------------------------------------------------ step
 
-    def step(self, closure: Callable[[], Any] | None = None, batch_size: int | None = None) -> Any:
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        batch_size: int | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+    ) -> Any:
         """Accumulate the gradients in `.grad`; take the swarm's step when it is time.
 
         Waits only while a round goes on. Gradients computed while the swarm stepped, or on a state that is not the
@@ -416,14 +421,18 @@ class Optimizer(torch.optim.Optimizer):
         Args:
             closure: forward and backward pass; its result is returned.
             batch_size: samples that the gradients are the mean of; default `batch_size_per_step`.
+            grad_scaler: that the loss was scaled with: as `grad_scaler.step(swarm)`, after which `update()` is called.
 
         Raises:
-            ConfigError: no batch size; the run is trained with other settings; or since the optimizer was made, a
-                parameter was added or unfrozen, or a state was loaded into the inner optimizer.
+            ConfigError: no batch size; another kind of `grad_scaler`; the run is trained with other settings; or since
+                the optimizer was made, a parameter was added or unfrozen, or a state was loaded into the inner
+                optimizer.
             StateUnavailable: `require_state` was given, and no peer gave a state in time.
             LocalError: another thread is in `step` or `load_state_dict`.
             ClosedError: the optimizer or its DHT was shut down.
         """
+        if grad_scaler is not None:
+            return self._unscaled_step(grad_scaler, closure, batch_size)
         with self._one_step.acquire_in_thread(timeout_s=0.0) as alone:
             if not alone:
                 raise LocalError(
@@ -437,13 +446,23 @@ class Optimizer(torch.optim.Optimizer):
                 # `torch.no_grad` is Python code, and left open by an interrupt at its end; this is one call of C.
                 torch._C._set_grad_enabled(gradients)  # noqa: SLF001
 
+    def _unscaled_step(
+        self, scaler: torch.amp.GradScaler, closure: Callable[[], Any] | None, batch_size: int | None
+    ) -> Any:
+        if not isinstance(scaler, torch.amp.GradScaler):
+            raise ConfigError(f"grad_scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
+        _check_closure(closure)
+        if closure is None:
+            return scaler.step(self, batch_size=batch_size)
+        with torch.enable_grad():
+            loss = closure()
+        scaler.step(self, batch_size=batch_size)
+        return loss
+
     def _step(self, closure: Callable[[], Any] | None, batch_size: int | None) -> Any:
         if torch.is_inference_mode_enabled():
             raise ConfigError("step() was called within torch.inference_mode(), where nothing can be trained: leave it")
-        if closure is not None and not callable(closure):
-            raise ConfigError(
-                f"closure must be a function, got {closure!r:.40}: give the samples by name, step(batch_size=...)"
-            )
+        _check_closure(closure)
         if self._inner_groups is not self._training.optimizer.param_groups:
             raise ConfigError(
                 "load_state_dict of the inner optimizer was called, and other peers do not know of it: call that of "
@@ -825,6 +844,13 @@ def _keeps_late(late: str | None, *, delay: bool) -> bool:
     if delay and late == "drop":
         raise ConfigError("late='drop' does not go with delay_grad_averaging=True: most batches would be dropped")
     return delay or late == "next"
+
+
+def _check_closure(closure: object) -> None:
+    if closure is not None and not callable(closure):
+        raise ConfigError(
+            f"closure must be a function, got {closure!r:.40}: give the samples by name, step(batch_size=...)"
+        )
 
 
 def _check_codecs(codecs: Mapping[str, CompressionBase | None]) -> None:

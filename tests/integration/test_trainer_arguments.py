@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from shoal.events import EpochAdvanced, Warned
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from shoal.integrations.transformers import SwarmCallback, _mean_loss, latest_checkpoint  # noqa: E402
+from shoal.integrations.transformers import SwarmCallback, latest_checkpoint  # noqa: E402
 from tests.integration.trainer_peer import Interrupts, Sentences, tiny_model  # noqa: E402
 
 
@@ -370,13 +369,6 @@ def test_latest_checkpoint_passes_over_what_is_not_whole(tmp_path: Path) -> None
         if text is not None:
             (tmp_path / f"checkpoint-{name}" / "trainer_state.json").write_text(text, encoding="utf-8")
     assert latest_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-10")
-
-
-def test_the_swarms_loss_is_the_mean_over_samples() -> None:
-    """Words that are no loss of a number of samples do not count."""
-    said: list[Any] = [[2.0, 30], [4.0, 10], [float("nan"), 5], ["x", 1], [1.0, -3], [1.0, 1 << 60], [1.0], 7, None]
-    assert _mean_loss({index: SimpleNamespace(value=each) for index, each in enumerate(said)}) == 2.5
-    assert _mean_loss({}) is _mean_loss(3) is None
 
 
 def test_a_checkpoint_of_a_plain_trainer_is_loaded(swarm_of: Any, arguments: Any, tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""shoal within other libraries' training loops. Each module needs the library that it is named after."""
+"""shoal within other libraries: training loops, and what shows metrics. Each module names the libraries it needs."""

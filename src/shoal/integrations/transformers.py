@@ -15,16 +15,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from shoal.clock import get_dht_time
 from shoal.data import PeerSampler
 from shoal.errors import ConfigError, StateUnavailable
 from shoal.events import Warned
+from shoal.integrations.metrics import SharedMean
 from shoal.optim import Optimizer
 from shoal.optim.inner import make_scheduler
 from shoal.runtime.checks import path
@@ -46,7 +45,6 @@ __all__ = ["SwarmCallback", "latest_checkpoint"]
 _ENDLESS = 1 << 40
 """Batches after which the Trainer's own loop would stop."""
 
-_LOSS_TTL_S = 600.0
 _ONLY_ONE = (
     "one process with one device and the whole model is a peer: start one process for each device (CUDA_VISIBLE_DEVICES"
     "=0, =1, ...), each with python and not with torchrun or accelerate launch"
@@ -139,7 +137,7 @@ class SwarmCallback(TrainerCallback):
         self._seed = int.from_bytes(hashlib.sha256(peers_own).digest()[:4], "big")
         self._batch = self._samples = self._since_log = 0
         self._trains = self._reseed = self._streams = False
-        self._losses: Any = None
+        self._mean = SharedMean(dht, f"{run_id}_loss")
         self._loader: Any = None
         self.optimizer.register_step_pre_hook(self._before_step)
         self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
@@ -281,8 +279,10 @@ class SwarmCallback(TrainerCallback):
         if logs is None:
             return
         more: dict[str, Any] = {"swarm_epoch": self.optimizer.local_epoch}
-        if "loss" in logs and (loss := self._swarm_loss(logs["loss"])) is not None:
-            more["swarm_loss"] = loss
+        if "loss" in logs:
+            samples, self._since_log = self._since_log, 0
+            if (loss := self._mean.exchange(logs["loss"], samples)) is not None:
+                more["swarm_loss"] = loss
         logs.update(more)
         if state.log_history:
             state.log_history[-1].update(more)
@@ -305,17 +305,6 @@ class SwarmCallback(TrainerCallback):
             raise ConfigError(f"{what} of the Trainer must be the one that was given to the SwarmCallback")
         if args.max_steps != _ENDLESS:
             raise ConfigError("this SwarmCallback's training is over: make another one, with another Trainer")
-
-    def _swarm_loss(self, loss: float) -> float | None:
-        """What the peers said of their losses, as it was read since the last call; says ours."""
-        dht, key, read = self.optimizer.dht, f"{self.optimizer.run_id}_loss", self._losses
-        samples, self._since_log = self._since_log, 0
-        me, until = dht.peer_id.to_bytes(), get_dht_time() + _LOSS_TTL_S
-        dht.store(key, [float(loss), samples], until, me, return_future=True)
-        self._losses = dht.get(key, latest=True, return_future=True)
-        if read is None or not read.done() or read.exception() is not None or (found := read.result()) is None:
-            return None
-        return _mean_loss(found.value)
 
 
 def latest_checkpoint(output_dir: str) -> str | None:
@@ -396,13 +385,3 @@ def _maker(model: torch.nn.Module, args: TrainingArguments) -> Trainer:
     maker.model, maker.args = model, args
     maker.optimizer = maker.lr_scheduler = maker.optimizer_cls_and_kwargs = None
     return maker
-
-
-def _mean_loss(said: object) -> float | None:
-    """The mean of what peers have said, weighted by samples; what is no loss of a number of samples does not count."""
-    total = weight = 0.0
-    for entry in said.values() if isinstance(said, Mapping) else ():
-        match getattr(entry, "value", None):
-            case [float(loss), int(samples)] if math.isfinite(loss) and 0 < samples < 1 << 40:
-                total, weight = total + loss * samples, weight + samples
-    return total / weight if weight else None

@@ -22,6 +22,7 @@ from shoal.optim.shared_state import share
 from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
 from shoal.runtime.tensor_files import seal
+from tests.unit.optimizer_cases import optimizer_by_name, parameters, shapes_for, step, training_of
 
 
 def name(epoch: int, samples: int = 0, digest: int = 0) -> StateName:
@@ -84,6 +85,30 @@ def test_tensors_of_every_kind_come_back_to_the_bit(tmp_path: Path) -> None:
         assert torch.equal(ours, theirs)
         assert ours.is_contiguous()
     assert load_file(path / "model.safetensors").keys() == {*(f"layer.{i}" for i in range(5)), "buffer", "shared"}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("torch.optim.AdamW", "torch.optim.Adafactor", "torch.optim.Muon", "torch.optim.ASGD", "torch.optim.Rprop"),
+        *("pytorch_optimizer.Ranger21", "pytorch_optimizer.SOAP", "pytorch_optimizer.Shampoo", "pytorch_optimizer.SM3"),
+        *("bitsandbytes.optim.AdamW8bit", "transformers.Adafactor"),
+    ],
+)
+def test_an_optimizer_goes_on_from_a_checkpoint_as_without_a_break(tmp_path: Path, kind: str) -> None:
+    """Matrices, lists, numbers in groups and in attributes, statistics in 8 bits."""
+    make, shapes = optimizer_by_name(kind), shapes_for(kind)
+    saved, resumed = (training_of(make, parameters(shapes=shapes)) for _ in range(2))
+    for number in range(3):
+        step(saved, number)
+    state = share(saved, name(3), Committed())
+    write(tmp_path, copy_of("run", state, name(3), {}, saved.describe(), {"first": saved.parameters[0]}), 1)
+    found = best(tmp_path)
+    resumed.load(found.values, found.tensors)
+    for number in (3, 4):
+        step(saved, number)
+        step(resumed, number)
+    assert all(map(torch.equal, saved.parameters, resumed.parameters))
 
 
 def test_saving_removes_worse_states_beyond_keep_and_nothing_else(tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 
+import pytest
 import torch
 
-from shoal.optim import training_state
+from shoal.optim import gradient_sum, training_state
 from shoal.optim.training_state import TrainingState
 
 
@@ -24,7 +25,7 @@ class Interrupt:
         self.moments, self._moment = 0, moment
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
-        if frame.f_code.co_filename == training_state.__file__ and event != "c_call":
+        if frame.f_code.co_filename in (training_state.__file__, gradient_sum.__file__) and event != "c_call":
             self.moments += 1
             if self.moments == self._moment:
                 raise Interrupted
@@ -39,18 +40,23 @@ class Interrupt:
             sys.setprofile(None)
 
 
-def test_an_epoch_is_counted_with_its_step() -> None:
-    """An interrupt at any moment: before the optimizer begins nothing has changed, and the next call takes the step."""
+@pytest.mark.parametrize("late", [False, True])
+def test_an_epoch_is_counted_with_its_step(late: bool) -> None:
+    """An interrupt at any moment: before the optimizer begins nothing has changed, and the next call takes the step.
+
+    Samples that went into the step never count again. The late ones count for the next step, all of them or none.
+    """
 
     def ready() -> tuple[TrainingState, list[int]]:
         weight = torch.nn.Parameter(torch.ones(3))
         inner, begun = torch.optim.SGD([weight], lr=0.5), list[int]()
         inner.register_step_pre_hook(lambda *_: begun.append(1))
-        training = TrainingState(inner, torch.optim.lr_scheduler.StepLR(inner, 10))
+        training = TrainingState(inner, torch.optim.lr_scheduler.StepLR(inner, 10), late=late)
         weight.grad = torch.ones(3)
         training.accumulate(1)
         training.use_own_mean()
         weight.grad = torch.full((3,), 7.0)
+        training.accumulate(2)
         training.whole = False  # as its caller does
         return training, begun
 
@@ -68,11 +74,13 @@ def test_an_epoch_is_counted_with_its_step() -> None:
             training.step()
         (weight,) = training.parameters
         assert training.epoch == 1
+        assert not training.holds_average, moment
+        assert training.samples in ((0, 2) if late else (0,)), moment
+        assert not training.samples or (training.accumulators[0] == 14.0).all()
         assert len(begun) <= 1
         assert weight.grad is not None, moment
         assert weight.grad.tolist() == [7.0] * 3, moment
         if training.whole:
             assert weight.tolist() == [0.5] * 3, moment
-            assert not training._has_average, moment
     assert retried >= 3  # Python 3.12 makes fewer calls of what it inlines
     sys.setprofile(before)

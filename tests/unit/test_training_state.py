@@ -594,6 +594,19 @@ def test_a_late_batch_of_a_state_that_is_over_counts_for_nothing(event: str, mon
     assert bool((training.accumulators[0] == 2.0).all())
 
 
+def test_an_interrupt_within_a_late_batch_leaves_the_average(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the step that waits for the trainer could never be taken."""
+    training, parameters = late_one()
+    training.use_accumulators()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "_foreach_add_", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            training.accumulate(4)
+    training.step()
+    assert parameters[0].tolist() == [-1.0] * 3
+    assert training.samples == 0, "of the late batches a part may be added: none counts"
+
+
 @pytest.mark.parametrize("make", [pytorch_optimizer.LOMO, pytorch_optimizer.AdaLOMO])
 def test_an_optimizer_that_steps_within_backward_is_refused(make: Callable[[Any], torch.optim.Optimizer]) -> None:
     """It would train alone: its gradients are gone when `step` is called."""

@@ -202,7 +202,7 @@ class TrainingState:
         try:
             return self._add(chosen, given, batch_size)
         except BaseException:
-            self.discard()  # interrupted: a part may be added
+            chosen.forget()  # interrupted: a part may be added; an average that waits for its step is whole
             raise
 
     def _add(self, chosen: GradientSum, given: Sequence[int], batch_size: int) -> bool:
@@ -310,12 +310,20 @@ class TrainingState:
         if self._late is not None:
             self._late.forget()
 
-    def _begin_sum(self) -> None:
-        """The step was taken: the late gradients are the first of the next one."""
-        self._has_average = self._in_round = False
-        self._sum.forget()
-        if self._late is not None:
-            self._sum.take_in(self._late)
+    def _after_step(self, own: Sequence[torch.Tensor | None], *, taken: bool) -> None:
+        """Give the user's gradients back. If the step was taken, the late ones are the first of the next.
+
+        It can be called again if it was interrupted.
+        """
+        for parameter, gradient in zip(self.parameters, own, strict=True):
+            parameter.grad = gradient
+        if self.step_error is not None:
+            self.discard()
+        elif taken and self._has_average:
+            self._sum.forget()
+            if self._late is not None:
+                self._sum.take_in(self._late)
+            self._has_average = self._in_round = False  # last: until then all of this is to be done
 
     def step(self, options: Options | None = None, absent: Collection[int] | None = None) -> None:
         """Take the optimizer step from the average that is held, and move the schedule. `.grad` stays the user's.
@@ -356,13 +364,9 @@ class TrainingState:
         finally:
             self.stepping = False
             try:
-                self._give_back(own)
+                self._after_step(own, taken=self.epoch != before)
             finally:
-                self._give_back(own)  # an interrupt may have come in between
-                if self.step_error is not None:
-                    self.discard()
-                elif self.epoch != before:
-                    self._begin_sum()
+                self._after_step(own, taken=self.epoch != before)  # an interrupt may have come in between
         self._resumed_rates = None
         self._move_schedule(self.scheduled + 1)
         self.whole = True
@@ -372,10 +376,6 @@ class TrainingState:
         if self.max_grad_norm is None:
             return 1.0
         return self.max_grad_norm / (_norm(self.accumulators) + 1e-6)
-
-    def _give_back(self, own: Sequence[torch.Tensor | None]) -> None:
-        for parameter, gradient in zip(self.parameters, own, strict=True):
-            parameter.grad = gradient
 
     def _step_watched(self) -> None:
         """Look now and then, ever more rarely, whether newcomers can have all that this step leaves behind."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shoal import compression, data, sim, zero
     from shoal.clock import get_dht_time
     from shoal.errors import ConfigError, RoundFailed, SchemaMismatch, ShoalError, StateUnavailable
-    from shoal.optim import GradientAverager, GradScaler, Optimizer
+    from shoal.optim import GradientAverager, GradScaler, Optimizer, TrainingAverager
     from shoal.peer import Address, Invite, PeerID
     from shoal.runtime.averager import DecentralizedAverager
     from shoal.runtime.dht import DHT
@@ -35,6 +35,7 @@ else:
         "SchemaMismatch": "shoal.errors",
         "ShoalError": "shoal.errors",
         "StateUnavailable": "shoal.errors",
+        "TrainingAverager": "shoal.optim",
         "compression": "shoal",
         "data": "shoal",
         "leave_on_sigterm": "shoal.runtime.leave",
@@ -61,6 +62,7 @@ __all__ = [
     "SchemaMismatch",
     "ShoalError",
     "StateUnavailable",
+    "TrainingAverager",
     "__version__",
     "compression",
     "data",

@@ -26,6 +26,7 @@ PUBLIC = {
     "SchemaMismatch",
     "ShoalError",
     "StateUnavailable",
+    "TrainingAverager",
     "__version__",
     "compression",
     "data",

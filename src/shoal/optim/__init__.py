@@ -5,7 +5,7 @@ Read `training_state` (what a peer trains: no network), then `phases` (when the 
 `own_state` (the state that a peer trains), `outlook` (the swarm as it sees it), `takeover` (of a better state),
 `state_name` (how a state is named), `gossip` (how peers tell where they stand), `shared_state` (what newcomers
 download), `checkpoint` (the same on disk) and `saving` (when it is written). For loops that take their own
-steps, as with hivemind: `grad_averager`; and for float16: `grad_scaler`.
+steps, as with hivemind: `grad_averager`, `training_averager`; and for float16: `grad_scaler`.
 """
 
 from shoal.optim.grad_averager import GradientAverager
@@ -14,6 +14,7 @@ from shoal.optim.optimizer import Optimizer
 from shoal.optim.participant import Participant
 from shoal.optim.settings import RunSettings
 from shoal.optim.status import PeerStatus, RoundStatus, Status
+from shoal.optim.training_averager import TrainingAverager
 from shoal.optim.training_state import TrainingState
 
 __all__ = [
@@ -25,5 +26,6 @@ __all__ = [
     "RoundStatus",
     "RunSettings",
     "Status",
+    "TrainingAverager",
     "TrainingState",
 ]

@@ -13,6 +13,7 @@ import torch
 import shoal
 from shoal.events import EpochAdvanced, Event
 from tests.integration.scripts import digest, say
+from tests.integration.workers import until
 
 BATCH, TARGET = 4, 12
 
@@ -52,6 +53,11 @@ def main() -> None:
         say("invite", str(dht.invite()))
         say("resumed", [swarm.local_epoch, held()])
         sys.stdin.readline()  # the others are there
+
+        async def others() -> int:
+            return len(swarm.collaboration.view().others)
+
+        until(lambda: dht.loop_thread.run(others(), 10.0) == TARGET // BATCH - 1)  # else it steps alone meanwhile
         swarm.announce_end(end)
         while not swarm.finished:
             model(torch.randn(BATCH, 3)).square().mean().backward()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shoal import compression, data, sim, zero
     from shoal.clock import get_dht_time
     from shoal.errors import ConfigError, RoundFailed, SchemaMismatch, ShoalError, StateUnavailable
-    from shoal.optim import GradientAverager, GradScaler, Optimizer, TrainingAverager
+    from shoal.optim import GradientAverager, GradScaler, Optimizer, ProgressTracker, TrainingAverager
     from shoal.peer import Address, Invite, PeerID
     from shoal.runtime.averager import DecentralizedAverager
     from shoal.runtime.dht import DHT
@@ -31,6 +31,7 @@ else:
         "Invite": "shoal.peer",
         "Optimizer": "shoal.optim",
         "PeerID": "shoal.peer",
+        "ProgressTracker": "shoal.optim",
         "RoundFailed": "shoal.errors",
         "SchemaMismatch": "shoal.errors",
         "ShoalError": "shoal.errors",
@@ -58,6 +59,7 @@ __all__ = [
     "Invite",
     "Optimizer",
     "PeerID",
+    "ProgressTracker",
     "RoundFailed",
     "SchemaMismatch",
     "ShoalError",

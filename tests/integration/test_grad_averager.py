@@ -231,7 +231,7 @@ def test_wrong_arguments_are_named() -> None:
 
 def test_two_processes_run_the_program_of_the_page(tmp_path: Path) -> None:
     """A loop of its own, as hivemind's users have: both end with the same bits."""
-    (code,) = (block for block in python_blocks("docs/averaging.md") if "GradientAverager" in block)
+    code = next(block for block in python_blocks("docs/averaging.md") if "GradientAverager" in block)
     with peer(tmp_path / "first", code, "-W", "error") as first:
         first.write("")
         invite = first.line().strip()

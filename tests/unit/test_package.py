@@ -22,6 +22,7 @@ PUBLIC = {
     "Invite",
     "Optimizer",
     "PeerID",
+    "ProgressTracker",
     "RoundFailed",
     "SchemaMismatch",
     "ShoalError",

@@ -12,7 +12,14 @@ from typing import TypedDict
 
 from shoal.errors import ConfigError
 
-__all__ = ["DhtOptions", "OptimizerOptions", "check_dht_options", "check_optimizer_options"]
+__all__ = [
+    "DhtOptions",
+    "OptimizerOptions",
+    "TrackerOptions",
+    "check_dht_options",
+    "check_optimizer_options",
+    "check_tracker_options",
+]
 
 
 class DhtOptions(TypedDict, total=False):
@@ -75,6 +82,21 @@ class OptimizerOptions(TypedDict, total=False):
     performance_ema_alpha: float
 
 
+class TrackerOptions(TypedDict, total=False):
+    """Arguments of hivemind's `ProgressTracker`."""
+
+    min_refresh_period: float
+    max_refresh_period: float
+    default_refresh_period: float
+    expected_drift_peers: float
+    expected_drift_rate: float
+    performance_ema_alpha: float
+    metadata_expiration: float
+    status_loglevel: int
+    private_key: object
+    daemon: bool
+
+
 def _nothing(value: object) -> bool:
     return value is None or value in ((), [], {})
 
@@ -122,6 +144,11 @@ _OPTIMIZER: dict[str, tuple[Callable[[object], bool], str]] = {
 }
 
 
+_TRACKER: dict[str, tuple[Callable[[object], bool], str]] = {
+    "private_key": (_nothing, "a peer signs with its own key: give the DHT an identity_path"),
+}
+
+
 def check_dht_options(options: DhtOptions) -> None:
     """Raise for options of `DHT` that shoal cannot offer.
 
@@ -135,6 +162,11 @@ def check_dht_options(options: DhtOptions) -> None:
 def check_optimizer_options(options: OptimizerOptions) -> None:
     """The same for options of `Optimizer`."""
     _check("Optimizer", OptimizerOptions.__annotations__, options, _OPTIMIZER)
+
+
+def check_tracker_options(options: TrackerOptions) -> None:
+    """The same for options of `ProgressTracker`."""
+    _check("ProgressTracker", TrackerOptions.__annotations__, options, _TRACKER)
 
 
 def _check(

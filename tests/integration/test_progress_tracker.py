@@ -1,0 +1,141 @@
+"""`ProgressTracker`, as programs written for hivemind use it: their own loop, and their own steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shoal
+from shoal.errors import ClosedError, ConfigError, LocalError
+from tests.integration.test_pages import peer, python_blocks
+from tests.integration.test_runtime import two_peers
+from tests.integration.workers import LONG_S, until
+
+TARGET = 100
+
+
+def tracker(dht: shoal.DHT, target: int = TARGET, **options: Any) -> shoal.ProgressTracker:
+    """One of the run."""
+    return shoal.ProgressTracker(dht, "run", target, **{"start": True, **options})
+
+
+def sees(one: shoal.ProgressTracker, epoch: int, samples: int, peers: int = 2) -> Callable[[], bool]:
+    """Whether it knows that this is where all are."""
+
+    def check() -> bool:
+        progress = one.global_progress
+        return (progress.epoch, progress.samples_accumulated, progress.num_peers) == (epoch, samples, peers)
+
+    return check
+
+
+def test_samples_add_up_and_an_epoch_begins_anew() -> None:
+    """Of both; the one that is behind is told so, and its samples do not count."""
+    with two_peers() as (first, second):
+        one, two = tracker(first), tracker(second)
+        one.report_local_progress(0, 60)
+        two.report_local_progress(0, 30)
+        for each in (one, two):
+            until(sees(each, 0, 90))
+            assert not each.ready_to_update_epoch
+        two.report_local_progress(0, 50)
+        assert two.local_progress.samples_accumulated == 50
+        until(lambda: one.ready_to_update_epoch and two.ready_to_update_epoch)
+        with one.pause_updates():
+            before = one.global_progress
+            two.report_local_progress(0, 55)
+            until(sees(two, 0, 115))
+            assert one.global_progress is before
+            assert before.samples_accumulated == 110
+            assert one.update_epoch() == 1
+            assert (before.epoch, before.samples_accumulated, before.eta_next_epoch) == (1, 0, math.inf)
+        assert one.local_progress.epoch == 1
+        until(sees(two, 1, 0))
+        assert two.ready_to_update_epoch
+        one.report_local_progress(1, 20)
+        until(sees(two, 1, 20))
+        with two.pause_updates():
+            assert two.update_epoch(1) == 1
+        until(sees(one, 1, 20))
+        one.shutdown()
+        until(sees(two, 1, 0, peers=1))
+        assert not one.is_alive()
+        one.shutdown()
+
+
+def test_the_time_of_the_next_epoch_follows_from_the_speeds() -> None:
+    """Unknown at first."""
+    with two_peers() as (first, second):
+        one, two = tracker(first, 1000), tracker(second, 1000)
+        assert one.global_progress.eta_next_epoch == math.inf
+        done = 0
+
+        def trained() -> bool:
+            nonlocal done
+            done += 1
+            two.report_local_progress(0, done)
+            return one.global_progress.eta_next_epoch < math.inf
+
+        until(trained)
+        assert two.local_progress.samples_per_second > 0
+        assert one.estimated_next_update_time > shoal.get_dht_time()
+        two.report_local_progress(0, 1000)
+        until(lambda: one.ready_to_update_epoch)
+        assert one.estimated_next_update_time <= shoal.get_dht_time()
+
+
+def test_clients_are_counted() -> None:
+    """One by its argument, on a peer that could be dialed."""
+    with two_peers() as (first, second):
+        one, two = tracker(first), tracker(second, client_mode=True)
+        two.report_local_progress(0, 7)
+        until(sees(one, 0, 7))
+        assert one.global_progress.num_clients == two.global_progress.num_clients == 1
+        assert two.local_progress.client_mode
+
+
+def test_what_is_wrong_is_named() -> None:
+    """Arguments, another target than the others have, and calls that come too early or too late."""
+    with two_peers() as (first, second):
+        one = tracker(first)
+        with pytest.raises(ConfigError, match="target_batch_size is 50 here and 100 at another peer"):
+            tracker(second, 50)
+        with pytest.raises(ConfigError, match=r"private_key=.* has no counterpart .* identity_path"):
+            tracker(second, private_key=object())
+        with pytest.raises(ConfigError, match="target_batch_size must be a whole number of at least 1, got 0"):
+            tracker(second, 0)
+        with pytest.raises(TypeError, match="unexpected keyword argument 'refresh'"):
+            tracker(second, refresh=1)
+        two = tracker(second, start=False, min_refresh_period=0.1, private_key=None, daemon=True)
+        with pytest.raises(LocalError, match="this tracker was not started"):
+            two.report_local_progress(0, 1)
+        two.start()
+        with pytest.raises(LocalError, match="started only once"):
+            two.start()
+        with pytest.raises(LocalError, match="pause_updates"):
+            two.update_epoch()
+        with pytest.raises(ConfigError, match="samples_accumulated must be a whole number of at least 0, got -1"):
+            two.report_local_progress(0, -1)
+        until(sees(one, 0, 0))
+    with pytest.raises(ClosedError):
+        _ = one.global_progress
+    one.shutdown()
+
+
+def test_two_processes_run_the_program_of_the_page(tmp_path: Path) -> None:
+    """Steps of the swarm by a tracker and a `GradientAverager`: both end with the same bits."""
+    (code,) = (block for block in python_blocks("docs/averaging.md") if "ProgressTracker" in block)
+    with peer(tmp_path / "first", code, "-W", "error") as first:
+        first.write("")
+        invite = first.line(LONG_S).strip()
+        with peer(tmp_path / "second", code, "-W", "error") as second:
+            second.write(invite)
+            second.line()  # its invite
+            said = [talk.rest()[-1] for talk in (first, second)]
+            assert [talk.wait() for talk in (first, second)] == [0, 0], [talk.errors() for talk in (first, second)]
+    assert said[0] == said[1]
+    assert said[0].startswith("epoch 5, weights ")

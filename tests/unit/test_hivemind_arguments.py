@@ -150,6 +150,7 @@ ASKING = [
     ({"offload_optimizer": True}, "offload_optimizer=True has no counterpart"),
     ({"use_local_updates": True}, "use_local_updates=True has no counterpart .* target_batch_size"),
     ({"auxiliary": True}, "auxiliary=True has no counterpart .*`shoal dht`"),
+    ({"auxiliary": torch.ones(2)}, "auxiliary=tensor.* has no counterpart"),
     ({"grad_averager_factory": dict}, "grad_averager_factory=.* has no counterpart .* grad_compression"),
     ({"averager_opts": {"bandwidth": 3}}, "averager_opts=.* has no counterpart .* give bandwidth"),
     ({"late": "never"}, "late must be 'drop' or 'next', got 'never'"),

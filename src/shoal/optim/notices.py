@@ -48,8 +48,8 @@ class Notices:
         for peer, missed in given_up:
             self.warn(
                 f"{peer.short()} says that it is at our state, but it does not come ({missed} rounds have waited for "
-                "it, or others like it, in vain): rounds no longer wait. Check whether others can reach it, and its "
-                "clock"
+                "it, or others like it, in vain): rounds no longer wait. Check whether its batches take longer than "
+                "an epoch, whether others can reach it, and its clock"
             )
 
     def rejected(self, tensor: int, reason: str) -> None:

@@ -87,8 +87,8 @@ class Optimizer(torch.optim.Optimizer):
             returns without a step, and the next call goes on.
         allreduce_timeout: longest round once the group is formed, seconds; None: as `averaging_timeout`.
         late: what becomes of a batch that is under way when a round begins: `"drop"`, the default, or `"next"`: it goes
-            into the next step, one step late. No batch is lost then, for as much memory as the gradients. Each peer
-            may choose for itself.
+            into the next step, one step late, unless the swarm has taken several steps meanwhile. It takes as much
+            memory as the gradients. Each peer may choose for itself.
         delay_grad_averaging: let `step` return while gradients are averaged, so that training goes on meanwhile, one
             step late (`late="next"` is implied). The next call of `step` after the round takes the swarm's step.
         max_grad_norm: clip the averaged gradient to this norm, over all parameters, before the step; None: do not. The
@@ -842,7 +842,9 @@ def _keeps_late(late: str | None, *, delay: bool) -> bool:
     if late not in (None, "drop", "next"):
         raise ConfigError(f"late must be 'drop' or 'next', got {late!r:.80}")
     if delay and late == "drop":
-        raise ConfigError("late='drop' does not go with delay_grad_averaging=True: most batches would be dropped")
+        raise ConfigError(
+            "late='drop' does not go with delay_grad_averaging=True, as most batches would be dropped: leave late out"
+        )
     return delay or late == "next"
 
 

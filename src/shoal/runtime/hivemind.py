@@ -8,6 +8,7 @@ the error says what to use instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TypedDict
 
 from shoal.errors import ConfigError
@@ -178,6 +179,9 @@ def _check(
     for name, value in options.items():
         if name not in known:
             raise TypeError(f"{kind}() got an unexpected keyword argument {name!r}")
-        asks_for_nothing, instead = asking.get(name, (lambda _: True, ""))
-        if not asks_for_nothing(value):
+        is_harmless, instead = asking.get(name, (lambda _: True, ""))
+        harmless = False
+        with suppress(Exception):  # tensors and arrays of several values are neither true nor false
+            harmless = is_harmless(value)
+        if not harmless:
             raise ConfigError(f"{name}={value!r:.80} has no counterpart in shoal: {instead}")

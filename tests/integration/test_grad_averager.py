@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -198,6 +200,24 @@ def test_what_is_forgotten_is_a_warning() -> None:
         with pytest.raises(RoundFailed):
             one.step(timeout=0.2)
         assert len(said) == 2
+
+
+def test_it_is_dropped_with_its_last_reference() -> None:
+    """Also after a step, whose control it keeps: its prefix is free again, and no cycle collector is needed."""
+    gc.disable()
+    try:
+        with two_peers() as (first, second):
+            nets = model(), model()
+            one, two = made(first, nets[0]), made(second, nets[1])
+            accumulate(one, nets[0], batches(0, [4]))
+            control = one.step(wait=False)
+            two.step(timeout=LONG_S)
+            assert len(control.result(LONG_S)) == 2
+            gone = weakref.ref(one)
+            del one
+            until(lambda: gone() is None)
+    finally:
+        gc.enable()
 
 
 def test_wrong_arguments_are_named() -> None:

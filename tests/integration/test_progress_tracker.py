@@ -98,6 +98,18 @@ def test_clients_are_counted() -> None:
         assert two.local_progress.client_mode
 
 
+def test_one_that_is_dropped_has_left() -> None:
+    """The others see it at once, and its prefix is free; it is not while another one has it."""
+    with two_peers() as (first, second):
+        one, two = tracker(first), tracker(second)
+        until(sees(one, 0, 0))
+        with pytest.raises(ConfigError):
+            tracker(second)
+        del two
+        until(sees(one, 0, 0, peers=1))
+        tracker(second).shutdown()
+
+
 def test_what_is_wrong_is_named() -> None:
     """Arguments, another target than the others have, and calls that come too early or too late."""
     with two_peers() as (first, second):

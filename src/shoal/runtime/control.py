@@ -31,8 +31,13 @@ class StepControl(LoopFuture[dict[PeerID, Any]]):
         self, averager: object, thread: LoopThread, request: StepRequest, *, deadline: float, allow_retries: bool
     ) -> None:
         super().__init__(thread)
-        self._averager = averager
+        self._averager: object = averager
+        self.add_done_callback(StepControl._let_go)  # type: ignore[arg-type]
         self._request, self._deadline, self._allow_retries = request, deadline, allow_retries
+
+    def _let_go(self) -> None:
+        """The step is over: an averager that keeps its last control is dropped with its last reference."""
+        self._averager = None
 
     @property
     def stage(self) -> AveragingStage:

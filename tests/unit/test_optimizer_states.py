@@ -175,6 +175,25 @@ def test_schedule_free_evaluates_and_trains_on_with_the_same_bits(wraps: bool) -
 
 
 @pytest.mark.parametrize("wraps", [False, True])
+def test_a_state_that_comes_while_schedule_free_evaluates_stays(wraps: bool) -> None:
+    """`train` had put back the weights before it, under the name of the newer state."""
+    donor, newcomer = (training_of(partial(schedule_free, wraps=wraps)) for _ in range(2))
+    for number in range(6):
+        step(donor, number)
+    step(newcomer, 0)
+    newcomer.evaluate()
+    take_over(newcomer, donor)
+    assert newcomer.evaluates
+    assert_equal(newcomer, donor)
+    newcomer.train()
+    assert all(torch.equal(*each) for each in zip(newcomer.parameters, donor.parameters, strict=True))
+    for number in range(6, 8):
+        step(donor, number)
+        step(newcomer, number)
+    assert_equal(newcomer, donor)
+
+
+@pytest.mark.parametrize("wraps", [False, True])
 def test_schedule_free_in_its_own_eval_gives_no_state(wraps: bool) -> None:
     """Its weights are others then: they are not taken for those of training."""
     donor = training_of(partial(schedule_free, wraps=wraps))

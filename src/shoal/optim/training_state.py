@@ -533,11 +533,18 @@ class TrainingState:
         return PreparedState(epoch, scheduled, tensors[:fixed], optimizer)
 
     def take_over(self, prepared: PreparedState) -> None:
-        """Take over the prepared state. Only the schedule can fail; then it says so and stays."""
+        """Take over the prepared state. Only the schedule can fail; then it says so and stays.
+
+        Between `evaluate` and `train`, the parameters are those to evaluate with of the new state afterwards.
+        """
+        if evaluates := self._for_training is not None:
+            self.train()  # else that would put back the weights before
         with torch.no_grad():
             for mine, theirs in zip(self.describe(), prepared.tensors, strict=True):
                 mine.copy_(theirs)
         self._kept.switch(prepared.optimizer)
+        if evaluates:
+            self.evaluate()
         self.resume(prepared.epoch, prepared.scheduled)
 
     def load(self, values: Any, tensors: Sequence[torch.Tensor]) -> None:

@@ -15,7 +15,14 @@ if TYPE_CHECKING:
     from shoal import compression, data, sim, zero
     from shoal.clock import get_dht_time
     from shoal.errors import ConfigError, RoundFailed, SchemaMismatch, ShoalError, StateUnavailable
-    from shoal.optim import GradientAverager, GradScaler, Optimizer, ProgressTracker, TrainingAverager
+    from shoal.optim import (
+        GradientAverager,
+        GradScaler,
+        Optimizer,
+        ProgressTracker,
+        TrainingAverager,
+        TrainingStateAverager,
+    )
     from shoal.peer import Address, Invite, PeerID
     from shoal.runtime.averager import DecentralizedAverager
     from shoal.runtime.dht import DHT
@@ -37,6 +44,7 @@ else:
         "ShoalError": "shoal.errors",
         "StateUnavailable": "shoal.errors",
         "TrainingAverager": "shoal.optim",
+        "TrainingStateAverager": "shoal.optim",
         "compression": "shoal",
         "data": "shoal",
         "leave_on_sigterm": "shoal.runtime.leave",
@@ -65,6 +73,7 @@ __all__ = [
     "ShoalError",
     "StateUnavailable",
     "TrainingAverager",
+    "TrainingStateAverager",
     "__version__",
     "compression",
     "data",

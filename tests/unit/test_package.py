@@ -28,6 +28,7 @@ PUBLIC = {
     "ShoalError",
     "StateUnavailable",
     "TrainingAverager",
+    "TrainingStateAverager",
     "__version__",
     "compression",
     "data",

@@ -5,7 +5,8 @@ Read `training_state` (what a peer trains: no network), then `phases` (when the 
 `own_state` (the state that a peer trains), `outlook` (the swarm as it sees it), `takeover` (of a better state),
 `state_name` (how a state is named), `gossip` (how peers tell where they stand), `shared_state` (what newcomers
 download), `checkpoint` (the same on disk) and `saving` (when it is written). For loops that take their own
-steps, as with hivemind: `grad_averager`, `training_averager`, `progress_tracker`; and for float16: `grad_scaler`.
+steps, as with hivemind: `grad_averager`, `training_averager`, `state_averager`, `progress_tracker`; and for float16:
+`grad_scaler`.
 """
 
 from shoal.optim.grad_averager import GradientAverager
@@ -14,6 +15,7 @@ from shoal.optim.optimizer import Optimizer
 from shoal.optim.participant import Participant
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.optim.settings import RunSettings
+from shoal.optim.state_averager import TrainingStateAverager
 from shoal.optim.status import PeerStatus, RoundStatus, Status
 from shoal.optim.training_averager import TrainingAverager
 from shoal.optim.training_state import TrainingState
@@ -30,4 +32,5 @@ __all__ = [
     "Status",
     "TrainingAverager",
     "TrainingState",
+    "TrainingStateAverager",
 ]

@@ -157,22 +157,29 @@ class TrainingAverager(DecentralizedAverager):
 
     def _average(self, data_lock: AbstractContextManager[Any] | None, options: dict[str, Any]) -> Any:
         lock = nullcontext() if data_lock is None else data_lock
-        with torch.no_grad():
-            with lock, self.get_tensors() as copies:
-                local = list(self.local_tensors())
-                for copy, mine in zip(copies, local, strict=True):
-                    copy.copy_(mine)
-                before = None if data_lock is None else [copy.clone() for copy in copies]
-            gathered = super().step(**options)
-            with lock, self.get_tensors() as averaged:
-                local = list(self.local_tensors())
-                for index, (average, mine) in enumerate(zip(averaged, local, strict=True)):
-                    if before is None or torch.equal(mine, before[index]):
-                        mine.copy_(average)
-                    else:
-                        mine.add_(average - before[index])
-                self.local_step += 1
+        with lock:
+            before = self._copy_in(keep=data_lock is not None)
+        gathered = super().step(**options)
+        with lock:
+            self._copy_out(before)
         return gathered
+
+    def _copy_in(self, *, keep: bool) -> list[torch.Tensor] | None:
+        """Set the averager's copies to the trainer's tensors; returns them once more to `keep`."""
+        with torch.no_grad(), self.get_tensors() as copies:
+            for copy, mine in zip(copies, self.local_tensors(), strict=True):
+                copy.copy_(mine)
+            return [copy.clone() for copy in copies] if keep else None
+
+    def _copy_out(self, before: Sequence[torch.Tensor] | None) -> None:
+        """Set the trainer's tensors to the average, with all changes since `before` if there is one."""
+        with torch.no_grad(), self.get_tensors() as averaged:
+            for index, (average, mine) in enumerate(zip(averaged, self.local_tensors(), strict=True)):
+                if before is None or torch.equal(mine, before[index]):
+                    mine.copy_(average)
+                else:
+                    mine.add_(average - before[index])
+            self.local_step += 1
 
     # ---------------------------------------------------------------------------------------------------------- state
 
@@ -201,6 +208,8 @@ class TrainingAverager(DecentralizedAverager):
         try:
             if [(each.shape, each.dtype) for each in tensors[: len(own)]] != [(each.shape, each.dtype) for each in own]:
                 raise ValueError("its parameters or extra tensors have other shapes or dtypes")
+            if not self._fits(metadata):
+                return False
             step, optimizer = int(metadata["step"]), self._kept.prepare(metadata["optimizer"], tensors, len(own))
         except Exception as error:
             raise StateUnavailable(f"the state does not fit here: {error}") from error
@@ -209,7 +218,15 @@ class TrainingAverager(DecentralizedAverager):
                 mine.copy_(theirs)
             self._kept.switch(optimizer)
             self.local_step = max(self.local_step, step)
+            self._took_over(metadata)
         return True
+
+    def _fits(self, metadata: Any) -> bool:
+        """Whether a state of this metadata is to be taken over."""
+        return isinstance(metadata, dict)
+
+    def _took_over(self, metadata: Any) -> None:
+        """The state of this metadata was taken over."""
 
 
 def _step_with_zeros(opt: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:

@@ -16,9 +16,11 @@ from shoal.errors import ConfigError
 __all__ = [
     "DhtOptions",
     "OptimizerOptions",
+    "StateAveragerOptions",
     "TrackerOptions",
     "check_dht_options",
     "check_optimizer_options",
+    "check_state_averager_options",
     "check_tracker_options",
 ]
 
@@ -83,6 +85,18 @@ class OptimizerOptions(TypedDict, total=False):
     performance_ema_alpha: float
 
 
+class StateAveragerOptions(TypedDict, total=False):
+    """Arguments of hivemind's `TrainingStateAverager` and of its `step`."""
+
+    offload_optimizer: bool
+    custom_gradients: bool
+    reuse_tensors: bool | None
+    delay_optimizer_step: bool
+    wait_for_trigger: object
+    performance_ema_alpha: float
+    status_loglevel: int
+
+
 class TrackerOptions(TypedDict, total=False):
     """Arguments of hivemind's `ProgressTracker`."""
 
@@ -145,6 +159,14 @@ _OPTIMIZER: dict[str, tuple[Callable[[object], bool], str]] = {
 }
 
 
+_STATE_AVERAGER: dict[str, tuple[Callable[[object], bool], str]] = {
+    "offload_optimizer": (_false, "the optimizer steps where the parameters are"),
+    "custom_gradients": (_false, "the optimizer steps from .grad"),
+    "reuse_tensors": (_false, "copies are averaged, so that a failed round changes nothing"),
+    "delay_optimizer_step": (_false, "the step is taken at once; give delay_averaging"),
+    "wait_for_trigger": (_nothing, "wait for it, and call step() then"),
+}
+
 _TRACKER: dict[str, tuple[Callable[[object], bool], str]] = {
     "private_key": (_nothing, "a peer signs with its own key: give the DHT an identity_path"),
 }
@@ -163,6 +185,11 @@ def check_dht_options(options: DhtOptions) -> None:
 def check_optimizer_options(options: OptimizerOptions) -> None:
     """The same for options of `Optimizer`."""
     _check("Optimizer", OptimizerOptions.__annotations__, options, _OPTIMIZER)
+
+
+def check_state_averager_options(options: Mapping[str, object]) -> None:
+    """The same for options of `TrainingStateAverager`."""
+    _check("TrainingStateAverager", StateAveragerOptions.__annotations__, options, _STATE_AVERAGER)
 
 
 def check_tracker_options(options: TrackerOptions) -> None:

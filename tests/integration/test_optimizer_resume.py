@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import pytorch_optimizer
 import torch
 
 import shoal
@@ -111,6 +112,27 @@ def test_a_checkpoint_of_plain_torch_is_better_than_a_beginning(dht: shoal.DHT) 
     for wrong in ({}, {"epoch": 3}, {"epoch": -1, "digest": "00" * 32, "samples": 0, "scheduled": 0}):
         with pytest.raises(shoal.errors.ConfigError, match=r"state_dict\['shoal'\] is not what"):
             swarm.load_state_dict({**plain.state_dict(), "shoal": wrong})
+    swarm.shutdown()
+
+
+def test_nothing_is_loaded_between_eval_and_train(dht: shoal.DHT) -> None:
+    """`train` would put back the weights before, and the checkpoint's would be lost without a word."""
+    model = torch.nn.Linear(3, 2)
+    inner = pytorch_optimizer.ScheduleFreeAdamW(model.parameters(), lr=0.1)
+    swarm = shoal.Optimizer(
+        dht=dht, run_id="run", target_batch_size=TARGET, batch_size_per_step=TARGET, optimizer=inner
+    )
+    train(swarm, model, 3)
+    saved = copy.deepcopy((model.state_dict(), swarm.state_dict()))
+    train(swarm, model, 5)
+    swarm.eval()
+    with pytest.raises(shoal.errors.ConfigError, match=r"call train\(\) of the shoal\.Optimizer, then load"):
+        swarm.load_state_dict(saved[1])
+    swarm.train()
+    model.load_state_dict(saved[0])
+    swarm.load_state_dict(saved[1])
+    assert swarm.local_epoch == 3
+    assert torch.equal(model.weight, saved[0]["weight"])
     swarm.shutdown()
 
 

@@ -599,7 +599,7 @@ class Optimizer(torch.optim.Optimizer):
         the tensors of the dict, and its steps change them: give a `copy.deepcopy` if you need the dict afterwards.
 
         Raises:
-            ConfigError: it is not of this optimizer; nothing was loaded.
+            ConfigError: it is not of this optimizer, or `eval` was called and `train` was not; nothing was loaded.
             LocalError: `step` is running; nothing was loaded.
             ClosedError: the optimizer or its DHT was shut down.
         """
@@ -615,6 +615,11 @@ class Optimizer(torch.optim.Optimizer):
         saved = dict(state_dict)
         where = _where(saved.pop("shoal", None))
         with self._lock.acquire_in_thread():
+            if self._training.evaluates and not self._training.hides_weights:
+                raise ConfigError(
+                    "load_state_dict() is called between eval() and train(), which puts back the weights before: call "
+                    "train() of the shoal.Optimizer, then load the model's state and this one"
+                )
             try:
                 self._training.load_optimizer(saved)
             except ValueError as error:

@@ -195,6 +195,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_one_at_a_time(
     train(swarm, model, 5)
     assert writing == [1]
     swarm.shutdown()
+    until(lambda: any("still being written" in each.message for each in warned))
     (message,) = [each.message for each in warned if "still being written" in each.message]
     assert f"still being written to {tmp_path} after 0.1 s" in message
     goes_on.set()

@@ -156,7 +156,7 @@ def test_a_step_that_is_given_up_leaves_the_next_one_free() -> None:
         nets = model(), model()
         one, two = made(first, nets[0]), made(second, nets[1])
         accumulate(one, nets[0], batches(0, [4]))
-        with pytest.raises(RoundFailed, match=r"no average within timeout=0.2 seconds"):
+        with pytest.raises(RoundFailed, match=r"no average within timeout=0.2 s"):
             one.step(control=one.schedule_step(), timeout=0.2)
         assert one.step(wait=False).cancel()
         with ThreadPoolExecutor() as threads:

@@ -69,12 +69,21 @@ def test_a_peer_that_rounds_leave_out_is_not_told_that_its_batches_are_long() ->
 def test_epochs_of_milliseconds_are_told_in_milliseconds() -> None:
     """A warning said "a batch takes it 0.0 s, and an epoch of the swarm 0.0 s"."""
     contribution, told = Contribution(), []
-    for epoch in range(1, 41):
+    for epoch in range(1, 2001):
         batches = epoch // 2
         why = contribution.state_changed(epoch, processed=8 * batches, batches=batches, held=0, now=0.0032 * epoch)
         told += [why] if why else []
     assert len(told) == 1
-    assert "a batch takes it 5.8 ms, and an epoch of the swarm 3.2 ms" in told[0]
+    assert "a batch takes it 6.3 ms, and an epoch of the swarm 3.2 ms" in told[0]
+
+
+def test_a_newcomer_in_fast_epochs_is_not_told_at_once() -> None:
+    """With epochs of 0.11 s it was told after half a second, while it got ready to take part."""
+    contribution = Contribution()
+    for epoch in range(1, 101):
+        if epoch > 20:
+            contribution.counted(8)
+        assert contribution.state_changed(epoch, processed=8 * epoch, batches=epoch, held=0, now=0.11 * epoch) is None
 
 
 def test_a_newcomer_that_came_over_many_epochs_at_once_is_not_told() -> None:

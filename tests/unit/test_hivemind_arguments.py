@@ -156,9 +156,9 @@ ASKING = [
     ({"late": "never"}, "late must be 'drop' or 'next', got 'never'"),
     ({"late": "drop", "delay_grad_averaging": True}, "late='drop' does not go with delay_grad_averaging=True"),
     ({"delay_grad_averaging": "no"}, "delay_grad_averaging must be True or False, got 'no'"),
-    ({"max_grad_norm": 0}, "max_grad_norm must be a number above 0, got 0"),
-    ({"max_grad_norm": float("inf")}, "max_grad_norm must be a number above 0, got inf"),
-    ({"max_grad_norm": "1"}, "max_grad_norm must be a number above 0, got '1'"),
+    ({"max_grad_norm": 0}, "max_grad_norm must be a number above 0, or None for none, got 0"),
+    ({"max_grad_norm": float("inf")}, "max_grad_norm must be a number above 0, or None for none, got inf"),
+    ({"max_grad_norm": "1"}, "max_grad_norm must be a number above 0, or None for none, got '1'"),
 ]
 
 

@@ -10,7 +10,9 @@ __all__ = ["Contribution", "RateMeter"]
 
 _PERIOD_S, _NEW_SHARE = 0.5, 0.3
 
-_LOST = 5
+_LOST, _LOST_S = 5, 5.0
+"""A peer is told if so many states in a row, and in so much time, went by without its samples."""
+
 _LOOKED_AT, _PART = 30, 5
 """So many states are looked at together. A peer is told if its samples count in no more than a fifth of them."""
 
@@ -102,10 +104,11 @@ class Contribution:
         self._states += used or in_vain
         self._used += used
         few = self._states >= _LOOKED_AT and self._used * _PART <= self._states
-        if self._told or not (few or self._lost >= _LOST):
+        none = self._lost >= _LOST and now - self._since.time >= _LOST_S
+        if self._told or not (few or none):
             return None
         self._told = True
-        return _why(self._since if self._lost >= _LOST else self._begun, now_at)
+        return _why(self._since if none else self._begun, now_at)
 
 
 def _why(first: _Mark, last: _Mark) -> str:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shoal.clock import seconds_text
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.errors import ConfigError, LocalError, RoundFailed
 from shoal.events import Warned
@@ -255,7 +256,7 @@ class GradientAverager(DecentralizedAverager):
             return control.result(limit_s)
         except TimeoutError:
             if control.cancel():
-                raise RoundFailed(f"no average within timeout={limit_s:g} seconds") from None
+                raise RoundFailed(f"no average within timeout={seconds_text(limit_s or 0.0)}") from None
             return control.result()  # it ended at this moment
 
     def _check_no_step(self) -> None:

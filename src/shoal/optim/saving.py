@@ -14,12 +14,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from shoal.averager import TensorLock
+from shoal.clock import seconds_text
 from shoal.errors import ConfigError
 from shoal.events import CheckpointSaved, Event, Resumed, Warned
 from shoal.optim.checkpoint import Content, Files, Saved, newest, write
 from shoal.optim.state_name import StateName
 from shoal.runtime.checks import path, whole
 from shoal.runtime.pool import DaemonPool
+from shoal.runtime.waiting import Gate
 
 __all__ = ["Saver", "misfit", "saver_of"]
 
@@ -57,6 +59,7 @@ class Saver:
         self._every, self._keep, self._timeout_s = every, keep, timeout_s
         self._one_write = TensorLock()  # no thread keeps it, whatever interrupts it
         self._writing: concurrent.futures.Future[None] | None = None
+        self._ended = Gate()  # of that write
         self._last: StateName | None = None
         self._trouble = ""
         self._memory: Files | None = None
@@ -83,10 +86,11 @@ class Saver:
             self._failed(error)
             return
         copy_s, self._memory = time.monotonic() - began, content.files
-        pool = DaemonPool(1, "shoal-checkpoint")
+        pool, self._ended = DaemonPool(1, "shoal-checkpoint"), Gate()
         try:
-            self._writing = pool.submit(self._write, self.folder, content, copy_s)
+            self._writing = pool.submit(self._write, self.folder, content, copy_s, self._ended)
         except RuntimeError as error:  # no thread is to be had
+            self._ended.open()
             self._failed(error)
         pool.shutdown(wait=False)  # the thread ends with its work
         if finished:
@@ -103,14 +107,16 @@ class Saver:
 
     def _has_ended(self, timeout_s: float) -> bool:
         """Whether nothing is being written, after so long at most."""
-        return self._writing is None or not concurrent.futures.wait([self._writing], timeout_s).not_done
+        return self._writing is None or self._ended.wait(timeout_s)
 
-    def _write(self, folder: Path, content: Content, copy_s: float) -> None:
+    def _write(self, folder: Path, content: Content, copy_s: float, ended: Gate) -> None:
         try:
             self.write(folder, content, self._keep, copy_s)
             self._trouble = ""
         except Exception as error:  # noqa: BLE001 (training goes on)
             self._failed(error)
+        finally:
+            ended.open()
 
     def _failed(self, error: Exception) -> None:
         why = f"{error}" if isinstance(error, OSError | ConfigError) else f"{type(error).__name__}: {error}"
@@ -157,8 +163,8 @@ class Saver:
             ended.cancel()  # the loop may be closed when it ends
             if not self._writing.done():
                 self.warn(
-                    f"a checkpoint is still being written to {self.folder} after {self._timeout_s:g} s. It is lost if "
-                    "the program ends before: give a larger shutdown_timeout"
+                    f"a checkpoint is still being written to {self.folder} after {seconds_text(self._timeout_s)}. It "
+                    "is lost if the program ends before: give a larger shutdown_timeout"
                 )
 
     # -------------------------------------------------------------------------------------------------------- resuming

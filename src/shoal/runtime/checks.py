@@ -65,7 +65,7 @@ def positive(name: str, value: object) -> float:
     """A finite number above 0; raises `ConfigError` for anything else."""
     number = own_number(value)
     if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
-        raise ConfigError(f"{name} must be a number above 0, got {value!r:.80}")
+        raise ConfigError(f"{name} must be a number above 0, or None for none, got {value!r:.80}")
     return float(number)
 
 

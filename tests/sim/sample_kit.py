@@ -96,17 +96,17 @@ class SampleAudit:
         """Walk from this state back to the beginning; returns how many batches went into it.
 
         Raises:
-            AssertionError: a batch went in twice, a sample is not accounted for, or an epoch was skipped.
+            AssertionError: a batch went in twice or was not counted, or an epoch was skipped.
         """
         counted: Counter[object] = Counter()
         name = last
         while name.epoch:
             before, batches = self.made[name.digest]
             assert name.epoch - before.epoch in (0, 1)
-            assert name.samples - before.samples == batch_size * len(batches), f"epoch {name.epoch}"
+            # A member that crashed in the round may count in some parts only: it is no contributor by the verdict.
+            assert name.samples - before.samples >= batch_size * len(batches), f"epoch {name.epoch}"
             counted.update(batches)
             name = before
         twice = [batch for batch, times in counted.items() if times > 1]
         assert not twice, f"counted twice: {twice[:5]}"
-        assert batch_size * counted.total() == last.samples - name.samples
         return counted.total()

@@ -31,7 +31,7 @@ class GradientSum:
     """
 
     def __init__(self, trained: Sequence[torch.Tensor], unit: int, device: torch.device | None = None) -> None:
-        self._trained, self._unit = trained, unit
+        self._trained, self._unit, self._elsewhere = trained, unit, device is not None
         self.tensors = [
             torch.zeros(each.shape, dtype=_sum_dtype(each), device=device or each.device) for each in trained
         ]
@@ -49,8 +49,9 @@ class GradientSum:
                 for tensor, gradient in zip(tensors, gradients, strict=True):
                     tensor.copy_(gradient).mul_(share)
             elif given:
-                there = [gradient.to(tensor.device) for tensor, gradient in zip(tensors, gradients, strict=True)]
-                torch._foreach_add_(tensors, there, alpha=share)
+                if self._elsewhere:
+                    gradients = [each.to(tensor.device) for tensor, each in zip(tensors, gradients, strict=True)]
+                torch._foreach_add_(tensors, gradients, alpha=share)
         self._count(given, samples)
 
     def take_in(self, other: GradientSum) -> None:

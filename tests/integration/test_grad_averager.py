@@ -15,7 +15,7 @@ import torch
 import shoal
 from shoal.errors import ClosedError, ConfigError, LocalError, RoundFailed
 from shoal.events import Warned
-from tests.integration.test_pages import peer, python_blocks
+from tests.integration.test_pages import last_lines_of_two, python_blocks
 from tests.integration.test_runtime import two_peers
 from tests.integration.workers import LONG_S, until
 
@@ -252,13 +252,6 @@ def test_wrong_arguments_are_named() -> None:
 def test_two_processes_run_the_program_of_the_page(tmp_path: Path) -> None:
     """A loop of its own, as hivemind's users have: both end with the same bits."""
     code = next(block for block in python_blocks("docs/averaging.md") if "GradientAverager" in block)
-    with peer(tmp_path / "first", code, "-W", "error") as first:
-        first.write("")
-        invite = first.line().strip()
-        with peer(tmp_path / "second", code, "-W", "error") as second:
-            second.write(invite)
-            second.line()  # its invite
-            said = [talk.rest()[-1] for talk in (first, second)]
-            assert [talk.wait() for talk in (first, second)] == [0, 0], [talk.errors() for talk in (first, second)]
+    said = last_lines_of_two(tmp_path, code)
     assert said[0] == said[1]
     assert said[0].startswith("20 steps, weights ")

@@ -38,6 +38,19 @@ def peer(folder: Path, code: str, *options: str) -> Talk:
     return Talk([sys.executable, *options, "-c", started], OMP_NUM_THREADS="1")
 
 
+def last_lines_of_two(folder: Path, code: str) -> list[str]:
+    """Two peers run the program, which prints its invite first; their last lines. Warnings are errors."""
+    with peer(folder / "first", code, "-W", "error") as first:
+        first.write("")
+        invite = first.line().strip()
+        with peer(folder / "second", code, "-W", "error") as second:
+            second.write(invite)
+            second.line()  # its invite
+            said = [talk.rest()[-1] for talk in (first, second)]
+            assert [talk.wait() for talk in (first, second)] == [0, 0], [talk.errors() for talk in (first, second)]
+    return said
+
+
 @pytest.mark.parametrize(
     ("page", "last"), [("README.md", "epoch 60: loss"), ("docs/training.md", "resumed at epoch 60")]
 )

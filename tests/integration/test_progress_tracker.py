@@ -11,9 +11,9 @@ import pytest
 
 import shoal
 from shoal.errors import ClosedError, ConfigError, LocalError
-from tests.integration.test_pages import peer, python_blocks
+from tests.integration.test_pages import last_lines_of_two, python_blocks
 from tests.integration.test_runtime import two_peers
-from tests.integration.workers import LONG_S, until
+from tests.integration.workers import until
 
 TARGET = 100
 
@@ -141,13 +141,6 @@ def test_what_is_wrong_is_named() -> None:
 def test_two_processes_run_the_program_of_the_page(tmp_path: Path) -> None:
     """Steps of the swarm by a tracker and a `GradientAverager`: both end with the same bits."""
     (code,) = (block for block in python_blocks("docs/averaging.md") if "ProgressTracker" in block)
-    with peer(tmp_path / "first", code, "-W", "error") as first:
-        first.write("")
-        invite = first.line(LONG_S).strip()
-        with peer(tmp_path / "second", code, "-W", "error") as second:
-            second.write(invite)
-            second.line()  # its invite
-            said = [talk.rest()[-1] for talk in (first, second)]
-            assert [talk.wait() for talk in (first, second)] == [0, 0], [talk.errors() for talk in (first, second)]
+    said = last_lines_of_two(tmp_path, code)
     assert said[0] == said[1]
     assert said[0].startswith("epoch 5, weights ")

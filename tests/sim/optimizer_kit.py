@@ -15,6 +15,7 @@ from shoal.compression import CompressionBase
 from shoal.errors import StateUnavailable
 from shoal.events import EpochAdvanced, Event
 from shoal.optim import Participant, RunSettings, TrainingState
+from shoal.optim.local_updates import LocalTrainingState
 from shoal.optim.phases import RunPhase
 from shoal.sim import SimHost, SimNetwork, Swarm
 from tests.sim.averaging_kit import SETTINGS, note_internal_error, start_core
@@ -192,7 +193,11 @@ class Run:
             averager = msgspec.structs.replace(self.settings.averager, client_mode=client_mode)
             settings = msgspec.structs.replace(self.settings, averager=averager, **changes)
             lock = TensorLock()
-            training = TrainingState(optimizer, scheduler, extra_tensors, unit=settings.target_batch_size, late=late)
+            training = (
+                LocalTrainingState(optimizer, scheduler, extra_tensors)
+                if settings.use_local_updates
+                else TrainingState(optimizer, scheduler, extra_tensors, unit=settings.target_batch_size, late=late)
+            )
             participant = Participant(
                 core,
                 training,

@@ -64,7 +64,7 @@ class SampleAudit:
 
         def contributes(each: Participant, name: StateName) -> Any:
             found = contribute(each, name)
-            vars(each._gradients)["brings"] = self._of(each) if each.own.name == name else []
+            vars(each._averager)["brings"] = self._of(each) if each.own.name == name else []
             return found
 
         async def begins(each: Averager, group: Any, *args: Any) -> Any:

@@ -411,7 +411,7 @@ def test_who_never_finds_the_others_is_not_waited_for_again_and_again() -> None:
             await sim.sleep(5.0)
             raise RoundFailed("no group within 5.0 s: nobody else is looking for one")
 
-        run.swarm.peer("p2").participant._gradients.step = nobody  # type: ignore[assignment]
+        run.swarm.peer("p2").participant._averager.step = nobody  # type: ignore[assignment]
         tasks = [
             run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.2, until=lambda: loop.time() > 60))
             for name in names
@@ -490,7 +490,7 @@ def test_who_is_first_at_the_end_waits_for_the_others() -> None:
         for name in names:
             await run.add(name)
         unlucky = run.swarm.peer("p1").participant
-        step = unlucky._gradients.step
+        step = unlucky._averager.step
 
         async def lose_the_last(**options: Any) -> StepResult:
             result = await step(**{**options, "apply": lambda vector: None} if unlucky.epoch == 2 else options)
@@ -498,7 +498,7 @@ def test_who_is_first_at_the_end_waits_for_the_others() -> None:
                 raise RoundFailed("committed, but nobody who holds the averages could be reached")
             return result
 
-        unlucky._gradients.step = lose_the_last  # type: ignore[assignment]
+        unlucky._averager.step = lose_the_last  # type: ignore[assignment]
         run.announce_end(3)
 
         async def train(name: str) -> None:

@@ -277,7 +277,7 @@ def test_a_state_that_is_taken_over_during_a_round_is_not_stepped_with_its_avera
         first, second = await run.add("p0"), await run.add("p1")
         await sim.sleep(3.0)
         late = second.participant
-        take = late._gradients.vector.copy_in
+        take = late._averager.vector.copy_in
 
         def replaced(*args: Any) -> Any:
             found = take(*args)
@@ -285,7 +285,7 @@ def test_a_state_that_is_taken_over_during_a_round_is_not_stepped_with_its_avera
             late.own.name = late.state.after_step_alone(b"x" * 16, b"y" * 32, 0)
             return found
 
-        late._gradients.vector.copy_in = replaced  # type: ignore[assignment]
+        late._averager.vector.copy_in = replaced  # type: ignore[assignment]
         for trainer in (first, second):
             trainer.participant.training._sum.samples = BATCH
             trainer.participant.accumulated()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.compression import NoCompression
+from shoal.compression import Float16Compression, NoCompression
 from shoal.dht import RecordValidator
 from shoal.errors import ConfigError, LocalError
 from shoal.runtime.hivemind import DhtOptions
@@ -148,7 +148,18 @@ def test_every_default_of_a_dht_is_taken() -> None:
 ASKING = [
     ({"reuse_grad_buffers": True}, "reuse_grad_buffers=True has no counterpart in shoal: .*zero_grad"),
     ({"offload_optimizer": True}, "offload_optimizer=True has no counterpart"),
-    ({"use_local_updates": True}, "use_local_updates=True has no counterpart .* target_batch_size"),
+    ({"use_local_updates": "no"}, "use_local_updates must be True or False, got .no."),
+    ({"use_local_updates": True, "late": "next"}, "late has no meaning with use_local_updates=True, .*stepped from"),
+    (
+        {"use_local_updates": True, "delay_grad_averaging": True},
+        "delay_grad_averaging has no meaning with use_local_updates=True, .*: give delay_state_averaging",
+    ),
+    ({"use_local_updates": True, "max_grad_norm": 1}, "max_grad_norm has no meaning .*: clip the gradients of each"),
+    (
+        {"use_local_updates": True, "grad_compression": Float16Compression()},
+        "grad_compression has no meaning with .*: give state_averaging_compression",
+    ),
+    ({"use_local_updates": True, "average_state_every": 5}, "must be 0 or 1 .*raise target_batch_size 5 times"),
     ({"auxiliary": True}, "auxiliary=True has no counterpart .*`shoal dht`"),
     ({"auxiliary": torch.ones(2)}, "auxiliary=tensor.* has no counterpart"),
     ({"grad_averager_factory": dict}, "grad_averager_factory=.* has no counterpart .* grad_compression"),
@@ -182,6 +193,7 @@ def test_an_argument_that_hivemind_does_not_have_is_a_type_error() -> None:
         {"delay_grad_averaging": True},
         {"delay_grad_averaging": True, "late": "next", "delay_optimizer_step": True},
         {"delay_state_averaging": False},
+        {"use_local_updates": True, "average_state_every": 1, "grad_compression": NoCompression()},
         {"max_grad_norm": 1},
         {"tracker_opts": {"min_refresh_period": 0.1}},
         {"average_opt_statistics": ("exp_avg_sq",)},

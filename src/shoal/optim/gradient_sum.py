@@ -39,6 +39,13 @@ class GradientSum:
 
     def add(self, given: Sequence[int], samples: int) -> None:
         """Add the gradients of the parameters with these numbers: their mean over so many samples."""
+        try:
+            self._add(given, samples)
+        except BaseException:
+            self.forget()  # interrupted: a part may be added
+            raise
+
+    def _add(self, given: Sequence[int], samples: int) -> None:
         tensors = [self.tensors[index] for index in given]
         gradients = [gradient for index in given if (gradient := self._trained[index].grad) is not None]
         share = samples / self._unit

@@ -23,6 +23,7 @@ from shoal.optim.agreement import Deal
 from shoal.optim.checkpoint import Content, Files, Saved, copy_of
 from shoal.optim.gradient_watch import GradientWatch
 from shoal.optim.inner import make_optimizer, make_scheduler
+from shoal.optim.local_updates import LocalTrainingState
 from shoal.optim.model import TrainedModel
 from shoal.optim.participant import Participant
 from shoal.optim.phases import RunPhase
@@ -91,6 +92,10 @@ class Optimizer(torch.optim.Optimizer):
             memory as the gradients. Each peer may choose for itself.
         delay_grad_averaging: let `step` return while gradients are averaged, so that training goes on meanwhile, one
             step late (`late="next"` is implied). The next call of `step` after the round takes the swarm's step.
+        use_local_updates: step on each batch's own gradients at once, and average parameters instead of gradients, once
+            in an epoch. It sends the parameters once for `target_batch_size` samples of the swarm; their optimizers'
+            statistics stay their own. Training goes on while parameters are averaged, and keeps what it has changed
+            meanwhile; with `delay_state_averaging=False` it waits. All peers give the same.
         max_grad_norm: clip the averaged gradient to this norm, over all parameters, before the step; None: do not. The
             same on all peers. Each peer's own gradients stay as they are.
         load_state_timeout: longest state download, seconds; None: 600. A newcomer waits so long for the state of a run
@@ -151,6 +156,7 @@ class Optimizer(torch.optim.Optimizer):
         allreduce_timeout: float | None = None,
         late: str | None = None,
         delay_grad_averaging: bool = False,
+        use_local_updates: bool = False,
         max_grad_norm: float | None = None,
         load_state_timeout: float | None = None,
         require_state: bool = False,
@@ -187,18 +193,16 @@ class Optimizer(torch.optim.Optimizer):
         codecs = {"grad_compression": grad_compression, "state_averaging_compression": state_averaging_compression}
         _check_codecs(codecs)
         extra_tensors = _checked_tensors("extra_tensors", extra_tensors)
-        timeouts = choose_timeouts(
-            {
-                "averaging_expiration": matchmaking_time,
-                "allreduce_timeout": averaging_timeout if allreduce_timeout is None else allreduce_timeout,
-                "sender_timeout": sender_timeout,
-                "next_chunk_timeout": next_chunk_timeout,
-            },
-            names={
-                "averaging_expiration": "matchmaking_time",
-                "allreduce_timeout": "averaging_timeout" if allreduce_timeout is None else "allreduce_timeout",
-            },
-            round_s=_AVERAGING_TIMEOUT_S,
+        round_timeout = "averaging_timeout" if allreduce_timeout is None else "allreduce_timeout"
+        averager = _averager_settings(
+            dht,
+            bandwidth,
+            client_mode,
+            names={"averaging_expiration": "matchmaking_time", "allreduce_timeout": round_timeout},
+            averaging_expiration=matchmaking_time,
+            allreduce_timeout=averaging_timeout if allreduce_timeout is None else allreduce_timeout,
+            sender_timeout=sender_timeout,
+            next_chunk_timeout=next_chunk_timeout,
         )
         averaging_timeout = seconds("averaging_timeout", averaging_timeout, _AVERAGING_TIMEOUT_S)
         load_state_timeout = seconds("load_state_timeout", load_state_timeout, _LOAD_STATE_TIMEOUT_S)
@@ -206,6 +210,14 @@ class Optimizer(torch.optim.Optimizer):
         delay = flag("delay_grad_averaging", delay_grad_averaging)
         keeps_late = _keeps_late(late, delay=delay)
         max_grad_norm = None if max_grad_norm is None else positive("max_grad_norm", max_grad_norm)
+        local = _local_updates(
+            use_local_updates,
+            average_state_every,
+            late=late,
+            delay_grad_averaging=delay,
+            max_grad_norm=max_grad_norm,
+            grad_compression=grad_compression not in (None, NoCompression()),
+        )
         if flag("verbose", verbose):
             print_log()
         self._saver = saver_of(
@@ -219,41 +231,39 @@ class Optimizer(torch.optim.Optimizer):
         self.dht, self.run_id = dht, run_id
         self.target_batch_size, self.batch_size_per_step = target_batch_size, batch_size_per_step
         self.averaging_timeout, self.load_state_timeout = averaging_timeout, load_state_timeout
-        self._shutdown_timeout = shutdown_timeout
+        self._shutdown_timeout, waits = shutdown_timeout, not flag("delay_state_averaging", delay_state_averaging)
         chosen = make_scheduler(inner, scheduler)
         follow(chosen)  # a `scheduler.step()` that is left in the training loop does nothing
         self._own_schedule, self._schedules = chosen is not None, ScheduleWatch(self.param_groups)
         if self._own_schedule:
             self._schedules.seen()
-        self._training = TrainingState(
-            inner, chosen, extra_tensors, unit=target_batch_size, late=keeps_late, max_grad_norm=max_grad_norm
+        self._training = (
+            LocalTrainingState(inner, chosen, extra_tensors)
+            if local
+            else TrainingState(
+                inner, chosen, extra_tensors, unit=target_batch_size, late=keeps_late, max_grad_norm=max_grad_norm
+            )
         )
         self._model = None if model is None else TrainedModel(model, self._training.parameters, extra_tensors)
         self._watch, self._inner_groups = GradientWatch(self._training.trained), inner.param_groups
         self._lock = TensorLock()
-        averager = msgspec.structs.replace(
-            AveragerSettings(
-                bandwidth=own_number(bandwidth),
-                client_mode=client_argument(client_mode, only_dials=dht.only_dials, is_client=dht.client_mode),
-            ),
-            **timeouts,
-        )
-        averager.check()
         settings = RunSettings(
             run_id=run_id,
             target_batch_size=target_batch_size,
             averager=averager,
-            average_state_every=average_state_every,
+            use_local_updates=local,
+            average_state_every=0 if local else average_state_every,
             state_patience_s=load_state_timeout,
             require_state=flag("require_state", require_state),
-            delay_grad_averaging=delay,
-            delay_state_averaging=flag("delay_state_averaging", delay_state_averaging),
+            delay_grad_averaging=not waits if local else delay,
+            delay_state_averaging=not waits,
             catch_up_bytes=catch_up_bytes,
-            check_every=check_parameters_every,
+            check_every=0 if local else check_parameters_every,  # they differ between two rounds
             fingerprint=run_settings(
                 self._training,
                 target_batch_size,
-                average_state_every,
+                0 if local else average_state_every,
+                use_local_updates=local,
                 model=self._model,
                 **codecs,
             ),
@@ -842,6 +852,20 @@ def _where(saved: Any) -> tuple[StateName, int, str] | None:
         raise ConfigError(f"state_dict['shoal'] is not what state_dict() gave: {error}") from error
 
 
+def _averager_settings(
+    dht: DHT, bandwidth: float | None, client_mode: bool | None, names: Mapping[str, str], **timeouts: float | None
+) -> AveragerSettings:
+    settings = msgspec.structs.replace(
+        AveragerSettings(
+            bandwidth=own_number(bandwidth),
+            client_mode=client_argument(client_mode, only_dials=dht.only_dials, is_client=dht.client_mode),
+        ),
+        **choose_timeouts(timeouts, names=names, round_s=_AVERAGING_TIMEOUT_S),
+    )
+    settings.check()
+    return settings
+
+
 def _keeps_late(late: str | None, *, delay: bool) -> bool:
     """Whether late batches go into the next step."""
     if late not in (None, "drop", "next"):
@@ -851,6 +875,30 @@ def _keeps_late(late: str | None, *, delay: bool) -> bool:
             "late='drop' does not go with delay_grad_averaging=True, as most batches would be dropped: leave late out"
         )
     return delay or late == "next"
+
+
+_INSTEAD_OF_GRADIENTS = {
+    "late": "no batch is late, as each is stepped from at once",
+    "delay_grad_averaging": "give delay_state_averaging",
+    "max_grad_norm": "clip the gradients of each batch before step()",
+    "grad_compression": "give state_averaging_compression",
+}
+
+
+def _local_updates(chosen: bool, average_state_every: int, **without: object) -> bool:
+    """Whether local updates were chosen; with them, refuse arguments about averaged gradients."""
+    if not flag("use_local_updates", chosen):
+        return False
+    for name, value in without.items():
+        if value:
+            why = f"with use_local_updates=True, where no gradients are averaged: {_INSTEAD_OF_GRADIENTS[name]}"
+            raise ConfigError(f"{name} has no meaning {why}")
+    if average_state_every > 1:
+        raise ConfigError(
+            "average_state_every must be 0 or 1 with use_local_updates=True, where each epoch averages the parameters: "
+            f"raise target_batch_size {average_state_every} times to average so rarely"
+        )
+    return True
 
 
 def _check_closure(closure: object) -> None:

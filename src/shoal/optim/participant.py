@@ -108,11 +108,14 @@ class Participant:
         self._known = SwarmProgress(core.peer_id, settings.fingerprint, ttl_s=settings.ttl_s)
         memory = RoundMemory(training.accumulators, training.state_tensors)
         ours = core, training, settings
-        self._gradients = gradient_averager(*ours, compression, lock=lock, memory=memory)
         self._states = state_averager(*ours, state_compression, lock=lock, memory=memory, state=self.own.export)
-        self._steps = StepFeed(core, settings.run_id, self._followed_from, (self._gradients, self._states))
+        if settings.use_local_updates:
+            self._averager = self._states
+        else:
+            self._averager = gradient_averager(*ours, compression, lock=lock, memory=memory)
+        self._steps = StepFeed(core, settings.run_id, self._followed_from, (self._averager, self._states))
         self._catch_up = CatchUp(
-            core, settings.run_id, training, self._gradients, self._states, max_bytes=settings.catch_up_bytes
+            core, settings.run_id, training, self._averager, self._states, max_bytes=settings.catch_up_bytes
         )
         self._news = Changes()  # reasons to look at the swarm
         self._moves = Changes()  # of the phase, and of all else that the trainer may wait for
@@ -200,7 +203,7 @@ class Participant:
         await self._gossip.close()
         self._steps.close()
         await self._catch_up.leave()
-        await self._gradients.close()
+        await self._averager.close()
         await self._states.close()
         self._moves.notify()
 
@@ -346,7 +349,7 @@ class Participant:
                 case Work.WAIT:
                     if machine.phase is RunPhase.COLLECTING:
                         others = view.together - {self.core.peer_id}
-                        self._gradients.meet(others, comes=self._companions.before is None)
+                        self._averager.meet(others, comes=self._companions.before is None)
                     await self._news.after(seen, 1.0)
 
     def _situation(self, view: SwarmView, *, must_fetch: bool = False) -> Situation:
@@ -374,7 +377,7 @@ class Participant:
         said = self._said(await self._check.of(name))
         self._attendance.search()
         result = await self._rounds.run(
-            self._gradients,
+            self._averager,
             tag=name.group_tag,
             gather=said,
             hopeless=lambda view: view.behind or self._outlook.alone(view),
@@ -431,12 +434,11 @@ class Participant:
         gave = [each.peer for each in agreement.contributors if each.samples]
         self._companions.share(members, name.key, result.duration_s, gave=gave)
         self._ready(step, name.after_round(result, agreement.digest), len(members), agreement)
-        await self._steps.add_round(name, result, self._gradients.vector, agreement)
+        await self._steps.add_round(name, result, self._averager.vector, agreement)
 
     def _take_average(self, vector: Vector, name: StateName) -> None:
         if self.own.name == name:  # else another state was taken over meanwhile, and nothing of the round belongs to it
-            vector.overwrite()
-            self.training.use_accumulators()
+            self.training.use_average(vector)
 
     def _drop_unfit(self) -> bool:
         """Forget the accumulators if they are not finite, so that no epoch is made of them; True if so."""
@@ -461,7 +463,7 @@ class Participant:
             said = self._said()
             agreement = Agreement(said.options, said.absent, [Contributor(self.core.peer_id, samples, said.end)])
             self.contribution.counted(samples)
-            await self._steps.add_alone(name, chance, samples, self.training.accumulators, agreement)
+            await self._steps.add_alone(name, chance, samples, self._averager.tensors, agreement)
         self.own.shared = False
         self.last_round = None  # nobody takes this step with us: for the average of the states none is waited for
         self._companions.forget()
@@ -537,7 +539,8 @@ class Participant:
             self.core.env.events.emit(RunEnded(run_id=run_id, epoch=epoch))
         self._solitude.stepped(epoch, peers)
         # The last step is followed by an average of the tensors that differ by design: batch norm statistics, say.
-        last = self.training.averages_extras or bool(self._counts)
+        # With local updates the parameters do, by what was trained while the last round went on.
+        last = self.training.averages_extras or bool(self._counts) or self.settings.use_local_updates
         self._machine.states_due = last if self.at_end else bool(every) and epoch % every == 0
 
     def _announce_other_state(self) -> None:

@@ -31,6 +31,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
         run_id: names the run; all its peers give the same.
         target_batch_size: samples of the whole swarm in one step.
         averager: of gradients and of states.
+        use_local_updates: peers step on their own gradients, and an epoch averages their parameters.
         average_state_every: epochs between two averagings of the states; 0 for never.
         check_every: epochs between two checks of the parameters themselves; 0 for never.
         publish_period_s: how often progress is written to the DHT when nothing changes.
@@ -48,6 +49,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     target_batch_size: int
     averager: AveragerSettings
+    use_local_updates: bool = False
     average_state_every: int = 0
     check_every: int = 10
     publish_period_s: float = 2.0
@@ -67,6 +69,7 @@ def run_settings(
     target_batch_size: int,
     average_state_every: int,
     *,
+    use_local_updates: bool = False,
     model: TrainedModel | None = None,
     **codecs: CompressionBase | None,
 ) -> dict[str, str]:
@@ -76,6 +79,7 @@ def run_settings(
         training: what is trained.
         target_batch_size: of the swarm.
         average_state_every: epochs.
+        use_local_updates: whether parameters are averaged, and not gradients.
         model: that is trained, if it was given.
         codecs: by the names of their arguments.
     """
@@ -90,6 +94,7 @@ def run_settings(
         **_groups(optimizer),
         **(model.settings() if model is not None else {}),
         "average_state_every": str(average_state_every),
+        "use_local_updates": str(use_local_updates),
         "max_grad_norm": "none" if training.max_grad_norm is None else _text(training.max_grad_norm),
         **{name: codec.name if codec is not None else "none" for name, codec in codecs.items()},
         "shoal version": ".".join(__version__.split(".")[:2]),

@@ -21,7 +21,7 @@ import torch
 from blake3 import blake3
 
 from shoal.allreduce.segments import LARGEST, sum_dtype
-from shoal.allreduce.vector import check_tensors
+from shoal.allreduce.vector import Vector, check_tensors
 from shoal.compression import dtype_name, view_bytes
 from shoal.errors import ConfigError, StateUnavailable
 from shoal.optim.gradient_sum import GradientSum
@@ -114,7 +114,7 @@ class TrainingState:
         self.trained = trained
         self._frozen = [parameter for parameter in self.parameters if not parameter.requires_grad]
         self._dtypes = [parameter.dtype for parameter in self.parameters]
-        self._sum, self._late = GradientSum(trained, unit), GradientSum(trained, unit) if late else None
+        self._sum, self._late = self._new_sum(), self._new_sum() if late else None
         self.accumulators = self._sum.tensors
         # Tensors that are infinite when the run begins (a mask) stay as they are: they have no mean.
         fixed = [index for index, extra in enumerate(self.extra_tensors) if not bool(torch.isfinite(extra).all())]
@@ -137,6 +137,9 @@ class TrainingState:
         self._for_training: list[torch.Tensor] | None = None  # the parameters, while others stand in their place
         self.evaluations = 0
         self._has_average = self._in_round = False
+
+    def _new_sum(self) -> GradientSum:
+        return GradientSum(self.trained, self._unit)
 
     @property
     def evaluates(self) -> bool:
@@ -199,13 +202,6 @@ class TrainingState:
         chosen = self._late if self._in_round and self._late is not None else self._sum
         if not given or (self._has_average and chosen is self._sum):
             return False
-        try:
-            return self._add(chosen, given, batch_size)
-        except BaseException:
-            chosen.forget()  # interrupted: a part may be added; an average that waits for its step is whole
-            raise
-
-    def _add(self, chosen: GradientSum, given: Sequence[int], batch_size: int) -> bool:
         gradients = [gradient for parameter in self.trained if (gradient := parameter.grad) is not None]
         values = [each if each.layout is torch.strided else each.coalesce().values() for each in gradients]
         if (bad := _beyond(values, lambda dtype: LARGEST[sum_dtype(dtype)] / (2 * batch_size))) is not None:
@@ -303,6 +299,11 @@ class TrainingState:
         """The accumulators hold the swarm's average now: it is what the next step is taken from."""
         self._has_average = True
 
+    def use_average(self, vector: Vector) -> None:
+        """Let the next step be taken from the average of a round of the `averaged` tensors."""
+        vector.overwrite()
+        self.use_accumulators()
+
     def discard(self) -> None:
         """Forget the accumulated gradients, the late ones too: they are of a state that is not ours any more."""
         self._has_average = self._in_round = False
@@ -343,21 +344,9 @@ class TrainingState:
         own = [parameter.grad for parameter in self.parameters]
         before, self.step_error = self.epoch, None
         try:
-            for parameter in self._frozen:
-                parameter.grad = None
-            for parameter, average in zip(self.trained, self.accumulators, strict=True):
-                parameter.grad = _as_gradient(average, parameter.dtype)
-            for index in absent:
-                # A gradient that came after its peer had joined the round is in the average.
-                if index < len(self.trained) and not self.accumulators[index].count_nonzero():
-                    self.trained[index].grad = None
             if options is not None:
                 apply(self.optimizer.param_groups, options)
-            clip = self._clip_factor()
-            self.epoch += 1
-            if clip < 1:
-                torch._foreach_mul_([grad for each in self.trained if (grad := each.grad) is not None], clip)
-            self._step_watched()
+            self._step_from_average(absent)
         except Exception as error:
             self.epoch, self.step_error = before, f"{type(error).__name__}: {error}"
             raise
@@ -370,6 +359,21 @@ class TrainingState:
         self._resumed_rates = None
         self._move_schedule(self.scheduled + 1)
         self.whole = True
+
+    def _step_from_average(self, absent: Collection[int]) -> None:
+        for parameter in self._frozen:
+            parameter.grad = None
+        for parameter, average in zip(self.trained, self.accumulators, strict=True):
+            parameter.grad = _as_gradient(average, parameter.dtype)
+        for index in absent:
+            # A gradient that came after its peer had joined the round is in the average.
+            if index < len(self.trained) and not self.accumulators[index].count_nonzero():
+                self.trained[index].grad = None
+        clip = self._clip_factor()
+        self.epoch += 1
+        if clip < 1:
+            torch._foreach_mul_([grad for each in self.trained if (grad := each.grad) is not None], clip)
+        self._step_watched()
 
     def _clip_factor(self) -> float:
         """The factor that brings the average down to `max_grad_norm`, as `torch.nn.utils.clip_grad_norm_` does."""

@@ -76,7 +76,6 @@ class OptimizerOptions(TypedDict, total=False):
     reuse_grad_buffers: bool
     offload_optimizer: bool | None
     delay_optimizer_step: bool | None
-    use_local_updates: bool
     auxiliary: bool
     grad_averager_factory: object
     average_opt_statistics: Sequence[str]
@@ -152,7 +151,6 @@ _DHT: dict[str, tuple[Callable[[object], bool], str]] = {
 _OPTIMIZER: dict[str, tuple[Callable[[object], bool], str]] = {
     "reuse_grad_buffers": (_false, "leave it out, and call zero_grad() after each step(): sums are kept beside .grad"),
     "offload_optimizer": (_false, "the optimizer steps where the parameters are"),
-    "use_local_updates": (_false, "all peers take the same steps; raise target_batch_size to average more rarely"),
     "auxiliary": (_false, "a peer without data can hold a DHT (`shoal dht`), but helps no round yet"),
     "grad_averager_factory": (_nothing, "give grad_compression to send fewer bytes"),
     "averager_opts": (_nothing, "give bandwidth, sender_timeout and allreduce_timeout to the optimizer itself"),

@@ -1,0 +1,232 @@
+"""Peers that step on their own gradients: an epoch averages their parameters, and nothing that was trained is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from shoal import sim
+from shoal.sim import SimNetwork
+from tests.sim.optimizer_kit import Run, Trainer, backward, make_optimizer, model
+from tests.sim.test_catch_up import Scene, held
+from tests.sim.test_optimizer_interrupted import Interrupted
+
+BATCH = 4
+LOCAL: dict[str, Any] = {"use_local_updates": True, "delay_grad_averaging": True, "check_every": 0}
+WAITS: dict[str, Any] = {**LOCAL, "delay_grad_averaging": False}
+
+
+def local_sgd(sizes: Sequence[int], batches: int, epochs: int) -> list[torch.Tensor]:
+    """One process: each peer takes `batches` steps of its own, then parameters are averaged by samples."""
+    peers = [model() for _ in sizes]
+    made = [make_optimizer(parameters) for parameters in peers]
+    for epoch in range(epochs):
+        for peer, (size, parameters) in enumerate(zip(sizes, peers, strict=True)):
+            for number in range(batches):
+                backward(parameters, peer, epoch * batches + number, size)
+                made[peer][0].step()
+        for each in zip(*peers, strict=True):
+            average = sum(size * p.detach() for size, p in zip(sizes, each, strict=True)) / sum(sizes)
+            for parameter in each:
+                parameter.data.copy_(average)
+        for _, scheduler in made:
+            scheduler.step()
+    return [parameter.detach() for parameter in peers[0]]
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (2, 6), (1, 2, 3)])
+def test_a_run_equals_local_sgd_of_one_process(sizes: tuple[int, ...]) -> None:
+    """Three steps of AdamW each, then the average weighted by samples; the schedule follows the epochs."""
+    batches, epochs = 3, 5
+
+    async def main() -> list[torch.Tensor]:
+        run = Run(target=batches * sum(sizes))
+        names = [f"p{peer}" for peer in range(len(sizes))]
+        for name in names:
+            await run.add(name, **WAITS)
+        await sim.sleep(3.0)
+
+        async def train(name: str, size: int) -> None:
+            trainer = run.swarm.peer(name)
+            for epoch in range(epochs):
+                for _ in range(batches):
+                    await trainer.take_batch(size)
+                await trainer.finish_epoch(epoch + 1)
+
+        await asyncio.gather(*(run.swarm.run_on(n, train, n, size) for n, size in zip(names, sizes, strict=True)))
+        assert run.agree(names)
+        assert not run.warnings, run.warnings
+        await run.close()
+        return [parameter.detach() for parameter in run.trainers["p0"].parameters]
+
+    for got, want in zip(sim.run(main, seed=len(sizes)), local_sgd(sizes, batches, epochs), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+def test_batches_during_a_round_are_kept() -> None:
+    """Each peer keeps what it has trained since the round began: it is added to the average, and counts later."""
+
+    async def main() -> None:
+        run = Run(target=2 * BATCH, network=SimNetwork(3, latency_s=0.2))
+        trainers = [await run.add(name, **LOCAL) for name in ("p0", "p1")]
+        await sim.sleep(3.0)
+        for trainer in trainers:
+            await run.swarm.run_on(f"p{trainer.index}", trainer.take_batch, BATCH)
+        before = [[p.detach().clone() for p in trainer.parameters] for trainer in trainers]
+        mean = [(a + b) / 2 for a, b in zip(*before, strict=True)]
+        while not all(trainer.participant.training._in_round for trainer in trainers):
+            await sim.sleep(0.01)
+        for trainer in trainers:
+            backward(trainer.parameters, trainer.index, 1, BATCH)
+            assert trainer.participant.training.accumulate(BATCH)
+        moved = [
+            [p.detach() - b for p, b in zip(t.parameters, bs, strict=True)]
+            for t, bs in zip(trainers, before, strict=True)
+        ]
+        for trainer in trainers:
+            await run.swarm.run_on(f"p{trainer.index}", trainer.finish_epoch, 1)
+        for trainer, own in zip(trainers, moved, strict=True):
+            for parameter, average, change in zip(trainer.parameters, mean, own, strict=True):
+                torch.testing.assert_close(parameter.detach(), average + change, rtol=0, atol=1e-12)
+            assert trainer.participant.training.samples == BATCH
+            assert trainer.participant.contribution.contributed == BATCH
+        await run.close()
+
+    sim.run(main, seed=3)
+
+
+def test_at_the_end_all_have_the_same_parameters() -> None:
+    """What was trained while the last round went on is averaged, too; peers of any speed, none is lost."""
+
+    async def main() -> None:
+        run = Run(target=40 * BATCH)
+        names = [f"p{number}" for number in range(4)]
+        for name in names:
+            await run.add(name, **LOCAL)
+        await sim.sleep(3.0)
+        run.announce_end(12)
+        for number, name in enumerate(names):
+            work = run.trainers[name].train(BATCH, duration_s=0.1 + 0.1 * number, until=lambda: False)
+            run.swarm.spawn(name, work)
+        while not all(trainer.participant.finished for trainer in run.trainers.values()):
+            await sim.sleep(0.5)
+        assert run.agree(names)
+        assert run.trainers["p0"].participant.epoch == 12
+        for trainer in run.trainers.values():
+            assert not trainer.downloads
+            assert trainer.participant.contribution.dropped == 0
+        assert not run.warnings, run.warnings
+        await run.close()
+
+    sim.run(main, seed=4)
+
+
+def test_a_peer_alone_trains_as_without_a_swarm() -> None:
+    """An epoch changes its schedule only."""
+
+    async def main() -> list[torch.Tensor]:
+        run = Run(target=2 * BATCH)
+        trainer = await run.add("p0", **LOCAL)
+        await sim.sleep(3.0)
+        for _ in range(8):
+            await run.swarm.run_on("p0", trainer.take_batch, BATCH)
+        assert trainer.participant.epoch == 4
+        await run.close()
+        return [parameter.detach() for parameter in trainer.parameters]
+
+    for got, want in zip(sim.run(main, seed=5), local_sgd([BATCH], 2, 4), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_newcomer_whose_download_takes_many_epochs_gets_in() -> None:
+    """It follows the averages of the others meanwhile, as with gradients."""
+
+    async def main() -> None:
+        scene = Scene(download_s=20.0)
+        scene.run.settings = msgspec.structs.replace(scene.run.settings, **LOCAL)
+        await scene.begin()
+        await sim.sleep(5.0)
+        late = await scene.newcomer()
+        await held(scene, late, 120.0)
+
+    sim.run(main, seed=6)
+
+
+def test_an_interrupted_average_is_not_taken_twice() -> None:
+    """The difference to the average would be added again: the peer downloads instead."""
+
+    async def main() -> None:
+        run = Run(target=2 * BATCH)
+        trainers = [await run.add(name, **WAITS) for name in ("p0", "p1")]
+        await sim.sleep(3.0)
+        vector = trainers[0].participant._averager.vector
+        apply = vector.apply
+
+        def half(alpha: float) -> None:
+            vector.apply = apply  # type: ignore[method-assign]
+            apply(alpha)
+            raise Interrupted
+
+        vector.apply = half  # type: ignore[method-assign]
+
+        async def interrupted() -> None:
+            await trainers[0].take_batch(BATCH)
+            with pytest.raises(Interrupted):
+                await trainers[0].finish_epoch(1)
+
+        await asyncio.gather(run.swarm.run_on("p0", interrupted), run.swarm.run_on("p1", trainers[1].take_batch, BATCH))
+        assert trainers[0].participant.training.epoch == 1
+
+        async def train(trainer: Trainer) -> None:
+            await trainer.train(BATCH, duration_s=0.1, until=lambda: trainer.participant.epoch >= 3)
+
+        await asyncio.gather(*(run.swarm.run_on(f"p{t.index}", train, t) for t in trainers))
+        assert trainers[0].downloads == 1
+        await run.close()
+
+    sim.run(main, seed=7)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_peers_that_join_leave_and_crash_end_with_one_state(seed: int) -> None:
+    """No epoch counts twice, and all who are there at the end agree bit by bit."""
+    rng = random.Random(seed)
+
+    async def main() -> None:
+        run = Run(target=24 * BATCH, network=SimNetwork(seed, latency_s=0.01))
+        born = 0
+
+        async def add() -> None:
+            nonlocal born
+            name, born = f"p{born}", born + 1
+            trainer = await run.add(name, **rng.choice([LOCAL, WAITS]))
+            pace_s = rng.uniform(0.1, 0.4)
+            run.swarm.spawn(name, trainer.train(BATCH, duration_s=pace_s, until=lambda: False))
+
+        for _ in range(6):
+            await add()
+        while max(each.participant.epoch for each in run.swarm.peers.values()) < 20:
+            await sim.sleep(rng.uniform(0.5, 4.0))
+            victim = rng.choice(sorted(run.swarm.peers))
+            how = rng.choice(["crash", "vanish", "leave", "nothing"])
+            if how == "leave":
+                await run.swarm.run_on(victim, run.swarm.peer(victim).participant.close)
+            if how != "nothing":
+                (run.swarm.vanish if how == "vanish" else run.swarm.crash)(victim)
+                await add()
+        run.announce_end(max(each.participant.epoch for each in run.swarm.peers.values()) + 4)
+        while not all(each.participant.finished for each in run.swarm.peers.values()):
+            await sim.sleep(0.5)
+        assert run.agree(sorted(run.swarm.peers))
+        for trainer in run.swarm.peers.values():
+            epochs_seen = [number for _, number, _, _ in trainer.epochs]
+            assert epochs_seen == sorted(set(epochs_seen)), "an epoch was counted twice"
+        await run.close()
+
+    sim.run(main, seed=seed)

@@ -16,6 +16,7 @@ from shoal.errors import StateUnavailable
 from shoal.events import EpochAdvanced, Event
 from shoal.optim import Participant, RunSettings, TrainingState
 from shoal.optim.local_updates import LocalTrainingState
+from shoal.optim.offload import Offload
 from shoal.optim.phases import RunPhase
 from shoal.sim import SimHost, SimNetwork, Swarm
 from tests.sim.averaging_kit import SETTINGS, note_internal_error, start_core
@@ -170,6 +171,7 @@ class Run:
         extra_tensors: Sequence[torch.Tensor] = (),
         skew_s: float = 0.0,
         late: bool = False,
+        offload: bool = False,
         events: Callable[[Event], None] | None = None,
         **changes: Any,
     ) -> Trainer:
@@ -196,7 +198,14 @@ class Run:
             training = (
                 LocalTrainingState(optimizer, scheduler, extra_tensors)
                 if settings.use_local_updates
-                else TrainingState(optimizer, scheduler, extra_tensors, unit=settings.target_batch_size, late=late)
+                else TrainingState(
+                    optimizer,
+                    scheduler,
+                    extra_tensors,
+                    unit=settings.target_batch_size,
+                    late=late,
+                    offload=Offload(parameters) if offload else None,
+                )
             )
             participant = Participant(
                 core,

@@ -151,7 +151,7 @@ def test_the_trainer_goes_on_while_gradients_are_averaged() -> None:
 
 
 def weather(seed: int, epochs: int, patch: pytest.MonkeyPatch) -> None:
-    """Eight peers of mixed modes join, leave and crash; then the samples of the last state are counted."""
+    """Eight peers of mixed modes, half of them offloaded, join, leave and crash; then the samples are counted."""
     audit = SampleAudit(patch)
     rng = random.Random(seed)
 
@@ -162,7 +162,7 @@ def weather(seed: int, epochs: int, patch: pytest.MonkeyPatch) -> None:
         async def add() -> None:
             nonlocal born
             name, born = f"p{born}", born + 1
-            trainer = await run.add(name, **MODES[rng.choice(list(MODES))])
+            trainer = await run.add(name, offload=born % 2 == 0, **MODES[rng.choice(list(MODES))])
             wrap_batches(audit, name, trainer)
             pace_s = rng.uniform(0.1, 0.4)
             run.swarm.spawn(name, trainer.train(BATCH, duration_s=pace_s, until=lambda: False))

@@ -117,13 +117,13 @@ def test_weights_to_evaluate_with_are_not_taken_for_those_of_the_state(monkeypat
 
             mine.eval, mine.train = swap, lambda: None
 
-            def read_while_it_evaluates(optimizer: torch.optim.Optimizer, *others: Any) -> Check:
+            def read_while_it_evaluates(optimizer: torch.optim.Optimizer, *others: Any, on_host: bool) -> Check:
                 if optimizer is not mine:
-                    return real(optimizer, *others)
+                    return real(optimizer, *others, on_host=on_host)
                 read.append(training.epoch)
                 training.evaluate()
                 try:
-                    return real(optimizer, *others)
+                    return real(optimizer, *others, on_host=on_host)
                 finally:
                     training.train()
 

@@ -147,7 +147,6 @@ def test_every_default_of_a_dht_is_taken() -> None:
 
 ASKING = [
     ({"reuse_grad_buffers": True}, "reuse_grad_buffers=True has no counterpart in shoal: .*zero_grad"),
-    ({"offload_optimizer": True}, "offload_optimizer=True has no counterpart"),
     ({"use_local_updates": "no"}, "use_local_updates must be True or False, got .no."),
     ({"use_local_updates": True, "late": "next"}, "late has no meaning with use_local_updates=True, .*stepped from"),
     (
@@ -160,6 +159,20 @@ ASKING = [
         "grad_compression has no meaning with .*: give state_averaging_compression",
     ),
     ({"use_local_updates": True, "average_state_every": 5}, "must be 0 or 1 .*raise target_batch_size 5 times"),
+    ({"offload_optimizer": 2}, "offload_optimizer must be True or False, got 2"),
+    (
+        {"offload_optimizer": True, "params": None, "optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])},
+        "offload_optimizer=True needs params, and a class or function as optimizer",
+    ),
+    ({"offload_optimizer": True, "use_local_updates": True}, "does not go with use_local_updates=True"),
+    ({"offload_optimizer": True, "params": None}, "offload_optimizer=True needs params"),
+    (
+        {"offload_optimizer": True, "params": [torch.nn.Parameter(torch.ones(1, device="meta"))]},
+        "cannot move trained parameter 0: it has no values yet",
+    ),
+    ({"average_opt_statistics": "exp_avg"}, "average_opt_statistics must be a list of names .*, got 'exp_avg'"),
+    ({"average_opt_statistics": [1]}, r"average_opt_statistics must be a list of names .*, got \[1\]"),
+    ({"average_opt_statistics": None}, "average_opt_statistics must be a list of names .*, got None"),
     ({"auxiliary": True}, "auxiliary=True has no counterpart .*`shoal dht`"),
     ({"auxiliary": torch.ones(2)}, "auxiliary=tensor.* has no counterpart"),
     ({"grad_averager_factory": dict}, "grad_averager_factory=.* has no counterpart .* grad_compression"),
@@ -197,6 +210,8 @@ def test_an_argument_that_hivemind_does_not_have_is_a_type_error() -> None:
         {"max_grad_norm": 1},
         {"tracker_opts": {"min_refresh_period": 0.1}},
         {"average_opt_statistics": ("exp_avg_sq",)},
+        {"offload_optimizer": True},
+        {"offload_optimizer": False},
     ],
 )
 def test_modes_are_taken(given: dict[str, Any]) -> None:

@@ -10,7 +10,8 @@ from types import FrameType
 import pytest
 import torch
 
-from shoal.optim import gradient_sum, training_state
+from shoal.optim import gradient_sum, offload, training_state
+from shoal.optim.offload import Offload
 from shoal.optim.training_state import TrainingState
 
 
@@ -25,7 +26,8 @@ class Interrupt:
         self.moments, self._moment = 0, moment
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
-        if frame.f_code.co_filename in (training_state.__file__, gradient_sum.__file__) and event != "c_call":
+        files = (training_state.__file__, gradient_sum.__file__, offload.__file__)
+        if frame.f_code.co_filename in files and event != "c_call":
             self.moments += 1
             if self.moments == self._moment:
                 raise Interrupted
@@ -41,7 +43,8 @@ class Interrupt:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_an_epoch_is_counted_with_its_step(late: bool) -> None:
+@pytest.mark.parametrize("on_host", [False, True])
+def test_an_epoch_is_counted_with_its_step(late: bool, on_host: bool) -> None:
     """An interrupt at any moment: before the optimizer begins nothing has changed, and the next call takes the step.
 
     Samples that went into the step never count again. The late ones count for the next step, all of them or none.
@@ -51,7 +54,9 @@ def test_an_epoch_is_counted_with_its_step(late: bool) -> None:
         weight = torch.nn.Parameter(torch.ones(3))
         inner, begun = torch.optim.SGD([weight], lr=0.5), list[int]()
         inner.register_step_pre_hook(lambda *_: begun.append(1))
-        training = TrainingState(inner, torch.optim.lr_scheduler.StepLR(inner, 10), late=late)
+        lender = Offload([weight]) if on_host else None
+        training = TrainingState(inner, torch.optim.lr_scheduler.StepLR(inner, 10), late=late, offload=lender)
+        homes.append(weight.data_ptr())
         weight.grad = torch.ones(3)
         training.accumulate(1)
         training.use_own_mean()
@@ -60,6 +65,7 @@ def test_an_epoch_is_counted_with_its_step(late: bool) -> None:
         training.whole = False  # as its caller does
         return training, begun
 
+    homes = list[int]()
     before = sys.getprofile()
     whole = Interrupt(0)
     whole.during(ready()[0].step)
@@ -73,6 +79,7 @@ def test_an_epoch_is_counted_with_its_step(late: bool) -> None:
             assert not begun, moment
             training.step()
         (weight,) = training.parameters
+        assert weight.data_ptr() == homes[-1], moment
         assert training.epoch == 1
         assert not training.holds_average, moment
         assert training.samples in ((0, 2) if late else (0,)), moment

@@ -44,6 +44,7 @@ steps, 1.0e-7 after 1,000; in bfloat16 2.0e-5.
 
 _BOUND_16_BITS = 0.01
 _SAMPLE = 256
+_HOST = torch.device("cpu")
 
 
 class Check(msgspec.Struct, frozen=True, array_like=True):
@@ -155,14 +156,23 @@ class Checks:
         return self._in_a_row > 1
 
 
-def check_of(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], name: bytes) -> Check:
-    """Describe these parameters, in the state that has this digest as its name."""
+def check_of(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], name: bytes, *, on_host: bool = False
+) -> Check:
+    """Describe these parameters, in the state that has this digest as its name.
+
+    Args:
+        optimizer: that steps them.
+        parameters: in order.
+        name: the digest.
+        on_host: the steps are taken on the CPU, wherever the parameters are.
+    """
     both = blake3()
     with torch.no_grad():
         for parameter in parameters:
             both.update(view_bytes(parameter.detach().to("cpu").contiguous()))
     return Check(
-        arithmetic=_arithmetic(optimizer, parameters),
+        arithmetic=_arithmetic(optimizer, [_HOST] if on_host else [each.device for each in parameters]),
         digest=both.digest(16),
         sample=_sample(parameters, name),
         bits=min((8 * each.element_size() for each in parameters if each.dtype.is_floating_point), default=32),
@@ -184,11 +194,11 @@ def _sample(parameters: Sequence[torch.Tensor], name: bytes) -> bytes:
     return bytes(view_bytes(torch.cat(values))) if values else b""
 
 
-def _arithmetic(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> bytes:
+def _arithmetic(optimizer: torch.optim.Optimizer, places: Sequence[torch.device]) -> bytes:
     """Peers with equal values take equal steps, to the bit."""
     how = [[name, repr(group.get(name))] for group in optimizer.param_groups for name in sorted(HOW)]
     forms = [[name, type(value).__name__] for group in optimizer.param_groups for name, value in sorted(group.items())]
-    devices = sorted({_device(each.device) for each in parameters})
+    devices = sorted({_device(each) for each in places})
     text = repr((torch.__version__, torch.backends.cpu.get_cpu_capability(), devices, how, forms))
     return hashlib.sha256(text.encode()).digest()[:8]
 

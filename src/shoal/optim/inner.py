@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from shoal.errors import ConfigError
+from shoal.optim.offload import Offload
 from shoal.optim.optimizer_state import OptimizerState
 
-__all__ = ["Scheduler", "make_optimizer", "make_scheduler"]
+__all__ = ["Scheduler", "make_offloaded", "make_optimizer", "make_scheduler"]
 
 Scheduler = Any
 """A torch learning-rate scheduler: any object with `step()`."""
@@ -51,6 +52,52 @@ def make_optimizer(
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(f"optimizer(params) gave a {type(made).__name__}, not a torch optimizer")
     return _checked(made)
+
+
+def make_offloaded(
+    params: Iterable[torch.Tensor] | Iterable[dict[str, Any]] | None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer],
+) -> tuple[torch.optim.Optimizer, Offload]:
+    """The optimizer made from `params` while they are on the CPU, and what lends them that memory.
+
+    Raises:
+        ConfigError: as `make_optimizer`; or the optimizer is made already, wherever it keeps its statistics.
+    """
+    if params is None or isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            "offload_optimizer=True needs params, and a class or function as optimizer: the optimizer has to be made "
+            "over copies on the CPU. Give params=model.parameters(), optimizer=lambda params: torch.optim.AdamW(params)"
+        )
+    listed = [_listed(each) for each in params]
+    trained = [each for each in _tensors_of(listed) if each.requires_grad]
+    for index, each in enumerate(trained):
+        if is_lazy(each) or not torch._has_compatible_shallow_copy_type(each, torch.empty(0)):  # noqa: SLF001 (as `to` of a module)
+            raise ConfigError(
+                f"offload_optimizer=True cannot move trained parameter {index}: it has no values yet (it is lazy, or "
+                "on the meta device), or is on a device that torch cannot exchange for the CPU"
+            )
+    offload = Offload(trained)
+    with offload.on_host():
+        return make_optimizer(listed, optimizer), offload
+
+
+def _listed(given: Any) -> Any:
+    """What torch takes, with the parameters of a group as a list: they are looked at twice."""
+    if isinstance(given, dict) and not isinstance(held := given.get("params", []), torch.Tensor):
+        return {**given, "params": list(held)}
+    return given
+
+
+def _tensors_of(params: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among what torch takes: tensors, pairs of a name and a tensor, groups of either."""
+    for each in params:
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif isinstance(each, dict):
+            inner = each.get("params", ())
+            yield from _tensors_of([inner] if isinstance(inner, torch.Tensor) else inner)
+        elif isinstance(each, tuple):
+            yield each[-1]
 
 
 def _checked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

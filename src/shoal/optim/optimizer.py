@@ -22,9 +22,10 @@ from shoal.events import Event, Warned, print_log
 from shoal.optim.agreement import Deal
 from shoal.optim.checkpoint import Content, Files, Saved, copy_of
 from shoal.optim.gradient_watch import GradientWatch
-from shoal.optim.inner import make_optimizer, make_scheduler
+from shoal.optim.inner import make_offloaded, make_optimizer, make_scheduler
 from shoal.optim.local_updates import LocalTrainingState
 from shoal.optim.model import TrainedModel
+from shoal.optim.offload import Offload
 from shoal.optim.participant import Participant
 from shoal.optim.phases import RunPhase
 from shoal.optim.saving import Saver, misfit, saver_of
@@ -96,6 +97,10 @@ class Optimizer(torch.optim.Optimizer):
             in an epoch. It sends the parameters once for `target_batch_size` samples of the swarm; their optimizers'
             statistics stay their own. Training goes on while parameters are averaged, and keeps what it has changed
             meanwhile; with `delay_state_averaging=False` it waits. All peers give the same.
+        offload_optimizer: keep the optimizer's statistics and the sums of gradients on the CPU, and take the step
+            there: the device holds the parameters and the gradients of one batch. It needs `params` and a function as
+            `optimizer`. Each step copies the parameters to the CPU and back. Parameters keep their dtype. Each peer may
+            choose for itself. None: False.
         max_grad_norm: clip the averaged gradient to this norm, over all parameters, before the step; None: do not. The
             same on all peers. Each peer's own gradients stay as they are.
         load_state_timeout: longest state download, seconds; None: 600. A newcomer waits so long for the state of a run
@@ -157,6 +162,7 @@ class Optimizer(torch.optim.Optimizer):
         late: str | None = None,
         delay_grad_averaging: bool = False,
         use_local_updates: bool = False,
+        offload_optimizer: bool | None = None,
         max_grad_norm: float | None = None,
         load_state_timeout: float | None = None,
         require_state: bool = False,
@@ -223,7 +229,7 @@ class Optimizer(torch.optim.Optimizer):
         self._saver = saver_of(
             partial(_emit, dht), run_id, checkpoint, save_every, keep_checkpoints, timeout_s=shutdown_timeout
         )
-        inner = _free(make_optimizer(params, optimizer))
+        inner, offload = _inner(params, optimizer, offload_optimizer, local=local)
         super().__init__(inner.param_groups, dict(inner.defaults))
         # One set of groups and statistics for both: schedulers and trainers hold on to either optimizer.
         self.param_groups = inner.param_groups
@@ -241,7 +247,13 @@ class Optimizer(torch.optim.Optimizer):
             LocalTrainingState(inner, chosen, extra_tensors)
             if local
             else TrainingState(
-                inner, chosen, extra_tensors, unit=target_batch_size, late=keeps_late, max_grad_norm=max_grad_norm
+                inner,
+                chosen,
+                extra_tensors,
+                unit=target_batch_size,
+                late=keeps_late,
+                max_grad_norm=max_grad_norm,
+                offload=offload,
             )
         )
         self._model = None if model is None else TrainedModel(model, self._training.parameters, extra_tensors)
@@ -822,6 +834,21 @@ def _guard_step(inner: torch.optim.Optimizer, ours: weakref.ref[Optimizer]) -> C
     if not hasattr(inner, "_optimizer_step_pre_hooks"):
         return lambda: None  # it wraps another one, and is no whole torch optimizer
     return inner.register_step_pre_hook(check).remove
+
+
+def _inner(
+    params: Any, optimizer: Any, offloads: bool | None, *, local: bool
+) -> tuple[torch.optim.Optimizer, Offload | None]:
+    """The torch optimizer, and what lends its parameters host memory, if it is to step there."""
+    if offloads is None or not flag("offload_optimizer", offloads):
+        return _free(make_optimizer(params, optimizer)), None
+    if local:
+        raise ConfigError(
+            "offload_optimizer=True does not go with use_local_updates=True, which steps after each batch: all "
+            "parameters would be copied to the CPU and back each time. Leave one of the two out"
+        )
+    inner, offload = make_offloaded(params, optimizer)
+    return _free(inner), offload
 
 
 def _free(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:

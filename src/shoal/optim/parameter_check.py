@@ -8,6 +8,7 @@ what follows from the descriptions of all.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from shoal.averager import StepResult
 from shoal.core import PeerCore
@@ -57,7 +58,8 @@ class ParameterCheck:
         evaluations = training.evaluations
         if training.evaluates:
             return None
-        check = await self._core.env.executor.run(check_of, training.optimizer, training.parameters, name.digest)
+        describe = partial(check_of, on_host=training.steps_on_host)
+        check = await self._core.env.executor.run(describe, training.optimizer, training.parameters, name.digest)
         async with self._own.hold() as holds:  # a step renames under it: so they were those of this state all the time
             return check if holds and self._own.name == name and training.evaluations == evaluations else None
 

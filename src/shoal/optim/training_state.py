@@ -15,6 +15,7 @@ import copy
 import hashlib
 import warnings
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from shoal.compression import dtype_name, view_bytes
 from shoal.errors import ConfigError, StateUnavailable
 from shoal.optim.gradient_sum import GradientSum
 from shoal.optim.inner import Scheduler
+from shoal.optim.offload import Offload
 from shoal.optim.optimizer_state import AnyTensor, OptimizerState, Prepared, is_number
 from shoal.optim.options import Options, apply
 from shoal.optim.schedule import advance, rates_of, tell_rates
@@ -63,6 +65,8 @@ class TrainingState:
             the next step. They were computed at the parameters before this one. Otherwise they are dropped. The next
             sum takes as much memory as the accumulators.
         max_grad_norm: the average is clipped to this norm before the step; None: it is not.
+        offload: lends the trained parameters host memory for the step; the sums of gradients are on the CPU then, too.
+            None: the step is taken where the parameters are.
 
     Attributes:
         left_out: batches whose gradients could not be summed, so far.
@@ -91,7 +95,9 @@ class TrainingState:
         unit: int = 1,
         late: bool = False,
         max_grad_norm: float | None = None,
+        offload: Offload | None = None,
     ) -> None:
+        self._offload = offload
         self._unit, self.max_grad_norm = unit, max_grad_norm
         self.optimizer, self.scheduler = optimizer, scheduler
         self._kept = OptimizerState(optimizer)
@@ -139,7 +145,16 @@ class TrainingState:
         self._has_average = self._in_round = False
 
     def _new_sum(self) -> GradientSum:
-        return GradientSum(self.trained, self._unit)
+        return GradientSum(self.trained, self._unit, torch.device("cpu") if self.steps_on_host else None)
+
+    @property
+    def steps_on_host(self) -> bool:
+        """Whether the step is taken on the CPU, wherever the parameters are."""
+        return self._offload is not None
+
+    def _where_it_steps(self) -> AbstractContextManager[None]:
+        """Within it the parameters are where the optimizer keeps its statistics."""
+        return nullcontext() if self._offload is None else self._offload.on_host()
 
     @property
     def evaluates(self) -> bool:
@@ -158,12 +173,14 @@ class TrainingState:
         if callable(change := getattr(self.optimizer, "eval", None)) and self._for_training is None:
             self._for_training = [parameter.detach().clone() for parameter in self.parameters]
             self.evaluations += 1
-            change()
+            with self._where_it_steps():
+                change()
 
     def train(self) -> None:
         """Take that back: to the bit, as the optimizer's own way back rounds."""
         if callable(change := getattr(self.optimizer, "train", None)):
-            change()
+            with self._where_it_steps():
+                change()
         if self._for_training is not None:
             with torch.no_grad():
                 for parameter, own in zip(self.parameters, self._for_training, strict=True):
@@ -316,6 +333,8 @@ class TrainingState:
 
         It can be called again if it was interrupted.
         """
+        if self._offload is not None:
+            self._offload.back()
         for parameter, gradient in zip(self.parameters, own, strict=True):
             parameter.grad = gradient
         if self.step_error is not None:
@@ -363,6 +382,8 @@ class TrainingState:
     def _step_from_average(self, absent: Collection[int]) -> None:
         for parameter in self._frozen:
             parameter.grad = None
+        if self._offload is not None:
+            self._offload.lend()
         for parameter, average in zip(self.trained, self.accumulators, strict=True):
             parameter.grad = _as_gradient(average, parameter.dtype)
         for index in absent:
@@ -531,7 +552,8 @@ class TrainingState:
         try:
             epoch, scheduled = self._check_counts(values, tensors)
             fixed = len(self.describe())
-            optimizer = self._kept.prepare(values["optimizer"], tensors, fixed)
+            with self._where_it_steps():
+                optimizer = self._kept.prepare(values["optimizer"], tensors, fixed)
         except Exception as error:
             raise StateUnavailable(f"the state does not fit here: {error}") from error
         return PreparedState(epoch, scheduled, tensors[:fixed], optimizer)
@@ -608,7 +630,8 @@ class TrainingState:
         Raises:
             ValueError: it does not fit, or no step can be taken from it. Nothing was changed.
         """
-        self._kept.switch(self._kept.prepare_loaded(state_dict))
+        with self._where_it_steps():
+            self._kept.switch(self._kept.prepare_loaded(state_dict))
 
 
 def _set_rate(group: dict[str, Any], rate: Any) -> None:

@@ -74,7 +74,6 @@ class OptimizerOptions(TypedDict, total=False):
     """Arguments of hivemind's `Optimizer`."""
 
     reuse_grad_buffers: bool
-    offload_optimizer: bool | None
     delay_optimizer_step: bool | None
     auxiliary: bool
     grad_averager_factory: object
@@ -150,7 +149,6 @@ _DHT: dict[str, tuple[Callable[[object], bool], str]] = {
 
 _OPTIMIZER: dict[str, tuple[Callable[[object], bool], str]] = {
     "reuse_grad_buffers": (_false, "leave it out, and call zero_grad() after each step(): sums are kept beside .grad"),
-    "offload_optimizer": (_false, "the optimizer steps where the parameters are"),
     "auxiliary": (_false, "a peer without data can hold a DHT (`shoal dht`), but helps no round yet"),
     "grad_averager_factory": (_nothing, "give grad_compression to send fewer bytes"),
     "averager_opts": (_nothing, "give bandwidth, sender_timeout and allreduce_timeout to the optimizer itself"),
@@ -183,6 +181,9 @@ def check_dht_options(options: DhtOptions) -> None:
 def check_optimizer_options(options: OptimizerOptions) -> None:
     """The same for options of `Optimizer`."""
     _check("Optimizer", OptimizerOptions.__annotations__, options, _OPTIMIZER)
+    names = options.get("average_opt_statistics", ())
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(each, str) for each in names):
+        raise ConfigError(f"average_opt_statistics must be a list of names such as 'exp_avg_sq', got {names!r:.80}")
 
 
 def check_state_averager_options(options: Mapping[str, object]) -> None:

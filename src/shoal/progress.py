@@ -23,10 +23,11 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from shoal.bounded import bound
 from shoal.peer import PeerID
 from shoal.wire import Progress, Standing
 
@@ -556,12 +557,6 @@ class _Seen:
             best=self.best,
             others=self.others,
         )
-
-
-def bound(remembered: dict[Any, Any], most: int) -> None:
-    """Forget the oldest entries of this until it has so many at most."""
-    while len(remembered) > most:
-        del remembered[next(iter(remembered))]
 
 
 def settings_difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:

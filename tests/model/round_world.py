@@ -13,7 +13,7 @@ from typing import Any
 
 from shoal.allreduce.commit import Ask, Average, MemberRules
 from shoal.allreduce.coordinator import Coordinator, CoordinatorAction, Send
-from shoal.allreduce.member import Contributions, MemberAction, MemberMachine, Work
+from shoal.allreduce.member import Contributions, Finish, MemberAction, MemberMachine
 from shoal.peer import PeerID
 from shoal.wire import Abort, Assign, Commit, Contact, Gone, Held, PartAbsent, Report
 from shoal.wire import Member as WireMember
@@ -25,10 +25,10 @@ ROUND = b"r" * 16
 class _Anytime(Contributions):
     """Waits for nobody: the world says when a sum is complete."""
 
-    def own(self, part: int, attempt: int, now: float) -> list[Work]:
+    def own(self, part: int, attempt: int, now: float) -> list[Finish]:
         return []
 
-    def exclude(self, sender: int) -> list[Work]:
+    def exclude(self, sender: int) -> list[Finish]:
         return []
 
 
@@ -49,10 +49,10 @@ class Member(MemberMachine):
         self.contributions, self.contributing = _ANYTIME, contributes
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("contributions", "_members")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("contributions", "members")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, contributions=_ANYTIME, _members=_group(state["contributing"]))
+        self.__dict__.update(state, contributions=_ANYTIME, members=_group(state["contributing"]))
 
 
 def new_coordinator(reducers: Sequence[int], contributes: Sequence[bool]) -> Coordinator:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from shoal.allreduce.interface import is_weight
 from shoal.allreduce.round import Outcome, Round, RoundOptions, RoundTable
 from shoal.allreduce.vector import Vector, describe
 from shoal.compression import CompressionBase, NoCompression
+from shoal.group import Group
 from shoal.peer import PeerID
 from shoal.rpc import Stream
 from shoal.wire import Abort, Assign, Commit, Gone, Leave, Member, Opening, Report
@@ -24,19 +25,6 @@ OPTIONS = RoundOptions(silence_s=2.0, timeout_s=60.0)
 
 class OpenControl(Opening[Report | Leave, Assign | Gone | Commit | Abort], frozen=True):
     """Stands for the stream of a join."""
-
-
-@dataclass(frozen=True)
-class HandMade:
-    """A group as matchmaking would hand it over."""
-
-    round_id: bytes
-    members: Sequence[Member]
-    my_index: int
-    coordinator: int
-    slices: Sequence[int]
-    part_bytes: int
-    controls: Mapping[PeerID, Stream[Any, Any]]
 
 
 @dataclass
@@ -110,14 +98,15 @@ class RoundPeer:
             weight = 0.0
         else:
             assert self.vector.copy_in(weight=weight if is_weight(weight) else 1.0) is None
-        formed = HandMade(
+        formed = Group(
             round_id=round_id,
-            members=[each.member() for each in group],
+            members=tuple(each.member() for each in group),
             my_index=group.index(self),
             coordinator=0,
-            slices=slices,
+            slices=tuple(slices),
             part_bytes=part_bytes,
             controls=self.controls,
+            on_release=lambda: None,
         )
         return Round(self.table, formed, self.vector, weight=weight, options=options)
 

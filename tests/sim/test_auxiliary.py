@@ -568,7 +568,7 @@ def test_parts_that_come_when_everybody_was_counted_out() -> None:
         trial.start([2])
         await sleep(0.1)
         for sender in (0, 1):
-            trial.rounds[2]._do(trial.rounds[2].machine.exclude(sender))
+            trial.rounds[2]._do(trial.rounds[2].machine.contributions.exclude(sender))
         await trial.members[0].controls[trial.members[2].peer.peer_id].send(Assign([0, 1], 1, 2))
         await asyncio.wait({trial.running[0]}, timeout=5.0)
         failure = trial.results[2].failure
@@ -604,7 +604,7 @@ def test_a_reducer_that_only_weights_of_zero_reach_hands_its_parts_over() -> Non
         trial.weights = [0.0, 1.0, 2.0, 0.0]
         await trial.begin([0, 5000, 5000, 10_000])
         for sender in (1, 2):
-            trial.rounds[3]._do(trial.rounds[3].machine.exclude(sender))
+            trial.rounds[3]._do(trial.rounds[3].machine.contributions.exclude(sender))
         trial.start()
         await trial.wait()
         commit = trial.check()

@@ -41,7 +41,7 @@ def test_a_member_sends_its_values_to_each_reducer_and_averages_its_own_parts() 
 def test_a_reducer_that_waits_for_nobody_is_told_to_finish_at_once() -> None:
     """It got the part when everybody else was left out, and has no values of its own."""
     auxiliary = machine([0, 0, 2], me=1, group="tat")
-    assert auxiliary.exclude(0) == auxiliary.exclude(2) == []
+    assert auxiliary.contributions.exclude(0) == auxiliary.contributions.exclude(2) == []
     assert auxiliary.obey(Assign([0], 1, 1), 1.0) == [Average(0, 1), Finish(0, 1)]
 
 

@@ -56,7 +56,6 @@ class Average(NamedTuple):
 Order = Assign | Gone | Commit | Abort
 """The messages of the coordinator."""
 
-
 PartAction = Contribute | Ask | Average
 
 
@@ -76,7 +75,7 @@ class MemberRules:
         self.held: list[Held | None] = [None] * len(reducers)
         self.commit: Commit | None = None
         self.failed: str | None = None
-        self._unreported: list[Held] = []
+        self.unreported: list[Held] = []
 
     @property
     def succeeded(self) -> bool:
@@ -115,7 +114,7 @@ class MemberRules:
         self.attempt[held.part] = held.attempt
         self.held[held.part] = held
         if self.commit is None:
-            self._unreported.append(held)
+            self.unreported.append(held)
         return True
 
     def assigned(self, assign: Assign) -> list[PartAction]:
@@ -126,26 +125,21 @@ class MemberRules:
                 continue
             raised = assign.attempt > self.attempt[part]
             self.attempt[part], self.reducer[part] = assign.attempt, assign.reducer
-            held = self.held[part]
-            if held is not None and held.attempt < assign.attempt:
-                self.held[part] = held = None
-            if held is not None:
+            if (held := self.held[part]) is not None and held.attempt >= assign.attempt:
                 continue
+            self.held[part] = None
             if assign.reducer == self.me:
                 actions.append(Average(part, assign.attempt))
-            elif not self.contributes:
-                continue
-            elif raised:
-                actions.append(Contribute(part, assign.attempt, assign.reducer))
-            else:
-                actions.append(Ask(part, assign.attempt, assign.reducer))
+            elif self.contributes:
+                action = Contribute if raised else Ask
+                actions.append(action(part, assign.attempt, assign.reducer))
         return actions
 
     def committed(self, commit: Commit) -> list[int]:
         """The verdict arrived. Returns the parts that are still to be fetched, from anybody who holds them."""
         if self.failed is None and self.commit is None:
             self.commit = commit
-            self._unreported.clear()
+            self.unreported.clear()
             for part, due in enumerate(commit.parts):
                 held = self.held[part]
                 self.attempt[part] = due.attempt
@@ -162,8 +156,8 @@ class MemberRules:
 
     def take_report(self) -> list[Held]:
         """The averages that are held and were not reported yet."""
-        news = [held for held in self._unreported if self.held[held.part] is held]
-        self._unreported.clear()
+        news = [held for held in self.unreported if self.held[held.part] is held]
+        self.unreported.clear()
         return news
 
 
@@ -230,14 +224,12 @@ class CommitRules:
                 held.pop(part, None)
         self.attempt[part], self.reducer[part] = attempt, reducer
 
-    def commit(self) -> bool:
-        """Commit if every taker holds the current attempt of every part; True if that is the verdict now."""
+    def commit(self) -> None:
+        """Commit if every taker holds the current attempt of every part, and there is no verdict yet."""
         takers = self.takers
         if self.verdict is None and takers and all(len(self.held[each]) == len(self.reducer) for each in takers):
             held = self.held[min(takers)]
             self.verdict = Commit(self.round_id, [held[part] for part in range(len(self.reducer))])
-            return True
-        return False
 
     def abort(self, reason: str) -> None:
         """End the round without averages, unless there is a verdict already."""

@@ -347,30 +347,17 @@ class Coordinator:
         rules = self.rules
         if rules.verdict is not None:
             return []
-        if unheld := self._reducers_alone(rules.live):
-            return sorted(unheld & rules.live)
-        if kept := self._kept():
-            return sorted(kept)
+        somewhere = {part for member in rules.live for part in rules.held[member]}
+        unheld = {reducer for part, reducer in enumerate(rules.reducer) if part not in somewhere}
+        if owing := unheld & rules.live or self._kept():
+            return sorted(owing)
         return sorted(member for member in rules.takers if len(rules.held[member]) < len(rules.reducer))
-
-    def _reducers_alone(self, among: set[int]) -> set[int]:
-        """The reducers of parts that none of these members holds."""
-        held = self.rules.held
-        return {
-            reducer
-            for part, reducer in enumerate(self.rules.reducer)
-            if not any(part in held[other] for other in among)
-        }
 
     def _kept(self) -> set[int]:
         """The members that have parts which no other member that should hold them holds."""
         rules, takers = self.rules, self.rules.takers
-        kept = {
-            reducer
-            for part, reducer in enumerate(rules.reducer)
-            if takers - {reducer} and not any(part in rules.held[other] for other in takers - {reducer})
-        }
-        return kept & rules.live
+        kept = _undelivered(rules.reducer, rules.held, takers) & rules.live
+        return kept if len(takers) > 1 else kept - takers  # from the only taker nobody else wants a part
 
 
 class Stragglers:
@@ -405,14 +392,8 @@ class Stragglers:
             now: time.
         """
         if self._reducer != reducer:
-            self._reducer, self._moved_at = (
-                list(reducer),
-                now,
-            )  # members that others wait for now get the whole time again
-        reducers = set(reducer)
-        waiting = {
-            of for part, of in enumerate(reducer) if not any(part in held[each] for each in takers if each != of)
-        }
+            self._reducer, self._moved_at = list(reducer), now  # those that are waited for now get the whole time again
+        reducers, waiting = set(reducer), _undelivered(reducer, held, takers)
         lacking = {each for each in takers if len(held[each]) < len(reducer)}
         _note(self._delivered_at, reducers - waiting, now)
         _note(self._complete_at, set(takers) - lacking, now)
@@ -427,6 +408,11 @@ class Stragglers:
         median = sorted(done_at.values())[middle]
         limit = max(median, self._moved_at) + (median - self._began) + self._margin_s
         return sorted(waiting) if now >= limit else []
+
+
+def _undelivered(reducer: Sequence[int], held: Sequence[Mapping[int, object]], takers: Collection[int]) -> set[int]:
+    """The reducers of parts that no other member holds which is to hold them."""
+    return {of for part, of in enumerate(reducer) if not any(part in held[each] for each in takers if each != of)}
 
 
 def _note(done_at: dict[int, float], done: set[int], now: float) -> None:

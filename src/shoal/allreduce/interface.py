@@ -1,68 +1,18 @@
-"""The inputs and the outcome of a round: the group, the time limits, the result."""
+"""The time limits and the result of a round."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
 
 import msgspec
 
 from shoal.peer import PeerID
-from shoal.rpc import Stream
 from shoal.wire import Commit, Held, Member
 
-__all__ = [
-    "MAX_WEIGHT",
-    "MIN_WEIGHT",
-    "FormedGroup",
-    "Outcome",
-    "RoundOptions",
-    "has_member",
-    "is_sound",
-    "is_weight",
-]
+__all__ = ["MAX_WEIGHT", "MIN_WEIGHT", "Outcome", "RoundOptions", "has_member", "is_sound", "is_weight"]
 
 MIN_WEIGHT, MAX_WEIGHT = 1e-9, 1e12
 """A weight that is not 0 lies between these: sums and quotients in float32 then stay exact enough."""
-
-
-class FormedGroup(Protocol):
-    """The group, as matchmaking hands it over."""
-
-    @property
-    def round_id(self) -> bytes:
-        """Names the round."""
-        ...
-
-    @property
-    def members(self) -> Sequence[Member]:
-        """Everybody, in the group's order."""
-        ...
-
-    @property
-    def my_index(self) -> int:
-        """Our index among the members."""
-        ...
-
-    @property
-    def coordinator(self) -> int:
-        """The index of the member that decides."""
-        ...
-
-    @property
-    def slices(self) -> Sequence[int]:
-        """Elements of the vector that each member owns."""
-        ...
-
-    @property
-    def part_bytes(self) -> int:
-        """Upper bound on a part, as encoded."""
-        ...
-
-    @property
-    def controls(self) -> Mapping[PeerID, Stream[Any, Any]]:
-        """Open streams: from the coordinator to each follower, from a follower to the coordinator."""
-        ...
 
 
 class RoundOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -106,7 +106,6 @@ class MemberMachine:
         rules: what is held, and the verdict.
         contributions: of the parts that are owned here.
         may_learn: whether the verdict can still come from the coordinator.
-        news: whether there is something to report.
     """
 
     def __init__(
@@ -124,8 +123,8 @@ class MemberMachine:
         self.rules = MemberRules(me, reducers, contributes=members[me].contributes)
         contributing = [index for index, member in enumerate(members) if member.contributes]
         self.contributions = Contributions(me, contributing, silence_s=silence_s, now=now)
-        self.may_learn, self.news = True, False
-        self._round_id, self._members = round_id, members
+        self.may_learn = True
+        self.round_id, self.members = round_id, members
         self._lost_sources: set[int] = set()
         self._asked: dict[int, int] = {}  # after the commit: part -> the member that was asked for it last
 
@@ -133,15 +132,20 @@ class MemberMachine:
     def phase(self) -> MemberPhase:
         """How far this member is."""
         if self.rules.failed is not None:
-            return MemberPhase.FAILED
+            return _FAILED
         if self.rules.commit is None:
-            return MemberPhase.AVERAGING
-        return MemberPhase.SUCCEEDED if self.rules.succeeded else MemberPhase.FETCHING
+            return _AVERAGING
+        return _SUCCEEDED if self.rules.succeeded else _FETCHING
 
     @property
     def decided(self) -> bool:
         """Return whether a verdict is known, or was given up."""
         return self.rules.commit is not None or self.rules.failed is not None
+
+    @property
+    def news(self) -> bool:
+        """Return whether there is something to report."""
+        return bool(self._lost_sources or self.rules.unreported)
 
     @property
     def awaited(self) -> set[int]:
@@ -155,49 +159,43 @@ class MemberMachine:
         actions: list[MemberAction] = []
         for part, reducer in enumerate(self.rules.reducer):
             if reducer == self.me:
-                actions += self._own(Average(part, 0), now)
+                actions += [Average(part, 0), *self.contributions.own(part, 0, now)]
             elif self.rules.contributes:
                 actions.append(Contribute(part, 0, reducer))
         return actions
 
     def obey(self, message: Order, now: float) -> list[MemberAction]:
         """The coordinator says something (or another member relays its commit)."""
-        rules, members, actions = self.rules, len(self._members), list[MemberAction]()
+        rules, members, actions = self.rules, len(self.members), list[MemberAction]()
         match message:
             case Assign() if 0 <= message.reducer < members and all(0 <= p < len(rules.reducer) for p in message.parts):
                 for action in rules.assigned(message):
-                    actions += self._own(action, now) if isinstance(action, Average) else [action]
+                    actions.append(action)
+                    if isinstance(action, Average):
+                        actions += self.contributions.own(action.part, action.attempt, now)
             case Gone(member) if 0 <= member < members and member != self.me:
                 # We may never have had a connection with it, whose end would tell.
                 if self.me != self.coordinator:  # it has said so already
                     actions.append(Blame(member, "gone: the coordinator has lost it"))
-                actions += self.exclude(member)
-            case Commit() if self.rules.commit is None and self._fits(message):
+                actions += self.contributions.exclude(member)
+            case Commit() if rules.commit is None and self._fits(message):
                 for part in rules.committed(message):
                     actions += self._fetch(part)
             case Abort():
                 self.give_up(message.reason)
         return actions
 
-    def _own(self, average: Average, now: float) -> list[MemberAction]:
-        ready = self.contributions.own(average.part, average.attempt, now)
-        return [average, *(Finish(*work) for work in ready)]
-
     def _fits(self, commit: Commit) -> bool:
         """Return whether this can be the verdict of this round."""
         return (
-            commit.round_id == self._round_id
+            commit.round_id == self.round_id
             and [held.part for held in commit.parts] == list(range(len(self.rules.reducer)))
-            and all(is_sound(held, len(self._members)) for held in commit.parts)
+            and all(is_sound(held, len(self.members)) for held in commit.parts)
         )
 
     def averaged(self, held: Held) -> bool:
         """This part was averaged here, or received whole. False if it is not wanted (any more)."""
         return self.rules.averaged(held)
-
-    def exclude(self, member: int) -> list[MemberAction]:
-        """Wait for this member's contributions no longer."""
-        return [Finish(*work) for work in self.contributions.exclude(member)]
 
     def coordinator_lost(self, reason: str) -> list[MemberAction]:
         """The coordinator tells nothing any more."""
@@ -212,7 +210,6 @@ class MemberMachine:
         rules = self.rules
         if (commit := rules.commit) is None:
             self._lost_sources.add(member)
-            self.news = True
             return [Blame(member, "its averages stopped")] if absent is None else []
         actions: list[MemberAction] = []
         for part in [absent.part] if absent is not None else rules.missing():
@@ -225,7 +222,7 @@ class MemberMachine:
     def _fetch(self, part: int) -> list[MemberAction]:
         """After the commit: ask one member after another for a part that is missing here."""
         assert self.rules.commit is not None
-        reducer, members, count = self.rules.reducer[part], self._members, len(self._members)
+        reducer, members, count = self.rules.reducer[part], self.members, len(self.members)
         # The reducer comes late: this member has probably waited for it in vain, if all others hold the part. Auxiliary
         # members come last: they hold only parts that they averaged themselves. The rest are spread over the parts.
         order = sorted(range(count), key=lambda i: (not members[i].contributes, i == reducer, (i + part) % count))
@@ -242,12 +239,12 @@ class MemberMachine:
         actions: list[MemberAction] = []
         for sender in self.contributions.stalled(now):
             actions.append(Blame(sender, "too slow: left out of the parts that are not averaged yet"))
-            actions += self.exclude(sender)
+            actions += self.contributions.exclude(sender)
         return actions
 
     def report(self, moved_bytes: int) -> Report:
         """The news for the coordinator; without any it tells the bytes that were moved."""
-        lost, self._lost_sources, self.news = self._lost_sources, set(), False
+        lost, self._lost_sources = self._lost_sources, set()
         return Report(self.rules.take_report(), sorted(lost), moved_bytes)
 
     def give_up(self, reason: str) -> bool:
@@ -291,20 +288,16 @@ class Contributions:
 
     def begin(self, now: float) -> None:
         """Nobody was silent or behind before this moment."""
-        self._start = now
-        for sender in self._heard:
-            self._heard[sender] = now
+        self._start, self._heard = now, dict.fromkeys(self.senders, now)
 
-    def own(self, part: int, attempt: int, now: float) -> list[Work]:
+    def own(self, part: int, attempt: int, now: float) -> list[Finish]:
         """Start to collect contributions for a part. Older attempts of it are forgotten."""
-        for work in [old for old in self._waiting if old[0] == part]:
-            del self._waiting[work]
+        self._waiting = {work: senders for work, senders in self._waiting.items() if work[0] != part}
         work = (part, attempt)
         self._waiting[work] = self.senders - self.excluded
         self.contributors[work] = set()
         self._others[work] = 0
-        for sender in self._heard:
-            self._heard[sender] = now
+        self._heard = dict.fromkeys(self.senders, now)
         return self._ready([work])
 
     def expects(self, part: int, attempt: int, sender: int) -> bool:
@@ -315,7 +308,7 @@ class Contributions:
         """Bytes came from this sender."""
         self._heard[sender] = now
 
-    def contributed(self, part: int, attempt: int, sender: int, *, counts: bool, now: float) -> list[Work]:
+    def contributed(self, part: int, attempt: int, sender: int, *, counts: bool, now: float) -> list[Finish]:
         """A contribution is complete and added (`counts`: its weight is above 0). Returns the parts that are ready."""
         work = (part, attempt)
         if not self.expects(part, attempt, sender):
@@ -328,7 +321,7 @@ class Contributions:
         self._delivered[sender].append(now)
         return self._ready([work])
 
-    def exclude(self, sender: int) -> list[Work]:
+    def exclude(self, sender: int) -> list[Finish]:
         """Wait for this sender no longer. Returns the parts that are ready now."""
         if sender in self.excluded or sender == self.me:
             return []
@@ -364,8 +357,8 @@ class Contributions:
         times = sorted(times[place] for sender in senders if len(times := self._delivered[sender]) > place)
         return times[needed - 1] if 0 < needed <= len(times) else None
 
-    def _ready(self, works: Iterable[Work]) -> list[Work]:
-        ready = [work for work in works if not self._waiting[work]]
+    def _ready(self, works: Iterable[Work]) -> list[Finish]:
+        ready = [Finish(*work) for work in works if not self._waiting[work]]
         for work in ready:
             del self._waiting[work]
         return ready

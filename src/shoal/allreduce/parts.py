@@ -77,23 +77,14 @@ class Parts:
         machine: this member.
         executor: computes large parts.
         weight: of this member's values.
-        members: how many members the group has.
-        round_id: the id of the round; digests of another round are others.
     """
 
     def __init__(
-        self,
-        vector: Vector,
-        parts: list[Part],
-        machine: MemberMachine,
-        executor: Executor,
-        *,
-        weight: float,
-        members: int,
-        round_id: bytes,
+        self, vector: Vector, parts: list[Part], machine: MemberMachine, executor: Executor, *, weight: float
     ) -> None:
-        self._vector, self._parts, self._machine, self._weight, self._members = vector, parts, machine, weight, members
-        self._work, self._digests = PartWork(vector, executor, len(parts)), PartDigests(round_id)
+        self._vector, self._parts, self._machine, self._weight = vector, parts, machine, weight
+        self._members = len(machine.members)
+        self._work, self._digests = PartWork(vector, executor, len(parts)), PartDigests(machine.round_id)
         self._weights: dict[Work, float] = {}
         self._begun: dict[Work, asyncio.Event] = {}
         self._assignments = Changes()
@@ -186,8 +177,7 @@ class Parts:
 
     def _contributed(self, work: Work, sender: int, *, counts: bool) -> list[Finish]:
         now = asyncio.get_running_loop().time()
-        ready = self._machine.contributions.contributed(*work, sender, counts=counts, now=now)
-        return [Finish(*each) for each in ready]
+        return self._machine.contributions.contributed(*work, sender, counts=counts, now=now)
 
     async def finish(self, number: int, attempt: int) -> Held | CutOff | None:
         """Divide the sum of a part: its average, if it is wanted still."""

@@ -21,7 +21,6 @@ their values are ready.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
@@ -29,27 +28,21 @@ from typing import Any
 
 from shoal.allreduce.commit import Ask, Average, Contribute, Order
 from shoal.allreduce.coordinator import Coordinator, CoordinatorAction, LeftOut, Replaced, Send
-from shoal.allreduce.interface import (
-    MAX_WEIGHT,
-    MIN_WEIGHT,
-    FormedGroup,
-    Outcome,
-    RoundOptions,
-    is_sound,
-    is_weight,
-)
+from shoal.allreduce.interface import MAX_WEIGHT, MIN_WEIGHT, Outcome, RoundOptions, is_sound, is_weight
 from shoal.allreduce.member import AskOthers, Blame, CutOff, Finish, MemberAction, MemberMachine
 from shoal.allreduce.partition import Part
 from shoal.allreduce.parts import Parts
 from shoal.allreduce.segments import common_reference
 from shoal.allreduce.streams import DownStream, ReducerStream, SenderStream, UpStream
 from shoal.allreduce.vector import Vector
+from shoal.bounded import put_last
 from shoal.clock import seconds_text, shielded
 from shoal.errors import ConfigError, PeerError, PeerProtocolError, PeerRefused, RoundFailed
 from shoal.events import PeerDropped, Warned
+from shoal.group import ControlStream, Group
 from shoal.peer import PeerID
 from shoal.rpc import LOOK_S, Endpoint, Stream
-from shoal.tasks import Tasks
+from shoal.tasks import Changes, Tasks
 from shoal.wire import (
     Abort,
     AskVerdict,
@@ -66,7 +59,7 @@ from shoal.wire import (
     Verdict,
 )
 
-__all__ = ["FormedGroup", "Outcome", "Round", "RoundOptions", "RoundTable"]
+__all__ = ["Outcome", "Round", "RoundOptions", "RoundTable"]
 
 _LOOK_S = LOOK_S / 2
 """A round stands still while it waits for a silent member: a finer look finds that out earlier."""
@@ -109,7 +102,7 @@ class Round:
     """
 
     def __init__(
-        self, table: RoundTable, group: FormedGroup, vector: Vector, *, weight: float, options: RoundOptions
+        self, table: RoundTable, group: Group, vector: Vector, *, weight: float, options: RoundOptions
     ) -> None:
         self.endpoint, self.env = table.endpoint, table.endpoint.env
         self.round_id, self.members = group.round_id, list(group.members)
@@ -118,41 +111,27 @@ class Round:
         reducers = [part.reducer for part in self.parts]
         self._table, self._options = table, options
         self._loop, self._over, self._closed = asyncio.get_running_loop(), False, False
+        now, silence_s = self._loop.time(), options.silence_s
         self.machine = MemberMachine(
-            self.round_id,
-            self.me,
-            self.coordinator,
-            self.members,
-            reducers,
-            silence_s=options.silence_s,
-            now=self._loop.time(),
+            self.round_id, self.me, self.coordinator, self.members, reducers, silence_s=silence_s, now=now
         )
-        self._parts = Parts(
-            vector,
-            self.parts,
-            self.machine,
-            self.env.executor,
-            weight=weight,
-            members=len(self.members),
-            round_id=self.round_id,
-        )
+        self._parts = Parts(vector, self.parts, self.machine, self.env.executor, weight=weight)
         self._coordinating = self._new_coordinator(reducers) if self.me == self.coordinator else None
+        self._index = {member.contact.peer: index for index, member in enumerate(self.members)}
         # Of the coordinator: to each other member; of another member: to the coordinator.
-        self._control: dict[int, Stream[Any, Any]] = {
-            index: group.controls[member.contact.peer]
-            for index, member in enumerate(self.members)
-            if member.contact.peer in group.controls
+        self._control: dict[int, ControlStream] = {
+            index: group.controls[peer] for peer, index in self._index.items() if peer in group.controls
         }
         self._to_say: dict[int, asyncio.Queue[Order | None]] = {index: asyncio.Queue() for index in self._control}
         self._senders: dict[int, SenderStream] = {}
         self._reducing: dict[int, ReducerStream] = {}
         self._serving: set[DownStream] = set()
-        self._served = asyncio.Event()
+        self._served = Changes()
         self._moved_before = 0  # on streams that are over
         # Tasks that are over are not kept: their errors know this round, and memory in cycles is freed late.
         self._tasks, self._talks, self._reporting = (Tasks(self._failed) for _ in range(3))
         self._done: asyncio.Future[None] = self._loop.create_future()
-        self._news = asyncio.Event()
+        self._news = Changes()
         self._sign = asyncio.Event()
         self._blamed: dict[tuple[PeerID, str], None] = {}
         self._leaving = ExitStack()
@@ -295,7 +274,7 @@ class Round:
 
     def _look_at_machine(self) -> None:
         if self.machine.news:
-            self._news.set()
+            self._news.notify()
         rules = self.machine.rules
         if not self._done.done() and (rules.succeeded or rules.failed is not None):
             self._done.set_result(None)
@@ -322,11 +301,10 @@ class Round:
         return RoundFailed(self.machine.rules.failed or "no verdict", tuple(peers), round_id=self.round_id)
 
     def _peer_lost(self, peer: PeerID, reason: str) -> None:
-        for index, member in enumerate(self.members):
-            if member.contact.peer == peer:
-                # The coordinator first: if no contributing member is left, that is the better reason.
-                self._control_lost(index, reason)
-                self._do(self.machine.exclude(index))
+        if (index := self._index.get(peer)) is not None:
+            # The coordinator first: if no contributing member is left, that is the better reason.
+            self._control_lost(index, reason)
+            self._do(self.machine.contributions.exclude(index))
 
     # --------------------------------------------------------------------------------------------------------- control
 
@@ -340,7 +318,7 @@ class Round:
         for member in sorted(set(range(len(self.members))) - self._control.keys() - {self.me}):
             self._control_lost(member, "it has no control stream")
 
-    async def _obey_coordinator(self, stream: Stream[Any, Any]) -> None:
+    async def _obey_coordinator(self, stream: ControlStream) -> None:
         try:
             while (received := await stream.recv()) is not None:
                 message, nbytes = received
@@ -371,7 +349,7 @@ class Round:
             reason = error.message  # any error: without its stream a member cannot report
         self._control_lost(member, reason)
 
-    async def _talk(self, member: int, stream: Stream[Any, Any]) -> None:
+    async def _talk(self, member: int, stream: ControlStream) -> None:
         """Tell a member what the coordinator has to say, up to the verdict."""
         try:
             while (message := await self._to_say[member].get()) is not None:
@@ -434,12 +412,7 @@ class Round:
                 if any(held.contributors):
                     for stream in self._reducing.values():  # give it to everybody who has a stream to us
                         stream.offer(part)
-                self._holds_more()
-
-    def _holds_more(self) -> None:
-        """A part is held that was not held before."""
-        self._news.set()
-        self._look_at_machine()
+                self._look_at_machine()
 
     def _free(self, part: int) -> None:
         """Stop receiving older bytes of a part: their sender may be stuck, and the part's memory is needed."""
@@ -453,12 +426,8 @@ class Round:
             if sender is not None:
                 self._moved_before += sender.moved_bytes
             contact, opening = self.members[reducer].contact, Reduce(self.round_id)
-            sender = self._senders[reducer] = SenderStream(
-                self.endpoint,
-                contact,
-                opening,
-                values=self._parts.contribution,
-            )
+            sender = SenderStream(self.endpoint, contact, opening, values=self._parts.contribution)
+            self._senders[reducer] = sender
             self._tasks.spawn(self._send(reducer, sender))
         return sender
 
@@ -476,7 +445,7 @@ class Round:
     ) -> None:
         if isinstance(message, PartAverage):
             if await self._parts.land(sender, stream, message.held, nbytes):
-                self._holds_more()
+                self._look_at_machine()
         elif nbytes or not 0 <= message.part < len(self.machine.rules.reducer):
             raise PeerProtocolError(f"no part {message.part}", stream.peer_id)
         else:
@@ -484,12 +453,11 @@ class Round:
 
     async def serve(self, stream: DownStream) -> None:
         """Serve a member's stream: take its values, give it averages (for `RoundTable`)."""
-        for index, member in enumerate(self.members):
-            if member.contact.peer == stream.peer_id and index != self.me and member.contributes:
-                self._sign.set()
-                await self._serve(stream, index)
-                return
-        raise PeerRefused("not a member of this round that contributes", stream.peer_id)
+        sender = self._index.get(stream.peer_id, self.me)
+        if sender == self.me or not self.members[sender].contributes:
+            raise PeerRefused("not a member of this round that contributes", stream.peer_id)
+        self._sign.set()
+        await self._serve(stream, sender)
 
     async def _serve(self, stream: DownStream, sender: int) -> None:
         if self._over:
@@ -517,12 +485,12 @@ class Round:
                 self._blame(sender, error.message)
             elif not self._over:
                 self._blame(sender, f"its values stopped: {error.message}")
-            self._do(self.machine.exclude(sender))
+            self._do(self.machine.contributions.exclude(sender))
             raise
         finally:
             pump.cancel()
             self._serving.discard(stream)
-            self._served.set()
+            self._served.notify()
 
     def _requested(self, served: ReducerStream, message: PartRequest, nbytes: int) -> None:
         part = self._parts.named(message.part, message.attempt, served.stream.peer_id).number
@@ -546,7 +514,8 @@ class Round:
         """The coordinator left itself out because it is slow: now it only decides. After the commit it may ask."""
         for sender in self._senders.values():
             self._moved_before += sender.moved_bytes
-            sender.retire()
+            sender.retired = True
+            sender.abort()
         self._senders.clear()
         for stream in list(self._serving):
             stream.abort()
@@ -563,19 +532,15 @@ class Round:
     async def _settled(self) -> None:
         """Wait until no stream is served: then, without the round's tasks, nothing uses the vector any more."""
         while self._serving:
-            self._served.clear()
-            await self._served.wait()
+            await self._served.next()
 
     # ----------------------------------------------------------------------------------------------------------- loops
 
     async def _report_loop(self) -> None:
+        seen = 0
         while not self.machine.decided:
-            try:
-                async with asyncio.timeout(self._options.report_s):
-                    await self._news.wait()
-            except TimeoutError:
-                pass  # a report is sent even without news: it carries the bytes moved
-            self._news.clear()
+            await self._news.after(seen, self._options.report_s)  # even without news: a report carries the bytes moved
+            seen = self._news.count
             report = self.machine.report(self._moved_bytes)
             if self._coordinating is not None:
                 self._tell(self._coordinating.reported(self.me, report, self._loop.time()))
@@ -609,18 +574,17 @@ class Round:
         The coordinator waits for any member, the others for the coordinator; after the commit, a member waits for those
         that it asked for averages.
         """
-        others = (
-            {i for i in range(len(self.members)) if i != self.me} if self.me == self.coordinator else {self.coordinator}
-        )
+        others = set(self._control)
         while not self._done.done():
             committed = self.machine.rules.commit is not None
             for index in sorted(self.machine.awaited if committed else others):
-                if not self._done.done() and self.endpoint.is_silent(self.members[index].contact.peer):
+                peer = self.members[index].contact.peer
+                if not self._done.done() and self.endpoint.is_silent(peer):
                     if committed:
                         self._do(self.machine.source_lost(index, None))
                     else:
                         others.discard(index)
-                        self._peer_lost(self.members[index].contact.peer, "silent")
+                        self._peer_lost(peer, "silent")
             await asyncio.sleep(_LOOK_S)
 
     def _failed(self, error: BaseException) -> None:
@@ -630,7 +594,7 @@ class Round:
         self.give_up(f"internal error: {text}")
 
 
-def _cut(group: FormedGroup, vector: Vector, weight: float) -> list[Part]:
+def _cut(group: Group, vector: Vector, weight: float) -> list[Part]:
     """The parts of a round of this group, whose values are in `vector`.
 
     Raises:
@@ -664,48 +628,40 @@ class RoundTable:
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self._rounds: dict[bytes, Round] = {}
-        self._early: dict[bytes, list[asyncio.Future[Round]]] = {}
-        self._verdicts: OrderedDict[bytes, Commit] = OrderedDict()
+        self._begun, self._early = Changes(), 0
+        self._verdicts: dict[bytes, Commit] = {}
         endpoint.serve_stream(Reduce, self._serve)
         endpoint.serve(AskVerdict, self._answer)
 
     def add(self, round_: Round) -> None:
         """A round has begun here."""
         self._rounds[round_.round_id] = round_
-        for waiting in self._early.pop(round_.round_id, []):
-            if not waiting.done():
-                waiting.set_result(round_)
+        self._begun.notify()
 
     def remove(self, round_: Round) -> None:
         """A round is over; its verdict stays known for a while."""
         self._rounds.pop(round_.round_id, None)
         if round_.machine.rules.commit is not None:
-            self._verdicts[round_.round_id] = round_.machine.rules.commit
-            while len(self._verdicts) > _REMEMBERED_VERDICTS:
-                self._verdicts.popitem(last=False)
+            put_last(self._verdicts, round_.round_id, round_.machine.rules.commit, _REMEMBERED_VERDICTS)
 
     async def _serve(self, stream: DownStream, opening: Reduce) -> None:
-        round_ = self._rounds.get(opening.round_id)
-        if round_ is None:
-            round_ = await self._arrival(opening.round_id)
+        round_ = self._rounds.get(opening.round_id) or await self._arrival(opening.round_id)
         await round_.serve(stream)
 
     async def _arrival(self, round_id: bytes) -> Round:
         """A member may hear of the beginning before we do."""
-        if round_id in self._verdicts or sum(map(len, self._early.values())) >= _MAX_EARLY_STREAMS:
+        if round_id in self._verdicts or self._early >= _MAX_EARLY_STREAMS:
             raise PeerRefused("this round is over, or too many wait")
-        waiting: asyncio.Future[Round] = asyncio.get_running_loop().create_future()
-        self._early.setdefault(round_id, []).append(waiting)
+        self._early += 1
         try:
             async with asyncio.timeout(_ARRIVAL_S):
-                return await waiting
+                while round_id not in self._rounds:
+                    await self._begun.next()
         except TimeoutError:
             raise PeerRefused("no such round has begun here") from None
         finally:
-            if waiting in (queue := self._early.get(round_id, [])):
-                queue.remove(waiting)
-            if not queue:
-                self._early.pop(round_id, None)
+            self._early -= 1
+        return self._rounds[round_id]
 
     async def _answer(self, peer: PeerID, request: AskVerdict) -> Verdict:
         if (round_ := self._rounds.get(request.round_id)) is not None:

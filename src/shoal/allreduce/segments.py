@@ -44,14 +44,7 @@ from typing import NamedTuple
 import torch
 
 from shoal.allreduce.partition import Part, Segment
-from shoal.compression import (
-    CompressionBase,
-    Differences,
-    ErrorFeedback,
-    NoCompression,
-    codec_by_name,
-    dtype_by_name,
-)
+from shoal.compression import CompressionBase, Differences, ErrorFeedback, NoCompression, codec_by_name, dtype_by_name
 from shoal.wire import Member
 
 __all__ = ["LARGEST", "Reference", "Residual", "RoundMemory", "SegmentBuffers", "common_reference", "sum_dtype"]

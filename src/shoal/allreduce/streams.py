@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from shoal.allreduce.commit import Ask, Contribute
 from shoal.errors import PeerError, PeerUnreachable
 from shoal.rpc import Endpoint, Stream
+from shoal.tasks import Changes
 from shoal.transport.base import Buffer
 from shoal.wire import Contact, PartAbsent, PartAverage, PartData, PartRequest, Reduce
 
@@ -39,7 +40,7 @@ class SenderStream:
     Attributes:
         landing: the part whose place is being filled from this stream.
         done: whether the stream is over.
-        retired: whether that is nobody's fault.
+        retired: set it before `abort`, if that is not the reducer's fault.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class SenderStream:
         self._due: deque[Contribute | Ask] = deque()
         self._said: list[Contribute | Ask] = []  # before the first answer
         self._answered = False
-        self._changed = asyncio.Event()
+        self._changed = Changes()
         self._stream: UpStream | None = None
         self._reader: asyncio.Task[None] | None = None
         self._scratch = bytearray()
@@ -70,7 +71,7 @@ class SenderStream:
     def put(self, action: Contribute | Ask) -> None:
         """Send this next."""
         self._due.append(action)
-        self._changed.set()
+        self._changed.notify()
 
     def scratch(self, nbytes: int) -> memoryview:
         """Memory for bytes that cannot be received in place."""
@@ -82,11 +83,6 @@ class SenderStream:
         """Give the stream up."""
         if self._stream is not None:
             self._stream.abort()
-
-    def retire(self) -> None:
-        """As `abort`, without blaming the reducer."""
-        self.retired = True
-        self.abort()
 
     async def run(self, receive: Receive) -> None:
         """Open the stream and use it until it ends.
@@ -126,7 +122,7 @@ class SenderStream:
             self.abort()  # does nothing after a clean end
 
     async def _write(self, stream: UpStream, reader: asyncio.Task[None]) -> None:
-        reader.add_done_callback(lambda _: self._changed.set())
+        reader.add_done_callback(lambda _: self._changed.notify())
         while not reader.done():
             if self._due:
                 action = self._due.popleft()
@@ -134,8 +130,7 @@ class SenderStream:
                     self._said.append(action)
                 await self._send(stream, action)
             else:
-                self._changed.clear()
-                await self._changed.wait()
+                await self._changed.next()
         try:
             reader.result()  # raises the error that ended it
         finally:
@@ -145,8 +140,7 @@ class SenderStream:
         if isinstance(action, Ask):
             await stream.send(PartRequest(action.part, action.attempt))
         elif (values := self._values(action.part, action.attempt)) is not None:
-            message, data = values
-            await (stream.send(message) if data is None else stream.send(message, data))
+            await stream.send(*values)
 
     async def _read(self, stream: UpStream, receive: Receive) -> None:
         while (received := await stream.recv()) is not None:
@@ -183,7 +177,7 @@ class ReducerStream:
         # Part -> the attempt that it was refused for, None if it is to be given. One entry for each part, in order:
         # however often a member asks, no more is remembered.
         self._due: OrderedDict[int, int | None] = OrderedDict()
-        self._changed = asyncio.Event()
+        self._changed = Changes()
         self._closed = False
         self._buffer = bytearray()
         self._seen = 0
@@ -203,24 +197,23 @@ class ReducerStream:
         if len(self._buffer) < nbytes:
             self._buffer = bytearray(nbytes)
         data = memoryview(self._buffer)[:nbytes]
-        if nbytes:
-            await self.stream.readinto(data)
+        await self.stream.readinto(data)
         return data
 
     def offer(self, part: int) -> None:
         """Give the member the average of this part."""
         self._due[part] = None
-        self._changed.set()
+        self._changed.notify()
 
     def refuse(self, part: int, attempt: int) -> None:
         """Tell the member that it does not get this part from us."""
         self._due.setdefault(part, attempt)
-        self._changed.set()
+        self._changed.notify()
 
     def close(self) -> None:
         """The member asks for nothing more."""
         self._closed = True
-        self._changed.set()
+        self._changed.notify()
 
     async def pump(self) -> None:
         """Send averages, in the order in which they were done; after `close`, those that are done already."""
@@ -229,8 +222,7 @@ class ReducerStream:
                 if self._due:
                     await self._give(*self._due.popitem(last=False))
                 else:
-                    self._changed.clear()
-                    await self._changed.wait()
+                    await self._changed.next()
         except PeerError:
             self.stream.abort()  # the reading side of this stream notices and says so
 
@@ -238,5 +230,4 @@ class ReducerStream:
         if refused is not None:
             await self.stream.send(PartAbsent(number, refused))
         elif (average := await self._average(number)) is not None:
-            message, data = average
-            await (self.stream.send(message) if data is None else self.stream.send(message, data))
+            await self.stream.send(*average)

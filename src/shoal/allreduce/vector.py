@@ -313,17 +313,16 @@ class Vector:
     def finish(self, part: Part, total_weight: float, digests: PartDigests) -> bytes:
         """Divide, encode once, and put the decoded bytes in place. Returns the digest of the encoded average."""
         segment = self._segments[part.segment]
-        result = segment.piece(segment.result, part)
+        sums, result = self._sums.pop(part.number), segment.piece(segment.result, part)
         if segment.residual is not None:
-            wire = segment.residual.average(part, self._sums.pop(part.number), total_weight, segment.codec, result)
+            wire = segment.residual.average(part, sums, total_weight, segment.codec, result)
         elif segment.codec.name == "none":
-            sums = self._sums.pop(part.number).div_(total_weight)
+            sums.div_(total_weight)
             if sums.data_ptr() != result.data_ptr():
                 result.copy_(sums)
             wire = view_bytes(result)
         else:
-            sums = self._sums.pop(part.number).div_(total_weight)
-            wire = segment.codec.encode(sums.to(segment.dtype), part.sizes)
+            wire = segment.codec.encode(sums.div_(total_weight).to(segment.dtype), part.sizes)
             segment.codec.decode_into(wire, segment.dtype, result, part.sizes)
         if segment.against is not None:
             segment.against.restore(part, result)

@@ -5,8 +5,9 @@ peers follow each other in a circle and no peer is in two groups. `declarations`
 `events` the transitions as data. `GroupBits` says under which key to look next.
 """
 
+from shoal.group import Group
 from shoal.matchmaking.config import MatchmakingConfig
-from shoal.matchmaking.group import Group, GroupDirectory
+from shoal.matchmaking.directory import GroupDirectory
 from shoal.matchmaking.group_bits import GroupBits, next_group_bits
 from shoal.matchmaking.joins import JoinTerms
 from shoal.matchmaking.matchmaker import Matchmaker

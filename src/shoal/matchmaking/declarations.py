@@ -26,6 +26,7 @@ import math
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from shoal.bounded import put_last
 from shoal.matchmaking.config import CLOCK_GRACE_S, SETTLE_MAX_S, SETTLE_S, MatchmakingConfig
 from shoal.matchmaking.events import Action, Declaration, Declare, Key, Nudge, ReadDirectory, Withdraw
 from shoal.peer import PeerID
@@ -73,9 +74,7 @@ class Memory:
 
     def lose(self, peer: PeerID, expiration: float) -> None:
         """Note that declarations of this peer up to `expiration` are dead."""
-        self.lost[peer] = max(expiration, self.lost.pop(peer, -math.inf))
-        if len(self.lost) > _MAX_LOST:
-            del self.lost[next(iter(self.lost))]
+        put_last(self.lost, peer, max(expiration, self.lost.get(peer, -math.inf)), _MAX_LOST)
 
 
 class KnownDeclarations:
@@ -119,9 +118,7 @@ class KnownDeclarations:
 
     def spend(self, peer: PeerID, expiration: float) -> None:
         """Note that the declarations of this peer up to `expiration` are of no use."""
-        self._spent[peer] = max(expiration, self._spent.pop(peer, -math.inf))
-        if len(self._spent) > 4 * _MAX_DECLARATIONS:
-            del self._spent[next(iter(self._spent))]
+        put_last(self._spent, peer, max(expiration, self._spent.get(peer, -math.inf)), 4 * _MAX_DECLARATIONS)
 
     def pause(self, peer: PeerID, until: float) -> None:
         """Do not ask this peer before `until` (loop time)."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
+
+import msgspec
 
 from shoal.peer import PeerID
 from shoal.wire import Begin, Contact, JoinAccepted, JoinRedirected, JoinRefused
@@ -31,8 +32,7 @@ class SearchPhase(enum.Enum):
     """Started, begun, failed or cancelled."""
 
 
-@dataclass(frozen=True, slots=True)
-class Declaration:
+class Declaration(msgspec.Struct, frozen=True):
     """A peer's entry in the directory: it looks for a group until `expiration` (wall clock, seconds)."""
 
     contact: Contact
@@ -52,36 +52,31 @@ class Declaration:
 # -------------------------------------------------------------------------------------------------------------- events
 
 
-@dataclass(frozen=True, slots=True)
-class Declared:
+class Declared(msgspec.Struct, frozen=True):
     """The declaration is stored; `declarations` are those that stood at that time."""
 
     declarations: tuple[Declaration, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class DeclareFailed:
+class DeclareFailed(msgspec.Struct, frozen=True):
     """The declaration could not be stored."""
 
     error: str
 
 
-@dataclass(frozen=True, slots=True)
-class DirectoryRead:
+class DirectoryRead(msgspec.Struct, frozen=True):
     """The read that was asked for last is done: the current declarations, perhaps with our own."""
 
     declarations: tuple[Declaration, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DirectoryFailed:
+class DirectoryFailed(msgspec.Struct, frozen=True):
     """The read that was asked for last gave nothing."""
 
     error: str
 
 
-@dataclass(frozen=True, slots=True)
-class JoinRequested:
+class JoinRequested(msgspec.Struct, frozen=True):
     """A peer with our schema and settings asks us to lead it. A peer without addresses (a client) can never lead."""
 
     contact: Contact
@@ -90,59 +85,51 @@ class JoinRequested:
     contributes: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class JoinEnded:
+class JoinEnded(msgspec.Struct, frozen=True):
     """A peer that asked us has left, or its stream is lost."""
 
     peer: PeerID
 
 
-@dataclass(frozen=True, slots=True)
-class Mismatched:
+class Mismatched(msgspec.Struct, frozen=True):
     """A peer whose schema or settings differ asked us; it was refused. `text` names the first difference."""
 
     peer: PeerID
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
+class Answered(msgspec.Struct, frozen=True):
     """A message from the peer that we asked to lead, or that leads us. A `Begin` is checked already."""
 
     peer: PeerID
     answer: JoinAccepted | JoinRefused | JoinRedirected | Begin
 
 
-@dataclass(frozen=True, slots=True)
-class LeaderLost:
+class LeaderLost(msgspec.Struct, frozen=True):
     """The peer that we asked, or that led us, cannot be reached, broke the protocol, or said nothing in time."""
 
     peer: PeerID
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Nudged:
+class Nudged(msgspec.Struct, frozen=True):
     """A nudge was answered; None: it got no valid answer in time."""
 
     peer: PeerID
     answer: JoinRefused | JoinRedirected | None
 
 
-@dataclass(frozen=True, slots=True)
-class PeerLost:
+class PeerLost(msgspec.Struct, frozen=True):
     """The link to this peer is lost; `Memory.lost` holds it already."""
 
     peer: PeerID
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """Time has passed: `deadline()` is reached, or the result of `expected()` may have changed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(msgspec.Struct, frozen=True):
     """Stop looking."""
 
 
@@ -154,70 +141,60 @@ Event = (
 # ------------------------------------------------------------------------------------------------------------- actions
 
 
-@dataclass(frozen=True, slots=True)
-class Declare:
+class Declare(msgspec.Struct, frozen=True):
     """Store our declaration in the directory, and see who is there; answered by `Declared` or `DeclareFailed`."""
 
     expiration: float
 
 
-@dataclass(frozen=True, slots=True)
-class Withdraw:
+class Withdraw(msgspec.Struct, frozen=True):
     """Take our declaration out of the directory. Not answered."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReadDirectory:
+class ReadDirectory(msgspec.Struct, frozen=True):
     """Begin to read the directory now; answered by `DirectoryRead` or `DirectoryFailed`."""
 
 
-@dataclass(frozen=True, slots=True)
-class AskToLead:
+class AskToLead(msgspec.Struct, frozen=True):
     """Send a `Join` with our `expiration` to this peer; answered by `Answered` or `LeaderLost` in bounded time."""
 
     contact: Contact
     expiration: float
 
 
-@dataclass(frozen=True, slots=True)
-class LeaveLeader:
+class LeaveLeader(msgspec.Struct, frozen=True):
     """Leave the peer that we asked or follow. No more events about it may come."""
 
     peer: PeerID
 
 
-@dataclass(frozen=True, slots=True)
-class Nudge:
+class Nudge(msgspec.Struct, frozen=True):
     """Send a `Join` to a *later* peer, which refuses it but learns of us; answered by `Nudged`."""
 
     contact: Contact
     expiration: float
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True):
     """Send this to a peer that has asked us. Whatever follows `JoinAccepted` ends its membership."""
 
     peer: PeerID
     answer: JoinAccepted | JoinRefused | JoinRedirected
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(msgspec.Struct, frozen=True):
     """Begin the group of ourselves and these followers. The machine is done."""
 
     followers: tuple[PeerID, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Enter:
+class Enter(msgspec.Struct, frozen=True):
     """Be a member of the group that our leader began. The machine is done."""
 
     begin: Begin
 
 
-@dataclass(frozen=True, slots=True)
-class Fail:
+class Fail(msgspec.Struct, frozen=True):
     """There is no group: the reason, and the peers that caused it. The machine is done."""
 
     reason: str

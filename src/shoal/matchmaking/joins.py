@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from shoal.errors import LocalError, PeerError, PeerProtocolError
+from shoal.group import ControlStream
 from shoal.matchmaking.config import MAX_GROUP_SIZE
-from shoal.matchmaking.group import ControlStream
 from shoal.peer import PeerID
 from shoal.wire import Begin, Join, JoinAccepted, JoinRedirected, JoinRefused, Leave, Member, encode
 

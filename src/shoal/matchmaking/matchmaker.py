@@ -35,10 +35,11 @@ from shoal.errors import (
     ShoalError,
 )
 from shoal.events import GroupFormed, PeerDropped, Warned
+from shoal.group import ControlStream, Group
 from shoal.matchmaking import events
 from shoal.matchmaking.config import MatchmakingConfig
 from shoal.matchmaking.declarations import Memory
-from shoal.matchmaking.group import ControlStream, Group, GroupDirectory
+from shoal.matchmaking.directory import GroupDirectory
 from shoal.matchmaking.joins import (
     JoinRequest,
     JoinTerms,

@@ -1,54 +1,19 @@
-"""The result of matchmaking, a `Group`, and what it needs from others: a `GroupDirectory`."""
+"""A group of peers that are about to average: matchmaking forms it, a round of averaging takes place in it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from shoal.peer import PeerID
 from shoal.rpc import Stream
-from shoal.wire import Contact, Member
+from shoal.wire import Member
 
-__all__ = ["ControlStream", "Group", "GroupDirectory"]
+__all__ = ["ControlStream", "Group"]
 
 ControlStream = Stream[Any, Any]
 """A stream that began with `Join`, seen from either side."""
-
-
-class GroupDirectory(Protocol):
-    """The place in which peers that look for a group declare themselves; in a swarm, a dictionary record in the DHT.
-
-    The directory is only a hint which peers to ask: entries may be late, missing or stale. But once `declare` has
-    returned, reads that begin later should find the entry. If two peers declare at the same time, at least one should
-    be told of the other. Of several writes by one peer the last call wins, even if the call before it was cancelled or
-    still goes on, and even if a declaration comes back with the expiration that it had before it was withdrawn. Entries
-    should be kept for a few seconds past their expiration: clocks differ, so each reader judges whether an entry has
-    expired.
-    """
-
-    async def declare(self, group_key: str, expiration: float, contact: Contact) -> Sequence[tuple[Contact, float]]:
-        """Say that we look for a group until `expiration` (wall clock, seconds); returns when it can be found.
-
-        Returns:
-            The other peers that look for a group under this key, and until when; we ourselves may be among them.
-
-        Raises:
-            ShoalError: it could not be stored.
-        """
-        ...
-
-    async def withdraw(self, group_key: str) -> None:
-        """Take our entry out, as far as that is possible."""
-        ...
-
-    async def read(self, group_key: str) -> Sequence[tuple[Contact, float]]:
-        """The peers that look for a group under this key, and until when.
-
-        Raises:
-            ShoalError: it could not be read.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

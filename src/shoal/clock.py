@@ -49,11 +49,9 @@ class Clock(Protocol):
 
     def time(self) -> float:
         """Wall-clock time in seconds since the epoch: for expirations that other peers read."""
-        ...
 
     def monotonic(self) -> float:
         """Seconds that never go back: for deadlines and durations within this process."""
-        ...
 
 
 class SystemClock:
@@ -146,7 +144,6 @@ class Executor(Protocol):
 
     async def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call `function` and return what it returns, or raise what it raises."""
-        ...
 
 
 class InlineExecutor:

@@ -13,11 +13,11 @@ An entry whose subkey is a peer id can only be written by that peer (see `shoal.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Annotated
 
 import msgspec
 
+from shoal.bounded import put_last
 from shoal.dht import DhtNode, Item, ValueWithExpiration
 from shoal.errors import ConfigError, PeerUnreachable, ShoalError
 from shoal.peer import Address, PeerID
@@ -58,7 +58,7 @@ class DhtDirectory:
         stored, found = await self._node.exchange(self._item(group_key, entry, expiration), timeout_s=self._timeout_s)
         if not stored:
             raise PeerUnreachable("no DHT node took the declaration")
-        return _declared(found)
+        return _entries(found)
 
     async def withdraw(self, group_key: str) -> None:
         """Take the entry back, by an empty one."""
@@ -69,15 +69,12 @@ class DhtDirectory:
 
     def _item(self, group_key: str, value: object, expiration: float) -> Item:
         record_expiration = max(expiration + _KEEP_S, self._last.get(group_key, 0.0) + 0.001)
-        self._last.pop(group_key, None)
-        self._last[group_key] = record_expiration
-        while len(self._last) > 64:
-            self._last.pop(next(iter(self._last)))
+        put_last(self._last, group_key, record_expiration, 64)
         return Item(group_key, value, record_expiration, self._endpoint.peer_id.raw)
 
     async def read(self, group_key: str) -> list[tuple[Contact, float]]:
         """The peers that look for a group under this key now, and until when."""
-        return _declared(await self._node.get(group_key, latest=True, of_peers=True, timeout_s=self._timeout_s))
+        return _entries(await self._node.get(group_key, latest=True, of_peers=True, timeout_s=self._timeout_s))
 
 
 async def declare_donor(node: DhtNode, endpoint: Endpoint, prefix: str, priority: float, expiration: float) -> None:
@@ -104,37 +101,20 @@ async def declare_donor(node: DhtNode, endpoint: Endpoint, prefix: str, priority
 async def find_donors(node: DhtNode, prefix: str, *, timeout_s: float) -> list[tuple[Contact, float]]:
     """The peers that share a state under `prefix` now, with their priorities, without this peer itself."""
     found = await node.get(f"{prefix}.all_averagers", latest=True, of_peers=True, timeout_s=timeout_s)
-    donors = []
-    for peer, value in _entries(found.value if found else None):
+    # NaN would upset the order of all.
+    return [each for each in _entries(found) if each[0].peer != node.peer_id and math.isfinite(each[1])]
+
+
+def _entries(found: ValueWithExpiration | None) -> list[tuple[Contact, float]]:
+    """The entries of peers, each a contact and a number; those that were taken back or are malformed are left out."""
+    entries = []
+    for subkey, entry in found.value.items() if found is not None and isinstance(found.value, dict) else ():
         try:
-            addresses, priority = msgspec.convert(value, tuple[_Addresses, float])
-        except msgspec.ValidationError:
-            continue  # another peer's malformed entry hides that peer only
-        if peer != node.peer_id and math.isfinite(priority):  # NaN would upset the order of all
-            donors.append((Contact(peer, _addresses(addresses, peer)), priority))
-    return donors
-
-
-def _declared(found: ValueWithExpiration | None) -> list[tuple[Contact, float]]:
-    """The declarations under a group key."""
-    declared = []
-    for peer, value in _entries(found.value if found else None):
-        if value is not None:
-            try:
-                addresses, expiration = msgspec.convert(value, tuple[_Addresses, float])
-            except msgspec.ValidationError:
-                continue  # another peer's malformed entry hides that peer only
-            declared.append((Contact(peer, _addresses(addresses, peer)), expiration))
-    return declared
-
-
-def _entries(value: object) -> Iterator[tuple[PeerID, object]]:
-    if isinstance(value, dict):
-        for subkey, entry in value.items():
-            try:
-                yield PeerID(subkey), entry.value
-            except ShoalError:
-                continue  # not an entry of a peer
+            peer, (addresses, number) = PeerID(subkey), msgspec.convert(entry.value, tuple[_Addresses, float])
+        except (ShoalError, msgspec.ValidationError):
+            continue  # it hides that peer only
+        entries.append((Contact(peer, _addresses(addresses, peer)), number))
+    return entries
 
 
 def _addresses(texts: list[str], peer: PeerID) -> tuple[Address, ...]:

@@ -65,12 +65,7 @@ class StepRequest:
     """
 
     def __init__(
-        self,
-        *,
-        weight: float = 1.0,
-        gather: object = None,
-        scheduled_time: float | None = None,
-        triggered: bool = True,
+        self, *, weight: float = 1.0, gather: object = None, scheduled_time: float | None = None, triggered: bool = True
     ) -> None:
         self.stage = AveragingStage.IDLE
         self.grouped = self.began = False

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
+from shoal.bounded import put_last
 from shoal.dht.routing import RoutingTable
 from shoal.peer import PeerID
 from shoal.wire import Contact
@@ -113,7 +114,7 @@ class Neighbours:
         if self.table.remove(peer):
             self._note_gone(peer)
         self._lost.pop(peer, None)
-        self._set_avoided(peer, _Avoided(now + _LIAR_PAUSE_S, _LIAR_PAUSE_S, True))
+        put_last(self._avoided, peer, _Avoided(now + _LIAR_PAUSE_S, _LIAR_PAUSE_S, True), _AVOIDED_MAX)
 
     def take_changes(self) -> tuple[list[PeerID], list[PeerID]]:
         """The nodes that came into the table, and those that left it, since the last time this was asked."""
@@ -157,10 +158,7 @@ class Neighbours:
 
     def _note_lost(self, contact: Contact, now: float) -> None:
         peer = contact.peer
-        self._lost.pop(peer, None)
-        self._lost[peer] = (contact, now)
-        if len(self._lost) > _REMEMBERED_MAX:
-            self._lost.pop(next(iter(self._lost)))
+        put_last(self._lost, peer, (contact, now), _REMEMBERED_MAX)
         self._avoid(peer, now)
         self._note_gone(peer)
 
@@ -178,10 +176,4 @@ class Neighbours:
         if old is not None and old.until > now:
             return
         pause_s = _FIRST_PAUSE_S if old is None else min(2 * old.pause_s, _LONGEST_PAUSE_S)
-        self._set_avoided(peer, _Avoided(now + pause_s, pause_s, False))
-
-    def _set_avoided(self, peer: PeerID, avoided: _Avoided) -> None:
-        self._avoided.pop(peer, None)
-        self._avoided[peer] = avoided
-        if len(self._avoided) > _AVOIDED_MAX:
-            self._avoided.pop(next(iter(self._avoided)))
+        put_last(self._avoided, peer, _Avoided(now + pause_s, pause_s, False), _AVOIDED_MAX)

@@ -350,12 +350,7 @@ class DhtNode:
         return (await self.get_many([key], latest=latest, of_peers=of_peers, timeout_s=timeout_s))[key]
 
     async def get_many(
-        self,
-        keys: Iterable[Key],
-        *,
-        latest: bool = False,
-        of_peers: bool = False,
-        timeout_s: float | None = None,
+        self, keys: Iterable[Key], *, latest: bool = False, of_peers: bool = False, timeout_s: float | None = None
     ) -> Mapping[Key, ValueWithExpiration | None]:
         """The values of many keys, with one call per node for all keys that lead to it. As `get`, for each."""
         self._check_open()

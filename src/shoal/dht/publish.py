@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeGuard
 
+from shoal.bounded import put_last
 from shoal.dht.crawl import Caller, Crawler, Findings, KeySearch
 from shoal.dht.local import Local
 from shoal.dht.routing import id_of_key, node_id
@@ -129,10 +130,7 @@ class Publisher:
         now, version = asyncio.get_running_loop().time(), self._neighbours.version
         for search in searches:
             routes[search.key] = nodes = search.lookup.answered[: self._replicas + _SPARE_NODES]
-            self._known.pop(search.key, None)
-            self._known[search.key] = _Route(nodes, now, version)
-            if len(self._known) > _MAX_ROUTES:
-                self._known.pop(next(iter(self._known)))
+            put_last(self._known, search.key, _Route(nodes, now, version), _MAX_ROUTES)
             if search.lookup.complete and nodes:
                 self._everyone = _Route(search.lookup.answered, now, version)
         return routes

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from shoal.bounded import put_last
 from shoal.peer import PeerID
 from shoal.wire import Contact
 
@@ -159,13 +160,11 @@ class RoutingTable:
             return False
         bucket = self._buckets.setdefault(index, _Bucket(now))
         node = _Node(contact, its_id, index, now)
-        bucket.spares.pop(peer, None)
         if len(bucket.nodes) < self.bucket_size:
+            bucket.spares.pop(peer, None)
             bucket.nodes[peer] = self._nodes[peer] = node
             return True
-        bucket.spares[peer] = node
-        if len(bucket.spares) > self.bucket_size:
-            bucket.spares.pop(next(iter(bucket.spares)))
+        put_last(bucket.spares, peer, node, self.bucket_size)
         return False
 
     def failed(self, peer: PeerID) -> bool:

@@ -156,7 +156,6 @@ class RecordValidator(Protocol):
 
     def refuses(self, record: Record) -> str:
         """Why the record is not accepted, in a phrase that its sender is told; empty if it is accepted."""
-        ...
 
 
 def check_validators(validators: Iterable[RecordValidator] | None) -> tuple[RecordValidator, ...]:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
+from shoal.bounded import put_last
 from shoal.clock import Backoff, seconds_text
 from shoal.errors import ClosedError, PeerError, PeerTimeout, PeerUnreachable
 from shoal.peer import Address, PeerID
@@ -57,12 +58,7 @@ class Dialer:
     ) -> None:
         self._transport, self._open, self._limits = transport, connections, limits
         self.ways = Ways(
-            transport,
-            limits.dial_timeout_s,
-            link=connections.link,
-            tasks=tasks,
-            keep=self._keep_again,
-            on_shut=on_shut,
+            transport, limits.dial_timeout_s, link=connections.link, tasks=tasks, keep=self._keep_again, on_shut=on_shut
         )
         self._me, self._add_link, self._tasks = me, add_link, tasks
         self._told: dict[PeerID, tuple[Address, ...]] = {}  # by the peers themselves, the last one at the end
@@ -80,10 +76,7 @@ class Dialer:
         addresses = tuple(address for address in contact.addresses if address.peer_id == contact.peer)
         known = self._told if by_itself else self._heard
         if addresses and contact.peer != self._transport.peer_id:
-            known.pop(contact.peer, None)
-            known[contact.peer] = addresses
-            if len(known) > _MAX_CONTACTS:
-                known.pop(next(iter(known)))
+            put_last(known, contact.peer, addresses, _MAX_CONTACTS)
 
     def moved(self, contact: Contact) -> None:
         """A peer says that it listens here from now on; nowhere, if it names no address."""

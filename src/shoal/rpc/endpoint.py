@@ -81,6 +81,10 @@ class Endpoint:
         transport: how peers are reached; the endpoint owns and closes it.
         env: clock, chance, executor, events.
         limits: what one peer may cost, and heartbeat periods.
+
+    Attributes:
+        clock: our machine's wall clock, and the network's.
+        closed: whether `close` was called.
     """
 
     def __init__(self, transport: Transport, env: Env, *, limits: Limits | None = None) -> None:
@@ -113,9 +117,9 @@ class Endpoint:
         self._linking_anew: set[PeerID] = set()
         self._looking = False
         self._lost_callbacks: list[Callable[[PeerID, str], None]] = []
-        self._closed = False
+        self.closed = False
         self._clock_told = False
-        self._clock = env.clock if isinstance(env.clock, SharedClock) else SharedClock(env.clock, settled=True)
+        self.clock = env.clock if isinstance(env.clock, SharedClock) else SharedClock(env.clock, settled=True)
 
     # ------------------------------------------------------------------------------------------------- what we are
 
@@ -144,11 +148,6 @@ class Endpoint:
     def announce(self, *reached_at: Address) -> None:
         """Announce where we listen, and before that these addresses, at which others have reached us."""
         self._withheld, self._reached_at = False, reached_at
-
-    @property
-    def closed(self) -> bool:
-        """True once `close` was called."""
-        return self._closed
 
     @property
     def peers(self) -> tuple[PeerID, ...]:
@@ -208,7 +207,7 @@ class Endpoint:
         Raises:
             ConfigError: this scope is served already; without a scope, the last handler counts.
         """
-        return self._services.add_call(request, scope, handler)
+        return self._services.calls.add(request, scope, handler)
 
     def take_notes(
         self, kind: type[Message], handler: Callable[[PeerID, Any], None], *, scope: str = ""
@@ -223,7 +222,7 @@ class Endpoint:
         Raises:
             ConfigError: this scope is served already; without a scope, the last handler counts.
         """
-        return self._services.add_note(kind, scope, handler)
+        return self._services.notes.add(kind, scope, handler)
 
     def serve_stream(
         self, opening: type[Opening[Up, Down]], handler: Callable[..., Awaitable[None]], *, scope: str = ""
@@ -238,11 +237,11 @@ class Endpoint:
         Raises:
             ConfigError: this scope is served already; without a scope, the last handler counts.
         """
-        return self._services.add_stream(opening, scope, handler)
+        return self._services.streams.add(opening, scope, handler)
 
     def serves_stream(self, opening: type[Opening[Up, Down]], *, scope: str = "") -> bool:
         """Whether streams of this type (and `scope`) are served here already."""
-        return self._services.has_stream(opening, scope)
+        return self._services.streams.has(opening, scope)
 
     def on_lost(self, callback: Callable[[PeerID, str], None]) -> Callable[[], None]:
         """Call `callback(peer, reason)` whenever a connected peer is gone; returns a function that ends it."""
@@ -273,7 +272,7 @@ class Endpoint:
         links = [link for link in state.links if not link.closed] if state is not None else []
         for link in links:
             link.ask()
-        if not links and self._dialer.contact(peer).addresses and not self._closed:
+        if not links and self._dialer.contact(peer).addresses and not self.closed:
             self._tasks.spawn(self._dial_and_ask(peer))
             return True
         return bool(links)
@@ -290,7 +289,7 @@ class Endpoint:
 
     def _fell_silent(self, peer: PeerID, waited_s: float) -> None:
         self.env.events.emit(PeerSilent(peer=peer, waited_s=waited_s))
-        if (state := self._open.peers.get(peer)) is None or self._closed:
+        if (state := self._open.peers.get(peer)) is None or self.closed:
             return
         self._open.drop_all(state.idle)  # its line may have been cut: these would be as late as its links
         if peer not in self._linking_anew and len(self._linking_anew) < _MAX_LINKING_ANEW:
@@ -371,7 +370,7 @@ class Endpoint:
         Returns:
             Whether the peer is connected, or being dialed.
         """
-        return not self._closed and self._dialer.dial_ahead(peer, link=link)
+        return not self.closed and self._dialer.dial_ahead(peer, link=link)
 
     def drop_idle(self, peer: PeerID) -> None:
         """Close the idle connections with a peer: one of them was dead, so the others may be."""
@@ -464,7 +463,7 @@ class Endpoint:
             raise PeerTimeout(f"no stream within {seconds_text(timeout_s)}", peer) from None
 
     def _peer_of(self, to: Contact | PeerID) -> PeerID:
-        if self._closed:
+        if self.closed:
             raise ClosedError("this peer was shut down")
         if isinstance(to, Contact):
             self.learn(to)
@@ -476,7 +475,7 @@ class Endpoint:
     # ----------------------------------------------------------------------------------------------------- accepting
 
     def _accept(self, connection: Connection) -> None:
-        if self._closed:
+        if self.closed:
             connection.abort()
             return
         self._open.connections.add(connection)
@@ -549,17 +548,12 @@ class Endpoint:
         """The bytes that have come from this peer over all connections with it (for `CallLink`)."""
         return self._open.bytes_received(peer)
 
-    @property
-    def clock(self) -> SharedClock:
-        """Our machine's wall clock, and the network's (also for `CallLink`)."""
-        return self._clock
-
     def clock_told(self, link: CallLink) -> None:
         """A link has measured what the peer's clock shows (for `CallLink`)."""
-        before_s = self._clock.ahead_s
-        changed = self._clock.told(link.peer_id, link.connection.remote_host, link.clock_offset_s)
-        if changed and abs(self._clock.ahead_s - before_s) > CLOCKS_DIFFER_S:
-            off_s, peer = self._clock.ahead_s, link.peer_id.short()
+        before_s = self.clock.ahead_s
+        changed = self.clock.told(link.peer_id, link.connection.remote_host, link.clock_offset_s)
+        if changed and abs(self.clock.ahead_s - before_s) > CLOCKS_DIFFER_S:
+            off_s, peer = self.clock.ahead_s, link.peer_id.short()
             if abs(off_s) <= CLOCKS_DIFFER_S:
                 message = "shoal goes by this machine's clock again: it agrees with those of the other peers"
             else:
@@ -568,7 +562,7 @@ class Endpoint:
                     f"the network (as {peer} tells it). Shoal goes by the network's: set the clock that is wrong"
                 )
             self.env.events.emit(Warned(where="clock", message=message))
-        elif abs(self._clock.ahead_s - link.clock_offset_s) > CLOCKS_DIFFER_S and not self._clock_told:
+        elif abs(self.clock.ahead_s - link.clock_offset_s) > CLOCKS_DIFFER_S and not self._clock_told:
             self._clock_told = True
             how, off_s = (
                 ("ahead of", link.clock_offset_s) if link.clock_offset_s > 0 else ("behind", -link.clock_offset_s)
@@ -599,8 +593,8 @@ class Endpoint:
         if isinstance(error, PeerProtocolError):
             self.env.events.emit(PeerDropped(peer=peer, where="rpc", reason=error.message))
         if not state.links:
-            self._clock.forget(peer)
-        if not state.links and not self._closed:
+            self.clock.forget(peer)
+        if not state.links and not self.closed:
             self._dialer.ways.forget(peer)
             if not expected:
                 self._peer_lost(peer, error.message)
@@ -655,9 +649,9 @@ class Endpoint:
 
     async def close(self) -> None:
         """Tell all peers that we leave, close everything. Safe to call twice."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         self._dialer.close()
         links = [link for state in self._open.peers.values() for link in state.links]
         await asyncio.gather(*(link.close(leaving=True) for link in links))

@@ -45,35 +45,27 @@ class LinkOwner(Protocol):
     @property
     def clock(self) -> SharedClock:
         """Read the wall clocks: our machine's, and the network's."""
-        ...
 
     def clock_told(self, link: CallLink) -> None:
         """`link.clock_offset_s` was measured."""
-        ...
 
     def has_streams(self, peer: PeerID) -> bool:
         """Whether the peer must be watched closely."""
-        ...
 
     def bytes_received(self, peer: PeerID) -> int:
         """The bytes that have come from the peer, over all connections with it."""
-        ...
 
     def serve_call(self, link: CallLink, call: Call) -> None:
         """Serve an incoming call."""
-        ...
 
     def take_note(self, link: CallLink, note: Note) -> None:
         """Take an incoming note; raises `PeerProtocolError` if it breaks a rule."""
-        ...
 
     def spent(self, link: CallLink, nbytes: int) -> float:
         """Count an unasked message of so many bytes, and return how long the link is not to be read, seconds."""
-        ...
 
     def link_closed(self, link: CallLink, error: PeerError, expected: bool) -> None:
         """The link is gone; `expected` if one side only closed an idle link."""
-        ...
 
 
 class CallLink:
@@ -89,13 +81,7 @@ class CallLink:
         heard: set once a message has come.
     """
 
-    def __init__(
-        self,
-        connection: Connection,
-        owner: LinkOwner,
-        limits: Limits,
-        tasks: Tasks,
-    ) -> None:
+    def __init__(self, connection: Connection, owner: LinkOwner, limits: Limits, tasks: Tasks) -> None:
         self.connection = connection
         self.serving = 0
         self.clock_offset_s, self.clock_known = 0.0, False
@@ -140,11 +126,6 @@ class CallLink:
     def used(self) -> None:
         """The link is not idle: a call was served, or a stream began or ended beside it."""
         self._last_used = self._loop.time()
-
-    @property
-    def last_heard(self) -> float:
-        """The loop time at which something last came on this link."""
-        return self._last_heard
 
     def ask(self) -> None:
         """Ask for a sign of life and the time."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+from shoal.bounded import put_last
+
 __all__ = ["RateLimiter"]
 
 
@@ -27,18 +29,13 @@ class RateLimiter:
         """Use `cost` tokens of this asker if it has them. `now` is seconds on a clock that never goes back."""
         left = self._refill(asker, now)
         allowed = cost <= left
-        self._put_back(asker, left - cost if allowed else left, now)
+        put_last(self._left, asker, (left - cost if allowed else left, now), self._max_askers)
         return allowed
 
     def charge(self, asker: Hashable, cost: float, now: float) -> None:
         """Take `cost` tokens for work that was done already. The asker may owe some afterwards."""
-        self._put_back(asker, self._refill(asker, now) - cost, now)
+        put_last(self._left, asker, (self._refill(asker, now) - cost, now), self._max_askers)
 
     def _refill(self, asker: Hashable, now: float) -> float:
-        left, at = self._left.pop(asker, (self._burst, now))
+        left, at = self._left.get(asker, (self._burst, now))
         return min(self._burst, left + (now - at) * self._rate_per_s)
-
-    def _put_back(self, asker: Hashable, left: float, now: float) -> None:
-        self._left[asker] = (left, now)
-        if len(self._left) > self._max_askers:
-            self._left.pop(next(iter(self._left)))

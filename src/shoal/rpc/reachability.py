@@ -24,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.bounded import put_last
 from shoal.errors import ConfigError, PeerError, PeerRefused
 from shoal.events import Warned
 from shoal.peer import Address, PeerID
@@ -253,10 +254,7 @@ class Reachability:
         tried = frozenset(self._endpoint.contact.addresses) & frozenset(request.addresses)
         if not tried:
             return Noted()
-        self._shut_out.pop(peer, None)
-        self._shut_out[peer] = (now, tried)
-        if len(self._shut_out) > _MAX_KEPT:
-            self._shut_out.pop(next(iter(self._shut_out)))
+        put_last(self._shut_out, peer, (now, tried), _MAX_KEPT)
         busy = self._looking is not None and not self._looking.done()
         if not busy and now >= self._looked_at + _LOOK_AGAIN_S:
             self._looked_at = now

@@ -54,6 +54,34 @@ class _Served(Generic[_Handler]):
     handlers: dict[str, _Handler]
 
 
+class Table(dict[str, _Served[_Handler]]):
+    """The message types that are served in one way, by their names on the wire."""
+
+    def add(self, kind: type[Any], scope: str, handler: _Handler) -> Callable[[], None]:
+        """Serve this type and scope; returns a function that ends it.
+
+        Raises:
+            ConfigError: this scope is served already.
+        """
+        served = self.setdefault(tag_of(kind), _Served(kind, {}))
+        if scope and scope in served.handlers:  # a name that users give; without one the last handler counts
+            raise ConfigError(
+                f"{scope!r} is in use on this DHT already: shut the older one down (in a notebook, before a cell is "
+                "run again), or give each user of it another name"
+            )
+        served.handlers[scope] = handler
+
+        def remove() -> None:
+            if served.handlers.get(scope) is handler:
+                del served.handlers[scope]
+
+        return remove
+
+    def has(self, kind: type[Any], scope: str) -> bool:
+        """Whether this type and scope are served."""
+        return (served := self.get(tag_of(kind))) is not None and scope in served.handlers
+
+
 class Services:
     """The handlers of one endpoint.
 
@@ -63,6 +91,11 @@ class Services:
         tasks: the endpoint's.
         warn: called for a bug in a handler, with its place and the exception.
         answered: called for each reply, with the link and the number of bytes.
+
+    Attributes:
+        calls: the handlers of calls.
+        notes: the handlers of notes.
+        streams: the handlers of streams.
     """
 
     def __init__(
@@ -76,33 +109,7 @@ class Services:
     ) -> None:
         self._open, self._limits, self._tasks, self._warn = connections, limits, tasks, warn
         self._answered = answered
-        self._calls: dict[str, _Served[CallHandler]] = {}
-        self._notes: dict[str, _Served[NoteHandler]] = {}
-        self._streams: dict[str, _Served[StreamHandler]] = {}
-
-    def add_call(self, request: type[Any], scope: str, handler: CallHandler) -> Callable[[], None]:
-        """Answer requests of this type and scope; returns a function that ends it.
-
-        Raises:
-            ConfigError: this scope is served already.
-        """
-        return _register(self._calls, request, scope, handler)
-
-    def add_note(self, kind: type[Any], scope: str, handler: NoteHandler) -> Callable[[], None]:
-        """Take notes of this type and scope; returns a function that ends it.
-
-        Raises:
-            ConfigError: this scope is served already.
-        """
-        return _register(self._notes, kind, scope, handler)
-
-    def add_stream(self, opening: type[Any], scope: str, handler: StreamHandler) -> Callable[[], None]:
-        """Serve streams of this type and scope; returns a function that ends it.
-
-        Raises:
-            ConfigError: this scope is served already.
-        """
-        return _register(self._streams, opening, scope, handler)
+        self.calls, self.notes, self.streams = Table[CallHandler](), Table[NoteHandler](), Table[StreamHandler]()
 
     # ------------------------------------------------------------------------------------------------------- streams
 
@@ -122,7 +129,7 @@ class Services:
             nonlocal reusable
             reusable = ok
 
-        served = self._streams.get(opening.method)
+        served = self.streams.get(opening.method)
         kind = stream_types(served.kind)[0] if served else Message
         stream: Stream[Any, Any] = Stream(connection, kind, self._limits, released)
         if served is None:
@@ -176,7 +183,7 @@ class Services:
 
     def serve_call(self, link: CallLink, call: Call) -> None:
         """Serve an incoming call: at once, or in a task if the handler wants to wait."""
-        served = self._calls.get(call.method)
+        served = self.calls.get(call.method)
         if served is None:
             link.post(Failure(call.id, "unknown", f"no method {call.method[:200]!r} is served here"))
             return
@@ -209,7 +216,7 @@ class Services:
         Raises:
             PeerProtocolError: the note cannot be decoded, or its handler says that it breaks a rule.
         """
-        if (served := self._notes.get(note.method)) is None:
+        if (served := self.notes.get(note.method)) is None:
             return
         try:
             message = decode(note.body, served.kind)
@@ -254,28 +261,6 @@ class Services:
             return Failure(call.id, "refused", "shutting down")
         self._warn(f"call {call.method}", error)
         return Failure(call.id, "internal", type(error).__name__)
-
-    def has_stream(self, opening: type[Any], scope: str) -> bool:
-        """Whether streams of this type and scope are served."""
-        return tag_of(opening) in self._streams and scope in self._streams[tag_of(opening)].handlers
-
-
-def _register(
-    table: dict[str, _Served[_Handler]], kind: type[Any], scope: str, handler: _Handler
-) -> Callable[[], None]:
-    served = table.setdefault(tag_of(kind), _Served(kind, {}))
-    if scope and scope in served.handlers:  # a name that users give; without one the last handler counts
-        raise ConfigError(
-            f"{scope!r} is in use on this DHT already: shut the older one down (in a notebook, before a cell is run "
-            "again), or give each user of it another name"
-        )
-    served.handlers[scope] = handler
-
-    def unregister() -> None:
-        if served.handlers.get(scope) is handler:
-            del served.handlers[scope]
-
-    return unregister
 
 
 def _post(link: CallLink, answer: Reply | Failure) -> None:

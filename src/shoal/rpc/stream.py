@@ -39,11 +39,7 @@ class Stream(Generic[Sent, Received]):
     """
 
     def __init__(
-        self,
-        connection: Connection,
-        received_type: type[Received],
-        limits: Limits,
-        on_release: Callable[[bool], None],
+        self, connection: Connection, received_type: type[Received], limits: Limits, on_release: Callable[[bool], None]
     ) -> None:
         self._connection = connection
         self._received_type = received_type

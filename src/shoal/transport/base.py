@@ -44,32 +44,26 @@ class Connection(Protocol):
     @property
     def peer_id(self) -> PeerID:
         """The peer on the other side (proved)."""
-        ...
 
     @property
     def dialed(self) -> bool:
         """True if this side dialed, False if it accepted."""
-        ...
 
     @property
     def local_host(self) -> str:
         """The address of this machine that the connection uses; empty if unknown."""
-        ...
 
     @property
     def remote_host(self) -> str:
         """The address of the other machine, as seen from here; empty if unknown."""
-        ...
 
     @property
     def bytes_sent(self) -> int:
         """Bytes handed to `write` so far."""
-        ...
 
     @property
     def bytes_received(self) -> int:
         """Bytes that came so far: those that `readinto` took, and perhaps those that wait for a reader."""
-        ...
 
     @property
     def bytes_acked(self) -> int:
@@ -78,12 +72,10 @@ class Connection(Protocol):
         The other process may not have read them, and may stand still: its system takes bytes until its buffers are
         full.
         """
-        ...
 
     @property
     def closed(self) -> bool:
         """True once no more bytes can be written."""
-        ...
 
     async def write(self, *buffers: Buffer) -> None:
         """Send the buffers one after another; wait while more than `HIGH_WATER_BYTES` is queued.
@@ -95,7 +87,6 @@ class Connection(Protocol):
         Raises:
             PeerUnreachable: the pipe is closed or broke.
         """
-        ...
 
     async def readinto(self, buffer: bytearray | memoryview) -> None:
         """Fill all of `buffer` (writable, contiguous) with the next bytes. One reader at a time.
@@ -106,15 +97,12 @@ class Connection(Protocol):
             PeerUnreachable: the pipe ended or broke before the buffer was full.
             LocalError: another `readinto` is waiting.
         """
-        ...
 
     async def close(self) -> None:
         """Send the queued bytes (for a few seconds at most), then end the pipe. Safe to call twice."""
-        ...
 
     def abort(self) -> None:
         """End the pipe at once; queued bytes are lost. Safe to call twice."""
-        ...
 
 
 Acceptor = Callable[[Connection], None]
@@ -127,12 +115,10 @@ class Transport(Protocol):
     @property
     def peer_id(self) -> PeerID:
         """Our own identity."""
-        ...
 
     @property
     def addresses(self) -> Sequence[Address]:
         """Where others can dial us; empty before `listen` and for a peer that only dials."""
-        ...
 
     async def listen(self, acceptor: Acceptor) -> None:
         """Start to accept connections.
@@ -142,7 +128,6 @@ class Transport(Protocol):
             LocalError: it listens already.
             ClosedError: it is closed.
         """
-        ...
 
     async def dial(self, peer_id: PeerID, addresses: Sequence[Address], *, timeout_s: float) -> Connection:
         """Connect to `peer_id` at the first of `addresses` that answers and proves to be it.
@@ -153,11 +138,9 @@ class Transport(Protocol):
             PeerTimeout: no connection within `timeout_s`.
             ClosedError: this transport is closed, or was closed while it dialed.
         """
-        ...
 
     async def close(self) -> None:
         """Stop listening and abort every connection. Safe to call twice."""
-        ...
 
 
 # ----------------------------------------------------------------------------------------- below an in-memory transport
@@ -169,33 +152,26 @@ class Pipe(Protocol):
     @property
     def hosts(self) -> tuple[str, str]:
         """The names of this host and of the other one."""
-        ...
 
     @property
     def queued_bytes(self) -> int:
         """Bytes handed to `send` that have not left this host."""
-        ...
 
     @property
     def acked_bytes(self) -> int:
         """Bytes that are known to have come to the other host, even while its process stands still."""
-        ...
 
     def send(self, data: bytes) -> None:
         """Send these bytes; they arrive in one `data_received`. Never waits: the sender must watch `queued_bytes`."""
-        ...
 
     def consumed(self, nbytes: int) -> None:
         """The user has taken so many of the received bytes: the other side may send as many more."""
-        ...
 
     def finish(self) -> None:
         """Send the queued bytes, then end the pipe. `pipe_lost` is called here once all left, there once all came."""
-        ...
 
     def abort(self, reason: str) -> None:
         """End the pipe at once. `pipe_lost` is called here now, and there as soon as the news comes."""
-        ...
 
 
 class PipeUser(Protocol):
@@ -203,19 +179,15 @@ class PipeUser(Protocol):
 
     def pipe_opened(self, pipe: Pipe, greeting: bytes) -> None:
         """The pipe is open. `greeting` is the value that the other side gave to `open` or `listen`."""
-        ...
 
     def data_received(self, data: bytes) -> None:
         """The next bytes came."""
-        ...
 
     def resume_writing(self) -> None:
         """The queue has sunk to `HIGH_WATER_BYTES` or less."""
-        ...
 
     def pipe_lost(self, reason: str) -> None:
         """The pipe has ended; nothing more comes or goes. Called once, after `pipe_opened`."""
-        ...
 
 
 PipeAcceptor = Callable[[bytes], PipeUser | None]
@@ -232,11 +204,9 @@ class Network(Protocol):
         Raises:
             ConfigError: the port is taken.
         """
-        ...
 
     def unlisten(self, host: str, port: int) -> None:
         """Accept no more pipes there."""
-        ...
 
     async def open(self, source: str, host: str, port: int, *, greeting: bytes, user: PipeUser) -> None:
         """Open a pipe from host `source` to a port of `host`; returns after `user.pipe_opened` was called.
@@ -247,4 +217,3 @@ class Network(Protocol):
             PeerUnreachable: there is no such host, or nobody listens there.
             PeerRefused: the acceptor refused.
         """
-        ...

@@ -58,18 +58,22 @@ class TcpConnection(asyncio.BufferedProtocol):
         dialed: whether this side dialed.
         scratch: memory shared by all connections of one loop.
         alive: holds this connection from when it gets its socket until the socket is gone.
+
+    Attributes:
+        proved_peer_id: the peer on the other side; None before it has proved its identity.
+        protocol_version: the version of the protocol that both sides agreed on; 0 before that.
     """
 
     def __init__(self, context: ssl.SSLContext, *, dialed: bool, scratch: Scratch, alive: set[TcpConnection]) -> None:
         self._loop = asyncio.get_running_loop()
         self._tls: TlsLayer | None = TlsLayer(context, server_side=not dialed, scratch=scratch)
         self._layer: Layer = self._tls
-        self._dialed, self._scratch, self._alive = dialed, scratch, alive
-        self._local_host = self._remote_host = ""
+        self.dialed, self._scratch, self._alive = dialed, scratch, alive
+        self.local_host = self.remote_host = ""
         self._transport: asyncio.Transport | None = None
-        self._peer_id: PeerID | None = None
-        self._protocol_version = 0
-        self._bytes_sent = self._bytes_received = 0
+        self.proved_peer_id: PeerID | None = None
+        self.protocol_version = 0
+        self.bytes_sent = self._bytes_received = 0
         self.opened_at = self._loop.time()
         self._end_reason: str | None = None
         self._discarding = False
@@ -90,35 +94,9 @@ class TcpConnection(asyncio.BufferedProtocol):
 
     @property
     def peer_id(self) -> PeerID:
-        if self._peer_id is None:
+        if self.proved_peer_id is None:
             raise LocalError("this connection is not authenticated yet")
-        return self._peer_id
-
-    @property
-    def proved_peer_id(self) -> PeerID | None:
-        """The peer on the other side; None before it has proved its identity."""
-        return self._peer_id
-
-    @property
-    def protocol_version(self) -> int:
-        """The version of the protocol that both sides agreed on; 0 before that."""
-        return self._protocol_version
-
-    @property
-    def dialed(self) -> bool:
-        return self._dialed
-
-    @property
-    def local_host(self) -> str:
-        return self._local_host
-
-    @property
-    def remote_host(self) -> str:
-        return self._remote_host
-
-    @property
-    def bytes_sent(self) -> int:
-        return self._bytes_sent
+        return self.proved_peer_id
 
     @property
     def bytes_received(self) -> int:
@@ -231,7 +209,7 @@ class TcpConnection(asyncio.BufferedProtocol):
 
     def authenticated(self, peer_id: PeerID, protocol_version: int) -> None:
         """Set the identity that the other side has proved."""
-        self._peer_id, self._protocol_version = peer_id, protocol_version
+        self.proved_peer_id, self.protocol_version = peer_id, protocol_version
 
     def seal(self, sending_key: bytes, receiving_key: bytes) -> None:
         """Leave TLS: from now on data is sealed with these keys. No read or write may be under way."""
@@ -249,7 +227,7 @@ class TcpConnection(asyncio.BufferedProtocol):
 
     def start_counting(self) -> None:
         """Free the memory of the proofs of identity."""
-        self._bytes_sent = self._bytes_received = 0
+        self.bytes_sent = self._bytes_received = 0
 
     async def wait_lost(self) -> None:
         """Wait until the socket is gone."""
@@ -260,8 +238,8 @@ class TcpConnection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(0)
-        self._local_host = _host(transport.get_extra_info("sockname"))
-        self._remote_host = _host(transport.get_extra_info("peername"))
+        self.local_host = _host(transport.get_extra_info("sockname"))
+        self.remote_host = _host(transport.get_extra_info("peername"))
         self._alive.add(self)
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -302,7 +280,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         _wake(self._drained)
 
     def _unreachable(self) -> PeerUnreachable:
-        return PeerUnreachable(self._end_reason or "closed by this side", self._peer_id)
+        return PeerUnreachable(self._end_reason or "closed by this side", self.proved_peer_id)
 
     def _end(self, reason: str) -> None:
         """End writing: no byte can be written any more, and a waiting reader or writer fails."""
@@ -340,7 +318,7 @@ class TcpConnection(asyncio.BufferedProtocol):
             self.abort(str(error))
             raise self._unreachable() from error
         nbytes = sum(map(len, bunch))
-        self._bytes_sent += nbytes
+        self.bytes_sent += nbytes
         self._in_this_turn += nbytes
 
     def _flush(self, data: Buffer) -> None:

@@ -160,16 +160,13 @@ class Layer(Protocol):
     @property
     def pause_bytes(self) -> int:
         """The socket is not read while so many bytes wait for a reader. This is more than any record."""
-        ...
 
     @property
     def pending(self) -> int:
         """How many received bytes wait for a reader."""
-        ...
 
     def receive_buffer(self, target: memoryview) -> memoryview:
         """Memory for the socket's next bytes, not empty. `target`: the buffer that a reader waits for."""
-        ...
 
     def received(self, nbytes: int, target: memoryview) -> int:
         """So many bytes were written there. Returns how many bytes of `target` are filled now, from its beginning.
@@ -177,7 +174,6 @@ class Layer(Protocol):
         Raises:
             BrokenLayer: the other side cannot have sent these bytes.
         """
-        ...
 
     def read(self, target: memoryview) -> int:
         """Fill `target` from the waiting bytes, as far as they go. Returns the number of bytes.
@@ -185,7 +181,6 @@ class Layer(Protocol):
         Raises:
             BrokenLayer: the other side cannot have sent the waiting bytes.
         """
-        ...
 
     def protect(self, bunch: Sequence[memoryview]) -> Sequence[Buffer]:
         """The bytes to send for these few buffers, at most `BUNCH_BYTES` in all. Only valid until the next call.
@@ -193,4 +188,3 @@ class Layer(Protocol):
         Raises:
             BrokenLayer: the layer cannot go on.
         """
-        ...

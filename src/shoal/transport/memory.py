@@ -38,19 +38,18 @@ class HasPeerID(Protocol):
     @property
     def peer_id(self) -> PeerID:
         """The peer's id."""
-        ...
 
 
 class MemoryConnection:
     """One end of a connection; made by `MemoryTransport` only. Also the user of its `Pipe`."""
 
     def __init__(self, transport: MemoryTransport, peer_id: PeerID, *, dialed: bool) -> None:
-        self._transport, self._peer_id, self._dialed = transport, peer_id, dialed
+        self._transport, self.peer_id, self.dialed = transport, peer_id, dialed
         self._pipe: Pipe | None = None
         self._closing = False
         self._lost: str | None = None
         self._hosts = ("", "")
-        self._sent = self._received = 0
+        self.bytes_sent = self._received = 0
         # Writing: one writer at a time; the others queue at the lock, so that no two writes mix.
         self._turn = asyncio.Lock()
         self._room: asyncio.Future[None] | None = None
@@ -63,24 +62,12 @@ class MemoryConnection:
         self._full: asyncio.Future[None] | None = None
 
     @property
-    def peer_id(self) -> PeerID:
-        return self._peer_id
-
-    @property
-    def dialed(self) -> bool:
-        return self._dialed
-
-    @property
     def local_host(self) -> str:
         return self._hosts[0]
 
     @property
     def remote_host(self) -> str:
         return self._hosts[1]
-
-    @property
-    def bytes_sent(self) -> int:
-        return self._sent
 
     @property
     def bytes_received(self) -> int:
@@ -96,7 +83,7 @@ class MemoryConnection:
 
     def __repr__(self) -> str:
         state = f"closed: {self._lost}" if self.closed else "open"
-        return f"<MemoryConnection to {self._peer_id.short()}, {state}>"
+        return f"<MemoryConnection to {self.peer_id.short()}, {state}>"
 
     # ------------------------------------------------------------------------------------------------------- writing
 
@@ -125,7 +112,7 @@ class MemoryConnection:
                 raise
 
     def _send(self, pipe: Pipe, data: bytes) -> None:
-        self._sent += len(data)
+        self.bytes_sent += len(data)
         pipe.send(data)
 
     async def _wait_for_room(self, pipe: Pipe) -> None:
@@ -144,7 +131,7 @@ class MemoryConnection:
         return self._pipe
 
     def _end_error(self) -> PeerUnreachable:
-        return PeerUnreachable(f"the connection has ended: {self._lost or _CLOSED_HERE}", self._peer_id)
+        return PeerUnreachable(f"the connection has ended: {self._lost or _CLOSED_HERE}", self.peer_id)
 
     # ------------------------------------------------------------------------------------------------------- reading
 
@@ -275,30 +262,16 @@ class MemoryTransport:
     """
 
     def __init__(
-        self,
-        identity: HasPeerID | PeerID,
-        network: Network,
-        *,
-        host: str,
-        port: int = 0,
-        client_mode: bool = False,
+        self, identity: HasPeerID | PeerID, network: Network, *, host: str, port: int = 0, client_mode: bool = False
     ) -> None:
-        self._peer_id = identity if isinstance(identity, PeerID) else identity.peer_id
+        self.peer_id = identity if isinstance(identity, PeerID) else identity.peer_id
         self._network, self._host, self._port, self._client_mode = network, host, port, client_mode
         self._acceptor: Acceptor | None = None
         self._context: contextvars.Context | None = None
-        self._addresses: tuple[Address, ...] = ()
+        self.addresses: tuple[Address, ...] = ()
         self._connections: dict[MemoryConnection, None] = {}
         self._dials: dict[asyncio.Timeout, None] = {}
         self._closed = False
-
-    @property
-    def peer_id(self) -> PeerID:
-        return self._peer_id
-
-    @property
-    def addresses(self) -> Sequence[Address]:
-        return self._addresses
 
     async def listen(self, acceptor: Acceptor) -> None:
         self._check_open()
@@ -307,10 +280,10 @@ class MemoryTransport:
         if self._client_mode:
             self._acceptor = acceptor
             return
-        port = self._network.listen(self._host, self._port, self._accept, greeting=self._peer_id.raw)
+        port = self._network.listen(self._host, self._port, self._accept, greeting=self.peer_id.raw)
         # Tasks that the acceptor starts belong to the listener, not to the network that calls it.
         self._acceptor, self._context = acceptor, contextvars.copy_context()
-        self._addresses = (Address(self._host, port, self._peer_id),)
+        self.addresses = (Address(self._host, port, self.peer_id),)
 
     async def dial(self, peer_id: PeerID, addresses: Sequence[Address], *, timeout_s: float) -> MemoryConnection:
         self._check_open()
@@ -345,7 +318,7 @@ class MemoryTransport:
     async def _open(self, peer_id: PeerID, address: Address) -> MemoryConnection:
         connection = MemoryConnection(self, peer_id, dialed=True)
         await self._network.open(
-            self._host, address.host, address.port, greeting=self._peer_id.raw + peer_id.raw, user=connection
+            self._host, address.host, address.port, greeting=self.peer_id.raw + peer_id.raw, user=connection
         )
         if self._closed:
             connection.abort()
@@ -356,9 +329,9 @@ class MemoryTransport:
         if self._closed:
             return
         self._closed = True
-        for address in self._addresses:
+        for address in self.addresses:
             self._network.unlisten(self._host, address.port)
-        self._addresses = ()
+        self.addresses = ()
         for connection in list(self._connections):
             connection.abort()
         for limit in self._dials:
@@ -371,7 +344,7 @@ class MemoryTransport:
 
     def _accept(self, greeting: bytes) -> MemoryConnection | None:
         dialer, wanted = greeting[:PEER_ID_BYTES], greeting[PEER_ID_BYTES:]
-        if wanted != self._peer_id.raw or len(dialer) != PEER_ID_BYTES:
+        if wanted != self.peer_id.raw or len(dialer) != PEER_ID_BYTES:
             return None
         return MemoryConnection(self, PeerID(dialer), dialed=False)
 

@@ -120,6 +120,10 @@ class TcpTransport:
         encrypt: False sends data as it is to peers that also have False: only for networks where nobody can listen or
             meddle. Identities are proved all the same.
 
+    Attributes:
+        peer_id: our own identity.
+        addresses: where others can dial us; empty before `listen` and in client mode.
+
     Raises:
         ConfigError: an argument is wrong, or this process may open too few files.
     """
@@ -161,19 +165,9 @@ class TcpTransport:
         self._pending: dict[TcpConnection, str] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._listeners: list[socket.socket] = []
-        self._addresses: tuple[Address, ...] = ()
+        self.peer_id, self.addresses = identity.peer_id, tuple[Address, ...]()
         self._guessed = announce_host is None and all_interfaces(host)
         self._closed = self._crowded = False
-
-    @property
-    def peer_id(self) -> PeerID:
-        """Our own identity."""
-        return self._identity.peer_id
-
-    @property
-    def addresses(self) -> Sequence[Address]:
-        """Where others can dial us; empty before `listen` and in client mode."""
-        return self._addresses
 
     @property
     def connections(self) -> int:
@@ -205,9 +199,9 @@ class TcpTransport:
         self._listeners.append(listener)
         port: int = self._announce_port or listener.getsockname()[1]
         host = self._announce_host or outside_host(self._host)
-        self._addresses = (Address(host, port, self.peer_id),)
+        self.addresses = (Address(host, port, self.peer_id),)
         if self._guessed and is_loopback(host):
-            _logger.warning("listening at %s, but %s", self._addresses[0].where, NO_ADDRESS)
+            _logger.warning("listening at %s, but %s", self.addresses[0].where, NO_ADDRESS)
         context, certificate = server_context()
         self._spawn(self._accept(listener, context, certificate, acceptor))
 
@@ -252,7 +246,7 @@ class TcpTransport:
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
-        self._addresses = ()
+        self.addresses = ()
         dying = list(self._alive)
         for connection in dying:
             connection.abort("the transport was closed")
@@ -334,7 +328,7 @@ class TcpTransport:
             self._pending.pop(connection, None)
             if connection.proved_peer_id is None:
                 connection.abort("not authenticated")
-        if self._guessed and is_loopback(self._addresses[0].host):
+        if self._guessed and is_loopback(self.addresses[0].host):
             self._saw_ourselves(connection.local_host)
         try:
             acceptor(connection)
@@ -345,9 +339,9 @@ class TcpTransport:
     def _saw_ourselves(self, host: str) -> None:
         """Announce the local address of a connection, if we listen on all interfaces and only guessed an address."""
         listens_there = (":" in host) == (":" in self._host)
-        if self._guessed and self._addresses and host and listens_there and not is_loopback(host):
+        if self._guessed and self.addresses and host and listens_there and not is_loopback(host):
             self._guessed = False
-            self._addresses = (Address(host, self._addresses[0].port, self.peer_id),)
+            self.addresses = (Address(host, self.addresses[0].port, self.peer_id),)
 
     def _objection(self, client: PeerID) -> str | None:
         """The reason why one more connection from `client` is too many, or None."""

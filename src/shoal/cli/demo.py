@@ -34,11 +34,6 @@ def demo(
     from shoal.demo import DemoOptions, run_demo
 
     options = DemoOptions(
-        seconds=seconds,
-        seed=seed,
-        peers=peers,
-        headless=headless,
-        json=record,
-        report=None if no_report else report,
+        seconds=seconds, seed=seed, peers=peers, headless=headless, json=record, report=None if no_report else report
     )
     return run_demo(options)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -44,26 +44,10 @@ class AdaptiveCompression(CompressionBase):
     def __repr__(self) -> str:
         return self.name
 
-    def supports(self, dtype: torch.dtype) -> bool:
-        self._refuse()
-
-    def encoded_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        self._refuse()
-
-    def error_bound(self, values: torch.Tensor) -> torch.Tensor:
-        self._refuse()
-
-    def idempotent(self, dtype: torch.dtype) -> bool:
-        self._refuse()
-
-    def _encode(self, values: torch.Tensor, out: memoryview) -> None:
-        self._refuse()
-
-    def _decode(self, data: memoryview, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise LocalError(f"{type(self).__name__} only chooses a codec: call choose(info), and use what it returns")
+
+    supports = encoded_bytes = error_bound = idempotent = _encode = _decode = _refuse
 
 
 class SizeAdaptiveCompression(AdaptiveCompression):

@@ -20,18 +20,7 @@ __all__ = ["DTYPES", "allocate", "as_tensor", "dtype_by_name", "dtype_name", "po
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
-    for name in (
-        "float64",
-        "float32",
-        "float16",
-        "bfloat16",
-        "int64",
-        "int32",
-        "int16",
-        "int8",
-        "uint8",
-        "bool",
-    )
+    for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 }
 """Every dtype that can be sent, by its name on the wire."""
 

@@ -100,10 +100,7 @@ class Reporter:
 
 
 def _join(
-    config: PeerConfig,
-    run_id: str,
-    parameters: Iterable[torch.Tensor],
-    on_event: Callable[[events.Event], None],
+    config: PeerConfig, run_id: str, parameters: Iterable[torch.Tensor], on_event: Callable[[events.Event], None]
 ) -> tuple[DHT, Optimizer]:
     """Join the run; both are to be shut down at the end, the optimizer first.
 

@@ -283,12 +283,7 @@ class LoopThread:
     # ------------------------------------------------------------------------------------------------------ stopping
 
     def stop(
-        self,
-        last: Callable[[], Coroutine[Any, Any, None]],
-        timeout_s: float,
-        *,
-        wait: bool = True,
-        answer: bool = True,
+        self, last: Callable[[], Coroutine[Any, Any, None]], timeout_s: float, *, wait: bool = True, answer: bool = True
     ) -> None:
         """Run `last`, cancel all other work, and end the thread; returns when nothing is left.
 

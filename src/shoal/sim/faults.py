@@ -222,11 +222,7 @@ class _Player:
         network, (a, b) = self._swarm.network, event.between
         before = network.link(a, b)
         begin = partial(
-            network.set_link,
-            a,
-            b,
-            latency_s=before.latency_s * event.factor,
-            bandwidth_bytes_s=event.bandwidth_bytes_s,
+            network.set_link, a, b, latency_s=before.latency_s * event.factor, bandwidth_bytes_s=event.bandwidth_bytes_s
         )
         end = partial(network.set_link, a, b, latency_s=before.latency_s, bandwidth_bytes_s=math.inf)
         return [(event.at_s, begin), (event.end_s, end)]

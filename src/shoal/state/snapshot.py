@@ -203,13 +203,7 @@ class SnapshotStore:
     """
 
     def __init__(
-        self,
-        env: Env,
-        hold: HoldState,
-        version: Callable[[], Hashable],
-        limits: ShareLimits,
-        *,
-        max_message_bytes: int,
+        self, env: Env, hold: HoldState, version: Callable[[], Hashable], limits: ShareLimits, *, max_message_bytes: int
     ) -> None:
         self._env, self._hold, self._version = env, hold, version
         self._limits, self._max_message_bytes = limits, max_message_bytes

@@ -21,17 +21,7 @@ from torch.autograd.graph import increment_version
 
 from shoal.errors import LocalError
 from shoal.zero.collectives import Collectives, Run
-from shoal.zero.parameters import (
-    Order,
-    Piece,
-    Roster,
-    flat,
-    hooks_of,
-    named_parameters,
-    order_of,
-    shaped,
-    wide_dtype,
-)
+from shoal.zero.parameters import Order, Piece, Roster, flat, hooks_of, named_parameters, order_of, shaped, wide_dtype
 from shoal.zero.reduction import Reduction
 from shoal.zero.tiles import Plan, Tile, assign, buckets_of, cut, tile_numel
 

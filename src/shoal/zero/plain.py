@@ -28,15 +28,7 @@ from shoal.zero.saved import Range, exact, location, typed, warn_unchecked
 
 __all__ = ["BareWeights", "Whole", "bare_weights", "full_state_dict", "overwrite"]
 
-_UNREADABLE = (
-    OSError,
-    RuntimeError,
-    pickle.UnpicklingError,
-    zipfile.BadZipFile,
-    KeyError,
-    TypeError,
-    AttributeError,
-)
+_UNREADABLE = (OSError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, KeyError, TypeError, AttributeError)
 
 
 def full_state_dict(
@@ -187,11 +179,7 @@ class Whole:
     """
 
     def __init__(
-        self,
-        path: Path,
-        groups: Sequence[Sequence[str]],
-        listed: Sequence[Sequence[str]],
-        orders: Mapping[str, Order],
+        self, path: Path, groups: Sequence[Sequence[str]], listed: Sequence[Sequence[str]], orders: Mapping[str, Order]
     ) -> None:
         self._path, self._orders = path, orders
         try:

@@ -276,10 +276,7 @@ def _of_weights(subjects: Sequence[_Subject], whole: Sequence[_Part], pieces: Se
 
 
 def _of_numbers(
-    one: torch.optim.Optimizer,
-    ranks: Sequence[torch.optim.Optimizer],
-    whole: Sequence[_Part],
-    pieces: Sequence[_Part],
+    one: torch.optim.Optimizer, ranks: Sequence[torch.optim.Optimizer], whole: Sequence[_Part], pieces: Sequence[_Part]
 ) -> str | None:
     """Whether single numbers, of tensors, groups or all together, depend on the cuts: weights will, sooner or later."""
     pairs = [

@@ -10,9 +10,6 @@ A piece is a range of a parameter's values in their flat order. A loading rank l
 its own, so the number of ranks, the stage and the owners may all differ from before. A piece has its state and its step
 counter with it: it can be moved or replaced on its own.
 
-The folder gets its name when all of it is written: there is a whole checkpoint under that name, or none. `load` changes
-nothing before every rank has read all it needs.
-
 ===================  ==============================================================================================
 ``index.json``       meaning
 ===================  ==============================================================================================

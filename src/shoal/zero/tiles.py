@@ -173,11 +173,7 @@ class Bucket:
     """
 
     def __init__(
-        self,
-        parameters: Mapping[str, torch.nn.Parameter],
-        flat: torch.Tensor,
-        offsets: Mapping[str, int],
-        tile: int,
+        self, parameters: Mapping[str, torch.nn.Parameter], flat: torch.Tensor, offsets: Mapping[str, int], tile: int
     ) -> None:
         self.parameters, self.flat, self._offsets = dict(parameters), flat, dict(offsets)
         places = {name: self._range(name) for name in parameters}

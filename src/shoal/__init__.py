@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shoal.runtime.averager import DecentralizedAverager
     from shoal.runtime.dht import DHT
     from shoal.runtime.leave import leave_on_sigterm
+    from shoal.runtime.watching import read_run
 else:
     _HOMES = {
         "DHT": "shoal.runtime.dht",
@@ -49,6 +50,7 @@ else:
         "data": "shoal",
         "leave_on_sigterm": "shoal.runtime.leave",
         "get_dht_time": "shoal.clock",
+        "read_run": "shoal.runtime.watching",
         "sim": "shoal",
         "zero": "shoal",
     }
@@ -79,6 +81,7 @@ __all__ = [
     "data",
     "get_dht_time",
     "leave_on_sigterm",
+    "read_run",
     "sim",
     "zero",
 ]

@@ -363,6 +363,7 @@ OTHERS: list[Any] = [
     ),
     pytest.param({"make": partial(torch.optim.SGD, lr=0.1)}, "optimizer is AdamW there and SGD here", id="class"),
     pytest.param({"make": partial(torch.optim.AdamW, amsgrad=True)}, "option 'amsgrad' is False there", id="option"),
+    pytest.param({"settings": {"tokens": "b"}}, "tokens is a there and b here", id="settings of the program"),
     pytest.param({"run_id": "other"}, "holds checkpoints of run 'run', and this is run 'other'", id="run"),
 ]
 
@@ -374,7 +375,7 @@ def test_a_checkpoint_of_something_else_is_refused(
 ) -> None:
     """It is named, with what to do; nothing was changed, and the DHT is as good as before."""
     model = net()
-    with begin(dht, model) as swarm:
+    with begin(dht, model, settings={"tokens": "a"}) as swarm:
         train(swarm, model, 1)
         swarm.save(tmp_path)
     other = options.get("model", lambda: net(1))()

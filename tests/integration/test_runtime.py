@@ -699,6 +699,17 @@ def test_another_model_is_refused_by_name() -> None:
             optimizer(second, other)
 
 
+def test_other_settings_of_the_program_are_refused_by_name() -> None:
+    """Peers with other tokens have equal tensors, and would spoil the model together."""
+    with two_peers() as (first, second):
+        model = torch.nn.Linear(2, 1)
+        one = optimizer(first, model, settings={"tokenizer": "ab"})
+        model(torch.ones(1, 2)).sum().backward()
+        one.step()
+        with pytest.raises(ConfigError, match="other settings: tokenizer is cd here and ab at another peer"):
+            optimizer(second, torch.nn.Linear(2, 1), settings={"tokenizer": "cd"})
+
+
 def test_dropped_dht_leaves() -> None:
     """A DHT that nobody holds any more leaves the network, and its thread ends."""
     lost: list[Event] = []

@@ -1,4 +1,4 @@
-"""`Optimizer.status()`: what a person or a dashboard wants to know of a run."""
+"""`Optimizer.status()` and `read_run`: what a person or a dashboard wants to know of a run."""
 
 from __future__ import annotations
 
@@ -81,3 +81,22 @@ def test_the_status_has_an_eta_once_a_speed_is_known() -> None:
             assert found.eta_s is not None
             assert found.peers[0].samples_per_s > 0
             assert 0 <= found.eta_s <= 8 / found.peers[0].samples_per_s
+
+
+def test_a_run_is_read_by_one_that_is_no_peer_of_it() -> None:
+    """It sees who trains and how far they are, and they do not see it; None before and after."""
+    with shoal.DHT(start=True) as first, shoal.DHT([first.invite()], start=True) as reader:
+        assert shoal.read_run(reader, "status") is None
+        swarm, model = swarm_of(first)
+        with swarm:
+            swarm.announce_end(9)
+            for _ in range(4):
+                batch(swarm, model)
+            until(lambda: (found := shoal.read_run(reader, "status")) is not None and found.best.epoch == 2)
+            found = shoal.read_run(reader, "status")
+            assert found is not None
+            assert [peer.contact.peer for peer in found.peers] == [first.peer_id]
+            assert (found.run_id, found.target_batch_size, found.end_epoch) == ("status", 8, 9)
+            assert found.samples_per_s == found.rate(found.best) >= 0
+            assert [peer.peer for peer in swarm.status().peers] == [first.peer_id]
+        until(lambda: shoal.read_run(reader, "status") is None)

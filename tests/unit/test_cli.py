@@ -16,10 +16,11 @@ from rich.console import Console
 
 import shoal.demo
 from shoal.cli import main
-from shoal.cli.status import RunStatus, summary_of, table_of
+from shoal.cli.status import summary_of, table_of
 from shoal.errors import PeerUnreachable
 from shoal.identity import Identity
 from shoal.peer import Address, Invite, PeerID
+from shoal.runtime.watching import RunStatus
 from shoal.wire import Contact, Progress
 
 HEAVY = {"asyncio", "cryptography", "msgspec", "numpy", "rich", "torch"}

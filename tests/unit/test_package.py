@@ -34,6 +34,7 @@ PUBLIC = {
     "data",
     "get_dht_time",
     "leave_on_sigterm",
+    "read_run",
     "sim",
     "zero",
 }

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.optim.settings import run_settings
+from shoal.errors import ConfigError
+from shoal.optim.settings import checked_settings, run_settings
 from shoal.optim.training_state import TrainingState
 from shoal.progress import settings_difference
 
@@ -98,3 +99,35 @@ def test_many_groups_are_one_setting() -> None:
     one, other = settings(layers(0.1)), settings(layers(0.2))
     assert not any(name.startswith("parameter group ") for name in one)
     assert (settings_difference(one, other) or "").startswith("parameter groups is ")
+
+
+def with_own(given: dict[str, str]) -> dict[str, str]:
+    """The settings of a run whose program has added these."""
+    training = TrainingState(adamw()([torch.nn.Parameter(torch.zeros(3))]))
+    return run_settings(training, 16, 10, given=checked_settings(given), grad_compression=None)
+
+
+def test_a_programs_own_settings_are_compared() -> None:
+    """Such as the tokens that the weights belong to, of which shoal knows nothing."""
+    difference = settings_difference(with_own({"tokenizer": "ab"}), with_own({"tokenizer": "cd"}))
+    assert difference == "tokenizer is ab here and cd at another peer of the run"
+    assert settings_difference(with_own({"tokenizer": "ab"}), with_own({"tokenizer": "ab"})) is None
+    assert (settings_difference(with_own({}), with_own({"tokenizer": "cd"})) or "").startswith("tokenizer is not set")
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ("tokenizer", "settings must be texts by name"),
+        ({"tokenizer": 3}, r"settings: tokenizer must be a text of at most 120 characters, got 3: give str\(\)"),
+        ({"tokenizer": "x" * 121}, "settings: tokenizer must be a text of at most 120"),
+        ({3: "x"}, "settings: a name must be a text of 1 to 64 characters, got 3"),
+        ({"": "x"}, "settings: a name must be a text of 1 to 64"),
+        ({str(number): "" for number in range(17)}, "settings has 17 entries, the most is 16"),
+        ({"max_grad_norm": "1"}, "settings: 'max_grad_norm' is a setting of shoal's own"),
+    ],
+)
+def test_wrong_settings_are_named(given: Any, what: str) -> None:
+    """Before the peer joins."""
+    with pytest.raises(ConfigError, match=what):
+        with_own(given)

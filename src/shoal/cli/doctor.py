@@ -245,7 +245,8 @@ async def _speed(core: PeerCore) -> Finding:
 
 def look_at_run(dht: DHT, run_id: str | None) -> Iterator[Finding]:
     """Look at the peers that train the run, and at its settings, which must be equal here."""
-    from shoal.cli.status import read_run, summary_of
+    from shoal.cli.status import summary_of
+    from shoal.runtime.watching import read_run
 
     if not run_id:
         yield Finding("", "run", "the invite names no run: give its name by --run")

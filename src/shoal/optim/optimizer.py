@@ -30,7 +30,7 @@ from shoal.optim.participant import Participant
 from shoal.optim.phases import RunPhase
 from shoal.optim.saving import Saver, misfit, saver_of
 from shoal.optim.schedule import ScheduleWatch, follow
-from shoal.optim.settings import RunSettings, run_settings
+from shoal.optim.settings import RunSettings, checked_settings, run_settings
 from shoal.optim.state_name import StateName
 from shoal.optim.status import Status
 from shoal.optim.training_state import TrainingState
@@ -122,6 +122,8 @@ class Optimizer(torch.optim.Optimizer):
             hold the same bits as the others, so the state always travels as it is.
         model: that is trained. With it the names of its parameters and the bytes of the tensors that the optimizer does
             not have (frozen weights, buffers) are among the settings that all peers compare: another base is refused.
+        settings: more texts, by name, that must be equal on all peers, such as `{"tokenizer": HASH}`: a peer with
+            others is refused, and so is a checkpoint. At most 16, of 120 characters.
         checkpoint: path of a folder for checkpoints of the run; None for none. The peer goes on from the best one there
             (see `resume`), and saves there in the background: training stands still for a copy of the state only. A
             save that fails is a warning. Peers may share the folder.
@@ -174,6 +176,7 @@ class Optimizer(torch.optim.Optimizer):
         state_averaging_compression: CompressionBase | None = None,
         load_state_compression: CompressionBase | None = None,
         model: torch.nn.Module | None = None,
+        settings: Mapping[str, str] | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
         save_every: int | None = None,
         keep_checkpoints: int | None = None,
@@ -198,7 +201,7 @@ class Optimizer(torch.optim.Optimizer):
         check_parameters_every = whole("check_parameters_every", check_parameters_every, least=0)
         codecs = {"grad_compression": grad_compression, "state_averaging_compression": state_averaging_compression}
         _check_codecs(codecs)
-        extra_tensors = _checked_tensors("extra_tensors", extra_tensors)
+        given, extra_tensors = checked_settings(settings), _checked_tensors("extra_tensors", extra_tensors)
         round_timeout = "averaging_timeout" if allreduce_timeout is None else "allreduce_timeout"
         averager = _averager_settings(
             dht,
@@ -227,7 +230,7 @@ class Optimizer(torch.optim.Optimizer):
         if flag("verbose", verbose):
             print_log()
         self._saver = saver_of(
-            partial(_emit, dht), run_id, checkpoint, save_every, keep_checkpoints, timeout_s=shutdown_timeout
+            partial(_emit, dht), run_id, checkpoint, save_every, keep_checkpoints, [*given], timeout_s=shutdown_timeout
         )
         inner, offload = _inner(params, optimizer, offload_optimizer, local=local)
         super().__init__(inner.param_groups, dict(inner.defaults))
@@ -259,7 +262,7 @@ class Optimizer(torch.optim.Optimizer):
         self._model = None if model is None else TrainedModel(model, self._training.parameters, extra_tensors)
         self._watch, self._inner_groups = GradientWatch(self._training.trained), inner.param_groups
         self._lock = TensorLock()
-        settings = RunSettings(
+        ours = RunSettings(
             run_id=run_id,
             target_batch_size=target_batch_size,
             averager=averager,
@@ -277,6 +280,7 @@ class Optimizer(torch.optim.Optimizer):
                 0 if local else average_state_every,
                 use_local_updates=local,
                 model=self._model,
+                given=given,
                 **codecs,
             ),
         )
@@ -285,10 +289,10 @@ class Optimizer(torch.optim.Optimizer):
         self._participant = self._run(
             self._begin(
                 dht.core(),
-                settings,
+                ours,
                 grad_compression,
                 state_averaging_compression,
-                self._begin_from(self._saver.folder, settings.fingerprint),
+                self._begin_from(self._saver.folder, ours.fingerprint),
             ),
             60.0,
         )

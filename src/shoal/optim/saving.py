@@ -10,7 +10,7 @@ import asyncio
 import concurrent.futures
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from shoal.averager import TensorLock
@@ -42,6 +42,7 @@ class Saver:
         folder: of the automatic checkpoints; None for none.
         every: epochs between two of them; 0 for none.
         keep: so many states stay.
+        given: names of settings of the program's own, in which a checkpoint must be equal, too.
         timeout_s: the longest wait for a write at the end.
     """
 
@@ -53,10 +54,12 @@ class Saver:
         *,
         every: int,
         keep: int,
+        given: Sequence[str],
         timeout_s: float,
     ) -> None:
         self._emit, self._run_id, self.folder = emit, run_id, folder
         self._every, self._keep, self._timeout_s = every, keep, timeout_s
+        self._same = (*_SAME, *given)
         self._one_write = TensorLock()  # no thread keeps it, whatever interrupts it
         self._writing: concurrent.futures.Future[None] | None = None
         self._ended = Gate()  # of that write
@@ -177,7 +180,7 @@ class Saver:
         """
         if (saved := newest(folder, self._run_id, self.warn)) is None:
             return None
-        for name in _SAME:
+        for name in self._same:
             here, there = settings.get(name), saved.settings.get(name)
             if None not in (here, there) and here != there:
                 raise misfit(saved, f"{name} is {there} there and {here} here")
@@ -205,6 +208,7 @@ def saver_of(
     folder: object,
     every: object,
     keep: object,
+    given: Sequence[str],
     *,
     timeout_s: float,
 ) -> Saver:
@@ -226,4 +230,4 @@ def saver_of(
             raise ConfigError(f"checkpoint={str(place)!r}: the folder cannot be made: {error}") from error
         if not os.access(place, os.W_OK | os.X_OK):
             raise ConfigError(f"checkpoint={str(place)!r}: the folder cannot be written: change its rights")
-    return Saver(emit, run_id, place, every=every, keep=keep, timeout_s=timeout_s)
+    return Saver(emit, run_id, place, every=every, keep=keep, given=given, timeout_s=timeout_s)

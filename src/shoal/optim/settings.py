@@ -11,17 +11,20 @@ import torch
 
 from shoal.averager import AveragerSettings
 from shoal.compression import CompressionBase
+from shoal.errors import ConfigError
 from shoal.optim.model import TrainedModel
 from shoal.optim.options import HOW
 from shoal.optim.training_state import TrainingState
 from shoal.version import __version__
 
-__all__ = ["RunSettings", "run_settings"]
+__all__ = ["RunSettings", "checked_settings", "run_settings"]
 
 _SCHEDULED = frozenset({"lr", "betas", "momentum"})
 """Schedules change these in the groups, and a peer that resumes has others: the optimizer's first values count."""
 
 _MAX_GROUPS = 16
+_MAX_SETTINGS, _MAX_NAME, _MAX_TEXT = 16, 64, 120
+"""What a program may add. All settings travel with each word of progress, and a difference is told in a line."""
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +74,7 @@ def run_settings(
     *,
     use_local_updates: bool = False,
     model: TrainedModel | None = None,
+    given: Mapping[str, str] | None = None,
     **codecs: CompressionBase | None,
 ) -> dict[str, str]:
     """The settings that must be equal on all peers, by name, so that a difference is told before training.
@@ -81,10 +85,14 @@ def run_settings(
         average_state_every: epochs.
         use_local_updates: whether parameters are averaged, and not gradients.
         model: that is trained, if it was given.
+        given: more of them, of the program's own; `checked_settings` has checked them.
         codecs: by the names of their arguments.
+
+    Raises:
+        ConfigError: one that is given has the name of one of ours.
     """
     optimizer = training.optimizer
-    return {
+    ours = {
         "target_batch_size": str(target_batch_size),
         "tensors": training.summary(),
         "optimizer": type(optimizer).__name__,
@@ -99,6 +107,32 @@ def run_settings(
         **{name: codec.name if codec is not None else "none" for name, codec in codecs.items()},
         "shoal version": ".".join(__version__.split(".")[:2]),
     }
+    if taken := sorted(ours.keys() & (given or {}).keys()):
+        raise ConfigError(f"settings: {taken[0]!r} is a setting of shoal's own: give yours another name")
+    return {**ours, **(given or {})}
+
+
+def checked_settings(settings: object) -> dict[str, str]:
+    """The argument `settings` of `Optimizer`: a few names with short texts; none for None.
+
+    Raises:
+        ConfigError: it is anything else.
+    """
+    if settings is None:
+        return {}
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"settings must be texts by name, such as {{'tokenizer': HASH}}, got {settings!r:.80}")
+    if len(settings) > _MAX_SETTINGS:
+        raise ConfigError(f"settings has {len(settings)} entries, the most is {_MAX_SETTINGS}: give a hash of all")
+    for name, value in settings.items():
+        if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME:
+            raise ConfigError(f"settings: a name must be a text of 1 to {_MAX_NAME} characters, got {name!r:.80}")
+        if not isinstance(value, str) or len(value) > _MAX_TEXT:
+            raise ConfigError(
+                f"settings: {name} must be a text of at most {_MAX_TEXT} characters, got {value!r:.80}: give str() of "
+                "a number, and a hash of what is longer"
+            )
+    return dict(settings)
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> dict[str, str]:

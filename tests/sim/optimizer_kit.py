@@ -117,7 +117,8 @@ class Trainer:
             await participant.stepped()
         elif phase is RunPhase.BEHIND:
             try:
-                self.downloads += await participant.download(self.patience_s, patient=False)
+                patient = participant.settings.auxiliary
+                self.downloads += await participant.download(self.patience_s, patient=patient)
             except StateUnavailable as error:
                 self.failed_downloads.append(str(error))
 

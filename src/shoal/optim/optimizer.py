@@ -101,6 +101,9 @@ class Optimizer(torch.optim.Optimizer):
             there: the device holds the parameters and the gradients of one batch. It needs `params` and a function as
             `optimizer`. Each step copies the parameters to the CPU and back. Parameters keep their dtype. Each peer may
             choose for itself. None: False.
+        auxiliary: a peer without data: it reduces for the others, takes their steps, and gives newcomers the state.
+            Call `step()` in a loop, without a batch: it waits for the next step of the swarm. Others must be able to
+            dial it.
         max_grad_norm: clip the averaged gradient to this norm, over all parameters, before the step; None: do not. The
             same on all peers. Each peer's own gradients stay as they are.
         load_state_timeout: longest state download, seconds; None: 600. A newcomer waits so long for the state of a run
@@ -139,7 +142,7 @@ class Optimizer(torch.optim.Optimizer):
         verbose: print what goes on (joined, epochs, who is gone and why) to stderr, as
             `logging.getLogger("shoal").setLevel("INFO")` does where a program logs.
         options: arguments of hivemind 1.1.12 that change nothing here, such as `tracker_opts`; others, such as
-            `auxiliary=True`, are refused with what to use instead.
+            `averager_opts`, are refused with what to use instead.
 
     Raises:
         ConfigError: an argument is wrong, or the run is trained with other settings; it is named. If no live peer has
@@ -165,6 +168,7 @@ class Optimizer(torch.optim.Optimizer):
         delay_grad_averaging: bool = False,
         use_local_updates: bool = False,
         offload_optimizer: bool | None = None,
+        auxiliary: bool = False,
         max_grad_norm: float | None = None,
         load_state_timeout: float | None = None,
         require_state: bool = False,
@@ -267,6 +271,7 @@ class Optimizer(torch.optim.Optimizer):
             target_batch_size=target_batch_size,
             averager=averager,
             use_local_updates=local,
+            auxiliary=_is_auxiliary(auxiliary, averager.client_mode, batch_size_per_step),
             average_state_every=0 if local else average_state_every,
             state_patience_s=load_state_timeout,
             require_state=flag("require_state", require_state),
@@ -457,8 +462,12 @@ class Optimizer(torch.optim.Optimizer):
             LocalError: another thread is in `step` or `load_state_dict`.
             ClosedError: the optimizer or its DHT was shut down.
         """
-        if grad_scaler is not None:
+        if grad_scaler is not None and not self._participant.settings.auxiliary:
             return self._unscaled_step(grad_scaler, closure, batch_size)
+        if self._participant.settings.auxiliary and (closure, batch_size, grad_scaler) != (None, None, None):
+            raise ConfigError(
+                "step() of an auxiliary peer takes no closure, batch_size or grad_scaler: it has no batches"
+            )
         with self._one_step.acquire_in_thread(timeout_s=0.0) as alone:
             if not alone:
                 raise LocalError(
@@ -498,10 +507,7 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        samples = self.batch_size_per_step if batch_size is None else batch_size
-        if samples is None:
-            raise ConfigError("batch_size is missing: give it to step(), or batch_size_per_step to the optimizer")
-        samples = whole("batch_size", samples, most=_MOST_SAMPLES)
+        samples = self._samples_of(batch_size)
         self._check_open()
         self._follow_schedule()
         if self._model is not None:
@@ -519,6 +525,14 @@ class Optimizer(torch.optim.Optimizer):
             self._schedules.seen()
         self._saver.at_step(self._participant.state, self._copy, finished=self.finished)
         return loss
+
+    def _samples_of(self, batch_size: int | None) -> int:
+        if self._participant.settings.auxiliary:
+            return 0
+        samples = self.batch_size_per_step if batch_size is None else batch_size
+        if samples is None:
+            raise ConfigError("batch_size is missing: give it to step(), or batch_size_per_step to the optimizer")
+        return whole("batch_size", samples, most=_MOST_SAMPLES)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -552,13 +566,13 @@ class Optimizer(torch.optim.Optimizer):
                 self._told_end = True
                 self._warn(f"the run has ended at epoch {self.local_epoch}: step() does nothing; look at `finished`")
             return loss
-        if not participant.at_end:
+        if samples and not participant.at_end:
             with self._lock.acquire_in_thread():
                 worth = self._training.accumulate(samples) or self._training.holds_average
             if worth:
                 participant.speed.count(samples)
         enough = self._training.samples + participant.others_samples >= self.target_batch_size
-        if participant.epoch == 0 or enough or participant.phase is not RunPhase.COLLECTING:
+        if not samples or participant.epoch == 0 or enough or participant.phase is not RunPhase.COLLECTING:
             self._take_turn()
         else:
             self.dht.loop_thread.call_soon(participant.accumulated)
@@ -577,9 +591,9 @@ class Optimizer(torch.optim.Optimizer):
             if self._participant.at_end:
                 self._take_turn()  # the last one: wait for the others
         elif phase is RunPhase.BEHIND:
-            timeout_s = self.load_state_timeout
+            timeout_s, patient = self.load_state_timeout, self._participant.settings.auxiliary
             try:
-                self._run(self._participant.download(timeout_s, patient=False), timeout_s)
+                self._run(self._participant.download(timeout_s, patient=patient), timeout_s)
             except StateUnavailable as error:
                 self._participant.takeover.check_beginning()
                 if str(error) != self._not_taken:
@@ -895,6 +909,19 @@ def _averager_settings(
     )
     settings.check()
     return settings
+
+
+def _is_auxiliary(chosen: bool, client_mode: bool, batch_size_per_step: int | None) -> bool:
+    """Whether this peer has no data; then refuse what does not go with that."""
+    if not flag("auxiliary", chosen):
+        return False
+    if client_mode:
+        raise ConfigError("auxiliary=True does not go with client_mode=True: others must be able to dial this peer")
+    if batch_size_per_step is not None:
+        raise ConfigError(
+            "batch_size_per_step has no meaning with auxiliary=True: that peer has no batches; leave it out"
+        )
+    return True
 
 
 def _keeps_late(late: str | None, *, delay: bool) -> bool:

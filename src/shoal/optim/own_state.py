@@ -37,6 +37,7 @@ class OwnState:
         training: what it trains.
         lock: of accumulators, parameters and optimizer.
         notices: say who keeps the lock for long.
+        auxiliary: this peer has no data, and its beginning is nothing to go on from.
 
     Attributes:
         name: of the state.
@@ -46,14 +47,22 @@ class OwnState:
         update: the change that the trainer makes next; None if there is none.
     """
 
-    def __init__(self, core: PeerCore, training: TrainingState, lock: TensorLock, notices: Notices) -> None:
+    def __init__(
+        self, core: PeerCore, training: TrainingState, lock: TensorLock, notices: Notices, *, auxiliary: bool = False
+    ) -> None:
         self.training, self.lock = training, lock
-        self._core, self._notices = core, notices
-        self.name = StateName.genesis(training.fingerprint(), training.steps_before())
+        self._core, self._notices, self._auxiliary = core, notices, auxiliary
+        self.name = self._beginning()
         self.committed = Committed()
         self.dealt: tuple[Deal, ...] = ()
         self.shared = False
         self.update: Update | None = None
+
+    def _beginning(self) -> StateName:
+        fingerprint = self.training.fingerprint()
+        if self._auxiliary:
+            return StateName.of_auxiliary(fingerprint)
+        return StateName.genesis(fingerprint, self.training.steps_before())
 
     @asynccontextmanager
     async def hold(self) -> AsyncIterator[bool]:
@@ -132,7 +141,7 @@ class OwnState:
         if saved is not None and unchanged:
             self.name = saved
         elif saved is None and self.name.epoch == 0:
-            self.name = StateName.genesis(training.fingerprint(), training.steps_before())
+            self.name = self._beginning()
         else:
             self.name = (saved or self.name).after_loading(training.fingerprint())
         if self.name != before:

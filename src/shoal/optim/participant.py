@@ -95,7 +95,7 @@ class Participant:
         self.core, self.training, self.settings = core, training, settings
         self._machine = PhaseMachine()
         self._notices = Notices(core.env.events, settings.run_id)
-        self.own = OwnState(core, training, lock, self._notices)
+        self.own = OwnState(core, training, lock, self._notices, auxiliary=settings.auxiliary)
         self._end = RunEnd(core.peer_id, settings.end_patience_s)
         self.last_round: StepResult | None = None
         self.speed = RateMeter()
@@ -501,6 +501,8 @@ class Participant:
     def _trainer_waits(self) -> bool:
         if self._closed or self.failure is not None:
             return False
+        if self.settings.auxiliary and self.phase in (RunPhase.COLLECTING, RunPhase.AVERAGING):
+            return not self.finished
         if self.settings.delay_grad_averaging and self.phase is RunPhase.AVERAGING:
             return False
         return self._machine.trainer_waits(

@@ -35,6 +35,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
         target_batch_size: samples of the whole swarm in one step.
         averager: of gradients and of states.
         use_local_updates: peers step on their own gradients, and an epoch averages their parameters.
+        auxiliary: this peer has no samples: its trainer waits for the steps of the others.
         average_state_every: epochs between two averagings of the states; 0 for never.
         check_every: epochs between two checks of the parameters themselves; 0 for never.
         publish_period_s: how often progress is written to the DHT when nothing changes.
@@ -53,6 +54,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     target_batch_size: int
     averager: AveragerSettings
     use_local_updates: bool = False
+    auxiliary: bool = False
     average_state_every: int = 0
     check_every: int = 10
     publish_period_s: float = 2.0

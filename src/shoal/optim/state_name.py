@@ -48,6 +48,11 @@ class StateName(NamedTuple):
         """
         return cls(0, hashlib.sha256(b"shoal genesis" + fingerprint).digest(), min(steps, MAX_SAMPLES))
 
+    @classmethod
+    def of_auxiliary(cls, fingerprint: bytes) -> StateName:
+        """The beginning of a peer without data: worse than that of any trainer, so that nobody takes it over."""
+        return cls(0, b"\xff" * 16 + hashlib.sha256(b"shoal auxiliary" + fingerprint).digest()[:16], 0)
+
     def after_loading(self, fingerprint: bytes) -> StateName:
         """After a checkpoint was loaded that was saved under this name; `fingerprint` is of the parameters now."""
         digest = hashlib.sha256(b"shoal resumed" + self.digest + fingerprint).digest()

@@ -75,7 +75,6 @@ class OptimizerOptions(TypedDict, total=False):
 
     reuse_grad_buffers: bool
     delay_optimizer_step: bool | None
-    auxiliary: bool
     grad_averager_factory: object
     average_opt_statistics: Sequence[str]
     averager_opts: Mapping[str, object] | None
@@ -149,7 +148,6 @@ _DHT: dict[str, tuple[Callable[[object], bool], str]] = {
 
 _OPTIMIZER: dict[str, tuple[Callable[[object], bool], str]] = {
     "reuse_grad_buffers": (_false, "leave it out, and call zero_grad() after each step(): sums are kept beside .grad"),
-    "auxiliary": (_false, "a peer without data can hold a DHT (`shoal dht`), but helps no round yet"),
     "grad_averager_factory": (_nothing, "give grad_compression to send fewer bytes"),
     "averager_opts": (_nothing, "give bandwidth, sender_timeout and allreduce_timeout to the optimizer itself"),
 }

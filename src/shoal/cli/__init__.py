@@ -1,4 +1,4 @@
-"""The command line: `shoal demo | dht | status | key | plan | debug`.
+"""The command line: `shoal demo | new | run | dht | status | doctor | key | plan | debug`.
 
 `app` has the command itself, and turns errors into exit codes. Each subcommand has a module of its own. Slow modules
 (msgspec, asyncio, rich, the demo) are imported when a subcommand runs, so that `--help` answers at once. torch is never

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import click
@@ -16,6 +16,7 @@ from shoal.cli.dht import dht
 from shoal.cli.doctor import doctor
 from shoal.cli.key import key
 from shoal.cli.plan import plan
+from shoal.cli.run import run
 from shoal.cli.status import status
 from shoal.errors import ConfigError, ShoalError
 from shoal.version import __version__
@@ -34,7 +35,7 @@ def command() -> None:
     """Train one PyTorch model on machines that nobody controls: no server, no cluster, peers come and go."""
 
 
-for _subcommand in (demo, dht, status, doctor, plan, key, debug):
+for _subcommand in (demo, run, dht, status, doctor, plan, key, debug):
     command.add_command(_subcommand)
 
 
@@ -61,13 +62,16 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if error.errno != errno.EPIPE:  # whoever closed a pipe knows
             click.echo(f"shoal: cannot write the output: {error.strerror}", err=True)
         code = EXIT_FAILED
+    if callable(code):  # the program of `shoal run`, whose errors are its own
+        code()
+        sys.exit()
     sys.exit(code)
 
 
-def _run(arguments: Sequence[str] | None) -> int | None:
-    """Run the command line; the exit code."""
+def _run(arguments: Sequence[str] | None) -> int | Callable[[], None] | None:
+    """Run the command line; the exit code, or what is still to be run."""
     try:
-        code: int | None = command.main(arguments, prog_name="shoal", standalone_mode=False)
+        code: int | Callable[[], None] | None = command.main(arguments, prog_name="shoal", standalone_mode=False)
     except click.ClickException as error:
         error.show()
         return error.exit_code

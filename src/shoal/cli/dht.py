@@ -7,7 +7,6 @@ everything: a terminal that does not take more output must not hold up the peer.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import queue
 import signal
 import time
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shoal.cli.options import checked_run
+from shoal.cli.options import announced, checked_run, maddr_of
 from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from shoal.peer import PeerID
     from shoal.runtime.dht import DHT
 
-__all__ = ["dht", "maddr_of"]
+__all__ = ["dht"]
 
 
 @click.command(short_help="Run a bootstrap peer; prints one invite.")
@@ -54,7 +53,7 @@ def dht(
     from shoal.runtime.dht import DHT
 
     parse_peers(join, name="--join")
-    places = [maddr_of(*_host_and_port(announce), "--announce")] if announce is not None else []
+    places = [announced(announce)] if announce is not None else []
     news: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: leave now
     where = maddr_of(host, port)
     # A peer that only dials introduces nobody: this one announces its address in any case.
@@ -119,32 +118,6 @@ def _leave_on_signal(news: queue.SimpleQueue[Event | None]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _host_and_port(announce: str) -> tuple[str, int]:
-    """Read `HOST`, `HOST:PORT` or `[IPV6]:PORT`. Port 0 stands for the port on which we listen."""
-    host, port = announce, "0"
-    if announce.startswith("[") and "]" in announce:
-        host, _, rest = announce[1:].partition("]")
-        port = rest.removeprefix(":") or "0"
-    elif announce.count(":") == 1:
-        host, _, port = announce.partition(":")
-    if not port.isdecimal() or not 0 <= int(port) <= 65535 or not host:
-        raise ConfigError(f"--announce must be HOST or HOST:PORT, got {announce!r}")
-    return host, int(port)
-
-
-def maddr_of(host: str, port: int, option: str = "--host") -> str:
-    """A place as `shoal.DHT` takes it. Raises `ConfigError` that names the option for a text that is no host."""
-    from shoal.peer import is_host
-
-    if not is_host(host):
-        raise ConfigError(f"{option} must be an IP address or a name, got {host!r:.80}")
-    try:
-        kind = f"ip{ipaddress.ip_address(host).version}"
-    except ValueError:
-        kind = "dns"
-    return f"/{kind}/{host}/tcp/{port}"
 
 
 def _write(path: Path, text: str) -> None:

@@ -73,7 +73,7 @@ def doctor(*, invite: str | None, host: str, port: int, run_id: str | None, time
 
 
 def _all(invite: str | None, host: str, port: int, run_id: str | None, timeout_s: float) -> Iterator[Finding]:
-    from shoal.cli.dht import maddr_of
+    from shoal.cli.options import maddr_of
     from shoal.errors import ShoalError
     from shoal.peer import parse_peers
     from shoal.runtime.dht import DHT

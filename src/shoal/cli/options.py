@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
 
-__all__ = ["Real", "checked_run", "run_of", "run_option", "timeout_option"]
+from shoal.errors import ConfigError
+
+__all__ = ["Real", "announced", "checked_run", "maddr_of", "run_of", "run_option", "timeout_option"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -56,3 +59,34 @@ def run_of(invite: str | None) -> str:
     runs = [""]
     parse_peers(invite, name="INVITE", invited=runs.append)
     return runs[-1]
+
+
+def maddr_of(host: str, port: int, option: str = "--host") -> str:
+    """A place as `shoal.DHT` takes it. Raises `ConfigError` that names the option for a text that is no host."""
+    from shoal.peer import is_host
+
+    if not is_host(host):
+        raise ConfigError(f"{option} must be an IP address or a name, got {host!r:.80}")
+    try:
+        kind = f"ip{ipaddress.ip_address(host).version}"
+    except ValueError:
+        kind = "dns"
+    return f"/{kind}/{host}/tcp/{port}"
+
+
+def announced(announce: str) -> str:
+    """What `--announce` names, as `shoal.DHT` takes it. Raises `ConfigError` for anything else."""
+    return maddr_of(*_host_and_port(announce), "--announce")
+
+
+def _host_and_port(announce: str) -> tuple[str, int]:
+    """Read `HOST`, `HOST:PORT` or `[IPV6]:PORT`. Port 0 stands for the port on which we listen."""
+    host, port = announce, "0"
+    if announce.startswith("[") and "]" in announce:
+        host, _, rest = announce[1:].partition("]")
+        port = rest.removeprefix(":") or "0"
+    elif announce.count(":") == 1:
+        host, _, port = announce.partition(":")
+    if not port.isdecimal() or not 0 <= int(port) <= 65535 or not host:
+        raise ConfigError(f"--announce must be HOST or HOST:PORT, got {announce!r}")
+    return host, int(port)

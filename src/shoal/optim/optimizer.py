@@ -39,6 +39,7 @@ from shoal.runtime.arguments import client_argument, codec_argument
 from shoal.runtime.checks import flag, own_number, path, positive, seconds, whole
 from shoal.runtime.dht import DHT
 from shoal.runtime.hivemind import OptimizerOptions, check_optimizer_options
+from shoal.runtime.launch import launched
 from shoal.runtime.thread import GRACE_S, LoopThread
 from shoal.wire import MAX_EPOCH, Epoch
 
@@ -151,6 +152,7 @@ class Optimizer(torch.optim.Optimizer):
 
     _not_taken = ""  # why no better state was taken over, as it was told last
 
+    @launched("Optimizer")
     def __init__(  # noqa: PLR0913 (all by name; the names that users of hivemind know)
         self,
         *,
@@ -701,6 +703,21 @@ class Optimizer(torch.optim.Optimizer):
             return self._saver.write(place, content, keep, copy_s)
         except OSError as error:
             raise ConfigError(f"folder cannot be written: {place}: {error}") from error
+
+    def save_last(self) -> Path | None:
+        """Save the state in the folder of `checkpoint`, unless it is there: for a program that ends early.
+
+        Call it between two steps; also after `shutdown`. `keep_checkpoints` holds.
+
+        Returns:
+            The path of the checkpoint. None if `checkpoint` was not given, no step was taken, or the state is saved.
+
+        Raises:
+            ConfigError, LocalError: as `save`.
+        """
+        if self._saver.folder is None or not self.local_epoch or self._saver.has_saved(self._participant.state):
+            return None
+        return self.save(self._saver.folder, keep=self._saver.keep)
 
     def _copy(self, memory: Files | None = None) -> Content:
         participant, described = self._participant, self._training.describe()

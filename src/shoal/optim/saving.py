@@ -58,7 +58,7 @@ class Saver:
         timeout_s: float,
     ) -> None:
         self._emit, self._run_id, self.folder = emit, run_id, folder
-        self._every, self._keep, self._timeout_s = every, keep, timeout_s
+        self._every, self.keep, self._timeout_s = every, keep, timeout_s
         self._same = (*_SAME, *given)
         self._one_write = TensorLock()  # no thread keeps it, whatever interrupts it
         self._writing: concurrent.futures.Future[None] | None = None
@@ -108,13 +108,17 @@ class Saver:
         before = 0 if self._last is None else self._last.epoch
         return name.epoch // self._every != before // self._every and self._has_ended(0.0)
 
+    def has_saved(self, name: StateName) -> bool:
+        """Whether this state is in the folder, once what is being written is there."""
+        return self._has_ended(_LAST_S) and name == self._last and not self._trouble
+
     def _has_ended(self, timeout_s: float) -> bool:
         """Whether nothing is being written, after so long at most."""
         return self._writing is None or self._ended.wait(timeout_s)
 
     def _write(self, folder: Path, content: Content, copy_s: float, ended: Gate) -> None:
         try:
-            self.write(folder, content, self._keep, copy_s)
+            self.write(folder, content, self.keep, copy_s)
             self._trouble = ""
         except Exception as error:  # noqa: BLE001 (training goes on)
             self._failed(error)

@@ -20,6 +20,7 @@ from shoal.identity import Identity
 from shoal.peer import Address, Invite, PeerID, parse_peers
 from shoal.runtime.checks import flag, own_number, path, seconds
 from shoal.runtime.hivemind import DhtOptions, check_dht_options
+from shoal.runtime.launch import launched
 from shoal.runtime.peers_file import PeersFile
 from shoal.runtime.places import one_place
 from shoal.runtime.running import Closer, RunningPeer
@@ -76,6 +77,7 @@ class DHT:
         PeerUnreachable: no initial peer answered.
     """
 
+    @launched("DHT")
     def __init__(  # noqa: PLR0913 (documented names that users of hivemind know)
         self,
         initial_peers: str | Address | Invite | Iterable[object] | None = None,

@@ -17,7 +17,7 @@ import os
 import signal
 import socket
 import threading
-import weakref
+from collections.abc import Collection
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -43,7 +43,7 @@ class Leaving:
         exit_code: the code with which the program ends; None leaves the end to the program.
     """
 
-    def __init__(self, dhts: tuple[DHT, ...], grace_s: float, exit_code: int | None) -> None:
+    def __init__(self, dhts: Collection[DHT], grace_s: float, exit_code: int | None) -> None:
         self._dhts, self._grace_s, self.exit_code = dhts, grace_s, exit_code
         self._thread: threading.Thread | None = None
         self._done = threading.Event()
@@ -52,6 +52,8 @@ class Leaving:
         self._guard = SafeLock()  # nobody wakes it once its handler is gone
         self._before: Any = None
         self._ear: socket.socket | None = None
+        self._ear_before = -1
+        self._was_installed = False  # to the end of the block
         self._listener: threading.Thread | None = None
 
     @property
@@ -74,11 +76,11 @@ class Leaving:
         before = signal.getsignal(signal.SIGTERM)
         if before is None:
             raise LocalError("SIGTERM has a handler that was not set from Python, and could not be put back: leave it")
-        self._before = before
+        self._before, self._was_installed = before, False
         self._woken = Gate()
         self._prick_up()
         signal.signal(signal.SIGTERM, self._handle)
-        _inside.add(self)
+        _inside.append(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -94,21 +96,28 @@ class Leaving:
 
     def restore(self) -> None:
         """Put the old handler back; also in a forked child, where SIGTERM is meant only for the child."""
-        _inside.discard(self)
+        if self not in _inside:
+            return
+        _inside.remove(self)
+        self._was_installed = self._is_installed  # for what the listener has not read yet
         signal.signal(signal.SIGTERM, self._before)
         if self._ear is not None:
-            signal.set_wakeup_fd(-1)
+            signal.set_wakeup_fd(self._ear_before)
             self._ear.close()
             self._ear = None
 
     # ------------------------------------------------------------------------------------------------------- hearing
 
     def _prick_up(self) -> None:
-        """Start a thread that hears signals. If the program has such a thread already, the handler alone must do."""
+        """Start a thread that hears signals. If something else hears them already, the handler alone must do.
+
+        An outer block of ours, as `shoal run` has one, hears nothing meanwhile.
+        """
         reader, writer = socket.socketpair()
         writer.setblocking(False)
-        if (taken := signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)) != -1:
-            signal.set_wakeup_fd(taken)
+        self._ear_before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        if self._ear_before not in (-1, *(each.ear for each in _inside)):
+            signal.set_wakeup_fd(self._ear_before)
             reader.close()
             writer.close()
             return
@@ -119,10 +128,20 @@ class Leaving:
     def _listen(self, reader: socket.socket) -> None:
         with reader:
             while heard := reader.recv(64):
-                for _ in range(heard.count(signal.SIGTERM)):
+                for _ in range(heard.count(signal.SIGTERM) if self._is_installed else 0):
                     self._count()
                 if self._at_once:
                     self._wake()
+
+    @property
+    def ear(self) -> int:
+        """The descriptor to which Python writes signals for the listener; -1 for none."""
+        return -1 if self._ear is None else self._ear.fileno()
+
+    @property
+    def _is_installed(self) -> bool:
+        """Whether the program has set no other handler meanwhile. That one may call ours, as Lightning's does."""
+        return self._was_installed or signal.getsignal(signal.SIGTERM) == self._handle
 
     def _count(self) -> None:
         """Count a SIGTERM: it came, or `_wake` sent it again to wake the main thread."""
@@ -148,7 +167,7 @@ class Leaving:
     def _handle(self, _number: int, _frame: FrameType | None) -> None:
         if self._woken.is_open:
             return
-        if self._listener is None:
+        if self._listener is None or not self._is_installed:
             self._count()
         if self._at_once:
             # Only the default handler itself can do this.
@@ -162,11 +181,12 @@ class Leaving:
 
     def _leave(self) -> None:
         try:
-            for leaving in [self._begin(dht) for dht in self._dhts]:
+            dhts = list(self._dhts)
+            for leaving in [self._begin(dht) for dht in dhts]:
                 if leaving is not None:
                     with contextlib.suppress(ClosedError, LocalError, PeerError, TimeoutError):
                         leaving.result(self._limit_s)
-            for dht in self._dhts:
+            for dht in dhts:
                 dht.shutdown()
         finally:
             self._done.set()
@@ -188,12 +208,12 @@ class Leaving:
             return None  # it has not joined, or is shut down already
 
 
-_inside: weakref.WeakSet[Leaving] = weakref.WeakSet()
-"""The `Leaving` objects whose `with` block is open."""
+_inside: list[Leaving] = []
+"""The `Leaving` objects whose `with` block is open, the innermost last."""
 
 
 def _restore_in_child() -> None:
-    for leaving in list(_inside):
+    for leaving in reversed(list(_inside)):
         leaving.restore()
 
 

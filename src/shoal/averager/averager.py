@@ -308,7 +308,7 @@ class Averager:
             self._last_round = round_
 
     async def _begin_round(self, group: Group, attempt: _Attempt, deadline: float) -> Round:
-        await self._close_last_round()
+        await self.release()
         loop, settings = asyncio.get_running_loop(), self.settings
         formed = loop.time()
         weight = 0.0
@@ -337,15 +337,11 @@ class Averager:
             raise RoundFailed(reason, [leader], round_id=group.round_id) from error
 
     async def release(self) -> None:
-        """Give no more averages of the last round: another averager needs the memory that they share.
+        """Close the last round, which gave its averages to members that were left out: its memory is free then.
 
         Raises:
             RoundFailed: the last round does not let go of it.
         """
-        await self._close_last_round()
-
-    async def _close_last_round(self) -> None:
-        """Close the last round: until now it gave its averages to members that were left out."""
         if self._last_round is None:
             return
         if self._closing is None:
@@ -428,7 +424,7 @@ class Averager:
         if self._stepping is not None:
             self._stepping.cancel()
             await asyncio.wait({self._stepping})
-        await asyncio.gather(self._close_last_round(), return_exceptions=True)
+        await asyncio.gather(self.release(), return_exceptions=True)
         await self._tasks.cancel()
         await self._finder.close()
 

@@ -8,8 +8,9 @@ deadline.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import ceil
+
+import msgspec
 
 from shoal.demo.settings import DemoOptions
 from shoal.demo.state import DemoState
@@ -17,8 +18,7 @@ from shoal.demo.state import DemoState
 __all__ = ["Action", "Director", "GiveUp", "Kill", "Limits", "SendHome", "StartNewcomer", "TellStop"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """The limits of the supervisor's waits, in seconds. Nothing in the demo waits without a limit.
 
     Attributes:
@@ -38,32 +38,27 @@ class Limits:
     margin_s: float = 1.5
 
 
-@dataclass(frozen=True, slots=True)
-class Kill:
+class Kill(msgspec.Struct, frozen=True):
     """Send SIGKILL to this peer."""
 
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class StartNewcomer:
+class StartNewcomer(msgspec.Struct, frozen=True):
     """Start one more peer."""
 
 
-@dataclass(frozen=True, slots=True)
-class TellStop:
+class TellStop(msgspec.Struct, frozen=True):
     """Tell the peers that `epoch` is the last."""
 
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class SendHome:
+class SendHome(msgspec.Struct, frozen=True):
     """All peers stand at the last epoch: tell them to leave."""
 
 
-@dataclass(frozen=True, slots=True)
-class GiveUp:
+class GiveUp(msgspec.Struct, frozen=True):
     """The run cannot succeed any more."""
 
     reason: str

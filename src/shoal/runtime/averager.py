@@ -170,11 +170,7 @@ class DecentralizedAverager(SharesState):
 
     # -------------------------------------------------------------------------------------------------- life and death
 
-    def run_in_background(
-        self,
-        await_ready: bool = True,  # noqa: FBT002
-        timeout: float | None = None,
-    ) -> None:
+    def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
         """Begin to serve and to declare the state.
 
         Args:
@@ -303,9 +299,9 @@ class DecentralizedAverager(SharesState):
         scheduled_time: float | None = None,
         weight: float | None = None,
         timeout: float | None = None,
-        allow_retries: bool = True,  # noqa: FBT002
-        require_trigger: bool = False,  # noqa: FBT002
-        wait: Literal[True] = True,  # noqa: FBT002
+        allow_retries: bool = True,
+        require_trigger: bool = False,
+        wait: Literal[True] = True,
     ) -> dict[PeerID, Any]: ...
     @overload
     def step(
@@ -314,8 +310,8 @@ class DecentralizedAverager(SharesState):
         scheduled_time: float | None = None,
         weight: float | None = None,
         timeout: float | None = None,
-        allow_retries: bool = True,  # noqa: FBT002
-        require_trigger: bool = False,  # noqa: FBT002
+        allow_retries: bool = True,
+        require_trigger: bool = False,
         *,
         wait: Literal[False],
     ) -> StepControl: ...
@@ -325,9 +321,9 @@ class DecentralizedAverager(SharesState):
         scheduled_time: float | None = None,
         weight: float | None = None,
         timeout: float | None = None,
-        allow_retries: bool = True,  # noqa: FBT002
-        require_trigger: bool = False,  # noqa: FBT002
-        wait: bool = True,  # noqa: FBT002
+        allow_retries: bool = True,
+        require_trigger: bool = False,
+        wait: bool = True,
     ) -> dict[PeerID, Any] | StepControl:
         """Find a group and average once, in place.
 
@@ -381,10 +377,10 @@ class DecentralizedAverager(SharesState):
     # ----------------------------------------------------------------------------------------------------------- groups
 
     @overload
-    def get_group_bits(self, wait: Literal[True] = True) -> str: ...  # noqa: FBT002
+    def get_group_bits(self, wait: Literal[True] = True) -> str: ...
     @overload
     def get_group_bits(self, wait: Literal[False]) -> LoopFuture[str]: ...
-    def get_group_bits(self, wait: bool = True) -> str | LoopFuture[str]:  # noqa: FBT002
+    def get_group_bits(self, wait: bool = True) -> str | LoopFuture[str]:
         """The bits of the group that the next step looks for.
 
         Args:
@@ -398,10 +394,10 @@ class DecentralizedAverager(SharesState):
         return averager.group_bits if wait else self.dht.loop_thread.submit(get())
 
     @overload
-    def set_group_bits(self, group_bits: str, wait: Literal[True] = True) -> None: ...  # noqa: FBT002
+    def set_group_bits(self, group_bits: str, wait: Literal[True] = True) -> None: ...
     @overload
     def set_group_bits(self, group_bits: str, wait: Literal[False]) -> LoopFuture[None]: ...
-    def set_group_bits(self, group_bits: str, wait: bool = True) -> LoopFuture[None] | None:  # noqa: FBT002
+    def set_group_bits(self, group_bits: str, wait: bool = True) -> LoopFuture[None] | None:
         """Look for this group from the next search on. A round or search that is under way does not change it.
 
         Args:

@@ -139,11 +139,7 @@ class DHT:
 
     # -------------------------------------------------------------------------------------------------- life and death
 
-    def run_in_background(
-        self,
-        await_ready: bool = True,  # noqa: FBT002
-        timeout: float | None = None,
-    ) -> None:
+    def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
         """Listen and join the network.
 
         Args:
@@ -291,7 +287,7 @@ class DHT:
         """Whether this peer was made with `client_mode=True`, so that it never listens and cannot be reached later."""
         return bool(self._client_mode)
 
-    def get_visible_maddrs(self, latest: bool = False) -> list[Address]:  # noqa: FBT002
+    def get_visible_maddrs(self, latest: bool = False) -> list[Address]:
         """The addresses of this peer: others pass their `str` as `initial_peers`. Empty in client mode.
 
         Args:
@@ -376,25 +372,13 @@ class DHT:
         return self.loop_thread.submit(work) if return_future else self._wait(work)
 
     @overload
-    def get(
-        self,
-        key: str | bytes,
-        latest: bool = False,  # noqa: FBT002
-    ) -> ValueWithExpiration | None: ...
+    def get(self, key: str | bytes, latest: bool = False) -> ValueWithExpiration | None: ...
     @overload
     def get(
-        self,
-        key: str | bytes,
-        latest: bool = False,  # noqa: FBT002
-        *,
-        return_future: Literal[True],
+        self, key: str | bytes, latest: bool = False, *, return_future: Literal[True]
     ) -> LoopFuture[ValueWithExpiration | None]: ...
     def get(
-        self,
-        key: str | bytes,
-        latest: bool = False,  # noqa: FBT002
-        *,
-        return_future: bool = False,
+        self, key: str | bytes, latest: bool = False, *, return_future: bool = False
     ) -> ValueWithExpiration | LoopFuture[ValueWithExpiration | None] | None:
         """The value of a key with its expiration; for a dictionary `{subkey: ValueWithExpiration}`; None if not found.
 
@@ -415,7 +399,7 @@ class DHT:
     def run_coroutine(
         self,
         function: Callable[[DHT, DhtNode], Coroutine[Any, Any, T]],
-        return_future: Literal[False] = False,  # noqa: FBT002
+        return_future: Literal[False] = False,
         timeout: float | None = None,
     ) -> T: ...
     @overload
@@ -425,7 +409,7 @@ class DHT:
     def run_coroutine(
         self,
         function: Callable[[DHT, DhtNode], Coroutine[Any, Any, T]],
-        return_future: bool = False,  # noqa: FBT002
+        return_future: bool = False,
         timeout: float | None = None,
     ) -> T | LoopFuture[T]:
         """Await `function(dht, node)` in shoal's own thread: for several operations on the node in a row.

@@ -131,18 +131,14 @@ class SharesState:
 
     @overload
     def load_state_from_peers(
-        self,
-        wait: Literal[True] = True,  # noqa: FBT002
-        timeout: float | None = None,
+        self, wait: Literal[True] = True, timeout: float | None = None
     ) -> tuple[Any, Sequence[torch.Tensor]] | None: ...
     @overload
     def load_state_from_peers(
         self, wait: Literal[False], timeout: float | None = None
     ) -> LoopFuture[tuple[Any, Sequence[torch.Tensor]] | None]: ...
     def load_state_from_peers(
-        self,
-        wait: bool = True,  # noqa: FBT002
-        timeout: float | None = None,
+        self, wait: bool = True, timeout: float | None = None
     ) -> tuple[Any, Sequence[torch.Tensor]] | LoopFuture[tuple[Any, Sequence[torch.Tensor]] | None] | None:
         """Download a state that was consistent at another peer, and verify it. Nothing is applied.
 

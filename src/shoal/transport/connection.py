@@ -112,13 +112,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         return self._closing or self._end_reason is not None
 
     async def write(self, *buffers: Buffer) -> None:
-        """Send the buffers one after another; wait while the socket takes no more.
-
-        When this returns, the buffers may be reused. Writers take turns in the order of their calls. A write that is
-        cancelled before its first byte has no effect, and one that is cancelled after its last byte was sent. In
-        between the pipe is aborted.
-
-        """
+        """See `Connection`. Writers take turns in the order of their calls, and wait while the socket takes no more."""
         async with self._write_lock:
             if self._in_this_turn >= BUNCH_BYTES // 2:  # a reader that keeps up would let nobody else have the loop
                 self._in_this_turn = 0
@@ -136,10 +130,6 @@ class TcpConnection(asyncio.BufferedProtocol):
             await self._wait_drained()
 
     async def readinto(self, buffer: bytearray | memoryview) -> None:
-        """Fill all of `buffer` (writable, contiguous) with the next bytes. One reader at a time.
-
-        If this is cancelled while it waits, the pipe is aborted: nobody could tell which bytes come next.
-        """
         if self._reader is not None:
             raise LocalError("another readinto() waits on this connection: one reader at a time")
         self._target = memoryview(buffer).cast("B")
@@ -157,7 +147,6 @@ class TcpConnection(asyncio.BufferedProtocol):
             self._target = _NOTHING
 
     async def close(self) -> None:
-        """Send the queued bytes (for `CLOSE_S` at most), then end the pipe. Safe to call twice."""
         if self.closed:
             return
         self._closing = True

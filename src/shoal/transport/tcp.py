@@ -180,15 +180,7 @@ class TcpTransport:
         return len(self._pending)
 
     async def listen(self, acceptor: Acceptor) -> None:
-        """Start to accept connections. In client mode this does nothing.
-
-        Args:
-            acceptor: called in the loop, once per authenticated incoming connection.
-
-        Raises:
-            ConfigError: the host or port cannot be listened on; the message names them.
-            LocalError: this transport listens already.
-        """
+        """See `Transport`. In client mode this does nothing."""
         if self._closed:
             raise ClosedError("this transport is closed")
         if self._client_mode:
@@ -206,20 +198,9 @@ class TcpTransport:
         self._spawn(self._accept(listener, context, certificate, acceptor))
 
     async def dial(self, peer_id: PeerID, addresses: Sequence[Address], *, timeout_s: float) -> TcpConnection:
-        """Connect to `peer_id` at the first of `addresses` that answers and proves to be it.
+        """See `Transport`. If an address leads to nothing within half a second, the next one is tried beside it.
 
-        If an address leads to nothing within half a second, the next one is tried beside it. Addresses of other peers
-        are ignored.
-
-        Args:
-            peer_id: the peer that must answer.
-            addresses: the addresses to try, in order.
-            timeout_s: the time for all of this, seconds.
-
-        Raises:
-            PeerUnreachable: nobody answered at any address, or not as a peer does.
-            PeerRefused: a peer answered, but with another identity or another protocol version, or it refused.
-            PeerTimeout: no connection within `timeout_s`.
+        Addresses of other peers are ignored.
         """
         if self._closed:
             raise ClosedError("this transport is closed")
@@ -238,7 +219,6 @@ class TcpTransport:
             raise PeerTimeout(f"no connection within {seconds_text(timeout_s)}", peer_id) from error
 
     async def close(self) -> None:
-        """Stop listening and abort every connection. Safe to call twice."""
         self._closed = True
         for task in self._tasks:
             task.cancel()

@@ -18,6 +18,7 @@ from shoal.peer import PeerID
 __all__ = [
     "CheckpointSaved",
     "EpochAdvanced",
+    "Evaluated",
     "Event",
     "EventBus",
     "GroupFormed",
@@ -239,6 +240,21 @@ class CheckpointSaved(Event, frozen=True, kw_only=True):
     def line(self) -> str:
         size, took = f"{self.bytes_written / 1e6:.1f} MB", f"{duration(self.copy_s)} for the copy"
         return f"run {self.run_id!r}: epoch {self.epoch} is saved in {_plain(self.path)}: {size}, {took}"
+
+
+class Evaluated(Event, frozen=True, kw_only=True):
+    """`peer` has evaluated the state of this epoch (`shoal.integrations.evaluation`), with these values by name."""
+
+    level: ClassVar[int] = logging.INFO
+
+    run_id: str
+    epoch: int
+    peer: PeerID
+    values: dict[str, float]
+
+    def line(self) -> str:
+        values = ", ".join(f"{_plain(name)} {value:.5g}" for name, value in self.values.items())
+        return f"run {self.run_id!r}: epoch {self.epoch} was evaluated by {self.peer.short()}: {values}"
 
 
 class Resumed(Event, frozen=True, kw_only=True):

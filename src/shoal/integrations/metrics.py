@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from shoal.clock import get_dht_time
 from shoal.errors import ConfigError, ShoalError
-from shoal.events import EpochAdvanced, Event, Warned
+from shoal.events import EpochAdvanced, Evaluated, Event, Warned
 from shoal.optim import Optimizer, Status
 from shoal.runtime.checks import path, whole
 from shoal.runtime.dht import DHT
@@ -42,6 +42,7 @@ class Metrics:
     | `samples_per_s`, `own_samples_per_s` | speed of all peers together, and of this one |
     | `members`, `contributors`, `left_out`, `round_s` | of the round; none after a step that was taken alone |
     | `contributed`, `dropped` | samples of this peer that went into steps so far, and those that went into none |
+    | `evaluated_NAME`, `evaluated_epoch` | the last result that is known of an `Evaluation`, and its epoch |
     | `loss`, `swarm_loss` | mean of this peer's losses since the metrics before; of all peers', weighted by samples |
 
     Args:
@@ -65,6 +66,7 @@ class Metrics:
         self._lock = threading.Lock()
         self._next: tuple[EpochAdvanced, Status, float] | None = None
         self._busy = False
+        self._evaluated: dict[str, float] = {}
         self._loss, self._samples = 0.0, 0
         self._last: tuple[int, float] = swarm.local_epoch, time.monotonic()
         self._told = set[int]()
@@ -90,6 +92,9 @@ class Metrics:
         self.close()
 
     def _heard(self, event: Event) -> None:  # in the loop, as the status wants it
+        if isinstance(event, Evaluated) and event.run_id == self._swarm.run_id:
+            results = {f"evaluated_{name}": value for name, value in event.values.items()}
+            self._evaluated = {**results, "evaluated_epoch": event.epoch}
         if not isinstance(event, EpochAdvanced) or event.run_id != self._swarm.run_id or event.epoch % self._every:
             return
         status = self._swarm.collaboration.status()
@@ -132,6 +137,7 @@ class Metrics:
             "own_samples_per_s": status.peers[0].samples_per_s,
             "contributed": status.contributed,
             "dropped": status.dropped,
+            **self._evaluated,
         }
         if (last := status.last_round) is not None:
             metrics |= {

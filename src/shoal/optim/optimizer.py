@@ -403,6 +403,23 @@ class Optimizer(torch.optim.Optimizer):
 
         return self._run(look(), GRACE_S)
 
+    def is_elected(self) -> bool:
+        """Whether this peer is the one that is elected at the present epoch, to do what one of all peers should do.
+
+        It is one of those that contributed to the last step; each epoch elects anew, and nothing is sent for it. If it
+        dies before it has done its work, nobody does it at this epoch. After a state was loaded, or averaged, it is one
+        of the live peers, and for a moment two may hold themselves elected. `shoal.integrations.evaluation` uses it.
+
+        Raises:
+            ClosedError: the optimizer or its DHT was shut down.
+        """
+        self._check_open()
+
+        async def look() -> bool:
+            return self._participant.is_elected()
+
+        return self._run(look(), GRACE_S)
+
     def is_alive(self) -> bool:
         """Whether neither this optimizer nor its DHT was shut down."""
         return not self._closed and self.dht.is_alive()

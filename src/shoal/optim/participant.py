@@ -34,6 +34,7 @@ from shoal.optim.catch_up import CatchUp
 from shoal.optim.check import Check
 from shoal.optim.companions import Companions
 from shoal.optim.contribution import Contribution, RateMeter
+from shoal.optim.election import elected
 from shoal.optim.fetching import Fetching
 from shoal.optim.gossip import ProgressGossip
 from shoal.optim.notices import Notices
@@ -226,6 +227,16 @@ class Participant:
     def epoch(self) -> int:
         """Swarm steps that went into this peer's parameters."""
         return self.own.name.epoch
+
+    def is_elected(self) -> bool:
+        """Whether this peer is the one that is elected for its state, of those that contributed to the step to it.
+
+        All peers at a state know these, from the round or with the download. Where no step is known (the state was
+        loaded, or is an average), the candidates are the live peers of the run, which peers may see differently.
+        """
+        steps = self.own.committed.steps
+        candidates = [each.peer for each in steps[-1]] if steps else self.view().peers
+        return elected(self.settings.run_id, self.epoch, candidates) == self.core.peer_id
 
     @property
     def at_end(self) -> bool:

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from shoal.bounded import bound
+from shoal.bounded import bound, put_last
 from shoal.peer import PeerID
 from shoal.wire import Progress, Standing
 
@@ -293,9 +293,7 @@ class SwarmProgress:
         self._known.pop(peer, None)
         self._relayed.pop(peer, None)
         self._alive.discard(peer)
-        self._lost.pop(peer, None)
-        self._lost[peer] = _Loss(said, max(said, wrote), self._now)
-        bound(self._lost, _MAX_REMEMBERED)
+        put_last(self._lost, peer, _Loss(said, max(said, wrote), self._now), _MAX_REMEMBERED)
 
     @property
     def ends(self) -> dict[PeerID, int | None]:

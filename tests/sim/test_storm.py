@@ -86,7 +86,7 @@ def freeze(seed: int, role: str, phase_s: float) -> None:
 
     async def scenario(storm: Storm) -> None:
         loop, swarm = asyncio.get_running_loop(), storm.run.swarm
-        leaders = {name: swarm.peer(name).participant._averager._finder._matchmaker._memory.led for name in storm.names}
+        leaders = {name: swarm.peer(name).participant._averager._finder.matchmaker._memory.led for name in storm.names}
         frozen = next(name for name, led in leaders.items() if led == (role == "leader"))
         calm = storm.gaps(4.0, loop.time())
         last = max(at for at, _ in storm.epochs.values())
@@ -156,7 +156,7 @@ def test_two_that_fall_silent_at_once_are_waited_for_one_after_the_other() -> No
 
     async def scenario(storm: Storm) -> None:
         loop, swarm = asyncio.get_running_loop(), storm.run.swarm
-        leads = {name: swarm.peer(name).participant._averager._finder._matchmaker._memory.led for name in storm.names}
+        leads = {name: swarm.peer(name).participant._averager._finder.matchmaker._memory.led for name in storm.names}
         leader = next(name for name, led in leads.items() if led)
         member = next(name for name, led in leads.items() if not led)
         calm = storm.gaps(4.0, loop.time())

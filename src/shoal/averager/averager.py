@@ -215,7 +215,7 @@ class Averager:
                 await asyncio.sleep(pause_s)
 
     def _aborted(self, error: RoundFailed) -> None:
-        self._finder.forget_leader()
+        self._finder.matchmaker.forget_leader()
         event = RoundAborted(prefix=self.prefix, round_id=error.round_id, reason=error.reason, peers=error.peers)
         self.core.env.events.emit(event)
 
@@ -415,7 +415,7 @@ class Averager:
         if self._ending is None:
             self.core.leavers.remove(self.leave)
             self.sharing.disable()
-            self._finder.stop_serving()
+            self._finder.matchmaker.stop_serving()  # another averager may use the same prefix now
             self._ending = self._tasks.spawn(self._end())
         await asyncio.wait({self._ending}, timeout=timeout_s)  # the rest of it goes on, and holds memory
 
@@ -426,7 +426,7 @@ class Averager:
             await asyncio.wait({self._stepping})
         await asyncio.gather(self.release(), return_exceptions=True)
         await self._tasks.cancel()
-        await self._finder.close()
+        await self._finder.matchmaker.close()
 
 
 class _Attempt(msgspec.Struct, frozen=True):

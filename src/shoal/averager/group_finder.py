@@ -42,6 +42,7 @@ class GroupFinder:
     Attributes:
         bits: which of several groups is looked for.
         looking: whether a search goes on.
+        matchmaker: forms the groups.
     """
 
     def __init__(self, core: PeerCore, prefix: str, settings: AveragerSettings, vector: Vector) -> None:
@@ -49,7 +50,7 @@ class GroupFinder:
         self._me, self._clock, self._schema = core.peer_id, core.env.clock, vector.layout.schema
         self.bits = GroupBits(settings.group_bits, target_group_size=settings.target_group_size, rng=core.env.rng)
         self.looking = False
-        self._matchmaker = Matchmaker(
+        self.matchmaker = Matchmaker(
             core.endpoint,
             core.env,
             DhtDirectory(core.node, core.endpoint, timeout_s=0.8 * settings.request_timeout_s),
@@ -124,7 +125,7 @@ class GroupFinder:
                 began, bits = loop.time(), self.bits.search()
                 searches += 1
                 try:
-                    return await self._matchmaker.form_group(
+                    return await self.matchmaker.form_group(
                         group_key=f"{self._prefix}.0b{bits}{tag}",
                         gathered=gathered,
                         reference=self._vector.reference_name,
@@ -144,18 +145,6 @@ class GroupFinder:
                     raise RoundFailed(reason, error.peers) from None
         finally:
             self.looking = False
-
-    def forget_leader(self) -> None:
-        """The last group's round failed: another peer may lead the next one."""
-        self._matchmaker.forget_leader()
-
-    def stop_serving(self) -> None:
-        """Let nobody join any more: another averager may use the same prefix now."""
-        self._matchmaker.stop_serving()
-
-    async def close(self) -> None:
-        """Stop: a search ends with `ClosedError`. Safe to call twice."""
-        await self._matchmaker.close()
 
 
 @lru_cache(maxsize=64)

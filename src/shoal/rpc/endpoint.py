@@ -35,7 +35,6 @@ from shoal.rpc.stream import Stream
 from shoal.tasks import Tasks
 from shoal.transport.base import Connection, Transport
 from shoal.wire import (
-    Call,
     Contact,
     Hello,
     Message,
@@ -511,14 +510,6 @@ class Endpoint:
 
     # -------------------------------------------------------------------------------------------------- bookkeeping
 
-    def serve_call(self, link: CallLink, call: Call) -> None:
-        """Serve an incoming call (for `CallLink`)."""
-        self._services.serve_call(link, call)
-
-    def take_note(self, link: CallLink, note: Note) -> None:
-        """Take an incoming note (for `CallLink`)."""
-        self._services.take_note(link.peer_id, note)
-
     def spent(self, link: CallLink, nbytes: int) -> float:
         """Count a message of a peer, and return how long its link is not to be read, seconds (for `CallLink`)."""
         return self._spend(link, call_cost(nbytes))
@@ -539,14 +530,6 @@ class Endpoint:
         for each in [each for each, allowance in self._allowances.items() if allowance.is_over(now)]:
             del self._allowances[each]
         return self._allowances.setdefault(host, Allowance(self.limits.calls_per_host_s, now))
-
-    def has_streams(self, peer: PeerID) -> bool:
-        """Whether a stream with this peer is open (for `CallLink`)."""
-        return self._open.has_streams(peer)
-
-    def bytes_received(self, peer: PeerID) -> int:
-        """The bytes that have come from this peer over all connections with it (for `CallLink`)."""
-        return self._open.bytes_received(peer)
 
     def clock_told(self, link: CallLink) -> None:
         """A link has measured what the peer's clock shows (for `CallLink`)."""
@@ -572,7 +555,7 @@ class Endpoint:
 
     def _add_link(self, connection: Connection) -> CallLink:
         state = self._open.of(connection.peer_id)
-        link = CallLink(connection, self, self.limits, self._tasks)
+        link = CallLink(connection, self, self._open, self._services, self._tasks)
         self._allowance(connection.remote_host).add(link, asyncio.get_running_loop().time())
         state.links.append(link)
         link.start()

@@ -9,17 +9,22 @@ from __future__ import annotations
 import asyncio
 import math
 from contextlib import suppress
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
-from shoal.clock import SharedClock, seconds_text
+from shoal.clock import seconds_text
 from shoal.errors import PeerError, PeerProtocolError, PeerRefused, PeerTimeout, PeerUnreachable
 from shoal.peer import PeerID
 from shoal.rpc.framing import Kind, Limits, pack, read_frame
 from shoal.tasks import Tasks
 from shoal.transport.base import Connection
 from shoal.wire import Beat, BeatReply, Bye, Call, Failure, Note, Reply, decode, encode
+
+if TYPE_CHECKING:
+    from shoal.rpc.connections import Connections
+    from shoal.rpc.endpoint import Endpoint
+    from shoal.rpc.serving import Services
 
 __all__ = ["CallLink", "LinkRetired"]
 
@@ -39,54 +44,29 @@ class LinkRetired(PeerUnreachable):
     """The other side closed the link as idle, and did not see this call: the call may be made again."""
 
 
-class LinkOwner(Protocol):
-    """The part of the endpoint that a link uses."""
-
-    @property
-    def clock(self) -> SharedClock:
-        """Read the wall clocks: our machine's, and the network's."""
-
-    def clock_told(self, link: CallLink) -> None:
-        """`link.clock_offset_s` was measured."""
-
-    def has_streams(self, peer: PeerID) -> bool:
-        """Whether the peer must be watched closely."""
-
-    def bytes_received(self, peer: PeerID) -> int:
-        """The bytes that have come from the peer, over all connections with it."""
-
-    def serve_call(self, link: CallLink, call: Call) -> None:
-        """Serve an incoming call."""
-
-    def take_note(self, link: CallLink, note: Note) -> None:
-        """Take an incoming note; raises `PeerProtocolError` if it breaks a rule."""
-
-    def spent(self, link: CallLink, nbytes: int) -> float:
-        """Count an unasked message of so many bytes, and return how long the link is not to be read, seconds."""
-
-    def link_closed(self, link: CallLink, error: PeerError, expected: bool) -> None:
-        """The link is gone; `expected` if one side only closed an idle link."""
-
-
 class CallLink:
     """One end of a call link.
 
     Args:
         connection: the connection, used by nobody else.
-        owner: the endpoint.
-        limits: bounds and heartbeat periods.
+        endpoint: has the clocks, and is told what becomes of the link.
+        connections: the endpoint's: say what else is open with the peer.
+        services: the endpoint's: take calls and notes.
         tasks: the endpoint's.
 
     Attributes:
         heard: set once a message has come.
     """
 
-    def __init__(self, connection: Connection, owner: LinkOwner, limits: Limits, tasks: Tasks) -> None:
+    def __init__(
+        self, connection: Connection, endpoint: Endpoint, connections: Connections, services: Services, tasks: Tasks
+    ) -> None:
         self.connection = connection
         self.serving = 0
         self.clock_offset_s, self.clock_known = 0.0, False
         self._asked_time_at = 0.0
-        self._owner, self._limits, self._tasks = owner, limits, tasks
+        self._endpoint, self._open, self._services, self._tasks = endpoint, connections, services, tasks
+        self._limits: Limits = endpoint.limits
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._next_id = 1
@@ -121,7 +101,7 @@ class CallLink:
 
     def _ask_time(self) -> None:
         self._asked_time_at = self._loop.time()
-        self.post(Beat(self._owner.clock.own.time()))
+        self.post(Beat(self._endpoint.clock.own.time()))
 
     def used(self) -> None:
         """The link is not idle: a call was served, or a stream began or ended beside it."""
@@ -241,7 +221,7 @@ class CallLink:
                 self._handle(message)
                 if self.serving:
                     await asyncio.sleep(0)  # the answer may be ready: it counts before the next call is read
-                if not wanted and (pause_s := self._owner.spent(self, len(frame.header))) > 0.0:
+                if not wanted and (pause_s := self._endpoint.spent(self, len(frame.header))) > 0.0:
                     await asyncio.sleep(pause_s)
         except msgspec.MsgspecError as error:
             self._lose(PeerProtocolError(f"undecodable message on a call link: {error}", self.peer_id))
@@ -256,10 +236,10 @@ class CallLink:
             case Call():
                 self._last_used = self._last_heard
                 if self._said_bye is None:  # after an idle Bye the caller dials again
-                    self._owner.serve_call(self, message)
+                    self._services.serve_call(self, message)
             case Note():
                 self._last_used = self._last_heard
-                self._owner.take_note(self, message)
+                self._services.take_note(self.peer_id, message)
             case Reply(id=number, body=body):
                 if (waiting := self._waiting.get(number)) and not waiting.done():
                     waiting.set_result(body)
@@ -267,7 +247,7 @@ class CallLink:
                 if (waiting := self._waiting.get(number)) and not waiting.done():
                     waiting.set_exception(PeerRefused(text or code, self.peer_id, code=code))
             case Beat(time=asked):
-                clock = self._owner.clock
+                clock = self._endpoint.clock
                 self.post(BeatReply(asked, clock.time() if clock.settled else math.nan))
             case BeatReply(asked=asked, time=theirs):
                 self._compare_clocks(asked, theirs)
@@ -277,12 +257,12 @@ class CallLink:
 
     def _compare_clocks(self, asked: float, theirs: float) -> None:
         """Compare clocks. Differences below the time of the answer do not count: either side may have stood still."""
-        now = self._owner.clock.own.time()
+        now = self._endpoint.clock.own.time()
         offset_s, error_s = theirs - (asked + now) / 2, abs(now - asked) / 2
         if math.isfinite(offset_s):
             self.clock_offset_s = math.copysign(max(0.0, abs(offset_s) - error_s), offset_s)
             self.clock_known = True
-            self._owner.clock_told(self)
+            self._endpoint.clock_told(self)
 
     # ------------------------------------------------------------------------------------------------------ watching
 
@@ -290,7 +270,7 @@ class CallLink:
         """Look again when the next heartbeat is due. Call this when the peer became more important."""
         if self.closed:
             return
-        period_s = self._limits.beat_s if self._owner.has_streams(self.peer_id) else self._limits.idle_beat_s
+        period_s = self._limits.beat_s if self._open.has_streams(self.peer_id) else self._limits.idle_beat_s
         now = self._loop.time()
         if self._timer is not None:
             if self._next_tick <= now + period_s:
@@ -302,10 +282,10 @@ class CallLink:
     def _tick(self) -> None:
         self._timer = None
         now, limits = self._loop.time(), self._limits
-        busy = self._owner.has_streams(self.peer_id)
+        busy = self._open.has_streams(self.peer_id)
         period_s = limits.beat_s if busy else limits.idle_beat_s
         limit_s = limits.silence_s if busy else 3 * limits.idle_beat_s
-        if (received := self._owner.bytes_received(self.peer_id)) > self._received:
+        if (received := self._open.bytes_received(self.peer_id)) > self._received:
             # Its answer may be waiting behind what it sends: on a line that is full, for many seconds.
             self._last_heard, self._asked_at = now, None
         self._received = received
@@ -364,7 +344,7 @@ class CallLink:
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(kind(f"connection lost: {error.message}", self.peer_id))
-        self._owner.link_closed(self, error, expected)
+        self._endpoint.link_closed(self, error, expected)
 
 
 def reply_frame(number: int, message: object) -> Reply:

@@ -10,12 +10,15 @@ import random
 import struct
 import zlib
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from shoal.errors import ConfigError
 from shoal.sim.loop import VirtualLoop, world_time
+
+if TYPE_CHECKING:
+    from shoal.sim.pipes import Host
 
 __all__ = ["SMALL_BYTES", "Delivery", "Line", "Link", "Medium"]
 
@@ -66,15 +69,6 @@ class Delivery(NamedTuple):
     target: str
     nbytes: int
     crc32: int
-
-
-class Station(Protocol):
-    """The data about a host that the trace needs."""
-
-    name: str
-    index: int
-    bytes_out: int
-    bytes_in: int
 
 
 class Medium:
@@ -137,7 +131,7 @@ class Medium:
             at, pause_s = at + pause_s, 2 * pause_s
         return max(now, at)
 
-    def delivered(self, source: Station, target: Station, data: bytes) -> None:
+    def delivered(self, source: Host, target: Host, data: bytes) -> None:
         """Write a delivery into the trace."""
         now, nbytes, crc32 = self.time(), len(data), zlib.crc32(data)
         self.deliveries += 1

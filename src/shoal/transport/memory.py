@@ -15,9 +15,9 @@ import asyncio
 import contextvars
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
 
 from shoal.errors import ClosedError, LocalError, PeerRefused, PeerTimeout, PeerUnreachable
+from shoal.identity import Identity
 from shoal.peer import PEER_ID_BYTES, Address, PeerID
 from shoal.transport.base import HIGH_WATER_BYTES, Acceptor, Buffer, Network, Pipe
 
@@ -30,14 +30,6 @@ CLOSE_TIMEOUT_S = 5.0
 """`close` waits so long for queued bytes to leave."""
 
 _CLOSED_HERE = "closed on this side"
-
-
-class HasPeerID(Protocol):
-    """The part of an `Identity` that this transport needs."""
-
-    @property
-    def peer_id(self) -> PeerID:
-        """The peer's id."""
 
 
 class MemoryConnection:
@@ -254,7 +246,7 @@ class MemoryTransport:
     """`Transport` over a `Network`.
 
     Args:
-        identity: our identity, or another object with a `peer_id`.
+        identity: our identity, or the id alone.
         network: the network; all transports on it are in this process.
         host: the name of our host. Our address is `/dns/HOST/tcp/PORT/p2p/PEERID`.
         port: where to listen; 0 takes a free port.
@@ -262,7 +254,7 @@ class MemoryTransport:
     """
 
     def __init__(
-        self, identity: HasPeerID | PeerID, network: Network, *, host: str, port: int = 0, client_mode: bool = False
+        self, identity: Identity | PeerID, network: Network, *, host: str, port: int = 0, client_mode: bool = False
     ) -> None:
         self.peer_id = identity if isinstance(identity, PeerID) else identity.peer_id
         self._network, self._host, self._port, self._client_mode = network, host, port, client_mode

@@ -1,4 +1,4 @@
-"""The programs in README.md and docs/training.md, as their readers run them: two peers on one machine."""
+"""The programs in README.md, training.md and loops.md, as their readers run them: two peers on one machine."""
 
 from __future__ import annotations
 
@@ -98,3 +98,25 @@ def test_two_trainers_run_the_program_of_the_page(tmp_path: Path) -> None:
     for lines in said:
         assert lines[-1] == "epoch 40, learning rate 0.0e+00\n"
         assert any("swarm_epoch" in line for line in lines)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_group_of_two_and_a_process_run_the_program_of_the_page(tmp_path: Path) -> None:
+    """As it stands there, with fewer epochs: `torchrun` with two ranks, and one with a single rank, train together."""
+    (code,) = (block for block in python_blocks("docs/loops.md") if "GroupOptimizer" in block)
+    assert code.count("swarm.announce_end(1000)") == 1
+    code = code.replace("swarm.announce_end(1000)", "swarm.announce_end(8)\nwait_for_another()")
+    wait = """
+def wait_for_another():
+    while swarm.peer is not None and len(swarm.peer.status().peers) < 2:
+        threading.Event().wait(0.01)
+"""
+    (tmp_path / "peer.py").write_text("import threading\n" + code.replace("\nswarm.announce", wait + "swarm.announce"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    first = Talk([*command, "2", str(tmp_path / "peer.py")], OMP_NUM_THREADS="1")
+    with first, Talk([*command, "1", str(tmp_path / "peer.py"), first.line().strip()], OMP_NUM_THREADS="1") as second:
+        said = [talk.rest() for talk in (first, second)]
+        assert [talk.wait() for talk in (first, second)] == [0, 0], [talk.errors() for talk in (first, second)]
+    assert sorted(line.split(",")[0] for line in said[0]) == ["rank 0: epoch 8", "rank 1: epoch 8"]
+    assert said[1][-1].startswith("rank 0: epoch 8, loss")

@@ -18,7 +18,7 @@ PYTEST = PYTHONHASHSEED=$${PYTHONHASHSEED:-$$$$} $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo zero-demo test test-long test-long-sample lint format tables bench reading-path clean
+.PHONY: help demo zero-demo albert-demo test test-long test-long-sample lint format tables bench reading-path clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -28,6 +28,9 @@ demo: $(DEMO_READY)  ## a swarm trains a model, loses a peer, takes in another (
 
 zero-demo: $(EXAMPLES_READY)  ## a BERT under each stage of ZeRO on 2 ranks, and what each takes (ARGS="--steps 20")
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --nproc-per-node 2 examples/zero_bert.py $(ARGS)
+
+albert-demo: $(EXAMPLES_READY)  ## ALBERT by Hugging Face's Trainer: one trainer is killed, one comes late (ARGS="--epochs 150")
+	@$(BIN)/python -m examples.albert $(ARGS)
 
 test: $(DEV_READY)  ## all tests but the long ones (ARGS="tests/unit -k peer"; JOBS=0: one after another)
 	@$(PYTEST) -n $(JOBS) --dist loadgroup $(ARGS)
@@ -59,7 +62,7 @@ reading-path: $(DEV_READY)  ## what a newcomer reads to follow the stories of do
 	@$(BIN)/python -m tests.reading_path
 
 clean:  ## remove caches and build products; .venv stays
-	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis demo-report
+	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis demo-report albert-demo albert-data
 	@find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(BIN)/python:

@@ -24,6 +24,7 @@ def main():
     found.add_argument("--output", type=Path, default=Path("albert-trainer"), help="folder, of this peer alone")
     found.add_argument("--batch-size", type=int, default=16, help="samples of this peer at a time")
     found.add_argument("--save-steps", type=int, default=200, help="batches of this peer between two checkpoints")
+    found.add_argument("--keep", type=int, default=2, help="so many checkpoints stay")
     found.add_argument("--threads", type=int, default=1, help="of torch")
     found.add_argument("--alone", action="store_true", help="train without shoal, on as many samples")
     args = found.parse_args()
@@ -41,7 +42,7 @@ def main():
         gradient_accumulation_steps=args.target_batch_size // args.batch_size if args.alone else 1,
         logging_steps=20,
         save_steps=args.save_steps,
-        save_total_limit=2,
+        save_total_limit=args.keep,
         dataloader_pin_memory=torch.cuda.is_available(),
         disable_tqdm=True,
     )

@@ -66,12 +66,12 @@ class Talk:
             raise EOFError(f"the process ended with {self.process.wait(LONG_S)}:\n{self.errors()}")
         return line
 
-    def rest(self) -> list[str]:
-        """All lines that are still to come, once the process has closed its stdout."""
+    def rest(self, timeout_s: float = LONG_S) -> list[str]:
+        """All lines that are still to come, once the process has closed its stdout; so long between two of them."""
         lines = []
         with contextlib.suppress(EOFError):
             while True:
-                lines.append(self.line())
+                lines.append(self.line(timeout_s))
         return lines
 
     def write(self, text: str) -> None:

@@ -16,6 +16,7 @@ from shoal.errors import StateUnavailable
 from shoal.events import EpochAdvanced, Event
 from shoal.optim import Participant, RunSettings, TrainingState
 from shoal.optim.local_updates import LocalTrainingState
+from shoal.optim.low_rank_training import LowRankTrainingState
 from shoal.optim.offload import Offload
 from shoal.optim.phases import RunPhase
 from shoal.sim import SimHost, SimNetwork, Swarm
@@ -173,6 +174,7 @@ class Run:
         skew_s: float = 0.0,
         late: bool = False,
         offload: bool = False,
+        rank: int | None = None,
         events: Callable[[Event], None] | None = None,
         **changes: Any,
     ) -> Trainer:
@@ -196,18 +198,15 @@ class Run:
             averager = msgspec.structs.replace(self.settings.averager, client_mode=client_mode)
             settings = msgspec.structs.replace(self.settings, averager=averager, **changes)
             lock = TensorLock()
-            training = (
-                LocalTrainingState(optimizer, scheduler, extra_tensors)
-                if settings.use_local_updates
-                else TrainingState(
-                    optimizer,
-                    scheduler,
-                    extra_tensors,
-                    unit=settings.target_batch_size,
-                    late=late,
-                    offload=Offload(parameters) if offload else None,
-                )
-            )
+            options: dict[str, Any] = {"unit": settings.target_batch_size, "late": late}
+            options["offload"] = Offload(parameters) if offload else None
+            training: TrainingState
+            if settings.use_local_updates:
+                training = LocalTrainingState(optimizer, scheduler, extra_tensors)
+            elif rank is not None:
+                training = LowRankTrainingState(optimizer, scheduler, extra_tensors, rank=rank, **options)
+            else:
+                training = TrainingState(optimizer, scheduler, extra_tensors, **options)
             participant = Participant(
                 core,
                 training,

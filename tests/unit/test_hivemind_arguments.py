@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,31 @@ ASKING = [
     ({"auxiliary": torch.ones(2)}, "auxiliary must be True or False, got tensor"),
     ({"auxiliary": True, "client_mode": True}, "auxiliary=True does not go with client_mode=True: others must be"),
     ({"auxiliary": True, "batch_size_per_step": 4}, "batch_size_per_step has no meaning with auxiliary=True"),
-    ({"grad_averager_factory": dict}, "grad_averager_factory=.* has no counterpart .* grad_compression"),
+    ({"grad_averager_factory": dict}, "grad_averager_factory must be PowerSGDGradientAverager.get_factory"),
+    (
+        {"grad_averager_factory": shoal.PowerSGDGradientAverager.get_factory(averager_rank=1, warn=False)},
+        "grad_averager_factory must be .* give other things to the shoal.Optimizer itself",
+    ),
+    ({"grad_averager_factory": shoal.PowerSGDGradientAverager}, "averager_rank is missing"),
+    (
+        {"grad_averager_factory": shoal.PowerSGDGradientAverager.get_factory(averager_rank=0)},
+        "averager_rank must be a whole number .*, got 0",
+    ),
+    (
+        {"grad_averager_factory": partial(shoal.PowerSGDGradientAverager, averager_rank=1, min_compression_ratio=1)},
+        "min_compression_ratio must be a number from 0 to below 1, got 1",
+    ),
+    (
+        {"grad_averager_factory": shoal.PowerSGDGradientAverager.get_factory(averager_rank=1)},
+        "averager_rank=1 saves too little on every parameter",
+    ),
+    (
+        {
+            "grad_averager_factory": shoal.PowerSGDGradientAverager.get_factory(averager_rank=1),
+            "use_local_updates": True,
+        },
+        "grad_averager_factory has no meaning with use_local_updates=True",
+    ),
     ({"averager_opts": {"bandwidth": 3}}, "averager_opts=.* has no counterpart .* give bandwidth"),
     ({"late": "never"}, "late must be 'drop' or 'next', got 'never'"),
     ({"late": "drop", "delay_grad_averaging": True}, "late='drop' does not go with delay_grad_averaging=True"),
@@ -215,6 +240,12 @@ def test_an_argument_that_hivemind_does_not_have_is_a_type_error() -> None:
         {"average_opt_statistics": ("exp_avg_sq",)},
         {"offload_optimizer": True},
         {"offload_optimizer": False},
+        {"grad_averager_factory": shoal.GradientAverager},
+        {"grad_averager_factory": shoal.GradientAverager.get_factory()},
+        {
+            "grad_averager_factory": shoal.PowerSGDGradientAverager.get_factory(averager_rank=2),
+            "params": [torch.nn.Parameter(torch.zeros(20, 30))],
+        },
     ],
 )
 def test_modes_are_taken(given: dict[str, Any]) -> None:

@@ -48,7 +48,7 @@ _CLOSE_WITHIN_S = 10.0
 """The longest wait for the last round to let go of its memory; normally it takes less than 2 s. The next round fails
 then, and the one after that waits again."""
 
-Prepare = Callable[[], tuple[float, float]]
+Prepare = Callable[[Group], tuple[float, float]]
 Apply = Callable[[Vector], None]
 
 
@@ -147,8 +147,8 @@ class Averager:
             request: for callers that want to change it while the step goes on; replaces `weight` and `gather`.
             weight: the weight of this peer's values: 0, or from 1e-9 to 1e12.
             gather: a MessagePack value that all members get.
-            prepare: called under the lock when the values are copied in; gives the weight, in place of that of the
-                request, and a factor for the values.
+            prepare: called with the group, under the lock, when the values are copied in, in a thread for work. Gives
+                the weight, in place of that of the request, and a factor for the values.
             timeout_s: longest time for everything, retries included.
             allow_retries: after a failed round look for another group.
             expected: the peers that the group should wait for; None starts by the usual rule.
@@ -173,7 +173,7 @@ class Averager:
         if self._ending is not None or self._leaving:
             raise ClosedError("the averager was shut down")
         request = request or StepRequest(weight=weight, gather=gather)
-        attempt = _Attempt(request, prepare or (lambda: (request.weight, 1.0)), expected, apply)
+        attempt = _Attempt(request, prepare or (lambda _: (request.weight, 1.0)), expected, apply)
         self._stepping = asyncio.current_task()
         try:
             return await self._try_until(deadline, attempt, allow_retries)
@@ -316,8 +316,7 @@ class Averager:
             # Wait no longer than the others wait for a silent member: if we decide, they cannot go on without us.
             async with self._tensors(min(deadline, formed + settings.silence_s), group.round_id):
                 attempt.request.take_values()
-                weight, scale = attempt.prepare()
-                bad = await shielded(self.core.env.executor.run(self.vector.copy_in, scale, weight))
+                weight, bad = await shielded(self.core.env.executor.run(self._copy_in, attempt.prepare, group))
             if bad is not None and weight > 0:
                 reason = "values that are not finite, or too large to be summed"
                 event = LocalValuesRejected(prefix=self.prefix, tensor=bad, reason=reason)
@@ -335,6 +334,11 @@ class Averager:
             leader = group.members[group.coordinator].contact.peer
             reason = f"the group's plan does not fit: {error}"
             raise RoundFailed(reason, [leader], round_id=group.round_id) from error
+
+    def _copy_in(self, prepare: Prepare, group: Group) -> tuple[float, int | None]:
+        """The weight of the tensors' values, which are copied; and which of them cannot be counted."""
+        weight, scale = prepare(group)
+        return weight, self.vector.copy_in(scale, weight)
 
     async def release(self) -> None:
         """Close the last round, which gave its averages to members that were left out: its memory is free then.

@@ -5,14 +5,15 @@ Read `training_state` (what a peer trains: no network), then `phases` (when the 
 `own_state` (the state that a peer trains), `outlook` (the swarm as it sees it), `takeover` (of a better state),
 `state_name` (how a state is named), `gossip` (how peers tell where they stand), `shared_state` (what newcomers
 download), `checkpoint` (the same on disk) and `saving` (when it is written). For loops that take their own
-steps, as with hivemind: `grad_averager`, `training_averager`, `state_averager`, `progress_tracker`; and for float16:
-`grad_scaler`.
+steps, as with hivemind: `grad_averager`, `power_sgd`, `training_averager`, `state_averager`, `progress_tracker`; and
+for float16: `grad_scaler`.
 """
 
 from shoal.optim.grad_averager import GradientAverager
 from shoal.optim.grad_scaler import GradScaler
 from shoal.optim.optimizer import Optimizer
 from shoal.optim.participant import Participant
+from shoal.optim.power_sgd import PowerSGDGradientAverager
 from shoal.optim.progress_tracker import ProgressTracker
 from shoal.optim.settings import RunSettings
 from shoal.optim.state_averager import TrainingStateAverager
@@ -26,6 +27,7 @@ __all__ = [
     "Optimizer",
     "Participant",
     "PeerStatus",
+    "PowerSGDGradientAverager",
     "ProgressTracker",
     "RoundStatus",
     "RunSettings",

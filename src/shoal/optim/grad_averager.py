@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -21,7 +21,7 @@ from shoal.runtime.control import StepControl
 from shoal.runtime.dht import DHT
 from shoal.runtime.thread import GRACE_S
 
-__all__ = ["GradientAverager"]
+__all__ = ["GradientAverager", "succeeded"]
 
 
 class _Taken(NamedTuple):
@@ -84,6 +84,7 @@ class GradientAverager(DecentralizedAverager):
             averaged = list(averaged_grads)
             if [each.shape for each in averaged] != [p.shape for p in self.parameters]:
                 raise ConfigError("averaged_grads must be one tensor for each parameter, of its shape")
+        self._averages = averaged
         self._sum = None
         if not self.reuse_grad_buffers:
             self._sum = GradientSum(self.parameters, unit=1, device=_device(accumulate_grads_on))
@@ -91,9 +92,20 @@ class GradientAverager(DecentralizedAverager):
         self._control: StepControl | None = None  # of the last step
         self._taken: _Taken | None = None
         self._loaded = self._used = self._to_reset = False
-        infos = [CompressionInfo.from_tensor(each, i, TensorRole.GRADIENT) for i, each in enumerate(averaged)]
+        travelling, owners = self._travelling()
+        pairs = zip(travelling, owners, strict=True)
+        infos = [CompressionInfo.from_tensor(each, i, TensorRole.GRADIENT) for each, i in pairs]
         options = {"tensor_infos": infos, **options}
-        super().__init__(averaged, dht, start=start, prefix=prefix, client_mode=client_mode, **options)
+        super().__init__(travelling, dht, start=start, prefix=prefix, client_mode=client_mode, **options)
+
+    @classmethod
+    def get_factory(cls, **options: Any) -> partial[Self]:
+        """This class with some of its arguments given: for `shoal.Optimizer(grad_averager_factory=...)`."""
+        return partial(cls, **options)
+
+    def _travelling(self) -> tuple[Sequence[torch.Tensor], Sequence[int]]:
+        """The tensors that a round averages, and the number of the parameter that each is about."""
+        return self._averages, range(len(self._averages))
 
     # --------------------------------------------------------------------------------------------------- accumulators
 
@@ -134,8 +146,8 @@ class GradientAverager(DecentralizedAverager):
         self._settle()
         self._check_no_step()
         count = self.local_times_accumulated if self._sum is None else self.local_samples_accumulated
-        with torch.no_grad(), self.get_tensors() as averaged:
-            for tensor, accumulated in zip(averaged, self._accumulators(), strict=True):
+        with torch.no_grad(), self.get_tensors():
+            for tensor, accumulated in zip(self._averages, self._accumulators(), strict=True):
                 if accumulated is None or not count:
                     tensor.zero_()
                 else:
@@ -157,7 +169,7 @@ class GradientAverager(DecentralizedAverager):
         if self._taken is None or self._control is None or not self._control.done():
             return
         taken, self._taken = self._taken, None
-        if _succeeded(self._control):
+        if succeeded(self._control):
             return
         with torch.no_grad():
             for parameter, accumulated, back in zip(self.parameters, self._accumulators(), taken.sums, strict=True):
@@ -225,7 +237,7 @@ class GradientAverager(DecentralizedAverager):
             raise LocalError("control is of a step that was taken, or is over: call schedule_step() for another one")
         self._settle()
         self._check_no_step()
-        if self.warn and self._control is not None and _succeeded(self._control) and not self._used:
+        if self.warn and self._control is not None and succeeded(self._control) and not self._used:
             self._warn(
                 "the average of the last step was not used: call use_averaged_gradients(), or "
                 "notify_used_averaged_gradients() if it was used in another way"
@@ -282,18 +294,18 @@ class GradientAverager(DecentralizedAverager):
             if self._control is None:
                 raise LocalError("there are no averaged gradients yet: call step() before")
             self._check_no_step()
-            if not _succeeded(self._control):
+            if not succeeded(self._control):
                 raise LocalError(
                     "the last step made no average: call step() again. To go on with the gradients of this peer alone, "
                     "call load_accumulators_into_averager_() before"
                 )
         self._used = True
-        with self.get_tensors() as averaged:
+        with self.get_tensors():
             own = [parameter.grad for parameter in self.parameters]
             try:
-                for parameter, gradient in zip(self.parameters, averaged, strict=True):
+                for parameter, gradient in zip(self.parameters, self._averages, strict=True):
                     parameter.grad = gradient.to(parameter)
-                yield averaged
+                yield self._averages
             finally:
                 for parameter, before in zip(self.parameters, own, strict=True):
                     parameter.grad = before
@@ -307,7 +319,8 @@ class GradientAverager(DecentralizedAverager):
         self.dht.loop_thread.call_soon(partial(self.dht.events.emit, warning))
 
 
-def _succeeded(control: StepControl) -> bool:
+def succeeded(control: StepControl) -> bool:
+    """Whether its step has made an average."""
     return control.done() and not control.cancelled() and control.exception() is None
 
 

@@ -24,10 +24,12 @@ from shoal.optim.checkpoint import Content, Files, Saved, copy_of
 from shoal.optim.gradient_watch import GradientWatch
 from shoal.optim.inner import make_offloaded, make_optimizer, make_scheduler
 from shoal.optim.local_updates import LocalTrainingState
+from shoal.optim.low_rank_training import LowRankTrainingState
 from shoal.optim.model import TrainedModel
 from shoal.optim.offload import Offload
 from shoal.optim.participant import Participant
 from shoal.optim.phases import RunPhase
+from shoal.optim.power_sgd import low_rank_options
 from shoal.optim.saving import Saver, misfit, saver_of
 from shoal.optim.schedule import ScheduleWatch, follow
 from shoal.optim.settings import RunSettings, checked_settings, run_settings
@@ -94,6 +96,8 @@ class Optimizer(torch.optim.Optimizer):
             memory as the gradients. Each peer may choose for itself.
         delay_grad_averaging: let `step` return while gradients are averaged, so that training goes on meanwhile, one
             step late (`late="next"` is implied). The next call of `step` after the round takes the swarm's step.
+        grad_averager_factory: None sends gradients whole. `shoal.PowerSGDGradientAverager.get_factory(averager_rank=4)`
+            sends those of matrices as factors of that rank: see docs/training.md. The same on all peers.
         use_local_updates: step on each batch's own gradients at once, and average parameters instead of gradients, once
             in an epoch. It sends the parameters once for `target_batch_size` samples of the swarm; their optimizers'
             statistics stay their own. Training goes on while parameters are averaged, and keeps what it has changed
@@ -168,6 +172,7 @@ class Optimizer(torch.optim.Optimizer):
         allreduce_timeout: float | None = None,
         late: str | None = None,
         delay_grad_averaging: bool = False,
+        grad_averager_factory: object = None,
         use_local_updates: bool = False,
         offload_optimizer: bool | None = None,
         auxiliary: bool = False,
@@ -223,7 +228,7 @@ class Optimizer(torch.optim.Optimizer):
         load_state_timeout = seconds("load_state_timeout", load_state_timeout, _LOAD_STATE_TIMEOUT_S)
         shutdown_timeout = seconds("shutdown_timeout", shutdown_timeout, _SHUTDOWN_TIMEOUT_S)
         delay = flag("delay_grad_averaging", delay_grad_averaging)
-        keeps_late = _keeps_late(late, delay=delay)
+        keeps_late, low_rank = _keeps_late(late, delay=delay), low_rank_options(grad_averager_factory)
         max_grad_norm = None if max_grad_norm is None else positive("max_grad_norm", max_grad_norm)
         local = _local_updates(
             use_local_updates,
@@ -232,6 +237,7 @@ class Optimizer(torch.optim.Optimizer):
             delay_grad_averaging=delay,
             max_grad_norm=max_grad_norm,
             grad_compression=grad_compression not in (None, NoCompression()),
+            grad_averager_factory=low_rank,
         )
         if flag("verbose", verbose):
             print_log()
@@ -252,18 +258,14 @@ class Optimizer(torch.optim.Optimizer):
         self._own_schedule, self._schedules = chosen is not None, ScheduleWatch(self.param_groups)
         if self._own_schedule:
             self._schedules.seen()
-        self._training = (
-            LocalTrainingState(inner, chosen, extra_tensors)
-            if local
-            else TrainingState(
-                inner,
-                chosen,
-                extra_tensors,
-                unit=target_batch_size,
-                late=keeps_late,
-                max_grad_norm=max_grad_norm,
-                offload=offload,
-            )
+        self._training = _training_state(
+            (inner, chosen, extra_tensors),
+            local,
+            low_rank,
+            unit=target_batch_size,
+            late=keeps_late,
+            max_grad_norm=max_grad_norm,
+            offload=offload,
         )
         self._model = None if model is None else TrainedModel(model, self._training.parameters, extra_tensors)
         self._watch, self._inner_groups = GradientWatch(self._training.trained), inner.param_groups
@@ -903,6 +905,16 @@ def _inner(
     return _free(inner), offload
 
 
+def _training_state(
+    about: tuple[Any, Any, Any], local: bool, low_rank: Mapping[str, Any] | None, **options: Any
+) -> TrainingState:
+    if local:
+        return LocalTrainingState(*about)
+    if low_rank is None:
+        return TrainingState(*about, **options)
+    return LowRankTrainingState(*about, **{**low_rank, **options})
+
+
 def _free(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer, if it takes no run's steps yet; else raises `ConfigError`: two runs would undo each other's."""
     if isinstance(inner, Optimizer):
@@ -974,6 +986,7 @@ _INSTEAD_OF_GRADIENTS = {
     "delay_grad_averaging": "give delay_state_averaging",
     "max_grad_norm": "clip the gradients of each batch before step()",
     "grad_compression": "give state_averaging_compression",
+    "grad_averager_factory": "give state_averaging_compression",
 }
 
 

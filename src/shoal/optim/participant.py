@@ -107,7 +107,7 @@ class Participant:
         self._attendance = Attendance(core.peer_id, settings.averager.window_s)
         self._companions = Companions()
         self._known = SwarmProgress(core.peer_id, settings.fingerprint, ttl_s=settings.ttl_s)
-        memory = RoundMemory(training.accumulators, training.state_tensors)
+        memory = RoundMemory(training.averaged, training.state_tensors)
         ours = core, training, settings
         self._states = state_averager(*ours, state_compression, lock=lock, memory=memory, state=self.own.export)
         if settings.use_local_updates:
@@ -393,7 +393,7 @@ class Participant:
             gather=said,
             hopeless=lambda view: view.behind or self._outlook.alone(view),
             expected=lambda: self._attendance.wait_for(self.view().together - {me}, self._now()),
-            prepare=lambda: self._contribute(name),
+            prepare=lambda _: self._contribute(name),
             apply=lambda vector: self._take_average(vector, name),
         )
         if result is None:
@@ -425,6 +425,7 @@ class Participant:
         """The step of a round, as all its members take it; not if this peer cannot: then it falls behind."""
         if self.core.peer_id in result.outcome.contributors:
             self.contribution.counted(self._given)
+            self.training.counted()
         agreement = agree(result.gathered, result.outcome.contributors)
         if (mend_from := await self._check.difference(result, self.own.name)) is not None:
             self.takeover.mend_from = mend_from
@@ -469,7 +470,8 @@ class Participant:
                 self._happened(Event.UNFIT)
                 return
             samples = self.training.samples
-            self.training.use_own_mean()
+            await self.core.env.executor.run(self.training.use_own_mean)
+            self.training.counted()
             chance = self.core.env.rng.randbytes(16)
             said = self._said()
             agreement = Agreement(said.options, said.absent, [Contributor(self.core.peer_id, samples, said.end)])
@@ -593,7 +595,7 @@ class Participant:
                 tag=name.group_tag,
                 hopeless=lambda view: view.behind or self._stepped_with() <= me,
                 expected=self._stepped_with,
-                prepare=lambda: (float(self.own.name == name and not self.training.evaluates), 1.0),
+                prepare=lambda _: (float(self.own.name == name and not self.training.evaluates), 1.0),
                 apply=lambda vector: None,  # the trainer will
                 gather=self._counts.said() if self.at_end and self._counts else None,
             )

@@ -14,6 +14,7 @@ from shoal.clock import Env
 from shoal.compression import (
     BFloat16Compression,
     CompressionBase,
+    ErrorFeedback,
     Float16Compression,
     NoCompression,
     TensorRole,
@@ -22,8 +23,9 @@ from shoal.compression import (
     view_bytes,
 )
 from shoal.core import PeerCore
-from shoal.errors import RoundFailed, SchemaMismatch
+from shoal.errors import ConfigError, RoundFailed, SchemaMismatch
 from shoal.events import Warned
+from shoal.optim.low_rank import NO_FEEDBACK
 from shoal.optim.settings import RunSettings
 from shoal.optim.training_state import TrainingState
 from shoal.peer import PeerID
@@ -45,7 +47,7 @@ def gradient_averager(
     compression: CompressionBase | None,
     **options: Any,
 ) -> Averager:
-    """The averager of the accumulators. Without a codec gradients travel as wide as their parameters.
+    """The averager of the gradients. Without a codec they travel as wide as their parameters.
 
     Args:
         core: this peer.
@@ -59,11 +61,13 @@ def gradient_averager(
             torch.float16: Float16Compression(),
             torch.bfloat16: BFloat16Compression(),
         }
-        codecs = [narrow.get(parameter.dtype, NoCompression()) for parameter in training.trained]
+        codecs = [narrow.get(training.trained[index].dtype, NoCompression()) for index in training.averaged_for]
     else:
-        codecs = choose_codecs(compression, training.accumulators, TensorRole.GRADIENT)
+        codecs = choose_codecs(compression, training.averaged, TensorRole.GRADIENT)
+        if training.averaged is not training.accumulators and any(isinstance(each, ErrorFeedback) for each in codecs):
+            raise ConfigError(f"grad_compression={NO_FEEDBACK}")
     averaging = msgspec.structs.replace(settings.averager, settings=settings.fingerprint)
-    return Averager(core, training.accumulators, f"{settings.run_id}_grad", averaging, codecs=codecs, **options)
+    return Averager(core, training.averaged, f"{settings.run_id}_grad", averaging, codecs=codecs, **options)
 
 
 def state_averager(

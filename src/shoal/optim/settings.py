@@ -105,6 +105,7 @@ def run_settings(
         **(model.settings() if model is not None else {}),
         "average_state_every": str(average_state_every),
         "use_local_updates": str(use_local_updates),
+        "gradients": training.averaged_as,
         "max_grad_norm": "none" if training.max_grad_norm is None else _text(training.max_grad_norm),
         **{name: codec.name if codec is not None else "none" for name, codec in codecs.items()},
         "shoal version": ".".join(__version__.split(".")[:2]),

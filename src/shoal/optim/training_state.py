@@ -84,6 +84,9 @@ class TrainingState:
         state_tensors: what state averaging averages: parameters and extra tensors of floating point, but for those
             extra tensors that are not finite from the beginning (masks).
         accumulators: one for each parameter, on the CPU or its device: sum of gradient x samples / unit.
+        averaged: the tensors that a round of gradients averages: the accumulators, or what stands for them.
+        averaged_for: for each of these, the number of the trained parameter that it is about.
+        averaged_as: says in words what is averaged: the same on all peers.
     """
 
     def __init__(
@@ -122,6 +125,9 @@ class TrainingState:
         self._dtypes = [parameter.dtype for parameter in self.parameters]
         self._sum, self._late = self._new_sum(), self._new_sum() if late else None
         self.accumulators = self._sum.tensors
+        self.averaged: Sequence[torch.Tensor] = self.accumulators
+        self.averaged_for: Sequence[int] = range(len(trained))
+        self.averaged_as = "whole"
         # Tensors that are infinite when the run begins (a mask) stay as they are: they have no mean.
         fixed = [index for index, extra in enumerate(self.extra_tensors) if not bool(torch.isfinite(extra).all())]
         self.state_tensors = tuple(
@@ -298,6 +304,9 @@ class TrainingState:
         if self._late is not None:
             self._sum.take_in(self._late)
 
+    def counted(self) -> None:
+        """What `contribute` has given is in the average of its round."""
+
     def unfit(self) -> int | None:
         """The trained parameter whose accumulator cannot be averaged; None if all can. Stricter than a round is."""
         if self._sum.is_over:
@@ -309,7 +318,7 @@ class TrainingState:
         _, factor = self.contribute()
         if factor not in (0.0, 1.0):
             with torch.no_grad():
-                torch._foreach_mul_(self.accumulators, factor)
+                torch._foreach_mul_(list(self.averaged), factor)
         self.use_accumulators()
 
     def use_accumulators(self) -> None:

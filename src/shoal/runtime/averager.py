@@ -17,7 +17,16 @@ from typing import Any, Literal, Self, overload
 import msgspec
 import torch
 
-from shoal.averager import Averager, AveragerSettings, AveragingMode, StepRequest, check_group_bits, choose_timeouts
+from shoal.averager import (
+    Averager,
+    AveragerSettings,
+    AveragingMode,
+    StepRequest,
+    StepResult,
+    check_group_bits,
+    choose_timeouts,
+)
+from shoal.averager.averager import Prepare
 from shoal.compression import CompressionBase, CompressionInfo
 from shoal.errors import ClosedError, ConfigError, LocalError
 from shoal.peer import PeerID
@@ -365,7 +374,10 @@ class DecentralizedAverager(SharesState):
         averager = self._core()
 
         async def work() -> dict[PeerID, Any]:
-            return (await averager.step(request, timeout_s=timeout_s, allow_retries=allow_retries)).gathered
+            prepare = self._prepare(request)
+            return self._gathered(
+                await averager.step(request, timeout_s=timeout_s, allow_retries=allow_retries, prepare=prepare)
+            )
 
         if not wait:
             control = StepControl(self, self.dht.loop_thread, request, deadline=deadline, allow_retries=allow_retries)
@@ -373,6 +385,14 @@ class DecentralizedAverager(SharesState):
             return control
         self._locked.check_not_held()
         return self._run(work(), timeout_s)
+
+    def _prepare(self, request: StepRequest) -> Prepare | None:
+        """What is done when the values are copied in, once there is a group; None: nothing."""
+        return None
+
+    def _gathered(self, result: StepResult) -> dict[PeerID, Any]:
+        """The result of a step."""
+        return result.gathered
 
     # ----------------------------------------------------------------------------------------------------------- groups
 

@@ -75,7 +75,6 @@ class OptimizerOptions(TypedDict, total=False):
 
     reuse_grad_buffers: bool
     delay_optimizer_step: bool | None
-    grad_averager_factory: object
     average_opt_statistics: Sequence[str]
     averager_opts: Mapping[str, object] | None
     tracker_opts: Mapping[str, object] | None
@@ -148,7 +147,6 @@ _DHT: dict[str, tuple[Callable[[object], bool], str]] = {
 
 _OPTIMIZER: dict[str, tuple[Callable[[object], bool], str]] = {
     "reuse_grad_buffers": (_false, "leave it out, and call zero_grad() after each step(): sums are kept beside .grad"),
-    "grad_averager_factory": (_nothing, "give grad_compression to send fewer bytes"),
     "averager_opts": (_nothing, "give bandwidth, sender_timeout and allreduce_timeout to the optimizer itself"),
 }
 

@@ -118,3 +118,24 @@ def test_peers_agree_in_all_weathers(seed: int) -> None:
         assert not differ, differ
 
     sim.run(main, seed=seed)
+
+
+def test_an_auxiliary_peer_takes_the_same_steps() -> None:
+    """It gives no gradients, and has the bases all the same."""
+
+    async def main() -> None:
+        run = Run(target=2 * BATCH)
+        for name in ("p0", "p1"):
+            await run.add(name, rank=1)
+        helper = await run.add("helper", rank=1, seed=5, auxiliary=True)
+        await sim.sleep(3.0)
+        for name in ("p0", "p1"):
+            run.swarm.spawn(name, run.trainers[name].train(BATCH, duration_s=0.3, until=lambda: False))
+        await run.swarm.run_on("helper", helper.finish_epoch, 5)
+        first = run.trainers["p0"].participant
+        while first.state != helper.participant.state:
+            await sim.sleep(0.01)
+        assert helper.participant.training.fingerprint() == first.training.fingerprint()
+        await run.close()
+
+    sim.run(main, seed=4)

@@ -22,6 +22,7 @@ PUBLIC = {
     "Invite",
     "Optimizer",
     "PeerID",
+    "PowerSGDGradientAverager",
     "ProgressTracker",
     "RoundFailed",
     "SchemaMismatch",

@@ -147,7 +147,8 @@ def test_every_default_of_a_dht_is_taken() -> None:
 
 
 ASKING = [
-    ({"reuse_grad_buffers": True}, "reuse_grad_buffers=True has no counterpart in shoal: .*zero_grad"),
+    ({"reuse_grad_buffers": "no"}, "reuse_grad_buffers must be True or False, got 'no'"),
+    ({"reuse_grad_buffers": True, "use_local_updates": True}, "reuse_grad_buffers has no meaning .*call zero_grad"),
     ({"use_local_updates": "no"}, "use_local_updates must be True or False, got .no."),
     ({"use_local_updates": True, "late": "next"}, "late has no meaning with use_local_updates=True, .*stepped from"),
     (
@@ -202,7 +203,18 @@ ASKING = [
         },
         "grad_averager_factory has no meaning with use_local_updates=True",
     ),
-    ({"averager_opts": {"bandwidth": 3}}, "averager_opts=.* has no counterpart .* give bandwidth"),
+    ({"averager_opts": [3]}, "averager_opts must be a dictionary, got"),
+    (
+        {"averager_opts": {"target_group_size": 4}},
+        "averager_opts.'target_group_size'. has no counterpart .*there are al",
+    ),
+    ({"averager_opts": {"bandwidth": -3}}, "bandwidth must be None .*, got -3"),
+    ({"averager_opts": {"bandwidth": 3}, "bandwidth": 3}, "bandwidth and averager_opts.'bandwidth'. are one thing"),
+    (
+        {"averager_opts": {"min_matchmaking_time": 3}, "matchmaking_time": 4},
+        "matchmaking_time and averager_opts.'min_matchmaking_time'. are one thing",
+    ),
+    ({"averager_opts": {"request_timeout": 9}, "matchmaking_time": 4}, "request_timeout=9 must be less than matchm"),
     ({"late": "never"}, "late must be 'drop' or 'next', got 'never'"),
     ({"late": "drop", "delay_grad_averaging": True}, "late='drop' does not go with delay_grad_averaging=True"),
     ({"delay_grad_averaging": "no"}, "delay_grad_averaging must be True or False, got 'no'"),
@@ -232,6 +244,8 @@ def test_an_argument_that_hivemind_does_not_have_is_a_type_error() -> None:
         {"delay_grad_averaging": True},
         {"delay_grad_averaging": True, "late": "next", "delay_optimizer_step": True},
         {"auxiliary": True},
+        {"reuse_grad_buffers": True},
+        {"averager_opts": {"request_timeout": 0.5, "min_group_size": 2, "bandwidth": 3}, "matchmaking_time": 1.0},
         {"auxiliary": True, "use_local_updates": True},
         {"delay_state_averaging": False},
         {"use_local_updates": True, "average_state_every": 1, "grad_compression": NoCompression()},

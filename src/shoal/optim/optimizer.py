@@ -11,16 +11,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack
 
-import msgspec
 import torch
 
-from shoal.averager import AveragerSettings, TensorLock, choose_timeouts
+from shoal.averager import TensorLock
 from shoal.compression import CompressionBase, NoCompression
 from shoal.core import PeerCore
 from shoal.errors import ClosedError, ConfigError, LocalError, StateUnavailable
 from shoal.events import Event, Warned, print_log
 from shoal.optim.agreement import Deal
+from shoal.optim.arguments import (
+    AVERAGING_TIMEOUT_S,
+    averager_settings,
+    check_closure,
+    check_codecs,
+    checked_tensors,
+    is_auxiliary,
+    keeps_late,
+    local_updates,
+    where_saved,
+)
 from shoal.optim.checkpoint import Content, Files, Saved, copy_of
+from shoal.optim.faces import HivemindNames
 from shoal.optim.gradient_watch import GradientWatch
 from shoal.optim.inner import make_offloaded, make_optimizer, make_scheduler
 from shoal.optim.local_updates import LocalTrainingState
@@ -33,23 +44,20 @@ from shoal.optim.power_sgd import low_rank_options
 from shoal.optim.saving import Saver, misfit, saver_of
 from shoal.optim.schedule import ScheduleWatch, follow
 from shoal.optim.settings import RunSettings, checked_settings, run_settings
-from shoal.optim.state_name import StateName
 from shoal.optim.status import Status
 from shoal.optim.training_state import TrainingState
 from shoal.peer import check_run_id
-from shoal.runtime.arguments import client_argument, codec_argument
-from shoal.runtime.checks import flag, own_number, path, positive, seconds, whole
+from shoal.runtime.checks import flag, path, positive, seconds, whole
 from shoal.runtime.dht import DHT
 from shoal.runtime.hivemind import OptimizerOptions, check_optimizer_options
 from shoal.runtime.launch import launched
 from shoal.runtime.thread import GRACE_S, LoopThread
-from shoal.wire import MAX_EPOCH, Epoch
+from shoal.wire import MAX_EPOCH
 
 __all__ = ["Optimizer"]
 
 T = TypeVar("T")
 
-_AVERAGING_TIMEOUT_S = 60.0
 _LOAD_STATE_TIMEOUT_S, _SHUTDOWN_TIMEOUT_S = 600.0, 5.0
 _OTHERS_S = 3.0
 """To learn, when the optimizer is made, which settings the others of the run have."""
@@ -61,7 +69,7 @@ _run_of: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Optimizer]
 """The `Optimizer` that trains with each inner optimizer."""
 
 
-class Optimizer(torch.optim.Optimizer):
+class Optimizer(HivemindNames, torch.optim.Optimizer):
     """Trains one model together with all peers of the same `run_id`.
 
     Call `step` after each backward pass, as with any optimizer. Gradients are accumulated; when the swarm has
@@ -109,6 +117,7 @@ class Optimizer(torch.optim.Optimizer):
         auxiliary: a peer without data: it reduces for the others, takes their steps, and gives newcomers the state.
             Call `step()` in a loop, without a batch: it waits for the next step of the swarm. Others must be able to
             dial it.
+        reuse_grad_buffers: let `step` clear `.grad`, so that the loop need not call `zero_grad()`.
         max_grad_norm: clip the averaged gradient to this norm, over all parameters, before the step; None: do not. The
             same on all peers. Each peer's own gradients stay as they are.
         load_state_timeout: longest state download, seconds; None: 600. A newcomer waits so long for the state of a run
@@ -141,13 +150,14 @@ class Optimizer(torch.optim.Optimizer):
         extra_tensors: more tensors of the state, such as batch norm statistics. Those of whole numbers (counts), and
             those that are not finite from the beginning (masks), are downloaded, and not averaged.
         bandwidth: of this peer, bytes per second; a peer with more reduces more.
+        averager_opts: more options of `DecentralizedAverager` for the rounds: `request_timeout`, `reducer_timeout`,
+            `part_size_bytes`, `min_vector_size`, `min_group_size`.
         sender_timeout: seconds of silence after which a peer is left out of a round; None: 5, or less in short rounds.
         next_chunk_timeout: seconds in which the next chunk of a state must come; None: 5.
         shutdown_timeout: seconds that `shutdown` may take; None: 5.
         verbose: print what goes on (joined, epochs, who is gone and why) to stderr, as
             `logging.getLogger("shoal").setLevel("INFO")` does where a program logs.
-        options: arguments of hivemind 1.1.12 that change nothing here, such as `tracker_opts`; others, such as
-            `averager_opts`, are refused with what to use instead.
+        options: arguments of hivemind 1.1.12 that change nothing here, such as `tracker_opts`.
 
     Raises:
         ConfigError: an argument is wrong, or the run is trained with other settings; it is named. If no live peer has
@@ -155,6 +165,7 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     _not_taken = ""  # why no better state was taken over, as it was told last
+    _last_status: Status | None  # once it was shut down
 
     @launched("Optimizer")
     def __init__(  # noqa: PLR0913 (all by name; the names that users of hivemind know)
@@ -176,6 +187,7 @@ class Optimizer(torch.optim.Optimizer):
         use_local_updates: bool = False,
         offload_optimizer: bool | None = None,
         auxiliary: bool = False,
+        reuse_grad_buffers: bool = False,
         max_grad_norm: float | None = None,
         load_state_timeout: float | None = None,
         require_state: bool = False,
@@ -193,6 +205,7 @@ class Optimizer(torch.optim.Optimizer):
         keep_checkpoints: int | None = None,
         extra_tensors: Sequence[torch.Tensor] = (),
         bandwidth: float | None = None,
+        averager_opts: Mapping[str, Any] | None = None,
         sender_timeout: float | None = None,
         next_chunk_timeout: float | None = None,
         delay_state_averaging: bool = True,
@@ -211,30 +224,32 @@ class Optimizer(torch.optim.Optimizer):
         average_state_every = whole("average_state_every", average_state_every, least=0)
         check_parameters_every = whole("check_parameters_every", check_parameters_every, least=0)
         codecs = {"grad_compression": grad_compression, "state_averaging_compression": state_averaging_compression}
-        _check_codecs(codecs)
-        given, extra_tensors = checked_settings(settings), _checked_tensors("extra_tensors", extra_tensors)
+        check_codecs(codecs)
+        given, extra_tensors = checked_settings(settings), checked_tensors("extra_tensors", extra_tensors)
         round_timeout = "averaging_timeout" if allreduce_timeout is None else "allreduce_timeout"
-        averager = _averager_settings(
+        averager = averager_settings(
             dht,
-            bandwidth,
             client_mode,
+            options=averager_opts,
             names={"averaging_expiration": "matchmaking_time", "allreduce_timeout": round_timeout},
             averaging_expiration=matchmaking_time,
             allreduce_timeout=averaging_timeout if allreduce_timeout is None else allreduce_timeout,
             sender_timeout=sender_timeout,
             next_chunk_timeout=next_chunk_timeout,
+            bandwidth=bandwidth,
         )
-        averaging_timeout = seconds("averaging_timeout", averaging_timeout, _AVERAGING_TIMEOUT_S)
+        averaging_timeout = seconds("averaging_timeout", averaging_timeout, AVERAGING_TIMEOUT_S)
         load_state_timeout = seconds("load_state_timeout", load_state_timeout, _LOAD_STATE_TIMEOUT_S)
         shutdown_timeout = seconds("shutdown_timeout", shutdown_timeout, _SHUTDOWN_TIMEOUT_S)
         delay = flag("delay_grad_averaging", delay_grad_averaging)
-        keeps_late, low_rank = _keeps_late(late, delay=delay), low_rank_options(grad_averager_factory)
+        low_rank = low_rank_options(grad_averager_factory)
         max_grad_norm = None if max_grad_norm is None else positive("max_grad_norm", max_grad_norm)
-        local = _local_updates(
+        local = local_updates(
             use_local_updates,
             average_state_every,
             late=late,
             delay_grad_averaging=delay,
+            reuse_grad_buffers=flag("reuse_grad_buffers", reuse_grad_buffers),
             max_grad_norm=max_grad_norm,
             grad_compression=grad_compression not in (None, NoCompression()),
             grad_averager_factory=low_rank,
@@ -247,8 +262,7 @@ class Optimizer(torch.optim.Optimizer):
         inner, offload = _inner(params, optimizer, offload_optimizer, local=local)
         super().__init__(inner.param_groups, dict(inner.defaults))
         # One set of groups and statistics for both: schedulers and trainers hold on to either optimizer.
-        self.param_groups = inner.param_groups
-        self.state = inner.state
+        self.param_groups, self.state = inner.param_groups, inner.state
         self.dht, self.run_id = dht, run_id
         self.target_batch_size, self.batch_size_per_step = target_batch_size, batch_size_per_step
         self.averaging_timeout, self.load_state_timeout = averaging_timeout, load_state_timeout
@@ -263,7 +277,7 @@ class Optimizer(torch.optim.Optimizer):
             local,
             low_rank,
             unit=target_batch_size,
-            late=keeps_late,
+            late=keeps_late(late, delay=delay),
             max_grad_norm=max_grad_norm,
             offload=offload,
         )
@@ -275,7 +289,7 @@ class Optimizer(torch.optim.Optimizer):
             target_batch_size=target_batch_size,
             averager=averager,
             use_local_updates=local,
-            auxiliary=_is_auxiliary(auxiliary, averager.client_mode, batch_size_per_step),
+            auxiliary=is_auxiliary(auxiliary, averager.client_mode, batch_size_per_step),
             average_state_every=0 if local else average_state_every,
             state_patience_s=load_state_timeout,
             require_state=flag("require_state", require_state),
@@ -294,6 +308,7 @@ class Optimizer(torch.optim.Optimizer):
             ),
         )
         self._closed = self._left = self._told_end = False
+        self._clears_gradients, self._last_status = reuse_grad_buffers, None
         self._one_step = TensorLock()  # no thread keeps it, whatever interrupts it
         self._participant = self._run(
             self._begin(
@@ -422,6 +437,20 @@ class Optimizer(torch.optim.Optimizer):
 
         return self._run(look(), GRACE_S)
 
+    def last_status(self) -> Status:
+        """As `status`; after `shutdown` the last one before it."""
+        return self.status() if self._last_status is None else self._last_status
+
+    @property
+    def use_local_updates(self) -> bool:
+        """Whether this peer steps on its own gradients."""
+        return self._participant.settings.use_local_updates
+
+    @property
+    def auxiliary(self) -> bool:
+        """Whether this peer has no data."""
+        return self._participant.settings.auxiliary
+
     def is_alive(self) -> bool:
         """Whether neither this optimizer nor its DHT was shut down."""
         return not self._closed and self.dht.is_alive()
@@ -483,9 +512,9 @@ class Optimizer(torch.optim.Optimizer):
             LocalError: another thread is in `step` or `load_state_dict`.
             ClosedError: the optimizer or its DHT was shut down.
         """
-        if grad_scaler is not None and not self._participant.settings.auxiliary:
+        if grad_scaler is not None and not self.auxiliary:
             return self._unscaled_step(grad_scaler, closure, batch_size)
-        if self._participant.settings.auxiliary and (closure, batch_size, grad_scaler) != (None, None, None):
+        if self.auxiliary and (closure, batch_size, grad_scaler) != (None, None, None):
             raise ConfigError(
                 "step() of an auxiliary peer takes no closure, batch_size or grad_scaler: it has no batches"
             )
@@ -507,7 +536,7 @@ class Optimizer(torch.optim.Optimizer):
     ) -> Any:
         if not isinstance(scaler, torch.amp.GradScaler):
             raise ConfigError(f"grad_scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
-        _check_closure(closure)
+        check_closure(closure)
         if closure is None:
             return scaler.step(self, batch_size=batch_size)
         with torch.enable_grad():
@@ -518,7 +547,7 @@ class Optimizer(torch.optim.Optimizer):
     def _step(self, closure: Callable[[], Any] | None, batch_size: int | None) -> Any:
         if torch.is_inference_mode_enabled():
             raise ConfigError("step() was called within torch.inference_mode(), where nothing can be trained: leave it")
-        _check_closure(closure)
+        check_closure(closure)
         if self._inner_groups is not self._training.optimizer.param_groups:
             raise ConfigError(
                 "load_state_dict of the inner optimizer was called, and other peers do not know of it: call that of "
@@ -544,11 +573,13 @@ class Optimizer(torch.optim.Optimizer):
             loss = self._count(samples, loss)
         finally:
             self._schedules.seen()
+            if self._clears_gradients:
+                self.zero_grad()
         self._saver.at_step(self._participant.state, self._copy, finished=self.finished)
         return loss
 
     def _samples_of(self, batch_size: int | None) -> int:
-        if self._participant.settings.auxiliary:
+        if self.auxiliary:
             return 0
         samples = self.batch_size_per_step if batch_size is None else batch_size
         if samples is None:
@@ -612,7 +643,7 @@ class Optimizer(torch.optim.Optimizer):
             if self._participant.at_end:
                 self._take_turn()  # the last one: wait for the others
         elif phase is RunPhase.BEHIND:
-            timeout_s, patient = self.load_state_timeout, self._participant.settings.auxiliary
+            timeout_s, patient = self.load_state_timeout, self.auxiliary
             try:
                 self._run(self._participant.download(timeout_s, patient=patient), timeout_s)
             except StateUnavailable as error:
@@ -621,13 +652,19 @@ class Optimizer(torch.optim.Optimizer):
                     self._not_taken = str(error)
                     self._warn(str(error))
 
-    def load_state_from_peers(self, timeout: float | None = None) -> bool:
+    def load_state_from_peers(
+        self,
+        timeout: float | None = None,
+        wait: bool = True,  # noqa: FBT002 (as hivemind has it)
+    ) -> bool:
         """Download the swarm's state if it is better than this peer's.
 
         That is parameters, extra tensors, optimizer statistics, epoch and schedule: all of it, or nothing.
 
         Args:
             timeout: seconds; default `load_state_timeout`.
+            wait: False to return at once: a better state is downloaded in the background, and a later `step` takes it
+                over.
 
         Returns:
             Whether a state was taken over; False if there is none better than ours.
@@ -639,6 +676,8 @@ class Optimizer(torch.optim.Optimizer):
         """
         self._check_open()
         timeout_s = seconds("timeout", timeout, self.load_state_timeout)
+        if not flag("wait", wait):
+            return False  # all peers look for a better state all the time
         return self._run(self._participant.download(timeout_s), timeout_s)
 
     # ------------------------------------------------------------------------------------------- torch's interface
@@ -674,7 +713,7 @@ class Optimizer(torch.optim.Optimizer):
         if not isinstance(state_dict, Mapping):
             raise ConfigError(f"state_dict must be what state_dict() gave, got {type(state_dict).__name__}")
         saved = dict(state_dict)
-        where = _where(saved.pop("shoal", None))
+        where = where_saved(saved.pop("shoal", None))
         with self._lock.acquire_in_thread():
             if self._training.evaluates and not self._training.hides_weights:
                 raise ConfigError(
@@ -820,6 +859,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def shutdown(self) -> None:
         """Leave the run. The DHT goes on. Safe to call twice. Also done once nothing refers to the optimizer."""
+        if not self._closed:
+            with suppress(ClosedError):
+                self._last_status = self.status()
         self._closed = True
         if not self._left and self.dht.is_alive():
             self._run(self._participant.close(), self._shutdown_timeout)
@@ -929,98 +971,3 @@ def _free(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
             "for each run; or call shutdown() of that shoal.Optimizer first"
         )
     return inner
-
-
-def _where(saved: Any) -> tuple[StateName, int, str] | None:
-    """The name of the state that a checkpoint is of, the count of its schedule, and what it holds as a digest."""
-    if saved is None:
-        return None
-    try:
-        name = [saved["epoch"], bytes.fromhex(saved["digest"]), saved["samples"]]
-        what = [name, saved["scheduled"], saved.get("fingerprint", "")]
-        return msgspec.convert(what, tuple[StateName, Epoch, str])
-    except (LookupError, TypeError, ValueError, msgspec.ValidationError) as error:
-        raise ConfigError(f"state_dict['shoal'] is not what state_dict() gave: {error}") from error
-
-
-def _averager_settings(
-    dht: DHT, bandwidth: float | None, client_mode: bool | None, names: Mapping[str, str], **timeouts: float | None
-) -> AveragerSettings:
-    settings = msgspec.structs.replace(
-        AveragerSettings(
-            bandwidth=own_number(bandwidth),
-            client_mode=client_argument(client_mode, only_dials=dht.only_dials, is_client=dht.client_mode),
-        ),
-        **choose_timeouts(timeouts, names=names, round_s=_AVERAGING_TIMEOUT_S),
-    )
-    settings.check()
-    return settings
-
-
-def _is_auxiliary(chosen: bool, client_mode: bool, batch_size_per_step: int | None) -> bool:
-    """Whether this peer has no data; then refuse what does not go with that."""
-    if not flag("auxiliary", chosen):
-        return False
-    if client_mode:
-        raise ConfigError("auxiliary=True does not go with client_mode=True: others must be able to dial this peer")
-    if batch_size_per_step is not None:
-        raise ConfigError(
-            "batch_size_per_step has no meaning with auxiliary=True: that peer has no batches; leave it out"
-        )
-    return True
-
-
-def _keeps_late(late: str | None, *, delay: bool) -> bool:
-    """Whether late batches go into the next step."""
-    if late not in (None, "drop", "next"):
-        raise ConfigError(f"late must be 'drop' or 'next', got {late!r:.80}")
-    if delay and late == "drop":
-        raise ConfigError(
-            "late='drop' does not go with delay_grad_averaging=True, as most batches would be dropped: leave late out"
-        )
-    return delay or late == "next"
-
-
-_INSTEAD_OF_GRADIENTS = {
-    "late": "no batch is late, as each is stepped from at once",
-    "delay_grad_averaging": "give delay_state_averaging",
-    "max_grad_norm": "clip the gradients of each batch before step()",
-    "grad_compression": "give state_averaging_compression",
-    "grad_averager_factory": "give state_averaging_compression",
-}
-
-
-def _local_updates(chosen: bool, average_state_every: int, **without: object) -> bool:
-    """Whether local updates were chosen; with them, refuse arguments about averaged gradients."""
-    if not flag("use_local_updates", chosen):
-        return False
-    for name, value in without.items():
-        if value:
-            why = f"with use_local_updates=True, where no gradients are averaged: {_INSTEAD_OF_GRADIENTS[name]}"
-            raise ConfigError(f"{name} has no meaning {why}")
-    if average_state_every > 1:
-        raise ConfigError(
-            "average_state_every must be 0 or 1 with use_local_updates=True, where each epoch averages the parameters: "
-            f"raise target_batch_size {average_state_every} times to average so rarely"
-        )
-    return True
-
-
-def _check_closure(closure: object) -> None:
-    if closure is not None and not callable(closure):
-        raise ConfigError(
-            f"closure must be a function, got {closure!r:.40}: give the samples by name, step(batch_size=...)"
-        )
-
-
-def _check_codecs(codecs: Mapping[str, CompressionBase | None]) -> None:
-    for name, codec in codecs.items():
-        codec_argument(name, codec)
-
-
-def _checked_tensors(name: str, tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    if isinstance(tensors, Iterable) and not isinstance(tensors, torch.Tensor):
-        listed = tuple(tensors)
-        if all(isinstance(each, torch.Tensor) for each in listed):
-            return listed
-    raise ConfigError(f"{name} must be a list of tensors, got {tensors!r:.80}")

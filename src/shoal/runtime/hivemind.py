@@ -73,10 +73,8 @@ class DhtOptions(TypedDict, total=False):
 class OptimizerOptions(TypedDict, total=False):
     """Arguments of hivemind's `Optimizer`."""
 
-    reuse_grad_buffers: bool
     delay_optimizer_step: bool | None
     average_opt_statistics: Sequence[str]
-    averager_opts: Mapping[str, object] | None
     tracker_opts: Mapping[str, object] | None
     performance_ema_alpha: float
 
@@ -145,12 +143,6 @@ _DHT: dict[str, tuple[Callable[[object], bool], str]] = {
 }
 
 
-_OPTIMIZER: dict[str, tuple[Callable[[object], bool], str]] = {
-    "reuse_grad_buffers": (_false, "leave it out, and call zero_grad() after each step(): sums are kept beside .grad"),
-    "averager_opts": (_nothing, "give bandwidth, sender_timeout and allreduce_timeout to the optimizer itself"),
-}
-
-
 _STATE_AVERAGER: dict[str, tuple[Callable[[object], bool], str]] = {
     "offload_optimizer": (_false, "the optimizer steps where the parameters are"),
     "custom_gradients": (_false, "the optimizer steps from .grad"),
@@ -176,7 +168,7 @@ def check_dht_options(options: DhtOptions) -> None:
 
 def check_optimizer_options(options: OptimizerOptions) -> None:
     """The same for options of `Optimizer`."""
-    _check("Optimizer", OptimizerOptions.__annotations__, options, _OPTIMIZER)
+    _check("Optimizer", OptimizerOptions.__annotations__, options, {})
     names = options.get("average_opt_statistics", ())
     if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(each, str) for each in names):
         raise ConfigError(f"average_opt_statistics must be a list of names such as 'exp_avg_sq', got {names!r:.80}")

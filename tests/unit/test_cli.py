@@ -35,7 +35,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 
 @pytest.mark.parametrize(
-    "command", ["", "dht", "run", "demo", "status", "doctor", "plan", "key", "key new", "debug", "debug dump"]
+    "command", ["", "dht", "new", "run", "demo", "status", "doctor", "plan", "key", "key new", "debug", "debug dump"]
 )
 def test_help_imports_nothing_that_takes_time(command: str) -> None:
     """`--help` answers without torch, and without what the network needs."""
@@ -58,7 +58,17 @@ def test_help_names_the_subcommands_in_full(capsys: pytest.CaptureFixture[str]) 
     code, out, _ = run(capsys, "--help")
     assert code == 0
     listed = out.split("Commands:\n")[1].splitlines()
-    assert [line.split()[0] for line in listed] == ["debug", "demo", "dht", "doctor", "key", "plan", "run", "status"]
+    assert [line.split()[0] for line in listed] == [
+        "debug",
+        "demo",
+        "dht",
+        "doctor",
+        "key",
+        "new",
+        "plan",
+        "run",
+        "status",
+    ]
     assert all(line.endswith(".") and not line.endswith("...") for line in listed)
 
 

@@ -15,6 +15,7 @@ from shoal.cli.demo import demo
 from shoal.cli.dht import dht
 from shoal.cli.doctor import doctor
 from shoal.cli.key import key
+from shoal.cli.new import new
 from shoal.cli.plan import plan
 from shoal.cli.run import run
 from shoal.cli.status import status
@@ -35,7 +36,7 @@ def command() -> None:
     """Train one PyTorch model on machines that nobody controls: no server, no cluster, peers come and go."""
 
 
-for _subcommand in (demo, run, dht, status, doctor, plan, key, debug):
+for _subcommand in (demo, new, run, dht, status, doctor, plan, key, debug):
     command.add_command(_subcommand)
 
 

@@ -70,6 +70,23 @@ def test_the_status_says_what_goes_on() -> None:
             one.status()
 
 
+def test_a_client_of_a_peer_that_listens_is_a_client_to_the_others() -> None:
+    """Its DHT can be dialed, but it gives no state and leads no group: nobody is to ask it for one."""
+    with shoal.DHT(start=True) as first, shoal.DHT([first.invite()], start=True) as second:
+        one, model = swarm_of(first)
+        two = shoal.Optimizer(
+            dht=second, optimizer=torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1), client_mode=True, **RUN
+        )
+        with one, two:
+            until(lambda: [peer.role for peer in one.status().peers] == ["me", "client"])
+            assert [peer.role for peer in two.status().peers] == ["me", "peer"]
+            until(lambda: batch(one, model) or one.local_epoch)
+            found = shoal.read_run(second, "status")
+            assert found is not None
+            assert str(second.peer_id) in found.answering  # the reader itself
+            assert two.load_state_from_peers() or two.local_epoch >= 1
+
+
 def test_the_status_has_an_eta_once_a_speed_is_known() -> None:
     """Samples that are missing, by the speed of all."""
     with shoal.DHT(start=True) as dht:

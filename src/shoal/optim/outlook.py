@@ -18,7 +18,7 @@ from shoal.optim.own_state import OwnState
 from shoal.optim.run_end import RunEnd
 from shoal.optim.settings import RunSettings
 from shoal.progress import SwarmProgress, SwarmView
-from shoal.wire import Progress
+from shoal.wire import Contact, Progress
 
 __all__ = ["Outlook"]
 
@@ -50,10 +50,13 @@ class Outlook:
     fetching: Fetching
 
     def place(self) -> Progress:
-        """This peer's own place in the swarm, as a word without a time."""
-        name = self.own.name
+        """This peer's own place in the swarm, as a word without a time.
+
+        A client names no address, though its DHT may listen: it leads no group, and gives no state.
+        """
+        name, contact = self.own.name, self.core.endpoint.contact
         return Progress(
-            contact=self.core.endpoint.contact,
+            contact=Contact(contact.peer) if self.settings.averager.client_mode else contact,
             epoch=name.epoch,
             digest=name.digest,
             branch_samples=name.samples,

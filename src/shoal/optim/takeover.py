@@ -188,7 +188,7 @@ class Takeover:
     async def _take_state(self, deadline: float) -> None:
         """Download the best state, and load it."""
         # A client's state is nobody else's: it takes that of the others also where its own came further.
-        view, ours = self.outlook.claimed(), self.own.name.key if self.core.endpoint.contact.addresses else None
+        view, ours = self.outlook.claimed(), self.own.name.key if self.outlook.place().contact.addresses else None
         donors, self._intake = self._donors(view), Intake(_now())
         telling = asyncio.get_running_loop().call_later(_SLOW_S, self._tell_pace, self._intake)
         try:

@@ -192,6 +192,8 @@ async def _answering(core: PeerCore, peers: Sequence[Progress]) -> list[str]:
     """The ids of the peers that answer a ping."""
 
     async def ping(peer: Progress) -> bool:
+        if peer.contact.peer == core.peer_id:
+            return True
         try:
             await core.endpoint.call(peer.contact, DhtPing(), timeout_s=_ANSWER_S)
         except PeerError:

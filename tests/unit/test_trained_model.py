@@ -187,3 +187,18 @@ def test_a_parameter_that_is_frozen_in_mid_run_is_no_mistake() -> None:
         assert watch.at_step() is None
         for layer in layers:
             layer.zero_grad()
+
+
+def test_a_large_sparse_gradient_that_travels_whole_is_told_once() -> None:
+    """Not a small one, nor a dense one, nor where a codec was given."""
+    large, small = torch.nn.Embedding(5000, 64, sparse=True), torch.nn.Embedding(50, 64, sparse=True)
+    dense = torch.nn.Embedding(5000, 64)
+    for layers, whole, told in (([small, large], True, 1), ([small, dense], True, 0), ([large], False, 0)):
+        watch, messages = GradientWatch([each.weight for each in layers], whole=whole), list[str]()
+        for _ in range(3):
+            for each in layers:
+                each.weight.grad = None
+                torch.autograd.backward(each(torch.tensor([3, 7])).sum())
+            messages += [message for message in [watch.at_step()] if message is not None]
+        assert len(messages) == told, messages
+        assert all("all its 5000 rows (1 MiB), touched or not" in each for each in messages)

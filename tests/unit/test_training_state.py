@@ -17,7 +17,9 @@ from shoal.errors import ConfigError, StateUnavailable
 from shoal.events import EventBus, Warned
 from shoal.optim.committed import Committed
 from shoal.optim.inner import make_optimizer, make_scheduler
+from shoal.optim.low_rank_training import LowRankTrainingState
 from shoal.optim.notices import Notices
+from shoal.optim.offload import Offload
 from shoal.optim.options import options_of
 from shoal.optim.shared_state import share, why_not_ours
 from shoal.optim.state_name import StateName
@@ -282,6 +284,41 @@ def test_sparse_gradients_are_summed() -> None:
     moved = torch.zeros(5, 2)
     moved[[1, 3]] = -2.0
     torch.testing.assert_close(table.weight.detach(), before + moved)
+
+
+@pytest.mark.parametrize("kind", ["whole", "late", "offloaded", "low rank"])
+@pytest.mark.parametrize(
+    "factory", [partial(torch.optim.AdamW, lr=0.1), partial(torch.optim.SGD, lr=0.1, momentum=0.9)]
+)
+def test_a_sparse_embedding_trains_as_a_dense_one(kind: str, factory: Callable[[Any], torch.optim.Optimizer]) -> None:
+    """To the bit, also with optimizers that take no sparse gradients; the user's own gradients stay sparse."""
+    weights = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        table, head = torch.nn.Embedding(50, 4, sparse=sparse), torch.nn.Linear(4, 1)
+        parameters = [*table.parameters(), *head.parameters()]
+        inner = factory(parameters)
+        training = (
+            LowRankTrainingState(inner, unit=4, rank=1, min_compression_ratio=0.1)
+            if kind == "low rank"
+            else TrainingState(
+                inner, unit=4, late=kind == "late", offload=Offload(parameters) if kind == "offloaded" else None
+            )
+        )
+        for number in range(8):
+            rows = torch.randint(0, 50, (6,), generator=torch.Generator().manual_seed(number))
+            for parameter in parameters:
+                parameter.grad = None
+            torch.autograd.backward(head(table(rows)).square().mean())
+            assert training.accumulate(2)
+            if number % 2:
+                training.use_own_mean()
+                training.counted()
+                training.step()
+                assert table.weight.grad is not None
+                assert table.weight.grad.is_sparse == sparse
+        weights.append([parameter.detach() for parameter in parameters])
+    assert all(map(torch.equal, *weights))
 
 
 def test_gradients_that_come_after_the_average_are_dropped() -> None:

@@ -1,4 +1,4 @@
-"""Warnings about the gradients of a training loop: there are none, none any more, or they were not cleared.
+"""Warnings about the gradients of a training loop: none, none any more, not cleared, or sparse ones that travel whole.
 
 Backward adds to `.grad`. A loop that does not clear it after `step()` counts a batch twice. This is seen when the next
 gradient of one small parameter comes: the gradient that is there must then be None, changed since, or zero. Looking for
@@ -19,16 +19,20 @@ _SURE_AFTER = 3
 
 _GONE_AFTER = 50
 
+_MUCH = 1 << 20
+"""Bytes of a parameter: below, it does not matter how its gradient travels."""
+
 
 class GradientWatch:
     """Looks at the gradients of one training loop; each thing is told once.
 
     Args:
         trained: the parameters that require a gradient.
+        whole: whether all rows of a sparse gradient are sent, as they are.
     """
 
-    def __init__(self, trained: Sequence[torch.Tensor]) -> None:
-        self._trained = trained
+    def __init__(self, trained: Sequence[torch.Tensor], *, whole: bool = False) -> None:
+        self._trained, self._may_be_sparse = trained, whole
         self._armed = self._kept = self._kept_told = self._none_told = False
         self._left: tuple[int, int] | None = None  # which gradient `step` has seen last, and its version
         self._zeroed = 0
@@ -69,6 +73,13 @@ class GradientWatch:
                 f"trained parameter {gone} had gradients, and none in the last {_GONE_AFTER} steps: if it was replaced "
                 "in the model (load_state_dict(assign=True)), make a new shoal.Optimizer"
             )
+        if (sparse := self._sparse()) is not None:
+            self._may_be_sparse = False
+            rows, mib = sparse.shape[0], sparse.nbytes >> 20
+            return (
+                f"a trained parameter has sparse gradients, and a round sends all its {rows} rows ({mib} MiB), "
+                "touched or not: give it ErrorFeedback(TopKCompression(...)) in grad_compression"
+            )
         if self._kept and not self._kept_told:
             self._kept_told = True
             return (
@@ -89,6 +100,13 @@ class GradientWatch:
                 if steps + 1 == _GONE_AFTER:
                     return index
         return None
+
+    def _sparse(self) -> torch.Tensor | None:
+        """A large parameter with a sparse gradient."""
+        if not self._may_be_sparse:
+            return None
+        large = (each for each in self._trained if each.numel() * each.itemsize >= _MUCH)
+        return next((each for each in large if each.grad is not None and each.grad.layout is not torch.strided), None)
 
     def close(self) -> None:
         """Look no more."""

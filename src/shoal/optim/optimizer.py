@@ -263,7 +263,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         super().__init__(inner.param_groups, dict(inner.defaults))
         # One set of groups and statistics for both: schedulers and trainers hold on to either optimizer.
         self.param_groups, self.state = inner.param_groups, inner.state
-        self.dht, self.run_id = dht, run_id
+        self.dht, self.run_id, self._inner_groups = dht, run_id, inner.param_groups
         self.target_batch_size, self.batch_size_per_step = target_batch_size, batch_size_per_step
         self.averaging_timeout, self.load_state_timeout = averaging_timeout, load_state_timeout
         self._shutdown_timeout, waits = shutdown_timeout, not flag("delay_state_averaging", delay_state_averaging)
@@ -282,7 +282,10 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             offload=offload,
         )
         self._model = None if model is None else TrainedModel(model, self._training.parameters, extra_tensors)
-        self._watch, self._inner_groups = GradientWatch(self._training.trained), inner.param_groups
+        self._watch = GradientWatch(
+            self._training.trained,
+            whole=not local and low_rank is None and grad_compression in (None, NoCompression()),
+        )
         self._lock = TensorLock()
         ours = RunSettings(
             run_id=run_id,

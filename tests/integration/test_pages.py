@@ -120,3 +120,26 @@ def wait_for_another():
         assert [talk.wait() for talk in (first, second)] == [0, 0], [talk.errors() for talk in (first, second)]
     assert sorted(line.split(",")[0] for line in said[0]) == ["rank 0: epoch 8", "rank 1: epoch 8"]
     assert said[1][-1].startswith("rank 0: epoch 8, loss")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_two_peers_run_the_program_of_lightning(tmp_path: Path) -> None:
+    """As it stands there, with fewer steps: both end by themselves at one epoch."""
+    pytest.importorskip("lightning")
+    (code,) = (block for block in python_blocks("docs/loops.md") if "SwarmCallback" in block)
+    assert code.count("max_steps=1000") == code.count("\ntrainer.fit(") == 1
+    code = code.replace("max_steps=1000", "max_steps=30")
+    code = code.replace("\ntrainer.fit(", "\nprint('here', flush=True)\ninput()\ntrainer.fit(")
+    with peer(tmp_path / "second", code) as second, peer(tmp_path / "first", code) as first:
+        first.write("")
+        second.write(first.line().strip())
+        second.line()  # its invite
+        for talk in (first, second):
+            while talk.line() != "here\n":
+                pass
+        for talk in (first, second):
+            talk.write("begin")
+        said = [talk.rest() for talk in (first, second)]
+        assert [talk.wait() for talk in (first, second)] == [0, 0], [talk.errors() for talk in (first, second)]
+    assert [lines[-1] for lines in said] == ["epoch 30\n"] * 2

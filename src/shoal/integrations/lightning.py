@@ -1,0 +1,382 @@
+"""Lightning's Trainer as a peer of a run: `SwarmCallback`, or `SwarmStrategy`, for an ordinary `Trainer` and module.
+
+The Trainer goes on to draw batches, to compute gradients, to validate, log and save. When `fit` begins, the optimizer
+that the module has configured is put into a `shoal.Optimizer`, and so are its schedule and `max_steps`: both count the
+steps of the swarm. What cannot work in a swarm is refused then, with what to write instead.
+
+The callback does all of it. The strategy only brings the callback along: users of the former `HivemindStrategy` look
+for one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoal.errors import ConfigError, ShoalError, StateUnavailable
+from shoal.events import Warned
+from shoal.integrations.metrics import SharedMean
+from shoal.optim import Optimizer
+from shoal.peer import check_run_id
+from shoal.runtime.checks import whole
+from shoal.runtime.dht import DHT
+
+try:
+    from lightning.pytorch import Callback
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+    from lightning.pytorch.utilities.data import extract_batch_size
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+except ImportError as error:
+    raise ImportError(
+        f"shoal.integrations.lightning needs lightning 2 ({error}): pip install 'shoal[lightning]'"
+    ) from error
+
+__all__ = ["SwarmCallback", "SwarmStrategy"]
+
+_TAKEN = {
+    "optimizer": "the optimizer is the one that configure_optimizers returns",
+    "params": "the parameters are those of the optimizer that configure_optimizers returns",
+    "scheduler": "return it from configure_optimizers, with 'interval': 'step'",
+    "model": "it is the module that is given to Trainer.fit",
+    "batch_size_per_step": "each batch counts with its samples; batch_size=lambda batch: ... says how many it has",
+}
+
+_TRIES = {"LearningRateFinder", "BatchSizeFinder", "_LRCallback"}
+"""Callbacks that train on trial; the last one is that of `Tuner.lr_find`."""
+
+
+class SwarmCallback(Callback):  # type: ignore[misc]
+    """Makes an ordinary Lightning `Trainer` a peer of a run: `Trainer(callbacks=[SwarmCallback(...)])`.
+
+    - `Trainer(max_steps=...)` is the number of steps of the swarm: the run ends there (`Optimizer.announce_end`). All
+      peers give the same. Without it the run goes on, and this peer leaves it after `max_epochs` passes of its own.
+    - A schedule that `configure_optimizers` returns must have `"interval": "step"`: it counts steps of the swarm.
+    - Each batch counts with the samples that it has, those that are accumulated too.
+    - `trainer.global_step`, and all that counts it (`val_check_interval`, `every_n_train_steps`, loggers), counts steps
+      of this peer.
+    - `fit` downloads the state of the others before the first batch, also after a checkpoint was loaded (`ckpt_path`).
+      The peer leaves the run when `fit` ends, also by an error or an interrupt.
+    - The random numbers of the training are others on each peer, whatever `seed_everything` says: else all would draw
+      the same samples.
+    - It logs `swarm_epoch`, `swarm_peers`, and `swarm_loss`: the mean of the losses that the peers had in their last
+      epochs, weighted by samples.
+
+    Args:
+        dht: this peer, started.
+        run_id: names the run; all its peers give the same.
+        target_batch_size: samples of the whole swarm in one step.
+        batch_size: says how many samples a batch has; None: the rows of the first tensor in it.
+        options: more arguments of `shoal.Optimizer`, by name, such as `max_grad_norm` or `checkpoint`.
+
+    Attributes:
+        optimizer: the `shoal.Optimizer`, from the beginning of `fit` on; before it None.
+
+    Raises:
+        ConfigError: an argument is wrong; and from `fit`: something of the Trainer or the module cannot work in a
+            swarm, or the run is trained with other settings. It is named.
+    """
+
+    def __init__(
+        self,
+        *,
+        dht: DHT,
+        run_id: str,
+        target_batch_size: int,
+        batch_size: Callable[[Any], int] | None = None,
+        **options: Any,
+    ) -> None:
+        if not isinstance(dht, DHT):
+            raise ConfigError(f"dht must be a shoal.DHT, got {type(dht).__name__}")
+        check_run_id(run_id)
+        if batch_size is not None and not callable(batch_size):
+            raise ConfigError(
+                f"batch_size must be a function, such as lambda batch: len(batch['x']), got {batch_size!r:.80}"
+            )
+        for name in options.keys() & _TAKEN.keys():
+            raise ConfigError(f"{name} is not given here: {_TAKEN[name]}")
+        if options.get("auxiliary"):
+            raise ConfigError("auxiliary=True is not for a Trainer, which has data: make a shoal.Optimizer without one")
+        self._dht, self._run_id, self._options = dht, run_id, options
+        self._target = whole("target_batch_size", target_batch_size)
+        self._batch_size = batch_size
+        self.optimizer: Optimizer | None = None
+        self._module: Any = None
+        self._max_steps: int | None = None
+        self._mean = SharedMean(dht, f"{run_id}_loss")
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._samples = self._batch = self._parts = 0  # since the last step; of this batch; batches since then
+        self._stepped = False  # within this batch, as far as Lightning is concerned: its scaler may skip the step
+        self._loss: Any = 0.0
+        self._losses = 0
+        self._logged: dict[str, float] = {}
+
+    # ---------------------------------------------------------------------------------------------------- begin and end
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuse what cannot work, before anything is made."""
+        if stage == "fit":
+            _check_trainer(trainer)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Put the module's optimizer into one of the swarm. Lightning loads a checkpoint into it afterwards."""
+        inner, schedule = _configured(trainer, pl_module)
+        before, self.optimizer = self.optimizer, None
+        self._begin_anew()
+        self.optimizer = Optimizer(
+            dht=self._dht,
+            run_id=self._run_id,
+            target_batch_size=self._target,
+            optimizer=inner,
+            scheduler=schedule,
+            model=pl_module,
+            **self._options,
+        )
+        if before is not None and pl_module is self._module and not self.optimizer.local_epoch:
+            self.optimizer.load_state_dict(before.state_dict())  # this fit goes on where the last one ended
+        self._module = pl_module
+        self.optimizer.register_step_pre_hook(self._before_step)
+        trainer.strategy.optimizers = [self.optimizer]
+        if trainer.max_steps > 0:
+            self._max_steps = trainer.max_steps
+            trainer.fit_loop.epoch_loop.max_steps = -1  # Lightning's own loop counts steps of this peer
+        _draw_own_numbers(self._dht, trainer.global_step)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Get the state of the others."""
+        swarm = self._swarm()
+        if self._max_steps is not None:
+            swarm.announce_end(self._max_steps)
+        try:
+            swarm.load_state_from_peers()
+        except StateUnavailable as error:  # `step` tries again, and knows when to give up
+            warning = Warned(where="Trainer", message=str(error))
+            swarm.dht.loop_thread.call_soon(lambda: swarm.dht.events.emit(warning))
+        if swarm.finished:
+            trainer.should_stop = True  # the run was over before: not a batch more
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Leave the run: Lightning is about to move the model."""
+        self._leave(trainer)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave the run, after an interrupt too."""
+        self._leave(trainer)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Leave the run, if nothing was trained."""
+        if stage == "fit":
+            self._leave(trainer)
+
+    def _leave(self, trainer: Any) -> None:
+        if self._max_steps is not None:
+            trainer.fit_loop.epoch_loop.max_steps, self._max_steps = self._max_steps, None
+        if self.optimizer is not None:
+            self.optimizer.shutdown()
+
+    def _swarm(self) -> Optimizer:
+        assert self.optimizer is not None
+        return self.optimizer
+
+    # --------------------------------------------------------------------------------------------------------- batches
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Count the samples."""
+        if self._batch_size is not None:
+            self._batch = whole("batch_size(batch)", self._batch_size(batch))
+        else:
+            try:
+                self._batch = extract_batch_size(batch)
+            except MisconfigurationException as error:
+                raise ConfigError(
+                    "the number of samples of a batch is not known, as there is no tensor in it: give the "
+                    "SwarmCallback batch_size=lambda batch: ..."
+                ) from error
+        self._samples, self._parts = self._samples + self._batch, self._parts + 1
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """The last batches of a pass may be fewer than are accumulated, and Lightning divides by that number."""
+        self._stepped, wanted = True, trainer.accumulate_grad_batches
+        if pl_module.automatic_optimization and 0 < self._parts < wanted:
+            for group in self._swarm().param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(wanted / self._parts)
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        samples = self._samples or self._batch  # a module that steps by hand may do so twice in a batch
+        self._samples = 0
+        return args, {"batch_size": samples, **kwargs}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log, and stop with the run."""
+        swarm = self._swarm()
+        if self._stepped:
+            self._samples, self._parts, self._stepped = 0, 0, False
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, torch.Tensor):
+            scale = (
+                trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+            )  # Lightning divides by it
+            self._loss = self._loss + loss.detach().float().mean() * (self._batch * scale)
+            self._losses += self._batch
+        if swarm.local_epoch != self._logged.get("swarm_epoch"):
+            self._logged = {**self._logged, "swarm_epoch": swarm.local_epoch, "swarm_peers": self._peers(swarm)}
+            mean = self._mean.exchange(float(self._loss) / self._losses if self._losses else None, self._losses)
+            self._loss, self._losses = 0.0, 0
+            if mean is not None:
+                self._logged["swarm_loss"] = mean
+        for name, value in self._logged.items():
+            self.log(name, float(value), batch_size=self._batch)
+        if swarm.finished:
+            trainer.should_stop = True
+
+    @staticmethod
+    def _peers(swarm: Optimizer) -> int:
+        try:
+            return len(swarm.status().peers)
+        except ShoalError:  # shut down within the batch
+            return 0
+
+
+class SwarmStrategy(SingleDeviceStrategy):  # type: ignore[misc]
+    """A strategy that makes a `Trainer` a peer of a run: `Trainer(strategy=SwarmStrategy(...))`.
+
+    It is one device, and a `SwarmCallback`, which does everything: see there.
+
+    Args:
+        device: that the model is trained on; None: the first one of the Trainer's accelerator.
+        options: those of `SwarmCallback`.
+
+    Attributes:
+        swarm: the callback. `swarm.optimizer` is the `shoal.Optimizer`.
+
+    Raises:
+        ConfigError: as of `SwarmCallback`.
+    """
+
+    strategy_name = "swarm"
+
+    def __init__(self, *, device: torch.device | str | None = None, **options: Any) -> None:
+        own = {name: options.pop(name, None) for name in ("accelerator", "checkpoint_io", "precision_plugin")}
+        for name in ("dht", "run_id", "target_batch_size"):
+            if name not in options:
+                raise ConfigError(f"{name} is missing: SwarmStrategy(dht=..., run_id=..., target_batch_size=...)")
+        super().__init__(device="cpu" if device is None else device, **own)
+        self._device_given = device is not None
+        self.swarm = SwarmCallback(**options)
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of the model."""
+        if not self._device_given and self.accelerator is not None:
+            kind = {"CUDAAccelerator": "cuda", "MPSAccelerator": "mps"}.get(type(self.accelerator).__name__, "cpu")
+            return torch.device(kind, 0) if kind != "cpu" else torch.device(kind)
+        device: torch.device = self._root_device
+        return device
+
+    def connect(self, model: Any) -> None:
+        """Bring the callback along: first, so that the others find the optimizer of the swarm."""
+        super().connect(model)
+        callbacks = model.trainer.callbacks
+        if self.swarm not in callbacks:
+            callbacks.insert(0, self.swarm)
+
+
+# ------------------------------------------------------------------------------------------------- trainer and module
+
+
+def _check_trainer(trainer: Any) -> None:
+    """Raise `ConfigError` for what of a Trainer cannot work in a swarm."""
+    swarms = [each for each in trainer.callbacks if isinstance(each, SwarmCallback)]
+    several = not isinstance(trainer.strategy, SingleDeviceStrategy)
+    steps = trainer.max_steps > 0
+    tries = [type(each).__name__ for each in trainer.callbacks if type(each).__name__ in _TRIES]
+    refused = {
+        f"gradient_clip_val={trainer.gradient_clip_val}": (
+            bool(trainer.gradient_clip_val),
+            "it would clip each batch: leave it out, and give the SwarmCallback max_grad_norm=..., as on all peers",
+        ),
+        f"strategy={type(trainer.strategy).__name__}": (
+            several,
+            "a peer has one device: give devices=1, and start a process for each (CUDA_VISIBLE_DEVICES=0, =1, ...)",
+        ),
+        f"fast_dev_run={trainer.fast_dev_run}": (
+            bool(trainer.fast_dev_run),
+            "it would end the run for all peers after its few steps: try the module without the swarm",
+        ),
+        f"min_steps={trainer.min_steps}": (
+            steps and bool(trainer.min_steps),
+            "the run ends at max_steps of the swarm, and then no peer goes on: leave it out",
+        ),
+        f"min_epochs={trainer.min_epochs}": (
+            steps and bool(trainer.min_epochs),
+            "the run ends at max_steps of the swarm, and then no peer goes on: leave it out",
+        ),
+        f"callbacks with {' and '.join(tries)}": (
+            bool(tries),
+            "its trials would be steps of the run: use it without the swarm before, and leave it out here",
+        ),
+        f"callbacks with {len(swarms)} SwarmCallbacks": (
+            len(swarms) > 1,
+            "a Trainer is one peer of one run: give it one, and none with a SwarmStrategy, which has its own",
+        ),
+    }
+    for name, (applies, advice) in refused.items():
+        if applies:
+            raise ConfigError(f"{name} of the Trainer does not work in a swarm: {advice}")
+
+
+def _configured(trainer: Any, module: Any) -> tuple[torch.optim.Optimizer, Any]:
+    """The optimizer and the schedule that `configure_optimizers` has returned; or raises `ConfigError`."""
+    optimizers, schedules = trainer.strategy.optimizers, trainer.strategy.lr_scheduler_configs
+    where = "configure_optimizers of the module returned"
+    if len(optimizers) != 1:
+        raise ConfigError(
+            f"{where} {len(optimizers)} optimizers, and a run trains with one: return one optimizer, with a parameter "
+            "group for each part. Or leave the SwarmCallback out, and return a shoal.Optimizer for each part, with a "
+            "run_id of its own"
+        )
+    (inner,) = optimizers
+    if isinstance(inner, Optimizer):
+        raise ConfigError(
+            f"{where} a shoal.Optimizer, which the SwarmCallback is about to make: return the torch optimizer that it "
+            "was made with, or leave the SwarmCallback out"
+        )
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise ConfigError(f"{where} no torch optimizer (a {type(inner).__name__}): there is nothing to train")
+    if len(schedules) > 1:
+        raise ConfigError(
+            f"{where} {len(schedules)} schedules for one optimizer: join them in a ChainedScheduler of torch"
+        )
+    if not schedules:
+        return inner, None
+    (config,) = schedules
+    kind = type(config.scheduler).__name__
+    if module.automatic_optimization and not config.reduce_on_plateau:
+        if config.interval != "step":
+            raise ConfigError(
+                f"{where} a {kind} with 'interval': {config.interval!r} (Lightning's default is 'epoch'), which counts "
+                "passes over the data of this peer: return {'scheduler': ..., 'interval': 'step'}. In a swarm it then "
+                "counts the steps of the swarm, of target_batch_size samples"
+            )
+        if config.frequency != 1:
+            raise ConfigError(
+                f"{where} a {kind} with 'frequency': {config.frequency}: let the schedule itself change every "
+                f"{config.frequency} steps of the swarm, and leave 'frequency' out"
+            )
+    return inner, config.scheduler
+
+
+def _draw_own_numbers(dht: DHT, step: int) -> None:
+    seed = hashlib.sha256(dht.peer_id.to_bytes() + f"{torch.initial_seed()} {step}".encode()).digest()
+    number = int.from_bytes(seed[:4], "big")
+    random.seed(number)
+    np.random.seed(number)  # noqa: NPY002 (the generator that the user's code draws from)
+    torch.manual_seed(number)

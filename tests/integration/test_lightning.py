@@ -1,0 +1,352 @@
+"""Lightning's Trainer as a peer: `SwarmCallback` and `SwarmStrategy`, with the real library."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from shoal.data import PeerSampler
+from shoal.errors import ConfigError
+from shoal.events import Event, Warned
+from tests.integration.workers import Talk
+
+lightning = pytest.importorskip("lightning")
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint  # noqa: E402
+
+from shoal.integrations.lightning import SwarmCallback, SwarmStrategy  # noqa: E402
+from tests.integration.lightning_peer import BATCH, Module, held  # noqa: E402
+
+# Its advice (more workers, a progress bar) and its use of what torch deprecates are not ours to mend.
+pytestmark = [pytest.mark.filterwarnings("ignore::Warning:lightning"), pytest.mark.filterwarnings("ignore:.*treespec")]
+
+
+@pytest.fixture
+def dht() -> Iterator[shoal.DHT]:
+    """A peer."""
+    with shoal.DHT(start=True) as started:
+        yield started
+
+
+def warnings_of(dht: shoal.DHT) -> list[str]:
+    """The warnings of this peer, as they come."""
+    warned: list[str] = []
+
+    def hear(event: Event) -> None:
+        if isinstance(event, Warned):
+            warned.append(event.message)
+
+    dht.events.subscribe(hear)
+    return warned
+
+
+def trainer_of(folder: Path, *callbacks: Any, **options: Any) -> Any:
+    """A Trainer that says little."""
+    callbacks = (*callbacks, *options.pop("callbacks", []))
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    return lightning.Trainer(**{**quiet, "default_root_dir": folder, "callbacks": [*callbacks], **options})
+
+
+@pytest.mark.parametrize(
+    ("samples", "options", "by_hand"),
+    [
+        (45, {}, False),  # the last batch has 5 samples
+        (40, {"accumulate_grad_batches": 2}, False),  # the last batch stands alone
+        (40, {"accumulate_grad_batches": 4}, False),
+        (45, {}, True),
+    ],
+)
+def test_equals_plain_training(
+    dht: shoal.DHT, tmp_path: Path, samples: int, options: dict[str, Any], by_hand: bool
+) -> None:
+    """A pass of batches is one step of the swarm, on the mean over its samples; validation does not count."""
+    swarm, warned = SwarmCallback(dht=dht, run_id="run", target_batch_size=samples), warnings_of(dht)
+    module, plain = (Module(samples, by_hand=by_hand, schedule={"interval": "step"}) for _ in range(2))
+    trainer = trainer_of(tmp_path, swarm, max_steps=4, enable_checkpointing=False, **options)
+    trainer.fit(module)
+    assert swarm.optimizer is not None
+    assert swarm.optimizer.local_epoch == 4
+    assert not swarm.optimizer.is_alive()
+    assert trainer.max_steps == 4
+    assert warned == []
+    made = plain.configure_optimizers()
+    optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
+    (inputs,) = plain.dataset()[:]
+    for _ in range(4):
+        loss = (plain.layer(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+    assert swarm.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / 5)
+
+
+def test_two_trainers_are_peers() -> None:
+    """With strategy and with callback: the same bits at each epoch, one end, other samples in spite of one seed."""
+    command = [sys.executable, "-m", "tests.integration.lightning_peer"]
+    with Talk([*command, "callback", "30"]) as first, Talk([*command, "strategy", "30"]) as second:
+        first.write("")
+        second.write(json.loads(first.line())[1])
+        second.line()
+        for talk in (first, second):
+            talk.write("begin")
+        said = [[json.loads(line) for line in talk.rest() if line.startswith("[")] for talk in (first, second)]
+        assert [talk.wait() for talk in (first, second)] == [0, 0], [talk.errors() for talk in (first, second)]
+    values = [dict(each) for each in said]
+    assert values[0]["end"] == values[1]["end"]
+    assert values[0]["end"][0] == 30
+    epochs = [{value[0]: value[1:] for kind, value in each if kind == "epoch"} for each in said]
+    together = [epoch for epoch in epochs[0].keys() & epochs[1].keys() if epochs[0][epoch][1] == 2]
+    assert len(together) > 10
+    assert [epoch for epoch in together if epochs[0][epoch] != epochs[1][epoch]] == []
+    assert values[0]["seen"] != values[1]["seen"]
+    for each in values:
+        assert each["metrics"].keys() >= {"swarm_epoch", "swarm_peers", "swarm_loss"}
+    assert 2.0 in (each["metrics"]["swarm_peers"] for each in values)
+
+
+@pytest.mark.long
+def test_an_interrupted_trainer_leaves(tmp_path: Path) -> None:
+    """Ctrl+C: the process ends with 1, as with any Trainer, and has left the run."""
+    command = [sys.executable, "-m", "tests.integration.lightning_peer", "callback", "1000000"]
+    with Talk(command) as talk:
+        talk.write("")
+        talk.line()
+        talk.write("begin")
+        while json.loads(talk.line())[0] != "epoch":
+            pass
+        talk.signal(signal.SIGINT)
+        assert any(line.startswith('["end"') for line in talk.rest())
+        assert talk.wait() == 1
+        assert "Traceback" not in talk.errors()
+
+
+def test_checkpoints_of_lightning(dht: shoal.DHT, tmp_path: Path) -> None:
+    """A Trainer goes on from its checkpoint: the state keeps its name, and the schedule its place."""
+    settings: dict[str, Any] = {"dht": dht, "run_id": "run", "target_batch_size": 16}
+    swarm = SwarmCallback(**settings)
+    saving = ModelCheckpoint(tmp_path, save_last=True)
+    module = Module(schedule={"interval": "step"})
+    trainer_of(tmp_path, swarm, saving, max_steps=5).fit(module)
+    assert swarm.optimizer is not None
+    name, bits = swarm.optimizer.collaboration.state, held(module, swarm.optimizer)
+
+    class Look(lightning.Callback):  # type: ignore[misc,name-defined]
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self.name, self.bits = trainer.optimizers[0].collaboration.state, held(pl_module, trainer.optimizers[0])
+
+    look = Look()
+    strategy = SwarmStrategy(**settings)
+    other = Module(schedule={"interval": "step"})
+    trainer = trainer_of(tmp_path, look, strategy=strategy, max_steps=7, enable_checkpointing=False)
+    trainer.fit(other, ckpt_path=str(tmp_path / "last.ckpt"))
+    assert (look.name, look.bits) == (name, bits)
+    assert strategy.swarm.optimizer is not None
+    assert strategy.swarm.optimizer.local_epoch == 7
+    assert strategy.swarm.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / 8)
+
+
+def test_fit_twice_goes_on(dht: shoal.DHT, tmp_path: Path) -> None:
+    """A second `fit` of the module goes on where the first one ended: with its end reached not a batch is drawn."""
+    swarm = SwarmCallback(dht=dht, run_id="run", target_batch_size=16)
+    module = Module()
+    trainer = trainer_of(tmp_path, swarm, max_steps=3, enable_checkpointing=False)
+    trainer.fit(module)
+    bits, batches = [each.detach().clone() for each in module.parameters()], len(module.seen)
+    trainer.fit(module)
+    assert len(module.seen) == batches
+    assert all(torch.equal(*both) for both in zip(bits, module.parameters(), strict=True))
+    trainer_of(tmp_path, swarm, max_steps=5, enable_checkpointing=False).fit(module)
+    assert swarm.optimizer is not None
+    assert swarm.optimizer.local_epoch == 5
+    assert {float(each["step"]) for each in swarm.optimizer.state.values()} == {5.0}
+
+
+def test_an_error_in_a_batch_leaves_the_run(dht: shoal.DHT, tmp_path: Path) -> None:
+    """The error of the module comes out of `fit`; the peer has left, and the next `fit` works."""
+
+    class Fails(Module):
+        fails = True
+
+        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+            if self.fails and batch_idx == 3:
+                raise RuntimeError("no such thing")
+            return super().training_step(batch, batch_idx)
+
+    module, swarm = Fails(), SwarmCallback(dht=dht, run_id="run", target_batch_size=45)
+    trainer = trainer_of(tmp_path, swarm, max_steps=2, enable_checkpointing=False)
+    with pytest.raises(RuntimeError, match="no such thing"):
+        trainer.fit(module)
+    assert swarm.optimizer is not None
+    assert not swarm.optimizer.is_alive()
+    assert trainer.max_steps == 2
+    module.fails = False
+    trainer_of(tmp_path, swarm, max_steps=2, enable_checkpointing=False).fit(module)
+    assert swarm.optimizer.local_epoch == 2
+
+
+def test_without_max_steps_a_peer_leaves_after_its_passes(dht: shoal.DHT, tmp_path: Path) -> None:
+    """`max_epochs` counts passes of this peer, and ends no run. `batch_size` says how large a batch is."""
+    swarm = SwarmCallback(dht=dht, run_id="run", target_batch_size=45, batch_size=lambda batch: len(batch[0]))
+    trainer_of(tmp_path, swarm, max_epochs=2, enable_checkpointing=False).fit(Module())
+    assert swarm.optimizer is not None
+    assert swarm.optimizer.local_epoch == 2
+    assert not swarm.optimizer.finished
+
+
+def test_a_peer_sampler_deals_the_samples(dht: shoal.DHT, tmp_path: Path) -> None:
+    """`train_dataloader` finds the swarm's optimizer in the Trainer."""
+
+    class Dealt(Module):
+        def train_dataloader(self) -> torch.utils.data.DataLoader[Any]:
+            dataset = self.dataset()
+            sampler = PeerSampler(dataset, self.trainer.optimizers[0])  # type: ignore[arg-type]
+            return torch.utils.data.DataLoader(dataset, batch_size=BATCH, sampler=sampler)
+
+    module, swarm = Dealt(48), SwarmCallback(dht=dht, run_id="run", target_batch_size=16)
+    trainer_of(tmp_path, swarm, max_steps=6, enable_checkpointing=False).fit(module)
+    assert len(module.seen) >= 12
+
+
+class TwoOptimizers(Module):
+    """A module with two optimizers, as for a GAN."""
+
+    def __init__(self, *, wrapped: dict[str, Any] | None = None) -> None:
+        super().__init__(by_hand=True)
+        self.wrapped = wrapped
+
+    def configure_optimizers(self) -> Any:
+        parts = [self.layer.weight], [self.layer.bias]
+        made = [torch.optim.AdamW(part, lr=1e-2) for part in parts]
+        if self.wrapped is None:
+            return made
+        return [
+            shoal.Optimizer(run_id=f"part {index}", optimizer=each, **self.wrapped) for index, each in enumerate(made)
+        ]
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = (self.layer(batch[0]) - batch[0].sum(1, keepdim=True)).square().mean()
+        self.manual_backward(loss)
+        for each in self.optimizers():
+            each.step()
+            each.zero_grad()
+        return loss
+
+
+def test_two_optimizers_are_two_runs_without_the_callback(dht: shoal.DHT, tmp_path: Path) -> None:
+    """The advice for two optimizers works: a module returns a `shoal.Optimizer` for each."""
+    module = TwoOptimizers(wrapped={"dht": dht, "target_batch_size": 16, "batch_size_per_step": 8})
+    trainer = trainer_of(tmp_path, max_epochs=1, enable_checkpointing=False)
+    trainer.fit(module)
+    assert [each.local_epoch for each in trainer.optimizers] == [3, 3]
+
+
+class WithoutTensors(Module):
+    """A module whose batches have no tensor."""
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader([{"text": "a"}] * 8, batch_size=2)  # type: ignore[arg-type]
+
+
+class Wrapped(Module):
+    """A module that has made the swarm's optimizer itself."""
+
+    def configure_optimizers(self) -> Any:
+        dht = shoal.DHT(start=True)
+        self.made = shoal.Optimizer(
+            dht=dht, run_id="own", target_batch_size=8, optimizer=torch.optim.SGD(self.parameters(), lr=0.1)
+        )
+        return self.made
+
+
+REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "clipping": ({"gradient_clip_val": 1.0}, Module, "give the SwarmCallback max_grad_norm="),
+    "devices": ({"devices": 2, "strategy": "ddp"}, Module, "strategy=DDPStrategy of the Trainer .* give devices=1"),
+    "fast_dev_run": ({"fast_dev_run": True}, Module, "would end the run for all peers"),
+    "min_steps": ({"min_steps": 3}, Module, "min_steps=3"),
+    "min_epochs": ({"min_epochs": 3}, Module, "min_epochs=3"),
+    "trials": ({"callbacks": [LearningRateFinder()]}, Module, "LearningRateFinder of the Trainer does not work"),
+    "two": ({}, TwoOptimizers, "returned 2 optimizers, and a run trains with one"),
+    "passes": ({}, lambda: Module(schedule={}), r"\{'scheduler': ..., 'interval': 'step'\}"),
+    "frequency": ({}, lambda: Module(schedule={"interval": "step", "frequency": 2}), "'frequency': 2"),
+    "wrapped": ({}, Wrapped, "returned a shoal.Optimizer"),
+    "no tensors": ({"limit_val_batches": 0}, WithoutTensors, "batch_size=lambda batch"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused(dht: shoal.DHT, tmp_path: Path, case: str) -> None:
+    """`fit` says what to write instead, and leaves nothing behind."""
+    options, module, text = REFUSED[case]
+    made = module()
+    swarm = SwarmCallback(dht=dht, run_id="run", target_batch_size=16)
+    trainer = trainer_of(tmp_path, swarm, **{"max_steps": 3, "enable_checkpointing": False, **options})
+    if case == "devices":  # where it would start processes
+        with pytest.raises(ConfigError, match=text):
+            swarm.setup(trainer, made, "fit")
+        return
+    with pytest.raises(ConfigError, match=text):
+        trainer.fit(made)
+    assert swarm.optimizer is None or not swarm.optimizer.is_alive()
+    if case == "wrapped":
+        made.made.shutdown()
+        made.made.dht.shutdown()
+    trainer_of(tmp_path, swarm, max_steps=1, enable_checkpointing=False).fit(Module())
+
+
+def test_a_schedule_of_measurements_is_refused(dht: shoal.DHT, tmp_path: Path) -> None:
+    """`ReduceLROnPlateau`, as `shoal.Optimizer` refuses it."""
+
+    class Plateau(Module):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            made = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": made, "monitor": "loss"}}
+
+    swarm = SwarmCallback(dht=dht, run_id="run", target_batch_size=16)
+    with pytest.raises(ConfigError, match="ReduceLROnPlateau"):
+        trainer_of(tmp_path, swarm, max_steps=1, enable_checkpointing=False).fit(Plateau())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"dht": None}, "dht must be a shoal.DHT"),
+        ({"run_id": ""}, "run_id"),
+        ({"target_batch_size": 0}, "target_batch_size must be"),
+        ({"batch_size": 8}, "batch_size must be a function"),
+        ({"batch_size_per_step": 8}, "batch_size_per_step is not given here"),
+        ({"scheduler": object()}, "'interval': 'step'"),
+        ({"auxiliary": True}, "auxiliary=True is not for a Trainer"),
+    ],
+)
+@pytest.mark.parametrize("kind", [SwarmCallback, SwarmStrategy])
+def test_a_wrong_argument_is_refused(dht: shoal.DHT, kind: Any, wrong: dict[str, Any], text: str) -> None:
+    """When it is made."""
+    with pytest.raises(ConfigError, match=text):
+        kind(**{"dht": dht, "run_id": "run", "target_batch_size": 16, **wrong})
+
+
+def test_a_missing_argument_is_named() -> None:
+    """By the strategy, which hands its arguments on."""
+    with pytest.raises(ConfigError, match="dht is missing"):
+        SwarmStrategy(run_id="run")
+
+
+def test_a_strategy_and_a_callback_are_one_too_many(dht: shoal.DHT, tmp_path: Path) -> None:
+    """Two peers in one Trainer are refused."""
+    settings: dict[str, Any] = {"dht": dht, "run_id": "run", "target_batch_size": 16}
+    trainer = trainer_of(
+        tmp_path, SwarmCallback(**settings), strategy=SwarmStrategy(**settings), max_steps=1, enable_checkpointing=False
+    )
+    with pytest.raises(ConfigError, match="2 SwarmCallbacks"):
+        trainer.fit(Module())

@@ -239,8 +239,9 @@ def leave_on_sigterm(*dhts: DHT, grace_s: float = 30.0, exit_code: int | None = 
             while not leaving.requested:
                 train(...)
 
-    The lines behind the block do not run then: put code that saves the model into a `finally:` around the loop, or give
-    `exit_code=None`, with which the loop above ends by itself and the program goes on behind it.
+    The lines behind the block do not run then: put code that saves the model into a `finally:` around the block (the
+    program may be ended at any moment within it), or give `exit_code=None`, with which the loop above ends by itself
+    and the program goes on behind it.
 
     Args:
         dhts: the peers that leave; each is shut down.

@@ -21,7 +21,7 @@ from torch.autograd.graph import increment_version
 
 from shoal.errors import LocalError
 from shoal.zero.collectives import Collectives, Run
-from shoal.zero.parameters import Order, Piece, Roster, flat, hooks_of, named_parameters, order_of, shaped, wide_dtype
+from shoal.zero.parameters import Order, Piece, Roster, hooks_of, named_parameters, order_of, shaped, wide_dtype
 from shoal.zero.reduction import Reduction
 from shoal.zero.tiles import Plan, Tile, assign, buckets_of, cut, tile_numel
 
@@ -69,25 +69,17 @@ class FlatEngine:
         frozen = {name: each for name, each in named_parameters(model) if name in wide.keys() - parameters.keys()}
         tiles = cut({name: each.numel() for name, each in frozen.items()}, size)
         plan = assign([tiles], collectives.ranks)
-        kept = {
-            tile: flat(wide[tile.name], order_of(frozen[tile.name]))[tile.start : tile.stop].clone()
-            for tile in plan.owned(rank)
-        }
+        kept = {tile: tile.of(wide[tile.name], frozen[tile.name]).clone() for tile in plan.owned(rank)}
         self._frozen = Copies(frozen, plan, kept, collectives)
         self.reduction = Reduction(parameters, self._buckets, self.own, stage, collectives)
         self._hooks = {name: hooks_of(each) for name, each in parameters.items()}
         _engines[model] = self
 
     def _own(self, tile: Tile, wide: Mapping[str, torch.Tensor]) -> torch.nn.Parameter:
-        values = self._values(tile)
-        if tile.name in wide:
-            wanted = flat(wide[tile.name], order_of(self._parameters[tile.name]))
-            values = wanted[tile.start : tile.stop].clone()
-        return torch.nn.Parameter(values.to(wide_dtype(values.dtype)))
-
-    def _values(self, tile: Tile) -> torch.Tensor:
         parameter = self._parameters[tile.name]
-        return flat(parameter.detach(), order_of(parameter))[tile.start : tile.stop]
+        given = wide.get(tile.name)
+        values = tile.of(parameter.detach(), parameter) if given is None else tile.of(given, parameter).clone()
+        return torch.nn.Parameter(values.to(wide_dtype(values.dtype)))
 
     def hand_over(self, absent: Sequence[bool]) -> None:
         """The optimizer finds values and gradients where they are; no gradient where no rank had any.
@@ -172,7 +164,7 @@ class Copies:
 
     def _narrow(self, tile: Tile) -> torch.Tensor:
         parameter = self._parameters[tile.name]
-        return flat(parameter.detach(), order_of(parameter))[tile.start : tile.stop]
+        return tile.of(parameter.detach(), parameter)
 
     def adopt(self) -> None:
         """Take over values that were written into parameters, equally on all ranks."""
@@ -213,5 +205,5 @@ class Copies:
         self._parameters[name].detach().copy_(values)
         for tile in self._plan.of(name):
             if tile in self.own:
-                self.own[tile].copy_(flat(values, order_of(self._parameters[name]))[tile.start : tile.stop])
+                self.own[tile].copy_(tile.of(values, self._parameters[name]))
         return True

@@ -19,7 +19,7 @@ from shoal.zero.flat import FlatEngine
 from shoal.zero.fsdp import FsdpEngine, is_sharded, partition
 from shoal.zero.fsdp import units as find_units
 from shoal.zero.optimizer import Carrier, ShardedOptimizer, described
-from shoal.zero.parameters import flat, named_parameters, order_of
+from shoal.zero.parameters import named_parameters
 from shoal.zero.plain import overwrite
 from shoal.zero.probe import why_not_cut, why_not_sharded
 from shoal.zero.tiles import Tile
@@ -292,4 +292,4 @@ def _share(parameter: torch.nn.Parameter, tile: Tile, value: torch.Tensor) -> to
     """A tile's share of a statistic."""
     if value.shape != parameter.shape:
         return value.clone()
-    return flat(value, order_of(parameter))[tile.start : tile.stop].clone()
+    return tile.of(value, parameter).clone()

@@ -49,6 +49,10 @@ class Tile(NamedTuple):
         """The number of values."""
         return self.stop - self.start
 
+    def of(self, values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        """Its values in a tensor that has the shape of its parameter."""
+        return flatten(values, order_of(parameter))[self.start : self.stop]
+
     def __str__(self) -> str:
         return f"{self.name}[{self.start}:{self.stop}]"
 

@@ -292,7 +292,8 @@ class Contributions:
 
     def own(self, part: int, attempt: int, now: float) -> list[Finish]:
         """Start to collect contributions for a part. Older attempts of it are forgotten."""
-        self._waiting = {work: senders for work, senders in self._waiting.items() if work[0] != part}
+        for older in range(attempt):
+            self._waiting.pop((part, older), None)
         work = (part, attempt)
         self._waiting[work] = self.senders - self.excluded
         self.contributors[work] = set()

@@ -1,4 +1,4 @@
-"""hivemind's own test of its `Optimizer`, in its eight modes, and its quickstart: its programs with other imports."""
+"""hivemind's own tests of its optimizer, in all their modes, and its quickstart, with other imports."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 import shoal
+from tests.integration.workers import LONG_S, until
 
 MODES = {
     "synchronous": {},
@@ -175,3 +176,135 @@ def test_the_quickstart_trains() -> None:
             assert torch.equal(mine, theirs)
         for each in losses.values():
             assert sum(each[-20:]) < 0.6 * sum(each[:20])
+
+
+@pytest.mark.parametrize(
+    ("offload_optimizer", "reuse_tensors", "sync_epoch_when_averaging"),
+    [(False, False, False), (True, True, False), (True, False, False), (False, True, True), (True, False, True)],
+)
+def test_state_averager(*, offload_optimizer: bool, reuse_tensors: bool, sync_epoch_when_averaging: bool) -> None:
+    """Two peers train towards opposite targets, average once in the middle, and at the end."""
+    with shoal.DHT(start=True) as one, shoal.DHT(initial_peers=one.get_visible_maddrs(), start=True) as two:
+        torch.manual_seed(1337)
+        models = [torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)]
+        extras = [(torch.randn(2, 2), -torch.rand(1)), (-torch.randn(2, 2), torch.rand(1))]
+        averagers = [
+            shoal.TrainingStateAverager(
+                dht=dht,
+                params=model.parameters(),
+                extra_tensors=extra,
+                start=True,
+                optimizer=partial(torch.optim.Adam, lr=0.1, betas=(0.9, 0.9)),
+                scheduler=partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda t: 1.0 / max(1, t)),
+                sync_epoch_when_averaging=sync_epoch_when_averaging,
+                average_opt_statistics=("exp_avg_sq",),
+                offload_optimizer=offload_optimizer,
+                reuse_tensors=reuse_tensors,
+                target_group_size=2,
+                prefix="my_exp",
+            )
+            for dht, model, extra in zip((one, two), models, extras, strict=True)
+        ]
+        x = torch.ones(2)
+        for step in range(20):
+            for sign, model, averager in zip((1, -1), models, averagers, strict=True):
+                functional.mse_loss(model(x), sign * torch.ones(3)).mul(2).backward()  # type: ignore[no-untyped-call]
+                averager.step(
+                    optimizer_step=True,
+                    zero_grad=True,
+                    set_to_none=False,
+                    averaging_round=(step == 10),
+                    delay_averaging=sign == 1,
+                )
+        for model in models:
+            assert model.weight.grad is not None
+            assert not model.weight.grad.any()
+        # A step or two count for nothing: those that the first one takes before it sets its parameters to the average.
+        assert models[0](x).mean() > models[1](x).mean() + 0.5
+        for mine, theirs in zip(*extras, strict=True):
+            torch.testing.assert_close(mine, theirs)
+        statistics = [each.optimizer.state_dict()["state"][0]["exp_avg_sq"].clone() for each in averagers]
+        assert not torch.allclose(*statistics)
+        averagers[0].step(increment_epoch=True)
+        for averager in averagers:
+            averager.step(increment_epoch=True, averaging_round=True, delay_averaging=True)
+        for averager in averagers:
+            averager.step(wait_for_delayed_updates=True)
+        torch.testing.assert_close(models[0](x), models[1](x))
+        for averager in averagers:
+            found = averager.optimizer.state_dict()["state"][0]["exp_avg_sq"]
+            torch.testing.assert_close(found, sum(statistics) / 2)
+        assert averagers[0].local_epoch == 2
+        assert averagers[1].local_epoch == (2 if sync_epoch_when_averaging else 1)
+
+
+def test_load_state_from_peers() -> None:
+    """Epoch, parameters and rate of a peer that others may download from."""
+    common: dict[str, Any] = {
+        "optimizer": partial(torch.optim.SGD, lr=0.1),
+        "scheduler": partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda t: 1.0 / max(1, t)),
+        "target_group_size": 2,
+        "prefix": "my_exp",
+        "start": True,
+    }
+    with shoal.DHT(start=True) as one, shoal.DHT(initial_peers=one.get_visible_maddrs(), start=True) as two:
+        first, second = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
+        mine = shoal.TrainingStateAverager(dht=one, params=first.parameters(), allow_state_sharing=False, **common)
+        theirs = shoal.TrainingStateAverager(dht=two, params=second.parameters(), **common)
+        theirs.local_epoch = 1337
+        second.weight.data[...] = 42
+        until(lambda: mine.load_state_from_peers(timeout=LONG_S))
+        assert mine.local_epoch == 1337
+        assert bool((first.weight == 42).all())
+        assert mine.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 1337)
+
+
+def test_grad_averager() -> None:
+    """Batches of 2 and 3 samples; one of the peers leaves its gradients where torch has added them up.
+
+    That of PowerSGD has the whole gradient after the first steps only: `test_power_sgd` has its numbers.
+    """
+    shape = (5, 5)
+    with shoal.DHT(start=True) as one, shoal.DHT(initial_peers=one.get_visible_maddrs(), start=True) as two:
+        weights = [torch.nn.Parameter(torch.zeros(shape)), torch.nn.Parameter(torch.zeros(shape))]
+        averagers = [
+            shoal.GradientAverager(
+                [weight], dht=dht, prefix="test", target_group_size=2, reuse_grad_buffers=reuse, start=True
+            )
+            for weight, dht, reuse in zip(weights, (one, two), (False, True), strict=True)
+        ]
+        controls = [averager.schedule_step(shoal.get_dht_time() + 2) for averager in averagers]
+        for i in range(10):
+            which = 0 if i % 3 == 0 else 1
+            loss = functional.mse_loss(weights[which], (1 - 2 * which) * torch.ones(shape))
+            loss.backward()  # type: ignore[no-untyped-call]
+            averagers[which].accumulate_grads_(batch_size=2 + which)
+            if which == 0:
+                weights[0].grad = None
+        samples, times = (8, 18), (4, 6)
+        assert [each.local_samples_accumulated for each in averagers] == list(samples)
+        assert [each.local_times_accumulated for each in averagers] == list(times)
+        for averager, control in zip(averagers, controls, strict=True):
+            averager.step(control=control, wait=False)
+        for control in controls:
+            control.result()
+        expected = torch.full(shape, (8 * -2 / 25 + 18 * 2 / 25) / 26)
+        for weight, averager in zip(weights, averagers, strict=True):
+            with averager.use_averaged_gradients():
+                torch.testing.assert_close(weight.grad, expected)
+            assert weight.grad is None or not torch.allclose(weight.grad, expected)
+
+
+@pytest.mark.parametrize("factory", [shoal.GradientAverager, partial(shoal.PowerSGDGradientAverager, averager_rank=1)])
+def test_grad_averager_wrong_shape(factory: Any) -> None:
+    """A `ValueError` when it is made."""
+    with shoal.DHT(start=True) as dht, pytest.raises(ValueError, match="averaged_grads"):
+        factory(
+            [torch.nn.Parameter(torch.zeros(5, 5))],
+            dht=dht,
+            prefix="test_fail",
+            target_group_size=2,
+            reuse_grad_buffers=False,
+            start=True,
+            averaged_grads=[torch.zeros(5, 5, 1)],
+        )

@@ -118,12 +118,12 @@ def test_a_newcomer_takes_over_the_epoch() -> None:
 def test_what_cannot_be_done_is_named() -> None:
     """With what to do instead."""
     with shoal.DHT(start=True) as dht:
-        for name in ("offload_optimizer", "reuse_tensors", "custom_gradients"):
-            with pytest.raises(ConfigError, match=f"{name}=True has no counterpart"):
-                Peer(dht, 0, **{name: True})
+        with pytest.raises(ConfigError, match="custom_gradients=True has no counterpart"):
+            Peer(dht, 0, custom_gradients=True)
+        with pytest.raises(ConfigError, match="offload_optimizer must be True or False, got 'no'"):
+            Peer(dht, 0, offload_optimizer="no")
         one = Peer(dht, 0, offload_optimizer=False, reuse_tensors=None, performance_ema_alpha=0.1)
-        with pytest.raises(ConfigError, match=r"delay_optimizer_step=True has no counterpart .*delay_averaging"):
-            one.averager.step(delay_optimizer_step=True)
+        one.averager.step(delay_optimizer_step=True)
         with pytest.raises(ConfigError, match="averaging_opts and averaging_control need averaging_round=True"):
             one.averager.step(averaging_opts={"weight": 1})
         with pytest.raises(TypeError, match="unexpected keyword argument 'average'"):

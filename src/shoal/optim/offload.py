@@ -39,6 +39,24 @@ class Offload:
         finally:
             self.back()
 
+    @contextmanager
+    def with_gradients(self) -> Iterator[None]:
+        """As `on_host`; `.grad` is on the CPU in the block, too, and as it was after it."""
+        own = [each.grad for each in self._parameters]
+        try:
+            self._set_gradients([None] * len(own))  # torch keeps a gradient where its parameter is
+            self.lend()
+            self._set_gradients([None if each is None else each.to("cpu") for each in own])
+            yield
+        finally:
+            self._set_gradients([None] * len(own))
+            self.back()
+            self._set_gradients(own)
+
+    def _set_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+
     def lend(self) -> None:
         """Move the parameters to the CPU. Their `.grad` is the caller's: the optimizer needs one there, too."""
         self.back()  # if an interrupt kept it from being done

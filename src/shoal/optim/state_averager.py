@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,11 +12,12 @@ import torch
 
 from shoal.errors import ConfigError, LocalError, RoundFailed
 from shoal.events import Warned
-from shoal.optim.inner import make_optimizer, make_scheduler
+from shoal.optim.inner import make_offloaded, make_optimizer, make_scheduler
+from shoal.optim.offload import Offload
 from shoal.optim.schedule import tell_rates
 from shoal.optim.training_averager import TrainingAverager
 from shoal.runtime.averager import DecentralizedAverager
-from shoal.runtime.checks import flag
+from shoal.runtime.checks import flag, whole
 from shoal.runtime.control import StepControl
 from shoal.runtime.dht import DHT
 from shoal.runtime.hivemind import StateAveragerOptions, check_state_averager_options
@@ -48,6 +50,8 @@ class TrainingStateAverager(TrainingAverager):
         parameter_names: as for `TrainingAverager`.
         average_opt_statistics: as for `TrainingAverager`.
         extra_tensors: as for `TrainingAverager`.
+        offload_optimizer: keep the optimizer's statistics and what is averaged on the CPU, and step there; it needs
+            `params` and a function as `optimizer`.
         options: of `DecentralizedAverager`, and those of hivemind that change nothing here.
 
     Attributes:
@@ -72,28 +76,44 @@ class TrainingStateAverager(TrainingAverager):
         parameter_names: Sequence[str | int] | None = None,
         average_opt_statistics: Sequence[str] = (),
         extra_tensors: Sequence[torch.Tensor] = (),
+        offload_optimizer: bool = False,
         **options: Any,
     ) -> None:
         check_state_averager_options(_taken_out(options))
-        self.optimizer = make_optimizer(params, optimizer)
-        self.scheduler, self.local_epoch, self._scheduled = make_scheduler(self.optimizer, scheduler), 0, 0
+        self._offload: Offload | None = None
+        if flag("offload_optimizer", offload_optimizer):
+            self.optimizer, self._offload = make_offloaded(params, optimizer)
+        else:
+            self.optimizer = make_optimizer(params, optimizer)
+        self.scheduler, self._epoch, self._scheduled = make_scheduler(self.optimizer, scheduler), 0, 0
         self.delta_rule_averaging = flag("delta_rule_averaging", delta_rule_averaging)
         self.sync_epoch_when_averaging = flag("sync_epoch_when_averaging", sync_epoch_when_averaging)
         self._pending: _Pending | None = None
-        super().__init__(
-            self.optimizer,
-            dht=dht,
-            prefix=prefix,
-            start=start,
-            average_parameters=True,
-            average_gradients=False,
-            average_opt_statistics=average_opt_statistics,
-            extra_tensors=extra_tensors,
-            parameter_names=parameter_names,
-            initialize_optimizer=True if initialize_optimizer is None else initialize_optimizer,
-            **options,
-        )
+        with nullcontext() if self._offload is None else self._offload.on_host():
+            super().__init__(
+                self.optimizer,
+                dht=dht,
+                prefix=prefix,
+                start=start,
+                average_parameters=True,
+                average_gradients=False,
+                average_opt_statistics=average_opt_statistics,
+                extra_tensors=extra_tensors,
+                parameter_names=parameter_names,
+                initialize_optimizer=True if initialize_optimizer is None else initialize_optimizer,
+                **options,
+            )
         self.main_parameters = tuple(self._parameters)
+
+    @property
+    def local_epoch(self) -> int:
+        """The epoch of this peer; setting it moves the schedule."""
+        return self._epoch
+
+    @local_epoch.setter
+    def local_epoch(self, epoch: int) -> None:
+        self._epoch = whole("local_epoch", epoch, least=0)
+        self._move_schedule()
 
     def schedule_step(self, scheduled_time: float | None = None, **options: Any) -> StepControl:
         """Prepare a round for `step(averaging_control=...)`; as `GradientAverager.schedule_step`."""
@@ -125,6 +145,7 @@ class TrainingStateAverager(TrainingAverager):
         grad_scaler: torch.amp.GradScaler | None = None,
         set_to_none: bool = True,
         averaging_opts: dict[str, Any] | None = None,
+        wait_for_trigger: Callable[[], object] | None = None,
         **options: Any,
     ) -> Any:
         """Do what is asked for, in this order.
@@ -141,6 +162,7 @@ class TrainingStateAverager(TrainingAverager):
             averaging_control: of a round that `schedule_step` has prepared.
             grad_scaler: takes the optimizer's step.
             set_to_none: `zero_grad` sets gradients to None, else to 0.
+            wait_for_trigger: called before the optimizer's step, which so waits for what it waits for.
             averaging_opts: options of `DecentralizedAverager.step` for the round: `weight`, `timeout`, ...
             options: those of hivemind that change nothing here.
 
@@ -164,9 +186,11 @@ class TrainingStateAverager(TrainingAverager):
             gathered = self._apply_pending()
         if self._pending is not None and averaging_round:
             raise ConfigError("averaging_round=True needs the end of the round before: wait for it")
-        self.local_epoch += flag("increment_epoch", increment_epoch)
+        self._epoch += flag("increment_epoch", increment_epoch)
         if optimizer_step:
-            with self.get_tensors():
+            if wait_for_trigger is not None:
+                wait_for_trigger()
+            with self.get_tensors(), nullcontext() if self._offload is None else self._offload.with_gradients():
                 self.optimizer.step() if grad_scaler is None else grad_scaler.step(self.optimizer)
         if zero_grad:
             self.optimizer.zero_grad(set_to_none)
@@ -193,7 +217,6 @@ class TrainingStateAverager(TrainingAverager):
         self._copy_out(before)
         if self.sync_epoch_when_averaging:
             self.local_epoch = max([self.local_epoch, *(each for each in gathered.values() if type(each) is int)])
-            self._move_schedule()
         return gathered
 
     def _apply_pending(self) -> Any:
@@ -208,7 +231,7 @@ class TrainingStateAverager(TrainingAverager):
         with warnings.catch_warnings():
             # After a download it moves before this peer's first own step.
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
-            while self.scheduler is not None and self._scheduled < self.local_epoch:
+            while self.scheduler is not None and self._scheduled < self._epoch:
                 self._scheduled += 1
                 self.scheduler.step()
 
@@ -221,7 +244,7 @@ class TrainingStateAverager(TrainingAverager):
         return type(metadata["epoch"]) is int and metadata["epoch"] >= self.local_epoch
 
     def _took_over(self, metadata: Any) -> None:
-        self.local_epoch = metadata["epoch"]
+        self._epoch = metadata["epoch"]
         rated = [group for group in self.optimizer.param_groups if group.get("lr") is not None]
         rates = [float(group["lr"]) for group in rated]
         self._move_schedule()

@@ -82,11 +82,9 @@ class OptimizerOptions(TypedDict, total=False):
 class StateAveragerOptions(TypedDict, total=False):
     """Arguments of hivemind's `TrainingStateAverager` and of its `step`."""
 
-    offload_optimizer: bool
     custom_gradients: bool
     reuse_tensors: bool | None
     delay_optimizer_step: bool
-    wait_for_trigger: object
     performance_ema_alpha: float
     status_loglevel: int
 
@@ -144,11 +142,7 @@ _DHT: dict[str, tuple[Callable[[object], bool], str]] = {
 
 
 _STATE_AVERAGER: dict[str, tuple[Callable[[object], bool], str]] = {
-    "offload_optimizer": (_false, "the optimizer steps where the parameters are"),
     "custom_gradients": (_false, "the optimizer steps from .grad"),
-    "reuse_tensors": (_false, "copies are averaged, so that a failed round changes nothing"),
-    "delay_optimizer_step": (_false, "the step is taken at once; give delay_averaging"),
-    "wait_for_trigger": (_nothing, "wait for it, and call step() then"),
 }
 
 _TRACKER: dict[str, tuple[Callable[[object], bool], str]] = {

@@ -1,4 +1,4 @@
-"""The programs in README.md, training.md and loops.md, as their readers run them: two peers on one machine."""
+"""The programs of README.md, training.md, optimizer.md and loops.md, as readers run them: two peers on one machine."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def python_blocks(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-def program(page: str, *, trainer: bool = False) -> str:
-    """The Python blocks of a page as one program: those of Hugging Face's Trainer, or the others."""
-    return "\n".join(block for block in python_blocks(page) if ("transformers" in block) is trainer)
+def program(*pages: str, trainer: bool = False) -> str:
+    """The Python blocks of pages as one program: those of Hugging Face's Trainer, or the others."""
+    blocks = [block for page in pages for block in python_blocks(page)]
+    return "\n".join(block for block in blocks if ("transformers" in block) is trainer)
 
 
 def peer(folder: Path, code: str, *options: str) -> Talk:
@@ -52,11 +53,16 @@ def last_lines_of_two(folder: Path, code: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("page", "last"), [("README.md", "epoch 60: loss"), ("docs/training.md", "resumed at epoch 60")]
+    ("pages", "last"),
+    [
+        (["README.md"], "epoch 60: loss"),
+        (["docs/training.md"], "epoch 60: loss"),
+        (["docs/training.md", "docs/optimizer.md"], "resumed at epoch 60"),
+    ],
 )
-def test_two_peers_run_the_program_of_a_page(tmp_path: Path, page: str, last: str) -> None:
+def test_two_peers_run_the_program_of_a_page(tmp_path: Path, pages: list[str], last: str) -> None:
     """As it stands there, with fewer epochs, which begin when both are there: both end by themselves at one epoch."""
-    code = program(page)
+    code = program(*pages)
     assert code.count("swarm.announce_end(1000)") == 1
     code = code.replace("swarm.announce_end(1000)", "print('here', flush=True)\ninput()\nswarm.announce_end(60)")
     with (
@@ -73,7 +79,7 @@ def test_two_peers_run_the_program_of_a_page(tmp_path: Path, page: str, last: st
         said = [talk.rest() for talk in (first, second)]
         assert [talk.wait() for talk in (first, second)] == [0, 0], [talk.errors() for talk in (first, second)]
     assert all(lines[-1].startswith(last) for lines in said), said
-    if page == "docs/training.md":
+    if "docs/training.md" in pages:
         assert any("samples of 2 peers" in line for line in said[1]), "they did not train together"
 
 

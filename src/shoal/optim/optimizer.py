@@ -105,7 +105,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         delay_grad_averaging: let `step` return while gradients are averaged, so that training goes on meanwhile, one
             step late (`late="next"` is implied). The next call of `step` after the round takes the swarm's step.
         grad_averager_factory: None sends gradients whole. `shoal.PowerSGDGradientAverager.get_factory(averager_rank=4)`
-            sends those of matrices as factors of that rank: see docs/training.md. The same on all peers.
+            sends those of matrices as factors of that rank: see docs/optimizer.md. The same on all peers.
         use_local_updates: step on each batch's own gradients at once, and average parameters instead of gradients, once
             in an epoch. It sends the parameters once for `target_batch_size` samples of the swarm; their optimizers'
             statistics stay their own. Training goes on while parameters are averaged, and keeps what it has changed

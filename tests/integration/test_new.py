@@ -17,17 +17,17 @@ from tests.integration.workers import Talk
 JOINING = """
 import runpy, sys
 import torch  # all these take seconds: the other one must not be through before this one has begun
-import shoal.data, shoal.integrations.evaluation
-if {trainer}:
-    import transformers
-    from transformers import Trainer
+import shoal.data, shoal.integrations.evaluation, {needs}
+if hasattr({needs}, "Trainer"):
+    {needs}.Trainer  # transformers imports it late
 print("ready", flush=True)
 sys.argv = input().split()
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-STEPS = {"plain": 100, "trainer": 20}
+STEPS = {"plain": 100, "trainer": 20, "lightning": 60}
+NEEDS = {"plain": "torch", "trainer": "transformers", "lightning": "lightning"}
 
 
 def write(path: Path, kind: str) -> str:
@@ -46,12 +46,11 @@ def write(path: Path, kind: str) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_peers_run_the_program(tmp_path: Path, kind: str) -> None:
     """The first one says how the second one joins. Both end at the same step, with the same loss, which has fallen."""
-    if kind != "plain":
-        pytest.importorskip("transformers")
+    pytest.importorskip(NEEDS[kind])
     program = tmp_path / "train.py"
     write(program, kind)
     strict = ["-W", "error"] if kind == "plain" else []
-    with Talk([sys.executable, *strict, "-c", JOINING.format(trainer=kind == "trainer")]) as second:
+    with Talk([sys.executable, *strict, "-c", JOINING.format(needs=NEEDS[kind])]) as second:
         assert second.line() == "ready\n"
         with Talk([sys.executable, *strict, str(program)]) as first:
             command = shlex.split(first.line().removeprefix("another peer joins with: "))

@@ -15,6 +15,7 @@ __all__ = ["KINDS", "new"]
 KINDS = {
     "plain": "a loop of its own",
     "trainer": "Hugging Face's Trainer, which needs shoal[transformers]",
+    "lightning": "Lightning's Trainer, which needs shoal[lightning]",
 }
 
 

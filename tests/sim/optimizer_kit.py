@@ -173,6 +173,7 @@ class Run:
         extra_tensors: Sequence[torch.Tensor] = (),
         skew_s: float = 0.0,
         late: bool = False,
+        statistics: Sequence[str] = (),
         offload: bool = False,
         rank: int | None = None,
         events: Callable[[Event], None] | None = None,
@@ -202,7 +203,7 @@ class Run:
             options["offload"] = Offload(parameters) if offload else None
             training: TrainingState
             if settings.use_local_updates:
-                training = LocalTrainingState(optimizer, scheduler, extra_tensors)
+                training = LocalTrainingState(optimizer, scheduler, extra_tensors, average_opt_statistics=statistics)
             elif rank is not None:
                 training = LowRankTrainingState(optimizer, scheduler, extra_tensors, rank=rank, **options)
             else:

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from shoal import sim
+from shoal.errors import ConfigError
+from shoal.optim.local_updates import LocalTrainingState
 from shoal.sim import SimNetwork
 from tests.sim.optimizer_kit import Run, Trainer, backward, make_optimizer, model
 from tests.sim.test_catch_up import Scene, held
@@ -67,6 +69,46 @@ def test_a_run_equals_local_sgd_of_one_process(sizes: tuple[int, ...]) -> None:
 
     for got, want in zip(sim.run(main, seed=len(sizes)), local_sgd(sizes, batches, epochs), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+def test_chosen_statistics_are_averaged_by_samples() -> None:
+    """Peers of 2 and 6 samples; the other statistics stay each peer's own, and one without samples takes them over."""
+
+    async def main() -> None:
+        run = Run(target=8)
+        for name in ("p0", "p1"):
+            await run.add(name, **WAITS, statistics=["exp_avg_sq"])
+        await sim.sleep(3.0)
+        trainers = list(run.trainers.values())
+
+        def kept(name: str) -> list[torch.Tensor]:
+            return [t.participant.training.optimizer.state[t.parameters[0]][name].clone() for t in trainers]
+
+        for trainer, size in zip(trainers, (2, 6), strict=True):
+            backward(trainer.parameters, trainer.index, 0, size)
+            trainer.participant.training.accumulate(size)
+        first, second = kept("exp_avg_sq")
+        means = kept("exp_avg")
+        for trainer in trainers:
+            trainer.participant.accumulated()
+        await asyncio.gather(*(run.swarm.run_on(f"p{t.index}", t.finish_epoch, 1) for t in trainers))
+        for found in kept("exp_avg_sq"):
+            torch.testing.assert_close(found, (2 * first + 6 * second) / 8, rtol=0, atol=1e-12)
+        assert all(map(torch.equal, kept("exp_avg"), means))
+        await run.close()
+
+    sim.run(main, seed=8)
+
+
+def test_statistics_that_the_optimizer_does_not_keep_are_refused() -> None:
+    """By name, with those that there are."""
+    parameters = model()
+    with pytest.raises(ConfigError, match=r"AdamW keeps no statistic 'momentum' .*such are: exp_avg, exp_avg_sq"):
+        LocalTrainingState(torch.optim.AdamW(parameters), average_opt_statistics=["momentum"])
+    with pytest.raises(ConfigError, match="AdamW keeps no statistic 'step' of the shape"):
+        LocalTrainingState(torch.optim.AdamW(parameters), average_opt_statistics=["step"])
+    with pytest.raises(ConfigError, match=r"SGD keeps no statistic 'exp_avg' .* such are: none"):
+        LocalTrainingState(torch.optim.SGD(parameters), average_opt_statistics=["exp_avg"])
 
 
 def test_batches_during_a_round_are_kept() -> None:
@@ -205,7 +247,7 @@ def test_peers_that_join_leave_and_crash_end_with_one_state(seed: int) -> None:
         async def add() -> None:
             nonlocal born
             name, born = f"p{born}", born + 1
-            trainer = await run.add(name, **rng.choice([LOCAL, WAITS]))
+            trainer = await run.add(name, **rng.choice([LOCAL, WAITS]), statistics=["exp_avg_sq"] if seed % 2 else [])
             pace_s = rng.uniform(0.1, 0.4)
             run.swarm.spawn(name, trainer.train(BATCH, duration_s=pace_s, until=lambda: False))
 

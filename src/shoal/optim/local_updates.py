@@ -2,23 +2,26 @@
 
 A swarm epoch is a round of parameters here, each weighted by its peer's samples since the last one. So with plain SGD
 and one batch of each peer in an epoch it equals averaging gradients. Between two rounds the peers' parameters differ.
-A state's name says which average they began from. Statistics of the optimizer are each peer's own.
+A state's name says which average they began from. Statistics of the optimizer are each peer's own, but for those that
+are averaged, too.
 
 Source: local SGD, https://arxiv.org/abs/1805.09767; `use_local_updates` of hivemind 1.1.12.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from shoal.allreduce.vector import Vector
+from shoal.errors import ConfigError
 from shoal.optim.gradient_sum import GradientSum
 from shoal.optim.inner import Scheduler
 from shoal.optim.training_state import TrainingState
+from shoal.optim.trial import first_statistics
 
 __all__ = ["LocalTrainingState"]
 
@@ -45,8 +48,29 @@ class _LocalSteps(GradientSum):
         self.samples = 0
 
 
+class _Statistic(NamedTuple):
+    """A statistic of the optimizer that is averaged: its copy is what a round has, as the optimizer may replace it."""
+
+    parameter: torch.Tensor
+    name: str
+    copy: torch.Tensor
+
+    def kept(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+        """The statistic itself; None before this peer's first step."""
+        value = optimizer.state[self.parameter].get(self.name) if self.parameter in optimizer.state else None
+        return value if isinstance(value, torch.Tensor) else None
+
+
 class LocalTrainingState(TrainingState):
-    """Parameters, optimizer and schedule of one peer that takes its own steps. Arguments as for `TrainingState`.
+    """Parameters, optimizer and schedule of one peer that takes its own steps.
+
+    Args:
+        optimizer: over the parameters that are trained.
+        scheduler: stepped once for each swarm epoch; None for none.
+        extra_tensors: part of the state and of each average.
+        average_opt_statistics: names of statistics of the optimizer, of the shape of their parameters, that are
+            averaged with them. A peer that has taken no step yet has none, and no weight.
+        options: for `TrainingState`.
 
     What it trains while a round goes on is not lost: the difference between the parameters when the round began and the
     average is added to them.
@@ -57,10 +81,14 @@ class LocalTrainingState(TrainingState):
         optimizer: torch.optim.Optimizer,
         scheduler: Scheduler | None = None,
         extra_tensors: Sequence[torch.Tensor] = (),
+        *,
+        average_opt_statistics: Sequence[str] = (),
         **options: Any,
     ) -> None:
         self._move_to_average: Callable[[], None] | None = None
         super().__init__(optimizer, scheduler, extra_tensors, **options, late=True)
+        self._statistics = list(_statistics(optimizer, self.trained, average_opt_statistics))
+        self.state_tensors = (*self.state_tensors, *(each.copy for each in self._statistics))
 
     def _new_sum(self) -> GradientSum:
         return _LocalSteps(self._step_locally)
@@ -79,6 +107,9 @@ class LocalTrainingState(TrainingState):
     def contribute(self) -> tuple[float, float]:
         """The parameters go into a round now, as they are: see `TrainingState.contribute`."""
         weight, _ = super().contribute()
+        for each in self._statistics:
+            if (kept := each.kept(self.optimizer)) is not None:
+                each.copy.copy_(kept)
         return weight, 1.0
 
     def unfit(self) -> int | None:
@@ -94,6 +125,9 @@ class LocalTrainingState(TrainingState):
         self.epoch += 1  # first: what is done to an average half way is not done again
         if self._move_to_average is not None:
             self._move_to_average()
+        for each in self._statistics:
+            if (kept := each.kept(self.optimizer)) is not None:
+                kept.copy_(each.copy)
 
     def _after_step(self, own: Sequence[torch.Tensor | None], *, taken: bool) -> None:
         self._move_to_average = None
@@ -103,3 +137,30 @@ class LocalTrainingState(TrainingState):
         """Forget which samples were counted: they are of a state that is not ours any more."""
         self._move_to_average = None
         super().discard()
+
+
+def _statistics(
+    optimizer: torch.optim.Optimizer, trained: Sequence[torch.Tensor], names: Sequence[str]
+) -> Iterator[_Statistic]:
+    """The statistics of these names.
+
+    Raises:
+        ConfigError: the optimizer does not keep one of them for each trained parameter, in its shape.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    shaped: dict[torch.dtype, dict[str, torch.dtype]] = {}  # by the dtype of their parameters
+    for number, entry in first_statistics(optimizer) if names else ():
+        tensors = {name: value for name, value in entry.items() if isinstance(value, torch.Tensor)}
+        parameter = parameters[number]
+        fits = {name: value.dtype for name, value in tensors.items() if value.dim() == parameter.dim()}
+        known = shaped.setdefault(parameter.dtype, fits)
+        shaped[parameter.dtype] = {name: dtype for name, dtype in known.items() if name in fits}
+    for name in names:
+        for parameter in trained:
+            if name not in (there := shaped.get(parameter.dtype, {})):
+                have = ", ".join(sorted(there)) or "none"
+                raise ConfigError(
+                    f"average_opt_statistics: {type(optimizer).__name__} keeps no statistic {name!r} of the shape of "
+                    f"each parameter; such are: {have}"
+                )
+            yield _Statistic(parameter, name, torch.zeros_like(parameter, dtype=there[name], requires_grad=False))

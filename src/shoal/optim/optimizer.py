@@ -107,9 +107,10 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         grad_averager_factory: None sends gradients whole. `shoal.PowerSGDGradientAverager.get_factory(averager_rank=4)`
             sends those of matrices as factors of that rank: see docs/optimizer.md. The same on all peers.
         use_local_updates: step on each batch's own gradients at once, and average parameters instead of gradients, once
-            in an epoch. It sends the parameters once for `target_batch_size` samples of the swarm; their optimizers'
-            statistics stay their own. Training goes on while parameters are averaged, and keeps what it has changed
-            meanwhile; with `delay_state_averaging=False` it waits. All peers give the same.
+            in an epoch. It sends the parameters once for `target_batch_size` samples of the swarm. The optimizers'
+            statistics stay their own, but for those in `average_opt_statistics`. Training goes on while parameters are
+            averaged, and keeps what it has changed meanwhile; with `delay_state_averaging=False` it waits. All peers
+            give the same.
         offload_optimizer: keep the optimizer's statistics and the sums of gradients on the CPU, and take the step
             there: the device holds the parameters and the gradients of one batch. It needs `params` and a function as
             `optimizer`. Each step copies the parameters to the CPU and back. Parameters keep their dtype. Each peer may
@@ -276,6 +277,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             (inner, chosen, extra_tensors),
             local,
             low_rank,
+            options.get("average_opt_statistics", ()),
             unit=target_batch_size,
             late=keeps_late(late, delay=delay),
             max_grad_norm=max_grad_norm,
@@ -304,7 +306,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 self._training,
                 target_batch_size,
                 0 if local else average_state_every,
-                use_local_updates=local,
+                local_updates=tuple(options.get("average_opt_statistics", ())) if local else None,
                 model=self._model,
                 given=given,
                 **codecs,
@@ -951,10 +953,14 @@ def _inner(
 
 
 def _training_state(
-    about: tuple[Any, Any, Any], local: bool, low_rank: Mapping[str, Any] | None, **options: Any
+    about: tuple[Any, Any, Any],
+    local: bool,
+    low_rank: Mapping[str, Any] | None,
+    average_opt_statistics: Sequence[str],
+    **options: Any,
 ) -> TrainingState:
     if local:
-        return LocalTrainingState(*about)
+        return LocalTrainingState(*about, average_opt_statistics=average_opt_statistics)
     if low_rank is None:
         return TrainingState(*about, **options)
     return LowRankTrainingState(*about, **{**low_rank, **options})

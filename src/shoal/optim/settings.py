@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -74,7 +74,7 @@ def run_settings(
     target_batch_size: int,
     average_state_every: int,
     *,
-    use_local_updates: bool = False,
+    local_updates: Collection[str] | None = None,
     model: TrainedModel | None = None,
     given: Mapping[str, str] | None = None,
     **codecs: CompressionBase | None,
@@ -85,7 +85,7 @@ def run_settings(
         training: what is trained.
         target_batch_size: of the swarm.
         average_state_every: epochs.
-        use_local_updates: whether parameters are averaged, and not gradients.
+        local_updates: the statistics that are averaged, too, if parameters are averaged and not gradients; else None.
         model: that is trained, if it was given.
         given: more of them, of the program's own; `checked_settings` has checked them.
         codecs: by the names of their arguments.
@@ -104,7 +104,8 @@ def run_settings(
         **_groups(optimizer),
         **(model.settings() if model is not None else {}),
         "average_state_every": str(average_state_every),
-        "use_local_updates": str(use_local_updates),
+        "use_local_updates": str(local_updates is not None),
+        **({"average_opt_statistics": ", ".join(local_updates)} if local_updates else {}),
         "gradients": training.averaged_as,
         "max_grad_norm": "none" if training.max_grad_norm is None else _text(training.max_grad_norm),
         **{name: codec.name if codec is not None else "none" for name, codec in codecs.items()},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -238,6 +238,19 @@ def test_an_interrupted_average_is_not_taken_twice() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_peers_that_join_leave_and_crash_end_with_one_state(seed: int) -> None:
     """No epoch counts twice, and all who are there at the end agree bit by bit."""
+    weather(seed)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_they_do_so_in_many_runs(soak: Callable[[int, int], int]) -> None:
+    """Of 24 epochs each."""
+    for seed in range(4, 4 + soak(4, 46)):
+        weather(seed)
+
+
+def weather(seed: int) -> None:
+    """Six peers; now and then one of them is replaced."""
     rng = random.Random(seed)
 
     async def main() -> None:

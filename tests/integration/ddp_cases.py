@@ -93,6 +93,21 @@ def train_with_another_peer() -> Any:
     return rates, bits, [each.detach().numpy() for each in model.parameters()]
 
 
+def count_the_batches() -> list[Any]:
+    """Batches of 4 and of 2 samples on both ranks, then none, with no number given; returns the group's samples."""
+    model, inner, _ = make()
+    trained = DistributedDataParallel(model)
+    counts = []
+    with Group(optimizer=inner, model=trained, batch_size_per_step=None, target_batch_size=100) as group:
+        for samples in (4, 2, 0):
+            if samples:
+                torch.autograd.backward([loss_of(trained, batch(0, group.rank)[:samples])])
+            group.swarm.step()
+            group.swarm.zero_grad()
+            counts.append(group.swarm.peer and group.swarm.peer.status().samples)
+    return counts
+
+
 class Group:
     """A group of all ranks, over a model that is no `DistributedDataParallel`: all ranks have the same batches.
 

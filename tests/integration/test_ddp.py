@@ -103,6 +103,11 @@ def test_a_group_trains_to_the_end(processes: Ranks) -> None:
     assert 6 <= here[0] <= 8
 
 
+def test_a_group_counts_its_batches(processes: Ranks) -> None:
+    """Without a number, with the model: each rank's rows are counted, and nothing if there was no batch."""
+    assert processes.play(2, cases.count_the_batches) == [[8, 12, 12], [None, None, None]]
+
+
 def test_a_group_joins_late(processes: Ranks) -> None:
     """All ranks of a group that joins hold what the run's peer holds: parameters, statistics, schedule."""
     outcomes = processes.play(3, cases.join_late)

@@ -130,13 +130,17 @@ def wait_for_another():
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_two_peers_run_the_program_of_lightning(tmp_path: Path) -> None:
-    """As it stands there, with fewer steps: both end by themselves at one epoch."""
-    pytest.importorskip("lightning")
-    (code,) = (block for block in python_blocks("docs/loops.md") if "SwarmCallback" in block)
-    assert code.count("max_steps=1000") == code.count("\ntrainer.fit(") == 1
-    code = code.replace("max_steps=1000", "max_steps=30")
-    code = code.replace("\ntrainer.fit(", "\nprint('here', flush=True)\ninput()\ntrainer.fit(")
+@pytest.mark.parametrize(
+    ("library", "end", "begins"),
+    [("lightning", "max_steps=1000", "trainer.fit("), ("accelerate", "announce_end(1000)", "swarm.announce_end(")],
+)
+def test_two_peers_run_the_program_of_a_library(tmp_path: Path, library: str, end: str, begins: str) -> None:
+    """As it stands there, with fewer steps, which begin when both are there: both end by themselves at one epoch."""
+    pytest.importorskip(library)
+    (code,) = (block for block in python_blocks("docs/loops.md") if f"import {library}\n" in block)
+    assert code.count(end) == code.count(f"\n{begins}") == 1
+    code = code.replace(f"\n{begins}", f"\nprint('here', flush=True)\ninput()\n{begins}")
+    code = code.replace(end, end.replace("1000", "30"))
     with peer(tmp_path / "second", code) as second, peer(tmp_path / "first", code) as first:
         first.write("")
         second.write(first.line().strip())

@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.compression import view_bytes
 from shoal.errors import ConfigError, LocalError, ShoalError
 from shoal.optim import Optimizer
+from shoal.optim.batch_rows import rows_of
 from shoal.optim.gradient_sum import GradientSum
 from shoal.optim.inner import make_offloaded, make_optimizer, make_scheduler
 from shoal.optim.schedule import ScheduleWatch, follow
@@ -97,6 +98,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         optimizer: as of `shoal.Optimizer`, over the parameters of this rank's model.
         process_group: the ranks; None for all of them.
         batch_size_per_step: samples of this rank that one call of `step` stands for; or give `batch_size` to each call.
+            Without, with `model`, they are counted as `shoal.Optimizer` does.
         options: all other arguments of `shoal.Optimizer`, the same on all ranks. `model` may be the model or the
             `DistributedDataParallel` around it. `use_local_updates` and
             `auxiliary` are refused.
@@ -139,6 +141,7 @@ class GroupOptimizer(torch.optim.Optimizer):
             with self._agreement.together():
                 self._training = self._join(dht, optimizer, options)
             inner = self._training.optimizer
+            self._rows = rows_of(options.get("model"), batch_size_per_step, self._training.trained)
             self._agreement.alike(f"{self._training.summary()}\n{type(inner).__name__}", "model and optimizer")
             super().__init__(inner.param_groups, dict(inner.defaults))
             self.param_groups, self.state = inner.param_groups, inner.state
@@ -305,7 +308,11 @@ class GroupOptimizer(torch.optim.Optimizer):
             self._training.adopt(found)
 
     def _samples(self, batch_size: int | None) -> int:
+        counted = 0 if self._rows is None else self._rows.take()
         given = self._batch_size if batch_size is None else batch_size
+        if given is None and self._rows is not None and all(each.grad is None for each in self._training.trained):
+            return 1  # of nothing
+        given = counted or None if given is None else given
         if given is None:
             raise ConfigError("batch_size is missing: give it to step(), or batch_size_per_step to the optimizer")
         return whole("batch_size", given)
@@ -392,6 +399,8 @@ class GroupOptimizer(torch.optim.Optimizer):
         """Leave the run. The DHT goes on, and so does the process group. Safe to call twice."""
         if self.peer is not None:
             self.peer.shutdown()
+        if (rows := self.__dict__.get("_rows")) is not None:
+            rows.close()
         self._watch.close()
 
     def __enter__(self) -> Self:

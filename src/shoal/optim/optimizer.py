@@ -30,6 +30,7 @@ from shoal.optim.arguments import (
     local_updates,
     where_saved,
 )
+from shoal.optim.batch_rows import rows_of
 from shoal.optim.checkpoint import Content, Files, Saved, copy_of
 from shoal.optim.faces import HivemindNames
 from shoal.optim.gradient_watch import GradientWatch
@@ -87,7 +88,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         dht: this peer, started.
         run_id: names the run; all its peers give the same.
         target_batch_size: samples of the whole swarm in one step.
-        batch_size_per_step: samples that one call of `step` stands for; or give `batch_size` to each call.
+        batch_size_per_step: samples that one call of `step` stands for; or give `batch_size` to each call. Without,
+            with `model`, the rows of the first tensor in each of its batches are counted.
         params: parameters or parameter groups, if `optimizer` is a function of them.
         optimizer: a torch optimizer, or a function `params -> optimizer`.
         scheduler: a torch scheduler, or a function `optimizer -> scheduler`; stepped once for each swarm epoch. One
@@ -288,7 +290,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             self._training.trained,
             whole=not local and low_rank is None and grad_compression in (None, NoCompression()),
         )
-        self._lock = TensorLock()
+        self._lock, self._rows = TensorLock(), rows_of(model, batch_size_per_step, self._training.trained)
         ours = RunSettings(
             run_id=run_id,
             target_batch_size=target_batch_size,
@@ -506,7 +508,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
 
         Args:
             closure: forward and backward pass; its result is returned.
-            batch_size: samples that the gradients are the mean of; default `batch_size_per_step`.
+            batch_size: samples that the gradients are the mean of; default `batch_size_per_step`, or what was counted.
             grad_scaler: that the loss was scaled with: as `grad_scaler.step(swarm)`, after which `update()` is called.
 
         Raises:
@@ -586,7 +588,12 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
     def _samples_of(self, batch_size: int | None) -> int:
         if self.auxiliary:
             return 0
+        counted = 0 if self._rows is None else self._rows.take()
         samples = self.batch_size_per_step if batch_size is None else batch_size
+        if samples is None:
+            samples = counted or None
+        if samples is None and self._rows is not None and all(each.grad is None for each in self._training.trained):
+            return 1  # of nothing
         if samples is None:
             raise ConfigError("batch_size is missing: give it to step(), or batch_size_per_step to the optimizer")
         return whole("batch_size", samples, most=_MOST_SAMPLES)
@@ -875,6 +882,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         self._dropped.detach()
         self._left = True
         self._watch.close()
+        if self._rows is not None:
+            self._rows.close()
         self._stop_guarding()
 
     def __enter__(self) -> Self:

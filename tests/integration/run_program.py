@@ -1,12 +1,13 @@
 """A program for the tests of `shoal run`: it trains a small model until the run ends. Argument: what it does then.
 
-`raise`, `quiet` (exit_code=None), `fork` (a child that ends is of no concern), `thread` (the main thread only starts
-the training).
+`raise`, `quiet` (exit_code=None), `handler` (a SIGTERM handler of its own), `fork` (a child of it ends),
+`thread` (the main thread only starts the training).
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 
@@ -46,6 +47,11 @@ def train(model: torch.nn.Module, swarm: shoal.Optimizer) -> None:
     if HOW == "quiet":
         with shoal.leave_on_sigterm(swarm.dht, exit_code=None) as leaving:
             steps(model, swarm, lambda: leaving.requested)
+    elif HOW == "handler":
+        told: list[int] = []
+        signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+        steps(model, swarm, lambda: bool(told))
+        print(swarm.save_last(), flush=True)
     else:
         steps(model, swarm, lambda: False)
 

@@ -162,7 +162,7 @@ def test_checkpoints_are_saved_beside_the_training(dht: shoal.DHT, tmp_path: Pat
         while not swarm.finished:
             train(swarm, model, 7)
             swarm.step()
-        assert [each.epoch for each in saved] == [2, 4, 6, 7]
+        until(lambda: [each.epoch for each in saved] == [2, 4, 6, 7])  # it is told in the loop
         end = bits(swarm, model)
     assert sorted(path.name[:14] for path in folder.iterdir()) == ["epoch-00000006", "epoch-00000007"]
     with begin(dht, resumed, checkpoint=str(folder), save_every=0) as swarm:
@@ -675,3 +675,26 @@ def epochs_of(lines: list[str]) -> list[tuple[int, str]]:
     """The steps that a peer has taken, each with a hash of what it held then."""
     said = [json.loads(line) for line in lines if line.endswith("\n")]  # a kill may tear the last one
     return [(value[0], value[1]) for kind, value in said if kind == "epoch"]
+
+
+def test_the_last_state_is_saved_once(dht: shoal.DHT, tmp_path: Path) -> None:
+    """By a program that ends early: not without a folder, without a step, or where it is saved; also after the end."""
+    model = net()
+    with begin(dht, model) as swarm:
+        train(swarm, model, 1)
+        assert swarm.save_last() is None
+    model = net()
+    swarm = begin(dht, model, run_id="other", checkpoint=tmp_path, save_every=2, keep_checkpoints=2)
+    assert swarm.save_last() is None
+    train(swarm, model, 2)
+    assert swarm.save_last() is None
+    assert [path.name.split("-")[1] for path in tmp_path.iterdir()] == ["00000002"]
+    train(swarm, model, 3)
+    swarm.shutdown()
+    path = swarm.save_last()
+    assert path is not None
+    assert sorted(path.name.split("-")[1] for path in tmp_path.iterdir()) == ["00000002", "00000003"]
+    assert swarm.save_last() is None
+    resumed = begin(dht, net(), run_id="other", checkpoint=tmp_path)
+    assert resumed.local_epoch == 3
+    assert resumed.save_last() is None

@@ -69,9 +69,9 @@ def test_the_second_joins_and_both_leave_in_order(tmp_path: Path) -> None:
         assert number(one, "begins at") == end
 
 
-@pytest.mark.parametrize("how", ["raise", "fork", "thread", "quiet"])
+@pytest.mark.parametrize("how", ["raise", "fork", "thread", "quiet", "handler"])
 def test_a_program_that_ends_in_its_own_way(tmp_path: Path, how: str) -> None:
-    """It raises, forks, trains in another thread, or has a `leave_on_sigterm` of its own. The others are told."""
+    """It raises, forks, trains in another thread, or handles SIGTERM itself. The others are told."""
     with (
         shoal.DHT(start=True) as meeting,
         Talk(
@@ -110,9 +110,11 @@ def test_a_program_that_ends_in_its_own_way(tmp_path: Path, how: str) -> None:
             "RuntimeError: of the program",
         )
         assert saved(tmp_path) == [30]
-    elif how == "quiet":
+    elif how in ("quiet", "handler"):
         assert (code, errors) == (0, [])
         assert said[-1].startswith("ends at")
+        if how == "handler":
+            assert said[-1] == f"ends at {saved(tmp_path)[0]}\n"
     else:
         assert code == 143
         assert how == "thread" or (len(saved(tmp_path)) == 1 and errors == []), errors

@@ -785,9 +785,12 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         Raises:
             ConfigError, LocalError: as `save`.
         """
-        if self._saver.folder is None or not self.local_epoch or self._saver.has_saved(self._participant.state):
+        saver, state = self._saver, self._participant.state
+        if saver.folder is None or not state.epoch or saver.has_saved(state):
             return None
-        return self.save(self._saver.folder, keep=self._saver.keep)
+        saved = self.save(saver.folder, keep=saver.keep)
+        saver.last = state
+        return saved
 
     def _copy(self, memory: Files | None = None) -> Content:
         participant, described = self._participant, self._training.describe()

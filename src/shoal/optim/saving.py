@@ -44,6 +44,10 @@ class Saver:
         keep: so many states stay.
         given: names of settings of the program's own, in which a checkpoint must be equal, too.
         timeout_s: the longest wait for a write at the end.
+
+    Attributes:
+        folder, keep: as the arguments.
+        last: the name of the state that was saved there last, or is being saved; or from which this peer goes on.
     """
 
     def __init__(
@@ -63,7 +67,7 @@ class Saver:
         self._one_write = TensorLock()  # no thread keeps it, whatever interrupts it
         self._writing: concurrent.futures.Future[None] | None = None
         self._ended = Gate()  # of that write
-        self._last: StateName | None = None
+        self.last: StateName | None = None
         self._trouble = ""
         self._memory: Files | None = None
 
@@ -81,7 +85,7 @@ class Saver:
         """
         if self.folder is None or not self._is_due(name, finished=finished):
             return
-        self._last = name
+        self.last = name
         began = time.monotonic()
         try:
             content = copy(self._memory)
@@ -101,16 +105,16 @@ class Saver:
 
     def _is_due(self, name: StateName, *, finished: bool) -> bool:
         """An epoch that comes while another one is written is left out."""
-        if not self._every or name == self._last:
+        if not self._every or name == self.last:
             return False
         if finished:
             return self._has_ended(_LAST_S)
-        before = 0 if self._last is None else self._last.epoch
+        before = 0 if self.last is None else self.last.epoch
         return name.epoch // self._every != before // self._every and self._has_ended(0.0)
 
     def has_saved(self, name: StateName) -> bool:
         """Whether this state is in the folder, once what is being written is there."""
-        return self._has_ended(_LAST_S) and name == self._last and not self._trouble
+        return self._has_ended(_LAST_S) and name == self.last and not self._trouble
 
     def _has_ended(self, timeout_s: float) -> bool:
         """Whether nothing is being written, after so long at most."""
@@ -193,7 +197,7 @@ class Saver:
     def resumed(self, folder: Path, saved: Saved | None, epoch: int) -> None:
         """Tell from where this peer goes on; `epoch` is its own, if it has taken over nothing."""
         if saved is not None:
-            self._last, epoch = saved.name, saved.name.epoch
+            self.last, epoch = saved.name, saved.name.epoch
         path = None if saved is None else str(saved.path)
         self._emit(Resumed(run_id=self._run_id, epoch=epoch, folder=str(folder), path=path))
 

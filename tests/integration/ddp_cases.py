@@ -98,12 +98,13 @@ def count_the_batches() -> list[Any]:
     model, inner, _ = make()
     trained = DistributedDataParallel(model)
     counts = []
-    with Group(optimizer=inner, model=trained, batch_size_per_step=None, target_batch_size=100) as group:
+    options: dict[str, Any] = {"batch_size_per_step": None, "target_batch_size": 100, "reuse_grad_buffers": True}
+    with Group(optimizer=inner, model=trained, **options) as group:
         for samples in (4, 2, 0):
             if samples:
                 torch.autograd.backward([loss_of(trained, batch(0, group.rank)[:samples])])
             group.swarm.step()
-            group.swarm.zero_grad()
+            assert all(each.grad is None for each in model.parameters())
             counts.append(group.swarm.peer and group.swarm.peer.status().samples)
     return counts
 

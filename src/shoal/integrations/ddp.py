@@ -136,6 +136,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         self._batch_size, self._steps, self._within = batch_size_per_step, 0, ""
         self._outcome, self._made, self._own_schedule = _Outcome(), False, options.get("scheduler") is not None
         self._known: StateName | None = None
+        self._clears_gradients = bool(options.get("reuse_grad_buffers"))
         self.peer: Optimizer | None = None
         try:
             with self._agreement.together():
@@ -295,6 +296,8 @@ class GroupOptimizer(torch.optim.Optimizer):
             problem, call = error, call._replace(problem=f"{error}")
         outcome, own = self._lead(call, lambda peer, samples: peer.step(batch_size=samples))
         self._schedules.seen()
+        if self._clears_gradients:
+            self.zero_grad()  # rank 0 has done so already
         self._finish((outcome, problem or own))
         return loss
 

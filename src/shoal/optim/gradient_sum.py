@@ -31,7 +31,7 @@ class GradientSum:
     """
 
     def __init__(self, trained: Sequence[torch.Tensor], unit: int, device: torch.device | None = None) -> None:
-        self._trained, self._unit, self._elsewhere = trained, unit, device is not None
+        self._trained, self._unit = trained, unit
         self.tensors = [
             torch.zeros(each.shape, dtype=_sum_dtype(each), device=device or each.device) for each in trained
         ]
@@ -56,7 +56,8 @@ class GradientSum:
                 for tensor, gradient in zip(tensors, gradients, strict=True):
                     tensor.copy_(gradient).mul_(share)
             elif given:
-                if self._elsewhere:
+                # The sum is on the CPU, or the model was moved since it was made.
+                if any(tensor.device != each.device for tensor, each in zip(tensors, gradients, strict=True)):
                     gradients = [each.to(tensor.device) for tensor, each in zip(tensors, gradients, strict=True)]
                 torch._foreach_add_(tensors, gradients, alpha=share)
         self._count(given, samples)

@@ -394,7 +394,7 @@ class TrainingState:
         if self._offload is not None:
             self._offload.lend()
         for parameter, average in zip(self.trained, self.accumulators, strict=True):
-            parameter.grad = _as_gradient(average, parameter.dtype)
+            parameter.grad = _as_gradient(average, parameter.dtype).to(parameter.device)  # it may have been moved since
         for index in absent:
             # A gradient that came after its peer had joined the round is in the average.
             if index < len(self.trained) and not self.accumulators[index].count_nonzero():

@@ -127,14 +127,16 @@ def losses(args, step):
         return held_out_loss(AlbertForPreTraining.from_pretrained(path), data, samples)
 
     steps = {int(path.name.rpartition("-")[2]): path for path in (folder / "alone").glob("checkpoint-*")}
-    curve = [(step * number, loss(steps[number], 512)) for number in sorted(steps)]
+    curve = [(step * number, loss(steps[number], 256)) for number in sorted(steps)]
     return curve, loss(folder / "trainer-1" / "final"), loss(folder / "alone" / "final")
 
 
 def summarize(processes, args, survivors, times):
     """All numbers."""
     folder = args.output
-    ends = {name: processes.log(name).splitlines()[-1] for name in survivors}
+    ends = {
+        name: next(line for line in processes.log(name).splitlines() if ", parameters " in line) for name in survivors
+    }
     first, late, monitor = (rows(folder / name) for name in ("trainer-1", LATE, "monitor"))
     samples, by_epoch = 0, {0: 0}
     for row in first:

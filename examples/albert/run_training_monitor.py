@@ -57,7 +57,7 @@ def main():
     found.add_argument("--output", type=Path, default=Path("albert-monitor"), help="folder for metrics and checkpoints")
     found.add_argument("--save-every", type=int, default=20, help="steps of the swarm between two checkpoints")
     found.add_argument("--keep", type=int, default=3, help="so many checkpoints stay")
-    found.add_argument("--held-out", type=int, default=512, help="samples of which the held-out loss is measured")
+    found.add_argument("--held-out", type=int, default=256, help="samples of which the held-out loss is measured")
     found.add_argument("--patience", type=float, default=60.0, help="seconds without trainers, after which it ends")
     found.add_argument("--wandb", help="project of Weights & Biases, if that is installed")
     args = found.parse_args()
@@ -73,12 +73,13 @@ def main():
         mean = SharedMean(dht, f"{args.run}_loss")
         sinks = [stack.enter_context(contextlib.closing(sink)) for sink in sinks_of(args)]
         told = saved = 0
-        seen, seen_any = time.monotonic(), False
-        while time.monotonic() < seen + args.patience or not seen_any:
+        gone_since = None  # the trainers; before the first ones come it waits for ever
+        while gone_since is None or time.monotonic() < gone_since + args.patience:
             time.sleep(0.5)
             if (run := shoal.read_run(dht, args.run)) is None:
+                gone_since = gone_since or (time.monotonic() if told else None)
                 continue
-            seen, seen_any = time.monotonic(), True
+            gone_since = None
             epoch, loss = run.best.epoch, mean.exchange(None, 0)
             if epoch <= told:
                 continue
@@ -95,7 +96,8 @@ def main():
             told = epoch
             print(f"epoch {epoch}: " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()), flush=True)
             if saved >= args.epochs:
-                break
+                return
+        print(f"no trainers for {args.patience:g} s: the last checkpoint is of epoch {saved}", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -109,11 +110,12 @@ def test_a_key_that_others_can_read_is_refused(capsys: pytest.CaptureFixture[str
     assert "chmod 600" in refused(capsys, "--config", str(tmp_path / "shoal.toml"), __file__)
 
 
-def run(folder: Path, *arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *arguments: str, given: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
     """`shoal run ...` in this folder."""
     return subprocess.run(
         [sys.executable, "-m", "shoal.cli", "run", *arguments],
         cwd=folder,
+        env={**os.environ, **variables},
         input=given,
         capture_output=True,
         text=True,
@@ -164,4 +166,5 @@ def test_settings_that_had_no_effect_are_told(tmp_path: Path) -> None:
     assert done.returncode == 0
     told = "the program has made no shoal.DHT: --identity, port in shoal.toml, save-every in shoal.toml had no effect"
     assert done.stderr.splitlines() == [told]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["given.key", "program.py", "shoal.toml"]
+    assert run(tmp_path, "--config", "shoal.toml", "program.py", RANK="1").stderr == "", "of a torchrun group"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["given.key", "of_file.key", "program.py", "shoal.toml"]

@@ -229,7 +229,8 @@ def _start(
         raise
     if current.is_here:
         _end(current, metrics)
-        if unused := current.unused():
+        # Of a torchrun group only rank 0 is a peer.
+        if os.environ.get("RANK", "0") == "0" and (unused := current.unused()):
             told = ", ".join(each.origin for each in unused)
             _logger.warning("the program has made no shoal.%s: %s had no effect", unused[0].owner, told)
 

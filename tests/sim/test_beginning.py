@@ -12,6 +12,7 @@ import pytest
 from shoal import sim
 from shoal.errors import StateUnavailable
 from shoal.events import Warned
+from shoal.sim import SimNetwork
 from shoal.state.pace import MIN_BYTES_PER_S
 from tests.sim.optimizer_kit import Run, Trainer
 from tests.sim.test_catch_up import ballast
@@ -45,6 +46,32 @@ def until(seconds: float) -> Callable[[], bool]:
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
     return lambda: loop.time() > end
+
+
+def test_a_newcomer_does_not_wait_for_the_state_of_one_that_has_left_in_order() -> None:
+    """It waited for 600 s for a state that nobody had any more."""
+
+    async def main() -> None:
+        network = SimNetwork(8)
+        network.add_host("late", down_bytes_s=20_000)  # the state takes it 100 s
+        run = Run(target=8, network=network)
+        donor = await run.add("donor", extra_tensors=ballast(0, 2 << 20))
+        run.swarm.spawn("donor", donor.train(4, duration_s=0.25, until=lambda: donor.participant._closed))
+        await sim.sleep(10.0)
+        late = await run.add("late", seed=99, extra_tensors=ballast(99, 2 << 20))
+        while not late.participant.takeover.beginning.peers:
+            await sim.sleep(0.1)
+        training = run.swarm.spawn("late", late.train(4, duration_s=0.5, until=until(30.0)))
+        await sim.sleep(5.0)
+        assert late.participant.epoch == 0
+        await run.swarm.run_on("donor", donor.participant.close)
+        run.swarm.crash("donor")
+        await sim.sleep(5.0)
+        assert late.participant.epoch > 2
+        await training
+        await run.close()
+
+    sim.run(main, seed=8)
 
 
 def test_a_newcomer_whose_only_donor_dies_does_not_begin_at_epoch_0_at_once() -> None:

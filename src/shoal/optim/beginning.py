@@ -7,7 +7,8 @@ as long as two peers name such a state. Then it may begin, and says so.
 Claims alone cannot keep a new swarm from beginning: a newcomer does not wait if more peers are at its own state than
 have named another one. As many are enough if those that named one live and were asked in vain. But a peer that gives
 its state does more than claim it, and so did one that was lost while it gave it: such a peer is waited for beside any
-number of newcomers, for `patience_s` as well.
+number of newcomers, for `patience_s` as well. A peer that has left in order gives its state no more: once all that
+named one have left, the newcomer begins.
 
 A peer that has a state of the run already goes on with it. With `required` a peer never begins alone: it gives up
 instead.
@@ -84,6 +85,7 @@ class Beginning:
         now: float,
         refusing: Collection[PeerID] = (),
         giving: Collection[PeerID] = (),
+        left: Collection[PeerID] = (),
     ) -> Stance:
         """Whether a newcomer may begin.
 
@@ -93,7 +95,10 @@ class Beginning:
             now: local time, seconds.
             refusing: peers that were asked for their state, and did not give it.
             giving: peers that give theirs now, so fast that it may be here before `until`, or give the run's steps.
+            left: peers that have left in order.
         """
+        for peer in self._named.keys() & left:
+            del self._named[peer]
         for peer in sorted(named)[:_REMEMBERED]:
             self._named[peer] = max(named[peer], self._named.get(peer, 0))
         bound(self._named, _REMEMBERED)

@@ -112,6 +112,7 @@ class Takeover:
             now=now,
             refusing=known.refusing(now),
             giving=giving,
+            left=known.left,
         )
         self.notices.beginning(self.beginning, behind=view.behind or bool(giving))
         return stance

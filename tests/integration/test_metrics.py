@@ -166,6 +166,19 @@ def test_the_mean_of_the_swarm_is_weighted() -> None:
         means[1].exchange(4.0, 30)
         until(lambda: means[0].exchange(1.0, 10) == 3.25)
         until(lambda: means[1].exchange(None, 0) == 3.25)
+        until(lambda: means[0].exchange(2.0, 10) == 3.5)
+
+
+def test_the_mean_forgets_peers_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed peer's last loss, far above the others' of later, counted for ten minutes. A newer one always counts."""
+    times, expires = [1000.0, 1020.0, 1050.0, 1051.0, 9000.0], list[float]()
+    monkeypatch.setattr("shoal.integrations.metrics.get_dht_time", iter(times).__next__)
+    with shoal.DHT(start=True) as dht:
+        monkeypatch.setattr(dht, "store", lambda _key, _value, expires_at, *_, **__: expires.append(expires_at))
+        mean = SharedMean(dht, "loss")
+        for _ in times:
+            mean.exchange(1.0, 8)
+    assert expires == [1060.0, 1100.0, 1170.0, 1170.001, 9600.0]
 
 
 @pytest.mark.parametrize(

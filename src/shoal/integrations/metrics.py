@@ -26,7 +26,9 @@ __all__ = ["JsonLines", "Metrics", "Prometheus", "SharedMean", "Sink", "TensorBo
 Sink = Callable[[int, Mapping[str, float]], None]
 """Takes the epoch, and the metrics by name. It is called in one thread, one epoch after the other."""
 
-_TTL_S = 600.0
+_TTL_S, _LEAST_TTL_S, _PAUSES = 600.0, 60.0, 4.0
+"""What a peer says counts for 4 of its pauses between saying something: then it is gone."""
+
 _CLOSE_S = 10.0
 _NAME = "swarm"
 
@@ -176,15 +178,20 @@ class SharedMean:
     def __init__(self, dht: DHT, key: str) -> None:
         self._dht, self._key = dht, key
         self._read: Any = None
+        self._said_at, self._until = math.inf, 0.0
 
     def exchange(self, value: float | None, samples: int) -> float | None:
         """Say this peer's value, if there is one; returns the mean as it was read since the last call.
 
-        It waits for nothing: None if nothing was read yet. What peers said more than ten minutes ago does not count.
+        It waits for nothing: None if nothing was read yet. What a peer says counts until it says something new, and for
+        4 of its pauses between two values (60 s to 10 minutes), so that peers which are gone do not count.
         """
         if value is not None and math.isfinite(value) and samples > 0:
-            until, me = get_dht_time() + _TTL_S, self._dht.peer_id.to_bytes()
-            self._dht.store(self._key, [float(value), int(samples)], until, me, return_future=True)
+            now, me = get_dht_time(), self._dht.peer_id.to_bytes()
+            lives_s = min(_TTL_S, max(_LEAST_TTL_S, _PAUSES * (now - self._said_at)))
+            # In the DHT a value takes the place of one that expires earlier.
+            self._said_at, self._until = now, max(now + lives_s, self._until + 0.001)
+            self._dht.store(self._key, [float(value), int(samples)], self._until, me, return_future=True)
         read, self._read = self._read, self._dht.get(self._key, latest=True, return_future=True)
         if read is None or not read.done() or read.exception() is not None or (found := read.result()) is None:
             return None

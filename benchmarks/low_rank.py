@@ -88,11 +88,14 @@ OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer
 }
 
 
-def train(make_sender: Callable[[list[torch.nn.Parameter]], Send], optimizer: str, seed: int) -> tuple[float, int]:
+def train(
+    make_sender: Callable[[list[torch.nn.Parameter]], Send], optimizer: str, seed: int, rate: float
+) -> tuple[float, int]:
     """The mean loss of the last steps, and the numbers that a step sends."""
     model, told, draw = network(seed), teacher(), torch.Generator().manual_seed(seed)
     parameters = list(model.parameters())
     inner, send, loss_sum, sent = OPTIMIZERS[optimizer](parameters), make_sender(parameters), 0.0, 0
+    inner.param_groups[0]["lr"] *= rate
     for step in range(STEPS):
         inputs = torch.randint(0, KINDS, (BATCH, 4), generator=draw)
         with torch.no_grad():
@@ -110,6 +113,7 @@ def train(make_sender: Callable[[list[torch.nn.Parameter]], Send], optimizer: st
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=2, help="(default: %(default)s)")
+    parser.add_argument("--rate", type=float, default=1.0, help="times the learning rates (default: %(default)s)")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     ways: dict[str, Callable[[list[torch.nn.Parameter]], Send]] = {"whole": lambda _: whole}
@@ -118,7 +122,7 @@ def main(argv: list[str] | None = None) -> None:
         ways[f"rank {rank}, two rounds"] = partial(TwoRounds, rank=rank)
     for optimizer in OPTIMIZERS:
         for name, make in ways.items():
-            runs = [train(make, optimizer, seed) for seed in range(options.seeds)]
+            runs = [train(make, optimizer, seed, options.rate) for seed in range(options.seeds)]
             losses = sorted(loss for loss, _ in runs)
             spread = f"{losses[0]:.3f} to {losses[-1]:.3f}"
             print(

@@ -196,11 +196,11 @@ def wrong(case: str) -> None:
             copy.deepcopy(group.swarm)
 
 
-def lose_rank_1() -> str:
-    """Rank 1 is killed between two steps; the other one says what it then raises."""
+def lose_a_rank(lost: int) -> str:
+    """One of two ranks is killed between two steps; the other one says what it then raises."""
     with Group() as group:
         group.step()
-        if dist.get_rank() == 1:
+        if dist.get_rank() == lost:
             die_here()
         try:
             group.step()

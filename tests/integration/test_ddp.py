@@ -66,10 +66,11 @@ def test_an_error_is_raised_on_all_ranks(processes: Ranks, case: str) -> None:
     assert kind in {outcome.kind for outcome in outcomes}
 
 
-def test_a_killed_rank_ends_the_group(processes: Ranks) -> None:
-    """Rank 1 is killed: the next call on rank 0 names it."""
-    said, _ = processes.outcomes(2, cases.lose_rank_1, killed=1)
-    assert "rank 1 gone" in str(said)
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_killed_rank_ends_the_group(processes: Ranks, lost: int) -> None:
+    """A rank is killed: the next call on the other one names it."""
+    said = processes.outcomes(2, cases.lose_a_rank, lost, killed=lost)
+    assert f"rank {lost} gone" in str(said[1 - lost])
 
 
 def test_an_interrupt_of_rank_0_is_told(processes: Ranks) -> None:

@@ -326,6 +326,9 @@ def test_a_schedule_of_measurements_is_refused(dht: shoal.DHT, tmp_path: Path) -
         ({"batch_size": 8}, "batch_size must be a function"),
         ({"batch_size_per_step": 8}, "batch_size_per_step is not given here"),
         ({"scheduler": object()}, "'interval': 'step'"),
+        ({"scheduler_fn": object()}, "scheduler_fn is not given here: return the schedule"),
+        ({"initial_peers": []}, "initial_peers is not given here: give it to the DHT"),
+        ({"offload_optimizer": True}, "offload_optimizer=True is not for a Trainer"),
         ({"auxiliary": True}, "auxiliary=True is not for a Trainer"),
     ],
 )

@@ -43,6 +43,9 @@ _TAKEN = {
     "params": "the parameters are those of the optimizer that configure_optimizers returns",
     "scheduler": "return it from configure_optimizers, with 'interval': 'step'",
     "model": "it is the module that is given to Trainer.fit",
+    "scheduler_fn": "return the schedule from configure_optimizers, with 'interval': 'step'",
+    "initial_peers": "give it to the DHT: dht=shoal.DHT(initial_peers=[...], start=True)",
+    "host_maddrs": "give it to the DHT: dht=shoal.DHT(host_maddrs=[...], start=True)",
     "batch_size_per_step": "each batch counts with its samples; batch_size=lambda batch: ... says how many it has",
 }
 
@@ -101,6 +104,10 @@ class SwarmCallback(Callback):  # type: ignore[misc]
             raise ConfigError(f"{name} is not given here: {_TAKEN[name]}")
         if options.get("auxiliary"):
             raise ConfigError("auxiliary=True is not for a Trainer, which has data: make a shoal.Optimizer without one")
+        if options.get("offload_optimizer"):
+            raise ConfigError(
+                "offload_optimizer=True is not for a Trainer, as the module makes its optimizer itself: leave it out"
+            )
         self._dht, self._run_id, self._options = dht, run_id, options
         self._target = whole("target_batch_size", target_batch_size)
         self._batch_size = batch_size

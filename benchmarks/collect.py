@@ -255,6 +255,7 @@ def lossy(content: Mapping[str, Any]) -> list[Row]:
 
 def optimizer_overhead(content: Mapping[str, Any]) -> list[Row]:
     """`shoal.Optimizer` alone against plain torch."""
+    bars = {"demo": at_least(0.97), "wide": at_least(0.92)}
     return [
         Row(
             f"optimizer alone, {name}: a step",
@@ -263,9 +264,42 @@ def optimizer_overhead(content: Mapping[str, Any]) -> list[Row]:
             "plain torch",
             each["plain_step_s"],
             Spread(each["ratio"], each["ratio_low"], each["ratio_high"]),
+            bars.get(name),
         )
         for name, each in content.items()
     ]
+
+
+def time_to_loss(content: Mapping[str, Any]) -> list[Row]:
+    """Seconds until a swarm has learned, and what a step takes beyond the all-reduce; a run may never come there."""
+    rows, runs = [], content["runs"]
+    for case in content["cases"]:
+        turns: dict[str, dict[int, float]] = {}
+        for each in (each for each in runs if each["case"] == case):
+            turns.setdefault(each["library"], {})[each["turn"]] = each.get("seconds", math.inf)
+        seconds = {
+            name: [each if (each := found.get(turn, math.inf)) < math.inf else None for turn in sorted(turns["shoal"])]
+            for name, found in turns.items()
+        }
+        mine = [each for each in seconds["shoal"] if each is not None]
+        if not mine:
+            raise ValueError(f"shoal did not come to the loss in the case {case!r}")
+        title = "4 peers in churn" if case == "churn" else f"{case} peer{'' if case == '1' else 's'}"
+        rows += against(Row(f"time to a loss, {title}", statistics.median(mine), "s"), seconds, {})
+    for which in ("median", "worst"):
+        lags: dict[str, list[float]] = {}
+        for each in runs:
+            lags.setdefault(each["library"], []).extend(lag[which] for lag in each.get("lags", ()))
+        if mine := lags["shoal"]:
+            row = Row(
+                f"a step of 4 peers beyond the all-reduce, {which} peer",
+                statistics.median(mine),
+                "s",
+                bar=at_most(0.05),
+            )
+            its = lags.get("hivemind")
+            rows.append(row._replace(beside="hivemind", its=statistics.median(its)) if its else row)
+    return rows
 
 
 def optimizer_memory(content: Mapping[str, Any]) -> list[Row]:

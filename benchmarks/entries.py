@@ -26,7 +26,7 @@ class Entry:
         name: of its file, and for ``--only``.
         call: the module within `benchmarks`, and its arguments.
         rows: makes lines of the table from what it wrote.
-        against: contenders for its ``--against``; `hivemind` only where there is a Python that has it.
+        against: contenders for its ``--against``; those of hivemind only where there is a Python that has it.
         quick: arguments added in a short run, which overrule those of `call`.
         codecs_of: it takes ``--hivemind-python`` without ``--against``.
         printed: its ``--json`` takes no file: it prints a JSON value, or one on each line.
@@ -49,7 +49,7 @@ class Entry:
 
     def contenders(self, hivemind_python: str | None) -> tuple[str, ...]:
         """Those that can take part here."""
-        return tuple(name for name in self.against if name != "hivemind" or hivemind_python)
+        return tuple(name for name in self.against if not name.startswith("hivemind") or hivemind_python)
 
     def arguments(self, hivemind_python: str | None, *, quick: bool) -> list[str]:
         """All but where its JSON goes."""
@@ -140,6 +140,14 @@ ENTRIES = (
     Entry("codecs", "compression", collect.codecs, quick="--turns 3", codecs_of=HIVEMIND, printed=True),
     Entry("lossy", "lossy", collect.lossy, quick="--seeds 1 --steps 20"),
     Entry("optimizer", "optimizer_overhead", collect.optimizer_overhead, quick="--pairs 15 --cases wide"),
+    Entry(
+        "time_to_loss",
+        "optimizer",
+        collect.time_to_loss,
+        ("hivemind", "shoal_delayed", "hivemind_delayed"),
+        "--quick",
+        gib=8.0,
+    ),
     Entry("optimizer_memory", "optimizer_memory", collect.optimizer_memory),
     Entry("drift", "drift", collect.drift, quick="--steps 1 10"),
     Entry("zero", "zero --params 30e6 --ranks 2,4", collect.zero, quick="--params 2e6 --ranks 2 --turns 1", gib=8.0),

@@ -47,6 +47,8 @@ def visit(args, data, model, dht, last):
         while last and visitor.local_epoch < args.epochs and time.monotonic() < waits_until:
             time.sleep(0.1)
             visitor.load_state_from_peers()
+        if not visitor.local_epoch:
+            raise shoal.StateUnavailable("nobody gave a state: the trainers have left")
         visitor.save(args.output / "checkpoints", keep=args.keep)
         return visitor.local_epoch
 

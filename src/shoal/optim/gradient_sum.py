@@ -54,7 +54,10 @@ class GradientSum:
                 self.clear()
             if self.is_over:
                 for tensor, gradient in zip(tensors, gradients, strict=True):
-                    tensor.copy_(gradient).mul_(share)
+                    if (tensor.dtype, tensor.device) == (gradient.dtype, gradient.device):
+                        torch.mul(gradient, share, out=tensor)  # goes through the memory once
+                    else:
+                        tensor.copy_(gradient).mul_(share)
             elif given:
                 # The sum is on the CPU, or the model was moved since it was made.
                 if any(tensor.device != each.device for tensor, each in zip(tensors, gradients, strict=True)):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -35,6 +36,8 @@ from shoal.optim.state_name import LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN
 from shoal.wire import encode
 
 __all__ = ["PreparedState", "TrainingState"]
+
+_WIDE = (torch.float32, torch.float64)
 
 
 class PreparedState(NamedTuple):
@@ -666,10 +669,17 @@ def _norm(tensors: Sequence[torch.Tensor]) -> float:
     return float(torch.linalg.vector_norm(torch.stack(norms)))
 
 
+def _rough_norm(tensors: Sequence[torch.Tensor]) -> float:
+    """No less than the largest of their values, to rounding; infinite already above 1e19. On a CPU it is the faster."""
+    if not all(each.device.type == "cpu" and each.dtype in _WIDE and each.is_contiguous() for each in tensors):
+        return _norm(tensors)
+    return math.sqrt(sum(float(torch.dot(flat, flat)) for flat in (each.view(-1) for each in tensors)))
+
+
 def _beyond(tensors: Sequence[torch.Tensor], limit: Callable[[torch.dtype], float]) -> int | None:
     """The first tensor with a value that is NaN, or larger than the limit of its dtype; None if there is none."""
     limits = {dtype: limit(dtype) for dtype in {each.dtype for each in tensors}}
-    if _norm(tensors) <= min(limits.values()):  # takes half as long, and one wait for the device
+    if _rough_norm(tensors) <= min(limits.values()):  # takes half as long, and one wait for the device
         return None
     for index, tensor in enumerate(tensors):
         if tensor.numel():

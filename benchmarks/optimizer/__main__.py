@@ -192,7 +192,7 @@ def _race(
     began = time.monotonic()
     go.touch()
     losses: list[tuple[float, float]] = found.setdefault("losses", [])
-    kills, rng, lives = found.setdefault("kills", []), random.Random(len(library)), itertools.count(1)
+    kills, rng, lives = found.setdefault("kills", []), random.Random(found["turn"]), itertools.count(1)
     next_kill = began + args.churn_s if churns else math.inf
     while (left_s := began + args.limit - time.monotonic()) > 0:
         if time.monotonic() >= next_kill:
@@ -303,27 +303,29 @@ def main() -> int:
         f"loss of {target:.3f} in {args.epochs} steps",
         flush=True,
     )
-    runs: list[dict[str, Any]] = []
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    found: dict[str, Any] = {"settings": settings, "names": names, "cases": cases, "target": target, "alone": alone}
+    runs: list[dict[str, Any]] = found.setdefault("runs", [])
     for turn, case in itertools.product(range(args.turns), cases):
         order = names[turn % len(names) :] + names[: turn % len(names)]
         for name in order:
             if name.endswith("_delayed") and case != str(CHURNED):
                 continue
-            runs.append(found := run(name, case, turn, target, task, args))
-            told = f"failed: {found['failed']}" if "failed" in found else f"{found['seconds']:.1f} s"
-            print(f"turn {turn + 1}, {case}, {name}: {told} (load {found['load']:.1f})", flush=True)
+            runs.append(last := run(name, case, turn, target, task, args))
+            told = f"failed: {last['failed']}" if "failed" in last else f"{last['seconds']:.1f} s"
+            print(f"turn {turn + 1}, {case}, {name}: {told} (load {last['load']:.1f})", flush=True)
+            if args.json:
+                write(args.json, found)  # it takes long: whoever ends it has what there is
     computed = [each["computed_s"] * 1e3 for each in runs if "computed_s" in each]
-    print(f"of the {args.batch_s * 1e3:.0f} ms of a batch, {min(computed):.0f} to {max(computed):.0f} were computed")
+    if computed:
+        print(
+            f"of the {args.batch_s * 1e3:.0f} ms of a batch, {min(computed):.0f} to {max(computed):.0f} were computed"
+        )
     print(summary(runs, names, cases), *lag_lines(runs, names), sep="\n")
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-    found = {"settings": settings, "names": names, "cases": cases, "target": target, "alone": alone, "load": load}
-    found["runs"] = runs
     if args.picture:
         from benchmarks.optimizer.picture import draw
 
         draw(found, args.picture)
-    if args.json:
-        write(args.json, found)
     return 0
 
 

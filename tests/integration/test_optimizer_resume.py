@@ -314,6 +314,19 @@ def test_step_without_any_gradient_advances_no_epoch_and_is_told(dht: shoal.DHT)
     swarm.shutdown()
 
 
+def test_an_auxiliary_peer_is_not_told_to_call_backward(dht: shoal.DHT) -> None:
+    """It has no batches."""
+    told: list[str] = []
+    dht.events.subscribe(lambda event: told.append(event.message) if isinstance(event, Warned) else None)
+    model = torch.nn.Linear(3, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with shoal.Optimizer(
+        dht=dht, run_id="run", target_batch_size=TARGET, optimizer=inner, auxiliary=True, averaging_timeout=2.0
+    ) as swarm:
+        swarm.step()
+    assert not told
+
+
 def test_a_tensor_that_was_replaced_in_the_model_is_told(dht: shoal.DHT) -> None:
     """The peer would go on with a model that stands still."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 2))

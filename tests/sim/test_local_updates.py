@@ -100,6 +100,39 @@ def test_chosen_statistics_are_averaged_by_samples() -> None:
     sim.run(main, seed=8)
 
 
+def test_what_the_steps_change_in_the_groups_is_not_the_swarm_s() -> None:
+    """A count of steps in a parameter group (Lion, ScheduleFree) goes on for each peer; a rate is one for all."""
+
+    async def main() -> None:
+        run = Run(target=12)
+        batches = {"p0": 1, "p1": 2}
+        for name in batches:
+            group = (await run.add(name, **WAITS)).participant.training.optimizer.param_groups[0]
+            group["taken"] = 0
+            optimizer = run.trainers[name].participant.training.optimizer
+            optimizer.register_step_post_hook(lambda made, *_: made.param_groups[0].update(taken=_taken(made) + 1))
+        await sim.sleep(3.0)
+
+        async def train(name: str) -> None:
+            trainer = run.swarm.peer(name)
+            for epoch in range(3):
+                for _ in range(batches[name]):
+                    await trainer.take_batch(BATCH)
+                await trainer.finish_epoch(epoch + 1)
+
+        await asyncio.gather(*(run.swarm.run_on(name, train, name) for name in batches))
+        taken = {name: _taken(trainer.participant.training.optimizer) for name, trainer in run.trainers.items()}
+        assert taken == {"p0": 3, "p1": 6}
+        assert not run.warnings, run.warnings
+        assert run.agree(list(batches))
+        await run.close()
+
+    def _taken(optimizer: torch.optim.Optimizer) -> int:
+        return int(optimizer.param_groups[0]["taken"])
+
+    sim.run(main, seed=5)
+
+
 def test_statistics_that_the_optimizer_does_not_keep_are_refused() -> None:
     """By name, with those that there are."""
     parameters = model()
@@ -167,6 +200,31 @@ def test_at_the_end_all_have_the_same_parameters() -> None:
         await run.close()
 
     sim.run(main, seed=4)
+
+
+def test_nobody_may_leave_before_the_last_average() -> None:
+    """All are at one state when the run ends, but that is not yet the last one."""
+
+    async def main() -> None:
+        run = Run(target=2 * BATCH, network=SimNetwork(3, latency_s=0.2))
+        trainers = [await run.add(name, **LOCAL) for name in ("p0", "p1")]
+        await sim.sleep(3.0)
+        run.announce_end(2)
+        for trainer in trainers:
+            work = trainer.train(BATCH, duration_s=0.1, until=lambda: False)
+            run.swarm.spawn(f"p{trainer.index}", work)
+        averaging = 0
+        while not all(trainer.participant.finished for trainer in trainers):
+            for participant in (trainer.participant for trainer in trainers):
+                due = participant.at_end and participant._machine.states_due
+                assert not (due and participant._end.over(participant.epoch))
+                averaging += due
+            await sim.sleep(0.01)
+        assert averaging
+        assert run.agree(["p0", "p1"])
+        await run.close()
+
+    sim.run(main, seed=3)
 
 
 def test_a_peer_alone_trains_as_without_a_swarm() -> None:

@@ -174,6 +174,19 @@ def test_who_is_on_its_way_to_the_last_state_is_waited_for() -> None:
     assert end.observe(5, view(together=True), 1.0)
 
 
+def test_an_average_that_others_make_of_the_last_state_is_waited_for() -> None:
+    """Until they tell of it, or are gone, and not for ever."""
+    end = RunEnd(ME, 10.0)
+    announce(end, 5)
+    assert not end.observe(5, view(together=True), 0.0, average_due=True)
+    assert end.observe(5, view(together=True), 1.0)
+    for last, now in ((view(together=True, alone=True), 1.0), (view(together=True), 10.0)):
+        end = RunEnd(ME, 10.0)
+        announce(end, 5)
+        assert not end.observe(5, view(together=True), 0.0, average_due=True)
+        assert end.observe(5, last, now, average_due=True)
+
+
 def test_a_better_state_is_never_left_behind() -> None:
     """However long it takes; and who takes over another state is looked at again."""
     end = RunEnd(ME, 10.0)

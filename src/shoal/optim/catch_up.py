@@ -373,7 +373,7 @@ class CatchUp:
         agreement, name = agreement_of(step.header), name_after(step.header)
         if agreement is not None:
             committed = committed.after(agreement.contributors, state.epoch)
-            mine = options_of(self._training.optimizer.param_groups)
+            mine = options_of(self._training.optimizer.param_groups, self._training.own_options)
             if agreement.options is not None and (why := misfit(mine, agreement.options)) is not None:
                 self._following.missed = f"their options are {why}"
                 return None

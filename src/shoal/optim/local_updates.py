@@ -3,7 +3,7 @@
 A swarm epoch is a round of parameters here, each weighted by its peer's samples since the last one. So with plain SGD
 and one batch of each peer in an epoch it equals averaging gradients. Between two rounds the peers' parameters differ.
 A state's name says which average they began from. Statistics of the optimizer are each peer's own, but for those that
-are averaged, too.
+are averaged, too; so is what its steps change in the parameter groups (a count of steps, Prodigy's `d`).
 
 Source: local SGD, https://arxiv.org/abs/1805.09767; `use_local_updates` of hivemind 1.1.12.
 """
@@ -20,6 +20,7 @@ from shoal.allreduce.vector import Vector
 from shoal.errors import ConfigError
 from shoal.optim.gradient_sum import GradientSum
 from shoal.optim.inner import Scheduler
+from shoal.optim.optimizer_state import is_number
 from shoal.optim.training_state import TrainingState
 from shoal.optim.trial import first_statistics
 
@@ -95,10 +96,13 @@ class LocalTrainingState(TrainingState):
 
     def _step_locally(self) -> None:
         frozen = [parameter.grad for parameter in self._frozen]
+        before = [dict(group) for group in self.optimizer.param_groups]
         try:
             for parameter in self._frozen:
                 parameter.grad = None
             self._step_watched()
+            for group, was in zip(self.optimizer.param_groups, before, strict=True):
+                self.own_options.update(name for name in group if _changed(group[name], was.get(name)))
         finally:
             self.stepping = False
             for parameter, gradient in zip(self._frozen, frozen, strict=True):
@@ -137,6 +141,11 @@ class LocalTrainingState(TrainingState):
         """Forget which samples were counted: they are of a state that is not ours any more."""
         self._move_to_average = None
         super().discard()
+
+
+def _changed(now: object, was: object) -> bool:
+    """Whether a step has set this option. Tensors are not compared: that would wait for the device."""
+    return is_number(now) and now is not was and (isinstance(now, torch.Tensor) or now != was)
 
 
 def _statistics(

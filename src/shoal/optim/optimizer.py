@@ -574,7 +574,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                     f"{name} of the model is not trained, but has changed since the run began: other peers do not have "
                     "its new values. Leave it as it is; if it is meant to move, give it in extra_tensors"
                 )
-        if (message := self._watch.at_step()) is not None:
+        if not self.auxiliary and (message := self._watch.at_step()) is not None:
             self._warn(message)
         try:
             loss = self._count(samples, loss)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -84,15 +84,15 @@ class Difference(NamedTuple):
     theirs: Value
 
 
-def options_of(groups: Sequence[Mapping[str, Any]]) -> Options:
-    """The options that these parameter groups hold.
+def options_of(groups: Sequence[Mapping[str, Any]], without: Collection[str] = ()) -> Options:
+    """The options that these parameter groups hold, but for those of the names in `without`.
 
     Raises:
         ConfigError: they are more than can be told to others.
     """
     values: dict[str, list[Value]] = {}
     for name in list(groups[0]):  # a copy: a trainer's schedule may add one meanwhile
-        if name in LEFT_OUT or not isinstance(name, str) or len(name) > 128:
+        if name in LEFT_OUT or name in without or not isinstance(name, str) or len(name) > 128:
             continue
         plain = [_plain(group.get(name, _NOTHING)) for group in groups]
         if any(each is _NOTHING for each in plain):
@@ -148,9 +148,12 @@ def differences(mine: Options, theirs: Options) -> list[Difference]:
     ]
 
 
-def apply(groups: Sequence[dict[str, Any]], options: Options) -> None:
-    """Let these groups hold exactly this; `misfit` found nothing. Tensors stay the ones that they are."""
-    for name in options.values:
+def apply(groups: Sequence[dict[str, Any]], options: Options, without: Collection[str] = ()) -> None:
+    """Let these groups hold exactly this, but for the names in `without`; `misfit` found nothing.
+
+    Tensors stay the ones that they are.
+    """
+    for name in options.values.keys() - without:
         for group, value in zip(groups, options.column(name), strict=True):
             if name in group and _plain(group[name]) is not _NOTHING:
                 group[name] = _with(group[name], value)

@@ -45,6 +45,7 @@ class OwnState:
         dealt: the samples that the last steps taken here dealt to this peer.
         shared: whether other peers hold it too, as far as this one knows.
         update: the change that the trainer makes next; None if there is none.
+        followed: the last state to which this peer took a step of others that it was no member of.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class OwnState:
         self.dealt: tuple[Deal, ...] = ()
         self.shared = False
         self.update: Update | None = None
+        self.followed: StateName | None = None
 
     def _beginning(self) -> StateName:
         fingerprint = self.training.fingerprint()

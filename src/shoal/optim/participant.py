@@ -300,7 +300,9 @@ class Participant:
         if len(view.peers) > 1:
             self._machine.found()
         self._end.settle(self.epoch, self.own.committed, lambda: self._known.ends)
-        if self._end.observe(self.epoch, claimed if claimed.vouched else view, now):
+        averages = self._machine.states_due or self.own.update is not None
+        due = self._averages_last and (averages or self.own.name == self.own.followed)
+        if self._end.observe(self.epoch, claimed if claimed.vouched else view, now, average_due=due):
             self._moves.notify()
         self._notices.ends(self.epoch if self.at_end else None, self._end.said)
         if not self.at_end:
@@ -413,7 +415,7 @@ class Participant:
 
     def _said(self, check: Check | None = None) -> Said:
         training = self.training
-        options = options_of(training.optimizer.param_groups)
+        options = options_of(training.optimizer.param_groups, training.own_options)
         return Said(options, training.absent(), check, training.samples, self._end.said)
 
     def _contribute(self, name: StateName) -> tuple[float, float]:
@@ -553,10 +555,15 @@ class Participant:
         if self.at_end:
             self.core.env.events.emit(RunEnded(run_id=run_id, epoch=epoch))
         self._solitude.stepped(epoch, peers)
-        # The last step is followed by an average of the tensors that differ by design: batch norm statistics, say.
-        # With local updates the parameters do, by what was trained while the last round went on.
-        last = self.training.averages_extras or bool(self._counts) or self.settings.use_local_updates
-        self._machine.states_due = last if self.at_end else bool(every) and epoch % every == 0
+        self._machine.states_due = self._averages_last if self.at_end else bool(every) and epoch % every == 0
+
+    @property
+    def _averages_last(self) -> bool:
+        """Whether the last step is followed by an average of the tensors that differ by design.
+
+        Batch norm statistics do, and with local updates the parameters, by what was trained during the last round.
+        """
+        return self.training.averages_extras or bool(self._counts) or self.settings.use_local_updates
 
     def _announce_other_state(self) -> None:
         """Our state is one to which no round has led: nobody is on the way to it."""

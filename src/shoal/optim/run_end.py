@@ -14,6 +14,8 @@ Without a word of its own it goes by the word of more than half of all peers tha
 
 The first peer at the end holds data that the others still need: the last round may have failed for one of them, which
 would then make a last step of its own, and end with other weights. So a peer at the end waits for the others it knows.
+After the last step its members average what differs by design, and only then look who has the last state. A peer that
+took that step from them later is not among these: it waits until they tell of the average, or are gone.
 """
 
 from __future__ import annotations
@@ -80,11 +82,11 @@ class RunEnd:
         """Whether a peer at this epoch may leave, by what it saw when it looked last."""
         return self.reached(epoch) and self._over_at == epoch
 
-    def observe(self, epoch: int, view: SwarmView, now: float) -> bool:
+    def observe(self, epoch: int, view: SwarmView, now: float, *, average_due: bool = False) -> bool:
         """A peer at this epoch sees the swarm. True if it may leave now, and could not before.
 
         It may leave when all peers that it knows have its state, or when it has waited long enough for them; never
-        while there is a better state than its own.
+        while there is a better state than its own. If `average_due`, the last average is not here.
         """
         before = self.over(epoch)
         if not self.reached(epoch):
@@ -92,6 +94,7 @@ class RunEnd:
         elif self._since is None:
             self._since = now
         all_here = len(view.together) - len(view.coming) == len(view.peers)
+        all_here &= not average_due or len(view.peers) == 1
         enough = before or all_here or (self._since is not None and now - self._since >= self._patience_s)
         self._over_at = epoch if self._since is not None and not view.behind and enough else None
         return self.over(epoch) and not before

@@ -168,6 +168,7 @@ class Takeover:
             if self.own.name != update.name:
                 break
             self.own.shared = True
+            self.own.followed = update.name if update.is_step else None
             steps += 1
         return steps
 

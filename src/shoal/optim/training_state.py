@@ -83,6 +83,7 @@ class TrainingState:
         kept_back: says what the optimizer keeps and newcomers cannot be given; None if nothing was seen.
         evaluations: how often weights to evaluate with were put into their place.
         stepping: whether the optimizer takes a step of the swarm now.
+        own_options: names of options that stay this peer's own, whatever the others have.
         trained: the parameters that require a gradient.
         state_tensors: what state averaging averages: parameters and extra tensors of floating point, but for those
             extra tensors that are not finite from the beginning (masks).
@@ -139,6 +140,7 @@ class TrainingState:
             if tensor.dtype.is_floating_point and index not in fixed
         )
         self.left_out = self.left_out_for = self._steps_here = 0
+        self.own_options: set[str] = set()
         self.broken: str | None = None
         self.step_error: str | None = None
         self.kept_back: str | None = None
@@ -376,7 +378,7 @@ class TrainingState:
         before, self.step_error = self.epoch, None
         try:
             if options is not None:
-                apply(self.optimizer.param_groups, options)
+                apply(self.optimizer.param_groups, options, self.own_options)
             self._step_from_average(absent)
         except Exception as error:
             self.epoch, self.step_error = before, f"{type(error).__name__}: {error}"

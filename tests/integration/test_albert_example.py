@@ -43,6 +43,7 @@ def rows(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(4 * BUSY_S)
 def test_two_trainers_and_a_monitor_end_with_the_same_weights(tmp_path: Path) -> None:
     """From texts to a model. The monitor takes no part in any step, sees all trainers, and keeps the last state."""

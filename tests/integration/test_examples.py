@@ -36,6 +36,8 @@ def last_lines_of_two(example: str, needs: str, **variables: str) -> list[str]:
     return [lines[-1] for lines in said]
 
 
+@pytest.mark.long
+@pytest.mark.timeout(400)
 def test_digits(tmp_path: Path) -> None:
     """Two peers learn them, and have one accuracy at the end, as their batch norm has one state."""
     pytest.importorskip("sklearn")
@@ -45,6 +47,8 @@ def test_digits(tmp_path: Path) -> None:
     assert float(found[1]) > 0.8
 
 
+@pytest.mark.long
+@pytest.mark.timeout(400)
 def test_lora(tmp_path: Path) -> None:
     """Two peers train the adapters alone, to the same loss; peft can load them."""
     pytest.importorskip("peft")

@@ -90,6 +90,8 @@ def test_equals_plain_training(
     assert swarm.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / 5)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(400)
 def test_two_trainers_are_peers() -> None:
     """With strategy and with callback: the same bits at each epoch, one end, other samples in spite of one seed."""
     command = [sys.executable, "-m", "tests.integration.lightning_peer"]

@@ -101,7 +101,8 @@ def test_a_program_that_ends_in_its_own_way(tmp_path: Path, how: str) -> None:
         code = talk.wait()
         event = heard.wait_for(PeerLost)
         assert isinstance(event, PeerLost)
-        assert event.reason == "the peer left"
+        # A process that ends may close its connections before the other side has read its word.
+        assert event.reason == "the peer left" or event.reason.startswith("connection lost"), event.reason
         errors = talk.errors().splitlines()
     if how == "raise":
         assert (code, errors[0], errors[-1]) == (

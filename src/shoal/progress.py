@@ -128,10 +128,12 @@ class SwarmProgress:
         me: this peer.
         settings: the run's settings; peers with other settings do not count, see `mismatch`.
         ttl_s: a peer that says nothing new for this long is no longer counted.
+        auxiliary: this peer has no samples, so what others may claim beside them cannot follow from them. Where no
+            contributor is left at its state, it believes all.
     """
 
-    def __init__(self, me: PeerID, settings: Mapping[str, str], *, ttl_s: float) -> None:
-        self._me, self._settings, self.ttl_s = me, dict(settings), ttl_s
+    def __init__(self, me: PeerID, settings: Mapping[str, str], *, ttl_s: float, auxiliary: bool = False) -> None:
+        self._me, self._settings, self.ttl_s, self._auxiliary = me, dict(settings), ttl_s, auxiliary
         self._known: dict[PeerID, _Word] = {}
         self._alive: set[PeerID] = set()  # of those known
         self._strangers: dict[PeerID, float] = {}  # peers with other settings: the time of their last word
@@ -435,6 +437,7 @@ class SwarmProgress:
             coming=coming,
             best=best,
             vouched=vouched,
+            auxiliary=self._auxiliary,
         )
 
     def _changes_at(self, now: float) -> float:
@@ -485,6 +488,7 @@ class _Seen:
         coming: those that are on their way to it.
         best: the best state.
         vouched: see `SwarmView`.
+        auxiliary: of `SwarmProgress`.
     """
 
     asked: _Asked
@@ -496,6 +500,7 @@ class _Seen:
     coming: set[PeerID]
     best: StateKey
     vouched: bool
+    auxiliary: bool
     _known: int = 0
     _strange: int = 0
     _rate: float = 0.0
@@ -549,11 +554,12 @@ class _Seen:
         if self._coming is None:
             self._coming = frozenset(self.coming)
         known, strange = mine.samples + self._known, self._strange
+        believed = not self.contributors or (self.auxiliary and self.here.isdisjoint(self.contributors))
         return SwarmView(
             peers=self.peers,
             together=self._together,
             coming=self._coming,
-            samples=known + (min(known, strange) if self.contributors else strange),
+            samples=known + (strange if believed else min(known, strange)),
             rate=mine.rate + self._rate,
             epoch=self.best.epoch,
             behind=self.best != self.asked.key,

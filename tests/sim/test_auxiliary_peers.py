@@ -108,6 +108,8 @@ def test_it_keeps_the_state_when_all_trainers_are_gone() -> None:
         while late.participant.epoch < epoch + 3:
             await sim.sleep(0.5)
         assert late.epochs[0][1] == epoch + 1
+        assert not late.alone, "the helper was not in its first rounds"
+        assert aux.participant.epoch >= epoch + 2
         await run.close()
 
     sim.run(main, seed=3, max_time_s=1000.0)

@@ -106,7 +106,9 @@ class Participant:
         self._counts = Counts(training.extra_tensors)
         self._attendance = Attendance(core.peer_id, settings.averager.window_s)
         self._companions = Companions()
-        self._known = SwarmProgress(core.peer_id, settings.fingerprint, ttl_s=settings.ttl_s)
+        self._known = SwarmProgress(
+            core.peer_id, settings.fingerprint, ttl_s=settings.ttl_s, auxiliary=settings.auxiliary
+        )
         memory = RoundMemory(training.averaged, training.state_tensors)
         ours = core, training, settings
         self._states = state_averager(*ours, state_compression, lock=lock, memory=memory, state=self.own.export)

@@ -166,7 +166,8 @@ def low_rank_options(factory: object) -> Mapping[str, Any] | None:
     if kind is not PowerSGDGradientAverager or positional or given.keys() - {"averager_rank", "min_compression_ratio"}:
         raise ConfigError(
             f"grad_averager_factory must be PowerSGDGradientAverager.get_factory(averager_rank=...), perhaps with "
-            f"min_compression_ratio, or None, got {factory!r:.80}: give other things to the shoal.Optimizer itself"
+            f"min_compression_ratio, or None, got {kind!r:.80}{' with ' if given else ''}{', '.join(sorted(given))}: "
+            "give other things to the shoal.Optimizer itself"
         )
     if "averager_rank" not in given:
         raise ConfigError("averager_rank is missing: give PowerSGDGradientAverager.get_factory(averager_rank=4)")

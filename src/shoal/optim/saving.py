@@ -205,8 +205,8 @@ class Saver:
 def misfit(saved: Saved, why: str) -> ConfigError:
     """The error for a checkpoint that is not of this model or optimizer."""
     return ConfigError(
-        f"the checkpoint {saved.path} does not fit: {why}. Give the model and the optimizer that it was saved with, or "
-        "another folder"
+        f"the checkpoint {saved.path} does not fit: {why}. Give the model and the optimizer that it was saved with "
+        "(and the same grad_averager_factory), or another folder"
     )
 
 

@@ -194,9 +194,7 @@ def given_to_the_swarm(stage: int) -> str:
     """What `shoal.Optimizer` says of a sharded optimizer."""
     _, optimizer = sharded(stage)
     return said(
-        lambda: shoal.Optimizer(
-            dht=shoal.DHT.__new__(shoal.DHT), run_id="any", target_batch_size=1, optimizer=optimizer
-        )
+        lambda: shoal.Optimizer(dht=shoal.DHT(start=False), run_id="any", target_batch_size=1, optimizer=optimizer)
     )
 
 

@@ -14,6 +14,8 @@ MODULES = ["locks.py", "clock.py", *(f"{part}/*.py" for part in ("runtime", "ave
 EXCEPT = {
     ("runtime/pool.py", "threading.Condition"): "only the loop and its workers take it",
     ("runtime/leave.py", "threading.Event"): "nobody waits for it: it is set and asked",
+    ("runtime/launch.py", "is_alive"): "of a DHT or an Optimizer",
+    ("optim/faces.py", "is_alive"): "of the Optimizer",
 }
 
 REFUSED = {

@@ -74,13 +74,18 @@ def test_two_trainers_and_a_monitor_end_with_the_same_weights(tmp_path: Path) ->
         assert ends[0] == ends[1]
         seen = monitor.rest(BUSY_S)
         assert monitor.wait() == 0, monitor.errors()
-        assert seen[-1].startswith(f"epoch {EPOCHS}: ")
 
     weights = [load_file(folder / "final" / "model.safetensors") for folder in folders]
-    (last,) = (watched / "checkpoints").glob(f"epoch-{EPOCHS:08}-*")
+    last = max((watched / "checkpoints").glob("epoch-*"))
     kept = load_file(last / "model.safetensors")
-    assert all(torch.equal(kept[name], value) for name, value in weights[0].items() if name in kept)
     assert len(kept.keys() & weights[0].keys()) >= 20
+    if last.name.startswith(f"epoch-{EPOCHS:08}-"):
+        assert seen[-1].startswith(f"epoch {EPOCHS}: ")
+        assert all(torch.equal(kept[name], value) for name, value in weights[0].items() if name in kept)
+    else:  # these epochs are so short that the run may end while it evaluates an earlier one
+        epoch = int(last.name.split("-")[1])
+        assert epoch > 0
+        assert seen[-1].endswith(f"the last checkpoint is of epoch {epoch}\n")
     assert max(row["peers"] for row in rows(watched)) == 2
     assert rows(watched)[-1]["held_out_loss"] > 0
     given = [rows(folder)[-1]["contributed"] for folder in folders]

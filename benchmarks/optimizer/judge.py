@@ -36,7 +36,7 @@ def lags(said: Iterable[Said], *, peers: int, batches: int) -> list[Lag]:
     """The lag of each step that all peers have taken, by a round.
 
     The last needed sample is there when a batch is handed over with which the epoch has as many as a step takes. Where
-    a library begins its step with fewer, it is the last one that was handed over in that epoch.
+    a library begins its step with fewer, it is the last one that was handed over before a peer had taken the step.
 
     Args:
         said: by all trainers, in any order.
@@ -52,7 +52,8 @@ def lags(said: Iterable[Said], *, peers: int, batches: int) -> list[Lag]:
             taken.setdefault(each["epoch"], {})[each["peer"]] = each
     found = []
     for epoch, steps in sorted(taken.items()):
-        calls = sorted(handed.get(epoch - 1, ()))
+        first = min(each["at"] for each in steps.values())
+        calls = sorted(at for at in handed.get(epoch - 1, ()) if at <= first)
         if epoch < FIRST_EPOCH or len(steps) < peers or not calls:
             continue
         last, reduced = calls[:batches][-1], min(each["reduced_s"] for each in steps.values())

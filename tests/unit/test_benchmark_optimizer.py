@@ -29,9 +29,9 @@ def test_a_lag_runs_from_the_last_needed_sample_without_the_all_reduce() -> None
 
 
 def test_a_step_that_begins_early_is_counted_from_the_last_batch_that_there_is() -> None:
-    """A library that estimates when there will be enough begins with fewer."""
-    said = [*batches(1, 5.0, 6.0), step("a", 2, 7.0, 0.5), step("b", 2, 7.0, 0.5)]
-    assert lags(said, peers=2, batches=3) == [Lag(2, 0.5, 0.5, 0.5)]
+    """A library that estimates when there will be enough begins with fewer; a peer that it leaves behind goes on."""
+    said = [*batches(1, 5.0, 6.0, 8.0), step("a", 2, 7.0, 0.5), step("b", 2, 8.5, 0.5)]
+    assert lags(said, peers=2, batches=3) == [Lag(2, 1.25, 2.0, 0.5)]
 
 
 def test_steps_without_all_peers_or_without_a_round_have_no_lag() -> None:

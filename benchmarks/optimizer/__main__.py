@@ -268,7 +268,7 @@ def parse() -> tuple[argparse.Namespace, list[str], list[str]]:
     parser.add_argument("--batch", type=int, default=2, help="sequences of a batch")
     parser.add_argument("--batch-s", type=float, default=0.05, help="seconds of a batch")
     parser.add_argument("--churn-s", type=float, default=8.0, help="seconds between two kills")
-    parser.add_argument("--matchmaking", type=float, default=1.5, help="hivemind's matchmaking_time, seconds")
+    parser.add_argument("--matchmaking", type=float, default=3.0, help="hivemind's matchmaking_time, seconds")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds of a run at most")
     parser.add_argument(
         "--quick", action="store_true", help="5 steps, 1 and 4 peers, one turn: to see whether it works"

@@ -32,6 +32,8 @@ def saved(folder: Path) -> list[int]:
     return sorted(int(path.name.split("-")[1]) for path in folder.glob("epoch-*"))
 
 
+@pytest.mark.long
+@pytest.mark.timeout(400)
 def test_the_second_joins_and_both_leave_in_order(tmp_path: Path) -> None:
     """By a file and by options: identity, peers, checkpoints, metrics. SIGTERM saves; the next start goes on there."""
     (tmp_path / "shoal.toml").write_text(

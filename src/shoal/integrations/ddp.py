@@ -35,11 +35,11 @@ from shoal.errors import ConfigError, LocalError, ShoalError
 from shoal.optim import Optimizer
 from shoal.optim.batch_rows import rows_of
 from shoal.optim.gradient_sum import GradientSum
-from shoal.optim.inner import make_offloaded, make_optimizer, make_scheduler
+from shoal.optim.inner import make_inner, make_scheduler
 from shoal.optim.schedule import ScheduleWatch, follow
 from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
-from shoal.runtime.checks import flag, whole
+from shoal.runtime.checks import whole
 from shoal.runtime.dht import DHT
 from shoal.wire import MAX_EPOCH
 from shoal.zero.watch import Agreement, Watch
@@ -171,11 +171,7 @@ class GroupOptimizer(torch.optim.Optimizer):
             return self.peer.collaboration.training
         if dht is not None:
             raise ConfigError("dht must be None on all ranks but rank 0: the group is one peer")
-        params, offload = options.get("params"), None
-        if (chosen := options.get("offload_optimizer")) is not None and flag("offload_optimizer", chosen):
-            inner, offload = make_offloaded(params, optimizer)
-        else:
-            inner = make_optimizer(params, optimizer)
+        inner, offload = make_inner(options.get("params"), optimizer, options.get("offload_optimizer"))
         schedule = make_scheduler(inner, options.get("scheduler"))
         follow(schedule)
         return _Copy(inner, schedule, options.get("extra_tensors", ()), offload=offload)

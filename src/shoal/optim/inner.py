@@ -12,8 +12,9 @@ from torch.nn.parameter import is_lazy
 from shoal.errors import ConfigError
 from shoal.optim.offload import Offload
 from shoal.optim.optimizer_state import OptimizerState
+from shoal.runtime.checks import flag
 
-__all__ = ["Scheduler", "make_offloaded", "make_optimizer", "make_scheduler"]
+__all__ = ["Scheduler", "make_inner", "make_offloaded", "make_optimizer", "make_scheduler"]
 
 Scheduler = Any
 """A torch learning-rate scheduler: any object with `step()`."""
@@ -52,6 +53,21 @@ def make_optimizer(
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(f"optimizer(params) gave a {type(made).__name__}, not a torch optimizer")
     return _checked(made)
+
+
+def make_inner(
+    params: Iterable[torch.Tensor] | Iterable[dict[str, Any]] | None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer],
+    offload_optimizer: bool | None,
+) -> tuple[torch.optim.Optimizer, Offload | None]:
+    """The optimizer, and what lends its parameters host memory, if `offload_optimizer`; None for it is False.
+
+    Raises:
+        ConfigError: as `make_optimizer` and `make_offloaded`; or `offload_optimizer` is no flag.
+    """
+    if offload_optimizer is not None and flag("offload_optimizer", offload_optimizer):
+        return make_offloaded(params, optimizer)
+    return make_optimizer(params, optimizer), None
 
 
 def make_offloaded(

@@ -34,7 +34,7 @@ from shoal.optim.batch_rows import rows_of
 from shoal.optim.checkpoint import Content, Files, Saved, copy_of
 from shoal.optim.faces import HivemindNames
 from shoal.optim.gradient_watch import GradientWatch
-from shoal.optim.inner import make_offloaded, make_optimizer, make_scheduler
+from shoal.optim.inner import make_inner, make_scheduler
 from shoal.optim.local_updates import LocalTrainingState
 from shoal.optim.low_rank_training import LowRankTrainingState
 from shoal.optim.model import TrainedModel
@@ -953,14 +953,12 @@ def _inner(
     params: Any, optimizer: Any, offloads: bool | None, *, local: bool
 ) -> tuple[torch.optim.Optimizer, Offload | None]:
     """The torch optimizer, and what lends its parameters host memory, if it is to step there."""
-    if offloads is None or not flag("offload_optimizer", offloads):
-        return _free(make_optimizer(params, optimizer)), None
-    if local:
+    if local and offloads is not None and flag("offload_optimizer", offloads):
         raise ConfigError(
             "offload_optimizer=True does not go with use_local_updates=True, which steps after each batch: all "
             "parameters would be copied to the CPU and back each time. Leave one of the two out"
         )
-    inner, offload = make_offloaded(params, optimizer)
+    inner, offload = make_inner(params, optimizer, offloads)
     return _free(inner), offload
 
 

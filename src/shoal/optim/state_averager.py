@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ import torch
 
 from shoal.errors import ConfigError, LocalError, RoundFailed
 from shoal.events import Warned
-from shoal.optim.inner import make_offloaded, make_optimizer, make_scheduler
+from shoal.optim.inner import make_inner, make_scheduler
 from shoal.optim.offload import Offload
 from shoal.optim.schedule import tell_rates
 from shoal.optim.training_averager import TrainingAverager
@@ -80,16 +79,13 @@ class TrainingStateAverager(TrainingAverager):
         **options: Any,
     ) -> None:
         check_state_averager_options(_taken_out(options))
-        self._offload: Offload | None = None
-        if flag("offload_optimizer", offload_optimizer):
-            self.optimizer, self._offload = make_offloaded(params, optimizer)
-        else:
-            self.optimizer = make_optimizer(params, optimizer)
+        self.optimizer, offload = make_inner(params, optimizer, offload_optimizer)
+        self._offload = offload or Offload([])
         self.scheduler, self._epoch, self._scheduled = make_scheduler(self.optimizer, scheduler), 0, 0
         self.delta_rule_averaging = flag("delta_rule_averaging", delta_rule_averaging)
         self.sync_epoch_when_averaging = flag("sync_epoch_when_averaging", sync_epoch_when_averaging)
         self._pending: _Pending | None = None
-        with nullcontext() if self._offload is None else self._offload.on_host():
+        with self._offload.on_host():
             super().__init__(
                 self.optimizer,
                 dht=dht,
@@ -190,7 +186,7 @@ class TrainingStateAverager(TrainingAverager):
         if optimizer_step:
             if wait_for_trigger is not None:
                 wait_for_trigger()
-            with self.get_tensors(), nullcontext() if self._offload is None else self._offload.with_gradients():
+            with self.get_tensors(), self._offload.with_gradients():
                 self.optimizer.step() if grad_scaler is None else grad_scaler.step(self.optimizer)
         if zero_grad:
             self.optimizer.zero_grad(set_to_none)

@@ -16,7 +16,6 @@ import hashlib
 import math
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -83,6 +82,7 @@ class TrainingState:
         kept_back: says what the optimizer keeps and newcomers cannot be given; None if nothing was seen.
         evaluations: how often weights to evaluate with were put into their place.
         stepping: whether the optimizer takes a step of the swarm now.
+        steps_on_host: whether the step is taken on the CPU, wherever the parameters are.
         own_options: names of options that stay this peer's own, whatever the others have.
         trained: the parameters that require a gradient.
         state_tensors: what state averaging averages: parameters and extra tensors of floating point, but for those
@@ -104,7 +104,7 @@ class TrainingState:
         max_grad_norm: float | None = None,
         offload: Offload | None = None,
     ) -> None:
-        self._offload = offload
+        self.steps_on_host, self._offload = offload is not None, offload or Offload([])
         self._unit, self.max_grad_norm = unit, max_grad_norm
         self.optimizer, self.scheduler = optimizer, scheduler
         self._kept = OptimizerState(optimizer)
@@ -159,15 +159,6 @@ class TrainingState:
         return GradientSum(self.trained, self._unit, torch.device("cpu") if self.steps_on_host else None)
 
     @property
-    def steps_on_host(self) -> bool:
-        """Whether the step is taken on the CPU, wherever the parameters are."""
-        return self._offload is not None
-
-    def _where_it_steps(self) -> AbstractContextManager[None]:
-        """Within it the parameters are where the optimizer keeps its statistics."""
-        return nullcontext() if self._offload is None else self._offload.on_host()
-
-    @property
     def evaluates(self) -> bool:
         """Whether the parameters are those to evaluate with, and no step can be taken (ScheduleFree's `eval`)."""
         modes = [getattr(self.optimizer, "train_mode", None)]
@@ -184,13 +175,13 @@ class TrainingState:
         if callable(change := getattr(self.optimizer, "eval", None)) and self._for_training is None:
             self._for_training = [parameter.detach().clone() for parameter in self.parameters]
             self.evaluations += 1
-            with self._where_it_steps():
+            with self._offload.on_host():
                 change()
 
     def train(self) -> None:
         """Take that back: to the bit, as the optimizer's own way back rounds."""
         if callable(change := getattr(self.optimizer, "train", None)):
-            with self._where_it_steps():
+            with self._offload.on_host():
                 change()
         if self._for_training is not None:
             with torch.no_grad():
@@ -347,8 +338,7 @@ class TrainingState:
 
         It can be called again if it was interrupted.
         """
-        if self._offload is not None:
-            self._offload.back()
+        self._offload.back()
         for parameter, gradient in zip(self.parameters, own, strict=True):
             parameter.grad = gradient
         if self.step_error is not None:
@@ -396,8 +386,7 @@ class TrainingState:
     def _step_from_average(self, absent: Collection[int]) -> None:
         for parameter in self._frozen:
             parameter.grad = None
-        if self._offload is not None:
-            self._offload.lend()
+        self._offload.lend()
         for parameter, average in zip(self.trained, self.accumulators, strict=True):
             parameter.grad = _as_gradient(average, parameter.dtype).to(parameter.device)  # it may have been moved since
         for index in absent:
@@ -566,7 +555,7 @@ class TrainingState:
         try:
             epoch, scheduled = self._check_counts(values, tensors)
             fixed = len(self.describe())
-            with self._where_it_steps():
+            with self._offload.on_host():
                 optimizer = self._kept.prepare(values["optimizer"], tensors, fixed)
         except Exception as error:
             raise StateUnavailable(f"the state does not fit here: {error}") from error
@@ -644,7 +633,7 @@ class TrainingState:
         Raises:
             ValueError: it does not fit, or no step can be taken from it. Nothing was changed.
         """
-        with self._where_it_steps():
+        with self._offload.on_host():
             self._kept.switch(self._kept.prepare_loaded(state_dict))
 
 

@@ -150,7 +150,7 @@ class SwarmProgress:
         better state that a contributor is at comes before states that only other peers are at. The samples of all other
         peers together count for no more than those of this peer and the contributors. Only contributors are believed
         about others."""
-        self.left: set[PeerID] = set()
+        self.left: dict[PeerID, None] = {}
         """The peers that have left in order, and have not come back."""
         self.mismatch: str | None = None
         """A sentence that says how the last live peer with other settings differs; None if there was none."""
@@ -197,7 +197,7 @@ class SwarmProgress:
         self._oldest = min(self._oldest, now)
         self._latest = max(self._latest, progress.epoch)
         self._lost.pop(peer, None)
-        self.left.discard(peer)
+        self.left.pop(peer, None)
         if self._seen is not None and (peer in self._relayed or not self._seen.takes(progress)):
             self._seen = None
         return True
@@ -249,9 +249,7 @@ class SwarmProgress:
         if progress.time <= self._last_time(peer, self._now):
             return False
         self._lose(peer, progress.time)
-        self.left.add(peer)
-        while len(self.left) > _MAX_REMEMBERED:
-            self.left.pop()
+        put_last(self.left, peer, None, _MAX_REMEMBERED)
         return True
 
     def _last_time(self, peer: PeerID, now: float, *, direct: bool = True) -> float:

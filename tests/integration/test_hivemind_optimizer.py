@@ -126,6 +126,22 @@ def test_every_mode_trains(mode: str, peers: int, clients: int) -> None:
     first.shutdown()
 
 
+def test_a_client_counts_as_one_whatever_its_dht_does() -> None:
+    """`client_mode` of the optimizer, on a DHT that listens."""
+    with (
+        shoal.DHT(start=True) as dht,
+        shoal.Optimizer(
+            dht=dht,
+            run_id="client",
+            target_batch_size=8,
+            optimizer=torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1),
+            client_mode=True,
+        ) as swarm,
+    ):
+        assert swarm.local_progress.client_mode
+        assert swarm.tracker.global_progress.num_clients == 1
+
+
 def test_the_quickstart_trains() -> None:
     """Local updates, as hivemind's documentation begins: two peers, the second one downloads the state of the first."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from shoal.clock import get_dht_time
-from shoal.optim.progress_tracker import GlobalTrainingProgress, LocalTrainingProgress
+from shoal.optim.progress_tracker import GlobalTrainingProgress, LocalTrainingProgress, Tracked
 from shoal.optim.training_state import TrainingState
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class PerformanceEMA(NamedTuple):
     samples_per_second: float
 
 
-class TrackerView:
+class TrackerView(Tracked):
     """The progress of a run and of this peer, as `shoal.ProgressTracker` has it. After `shutdown` it is the last one.
 
     Args:
@@ -48,7 +48,7 @@ class TrackerView:
             samples_accumulated=status.samples,
             target_batch_size=target,
             num_peers=len(status.peers),
-            num_clients=sum(peer.role == "client" for peer in status.peers[1:]) + self._swarm.dht.client_mode,
+            num_clients=sum(peer.role == "client" for peer in status.peers[1:]) + self._only_dials,
             eta_next_epoch=get_dht_time() + eta_s,
         )
 
@@ -56,13 +56,11 @@ class TrackerView:
     def local_progress(self) -> LocalTrainingProgress:
         """The progress of this peer."""
         me = self._swarm.last_status().peers[0]
-        client_mode = self._swarm.dht.client_mode
-        return LocalTrainingProgress(me.peer, me.epoch, me.samples, me.samples_per_s, get_dht_time(), client_mode)
+        return LocalTrainingProgress(me.peer, me.epoch, me.samples, me.samples_per_s, get_dht_time(), self._only_dials)
 
     @property
-    def global_epoch(self) -> int:
-        """The epoch of `global_progress`."""
-        return self.global_progress.epoch
+    def _only_dials(self) -> bool:
+        return self._swarm.collaboration.settings.averager.client_mode
 
     @property
     def performance_ema(self) -> PerformanceEMA:
@@ -70,15 +68,9 @@ class TrackerView:
         return PerformanceEMA(self._swarm.last_status().peers[0].samples_per_s)
 
     @property
-    def ready_to_update_epoch(self) -> bool:
-        """Whether there are enough samples for the next epoch, or others are at a later one than this peer."""
-        progress = self.global_progress
-        return progress.epoch > self._swarm.local_epoch or progress.samples_accumulated >= progress.target_batch_size
-
-    @property
-    def estimated_next_update_time(self) -> float:
-        """When the next epoch is expected, as `shoal.get_dht_time()`."""
-        return get_dht_time() if self.ready_to_update_epoch else self.global_progress.eta_next_epoch
+    def own_epoch(self) -> int:
+        """The epoch of this peer."""
+        return self._swarm.local_epoch
 
 
 class AveragerView:

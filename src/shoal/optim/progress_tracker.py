@@ -7,6 +7,7 @@ import hashlib
 import math
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from shoal.runtime.thread import GRACE_S
 from shoal.tasks import Changes, Tasks
 from shoal.wire import MAX_EPOCH, MAX_SAMPLES, Progress
 
-__all__ = ["GlobalTrainingProgress", "LocalTrainingProgress", "ProgressTracker"]
+__all__ = ["GlobalTrainingProgress", "LocalTrainingProgress", "ProgressTracker", "Tracked"]
 
 _OTHERS_S = 3.0
 """At the start: to learn where the others are."""
@@ -69,6 +70,36 @@ class LocalTrainingProgress:
     samples_per_second: float
     time: float
     client_mode: bool
+
+
+class Tracked(ABC):
+    """The questions to the progress of a run that follow from where all peers are, and this one."""
+
+    @property
+    @abstractmethod
+    def global_progress(self) -> GlobalTrainingProgress:
+        """The progress of all peers."""
+
+    @property
+    @abstractmethod
+    def own_epoch(self) -> int:
+        """The epoch of this peer."""
+
+    @property
+    def global_epoch(self) -> int:
+        """The epoch of `global_progress`."""
+        return self.global_progress.epoch
+
+    @property
+    def ready_to_update_epoch(self) -> bool:
+        """Whether there are enough samples for the next epoch, or others are at a later one than this peer."""
+        progress = self.global_progress
+        return progress.epoch > self.own_epoch or progress.samples_accumulated >= progress.target_batch_size
+
+    @property
+    def estimated_next_update_time(self) -> float:
+        """When this peer should increment its epoch, as `shoal.get_dht_time()`."""
+        return get_dht_time() if self.ready_to_update_epoch else self.global_progress.eta_next_epoch
 
 
 class _Place(NamedTuple):
@@ -145,7 +176,7 @@ class _Tracking:
             await self.news.after(seen, 1.0)
 
 
-class ProgressTracker:
+class ProgressTracker(Tracked):
     """Keeps track of the epochs and the samples of all peers that give the same `prefix`, and tells them of its own.
 
     Report your samples after each batch. When `ready_to_update_epoch`, take the step together with the others (a
@@ -278,20 +309,9 @@ class ProgressTracker:
         return LocalTrainingProgress(self.dht.peer_id, epoch, samples, rate, get_dht_time(), self.client_mode)
 
     @property
-    def global_epoch(self) -> int:
-        """The epoch of `global_progress`."""
-        return self.global_progress.epoch
-
-    @property
-    def ready_to_update_epoch(self) -> bool:
-        """Whether there are enough samples for the next epoch, or others are at a later one than this peer."""
-        progress = self.global_progress
-        return progress.epoch > self._core().place.epoch or progress.samples_accumulated >= self.target_batch_size
-
-    @property
-    def estimated_next_update_time(self) -> float:
-        """When this peer should increment its epoch, as `shoal.get_dht_time()`."""
-        return get_dht_time() if self.ready_to_update_epoch else self.global_progress.eta_next_epoch
+    def own_epoch(self) -> int:
+        """The epoch that this peer has reported."""
+        return self._core().place.epoch
 
     def report_local_progress(
         self,

@@ -1077,6 +1077,26 @@ def test_a_peer_that_leaves_says_so(run: Run) -> None:
 
 
 @everywhere
+def test_a_bye_counts_when_a_write_fails_before_it_is_read(run: Run) -> None:
+    """A peer says much and leaves. A call that finds its connection closed, before its Bye is read, is told why."""
+
+    async def scenario(net: Net) -> None:
+        b = await net.peer("b")
+        hand = ByHand(net.transport("h"), b.contact)
+        link = await hand.link()
+        shouts = [note_frame("Shout", encode(Shout()))] * 1500
+        await link.write(b"".join([*shouts, pack(Kind.CALL, Bye(leaving=True))]))
+        await link.close()
+        await b.event(PeerConnected)
+        with pytest.raises(PeerUnreachable, match="the peer left"):
+            await b.endpoint.call(hand.transport.peer_id, Say("x"), timeout_s=60.0)
+        assert (await b.event(PeerLost)).reason == "the peer left"
+        await hand.close()
+
+    run(scenario)
+
+
+@everywhere
 def test_close_ends_everything_and_all_waiting(run: Run) -> None:
     """Waiting calls and streams fail, later ones raise `ClosedError`, and no task of the endpoint is left."""
 

@@ -200,8 +200,8 @@ class CallLink:
                 frames, self._outbox = self._outbox, []
                 self._outbox_bytes = 0
                 await self.connection.write(frames[0] if len(frames) == 1 else b"".join(frames))
-        except PeerError as error:
-            self._lose(error)
+        except PeerError:
+            pass  # the connection has ended: the reader first reads all that came (it may be a Bye), then ends the link
 
     # ------------------------------------------------------------------------------------------------------- reading
 

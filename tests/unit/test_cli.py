@@ -23,6 +23,7 @@ from shoal.peer import Address, Invite, PeerID
 from shoal.runtime.watching import RunStatus
 from shoal.wire import Contact, Progress
 
+PLAN = ["plan", "--params", "1e9", "--peers", "4"]
 HEAVY = {"asyncio", "cryptography", "msgspec", "numpy", "rich", "torch"}
 
 
@@ -153,6 +154,18 @@ def test_key_that_cannot_be_shown(
         (["plan", "--params", "nan", "--peers", "4"], "--params"),
         (["plan", "--params", "1e9", "--peers", "0"], "--peers"),
         (["plan", "--params", "1e9", "--peers", "4", "--stage", "4"], "--stage"),
+        ([*PLAN, "--memory", "0"], "--memory"),
+        ([*PLAN, "--memory", "-3GB"], "--memory"),
+        ([*PLAN, "--memory", "24 apples"], "--memory"),
+        ([*PLAN, "--memory", "2.4.0GB"], "--memory"),
+        ([*PLAN, "--memory", "1e400"], "--memory"),
+        ([*PLAN, "--batch", "4"], "--batch is for activations: give both --batch and --sequence"),
+        ([*PLAN, "--sequence", "4"], "--sequence is for activations"),
+        ([*PLAN, "--batch", "4", "--flash"], "--batch is for activations"),
+        ([*PLAN, "--no-dropout"], "--no-dropout is for activations"),
+        ([*PLAN, "--batch", "0", "--sequence", "8"], "--batch"),
+        ([*PLAN, "--batch", "1", "--sequence", "8", "--hidden", "128", "--heads", "3"], "heads must divide hidden"),
+        ([*PLAN, "--batch", "1", "--sequence", "8", "--hidden", "448"], "heads must be given for hidden 448"),
     ],
 )
 def test_wrong_options_end_with_code_2(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
@@ -172,6 +185,70 @@ def test_plan_prints_the_numbers_of_the_paper(capsys: pytest.CaptureFixture[str]
     assert code == 0
     assert "1.9 GB" in out
     assert "31.4 GB" not in out
+
+
+def test_plan_counts_activations(capsys: pytest.CaptureFixture[str]) -> None:
+    """In columns of their own, with checkpoints and without; and it says of what shape they are."""
+    shape = ["--batch", "1", "--sequence", "2048"]
+    code, out, _ = run(capsys, *PLAN, *shape)
+    head, first, *_, last = out.splitlines()
+    assert code == 0
+    assert head.split() == [
+        "stage",
+        "engine",
+        "params",
+        "gradients",
+        "optimizer",
+        "activations",
+        "memory",
+        "checkpointed",
+        "sent",
+    ]
+    assert re.split(" {2,}", first)[-4:] == ["9.1 GB", "25.1 GB", "16.7 GB", "3.0 GB"]
+    assert last == "Activations: 18 layers, hidden 2176, 17 heads, batch 1, sequence 2048."
+    more = ["--flash", "--no-dropout", "--layers", "2", "--hidden", "64", "--heads", "2", "--vocabulary", "10"]
+    code, out, _ = run(capsys, *PLAN, "--stage", "0", *shape, *more)
+    assert out.splitlines()[-1] == "Activations: 2 layers, hidden 64, 2 heads, batch 1, sequence 2048."
+    assert " 9.0 MB " in out  # 2 x 32 sbh + 4 sbh + 4 sbv
+
+
+@pytest.mark.parametrize("size", ["24GB", "24 gb", "24e9", "24_000_000_000", "24000MB", "0.024T", "22.3517417908GiB"])
+def test_plan_names_the_stage_that_fits(capsys: pytest.CaptureFixture[str], size: str) -> None:
+    """Sizes are read as people write them; the first row that fits is the one to use."""
+    told = ["plan", "--params", "7.5e9", "--peers", "8", "--memory", size]
+    code, out, _ = run(capsys, *told, "--batch", "1", "--sequence", "2048")
+    assert code == 0
+    *rows, advice, _ = out.splitlines()
+    assert [row.split()[:3] for row in rows if row.split()[2] == "yes"] == [
+        ["2", "yes", "yes"],
+        *[["3", "yes", "yes"]] * 2,
+    ]
+    assert advice == (
+        "Use stage 2 with activation checkpoints and its optimizer state on the CPU or on disk: 20.4 GB of 24.0 GB. "
+        "Of those that fit it sends least."
+    )
+    code, out, _ = run(capsys, *told)
+    assert out.endswith("Activations come on top: to count them, give --batch and --sequence.\n")
+
+
+def test_plan_says_what_it_would_take(capsys: pytest.CaptureFixture[str]) -> None:
+    """More ranks, and how many; or something smaller."""
+    told = ["plan", "--params", "7.5e9", "--peers", "8", "--batch", "1", "--sequence", "2048", "--memory"]
+    least = "stage 3 with activation checkpoints and its optimizer state on the CPU or on disk takes least, 5.4 GB"
+    out = run(capsys, *told, "4GB")[1]
+    assert f"Nothing fits 4.0 GB: {least}, which is 1.4 GB too much. With 13 peers it would fit.\n" in out
+    out = run(capsys, *told, "1GiB")[1]
+    assert f"Nothing fits 1.1 GB: {least}, which is 4.3 GB too much. More peers would not do" in out
+
+
+def test_the_page_shows_what_plan_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each example of docs/zero.md, word for word."""
+    page = (Path(__file__).parents[2] / "docs" / "zero.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\$ shoal (plan .*)\n((?:.*\n)*?)```$", page, re.MULTILINE)
+    assert len(shown) == 2
+    for command, printed in shown:
+        lines = run(capsys, *command.split())[1].splitlines()
+        assert [line.rstrip() for line in lines] == printed.splitlines()
 
 
 def test_invite_without_a_run_asks_for_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from shoal.cli.options import Real
 from shoal.zero.laws import BACKENDS, OPTIMIZERS, Cost, Precision, costs
+from shoal.zero.planning import Plan, fewest_ranks, plans
+from shoal.zero.transformer import Transformer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from rich.table import Table
 
@@ -18,6 +23,27 @@ __all__ = ["plan"]
 
 _ABSURD = 1e18
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_COUNT = click.IntRange(min=1)
+_WIDTH = 110
+_SIZE = re.compile(r"([0-9][0-9_.]*(?:e[+-]?[0-9]+)?) *(?:([kmgtp])(i?))?b?", re.IGNORECASE)
+
+
+class _Bytes(click.ParamType[float]):
+    """A number of bytes as people write it: 24GB, 24 GiB, 24g, 24e9."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Calls `fail` for anything else."""
+        found = _SIZE.fullmatch(str(value).strip())
+        try:
+            number = float(found[1]) if found else math.nan
+        except ValueError:  # two points
+            number = math.nan
+        if not 0 < number < math.inf or found is None:
+            self.fail(f"{value!r} is not a size above 0, such as 24GB or 24GiB.", param, ctx)
+        prefix = " kmgtp".index((found[2] or " ").lower())
+        return float(number * (1024 if found[3] else 1000) ** prefix)
 
 
 @click.command(short_help="Memory and traffic of each ZeRO stage.")
@@ -40,42 +66,154 @@ _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
     help="Micro-batches in one optimizer step.",
 )
 @click.option("--backend", type=click.Choice(BACKENDS), default="nccl", show_default=True)
+@click.option("--memory", type=_Bytes(), metavar="SIZE", help="Of each rank's device, such as 24GB: show what fits.")
+@click.option("--batch", type=_COUNT, metavar="B", help="Count activations: samples in one micro-batch of a rank ...")
+@click.option("--sequence", type=_COUNT, metavar="S", help="... and tokens in each sample.")
+@click.option("--layers", type=_COUNT, metavar="L", help="Of a transformer; default: derived from --params.")
+@click.option("--hidden", type=_COUNT, metavar="H", help="Width of its hidden states; default: derived from --params.")
+@click.option("--heads", type=_COUNT, metavar="A", help="They divide --hidden; default: one for each 128.")
+@click.option("--vocabulary", type=_COUNT, metavar="V", help="Words whose logits are computed; default: not counted.")
+@click.option("--no-dropout", is_flag=True, help="The transformer has no dropout.")
+@click.option("--flash", is_flag=True, help="Attention recomputes its scores, as flash attention does.")
 def plan(
-    params: float, peers: int, stage: int | None, precision: str, optimizer: str, micro_batches: int, backend: str
+    params: float,
+    peers: int,
+    stage: int | None,
+    precision: str,
+    optimizer: str,
+    micro_batches: int,
+    backend: str,
+    memory: float | None,
+    **shape: int | None,
 ) -> None:
     """Print the memory per rank and the bytes that it sends per optimizer step, for each ZeRO stage and engine.
 
+    With --memory, print instead which stages of shoal.zero fit it, with activation checkpoints and offload or without,
+    and which of these to use: the one that sends least.
+
     The numbers come from the laws of the stages, not from a measurement, for memory that is held all through a step.
-    Activations, and memory for a part of the step, come on top.
+    Activations of a transformer count if --batch and --sequence are given. Memory for a part of the step comes on top:
+    buckets of messages, one or two unsharded layers in stage 3, and what the allocator keeps.
     """
     from rich.console import Console
 
-    found = costs(
-        params,
-        peers,
-        stage=stage,
-        precision=precision,
-        optimizer=optimizer,
-        micro_batches=micro_batches,
-        backend=backend,
+    console = Console(highlight=False)
+    console.width = max(console.width, _WIDTH)  # a table that is cut says nothing
+    transformer = _transformer(params, shape)
+    asked: dict[str, Any] = {
+        "stage": stage,
+        "precision": precision,
+        "optimizer": optimizer,
+        "micro_batches": micro_batches,
+        "backend": backend,
+        "transformer": transformer,
+    }
+    if memory is None:
+        found = costs(params, peers, **asked)
+        checked = (
+            costs(params, peers, **asked | {"transformer": replace(transformer, checkpointing=True)})
+            if transformer
+            else []
+        )
+        console.print(_table(found, checked))
+    else:
+        ways = plans(params, peers, **asked)
+        console.print(_ways(ways, memory))
+        console.print(_advice(ways, memory, fewest_ranks(memory, params, **asked)), soft_wrap=True)
+    if transformer or memory:
+        console.print(_counted(transformer), soft_wrap=True)
+
+
+def _transformer(parameters: float, given: Mapping[str, int | None]) -> Transformer | None:
+    """The shape that options ask for; None if they ask for none. Raises `click.UsageError` that names an option."""
+    if given["batch"] is None or given["sequence"] is None:
+        if named := [f"--{name.replace('_', '-')}" for name, value in given.items() if value]:
+            raise click.UsageError(f"{named[0]} is for activations: give both --batch and --sequence, too.")
+        return None
+    found = Transformer.of(
+        parameters,
+        batch=given["batch"],
+        sequence=given["sequence"],
+        layers=given["layers"],
+        hidden=given["hidden"],
+        heads=given["heads"],
     )
-    Console(highlight=False).print(_table(found))
+    return replace(
+        found, vocabulary=given["vocabulary"] or 0, dropout=not given["no_dropout"], flash=bool(given["flash"])
+    )
 
 
-def _table(found: Sequence[Cost]) -> Table:
+def _counted(shape: Transformer | None) -> str:
+    """A line about the activations that the numbers are for."""
+    if shape is None:
+        return "Activations come on top: to count them, give --batch and --sequence."
+    return (
+        f"Activations: {shape.layers} layers, hidden {shape.hidden}, {shape.heads} heads, "
+        f"batch {shape.batch}, sequence {shape.sequence}."
+    )
+
+
+def _table(found: Sequence[Cost], checked: Sequence[Cost]) -> Table:
+    """The costs of engines; `checked` are the same with activation checkpoints, or none."""
+    names = ["params", "gradients", "optimizer", *["activations"] * bool(checked), "memory"]
+    table = _empty(["stage", "engine"], [*names, *["checkpointed"] * bool(checked), "sent"])
+    last = None
+    for number, cost in enumerate(found):
+        stage = "" if cost.engine.stage == last else str(cost.engine.stage)
+        last = cost.engine.stage
+        sizes = [cost.parameters, cost.gradients, cost.state, cost.memory, cost.sent]
+        if checked:
+            sizes.insert(3, cost.activations)
+            sizes.insert(5, checked[number].memory)
+        table.add_row(stage, cost.engine.name, *map(size_of, sizes))
+    return table
+
+
+def _ways(ways: Sequence[Plan], memory: float) -> Table:
+    """The plans, and which of them fit."""
+    numbers = ["params", "gradients", "optimizer", "offloaded", "activations", "memory", "sent"]
+    table = _empty(["stage", "checkpoints", "fits"], numbers)
+    for way in ways:
+        cost = way.cost
+        sizes = (cost.parameters, cost.gradients, cost.state, way.offloaded, cost.activations, cost.memory, cost.sent)
+        words = ("yes" if way.checkpointing else "no", "yes" if way.memory <= memory else "no")
+        table.add_row(str(way.stage), *words, *map(size_of, sizes))
+    return table
+
+
+def _advice(ways: Sequence[Plan], memory: float, peers: int | None) -> str:
+    """The plan to use; or what it takes until one fits, with as many peers as are enough."""
+    fitting = [way for way in ways if way.memory <= memory]
+    if fitting:
+        best = fitting[0]
+        return f"Use {_named(best)}: {size_of(best.memory)} of {size_of(memory)}. Of those that fit it sends least."
+    least = min(ways, key=lambda way: (way.memory, -way.stage))
+    would = (
+        f"With {peers} peers it would fit."
+        if peers
+        else "More peers would not do: make the micro-batch, its samples or the model smaller."
+    )
+    return (
+        f"Nothing fits {size_of(memory)}: {_named(least)} takes least, {size_of(least.memory)}, "
+        f"which is {size_of(least.memory - memory)} too much. {would}"
+    )
+
+
+def _named(way: Plan) -> str:
+    extras = ["activation checkpoints"] * way.checkpointing + ["its optimizer state on the CPU or on disk"] * (
+        way.offloaded > 0
+    )
+    return f"stage {way.stage}{' (DDP)' * (way.stage == 0)}" + (f" with {' and '.join(extras)}" if extras else "")
+
+
+def _empty(words: Sequence[str], numbers: Sequence[str]) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("stage")
-    table.add_column("engine", no_wrap=True)
-    for name in ("params", "gradients", "optimizer", "memory", "sent"):
+    for name in words:
+        table.add_column(name, no_wrap=True)
+    for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
-    last = None
-    for cost in found:
-        stage = "" if cost.engine.stage == last else str(cost.engine.stage)
-        last = cost.engine.stage
-        sizes = (cost.parameters, cost.gradients, cost.state, cost.memory, cost.sent)
-        table.add_row(stage, cost.engine.name, *map(size_of, sizes))
     return table
 
 

@@ -15,17 +15,23 @@ if TYPE_CHECKING:
     from shoal.zero.laws import ENGINES, Cost, Engine, Precision, costs, estimate
     from shoal.zero.optimizer import ShardedOptimizer
     from shoal.zero.plain import full_state_dict
+    from shoal.zero.planning import Plan, fewest_ranks, plans
     from shoal.zero.saved import consolidate
     from shoal.zero.shard import shard
+    from shoal.zero.transformer import Transformer
 else:
     _LAWS = dict.fromkeys(("ENGINES", "Cost", "Engine", "Precision", "costs", "estimate"), "shoal.zero.laws")
 
     # Hidden from type checkers: otherwise they would accept any misspelt name.
     _OTHERS = {
+        "Plan": "shoal.zero.planning",
         "ShardedOptimizer": "shoal.zero.optimizer",
+        "Transformer": "shoal.zero.transformer",
         "consolidate": "shoal.zero.saved",
+        "fewest_ranks": "shoal.zero.planning",
         "full_state_dict": "shoal.zero.plain",
         "load": "shoal.zero.checkpoint",
+        "plans": "shoal.zero.planning",
         "save": "shoal.zero.checkpoint",
         "shard": "shoal.zero.shard",
     }
@@ -36,13 +42,17 @@ __all__ = [
     "ENGINES",
     "Cost",
     "Engine",
+    "Plan",
     "Precision",
     "ShardedOptimizer",
+    "Transformer",
     "consolidate",
     "costs",
     "estimate",
+    "fewest_ranks",
     "full_state_dict",
     "load",
+    "plans",
     "save",
     "shard",
 ]

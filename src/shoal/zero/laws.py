@@ -13,8 +13,9 @@ stage  partitioned             memory per rank             sent per rank and ste
 =====  ======================  ==========================  ==========================================================
 
 p, g and s are bytes per parameter (`Precision`, `state_bytes`). This memory is held all through a step. Memory for a
-part of a step comes on top: activations, the buckets of collectives, one or two unsharded layers in stage 3; so do up
-to N - 1 elements of padding per tensor. Between steps FSDP2 holds in stage 2 no more than in stage 3.
+part of a step comes on top: activations (`shoal.zero.transformer` counts them), the buckets of collectives, one or two
+unsharded layers in stage 3; so do up to N - 1 elements of padding per tensor. Between steps FSDP2 holds in stage 2 no
+more than in stage 3.
 
 Other engines pay more for the same stage, and so does gloo, whose reduce-scatter is an all-reduce of which a part is
 kept (PyTorch issue 118911): it sends 2 instead of 1. `Engine` says which.
@@ -34,6 +35,8 @@ from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+
+    from shoal.zero.transformer import Transformer
 
 __all__ = [
     "BACKENDS",
@@ -148,6 +151,8 @@ class Cost(NamedTuple):
         gradients: bytes.
         state: bytes of the optimizer.
         sent: bytes in one optimizer step.
+        activations: bytes kept for the backward pass; 0 where no shape was given. They are of a rank's own samples, so
+            no stage partitions them.
     """
 
     engine: Engine
@@ -155,11 +160,12 @@ class Cost(NamedTuple):
     gradients: float
     state: float
     sent: float
+    activations: float = 0.0
 
     @property
     def memory(self) -> float:
         """Bytes in all."""
-        return self.parameters + self.gradients + self.state
+        return self.parameters + self.gradients + self.state + self.activations
 
 
 def costs(
@@ -171,6 +177,7 @@ def costs(
     optimizer: str = "adam",
     micro_batches: int = 1,
     backend: str = "nccl",
+    transformer: Transformer | None = None,
 ) -> list[Cost]:
     """The laws for one model.
 
@@ -182,6 +189,7 @@ def costs(
         optimizer: `adam` (also AdamW), `momentum` or `sgd`.
         micro_batches: in one optimizer step, at least 1.
         backend: `nccl` or `gloo`.
+        transformer: its shape, to count activations: see `shoal.zero.Transformer`. None counts none.
 
     Returns:
         One entry for each engine of `ENGINES`, bytes.
@@ -196,7 +204,11 @@ def costs(
     except ValueError:
         raise ConfigError(f"precision must be mixed or float32, got {precision!r}") from None
     sizes = Sizes(kind.width * parameters, kind.width * parameters, state_bytes(optimizer, kind) * parameters)
-    return costs_of(sizes, ranks, stage=stage, micro_batches=micro_batches, backend=backend)
+    found = costs_of(sizes, ranks, stage=stage, micro_batches=micro_batches, backend=backend)
+    if transformer is None:
+        return found
+    activations = transformer.activations(kind.width)
+    return [cost._replace(activations=activations) for cost in found]
 
 
 def costs_of(sizes: Sizes, ranks: int, *, stage: int | None, micro_batches: int, backend: str) -> list[Cost]:
@@ -235,6 +247,7 @@ def estimate(
     optimizer: str = "adam",
     micro_batches: int = 1,
     backend: str = "gloo",
+    sample: object = None,
 ) -> list[Cost]:
     """The costs of each stage and engine for this model: see `shoal.zero.costs`.
 
@@ -248,12 +261,15 @@ def estimate(
             gradient, and a float32 copy of those that have 16 bits.
         micro_batches: in one optimizer step, at least 1.
         backend: `nccl` or `gloo`.
+        sample: one micro-batch, to count the activations that `forward` keeps for the backward pass: a tensor, a tuple
+            of arguments, or a dictionary of named ones; tensors on any device. Nothing is computed. None counts none.
 
     Returns:
         One entry for each engine, bytes per rank, without padding.
 
     Raises:
-        ConfigError: the model has no parameters, or an argument is out of its range; it is named.
+        ConfigError: the model has no parameters or cannot be followed through `sample`, or an argument is out of its
+            range; it is named.
     """
     if ranks is None:
         import torch  # noqa: PLC0415 (the laws alone do without it)
@@ -271,4 +287,10 @@ def estimate(
     if not parameters:
         raise ConfigError("model has no parameters: there is nothing to estimate")
     sizes = Sizes(parameters, gradients, state)
-    return costs_of(sizes, ranks, stage=stage, micro_batches=micro_batches, backend=backend)
+    found = costs_of(sizes, ranks, stage=stage, micro_batches=micro_batches, backend=backend)
+    if sample is None:
+        return found
+    from shoal.zero.activations import saved_bytes  # noqa: PLC0415 (as above)
+
+    activations = saved_bytes(model, sample)
+    return [cost._replace(activations=activations) for cost in found]

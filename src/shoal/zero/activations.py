@@ -1,0 +1,58 @@
+"""The tensors that autograd keeps for the backward pass: how many bytes they are.
+
+Source: `torch.autograd.graph.saved_tensors_hooks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
+from torch.utils._pytree import tree_map_only
+
+from shoal.errors import ConfigError
+
+__all__ = ["saved_bytes"]
+
+
+def saved_bytes(model: torch.nn.Module, sample: object) -> int:
+    """Bytes of the tensors that a forward pass keeps for its backward pass, each storage counted once.
+
+    Parameters and buffers do not count. Nothing is computed: the pass runs on tensors without values.
+
+    Args:
+        model: not sharded; on any device, in training mode or not.
+        sample: a tensor, a tuple or list of arguments, or a mapping of named ones; tensors on any device.
+
+    Raises:
+        ConfigError: the pass raises, or depends on values.
+    """
+    device = next(model.parameters()).device
+    mode = FakeTensorMode()
+    found: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no other storage gets its number
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        found[storage._cdata] = storage  # noqa: SLF001 (there is no other identity of a storage without memory)
+        return tensor
+
+    own: dict[str, torch.Tensor] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        own[name] = mode.from_tensor(tensor)
+    given = tree_map_only(torch.Tensor, lambda tensor: mode.from_tensor(tensor).to(device), sample)
+    args: tuple[Any, ...] = tuple(given) if isinstance(given, tuple | list) else (given,)
+    args, kwargs = ((), dict(given)) if isinstance(given, Mapping) else (args, {})
+    try:
+        with mode, torch.enable_grad(), saved_tensors_hooks(keep, lambda tensor: tensor):
+            functional_call(model, own, args, kwargs)
+    except Exception as error:
+        raise ConfigError(
+            f"sample cannot be followed through the model without computing: {type(error).__name__}: {error}"
+        ) from error
+    for tensor in own.values():
+        found.pop(tensor.untyped_storage()._cdata, None)  # noqa: SLF001 (as above)
+    return sum(storage.nbytes() for storage in found.values())

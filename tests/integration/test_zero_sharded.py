@@ -112,6 +112,15 @@ def test_ranks_that_leave_out_other_layers_are_told(pool: Ranks) -> None:
     assert "unit 1 (layers.0), and rank 0 gathers 36 of unit 2" in second.message
 
 
+def test_a_layer_is_gathered_while_the_one_before_runs(pool: Ranks, tmp_path: Path) -> None:
+    """In the order of the pass before. A layer that was expected and does not run changes nothing."""
+    for passes, equal in pool.play(2, programs.gathered_ahead, str(tmp_path / "saved")):
+        first, second = passes[:2]
+        assert first[:6] == ["gathers 0", "ran 0", "gathers 1", "ran 1", "gathers 2", "ran 2"]
+        assert second[:6] == ["gathers 0", "gathers 1", "ran 0", "gathers 2", "ran 1", "ran 2"]
+        assert equal
+
+
 def test_a_mesh_of_other_ranks_than_the_group(pool: Ranks) -> None:
     """Says which group to give."""
     for failed in pool.outcomes(4, programs.mesh_of_others):

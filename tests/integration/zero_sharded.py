@@ -481,3 +481,54 @@ def main(how: str) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1])
+
+
+class _Routed(torch.nn.Module):
+    """Runs its layers in the order that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(5, 5) for _ in range(3))
+        self.log: list[str] = []
+
+    def forward(self, values: torch.Tensor, order: list[int]) -> torch.Tensor:
+        """Shapes (batch, 5)."""
+        for number in order:
+            values = self.layers[number](values)
+            self.log.append(f"ran {number}")
+        return values
+
+
+def gathered_ahead(path: str) -> tuple[list[list[str]], bool]:
+    """What each pass gathers and runs, and whether weights that were gathered in vain are not used later."""
+    torch.manual_seed(3)
+    model, plain = _Routed(), _Routed()
+    plain.load_state_dict(model.state_dict())
+    model, optimizer = shoal.zero.shard(model, lambda each: torch.optim.SGD(each, lr=0.1), stage=3)
+    other = torch.optim.SGD(plain.parameters(), lr=0.1)
+    collectives, gather, number_of = optimizer.collectives, optimizer.collectives.all_gather, dict[int | None, int]()
+
+    def logged(runs: Any, first: Any = None, tag: int | None = None) -> Any:
+        model.log.append(f"gathers {number_of.setdefault(tag, len(number_of))}")
+        return gather(runs, first, tag)
+
+    collectives.all_gather = logged  # type: ignore[method-assign]
+    values, passes = torch.ones(2, 5), []
+    for order in ([0, 1, 2], [0, 1, 2], [0, 2, 1], [1], [0, 1, 2]):
+        model.log.clear()
+        torch.autograd.backward(model(values, order).sum())
+        passes.append([*model.log])
+        torch.autograd.backward(plain(values, order).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        other.step()
+        other.zero_grad()
+    equal = same(shoal.zero.full_state_dict(model), plain.state_dict())
+    shoal.zero.save(path, model, optimizer)
+    torch.autograd.backward(model(values, [0, 1, 2]).sum())
+    optimizer.step()
+    with torch.no_grad():
+        model(values, [0])  # the next layer is gathered, and does not run
+    shoal.zero.load(path, model, optimizer)
+    with torch.no_grad():
+        return passes, equal and torch.equal(model(values, [0, 1, 2]), plain(values, [0, 1, 2]))

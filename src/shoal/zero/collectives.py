@@ -181,6 +181,7 @@ class Collectives:
         runs: Sequence[Run],
         finish: Callable[[int, Sequence[torch.Tensor]], None],
         first: Callable[[], object] | None = None,
+        tag: int | None = None,
     ) -> Pending:
         """Send each run to its owner; `finish` gets the values of the others for ours.
 
@@ -190,20 +191,22 @@ class Collectives:
                 including our own, in the order of the ranks; the values of others may be written over, and are gone
                 when it returns.
             first: waits for what must have ended before.
+            tag: its messages meet only those of the same tag; None for the model's.
         """
+        tag = self.model if tag is None else tag
         operations: list[dist.P2POp] = []
         ours: list[tuple[int, list[torch.Tensor]]] = []
         rooms: list[torch.Tensor] = []
         for index, (owner, data) in enumerate(runs):
             if owner != self.rank:
-                operations.append(self._send(data, owner, self.model))
+                operations.append(self._send(data, owner, tag))
                 self.traffic.reduced += data.nbytes
                 continue
             room = self.scratch.take(data, self.ranks - 1)
             rooms.append(room)
             parts = iter(room[: data.numel() * (self.ranks - 1)].chunk(self.ranks - 1) if self.ranks > 1 else ())
             pieces = [data if rank == self.rank else next(parts) for rank in range(self.ranks)]
-            operations += [self._receive(pieces[rank], rank, self.model) for rank in self._others()]
+            operations += [self._receive(pieces[rank], rank, tag) for rank in self._others()]
             ours.append((index, pieces))
 
         def finish_all() -> None:
@@ -214,10 +217,13 @@ class Collectives:
 
         return self._start("a reduce-scatter", operations, finish_all, first)
 
-    def all_gather(self, runs: Sequence[Run]) -> Pending:
-        """Send our runs to every other rank, and receive theirs in place."""
+    def all_gather(
+        self, runs: Sequence[Run], first: Callable[[], object] | None = None, tag: int | None = None
+    ) -> Pending:
+        """Send our runs to every other rank, and receive theirs in place; `first` and `tag` as in `reduce_scatter`."""
         self.traffic.gathered += sum(data.nbytes for owner, data in runs if owner == self.rank) * (self.ranks - 1)
-        return self._start("an all-gather", self._gathering(runs, self.model))
+        operations = self._gathering(runs, self.model if tag is None else tag)
+        return self._start("an all-gather", operations, first=first)
 
     def tell(self, *numbers: int) -> Callable[[], list[list[int]]]:
         """Tell all ranks the next action of this one, whichever model they are at; not counted as traffic.

@@ -225,6 +225,7 @@ class FsdpEngine:
         self, model: torch.nn.Module, stage: int, collectives: Collectives, dtype: torch.dtype | None = None
     ) -> None:
         self._model, self._collectives, self._syncing = model, collectives, True
+        self._before: FSDPModule | None = None  # the unit that began last, in the present forward pass
         self._units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
         for module in self._units.values():
             module.reshard()  # between forward and backward, a model has whole parameters in the shards' places
@@ -273,9 +274,15 @@ class FsdpEngine:
         Raises:
             LocalError: a part of its gradients is there.
         """
-        if _broke_off(module) and module._get_fsdp_state()._is_root:  # noqa: SLF001 (there is no other way to ask)
+        root = module._get_fsdp_state()._is_root  # noqa: SLF001 (there is no other way to ask)
+        if root and _broke_off(module):
             self._unsharded.forget()
             module.reset_iter_state()
+        if self._collectives.tagged and present_pass() == -1:
+            # The next pass gathers it while the unit before it runs. FSDP2 does so by itself in the backward pass.
+            if self._before is not None and not root:
+                self._before.set_modules_to_forward_prefetch([module])
+            self._before = module
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -337,6 +344,10 @@ class FsdpEngine:
         """Others gather the new values when they need them. Where whole ones are kept, they are old."""
         for module in self._units.values():
             module.reshard()
+            for group in module._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001 (there is no other way)
+                if group._all_gather_result is not None:  # noqa: SLF001 (gathered ahead, and not used since)
+                    group.wait_for_unshard()
+                    group.reshard()
         self._unsharded.change()
 
     def check(self) -> None:

@@ -1,15 +1,17 @@
-"""FSDP2's messages on processors: each rank's part goes to that rank only, and all first name their unit."""
+"""FSDP2's messages on processors: each rank's part goes to that rank only, and the name of its unit goes beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from shoal.errors import LocalError
-from shoal.zero.collectives import Collectives, Run, sum_in_order
+from shoal.zero.collectives import Collectives, Pending, Run, sum_in_order
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -23,7 +25,8 @@ class UnitMeeting:
     """The messages of one unit, and the check that all ranks are at it.
 
     A rank that has skipped a layer exchanges the next one's parameters: others would take them for those that they wait
-    for. So before values are sent, each rank says which values they are.
+    for. So each rank says beside its values which values they are. The values have a tag of their own for each unit, so
+    that they meet no others on their way; gloo ends the process where a message is larger or smaller than expected.
 
     Args:
         collectives: among the ranks.
@@ -34,16 +37,30 @@ class UnitMeeting:
     def __init__(self, collectives: Collectives, unit: int, name: str) -> None:
         self.collectives, self._unit, self._name = collectives, unit, name or "the whole model"
 
-    def check(self, numel: int, *, backward: bool) -> None:
-        """Raise `LocalError` on all ranks unless all are about to exchange so many values of this unit."""
+    def tell(self, numel: int, *, backward: bool) -> tuple[int, Callable[[], None]]:
+        """Tell all ranks that this one exchanges so many values of this unit now.
+
+        Returns:
+            The tag of the values; and a function that waits for the word of all ranks. It raises `LocalError`, on all
+            of them, unless all have said the same.
+        """
         mine = [self._unit, numel, int(backward)]
-        for rank, row in enumerate(self.collectives.tell(*mine)()):
-            if row != mine:
-                raise LocalError(
-                    f"this rank {_act(backward)} {numel:,} values of unit {self._unit} ({self._name}), and rank {rank} "
-                    f"{_act(row[2])} {row[1]:,} of unit {row[0]}: with stage 3 all ranks must run the same layers, in "
-                    "the same order; stages 1 and 2 need not. Start anew"
-                )
+        hear = self.collectives.tell(*mine)
+
+        def check() -> None:
+            for rank, row in enumerate(hear()):
+                if row != mine:
+                    raise LocalError(
+                        f"this rank {_act(backward)} {numel:,} values of unit {self._unit} ({self._name}), and rank "
+                        f"{rank} {_act(row[2])} {row[1]:,} of unit {row[0]}: with stage 3 all ranks must run the same "
+                        "layers, in the same order; stages 1 and 2 need not. Start anew"
+                    )
+
+        return _UNIT_TAG | zlib.crc32(repr((self.collectives.model, *mine)).encode()) >> 2, check
+
+
+_UNIT_TAG = 1 << 30
+"""Tags of units are above those of models."""
 
 
 def _act(backward: object) -> str:
@@ -72,12 +89,12 @@ class OwnReduceScatter(_Allocating, ReduceScatter):
         async_op: bool = False,  # noqa: FBT002 (FSDP2's interface)
     ) -> None:
         assert op == dist.ReduceOp.SUM  # as was asked for, by set_force_sum_reduction_for_comms
-        self._meeting.check(input_tensor.numel(), backward=True)
+        tag, check = self._meeting.tell(input_tensor.numel(), backward=True)
         sent = input_tensor.to(self._dtype or input_tensor.dtype)
         runs = [Run(rank, part) for rank, part in enumerate(sent.chunk(group.size()))]
         mine = group.rank()
         self._meeting.collectives.reduce_scatter(
-            runs, lambda _, pieces: _fill(output_tensor, sum_in_order(pieces, mine))
+            runs, lambda _, pieces: _fill(output_tensor, sum_in_order(pieces, mine)), check, tag
         ).wait()
 
 
@@ -101,7 +118,7 @@ class NarrowReduceScatter(_Allocating, ReduceScatter):
 
 
 class OwnAllGather(_Allocating, AllGather):
-    """Each rank sends its part to every other one; received in place."""
+    """Each rank sends its part to every other one; received in place, while the caller goes on."""
 
     def __init__(self, meeting: UnitMeeting) -> None:
         self._meeting = meeting
@@ -112,13 +129,26 @@ class OwnAllGather(_Allocating, AllGather):
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
         async_op: bool = False,  # noqa: FBT002 (FSDP2's interface)
-    ) -> None:
-        self._meeting.check(output_tensor.numel(), backward=False)
+    ) -> dist.Work:
+        tag, check = self._meeting.tell(output_tensor.numel(), backward=False)
         runs = [Run(rank, part) for rank, part in enumerate(output_tensor.chunk(group.size()))]
         mine = runs[group.rank()].data
         if mine.data_ptr() != input_tensor.data_ptr():
             mine.copy_(input_tensor)
-        self._meeting.collectives.all_gather(runs).wait()
+        return _Gathering(self._meeting.collectives.all_gather(runs, check, tag))
+
+
+class _Gathering(dist.Work):
+    """A gather on its way: FSDP2 waits for it when the unit is about to run."""
+
+    def __init__(self, pending: Pending) -> None:
+        super().__init__()
+        self._pending = pending
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until all parts are here. The group's own timeout counts."""
+        self._pending.wait()
+        return True
 
 
 def _fill(target: torch.Tensor, values: torch.Tensor) -> None:

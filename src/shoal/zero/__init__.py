@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 from shoal.lazy import lazy
 
 if TYPE_CHECKING:
+    from shoal.zero.activations import save_on_disk
     from shoal.zero.checkpoint import load, save
     from shoal.zero.laws import ENGINES, Cost, Engine, Precision, costs, estimate
     from shoal.zero.optimizer import ShardedOptimizer
+    from shoal.zero.partitioned import PartitionedActivations, partition_activations
     from shoal.zero.plain import full_state_dict
     from shoal.zero.planning import Plan, fewest_ranks, plans
     from shoal.zero.saved import consolidate
@@ -24,6 +26,7 @@ else:
 
     # Hidden from type checkers: otherwise they would accept any misspelt name.
     _OTHERS = {
+        "PartitionedActivations": "shoal.zero.partitioned",
         "Plan": "shoal.zero.planning",
         "ShardedOptimizer": "shoal.zero.optimizer",
         "Transformer": "shoal.zero.transformer",
@@ -31,8 +34,10 @@ else:
         "fewest_ranks": "shoal.zero.planning",
         "full_state_dict": "shoal.zero.plain",
         "load": "shoal.zero.checkpoint",
+        "partition_activations": "shoal.zero.partitioned",
         "plans": "shoal.zero.planning",
         "save": "shoal.zero.checkpoint",
+        "save_on_disk": "shoal.zero.activations",
         "shard": "shoal.zero.shard",
     }
     __getattr__, __dir__ = lazy(__name__, {**_LAWS, **_OTHERS})
@@ -42,6 +47,7 @@ __all__ = [
     "ENGINES",
     "Cost",
     "Engine",
+    "PartitionedActivations",
     "Plan",
     "Precision",
     "ShardedOptimizer",
@@ -52,7 +58,9 @@ __all__ = [
     "fewest_ranks",
     "full_state_dict",
     "load",
+    "partition_activations",
     "plans",
     "save",
+    "save_on_disk",
     "shard",
 ]

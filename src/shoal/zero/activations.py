@@ -1,10 +1,12 @@
-"""The tensors that autograd keeps for the backward pass: how many bytes they are.
+"""The tensors that autograd keeps for the backward pass: how many bytes they are, and how to keep them on disk.
 
 Source: `torch.autograd.graph.saved_tensors_hooks`.
 """
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from shoal.errors import ConfigError
 
-__all__ = ["saved_bytes"]
+__all__ = ["save_on_disk", "saved_bytes"]
 
 
 def saved_bytes(model: torch.nn.Module, sample: object) -> int:
@@ -56,3 +58,29 @@ def saved_bytes(model: torch.nn.Module, sample: object) -> int:
     for tensor in own.values():
         found.pop(tensor.untyped_storage()._cdata, None)  # noqa: SLF001 (as above)
     return sum(storage.nbytes() for storage in found.values())
+
+
+def save_on_disk(folder: str | os.PathLike[str]) -> saved_tensors_hooks:
+    """A context in which tensors that are saved for the backward pass are kept in files, as `save_on_cpu` keeps them.
+
+    Files are mapped into memory, and have no name: they vanish with the tensors. Around layers with activation
+    checkpoints these are the inputs of layers; otherwise views of weights are among them.
+
+    Args:
+        folder: where, on a disk rather than in a file system that is memory.
+
+    Raises:
+        ConfigError: this is no folder. An `OSError` in the forward pass says that the disk is full.
+    """
+    if not os.path.isdir(folder):  # noqa: PTH112 (it may be any path)
+        raise ConfigError(f"folder must be a folder that exists, got {os.fspath(folder)!r}")
+
+    def pack(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, max(1, tensor.nbytes))  # a full disk is an error now, not a signal
+            mapped = torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
+        # The same strides: other ones may be computed with in another order, and rounded otherwise.
+        strides = torch.empty_like(tensor, device="meta").stride()
+        return tensor.device, mapped.as_strided(tensor.shape, strides).copy_(tensor)
+
+    return saved_tensors_hooks(pack, lambda packed: packed[1].to(packed[0]))

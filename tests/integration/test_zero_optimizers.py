@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from shoal.zero.probe import Unit
 from tests.integration import zero_optimizers as programs
 from tests.integration.ranks import Ranks, ranks
-from tests.unit.test_zero_probe import OTHERS, RANDOM, TORCH, cases, of_others, of_torch
+from tests.unit.test_zero_probe import OTHERS, RANDOM, TORCH, Verdict, cases, of_others, of_torch
 
 DIFFER = {"Muon", "conda"}
 """In stage 3 by more than 1e-6: Muon computes in bfloat16, Conda makes rounding larger. Others take means of rows, or
@@ -21,7 +22,7 @@ powers with broken exponents, which are rounded otherwise at the end of a shard 
 OF_A_MODEL = {"adalomo", "adammini", "lomo"}
 """They are made of a model rather than of parameters."""
 
-SAMPLE = {"Adagrad", "AdamW", "Muon", "adams", "gravity", "kron", "schedulefreeadamw", "sgdp"}
+SAMPLE = {"Adagrad", "AdamW", "Muon", "adams", "gravity", "kron", "lamb", "schedulefreeadamw", "soap"}
 """Verdicts of all kinds."""
 
 
@@ -42,12 +43,12 @@ def pool() -> Iterator[Ranks]:
     ],
 )
 def test_an_optimizer_is_refused_or_trains_as_on_one_process(
-    pool: Ranks, soak: Callable[[int, int], int], model: str, name: str, verdict: str | None
+    pool: Ranks, soak: Callable[[int, int], int], model: str, name: str, verdict: Verdict
 ) -> None:
     """SGDP and AdamS trained in stages 1 and 2, and Gravity in stage 3, and differed without a word."""
     of = of_torch if name in TORCH_NAMES else of_others
     for found in pool.play(2, programs.verdicts, of, name, model, soak(8, 50)):
-        assert found[:2] == ["equal" if verdict is None else "refused"] * 2
+        assert found[:2] == ["equal" if isinstance(verdict, Unit) else "refused"] * 2
         if verdict == RANDOM:
             assert found[2] == "refused"
         elif name not in DIFFER:

@@ -484,16 +484,18 @@ def bad_sparse() -> None:
     shoal.zero.shard(torch.nn.Sequential(torch.nn.Embedding(5, 4, sparse=True)), _sgd, stage=3)
 
 
-def bad_whole() -> None:
-    """One that has a mean over each row."""
-    shoal.zero.shard(Odd(), torch.optim.Adafactor, stage=2)
-
-
-def bad_projection() -> None:
-    """One that looks at rows where a gradient is orthogonal to them."""
+def bad_together() -> None:
+    """One that makes a number of all gradients."""
     import pytorch_optimizer
 
-    shoal.zero.shard(Odd(), lambda each: pytorch_optimizer.AdamP(each, lr=1e-3), stage=1)
+    shoal.zero.shard(Odd(), pytorch_optimizer.load_optimizer("prodigy"), stage=2)
+
+
+def bad_kept() -> None:
+    """One that keeps an object for each tensor."""
+    import pytorch_optimizer
+
+    shoal.zero.shard(Odd(), pytorch_optimizer.load_optimizer("scalableshampoo"), stage=1)
 
 
 def bad_nothing() -> None:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.zero.tiles import Plan, Tile, assign, cut, tile_numel
+from shoal.zero.tiles import Plan, Tile, assign, assign_whole, cut, tile_numel
 
 models = st.dictionaries(st.text("abc.", min_size=1, max_size=6), st.integers(0, 5_000), min_size=1, max_size=12)
 sizes = st.integers(1, 700)
@@ -44,6 +44,19 @@ def test_shares_are_equal_to_a_tile(model: dict[str, int], size: int, count: int
     for bucket in grouped:
         owners = [plan.owner(tile) for tile in bucket]
         assert owners == sorted(owners)
+
+
+@given(models, ranks, st.integers(1, 5))
+def test_whole_parameters_are_shared_out_to_the_largest(model: dict[str, int], count: int, parts: int) -> None:
+    """No rank has more than its share and the largest parameter, or a lot of small ones."""
+    tiles = cut(model, max(*model.values(), 1))
+    plan = assign_whole(buckets(tiles, parts), count)
+    assert sorted(plan.tiles) == sorted(tiles)
+    assert all(len(plan.of(name)) == (numel > 0) for name, numel in model.items())
+    most = max([tile_numel(sum(model.values())), *(tile.numel for tile in tiles)])
+    for rank in range(count):
+        own = sum(tile.numel for tile in plan.owned(rank))
+        assert own <= sum(model.values()) / count + most * (1 - 1 / count)
 
 
 @given(models, ranks, ranks)

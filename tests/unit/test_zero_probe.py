@@ -1,4 +1,4 @@
-"""Which optimizers stages 1 and 2 may cut into tiles: every one of torch and of pytorch_optimizer, tried."""
+"""What stages 1 and 2 may share out of an optimizer: every one of torch and of pytorch_optimizer, tried."""
 
 from __future__ import annotations
 
@@ -13,43 +13,47 @@ import pytorch_optimizer
 import torch
 from transformers.optimization import Adafactor
 
-from shoal.zero.probe import why_not_cut, why_not_sharded
+from shoal.zero.probe import Finding, Unit, finding, why_not_sharded
 
 EIGHT_BITS: Any = bitsandbytes.optim
-WEIGHTS = "gives a tensor other weights"
+WEIGHTS = "gives a tensor other weights if it is cut into pieces"
 STATE = "keeps '"
 NUMBER = "keeps another '"
+APART = "gives a tensor other weights if another rank steps the other tensors"
+STILL = "does not move small tensors"
 RANDOM = "draws random numbers"
 RAISES = "raises when it steps"
+Verdict = Unit | str
+"""What may be stepped by itself, or why nothing may."""
 
-TORCH = {
-    None: "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD",
-    STATE: "Adafactor",
-    RAISES: "LBFGS Muon SparseAdam",
+TORCH: dict[Verdict, str] = {
+    Unit.VALUE: "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD",
+    Unit.TENSOR: "Adafactor Muon",
+    RAISES: "LBFGS SparseAdam",
 }
-"""Of `torch.optim`. LBFGS needs a closure, Muon matrices, SparseAdam sparse gradients."""
-OTHERS = {
-    None: (
+"""Of `torch.optim`. LBFGS needs a closure, SparseAdam sparse gradients."""
+OTHERS: dict[Verdict, str] = {
+    Unit.VALUE: (
         "accsgd adabelief adabound adadelta adam adamax adamc adamg adamod adamw adamwsn adan adapnm "
         "adasmooth ademamix adopt ano apollo bcos diffgrad dualadam emolynx emonavi exadam fira focus ftrl galore "
         "grams grokfastadamw kate laprop lion madgrad msvag nadam padam pid pnm qhadam qhm radam rmsprop "
         "schedulefreeadamw schedulefreeradam schedulefreesgd sgd sgdw signsgd simplifiedademamix srmm tiger vsgd "
         "yogi"
     ),
-    WEIGHTS: (
-        "a2grad adagc adago adai adammini adamp adams adatam aida amos apollodqn asgd avagrad dadaptadagrad dadaptadam "
-        "dadaptadan dadaptsgd fadam fromage lamb lars mars muon muonclip novograd prodigy ranger ranger21 rose "
-        "scion scionlight sgdp sgdsai stablespam tam"
+    Unit.TENSOR: (
+        "a2grad adafactor adago adalite adammini adamp adamuon adanorm adatam aggmo aida amos apollodqn came emofact "
+        "fadam flashadamw fromage lamb lars mars muon muonclip nero normuon novograd racs ranger rose scion scionlight "
+        "sgdp sgdsai shampoo sm3 soap spam splus stableadamw stablespam swats tam"
     ),
-    NUMBER: "adanorm dadaptlion swats",
-    STATE: (
-        "adafactor adalite adashift aggmo came conda emofact flashadamw nero normuon racs sara scalableshampoo "
-        "shampoo sm3 soap spam splus stableadamw"
-    ),
+    APART: "adagc adai adams asgd avagrad dadaptadagrad dadaptadam dadaptadan dadaptsgd prodigy ranger21",
+    NUMBER: "dadaptlion",
+    STATE: "adashift conda scalableshampoo",
+    STILL: "sara",
     RANDOM: "alice dash gravity kron magma",
-    RAISES: "adahessian adalomo adamuon alig bsam lbfgs lomo lorarite sophiah spectralsphere",
+    RAISES: "adahessian adalomo alig bsam lbfgs lomo lorarite sophiah spectralsphere",
 }
-"""Of pytorch_optimizer, at their defaults. What raises needs a closure, second derivatives, the model, or matrices."""
+"""Of pytorch_optimizer, at their defaults. What raises needs a closure, second derivatives, the model, matrices or
+pairs."""
 UNBUILT = {"demo", "distributedmuon"}
 """They need another package, and a process group of their own."""
 
@@ -64,14 +68,13 @@ class Model(torch.nn.Module):
         self.frozen = torch.nn.Linear(2, 2).requires_grad_(requires_grad=False)
 
 
-def tried(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> str | None:
+def tried(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> Finding:
     """What the probe says of what `make` builds; nothing may have changed."""
     model = Model()
     optimizer = make([each for each in model.parameters() if each.requires_grad])
     before = snapshot(model, optimizer)
-    found = why_not_cut(optimizer, model)
+    found = finding(optimizer, model)
     assert snapshot(model, optimizer) == before
-    assert why_not_cut(optimizer, model) == found
     return found
 
 
@@ -87,6 +90,13 @@ def snapshot(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[A
         torch.get_default_dtype(),
         torch.get_default_device(),
     ]
+
+
+def is_verdict(found: Finding, verdict: Verdict) -> bool:
+    """Whether this was found."""
+    if isinstance(verdict, Unit):
+        return found.unit is verdict
+    return found.unit is None and found.reason.startswith(verdict)
 
 
 def of_torch(name: str) -> Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]:
@@ -114,7 +124,7 @@ def muon_groups(parameters: list[torch.nn.Parameter], *, matrices: bool) -> list
     ]
 
 
-def cases(table: dict[str | None, str]) -> list[tuple[str, str | None]]:
+def cases(table: dict[Verdict, str]) -> list[tuple[str, Verdict]]:
     """Each name with its verdict."""
     return [(name, verdict) for verdict, names in table.items() for name in names.split()]
 
@@ -128,29 +138,24 @@ def test_every_optimizer_of_torch_and_of_pytorch_optimizer_has_a_verdict() -> No
 
 
 @pytest.mark.parametrize(("name", "verdict"), cases(TORCH))
-def test_optimizers_of_torch(name: str, verdict: str | None) -> None:
+def test_optimizers_of_torch(name: str, verdict: Verdict) -> None:
     """What treats each value by itself may be cut, and nothing else."""
-    found = tried(of_torch(name))
-    assert found is None if verdict is None else found is not None and found.startswith(verdict)
+    assert is_verdict(tried(of_torch(name)), verdict)
 
 
 @pytest.mark.parametrize(("name", "verdict"), cases(OTHERS))
-def test_optimizers_that_need_whole_tensors_are_found_by_trying(name: str, verdict: str | None) -> None:
+def test_optimizers_that_need_whole_tensors_are_found_by_trying(name: str, verdict: Verdict) -> None:
     """They were refused by the names of some classes: NovoGrad, AdamP, CAME and others gave wrong weights, silently."""
-    found = tried(of_others(name))
-    assert found is None if verdict is None else found is not None and found.startswith(verdict)
+    assert is_verdict(tried(of_others(name)), verdict)
 
 
 @pytest.mark.parametrize(
-    ("name", "verdict"), [("sgdp", WEIGHTS), ("adams", WEIGHTS), ("adamp", WEIGHTS), ("adamw", None)]
+    ("name", "verdict"), [("sgdp", Unit.TENSOR), ("adams", APART), ("adamp", Unit.TENSOR), ("adamw", Unit.VALUE)]
 )
-def test_what_differs_from_whole_tensors_is_accepted_for_a_model_of_linear_layers(
-    name: str, verdict: str | None
-) -> None:
+def test_what_differs_from_whole_tensors_is_accepted_for_a_model_of_linear_layers(name: str, verdict: Verdict) -> None:
     """SGDP, that projects nothing where gradient and weight are wholly orthogonal; AdamS by 1e-5 in 300 steps."""
     model = torch.nn.Sequential(torch.nn.Linear(20, 10), torch.nn.Linear(10, 7))
-    found = why_not_cut(of_others(name)(list(model.parameters())), model)
-    assert found is None if verdict is None else found is not None and found.startswith(verdict)
+    assert is_verdict(finding(of_others(name)(list(model.parameters())), model), verdict)
 
 
 @pytest.mark.parametrize("name", ["gravity", "alice", "dash", "kron", "magma", "adamw", "lamb", "adafactor"])
@@ -164,23 +169,29 @@ def test_stage_3_takes_an_optimizer_that_draws_random_numbers(name: str) -> None
     assert snapshot(model, optimizer) == before
 
 
+@pytest.mark.parametrize("name", ["adamw", "lamb", "prodigy"])
+def test_a_probe_finds_the_same_again(name: str) -> None:
+    """All ranks must find the same."""
+    assert tried(of_others(name)) == tried(of_others(name))
+
+
 def projected(**more: Any) -> dict[str, Any]:
     """Options of a group whose gradients are projected to few dimensions."""
     return {"rank": 4, "update_proj_gap": 200, "scale": 1.0, "projection_type": "std", **more}
 
 
-OPTIONS: dict[str, tuple[Callable[[Any], Any], str | None]] = {
-    "foreach": (lambda each: torch.optim.AdamW(each, foreach=True), None),
-    "fused": (lambda each: torch.optim.AdamW(each, fused=True), None),
-    "a rate of 0": (lambda each: torch.optim.AdamW(each, lr=0.0), None),
-    "a rate that is a tensor": (lambda each: torch.optim.AdamW(each, lr=torch.tensor(0.0)), None),
-    "a high rate": (lambda each: torch.optim.SGD(each, lr=10.0, momentum=0.9), None),
-    "state from the beginning": (lambda each: torch.optim.Adagrad(each, initial_accumulator_value=0.1), None),
-    "without matrices": (lambda each: of_class("muon")(muon_groups(each, matrices=False)), None),
-    "of vectors alone": (lambda each: of_class("adamp")([value for value in each if value.ndim < 2]), None),
-    "around another": (lambda each: pytorch_optimizer.Lookahead(torch.optim.AdamW(each)), None),
-    "with a schedule": (lambda each: scheduled(torch.optim.AdamW(each)), None),
-    "clips": (lambda each: of_class("adan")(each, max_grad_norm=1.0), WEIGHTS),
+OPTIONS: dict[str, tuple[Callable[[Any], Any], Verdict]] = {
+    "foreach": (lambda each: torch.optim.AdamW(each, foreach=True), Unit.VALUE),
+    "fused": (lambda each: torch.optim.AdamW(each, fused=True), Unit.VALUE),
+    "a rate of 0": (lambda each: torch.optim.AdamW(each, lr=0.0), Unit.VALUE),
+    "a rate that is a tensor": (lambda each: torch.optim.AdamW(each, lr=torch.tensor(0.0)), Unit.VALUE),
+    "a high rate": (lambda each: torch.optim.SGD(each, lr=10.0, momentum=0.9), Unit.VALUE),
+    "state from the beginning": (lambda each: torch.optim.Adagrad(each, initial_accumulator_value=0.1), Unit.VALUE),
+    "without matrices": (lambda each: of_class("muon")(muon_groups(each, matrices=False)), Unit.VALUE),
+    "of vectors alone": (lambda each: of_class("adamp")([value for value in each if value.ndim < 2]), Unit.VALUE),
+    "around another": (lambda each: pytorch_optimizer.Lookahead(torch.optim.AdamW(each)), Unit.VALUE),
+    "with a schedule": (lambda each: scheduled(torch.optim.AdamW(each)), Unit.VALUE),
+    "clips": (lambda each: of_class("adan")(each, max_grad_norm=1.0), APART),
     "in one group": (
         lambda each: of_class("galore")([{"params": each[:1]}, {"params": each[1:], **projected()}]),
         STATE,
@@ -189,10 +200,10 @@ OPTIONS: dict[str, tuple[Callable[[Any], Any], str | None]] = {
         lambda each: of_class("apollo")([{"params": each, **projected(scale_type="tensor")}]),
         RANDOM,
     ),
-    "Hugging Face": (Adafactor, STATE),
-    "8 bits": (EIGHT_BITS.AdamW8bit, STATE),
-    "32 bits": (EIGHT_BITS.AdamW32bit, None),
-    "LAMB": (EIGHT_BITS.LAMB, WEIGHTS),
+    "Hugging Face": (Adafactor, Unit.TENSOR),
+    "8 bits": (EIGHT_BITS.AdamW8bit, Unit.TENSOR),
+    "32 bits": (EIGHT_BITS.AdamW32bit, Unit.VALUE),
+    "LAMB": (EIGHT_BITS.LAMB, Unit.TENSOR),
     "a closure": (lambda each: pytorch_optimizer.SAM(each, base_optimizer=torch.optim.AdamW), RAISES),
 }
 
@@ -212,8 +223,7 @@ def scheduled(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def test_options_decide_too(name: str) -> None:
     """Of the optimizer, and of each of its groups: what is tried is what the factory built."""
     make, verdict = OPTIONS[name]
-    found = tried(make)
-    assert found is None if verdict is None else found is not None and found.startswith(verdict)
+    assert is_verdict(tried(make), verdict)
 
 
 def test_the_verdict_does_not_depend_on_the_default_dtype() -> None:
@@ -221,7 +231,7 @@ def test_the_verdict_does_not_depend_on_the_default_dtype() -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        assert tried(torch.optim.AdamW) is None
-        assert tried(of_class("lamb")) is not None
+        assert tried(torch.optim.AdamW) == (Unit.VALUE, "")
+        assert tried(of_class("lamb")) == (Unit.TENSOR, WEIGHTS)
     finally:
         torch.set_default_dtype(before)

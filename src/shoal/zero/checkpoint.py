@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from shoal.errors import ConfigError
 from shoal.runtime.tensor_files import flush, seal
 from shoal.zero.optimizer import ShardedOptimizer
-from shoal.zero.parameters import Piece, flat, local, named_parameters
+from shoal.zero.parameters import Piece, flat, local, named_parameters, order_of
 from shoal.zero.plain import BareWeights, Whole, bare_weights, full_state_dict, overwrite
 from shoal.zero.saved import (
     FORMATS,
@@ -166,7 +166,7 @@ def _statistics(optimizer: ShardedOptimizer, piece: Piece) -> dict[str, torch.Te
                 f"the optimizer keeps {key!r} of {piece.name}, which has not one value for each of its values: it "
                 "cannot be saved in pieces"
             )
-        found[key] = tensor.reshape(-1) if tensor.ndim else tensor
+        found[key] = flat(tensor, order_of(local(piece.parameter))) if tensor.ndim else tensor
     return found
 
 
@@ -361,7 +361,7 @@ def _restore(
     for key, value in statistics.items():
         if value.ndim:
             state[key] = torch.zeros_like(piece.parameter, dtype=value.dtype, requires_grad=False)
-            local(state[key]).reshape(-1).copy_(value)
+            flat(local(state[key]), order_of(local(piece.parameter))).copy_(value)
         else:
             state[key] = number(value, numbers[key]) if key in numbers else value
 

@@ -21,9 +21,20 @@ from torch.autograd.graph import increment_version
 
 from shoal.errors import LocalError
 from shoal.zero.collectives import Collectives, Run
-from shoal.zero.parameters import Order, Piece, Roster, hooks_of, named_parameters, order_of, shaped, wide_dtype
+from shoal.zero.parameters import (
+    Order,
+    Piece,
+    Roster,
+    flat,
+    hooks_of,
+    like,
+    named_parameters,
+    order_of,
+    shaped,
+    wide_dtype,
+)
 from shoal.zero.reduction import Reduction
-from shoal.zero.tiles import Plan, Tile, assign, buckets_of, cut, tile_numel
+from shoal.zero.tiles import ALIGNMENT, Plan, Tile, assign, assign_whole, buckets_of, cut, tile_numel
 
 __all__ = ["FlatEngine"]
 
@@ -39,12 +50,14 @@ class FlatEngine:
         parameters: the trained ones, by name, in the order of the model. Equal on all ranks.
         stage: 1 or 2.
         collectives: among the ranks.
+        whole: no parameter is cut, for an optimizer that needs whole tensors: a tile is a parameter.
         wide: float32 values of parameters that have been made narrower, frozen ones among them: copies begin with them.
 
     Attributes:
         plan: the owner of each tile.
-        own: the tensors that the optimizer steps: each own tile's values, one-dimensional; the parameters' memory
-            itself, or with 16-bit parameters a float32 copy.
+        own: the tensors that the optimizer steps: each own tile's values, one-dimensional, or with `whole` of the
+            parameter's shape and memory format; the parameters' memory itself, or with 16-bit parameters a float32
+            copy.
         reduction: the gradients, on their way to these tensors.
     """
 
@@ -54,12 +67,15 @@ class FlatEngine:
         parameters: Mapping[str, torch.nn.Parameter],
         stage: int,
         collectives: Collectives,
+        *,
+        whole: bool = False,
         wide: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self._collectives, self._parameters, self._roster = collectives, dict(parameters), Roster(model)
-        size = tile_numel(sum(each.numel() for each in parameters.values()))
-        self._buckets = buckets_of(parameters, size)
-        self.plan = assign([bucket.tiles for bucket in self._buckets], collectives.ranks)
+        numels, self._whole = [each.numel() for each in parameters.values()], whole
+        size = max(numels, default=1) if whole else tile_numel(sum(numels))
+        self._buckets = buckets_of(parameters, size, ALIGNMENT if whole else 1)
+        self.plan = (assign_whole if whole else assign)([bucket.tiles for bucket in self._buckets], collectives.ranks)
         for bucket in self._buckets:
             bucket.share_out(self.plan)
         wide, rank = wide or {}, collectives.rank
@@ -79,7 +95,8 @@ class FlatEngine:
         parameter = self._parameters[tile.name]
         given = wide.get(tile.name)
         values = tile.of(parameter.detach(), parameter) if given is None else tile.of(given, parameter).clone()
-        return torch.nn.Parameter(values.to(wide_dtype(values.dtype)))
+        values = values.to(wide_dtype(values.dtype))
+        return torch.nn.Parameter(like(values, parameter) if self._whole else values)
 
     def hand_over(self, absent: Sequence[bool]) -> None:
         """The optimizer finds values and gradients where they are; no gradient where no rank had any.
@@ -104,7 +121,7 @@ class FlatEngine:
         """The own tiles."""
         self._copies.adopt()
         for tile, values in self.own.items():
-            yield Piece(tile.name, tile.start, tile.stop, values, values.data)
+            yield Piece(tile.name, tile.start, tile.stop, values, flat(values.data, order_of(values)))
 
     def orders(self) -> Mapping[str, Order]:
         """The order in which tiles count a parameter's values."""
@@ -148,7 +165,7 @@ class Copies:
     Args:
         parameters: the parameters, of 16 bits, by name.
         plan: the owner of each tile of them.
-        own: float32 values of the tiles of this rank, one-dimensional.
+        own: float32 values of the tiles of this rank.
         collectives: among the ranks.
     """
 
@@ -160,7 +177,8 @@ class Copies:
         collectives: Collectives,
     ) -> None:
         self._parameters, self._plan, self._collectives = dict(parameters), plan, collectives
-        self.own = {tile: values.detach() for tile, values in own.items() if tile.name in parameters}
+        found = {tile: values.detach() for tile, values in own.items() if tile.name in parameters}
+        self.own = {tile: flat(values, order_of(values)) for tile, values in found.items()}
 
     def _narrow(self, tile: Tile) -> torch.Tensor:
         parameter = self._parameters[tile.name]

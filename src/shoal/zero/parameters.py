@@ -21,6 +21,7 @@ __all__ = [
     "Roster",
     "flat",
     "hooks_of",
+    "like",
     "local",
     "named_parameters",
     "order_of",
@@ -116,6 +117,11 @@ def shaped(values: torch.Tensor, shape: Sequence[int], order: Order) -> torch.Te
         return values.view(*shape) if shape else values.view(())
     there = values.view([shape[each] for each in order])
     return there.permute([list(order).index(each) for each in range(len(shape))])
+
+
+def like(values: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """One-dimensional values with the shape of a tensor, in its order; a view."""
+    return shaped(values, tensor.shape, order_of(tensor))
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -1,13 +1,16 @@
-"""Whether an optimizer treats each value by itself, so that stages 1 and 2 may cut parameters: tried out, on copies.
+"""How finely the parameters of an optimizer may be shared out to ranks in stages 1 and 2: tried out, on copies.
 
-Copies of the optimizer step small tensors of the dimensions that its parameters have. One copy steps whole tensors, two
-others flat pieces of them, as two ranks would step their tiles. Gradients are the same, and go through several regimes,
-since some optimizers look beyond a value only now and then: AdamP where gradient and weight are nearly orthogonal (SGDP
-changes nothing where they are wholly so), others behind a spike, or when a gradient keeps its direction. Weight decay
-is raised: AdamS divides it by a mean of all values, and 1e-4 of that is lost in the tolerance. If weights differ, the
-optimizer needs whole tensors. The same holds if it keeps anything other than a value for each value and single numbers
-that do not depend on the cuts, even if its weights are equal: Shampoo may first use its other values after a thousand
-steps.
+Copies of the optimizer step small tensors of the dimensions that its parameters have. One copy steps all of them. Two
+others step flat pieces, as two ranks would step their tiles: if weights are the same, the optimizer treats each value
+by itself (`Unit.VALUE`). If not, two others step whole tensors, each of them one half, and a third steps none: if
+weights are the same now, the optimizer treats each tensor by itself (`Unit.TENSOR`).
+
+Gradients go through several regimes, since some optimizers look beyond a value only now and then: AdamP where gradient
+and weight are nearly orthogonal (SGDP changes nothing where they are wholly so), others behind a spike, or when a
+gradient keeps its direction. Weight decay is raised: AdamS divides it by a mean of all values, and 1e-4 of that is lost
+in the tolerance. An optimizer needs whole tensors, too, if it keeps anything other than a value for each value and
+single numbers that do not depend on the cuts, even if its weights are equal: Shampoo may first use its other values
+after a thousand steps.
 
 An optimizer that cannot be tried is refused: one whose step raises, or draws random numbers. Stage 3 cuts nothing that
 an optimizer sees, but each rank has random numbers of its own, so a draw is refused there, too. A probe leaves nothing
@@ -17,6 +20,8 @@ behind: model, optimizer and generators of random numbers are as they were, and 
 from __future__ import annotations
 
 import contextlib
+import enum
+import itertools
 import math
 import random
 import warnings
@@ -29,14 +34,25 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from shoal.errors import ConfigError
 from shoal.zero.parameters import wide_dtype
+from shoal.zero.saved import pack
 
-__all__ = ["why_not_cut", "why_not_sharded"]
+__all__ = ["Finding", "Unit", "finding", "why_not_sharded"]
+
+
+class Unit(enum.Enum):
+    """The least that a rank can step by itself."""
+
+    VALUE = "value"
+    TENSOR = "tensor"
+
 
 _SEED = 20261123
 _STEPS, _COMPARED_EVERY = 36, 6
-_TOLERANCE = 5e-5
-"""Relative to the movement of the weights. Rounding of pieces made 7e-6 at most, real differences 3e-4 at least."""
+_TOLERANCE = {Unit.VALUE: 5e-5, Unit.TENSOR: 1e-6}
+"""Relative to the movement of the weights. Rounding of pieces made 7e-6 at most, real differences 3e-4 at least. Whole
+tensors that are stepped apart differ by nothing, or by 6e-5 at least."""
 _LEAST_RATE = 1e-3
 """A warm-up begins with 0, with which nothing moves."""
 _LEAST_DECAY = 0.1
@@ -49,7 +65,20 @@ _CUTS = (0.0, 0.29, 0.71, 1.0)
 _SHAPES: dict[int, Sequence[tuple[int, ...]]] = {0: [()], 1: [(67,)], 2: [(17, 23)], 4: [(6, 5, 3, 3)]}
 _LARGE = {2: [(131, 130)]}
 """Some optimizers look at rows only above 128 of them, or keep 8 bits only above 4,096 values."""
+_OTHERWISE = {Unit.VALUE: "if it is cut into pieces", Unit.TENSOR: "if another rank steps the other tensors"}
 _PLAIN: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever the program's defaults are
+
+
+class Finding(NamedTuple):
+    """A capability of an optimizer, found by trying.
+
+    Attributes:
+        unit: it may be stepped by itself; None if all of the model must be stepped by one optimizer.
+        reason: why it may not be less: words that follow the name of the optimizer.
+    """
+
+    unit: Unit | None
+    reason: str
 
 
 class _Subject(NamedTuple):
@@ -78,26 +107,37 @@ class _Part(NamedTuple):
     tensor: torch.Tensor
 
 
-def why_not_cut(inner: torch.optim.Optimizer, model: torch.nn.Module) -> str | None:
-    """Why the parameters of an optimizer cannot be cut: words that follow its name. None if they can.
+def finding(inner: torch.optim.Optimizer, model: torch.nn.Module) -> Finding:
+    """What the ranks of stages 1 and 2 may share out among them.
 
     Args:
         inner: the optimizer, built of the model's parameters, before its first step.
         model: the model that it was built of.
     """
+    why = _why_not(Unit.VALUE, inner, model)
+    if why is None:
+        return Finding(Unit.VALUE, "")
+    worse = _why_not(Unit.TENSOR, inner, model)
+    return Finding(Unit.TENSOR, why) if worse is None else Finding(None, worse)
+
+
+def _why_not(unit: Unit, inner: torch.optim.Optimizer, model: torch.nn.Module) -> str | None:
+    """Why ranks cannot share out such units: words that follow the optimizer's name. None if they can."""
     reals = [each for group in inner.param_groups for each in group["params"]]
-    if problem := _of_state(inner.state, reals):
+    if problem := _of_state(inner.state, reals, unit):
         return problem
     with _same_chance({each.device for each in reals}) as chance, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:  # optimizers that make a matrix of a tensor's rows are slow on large tensors: small ones show them first
             for shapes in (_SHAPES, _LARGE):
-                subjects = list(_subjects(inner, shapes))
-                if subjects and (problem := _tried(subjects, inner, model, chance)):
+                subjects = list(_subjects(inner, shapes, 1 if unit is Unit.VALUE else 2))
+                # Of large tensors that stay whole only the state matters.
+                steps = _COMPARED_EVERY if unit is Unit.TENSOR and shapes is _LARGE else _STEPS
+                if subjects and (problem := _tried(unit, steps, subjects, inner, model, chance)):
                     return problem
         except Exception as error:  # noqa: BLE001 (whatever it is: it was not seen to work)
             said = (str(error).strip() or "it says no more").split("\n", 1)[0]
-            return f"raises when it steps small tensors, whole and in pieces: {type(error).__name__}: {said}"
+            return f"raises when it steps small tensors: {type(error).__name__}: {said}"
     return None
 
 
@@ -127,7 +167,11 @@ def why_not_sharded(inner: torch.optim.Optimizer, model: torch.nn.Module) -> str
 
 
 def _subjects(
-    inner: torch.optim.Optimizer, shapes: Mapping[int, Sequence[tuple[int, ...]]], *, states: bool = True
+    inner: torch.optim.Optimizer,
+    shapes: Mapping[int, Sequence[tuple[int, ...]]],
+    times: int = 1,
+    *,
+    states: bool = True,
 ) -> Iterator[_Subject]:
     """The subjects: tensors for each kind of parameters, in each kind of groups. Learning rates make no new kind."""
     known = set()
@@ -139,42 +183,58 @@ def _subjects(
             if not real.requires_grad or not real.numel() or kind in known:
                 continue
             known.add(kind)
-            for shape in shapes.get(real.ndim, [(3,) * real.ndim] if shapes is _SHAPES else []):
-                made = torch.Generator().manual_seed(_SEED + len(known))
+            found = shapes.get(real.ndim, [(3,) * real.ndim] if shapes is _SHAPES else [])
+            for shape, copy in itertools.product(found, range(times)):
+                made = torch.Generator().manual_seed(_SEED + len(known) + 1000 * copy)
                 values = torch.randn(shape, generator=made, **_PLAIN).mul_(_by_row(shape))
                 values = values.to(real.device, wide_dtype(real.dtype))
                 yield _Subject(number, real, values, {key: _fitted(each, real, shape) for key, each in state.items()})
 
 
 def _tried(
-    subjects: Sequence[_Subject], inner: torch.optim.Optimizer, model: torch.nn.Module, chance: Callable[[], object]
+    unit: Unit,
+    steps: int,
+    subjects: Sequence[_Subject],
+    inner: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    chance: Callable[[], object],
 ) -> str | None:
     whole = [_Part(0, number, 0, each.values.numel(), each.values.clone()) for number, each in enumerate(subjects)]
-    pieces = [
-        _Part(rank, part.number, start, stop, part.tensor.reshape(-1)[start:stop].clone())
-        for part in whole
-        for rank, (start, stop) in zip((0, 1, 0), pairwise(round(cut * part.stop) for cut in _CUTS), strict=True)
-        if start < stop
-    ]
+    shares = _shares(whole, unit)
     one = _copy(inner, model, subjects, whole)
-    ranks = [_copy(inner, model, subjects, [each for each in pieces if each.rank == rank]) for rank in (0, 1)]
+    ranks = [_copy(inner, model, subjects, [each for each in shares if each.rank == rank]) for rank in (0, 1)]
     made, before = torch.Generator().manual_seed(_SEED), chance()
-    for step in range(_STEPS):
+    for step in range(steps):
         gradients = [_gradient(part.tensor, step, made) for part in whole]
-        for part in (*whole, *pieces):
+        for part in (*whole, *shares):
             values = gradients[part.number].reshape(-1)[part.start : part.stop]
             part.tensor.grad = values.reshape(part.tensor.shape).clone()
         for optimizer in (one, *ranks):
             optimizer.step()
         if chance() != before:
             return _DRAWS
-        if problem := _of_state(one.state, [part.tensor for part in whole]):
+        if problem := _of_state(one.state, [part.tensor for part in whole], unit):
             return problem
         if step % _COMPARED_EVERY == _COMPARED_EVERY - 1 and (
-            problem := _of_weights(subjects, whole, pieces) or _of_numbers(one, ranks, whole, pieces)
+            problem := _of_weights(subjects, whole, shares, unit) or _of_numbers(one, ranks, whole, shares, unit)
         ):
             return problem
-    return None
+    idle = _copy(inner, model, subjects, [])  # a rank may have none of the tensors
+    for _ in range(steps):
+        idle.step()
+    return _of_numbers(one, [idle], [], [], unit)
+
+
+def _shares(whole: Sequence[_Part], unit: Unit) -> list[_Part]:
+    """The same tensors as ranks would share them out."""
+    if unit is Unit.TENSOR:
+        return [part._replace(rank=part.number % 2, tensor=part.tensor.clone()) for part in whole]
+    return [
+        _Part(rank, part.number, start, stop, part.tensor.reshape(-1)[start:stop].clone())
+        for part in whole
+        for rank, (start, stop) in zip((0, 1, 0), pairwise(round(cut * part.stop) for cut in _CUTS), strict=True)
+        if start < stop
+    ]
 
 
 def _gradient(weight: torch.Tensor, step: int, made: torch.Generator) -> torch.Tensor:
@@ -250,11 +310,16 @@ def _cut(value: Any, whole: torch.Tensor, part: _Part) -> Any:
 # ------------------------------------------------------------------------------------------------------------- findings
 
 
-def _of_state(state: Mapping[Any, Any], tensors: Iterable[torch.Tensor]) -> str | None:
-    """Whether there is more of a tensor than values for its values, and numbers: that can be neither cut nor saved."""
+def _of_state(state: Mapping[Any, Any], tensors: Iterable[torch.Tensor], unit: Unit) -> str | None:
+    """Whether something is kept of a tensor that cannot be cut, or cannot be saved."""
     for tensor in tensors:
         for key, value in state.get(tensor, {}).items():
-            if isinstance(value, torch.Tensor):
+            if unit is Unit.TENSOR:
+                try:
+                    pack(value, repr(key), {})
+                except ConfigError as error:
+                    return f"keeps {str(error).split(',')[0].replace(' is of', ', of', 1)}, which cannot be saved"
+            elif isinstance(value, torch.Tensor):
                 if value.shape != tensor.shape and value.numel() != 1:
                     return f"keeps {key!r} of shape {tuple(value.shape)} for a tensor of shape {tuple(tensor.shape)}"
             elif not isinstance(value, bool | int | float):
@@ -262,36 +327,42 @@ def _of_state(state: Mapping[Any, Any], tensors: Iterable[torch.Tensor]) -> str 
     return None
 
 
-def _of_weights(subjects: Sequence[_Subject], whole: Sequence[_Part], pieces: Sequence[_Part]) -> str | None:
+def _of_weights(
+    subjects: Sequence[_Subject], whole: Sequence[_Part], shares: Sequence[_Part], unit: Unit
+) -> str | None:
     for part in whole:
         weights = part.tensor.detach().reshape(-1)
-        others = torch.cat([each.tensor.detach() for each in pieces if each.number == part.number])
+        others = torch.cat([each.tensor.detach().reshape(-1) for each in shares if each.number == part.number])
         moved = float((weights - subjects[part.number].values.reshape(-1)).abs().max())
         apart = float((weights - others).abs().max())
         if not moved > 0:
             return "does not move small tensors in a few steps, so that it cannot be tried"
-        if not apart <= _TOLERANCE * moved:
-            return "gives a tensor other weights than the pieces of it"
+        if not apart <= _TOLERANCE[unit] * moved:
+            return f"gives a tensor other weights {_OTHERWISE[unit]}"
     return None
 
 
 def _of_numbers(
-    one: torch.optim.Optimizer, ranks: Sequence[torch.optim.Optimizer], whole: Sequence[_Part], pieces: Sequence[_Part]
+    one: torch.optim.Optimizer,
+    ranks: Sequence[torch.optim.Optimizer],
+    whole: Sequence[_Part],
+    shares: Sequence[_Part],
+    unit: Unit,
 ) -> str | None:
     """Whether single numbers, of tensors, groups or all together, depend on the cuts: weights will, sooner or later."""
     pairs = [
-        (one.state.get(part.tensor, {}), ranks[piece.rank].state.get(piece.tensor, {}))
+        (one.state.get(part.tensor, {}), ranks[share.rank].state.get(share.tensor, {}))
         for part in whole
-        for piece in pieces
-        if piece.number == part.number
+        for share in shares
+        if share.number == part.number
     ]
     pairs += [(_common(one), _common(rank)) for rank in ranks]
     pairs += [each for rank in ranks for each in zip(one.param_groups, rank.param_groups, strict=True)]
     for there, here in pairs:
         for key, value in there.items():
             number = _number(value)
-            if number is not None and not math.isclose(number, _number(here.get(key)) or 0.0, rel_tol=_TOLERANCE):
-                return f"keeps another {key!r} for a tensor than for the pieces of it"
+            if number is not None and not math.isclose(number, _number(here.get(key)) or 0.0, rel_tol=_TOLERANCE[unit]):
+                return f"keeps another {key!r} for a tensor {_OTHERWISE[unit]}"
     return None
 
 

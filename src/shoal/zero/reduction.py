@@ -25,7 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from shoal.errors import LocalError, RankLost
 from shoal.zero.collectives import Collectives, Pending, sum_in_order
-from shoal.zero.parameters import present_pass, weakly, wide_dtype
+from shoal.zero.parameters import like, present_pass, weakly, wide_dtype
 from shoal.zero.standins import StandIns
 from shoal.zero.tiles import Bucket, Tile
 
@@ -261,14 +261,14 @@ class Reduction:
         self._totals.append(total.sum())
         offset = 0
         for tile in tiles:
-            mean, values = total[offset : offset + tile.numel], self._own[tile]
+            values, mean = self._own[tile], total[offset : offset + tile.numel]
             offset += tile.numel
             if values.grad is not None:
-                values.grad += mean
+                values.grad += like(mean, values)
             elif gradients is bucket.gradients and gradients.dtype == values.dtype:
-                values.grad = bucket.part(gradients, tile).copy_(mean)  # our own piece is already in the sum
+                values.grad = like(bucket.part(gradients, tile).copy_(mean), values)  # our own piece is in the sum
             else:
-                values.grad = mean.to(values.dtype, copy=True)
+                values.grad = like(mean.to(values.dtype, copy=True), values)
 
     def _end(self) -> None:
         """The pass is over: reduce parameters that got no gradient in it, and wait for everything."""

@@ -347,14 +347,17 @@ _MOST_BITS = 14_284  # of an integer that Python writes and reads: of 4300 digit
 _PAIRS: dict[str, type[dict[Any, Any]]] = {"(dict)": dict, "(Counter)": Counter, "(OrderedDict)": OrderedDict}
 _LISTED: dict[str, type] = {"(tuple)": tuple, "(set)": set}
 _NAMES: dict[type, str] = {kind: name for name, kind in (_PAIRS | _LISTED).items()}
+_TENSOR = "(tensor)"
+_SPECIAL = {*_PAIRS, *_LISTED, _TENSOR}
 
 
-def pack(value: Any, where: str = "extra") -> Any:
+def pack(value: Any, where: str = "extra", tensors: dict[str, torch.Tensor] | None = None) -> Any:
     """The same in what JSON knows; a number of another library becomes Python's own.
 
     Args:
         value: numbers, texts and None, in lists, tuples, sets and dictionaries (also `Counter` and `OrderedDict`).
         where: it is, for people.
+        tensors: where to put those in it, under their places; None if there must be none.
 
     Raises:
         ConfigError: it holds anything else.
@@ -369,15 +372,20 @@ def pack(value: Any, where: str = "extra") -> Any:
         if isinstance(value, plain):
             return plain(value)
     kind = type(value)
+    if tensors is not None and isinstance(value, torch.Tensor):
+        tensors[where] = value
+        return {_TENSOR: where}
     if kind is list:
-        return [pack(each, f"{where}[{index}]") for index, each in enumerate(value)]
-    if kind is dict and all(type(key) is str and key not in _PAIRS | _LISTED for key in value):
-        return {key: pack(each, f"{where}[{key!r}]") for key, each in value.items()}
+        return [pack(each, f"{where}[{index}]", tensors) for index, each in enumerate(value)]
+    if kind is dict and all(type(key) is str and key not in _SPECIAL for key in value):
+        return {key: pack(each, f"{where}[{key!r}]", tensors) for key, each in value.items()}
     if kind in _PAIRS.values():
-        pairs = [[pack(key, f"a key of {where}"), pack(each, f"{where}[{key!r}]")] for key, each in value.items()]
+        pairs = [
+            [pack(key, f"a key of {where}"), pack(each, f"{where}[{key!r}]", tensors)] for key, each in value.items()
+        ]
         return {_NAMES[kind]: pairs}
     if kind in _LISTED.values():
-        return {_NAMES[kind]: [pack(each, f"{where}[{index}]") for index, each in enumerate(value)]}
+        return {_NAMES[kind]: [pack(each, f"{where}[{index}]", tensors) for index, each in enumerate(value)]}
     raise ConfigError(
         f"{where} is of type {kind.__name__}, which a checkpoint cannot bring back: give numbers, texts and None, in "
         "lists, tuples, sets and dictionaries"

@@ -19,9 +19,9 @@ from shoal.zero.flat import FlatEngine
 from shoal.zero.fsdp import FsdpEngine, is_sharded, partition
 from shoal.zero.fsdp import units as find_units
 from shoal.zero.optimizer import Carrier, ShardedOptimizer, described
-from shoal.zero.parameters import named_parameters
+from shoal.zero.parameters import like, named_parameters
 from shoal.zero.plain import overwrite
-from shoal.zero.probe import why_not_cut, why_not_sharded
+from shoal.zero.probe import Finding, Unit, finding, why_not_sharded
 from shoal.zero.tiles import Tile
 from shoal.zero.watch import Agreement, Watch
 
@@ -57,10 +57,11 @@ def shard(
             optimizer.step()
             optimizer.zero_grad()
 
-    Gradients are averaged over the ranks. Stages 1 and 2 need an optimizer that treats each value by itself (SGD, Adam,
-    AdamW, RMSprop, Adagrad, Lion and others; not Adafactor, LAMB, LBFGS, Muon or SparseAdam): it is tried on small
-    tensors and on pieces of them (`shoal.zero.probe`), and refused if that makes a difference. Stage 3 needs one that
-    steps DTensors.
+    Gradients are averaged over the ranks. In stages 1 and 2 the optimizer is tried on small tensors
+    (`shoal.zero.probe`). If it treats each value by itself (SGD, Adam, AdamW, RMSprop, Adagrad, Lion and others), every
+    parameter is cut into tiles; if it treats each tensor by itself (Adafactor, LAMB, LARS, Muon, Shampoo, SOAP), whole
+    parameters are shared out. Others (LBFGS, SparseAdam, Prodigy) are refused. Stage 3 needs an optimizer that steps
+    DTensors.
 
     Args:
         model: on its device already. Parameters, frozen ones and buffers as they are on rank 0. With stages 1 and 2 the
@@ -124,12 +125,13 @@ def shard(
                 _partitioned[model] = dtype, partition(model, parts, found, collectives.device, dtype)
             carrier = FsdpEngine(model, stage, collectives, _partitioned.get(model, (None, None))[1])
         parameters = dict(named_parameters(model))
-        inner = _build(optimizer_factory, model, parameters, cuts=carrier is None)
+        inner = _build(optimizer_factory, parameters)
+        whole = _needs_whole_tensors(inner, model, cuts=carrier is None)
         listed = _names(inner, parameters)
-    agreement.alike(_groups(inner, listed), "optimizer")
+    agreement.alike(_groups(inner, listed, whole), "optimizer")
     if carrier is None:  # the model is as it was until here
         with agreement.together():
-            carrier = _cut(model, inner, parameters, stage, dtype, collectives)
+            carrier = _cut(model, inner, parameters, stage, dtype, collectives, whole)
     optimizer = ShardedOptimizer(model, inner, carrier, collectives, listed, skip_nonfinite=skip_nonfinite)
     _sharded.add(model)
     return model, optimizer
@@ -163,9 +165,9 @@ def _description(model: torch.nn.Module) -> str:
     return "\n".join(lines)
 
 
-def _groups(inner: torch.optim.Optimizer, names: Sequence[Sequence[str]]) -> str:
+def _groups(inner: torch.optim.Optimizer, names: Sequence[Sequence[str]], whole: bool) -> str:
     """The description of an optimizer that must be equal on all ranks."""
-    lines = [type(inner).__name__]
+    lines = [f"{type(inner).__name__} of {'whole tensors' if whole else 'values'}"]
     lines += [f"group {number} has {len(listed)} parameters: {' '.join(listed)}" for number, listed in enumerate(names)]
     return "\n".join([*lines, described(inner.param_groups)])
 
@@ -195,13 +197,14 @@ def _cut(
     stage: int,
     dtype: torch.dtype | None,
     collectives: Collectives,
+    whole: bool,
 ) -> FlatEngine:
     """Stages 1 and 2: cut trained parameters into tiles, and give the optimizer those of this rank."""
     names = _names(inner, parameters)
     listed = {id(each) for each in _listed(inner) if each.requires_grad and each.numel()}
     trained = {name: each for name, each in parameters.items() if id(each) in listed}
     wide = {} if dtype is None else _narrow(model, dtype)
-    engine = FlatEngine(model, trained, stage, collectives, wide)
+    engine = FlatEngine(model, trained, stage, collectives, whole=whole, wide=wide)
     _swap(inner, names, parameters, engine)
     return engine
 
@@ -229,10 +232,8 @@ class _Cast:
         return value.to(self._dtype) if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else value
 
 
-def _build(
-    factory: OptimizerFactory, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter], *, cuts: bool
-) -> torch.optim.Optimizer:
-    """Call the factory, and check its optimizer, for stages that cut parameters or not. Raises `ConfigError`."""
+def _build(factory: OptimizerFactory, parameters: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Call the factory, and check its optimizer. Raises `ConfigError`."""
     inner = factory([each for each in parameters.values() if each.requires_grad])
     if not isinstance(inner, torch.optim.Optimizer):
         raise ConfigError(f"optimizer_factory must return a torch optimizer, got {type(inner).__name__}")
@@ -242,19 +243,25 @@ def _build(
             "optimizer_factory built an optimizer of other tensors than the model's parameters, or of those from "
             "before sharding: build it of the parameters that it is called with"
         )
-    if cuts and (reason := why_not_cut(inner, model)):
+    return inner
+
+
+def _needs_whole_tensors(inner: torch.optim.Optimizer, model: torch.nn.Module, *, cuts: bool) -> bool:
+    """Whether stages 1 and 2 (`cuts`) must not cut its tensors. Raises `ConfigError` if it cannot be sharded."""
+    unit, reason = finding(inner, model) if cuts else Finding(Unit.TENSOR, why_not_sharded(inner, model) or "")
+    if unit is None:
         raise ConfigError(
-            f"optimizer_factory built {type(inner).__name__}, which {reason}: stages 1 and 2 cut tensors into pieces, "
-            "each stepped by one rank. Use an optimizer that treats each value by itself (SGD, Adam, AdamW, RMSprop, "
-            "Adagrad, Lion and others), or train without sharding. Stage 3 keeps whole tensors, but as DTensors, which "
-            "few such optimizers step: torch's Muon does; Adafactor, LAMB, LARS, Shampoo and SOAP raise at a step"
+            f"optimizer_factory built {type(inner).__name__}, which {reason}: in stages 1 and 2 one rank alone steps a "
+            "tensor, or a piece of it. Use an optimizer that treats each tensor by itself (all of torch.optim but "
+            "LBFGS and SparseAdam do, and LAMB, LARS, Shampoo, SOAP and others), leave clipping by the norm of all "
+            "gradients to optimizer.clip_grad_norm_(), or train without sharding"
         )
-    if not cuts and (reason := why_not_sharded(inner, model)):
+    if not cuts and reason:
         raise ConfigError(
             f"optimizer_factory built {type(inner).__name__}, which {reason}: use another optimizer, or train without "
             "sharding"
         )
-    return inner
+    return unit is Unit.TENSOR
 
 
 def _listed(inner: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
@@ -283,13 +290,12 @@ def _swap(
             state = inner.state.pop(parameters[name], {})  # some keep statistics from the beginning (Adagrad)
             for tile in own.get(name, ()) if state else ():
                 inner.state[engine.own[tile]] = {
-                    key: _share(parameters[name], tile, value) if isinstance(value, torch.Tensor) else deepcopy(value)
-                    for key, value in state.items()
+                    key: _share(value, parameters[name], tile, engine.own[tile]) for key, value in state.items()
                 }
 
 
-def _share(parameter: torch.nn.Parameter, tile: Tile, value: torch.Tensor) -> torch.Tensor:
+def _share(value: Any, parameter: torch.nn.Parameter, tile: Tile, own: torch.Tensor) -> Any:
     """A tile's share of a statistic."""
-    if value.shape != parameter.shape:
-        return value.clone()
-    return tile.of(value, parameter).clone()
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        return deepcopy(value)
+    return like(tile.of(value, parameter).clone(), own)

@@ -11,11 +11,11 @@ Buckets are values of parameters that lie side by side, and are reduced and gath
 from __future__ import annotations
 
 import hashlib
+import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -24,9 +24,23 @@ from shoal.zero.collectives import Run
 from shoal.zero.parameters import flat as flatten
 from shoal.zero.parameters import order_of, shaped
 
-__all__ = ["BUCKET_BYTES", "Bucket", "Plan", "Tile", "assign", "buckets_of", "cut", "tile_numel"]
+__all__ = [
+    "ALIGNMENT",
+    "BUCKET_BYTES",
+    "Bucket",
+    "Plan",
+    "Tile",
+    "assign",
+    "assign_whole",
+    "buckets_of",
+    "cut",
+    "tile_numel",
+]
 
 BUCKET_BYTES = 25 << 20
+ALIGNMENT = 64
+"""Where torch's memory on processors begins, in bytes: products of matrices that begin elsewhere are rounded
+otherwise."""
 _TILES = 512
 _LEAST_NUMEL, _MOST_NUMEL = 64, 1 << 17
 
@@ -138,12 +152,12 @@ def assign(buckets: Iterable[Sequence[Tile]], ranks: int) -> Plan:
     owners: list[int] = []
     load = [0] * ranks
     for bucket in buckets:
-        size = sum(tile.numel for tile in bucket)
+        size = _size(bucket)
         share = (sum(load) + size) / ranks
         # The share that each rank lacks is cut off the bucket, one after another; a tile goes to the owner of its
         # middle.
         lacks = [max(share - each, 0.0) for each in load]
-        edges = [edge * size / sum(lacks) for edge in accumulate(lacks)] if size else []
+        edges = [edge * size / sum(lacks) for edge in itertools.accumulate(lacks)] if size else []
         place = 0
         for tile in bucket:
             owner = min(bisect_right(edges, place + tile.numel / 2), ranks - 1)
@@ -154,6 +168,38 @@ def assign(buckets: Iterable[Sequence[Tile]], ranks: int) -> Plan:
     return Plan(tuple(tiles), tuple(owners), ranks)
 
 
+def assign_whole(buckets: Iterable[Sequence[Tile]], ranks: int) -> Plan:
+    """Give whole parameters to ranks, the largest first, each to the rank that has least.
+
+    So no rank has more than its share and (1 - 1 / ranks) of the largest parameter. Small neighbours in a bucket go to
+    one rank, as one piece: together they are no larger than a tile of a parameter that is cut (`tile_numel`).
+
+    Args:
+        buckets: tiles that are sent together, each a whole parameter.
+        ranks: how many, above 0.
+    """
+    listed = [list(bucket) for bucket in buckets]
+    small = tile_numel(_size(itertools.chain(*listed)))
+    lots: list[list[Tile]] = []
+    for bucket in listed:
+        lots.append([])
+        for tile in bucket:
+            if lots[-1] and _size(lots[-1]) + tile.numel > small:
+                lots.append([])
+            lots[-1].append(tile)
+    load, owners = [0] * ranks, dict[Tile, int]()
+    for lot in sorted(lots, key=_size, reverse=True):
+        owner = load.index(min(load))
+        load[owner] += _size(lot)
+        owners.update(dict.fromkeys(lot, owner))
+    tiles = tuple(itertools.chain(*listed))
+    return Plan(tiles, tuple(owners[tile] for tile in tiles), ranks)
+
+
+def _size(tiles: Iterable[Tile]) -> int:
+    return sum(tile.numel for tile in tiles)
+
+
 # ------------------------------------------------------------------------------------------------------------ buckets
 
 
@@ -162,13 +208,13 @@ class Bucket:
 
     Args:
         parameters: by name, all of one dtype and device.
-        flat: their values, one after another; of a large parameter a part.
+        flat: their values, one after another, or with gaps; of a large parameter a part.
         offsets: where in `flat` each parameter begins; below 0 if that is in a bucket before this one.
         tile: the largest size of a tile.
 
     Attributes:
         tiles: the tiles that lie in `flat`, in its order.
-        runs: the tiles of each owner; neighbouring tiles of one owner are one run.
+        runs: the tiles of each owner; neighbouring tiles of one owner, with no gap between them, are one run.
         gradients: stage 1: laid out as `flat`, where this rank's gradients stay; None until there are some.
         local: laid out as `flat`, 16-bit values in float32: sums of this rank that are not reduced yet; None while
             there are none.
@@ -190,11 +236,13 @@ class Bucket:
 
     def share_out(self, plan: Plan) -> None:
         """Look up the owner of each tile."""
-        self.runs = []
+        self.runs, end = [], -1
         for tile in self.tiles:
-            if not self.runs or self.runs[-1][0] != plan.owner(tile):
+            start = self._offsets[tile.name] + tile.start
+            if start != end or self.runs[-1][0] != plan.owner(tile):
                 self.runs.append((plan.owner(tile), []))
             self.runs[-1][1].append(tile)
+            end = start + tile.numel
 
     def _range(self, name: str) -> tuple[int, int]:
         """Which of a parameter's values are here."""
@@ -231,22 +279,25 @@ class Bucket:
         return None
 
 
-def buckets_of(parameters: Mapping[str, torch.nn.Parameter], tile: int) -> list[Bucket]:
+def buckets_of(parameters: Mapping[str, torch.nn.Parameter], tile: int, alignment: int = 1) -> list[Bucket]:
     """Move the values of parameters into common memory, and divide it into buckets.
 
     Args:
         parameters: by name; none is empty. Those of a bucket follow each other backwards, as their gradients come.
         tile: the largest size of a tile. A parameter that is larger than a bucket is divided between tiles.
+        alignment: each parameter begins at a multiple of so many bytes.
     """
     found = []
     for group in _grouped(parameters):
-        flat = torch.cat([flatten(each.detach(), order_of(each)) for each in group.values()])
-        offsets, offset = {}, 0
+        first, offsets, end = next(iter(group.values())), dict[str, int](), 0
         for name, parameter in group.items():
-            offsets[name] = offset
-            values = flat[offset : offset + parameter.numel()]
+            offsets[name] = end + -end % max(alignment // first.itemsize, 1)
+            end = offsets[name] + parameter.numel()
+        flat = torch.zeros(end, dtype=first.dtype, device=first.device)
+        for name, parameter in group.items():
+            values = flat[offsets[name] : offsets[name] + parameter.numel()]
+            values.copy_(flatten(parameter.detach(), order_of(parameter)))
             parameter.data = shaped(values, parameter.shape, order_of(parameter))
-            offset += parameter.numel()
         found.append(Bucket(group, flat, offsets, tile))
     return found
 

@@ -5,14 +5,20 @@ engine on the same data, one engine after another in ``--turns`` turns, each tim
 
 - ``DDP``: PyTorch's, all on every rank (gradients as views of its buckets);
 - ``ZeroRedundancyOptimizer``, ``FSDP2-2``, ``FSDP2-3``: PyTorch's for stages 1, 2 (``reshard_after_forward=False``), 3;
-- ``shoal-1``, ``shoal-2``, ``shoal-3``: `shoal.zero.shard`.
+- ``shoal-1``, ``shoal-2``, ``shoal-3``: `shoal.zero.shard`;
+- ``DeepSpeed-1``, ``DeepSpeed-2``, ``DeepSpeed-3``, with ``--deepspeed-python PATH``: the Python of an environment that
+  has shoal's dependencies, ``deepspeed``, ``ninja`` and a C++ compiler. It does not clip gradients here (its default is
+  1.0), and its stage 3 keeps no parameters gathered from one use to the next.
 
-Printed for each: seconds per step, the median of all turns with the range; bytes that a rank gives TCP to send in a
-step, in units of the parameters' bytes, what the law says, and what the loopback device of a network namespace of its
-own has carried for it (headers, and what TCP sent again, included); what a rank holds between backward pass and step
-(unique storages); the peak of resident memory beyond that of before the model was made; and whether the weights after
-all steps are DDP's to the bit. ``x best`` is time and peak over those of the best of PyTorch's engines that sends as
-many bytes, and of the best that has the same stage.
+``--busy N`` lets N processes compute beside the ranks all the time. ``--link MBIT,MS`` gives each rank a namespace of
+its own, and a line of this rate (each way) and this round trip.
+
+Printed for each: seconds per step, the median of all turns with the range; CPU seconds of a rank per step; bytes that a
+rank gives TCP to send in a step, in units of the parameters' bytes, what the law says, and what the network device of
+the namespace has carried for it (headers, and what TCP sent again, included); what a rank holds between backward pass
+and step (unique storages); the peak of resident memory beyond that of before the model was made; and whether the
+weights after all steps are DDP's to the bit. ``x best`` is time, CPU seconds and peak over those of the best of the
+other engines that sends as many bytes, and of the best that has the same stage.
 
 Namespaces need the right to make them (root). Without, the device is the whole machine's, and it says so.
 """
@@ -20,20 +26,24 @@ Namespaces need the right to make them (root). Without, the device is the whole 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.allreduce import ROOT, aligned, processor, spread, write
+from benchmarks.emulator.namespaces import Emulator
+from benchmarks.emulator.star import Shape
 from shoal.zero.laws import Sizes, costs_of
 
 NAMES = ("DDP", "ZeroRedundancyOptimizer", "FSDP2-2", "FSDP2-3", "shoal-1", "shoal-2", "shoal-3")
+DEEPSPEED = ("DeepSpeed-1", "DeepSpeed-2", "DeepSpeed-3")
 MIB = 1 << 20
 SAME_BYTES = 0.02
 """Engines whose bytes differ by less are compared."""
@@ -49,21 +59,37 @@ def own_namespace() -> list[str]:
     return []
 
 
-def run(name: str, ranks: int, args: argparse.Namespace, prefix: Sequence[str]) -> list[dict[str, Any]]:
+Places = Sequence[Sequence[str]]
+"""What each command begins with, to run where it should: one that starts all ranks, or one for each rank."""
+
+
+def run(name: str, ranks: int, args: argparse.Namespace, places: Places) -> list[dict[str, Any]]:
     """One turn of one engine; what its ranks measured."""
-    module = [sys.executable, "-m", "benchmarks.contenders.zero_ranks", "--engine", name]
+    python = args.deepspeed_python if name in DEEPSPEED else sys.executable
+    module = [python, "-m", "benchmarks.contenders.zero_ranks", "--engine", name]
     options = [f"--ranks={ranks}", f"--params={args.params}", f"--steps={args.steps}", f"--warm-up={args.warm_up}"]
-    done = subprocess.run(
-        [*prefix, *module, *options],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise SystemExit(f"{name} failed:\n{done.stderr}")
-    found: list[dict[str, Any]] = json.loads(done.stdout)
+    bins = f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"  # DeepSpeed builds with ninja
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "PATH": bins}
+    env["DS_ACCELERATOR"] = "cpu"
+    started = []
+    for rank, prefix in enumerate(places):
+        of_rank = [f"--rank={rank}", f"--master={args.master}", "--port=29500"] if args.link else []
+        started.append(
+            subprocess.Popen(
+                [*prefix, *module, *options, *of_rank],
+                cwd=ROOT,
+                env=env,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+        )
+    found: list[dict[str, Any]] = []
+    for each in started:
+        said, errors = each.communicate()
+        if each.returncode:
+            raise SystemExit(f"{name} failed:\n{errors}")
+        found += json.loads(said.splitlines()[-1])  # DeepSpeed prints, too
     return found
 
 
@@ -90,6 +116,7 @@ def summary(name: str, ranks: int, turns: Sequence[list[dict[str, Any]]], weight
         "ranks": ranks,
         "parameters": first["parameters"],
         "seconds": spread(second for rank in everyone for second in rank["seconds"]),
+        "cpu": statistics.median(rank["cpu"] for rank in everyone),
         "turns": medians,
         "sent": statistics.median(rank["sent"] for rank in everyone) / nbytes,
         "on_device": statistics.median(rank["on_device"] for rank in everyone) / nbytes,
@@ -121,6 +148,7 @@ def compare(results: list[dict[str, Any]]) -> None:
                 mine / min(other["turns"][turn] for other in found) for turn, mine in enumerate(each["turns"]) if found
             ]
             each[f"peak_to_best_of_{kind}"] = each["peak"] / min(peaks) if peaks else None
+            each[f"cpu_to_best_of_{kind}"] = each["cpu"] / min(other["cpu"] for other in found) if found else None
 
 
 def ratios(result: dict[str, Any], what: str) -> str:
@@ -141,6 +169,8 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         "state",
         "s per step",
         "x best",
+        "CPU s",
+        "x best",
         "peak MiB",
         "x best",
         "equal",
@@ -154,9 +184,11 @@ def table(results: Sequence[dict[str, Any]]) -> str:
                 f"{each['sent']:.3f}",
                 f"{each['law']:.3f}",
                 f"{each['on_device']:.3f}",
-                *(f"{held[key]:.2f}" for key in ("parameters", "gradients", "state")),
+                *(f"{held[key]:.2f}" if held else "-" for key in ("parameters", "gradients", "state")),
                 f"{seconds['median']:.2f} ({seconds['min']:.2f} to {seconds['max']:.2f})",
                 ratios(each, "time"),
+                f"{each['cpu']:.2f}",
+                ratios(each, "cpu"),
                 f"{each['peak'] / MIB:.0f}",
                 ratios(each, "peak"),
                 "yes" if each["equal"] else "no",
@@ -165,13 +197,13 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     return aligned(rows)
 
 
-def measure(ranks: int, args: argparse.Namespace, prefix: Sequence[str]) -> list[dict[str, Any]]:
+def measure(ranks: int, args: argparse.Namespace, places: Places) -> list[dict[str, Any]]:
     """All engines, in turns."""
     turns: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in args.engines}
     for number in range(args.turns):
         shift = number % len(args.engines)
         for name in args.engines[shift:] + args.engines[:shift]:
-            turns[name].append(run(name, ranks, args, prefix))
+            turns[name].append(run(name, ranks, args, places))
     reference = turns[args.engines[0]][0][0]["weights"]
     results = [summary(name, ranks, found, reference) for name, found in turns.items()]
     compare(results)
@@ -183,27 +215,63 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--params", type=float, default=30e6, help="about how many (default 30e6)")
     parser.add_argument("--ranks", default="2,4", help="how many, with commas (default 2,4)")
     parser.add_argument(
-        "--engines", default=",".join(NAMES), help="with commas; weights are compared to the first one's"
+        "--engines",
+        default=",".join(NAMES),
+        help="with commas; weights are compared to the first one's (default: all that can be run)",
     )
+    parser.add_argument("--deepspeed-python", metavar="PATH", help="the Python of an environment with deepspeed")
+    parser.add_argument("--busy", type=int, default=0, metavar="N", help="processes that compute beside the ranks")
+    parser.add_argument("--link", metavar="MBIT,MS", help="a line of this rate and round trip for each rank")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5, help="in a turn (default 5)")
     parser.add_argument("--warm-up", type=int, default=2, help="steps before them (default 2)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     args = parser.parse_args()
+    if args.deepspeed_python and args.engines == parser.get_default("engines"):
+        args.engines = ",".join([args.engines, *DEEPSPEED])
     args.engines = args.engines.split(",")
-    if unknown := set(args.engines) - set(NAMES):
+    if unknown := set(args.engines) - {*NAMES, *DEEPSPEED}:
         parser.error(f"--engines: there is no {', '.join(sorted(unknown))}")
+    if set(args.engines) & set(DEEPSPEED) and not args.deepspeed_python:
+        parser.error("--engines: DeepSpeed needs --deepspeed-python")
+    if args.link:
+        args.link = [float(each) for each in args.link.split(",")]
     return args
+
+
+@contextlib.contextmanager
+def placed(ranks: int, args: argparse.Namespace) -> Iterator[Places]:
+    """The places of the ranks: one namespace, or one for each behind its line."""
+    if not args.link:
+        if not (prefix := own_namespace()):
+            print("no namespace could be made: what the device sent is that of the whole machine's loopback device")
+        yield [prefix]
+        return
+    rate, round_trip = args.link
+    with Emulator(ranks, Shape(rate_mbit=rate, delay_ms=round_trip / 4)) as net:
+        args.master = net.addresses[0]
+        yield [net.command(rank) for rank in range(ranks)]
+    print(f"\nthe emulator: {net.counts}")
+
+
+@contextlib.contextmanager
+def computing(count: int) -> Iterator[None]:
+    """So many processes that compute and do nothing else."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for each in busy:
+            each.kill()
+            each.wait()
 
 
 def main() -> int:
     args = parse()
-    prefix = own_namespace()
-    if not prefix:
-        print("no namespace could be made: what the device sent is that of the whole machine's loopback device")
     everything = []
     for ranks in (int(text) for text in args.ranks.split(",")):
-        results = measure(ranks, args, prefix)
+        with placed(ranks, args) as places, computing(args.busy):
+            results = measure(ranks, args, places)
         print(
             f"\n{results[0]['parameters'] / 1e6:.1f} M parameters, {ranks} ranks; in units of the parameters' bytes\n"
         )

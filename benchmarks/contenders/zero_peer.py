@@ -49,7 +49,7 @@ class Rank:
         dist.init_process_group("gloo", init_method=f"file://{args.file}", rank=args.rank, world_size=args.ranks)
         torch.manual_seed(1)
         self.shape = Shape.of(args.params)
-        self.model, self.optimizer = ENGINES[args.engine](Gpt(self.shape))
+        self.model, self.optimizer, _ = ENGINES[args.engine](Gpt(self.shape))
         self.tokens = torch.Generator().manual_seed(args.rank)
 
     def step(self) -> None:

@@ -95,7 +95,18 @@ class Gpt(torch.nn.Module):
         return logits
 
 
-Made = tuple[torch.nn.Module, torch.optim.Optimizer]
+class Made(NamedTuple):
+    """A model in the hands of an engine.
+
+    Attributes:
+        model: to be called.
+        optimizer: steps it.
+        backward: of a loss; None for torch's.
+    """
+
+    model: torch.nn.Module
+    optimizer: Any
+    backward: Callable[[torch.Tensor], object] | None = None
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
@@ -105,13 +116,13 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 def ddp(model: Gpt) -> Made:
     """Everything on every rank."""
-    return DistributedDataParallel(model, gradient_as_bucket_view=True), adam(model.parameters())
+    return Made(DistributedDataParallel(model, gradient_as_bucket_view=True), adam(model.parameters()))
 
 
 def zero_redundancy(model: Gpt) -> Made:
     """Stage 1 of PyTorch."""
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return wrapped, ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=LEARNING_RATE)
+    return Made(wrapped, ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=LEARNING_RATE))
 
 
 def fsdp2(stage: int) -> Callable[[Gpt], Made]:
@@ -120,14 +131,38 @@ def fsdp2(stage: int) -> Callable[[Gpt], Made]:
     def make(model: Gpt) -> Made:
         for block in [*model.blocks, model]:
             fully_shard(block, reshard_after_forward=stage == 3)
-        return model, adam(model.parameters())
+        return Made(model, adam(model.parameters()))
 
     return make
 
 
 def ours(stage: int) -> Callable[[Gpt], Made]:
     """shoal.zero."""
-    return lambda model: shoal.zero.shard(model, adam, stage=stage)
+    return lambda model: Made(*shoal.zero.shard(model, adam, stage=stage))
+
+
+def deepspeed(stage: int) -> Callable[[Gpt], Made]:
+    """DeepSpeed's stages, in its environment; it clips gradients unless it is told not to."""
+
+    def make(model: Gpt) -> Made:
+        import deepspeed as library  # type: ignore[import-not-found]
+
+        engine, *_ = library.initialize(
+            model=model,
+            optimizer=adam(model.parameters()),
+            dist_init_required=False,
+            config={
+                "train_micro_batch_size_per_gpu": BATCH,
+                "gradient_clipping": 0.0,
+                "zero_allow_untested_optimizer": True,
+                "zero_force_ds_cpu_optimizer": False,
+                # Without the last two, a model of this size would stay gathered all through stage 3.
+                "zero_optimization": {"stage": stage, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0},
+            },
+        )
+        return Made(engine, engine, engine.backward)
+
+    return make
 
 
 ENGINES: Mapping[str, Callable[[Gpt], Made]] = {
@@ -138,6 +173,9 @@ ENGINES: Mapping[str, Callable[[Gpt], Made]] = {
     "shoal-1": ours(1),
     "shoal-2": ours(2),
     "shoal-3": ours(3),
+    "DeepSpeed-1": deepspeed(1),
+    "DeepSpeed-2": deepspeed(2),
+    "DeepSpeed-3": deepspeed(3),
 }
 
 
@@ -171,22 +209,24 @@ def given() -> int:
     return total
 
 
-def on_device() -> int:
-    """What the loopback device has sent, bytes."""
+def on_device(device: str) -> int:
+    """What a network device has sent, bytes."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, figures = line.partition(":")
-        if name.strip() == "lo":
+        if name.strip() == device:
             return int(figures.split()[8])
     return 0
 
 
-def held(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Bytes of unique storages between backward pass and step."""
+def held(model: torch.nn.Module, optimizer: Any) -> dict[str, int]:
+    """Bytes of unique storages between backward pass and step; empty for DeepSpeed, which keeps them to itself."""
     from shoal.zero.parameters import unique_bytes  # here, so that `benchmarks.turns` runs older code, which lacks it
 
     if isinstance(optimizer, shoal.zero.ShardedOptimizer):
         found = optimizer.memory()
         return {"parameters": found.parameters, "gradients": found.gradients, "state": found.state}
+    if optimizer is model:
+        return {}
     inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
     parameters = list(model.parameters())
     state = [value for entry in inner.state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
@@ -197,17 +237,34 @@ def held(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     }
 
 
+def whole(engine: str, model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """All parameters, in the order of their names."""
+    if engine == "DeepSpeed-3":
+        import deepspeed as library
+
+        for _, parameter in sorted(model.named_parameters()):
+            with library.zero.GatheredParameters(parameter):
+                yield parameter.detach().clone()
+    else:
+        weights = shoal.zero.full_state_dict(model)
+        names = {id(each): name for name, each in model.named_parameters()}  # tied ones once
+        yield from (weights[name] for name in sorted(names.values()))
+
+
 def train(rank: int, args: argparse.Namespace, results: Any) -> None:
     """One rank."""
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(args.port))
+    os.environ.update(MASTER_ADDR=args.master, MASTER_PORT=str(args.port))
+    device = "lo" if args.rank is None else next(name for _, name in socket.if_nameindex() if name != "lo")
+    os.environ["GLOO_SOCKET_IFNAME"] = device
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(args.ranks))  # DeepSpeed reads them
     dist.init_process_group("gloo", rank=rank, world_size=args.ranks)
     torch.manual_seed(1)
     base = status("VmRSS")
     shape = Shape.of(args.params)
     model = Gpt(shape)
     count = sum(each.numel() for each in model.parameters())
-    wrapped, optimizer = ENGINES[args.engine](model)
+    wrapped, optimizer, backward = ENGINES[args.engine](model)
     made = torch.Generator().manual_seed(rank)
     memory: dict[str, int] = {}
 
@@ -215,7 +272,7 @@ def train(rank: int, args: argparse.Namespace, results: Any) -> None:
         tokens = torch.randint(0, shape.vocabulary, (BATCH, TOKENS + 1), generator=made)
         logits = wrapped(tokens[:, :-1])
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        torch.autograd.backward(loss)
+        (backward or torch.autograd.backward)(loss)
         memory.update(held(wrapped, optimizer))
         optimizer.step()
         optimizer.zero_grad()
@@ -224,23 +281,25 @@ def train(rank: int, args: argparse.Namespace, results: Any) -> None:
         step()
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
-    before, given_before, seconds = on_device(), given(), []
+    before, given_before, seconds = on_device(device), given(), []
     dist.barrier()
+    busy = time.process_time()
     for _ in range(args.steps):
         dist.barrier()
         began = time.perf_counter()
         step()
         seconds.append(time.perf_counter() - began)
+    busy = time.process_time() - busy
     dist.barrier()
-    total, mine, peak = on_device() - before, given() - given_before, status("VmHWM")
-    weights = shoal.zero.full_state_dict(model)
-    digest = hashlib.sha256(b"".join(weights[name].numpy().tobytes() for name in sorted(weights))).hexdigest()
+    total, mine, peak = on_device(device) - before, given() - given_before, status("VmHWM")
+    digest = hashlib.sha256(b"".join(weights.numpy().tobytes() for weights in whole(args.engine, model))).hexdigest()
     results[rank] = json.dumps(
         {
             "parameters": count,
             "seconds": seconds,
+            "cpu": busy / args.steps,
             "sent": mine / args.steps,
-            "on_device": total / args.ranks / args.steps,
+            "on_device": total / (args.ranks if args.rank is None else 1) / args.steps,
             "peak": peak - base,
             "held": memory,
             "weights": digest,
@@ -258,10 +317,19 @@ def main() -> None:
     parser.add_argument("--params", type=float, required=True)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=2)
+    parser.add_argument("--rank", type=int, help="only this one, which has a namespace of its own (default: all)")
+    parser.add_argument("--master", default="127.0.0.1", help="the address of rank 0")
+    parser.add_argument("--port", type=int, help="of rank 0 (default: a free one)")
     args = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        args.port = probe.getsockname()[1]
+    if args.rank is not None:
+        found: dict[int, str] = {}
+        train(args.rank, args, found)
+        print(json.dumps([json.loads(found[args.rank])]))
+        return
+    if args.port is None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            args.port = probe.getsockname()[1]
     with multiprocessing.Manager() as manager:
         results = manager.dict()
         spawn(train, (args, results), nprocs=args.ranks)

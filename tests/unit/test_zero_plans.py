@@ -213,16 +213,27 @@ def test_plans_are_listed_by_what_they_send() -> None:
     ]
     assert [each.cost.sent for each in found] == sorted(each.cost.sent for each in found)
     best = next(each for each in found if each.memory <= 24e9)
-    assert (best.stage, best.checkpointing, best.offloaded) == (2, True, 12 * 7.5e9 / 8)
-    assert best.memory == 2 * 7.5e9 + 4 * 7.5e9 / 8 + replace(shape, checkpointing=True).activations()
+    assert (best.stage, best.checkpointing, best.offloaded) == (2, True, 16 * 7.5e9 / 8)
+    assert best.memory == 2 * 7.5e9 + replace(shape, checkpointing=True).activations()
 
 
-def test_plans_without_activations_or_state() -> None:
-    """Nothing to keep less of, and nothing to offload."""
-    found = shoal.zero.plans(1e6, 2, precision="float32", optimizer="sgd")
-    assert [(each.stage, each.checkpointing, each.offloaded) for each in found] == [
-        (stage, False, 0.0) for stage in range(4)
-    ]
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "kept"),
+    [
+        # For each stage the bytes of a parameter that each rank has, and those that are shared; then with offload.
+        ("mixed", "adam", {0: (16, 0), 1: (4, 16), 2: (2, 16), 3: (0, 16), -1: (4, 0), -2: (2, 0), -3: (0, 8)}),
+        ("mixed", "sgd", {0: (8, 0), 1: (4, 8), 2: (2, 8), 3: (0, 8), -1: (4, 0), -2: (2, 0)}),
+        ("float32", "adam", {0: (16, 0), 1: (8, 8), 2: (4, 12), 3: (0, 16), -1: (8, 0), -2: (4, 0), -3: (0, 8)}),
+        ("float32", "sgd", {0: (8, 0), 1: (8, 0), 2: (4, 4), 3: (0, 8), -2: (4, 0)}),
+    ],
+)
+def test_plans_are_of_what_shoal_keeps(precision: str, optimizer: str, kept: dict[int, tuple[int, int]]) -> None:
+    """Stages with offload are negative here. Nothing that a rank keeps gets lost by offload."""
+    found = shoal.zero.plans(1e6, 4, precision=precision, optimizer=optimizer)
+    memory = {each.stage * (-1 if each.offloaded else 1): each.memory for each in found}
+    assert memory == {stage: 1e6 * (whole + shared / 4) for stage, (whole, shared) in kept.items()}
+    for each in found:
+        assert each.memory + each.offloaded == memory[each.stage]
 
 
 @given(

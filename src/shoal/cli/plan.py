@@ -189,7 +189,7 @@ def _advice(ways: Sequence[Plan], memory: float, peers: int | None) -> str:
         return f"Use {_named(best)}: {size_of(best.memory)} of {size_of(memory)}. Of those that fit it sends least."
     least = min(ways, key=lambda way: (way.memory, -way.stage))
     would = (
-        f"With {peers} peers it would fit."
+        f"{peers} peers would be enough."
         if peers
         else "More peers would not do: make the micro-batch, its samples or the model smaller."
     )
@@ -200,9 +200,7 @@ def _advice(ways: Sequence[Plan], memory: float, peers: int | None) -> str:
 
 
 def _named(way: Plan) -> str:
-    extras = ["activation checkpoints"] * way.checkpointing + ["its optimizer state on the CPU or on disk"] * (
-        way.offloaded > 0
-    )
+    extras = ["activation checkpoints"] * way.checkpointing + ["offload to the CPU or to disk"] * (way.offloaded > 0)
     return f"stage {way.stage}{' (DDP)' * (way.stage == 0)}" + (f" with {' and '.join(extras)}" if extras else "")
 
 

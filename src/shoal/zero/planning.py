@@ -20,17 +20,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "fewest_ranks", "plans"]
 
-_SUMS = {1: 4, 2: 2}
-"""In each stage so many bytes more for each gradient that a rank owns: sums of 16-bit gradients are in float32."""
-
 
 class Plan(NamedTuple):
     """A way to train a model.
 
     Attributes:
-        cost: bytes on each rank's device, and sent. The gradients of 16-bit parameters include their float32 sums.
+        cost: bytes on each rank's device, and sent. Of 16-bit parameters gradients include their float32 means, and in
+            stage 3 the float32 shards are the parameters.
         checkpointing: only the input of each layer is kept for the backward pass.
-        offloaded: bytes of optimizer state that each rank keeps on the CPU or on disk; 0 without offload.
+        offloaded: bytes that each rank keeps on the CPU or on disk; 0 without offload.
     """
 
     cost: Cost
@@ -89,13 +87,29 @@ def plans(
                 if cost.engine.name == "DDP":
                     yield Plan(cost, checkpointing, 0.0)
                 elif cost.engine.name == "shoal.zero":
-                    more = _SUMS.get(cost.engine.stage, 0) * parameters / ranks
-                    ours = cost._replace(gradients=cost.gradients + more * (Precision(precision) is Precision.MIXED))
+                    ours = _ours(cost, parameters / ranks, Precision(precision))
                     yield Plan(ours, checkpointing, 0.0)
-                    if cost.state:
-                        yield Plan(ours._replace(state=0.0), checkpointing, cost.state)
+                    here = _here(ours, cost)
+                    if here.memory < ours.memory:
+                        yield Plan(here, checkpointing, ours.memory - here.memory)
 
     return sorted(each_way(), key=lambda plan: (plan.cost.sent, plan.offloaded > 0, plan.checkpointing, plan.stage))
+
+
+def _ours(cost: Cost, share: float, precision: Precision) -> Cost:
+    """What `shoal.zero` keeps at a law's cost: it adds gradients up in float32, and shards of stage 3 are float32."""
+    if precision is not Precision.MIXED:
+        return cost
+    wide = 4 * share
+    if cost.engine.stage == 3:
+        return cost._replace(parameters=wide, gradients=wide, state=cost.state - wide)
+    return cost._replace(gradients=wide if cost.engine.stage == 2 else cost.gradients + wide)
+
+
+def _here(ours: Cost, cost: Cost) -> Cost:
+    """What stays on the device with offload: no state, and in stages 1 and 2 no means of gradients."""
+    gradients = {1: cost.gradients, 2: 0.0, 3: ours.gradients}[cost.engine.stage]
+    return ours._replace(gradients=gradients, state=0.0)
 
 
 def fewest_ranks(memory: float, parameters: float, **asked: Any) -> int | None:
@@ -114,7 +128,15 @@ def fewest_ranks(memory: float, parameters: float, **asked: Any) -> int | None:
     """
     if not memory > 0:
         raise ConfigError(f"memory must be above 0 bytes, got {memory!r}")
-    one, two = (min(plan.memory for plan in plans(parameters, ranks, **asked)) for ranks in (1, 2))
-    shared = 2 * (one - two)  # of one rank; of N ranks each has 1 / N of it
-    left = memory - (one - shared)
-    return max(1, math.ceil(shared / left * (1 - 1e-12))) if left > 0 else None
+    # Each way takes a part that is the same on any number of ranks, and a part of which N ranks keep 1 / N each.
+    one, two = (
+        {
+            (plan.stage, plan.checkpointing, plan.offloaded > 0): plan.memory
+            for plan in plans(parameters, ranks, **asked)
+        }
+        for ranks in (1, 2)
+    )
+    shared = {way: 2 * (one[way] - two[way]) for way in one}
+    left = {way: memory - (one[way] - shared[way]) for way in one}
+    enough = [math.ceil(shared[way] / left[way] * (1 - 1e-12)) for way in one if left[way] > 0]
+    return max(1, min(enough)) if enough else None

@@ -6,7 +6,8 @@
     torchrun --nproc-per-node 2 examples/zero_bert.py --stage all    # every stage in turn, and a table
     python examples/zero_bert.py --stage 1                           # one process, the same script
 
-Stage 0 is PyTorch's DistributedDataParallel. The text is Python's own documentation, the task BERT's: to guess words
+Stage 0 is PyTorch's DistributedDataParallel; `3+ckpt` is stage 3 with activation checkpoints, which keep only the input
+of each layer for the backward pass. The text is Python's own documentation, the task BERT's: to guess words
 that are hidden. All stages begin with the same weights and see the same batches, so they end with the same loss.
 """
 
@@ -27,8 +28,12 @@ from shoal.zero.parameters import unique_bytes
 
 # BERT's logits are a view; FSDP2 warns that changing them in place would go wrong, which nobody does here.
 warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
+warnings.filterwarnings(
+    "ignore", "`gradient_checkpointing_enable` is deprecated", FutureWarning
+)  # the name in all of 5
 
 BATCH, SEQUENCE, MB = 8, 64, 1e6
+STAGES = ["0", "1", "2", "3", "3+ckpt"]
 
 
 def adamw(parameters):
@@ -36,8 +41,9 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=5e-4)
 
 
-def train(stage, corpus, args, device):
+def train(name, corpus, args, device):
     """Train one stage; returns a line of the table."""
+    stage = int(name[0])
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=len(corpus.tokenizer),
@@ -50,6 +56,11 @@ def train(stage, corpus, args, device):
         attention_probs_dropout_prob=0.0,
     )
     model = BertForMaskedLM(config).to(device)
+    if "ckpt" in name:
+        model.gradient_checkpointing_enable()
+    tokens = torch.zeros(BATCH, SEQUENCE, dtype=torch.long)
+    sample = {"input_ids": tokens, "labels": tokens}
+    activations = shoal.zero.estimate(model, sample=sample)[0].activations
     wrapped: torch.nn.Module = model
     parameters = sum(each.numel() for each in model.parameters())
     if stage == 0:
@@ -78,7 +89,7 @@ def train(stage, corpus, args, device):
     else:
         traffic = optimizer.traffic()
         sent = traffic.sent / traffic.steps
-    return parameters, memory, sent, sorted(seconds)[len(seconds) // 2], float(last) / ranks
+    return parameters, memory, activations, sent, sorted(seconds)[len(seconds) // 2], float(last) / ranks
 
 
 def held(model, optimizer):
@@ -94,7 +105,7 @@ def held(model, optimizer):
 def main():
     """Train the stages that were asked for, and print what each took."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--stage", choices=["0", "1", "2", "3", "all"], default="all", help="of ZeRO (default all)")
+    parser.add_argument("--stage", choices=[*STAGES, "all"], default="all", help="of ZeRO (default all)")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256, help="of the hidden states, a multiple of 64 (default 256)")
@@ -108,18 +119,21 @@ def main():
     else:
         dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
     chief, corpus, shown = dist.get_rank() == 0, load_corpus(), False
-    for stage in range(4) if args.stage == "all" else [int(args.stage)]:
-        parameters, memory, sent, seconds, loss = train(stage, corpus, args, device)
+    for stage in STAGES if args.stage == "all" else [args.stage]:
+        parameters, memory, activations, sent, seconds, loss = train(stage, corpus, args, device)
         if chief and not shown:
             print(f"BERT with {parameters / 1e6:.1f} M parameters, {dist.get_world_size()} ranks, {args.steps} steps")
-            print("         MB per rank after a backward pass        |  MB sent |   seconds |     loss,")
-            print("stage    parameters  gradients  optimizer    sum  | per step |  per step |  10 last", flush=True)
+            print("         MB per rank after a backward pass        |   MB kept of |  MB sent |   seconds |     loss,")
+            print(
+                "stage    parameters  gradients  optimizer    sum  |  activations | per step |  per step |  10 last",
+                flush=True,
+            )
             shown = True
         if chief:
             held_mb = [each / MB for each in memory]
             print(
-                f"{stage}{' (DDP)' if stage == 0 else '':6}  {held_mb[0]:10.1f} {held_mb[1]:10.1f} {held_mb[2]:10.1f} "
-                f"{sum(held_mb):6.1f}  | {sent / MB:8.1f} | {seconds:9.3f} | {loss:8.5f}",
+                f"{stage + ' (DDP)' * (stage == '0'):7}  {held_mb[0]:10.1f} {held_mb[1]:10.1f} {held_mb[2]:10.1f} "
+                f"{sum(held_mb):6.1f}  | {activations / MB:12.1f} | {sent / MB:8.1f} | {seconds:9.3f} | {loss:8.5f}",
                 flush=True,
             )
     dist.destroy_process_group()

@@ -10,12 +10,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from shoal.zero.fsdp import is_sharded, missing, roots
+from shoal.zero.offload import problem_of
 from shoal.zero.parameters import hooks_of, named_parameters, wide_dtype
 
 __all__ = ["problems"]
 
 
-def problems(model: object, factory: object, stage: object, dtype: object) -> Iterator[str]:
+def problems(model: object, factory: object, stage: object, dtype: object, offload: object) -> Iterator[str]:
     """The problems, each checked only on demand: after the first one, others may make no sense."""
     if not isinstance(model, torch.nn.Module):
         yield f"model must be a torch.nn.Module, got {type(model).__name__}"
@@ -31,6 +32,8 @@ def problems(model: object, factory: object, stage: object, dtype: object) -> It
         yield f"stage must be 1, 2 or 3, got {stage!r}"
     if dtype not in (None, torch.bfloat16):
         yield f"dtype must be torch.bfloat16 or None, got {dtype!r}"
+    if problem := problem_of(offload):
+        yield problem
     yield from _of_modules(model)
     yield from _of_parameters(list(named_parameters(model)))
     yield from _of_buffers(model)

@@ -289,11 +289,13 @@ def load(
         for piece, values, statistics in found:
             piece.values.copy_(values)
             _restore(optimizer, piece, statistics, saved.index.get("numbers", {}))
+            optimizer.offload.settle(optimizer.inner, [piece.parameter])
         _overwrite(model, optimizer, others)
     for group, entry in zip(optimizer.param_groups, saved.index["groups"], strict=True):
         for key, value in entry["settings"].items():
             group[key] = _like(group.get(key), value)
     optimizer.state.update({key: untyped(entry) for key, entry in saved.index.get("common", {}).items()})
+    optimizer.carrier.write_out()
     optimizer.carrier.publish()
     extra: dict[str, Any] = saved.index["extra"]
     return extra
@@ -310,6 +312,7 @@ def _load_weights(agreement: Agreement, bare: BareWeights, model: torch.nn.Modul
             values = flat(tensors[piece.name], orders.get(piece.name))
             piece.values.copy_(values[piece.start : piece.stop])
         _overwrite(model, optimizer, {name: each for name, each in tensors.items() if id(state[name]) not in trained})
+    optimizer.carrier.write_out()
     optimizer.carrier.publish()
 
 

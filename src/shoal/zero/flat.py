@@ -14,13 +14,14 @@ Source: Rajbhandari et al., "ZeRO" (2020), sections 5.1 and 5.2.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch.autograd.graph import increment_version
 
 from shoal.errors import LocalError
 from shoal.zero.collectives import Collectives, Run
+from shoal.zero.offload import Offload
 from shoal.zero.parameters import (
     Order,
     Piece,
@@ -50,6 +51,7 @@ class FlatEngine:
         parameters: the trained ones, by name, in the order of the model. Equal on all ranks.
         stage: 1 or 2.
         collectives: among the ranks.
+        offload: where to keep what only the optimizer needs.
         whole: no parameter is cut, for an optimizer that needs whole tensors: a tile is a parameter.
         wide: float32 values of parameters that have been made narrower, frozen ones among them: copies begin with them.
 
@@ -57,7 +59,7 @@ class FlatEngine:
         plan: the owner of each tile.
         own: the tensors that the optimizer steps: each own tile's values, one-dimensional, or with `whole` of the
             parameter's shape and memory format; the parameters' memory itself, or with 16-bit parameters a float32
-            copy.
+            copy, or a copy on the CPU.
         reduction: the gradients, on their way to these tensors.
     """
 
@@ -67,12 +69,13 @@ class FlatEngine:
         parameters: Mapping[str, torch.nn.Parameter],
         stage: int,
         collectives: Collectives,
+        offload: Offload,
         *,
         whole: bool = False,
         wide: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self._collectives, self._parameters, self._roster = collectives, dict(parameters), Roster(model)
-        numels, self._whole = [each.numel() for each in parameters.values()], whole
+        numels, self._whole, self._offload = [each.numel() for each in parameters.values()], whole, offload
         size = max(numels, default=1) if whole else tile_numel(sum(numels))
         self._buckets = buckets_of(parameters, size, ALIGNMENT if whole else 1)
         self.plan = (assign_whole if whole else assign)([bucket.tiles for bucket in self._buckets], collectives.ranks)
@@ -80,39 +83,51 @@ class FlatEngine:
             bucket.share_out(self.plan)
         wide, rank = wide or {}, collectives.rank
         self.own = {tile: self._own(tile, wide) for tile in self.plan.owned(rank)}
-        narrow = {name: each for name, each in parameters.items() if each.dtype != wide_dtype(each.dtype)}
-        self._copies = Copies(narrow, self.plan, self.own, collectives)
+        copied = {name: each for name, each in parameters.items() if self._is_copied(each)}
+        self._copies = Copies(copied, self.plan, self.own, collectives)
         frozen = {name: each for name, each in named_parameters(model) if name in wide.keys() - parameters.keys()}
         tiles = cut({name: each.numel() for name, each in frozen.items()}, size)
         plan = assign([tiles], collectives.ranks)
-        kept = {tile: tile.of(wide[tile.name], frozen[tile.name]).clone() for tile in plan.owned(rank)}
+        kept = {tile: offload.copy(tile.of(wide[tile.name], frozen[tile.name])) for tile in plan.owned(rank)}
         self._frozen = Copies(frozen, plan, kept, collectives)
-        self.reduction = Reduction(parameters, self._buckets, self.own, stage, collectives)
+        self.reduction = Reduction(parameters, self._buckets, self.own, stage, collectives, offload)
         self._hooks = {name: hooks_of(each) for name, each in parameters.items()}
         _engines[model] = self
 
+    def _is_copied(self, parameter: torch.Tensor) -> bool:
+        return self._offload.elsewhere or parameter.dtype != wide_dtype(parameter.dtype)
+
     def _own(self, tile: Tile, wide: Mapping[str, torch.Tensor]) -> torch.nn.Parameter:
         parameter = self._parameters[tile.name]
-        given = wide.get(tile.name)
-        values = tile.of(parameter.detach(), parameter) if given is None else tile.of(given, parameter).clone()
-        values = values.to(wide_dtype(values.dtype))
-        return torch.nn.Parameter(like(values, parameter) if self._whole else values)
+        values = tile.of(wide.get(tile.name, parameter.detach()), parameter)
+        if copied := self._is_copied(parameter):
+            values = self._offload.copy(values, wide_dtype(values.dtype))
+        own = torch.nn.Parameter(like(values, parameter) if self._whole else values)
+        if copied:
+            self._offload.attach(own, values)
+        return own
 
     def hand_over(self, absent: Sequence[bool]) -> None:
-        """The optimizer finds values and gradients where they are; no gradient where no rank had any.
+        """The optimizer finds no gradient where no rank had any.
 
         Args:
             absent: for each parameter whether it was absent on all ranks.
         """
-        self._copies.adopt()
         nowhere = {name for name, gone in zip(self._parameters, absent, strict=True) if gone}
         for tile, values in self.own.items():
             if tile.name in nowhere:
                 values.grad = None
 
+    def adopt(self, stepped: Iterable[torch.Tensor] | None = None) -> None:
+        """Take over values that were written into parameters, for these of `own`; None for all."""
+        self._copies.adopt(stepped)
+
+    def write_out(self, stepped: Iterable[torch.Tensor] | None = None) -> None:
+        """Put the values of these of `own` into the parameters; None for all."""
+        self._copies.write_out(stepped)
+
     def publish(self) -> None:
-        """Send the new values of the own tiles to all ranks, and receive theirs."""
-        self._copies.publish()
+        """Send the values of the own tiles in the parameters to all ranks, and receive theirs."""
         for pending in [self._collectives.all_gather(bucket.pieces(bucket.flat)) for bucket in self._buckets]:
             pending.wait()
         increment_version(self._parameters.values())  # values computed from the old ones have no gradient any more
@@ -140,8 +155,8 @@ class FlatEngine:
         return self._frozen.write(name, values)
 
     def kept(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """All gradients. And the float32 copies of 16-bit parameters."""
-        return self.reduction.tensors(), [*self._copies.own.values(), *self._frozen.own.values()]
+        """All gradients. And the copies of parameters."""
+        return self.reduction.tensors(), [*self._copies.tensors(), *self._frozen.tensors()]
 
     def check(self) -> None:
         """Raise `LocalError` if the model has or trains other parameters, or they were moved, or have other hooks."""
@@ -156,16 +171,16 @@ class FlatEngine:
 
 
 class Copies:
-    """Float32 values of 16-bit parameters, each tile's with its owner.
+    """Float32 values of 16-bit parameters, or values on the CPU of those on a device, each tile's with its owner.
 
     The optimizer steps those of trained parameters; the copies of frozen ones hold their values before narrowing, for
     callers that ask for the whole model. If a program writes into a parameter, in whatever way, the new value counts: a
     parameter that differs from its rounded copy was written to.
 
     Args:
-        parameters: the parameters, of 16 bits, by name.
+        parameters: the parameters, by name.
         plan: the owner of each tile of them.
-        own: float32 values of the tiles of this rank.
+        own: values of the tiles of this rank.
         collectives: among the ranks.
     """
 
@@ -177,23 +192,33 @@ class Copies:
         collectives: Collectives,
     ) -> None:
         self._parameters, self._plan, self._collectives = dict(parameters), plan, collectives
-        found = {tile: values.detach() for tile, values in own.items() if tile.name in parameters}
-        self.own = {tile: flat(values, order_of(values)) for tile, values in found.items()}
+        self._own = {tile: values for tile, values in own.items() if tile.name in parameters}
+        self._tiles = {values: tile for tile, values in self._own.items()}
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All copies."""
+        return list(self._own.values())
 
     def _narrow(self, tile: Tile) -> torch.Tensor:
         parameter = self._parameters[tile.name]
         return tile.of(parameter.detach(), parameter)
 
-    def adopt(self) -> None:
-        """Take over values that were written into parameters, equally on all ranks."""
-        written = [self._narrow(tile) != values.to(self._narrow(tile).dtype) for tile, values in self.own.items()]
-        if written and torch.stack([each.any() for each in written]).any():
-            for where, (tile, values) in zip(written, self.own.items(), strict=True):
-                values.copy_(torch.where(where, self._narrow(tile).to(values.dtype), values))
+    def _among(self, copies: Iterable[torch.Tensor] | None) -> list[tuple[Tile, torch.Tensor]]:
+        if copies is None:
+            copies = self._own.values()
+        return [(self._tiles[each], flat(each.detach(), order_of(each))) for each in copies if each in self._tiles]
 
-    def publish(self) -> None:
-        """Round this rank's copies into the parameters."""
-        for tile, values in self.own.items():
+    def adopt(self, copies: Iterable[torch.Tensor] | None = None) -> None:
+        """Take over values that were written into parameters, equally on all ranks, for some copies or all (None)."""
+        some = [(self._narrow(tile).to(values.device), values) for tile, values in self._among(copies)]
+        written = [narrow != values.to(narrow.dtype) for narrow, values in some]
+        if written and torch.stack([each.any() for each in written]).any():
+            for where, (narrow, values) in zip(written, some, strict=True):
+                values.copy_(torch.where(where, narrow.to(values.dtype), values))
+
+    def write_out(self, copies: Iterable[torch.Tensor] | None = None) -> None:
+        """Round copies of this rank into the parameters: some, or all (None)."""
+        for tile, values in self._among(copies):
             self._narrow(tile).copy_(values)
 
     def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -207,8 +232,8 @@ class Copies:
                 if ends and ends[-1][0] == owner:
                     start = ends.pop()[1]
                 ends.append((owner, start, tile.stop))
-                if tile in self.own:
-                    found[tile.start : tile.stop].copy_(self.own[tile])
+                if tile in self._own:
+                    found[tile.start : tile.stop].copy_(flat(self._own[tile].detach(), order_of(self._own[tile])))
             self._collectives.all_gather([Run(owner, found[start:stop]) for owner, start, stop in ends]).wait()
             yield name, shaped(found, parameter.shape, order_of(parameter))
 
@@ -222,6 +247,7 @@ class Copies:
             return False
         self._parameters[name].detach().copy_(values)
         for tile in self._plan.of(name):
-            if tile in self.own:
-                self.own[tile].copy_(tile.of(values, self._parameters[name]))
+            if tile in self._own:
+                own = self._own[tile].detach()
+                flat(own, order_of(own)).copy_(tile.of(values, self._parameters[name]))
         return True

@@ -340,6 +340,12 @@ class FsdpEngine:
             if unused:
                 shard.grad = None
 
+    def adopt(self, stepped: Iterable[torch.Tensor] | None = None) -> None:
+        """Shards are the parameters themselves."""
+
+    def write_out(self, stepped: Iterable[torch.Tensor] | None = None) -> None:
+        """Shards are the parameters themselves."""
+
     def publish(self) -> None:
         """Others gather the new values when they need them. Where whole ones are kept, they are old."""
         for module in self._units.values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from shoal.errors import ConfigError, LocalError
 from shoal.zero.collectives import Collectives, Traffic
 from shoal.zero.flat import FlatEngine
 from shoal.zero.fsdp import FsdpEngine
+from shoal.zero.offload import Offload
 from shoal.zero.parameters import local, named_parameters, unique_bytes
 from shoal.zero.watch import Agreement
 
@@ -28,22 +29,26 @@ _PLAIN = (bool, int, float, str, tuple, list, type(None))
 class Memory(NamedTuple):
     """The memory that this rank holds, in bytes (padding included), each storage counted once.
 
+    What is offloaded counts as that alone. Up to three windows of it come on top in a step (`shoal.zero.offload`).
+
     Attributes:
         parameters: the parameters of the model, frozen ones too.
         gradients: gradients of all kinds.
         state: the state of the optimizer, and its float32 copies of the parameters.
         messages: for messages under way, kept from one step to the next: about four buckets. The laws leave it out.
+        offloaded: gradients, state and copies that are in files, or on the CPU beside a device.
     """
 
     parameters: int
     gradients: int
     state: int
     messages: int
+    offloaded: int = 0
 
     @property
     def total(self) -> int:
-        """All of it."""
-        return sum(self)
+        """All but what is offloaded."""
+        return sum(self) - self.offloaded
 
 
 Carrier = FlatEngine | FsdpEngine
@@ -62,6 +67,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         inner: steps this rank's part.
         carrier: partitions the model.
         collectives: among the ranks.
+        offload: where state and more is kept.
         listed: names of the parameters that the user gave to each group, whichever rank keeps them.
         skip_nonfinite: leave out a step, on all ranks, if a gradient of any rank is infinite or not a number.
 
@@ -77,6 +83,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         inner: torch.optim.Optimizer,
         carrier: Carrier,
         collectives: Collectives,
+        offload: Offload,
         listed: list[list[str]],
         *,
         skip_nonfinite: bool = True,
@@ -85,7 +92,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner, self.carrier, self.skipped = inner, carrier, 0
         self.reduction = carrier.reduction if isinstance(carrier, FlatEngine) else carrier
         trained = {name for name, each in named_parameters(model) if each.requires_grad}
-        self.collectives, self.listed = collectives, listed
+        self.collectives, self.offload, self.listed = collectives, offload, listed
         self.names = [[name for name in group if name in trained] for group in listed]
         self._model, self._skip_nonfinite = model, skip_nonfinite
         super().__init__([{"params": [torch.zeros(())]}], dict(inner.defaults))
@@ -187,7 +194,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """All ranks have the same parameters afterwards, also if the inner optimizer of one has raised: all raise."""
         problem: Exception | None = None
         try:
-            self.inner.step()
+            with closing(self.offload.windows(self.inner)) as windows:
+                for stepped in windows:
+                    self.carrier.adopt(stepped)
+                    try:
+                        self.inner.step()
+                    finally:
+                        self.carrier.write_out(stepped)
         except Exception as error:  # noqa: BLE001 (raised again below)
             problem = error
         self.carrier.publish()
@@ -255,15 +268,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def memory(self) -> Memory:
         """The memory that this rank holds now. The laws of `shoal.zero.laws` predict it."""
         parameters = list(self._model.parameters())
-        gradients = [each.grad for each in parameters if each.grad is not None]
-        more_gradients, copies = self.carrier.kept()
-        state = [value for entry in self.state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
-        return Memory(
-            unique_bytes(parameters),
-            unique_bytes([*gradients, *more_gradients]),
-            unique_bytes([*copies, *state]),
-            self.collectives.scratch.nbytes,
-        )
+        kept, copies = self.carrier.kept()
+        gradients = [*(each.grad for each in parameters if each.grad is not None), *kept]
+        entries = [entry for entry in self.state.values() if isinstance(entry, Mapping)]
+        state = [*copies, *(each for entry in entries for each in entry.values() if isinstance(each, torch.Tensor))]
+        resident = [
+            unique_bytes(each for each in kind if not self.offload.holds(each))
+            for kind in (parameters, gradients, state)
+        ]
+        offloaded = unique_bytes(each for each in (*parameters, *gradients, *state) if self.offload.holds(each))
+        return Memory(resident[0], resident[1], resident[2], self.collectives.scratch.nbytes, offloaded)
 
     def traffic(self) -> Traffic:
         """The bytes of tensors that this rank has sent since sharding, without the headers of messages."""
@@ -298,6 +312,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "state of all ranks, to any number of them"
             )
         self.inner.load_state_dict(state_dict)
+        self.offload.settle(self.inner)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

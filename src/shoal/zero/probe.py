@@ -38,7 +38,7 @@ from shoal.errors import ConfigError
 from shoal.zero.parameters import wide_dtype
 from shoal.zero.saved import pack
 
-__all__ = ["Finding", "Unit", "finding", "why_not_sharded"]
+__all__ = ["Finding", "Unit", "finding", "tried_in_windows", "why_not_sharded"]
 
 
 class Unit(enum.Enum):
@@ -164,6 +164,64 @@ def why_not_sharded(inner: torch.optim.Optimizer, model: torch.nn.Module) -> str
                     part.tensor.grad = _gradient(part.tensor, step, made)
                 one.step()
         return _DRAWS if chance() != before else None
+
+
+def tried_in_windows(
+    inner: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    in_windows: Callable[
+        [torch.optim.Optimizer, Sequence[Sequence[torch.Tensor]]], contextlib.AbstractContextManager[Iterable[object]]
+    ],
+) -> tuple[str | None, float]:
+    """Why an optimizer cannot step some of its parameters at a time, with the bits of a step of all.
+
+    Args:
+        inner: the optimizer, before its first step.
+        model: the model that it was built of.
+        in_windows: lets it step some at a time (`shoal.zero.offload.in_windows`).
+
+    Returns:
+        The words, or None; and how many bytes it keeps for each value of a parameter, at most.
+    """
+    reals = [each for group in inner.param_groups for each in group["params"]]
+    with _same_chance({each.device for each in reals}), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            subjects = list(_subjects(inner, _SHAPES, 2))
+            at_once, apart = (
+                [_Part(0, number, 0, each.values.numel(), each.values.clone()) for number, each in enumerate(subjects)]
+                for _ in range(2)
+            )
+            one, other = (_copy(inner, model, subjects, parts) for parts in (at_once, apart))
+            windows = [[part.tensor for part in half] for half in (apart[::2], apart[1::2])]
+            made = torch.Generator().manual_seed(_SEED)
+            for step in range(_STEPS):
+                for part, twin in zip(at_once, apart, strict=True):
+                    part.tensor.grad = _gradient(part.tensor, step, made)
+                    twin.tensor.grad = part.tensor.grad.clone()
+                one.step()
+                with in_windows(other, windows) as some:
+                    for _ in some:
+                        other.step()
+            for part, twin in zip(at_once, apart, strict=True):
+                if not torch.equal(part.tensor.nan_to_num(), twin.tensor.nan_to_num()):
+                    return "makes a parameter's step depend on other parameters", 0.0
+            for there, here in [
+                (_common(one), _common(other)),
+                *zip(one.param_groups, other.param_groups, strict=True),
+            ]:
+                for key, value in there.items():
+                    if (number := _number(value)) is not None and number != _number(here.get(key)):
+                        return f"keeps {key!r}, which depends on all parameters", 0.0
+            return None, max((_kept(one, part.tensor) for part in at_once), default=0.0)
+        except Exception:  # noqa: BLE001 (whatever it is, its first step says so)
+            return None, 0.0
+
+
+def _kept(optimizer: torch.optim.Optimizer, tensor: torch.Tensor) -> float:
+    """Bytes for each of a tensor's values."""
+    state = [each for each in optimizer.state.get(tensor, {}).values() if isinstance(each, torch.Tensor)]
+    return sum(each.nbytes for each in state if each.shape == tensor.shape and each.ndim) / tensor.numel()
 
 
 def _subjects(

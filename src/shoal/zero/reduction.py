@@ -25,7 +25,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from shoal.errors import LocalError, RankLost
 from shoal.zero.collectives import Collectives, Pending, sum_in_order
-from shoal.zero.parameters import like, present_pass, weakly, wide_dtype
+from shoal.zero.offload import Offload
+from shoal.zero.parameters import flat, like, order_of, present_pass, weakly, wide_dtype
 from shoal.zero.standins import StandIns
 from shoal.zero.tiles import Bucket, Tile
 
@@ -53,6 +54,7 @@ class Reduction:
         own: the tiles of this rank, which get the means.
         stage: 1 or 2.
         collectives: among the ranks.
+        offload: where means are kept that are not in buckets.
     """
 
     def __init__(
@@ -62,8 +64,15 @@ class Reduction:
         own: Mapping[Tile, torch.nn.Parameter],
         stage: int,
         collectives: Collectives,
+        offload: Offload,
     ) -> None:
         assert stage in (1, 2)
+        self._offload = offload
+        self._rooms: dict[Tile, torch.Tensor] = {}  # in files, for means that do not stay in buckets
+        for tile, values in own.items() if offload.folder is not None else ():
+            if stage == 2 or offload.elsewhere or values.dtype != parameters[tile.name].dtype:
+                self._rooms[tile] = offload.room(flat(values.detach(), order_of(values)))
+                offload.attach(values, self._rooms[tile])
         self._stage, self._collectives, self._buckets, self._own = stage, collectives, buckets, own
         self._holders: dict[str, list[Bucket]] = {name: [] for name in parameters}
         for bucket in buckets:
@@ -264,11 +273,14 @@ class Reduction:
             values, mean = self._own[tile], total[offset : offset + tile.numel]
             offset += tile.numel
             if values.grad is not None:
-                values.grad += like(mean, values)
-            elif gradients is bucket.gradients and gradients.dtype == values.dtype:
+                values.grad += like(mean, values).to(values.device)
+            elif gradients is bucket.gradients and _kind(gradients) == _kind(values):
                 values.grad = like(bucket.part(gradients, tile).copy_(mean), values)  # our own piece is in the sum
+            elif tile in self._rooms:
+                values.grad = like(self._rooms[tile].copy_(mean), values)
             else:
-                values.grad = like(mean.to(values.dtype, copy=True), values)
+                values.grad = like(mean.to(values.device, values.dtype, copy=True), values)
+        self._offload.let_go(self._rooms[tile] for tile in tiles if tile in self._rooms)
 
     def _end(self) -> None:
         """The pass is over: reduce parameters that got no gradient in it, and wait for everything."""
@@ -335,7 +347,8 @@ class Reduction:
         self._arrivals.difference_update(names)
         for name in names & self._passes.keys():
             del self._passes[name]
-        self._totals = [values.grad.sum() for values in self._own.values() if values.grad is not None]
+        means = (values.grad for values in self._own.values())
+        self._totals = [each.sum().to(self._collectives.device) for each in means if each is not None]
 
     def gradients(self) -> list[torch.Tensor]:
         """The own tiles' gradients, averaged over the ranks. They may be scaled in place.
@@ -396,3 +409,7 @@ class Reduction:
                 raise LocalError(
                     f"{name} was moved, converted or replaced after the model was sharded: do that before shard()"
                 )
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device]:
+    return tensor.dtype, tensor.device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
@@ -18,6 +19,7 @@ from shoal.zero.collectives import Collectives
 from shoal.zero.flat import FlatEngine
 from shoal.zero.fsdp import FsdpEngine, is_sharded, partition
 from shoal.zero.fsdp import units as find_units
+from shoal.zero.offload import Offload
 from shoal.zero.optimizer import Carrier, ShardedOptimizer, described
 from shoal.zero.parameters import like, named_parameters
 from shoal.zero.plain import overwrite
@@ -46,6 +48,7 @@ def shard(
     dtype: torch.dtype | None = None,
     skip_nonfinite: bool = True,
     units: Iterable[torch.nn.Module] | None = None,
+    offload: str | os.PathLike[str] | None = None,
 ) -> tuple[ModuleT, ShardedOptimizer]:
     """Partition a model's training over the ranks of a process group; all of them call it.
 
@@ -81,6 +84,10 @@ def shard(
         units: stage 3: which modules are gathered together, while they run, and freed behind that: such as
             ``model.layers``, or modules of any kind. Parameters outside of them stay gathered while the model runs.
             None for the members of the model's outermost `ModuleList`s and `Sequential`s.
+        offload: where to keep what only the optimizer needs: its state, float32 copies, and in stage 2 gradients. "cpu"
+            for host memory beside a device; or the path of a folder, for files on its disk that have no name and are
+            gone when the process ends, read and written while it steps, a part at a time. Each rank may give a folder
+            of its own. None for the memory of the parameters' device.
 
     Returns:
         The same model, and its optimizer.
@@ -106,18 +113,20 @@ def shard(
             raise ConfigError(
                 "model is partitioned by an earlier shard() that failed: give the same stage and dtype as in that one"
             )
-        for problem in problems(model, optimizer_factory, stage, None if again else dtype):
+        for problem in problems(model, optimizer_factory, stage, None if again else dtype, offload):
             raise ConfigError(problem)
         if model in _sharded:
             raise ConfigError("model is sharded already, by an earlier shard(): call it once for a model")
         parts = _units(model, units, stage)
-    what = f"stage {stage}, dtype {dtype}, skip_nonfinite {bool(skip_nonfinite)}"
+    place = offload if offload in (None, "cpu") else "to a folder"
+    what = f"stage {stage}, dtype {dtype}, skip_nonfinite {bool(skip_nonfinite)}, offload {place}"
     description = f"{what}\n{_description(model)}\nunits {_places(model, parts)}"
-    agreement.alike(description, "model, stage, dtype, skip_nonfinite and units")
+    agreement.alike(description, "model, stage, dtype, skip_nonfinite, units and offload")
     number = int(agreement.gather(str(next(_models)))[0])
     collectives = Collectives(found, watch, next(model.parameters()).device, number)
     if not is_sharded(model):
         _take_over(model, collectives)
+    places = Offload(offload, collectives.device)
     carrier: Carrier | None = None
     with agreement.together():
         if stage == 3 or is_sharded(model):
@@ -128,11 +137,14 @@ def shard(
         inner = _build(optimizer_factory, parameters)
         whole = _needs_whole_tensors(inner, model, cuts=carrier is None)
         listed = _names(inner, parameters)
+        places.prepare(inner, model, stage, dtype, 1 if carrier is not None else collectives.ranks)
     agreement.alike(_groups(inner, listed, whole), "optimizer")
     if carrier is None:  # the model is as it was until here
         with agreement.together():
-            carrier = _cut(model, inner, parameters, stage, dtype, collectives, whole)
-    optimizer = ShardedOptimizer(model, inner, carrier, collectives, listed, skip_nonfinite=skip_nonfinite)
+            carrier = _cut(model, inner, parameters, stage, dtype, collectives, places, whole)
+    with agreement.together():
+        places.settle(inner)
+    optimizer = ShardedOptimizer(model, inner, carrier, collectives, places, listed, skip_nonfinite=skip_nonfinite)
     _sharded.add(model)
     return model, optimizer
 
@@ -197,6 +209,7 @@ def _cut(
     stage: int,
     dtype: torch.dtype | None,
     collectives: Collectives,
+    offload: Offload,
     whole: bool,
 ) -> FlatEngine:
     """Stages 1 and 2: cut trained parameters into tiles, and give the optimizer those of this rank."""
@@ -204,7 +217,7 @@ def _cut(
     listed = {id(each) for each in _listed(inner) if each.requires_grad and each.numel()}
     trained = {name: each for name, each in parameters.items() if id(each) in listed}
     wide = {} if dtype is None else _narrow(model, dtype)
-    engine = FlatEngine(model, trained, stage, collectives, whole=whole, wide=wide)
+    engine = FlatEngine(model, trained, stage, collectives, offload, whole=whole, wide=wide)
     _swap(inner, names, parameters, engine)
     return engine
 

@@ -1,0 +1,98 @@
+"""`shard(offload=)`: state in files changes no bit, and a disk that is full or gone is an error on every rank."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration import zero_offload as cases
+from tests.integration.ranks import Ranks, ranks
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are mapped on Linux only")
+
+KINDS = ("sgd", "adamw", "adagrad", "schedulefreeadamw", "madgrad")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Ranks]:
+    """Processes for all tests of this module."""
+    with ranks() as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "kinds"),
+    [
+        (1, None, ["madgrad"]),
+        (2, torch.bfloat16, ["adamw"]),
+        (3, None, ["schedulefreeadamw"]),
+        *(
+            # MADGRAD does not step DTensors.
+            pytest.param(stage, dtype, KINDS if stage < 3 else KINDS[:-1], marks=pytest.mark.long)
+            for stage in (1, 2, 3)
+            for dtype in (None, torch.bfloat16)
+        ),
+    ],
+)
+def test_state_in_files_changes_no_bit(
+    pool: Ranks, stage: int, dtype: torch.dtype | None, kinds: Sequence[str], tmp_path: Path
+) -> None:
+    """Several micro-batches, clipping, a schedule, state dictionaries and checkpoints, in windows of a few tiles."""
+    for found in pool.play(2, cases.lives, stage, kinds, dtype, str(tmp_path)):
+        assert list(found) == list(kinds)
+        for kind, (equal, loaded, memory, less) in found.items():
+            assert equal, kind
+            assert loaded, kind
+            assert memory.offloaded == 0
+            assert less.state < 0.1 * memory.state
+            assert less.parameters == memory.parameters
+            # In stage 1 gradients stay where they are reduced; float32 means of 16-bit ones do not.
+            moved = memory.gradients - less.gradients
+            assert (moved > 0) == (stage == 2 or (stage == 1 and dtype is not None))
+            assert less.offloaded == moved + memory.state - less.state
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_folder_that_cannot_be_used_is_refused_on_every_rank(pool: Ranks, stage: int, tmp_path: Path) -> None:
+    """On one rank or on all; the model is as it was, and can be sharded with another folder."""
+    first, second = pool.play(2, cases.refused, stage, str(tmp_path))
+    for found, missing, full in (
+        (first, "another rank cannot go on: rank 1: ConfigError", "another rank cannot go on: rank 1: ConfigError"),
+        (second, "make it", "MB cannot be allocated in"),
+    ):
+        words = [said for said, _ in found]
+        assert missing in words[0]
+        assert "offload must be None, 'cpu' or the path of a folder, got 3" in words[1]
+        assert "all ranks must give the same model, stage, dtype, skip_nonfinite, units and offload" in words[2]
+        assert full in words[3]
+        assert all(kept for _, kept in found)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_disk_that_is_full_later_harms_nothing(pool: Ranks, stage: int, tmp_path: Path) -> None:
+    """At the first step, where the step is whole on every rank; and in `save`, where the last checkpoint is."""
+    first, second = pool.play(2, cases.full_later, stage, str(tmp_path))
+    for found, words in (
+        (first, ("another rank cannot go on: rank 1: ConfigError: offload: ", "another rank cannot go on: rank 1")),
+        (second, ("cannot be allocated in", "path cannot be written")),
+    ):
+        assert [wanted in said for wanted, (said, _) in zip(words, found, strict=True)] == [True, True], found
+        assert all(fine for _, fine in found)
+
+
+def test_a_folder_that_is_gone_is_an_error_on_every_rank(pool: Ranks, tmp_path: Path) -> None:
+    """If something is still to be put there."""
+    first, second = pool.play(2, cases.gone_folder, str(tmp_path))
+    assert "another rank cannot go on: rank 1: ConfigError: offload" in first
+    assert "No such file or directory" in second
+
+
+def test_what_looks_at_all_parameters_is_refused(pool: Ranks, tmp_path: Path) -> None:
+    """Stage 3 takes it without offload."""
+    for words in pool.play(2, cases.of_all_parameters, str(tmp_path)):
+        assert "ConfigError: optimizer_factory built Prodigy, which" in words
+        assert "cannot be offloaded to a folder" in words

@@ -223,6 +223,7 @@ def test_the_doctor_says_a_verdict_for_each_thing_that_it_looks_at() -> None:
     assert [verdicts[what][0] for what in ("way there", "way back", "clock", "run", "settings")] == [
         "ok", "?", "ok", "ok", "ok"
     ]  # fmt: skip
+    assert "the clocks of the connected peers (2)" in verdicts["clock"][1]
     assert "bit/s" in verdicts["bandwidth"][1]  # how much is the machine's business
     assert verdicts["port"][0] == "so-so"
     assert "--host 0.0.0.0" in verdicts["port"][1]

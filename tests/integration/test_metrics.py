@@ -52,8 +52,8 @@ def trainer() -> Iterator[Trainer]:
 
 
 def test_each_epoch_is_a_line(trainer: Trainer, tmp_path: Path) -> None:
-    """With the numbers of the run; a file that is there is gone on with."""
-    file = tmp_path / "metrics.jsonl"
+    """With the numbers of the run; the file's folder is made, and a file that is there is gone on with."""
+    file = tmp_path / "new" / "metrics.jsonl"
     for _ in range(2):
         with Metrics(trainer.swarm, JsonLines(str(file))) as metrics:
             for _ in range(3):

@@ -117,6 +117,8 @@ def test_one_interrupt_after_a_download_disables_a_peer_for_good() -> None:
         run = Run(target=2 * BATCH)
         first, second = await two_at_their_first_step(run)
         await run.swarm.run_on("p1", second.take_turn)
+        await run.swarm.run_on("p1", second.take_batch, 2 * BATCH)
+        await run.swarm.run_on("p1", second.finish_epoch, 2)  # else the step that is due leads to its state
         await sim.sleep(1.0)
         participant = first.participant
         wait = participant._fetching.wait
@@ -129,12 +131,35 @@ def test_one_interrupt_after_a_download_disables_a_peer_for_good() -> None:
         with pytest.raises(asyncio.CancelledError):
             await run.swarm.run_on("p0", participant.download, 30.0)
         participant._fetching.wait = wait  # type: ignore[method-assign]
-        assert participant.epoch == 1
-        await train_until(run, epoch=3)
+        assert participant.epoch == 2
+        await train_until(run, epoch=4)
         assert run.agree(["p0", "p1"])
         await run.close()
 
     sim.run(main, seed=2, max_time_s=600.0)
+
+
+@pytest.mark.parametrize("how", ["downloads", "interrupted"])
+def test_a_member_that_downloads_the_state_of_its_round_stops_the_run(how: str) -> None:
+    """The others averaged their states with it, and waited for it for ever, as it knew of no average that is due."""
+
+    async def main() -> None:
+        run = Run(target=2 * BATCH, average_state_every=1)
+        first, second = await two_at_their_first_step(run)
+        await run.swarm.run_on("p1", second.take_turn)
+        if how == "interrupted":
+            interrupt_in_the_middle(first)
+            with pytest.raises(Interrupted):
+                await run.swarm.run_on("p0", first.take_turn)
+            await run.swarm.run_on("p0", first.participant.stepped)
+        await sim.sleep(1.0)
+        assert await run.swarm.run_on("p0", first.participant.download, 30.0) is (how == "interrupted")
+        await train_until(run, epoch=3)
+        assert run.agree(["p0", "p1"])
+        assert not run.warnings, run.warnings
+        await run.close()
+
+    sim.run(main, seed=2, max_time_s=60.0)
 
 
 def test_an_average_of_states_keeps_no_trainer_waiting() -> None:

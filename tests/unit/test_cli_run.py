@@ -85,7 +85,7 @@ def test_a_wrong_file_is_refused_by_name(
         (["--identity", "missing/key", __file__], "cannot create key file missing/key"),
         (["--peers-file", __file__, __file__], "holds something else than the addresses of peers"),
         (["--checkpoint", "/dev/null/x", __file__], "--checkpoint /dev/null/x: Not a directory"),
-        (["--metrics", "missing/m", __file__], "--metrics missing/m: No such file or directory"),
+        (["--metrics", "/dev/null/m", __file__], "--metrics /dev/null: File exists"),
         (["--invite", "x", __file__], "--invite: neither an invite nor an address: 'x'"),
         (["--host", "a..b", __file__], "--host must be an IP address or a name"),
         (["--announce", "x:y", __file__], "--announce must be HOST or HOST:PORT"),
@@ -156,6 +156,19 @@ def test_a_program_that_is_no_python_says_so_as_python_does(tmp_path: Path) -> N
     assert done.returncode == 1
     assert done.stderr.startswith(f'  File "{tmp_path / "program.py"}", line 1')
     assert done.stderr.splitlines()[-1] == "SyntaxError: '(' was never closed"
+
+
+def test_an_option_about_checkpoints_needs_a_folder_for_them(tmp_path: Path) -> None:
+    """Told in one line, and no traceback; by then it is known that the program names no folder either."""
+    (tmp_path / "program.py").write_text(
+        "import torch, shoal\n"
+        "dht = shoal.DHT(start=True)\n"
+        "inner = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)\n"
+        "shoal.Optimizer(dht=dht, run_id='run', target_batch_size=8, optimizer=inner)\n"
+    )
+    done = run(tmp_path, "--save-every", "3", "program.py")
+    told = "shoal run: --save-every needs --checkpoint, or a program that gives shoal.Optimizer checkpoint="
+    assert (done.stderr.splitlines(), done.returncode) == ([told], 1)
 
 
 def test_settings_that_had_no_effect_are_told(tmp_path: Path) -> None:

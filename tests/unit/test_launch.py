@@ -77,6 +77,17 @@ def test_one_that_could_not_be_made_leaves_the_settings_to_the_next(current: Lau
     assert Thing().given == (["you"], "me", {})
 
 
+def test_a_setting_that_needs_another_ends_the_program() -> None:
+    """With one line that names both; not where the program gives the other one itself."""
+    launch([Setting("DHT", "identity_path", "me", "--identity-path", needs="initial_peers")])
+    try:
+        with pytest.raises(SystemExit, match="--identity-path needs --initial_peers, or a program that gives"):
+            Thing()
+        assert Thing(["you"]).given == (["you"], "me", {})
+    finally:
+        launching._launch = None
+
+
 def test_wrong_arguments_raise_as_always(current: Launch) -> None:
     """The error of Python names the constructor."""
     with pytest.raises(TypeError, match=r"Thing.__init__\(\) takes from 1 to 2 positional arguments"):

@@ -217,9 +217,8 @@ async def _clock(core: PeerCore) -> Finding:
     if not peers:
         return Finding("", "clock", "there is no peer to compare it with")
     ahead_s = core.endpoint.clock_ahead_s
-    text = (
-        f"{abs(ahead_s):.2f} s {'ahead of' if ahead_s > 0 else 'behind'} the clocks of the {len(peers)} connected peers"
-    )
+    where = "ahead of" if ahead_s > 0 else "behind"
+    text = f"{abs(ahead_s):.2f} s {where} the clocks of the connected peers ({len(peers)})"
     if abs(ahead_s) < _CLOCK_S:
         return Finding("ok", "clock", text)
     return Finding(

@@ -35,6 +35,7 @@ EXIT_TERMINATED = 143
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _FOLDER = click.Path(file_okay=False, path_type=Path)
+_OF_CHECKPOINTS = ("save_every", "keep_checkpoints")
 
 _NOT_THE_PROGRAMS = (__name__, "runpy", "importlib._bootstrap", "importlib._bootstrap_external")
 """Modules whose frames stand above those of the program."""
@@ -114,9 +115,13 @@ def _settings(context: click.Context, options: dict[str, Any]) -> list[Setting]:
         ("DHT", "peers_file", options["peers_file"], ("peers_file",)),
         ("DHT", "host_maddrs", place, ("host", "port")),
         ("DHT", "announce_maddrs", None if announce is None else announced(announce), ("announce",)),
-        *(("Optimizer", name, options[name], (name,)) for name in ("checkpoint", "save_every", "keep_checkpoints")),
+        *(("Optimizer", name, options[name], (name,)) for name in ("checkpoint", *_OF_CHECKPOINTS)),
     ]
-    return [Setting(owner, name, value, origin(*names)) for owner, name, value, names in given if value is not None]
+    return [
+        Setting(owner, name, value, origin(*names), needs="checkpoint" if name in _OF_CHECKPOINTS else "")
+        for owner, name, value, names in given
+        if value is not None
+    ]
 
 
 def _check(options: dict[str, Any], origin: Callable[[str], str]) -> None:
@@ -149,7 +154,7 @@ def _sinks(options: dict[str, Any]) -> list[Callable[[], Any]]:
     for name, kind in (("metrics", "JsonLines"), ("tensorboard", "TensorBoard"), ("prometheus", "Prometheus")):
         if (value := options[name]) is not None:
             if name == "metrics":
-                _try(name, lambda: value.open("a").close())
+                _try(name, lambda: (value.parent.mkdir(parents=True, exist_ok=True), value.open("a").close()))
             found.append(functools.partial(_sink, kind, value))
     return found
 

@@ -217,7 +217,7 @@ class JsonLines:
     Numbers that are not finite are null.
 
     Args:
-        file: its path.
+        file: its path; its folder is made if it is not there.
 
     Raises:
         ConfigError: it is no path, or cannot be written.
@@ -226,6 +226,7 @@ class JsonLines:
     def __init__(self, file: str) -> None:
         place = path("file", file)
         try:
+            place.parent.mkdir(parents=True, exist_ok=True)
             self._file = place.open("a", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"file={str(place)!r} cannot be written: {error}") from error

@@ -301,7 +301,7 @@ class Participant:
         self._gossip.enough = view.samples >= target
         if len(view.peers) > 1:
             self._machine.found()
-        self._end.settle(self.epoch, self.own.committed, lambda: self._known.ends)
+        self._settle_end()
         averages = self._machine.states_due or self.own.update is not None
         due = self._averages_last and (averages or self.own.name == self.own.followed)
         if self._end.observe(self.epoch, claimed if claimed.vouched else view, now, average_due=due):
@@ -310,6 +310,9 @@ class Participant:
         if not self.at_end:
             self._notices.beyond(self.epoch, self._end.said)
         return view, claimed
+
+    def _settle_end(self) -> None:
+        self._end.settle(self.epoch, self.own.committed, lambda: self._known.ends)
 
     def _look_and_tell(self) -> SwarmView:
         view, _ = self._look()
@@ -554,6 +557,7 @@ class Participant:
         event = EpochAdvanced(run_id=run_id, epoch=epoch, samples=samples, peers=peers, digest=digest)
         self.core.env.events.emit(event)
         self._notices.stepped(self.training)
+        self._settle_end()  # its members may have said where the run ends
         if self.at_end:
             self.core.env.events.emit(RunEnded(run_id=run_id, epoch=epoch))
         self._solitude.stepped(epoch, peers)
@@ -596,14 +600,20 @@ class Participant:
         nor for one that waits in another optimizer's step.
         """
         try:
-            name, me = self.own.name, {self.core.peer_id}
-            if self._stepped_with() <= me:
+            name, me, stepped = self.own.name, {self.core.peer_id}, self._stepped_with()
+
+            def those_here() -> frozenset[PeerID]:  # one that was away has downloaded our state, and averages nothing
+                nonlocal stepped
+                stepped &= self._stepped_with()
+                return stepped
+
+            if stepped <= me:
                 return
             result = await self._rounds.run(
                 self._states,
                 tag=name.group_tag,
-                hopeless=lambda view: view.behind or self._stepped_with() <= me,
-                expected=self._stepped_with,
+                hopeless=lambda view: view.behind or those_here() <= me,
+                expected=those_here,
                 prepare=lambda _: (float(self.own.name == name and not self.training.evaluates), 1.0),
                 apply=lambda vector: None,  # the trainer will
                 gather=self._counts.said() if self.at_end and self._counts else None,
@@ -640,6 +650,8 @@ class Participant:
     async def download(self, timeout_s: float, *, patient: bool = True) -> bool:
         """Download the best state and take it over (trainer). False if there is nothing better than ours.
 
+        Our state is also the one to which a step or an average leads that is ready for the trainer.
+
         Args:
             timeout_s: how long it may take, seconds.
             patient: False to go on, with False, when the trainer has stood still for as long as claims are worth: the
@@ -656,8 +668,9 @@ class Participant:
         deadline, taken, needed = self._now() + timeout_s, False, True
         failure: StateUnavailable | None = None
         while not taken and needed and (left_s := deadline - self._now()) > 0:
-            view = self._outlook.claimed()
-            if not view.behind and not self._fetching.has_news:
+            view, update = self._outlook.claimed(), self.own.update
+            ready = update is not None and not update.taken and update.name.key >= view.best
+            if (ready or not view.behind) and not self._fetching.has_news:
                 if failure is None or all(StateKey.of_peer(each) <= self.own.name.key for each in view.others.values()):
                     return False
                 raise failure

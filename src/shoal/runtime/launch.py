@@ -37,12 +37,14 @@ class Setting:
         argument: of its constructor.
         value: of that argument.
         origin: where the user gave it, such as `--identity`.
+        needs: another argument of the constructor, without which this one has no meaning; empty if there is none.
     """
 
     owner: str
     argument: str
     value: Any
     origin: str
+    needs: str = ""
 
 
 class Launch:
@@ -86,6 +88,10 @@ class Launch:
             )
             return
         for setting in settings:
+            if setting.needs and arguments.get(setting.needs) is None:
+                # An option is wrong, not the program: its traceback would say nothing of that.
+                other = f"--{setting.needs}, or a program that gives shoal.{owner} {setting.needs}="
+                raise SystemExit(f"shoal run: {setting.origin} needs {other}")
             # A program that hands on its own arguments, and was given none, gives an empty list of peers.
             if (own := arguments.get(setting.argument)) is None or own == []:
                 arguments[setting.argument] = setting.value

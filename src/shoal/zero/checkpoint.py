@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from shoal.errors import ConfigError
 from shoal.runtime.tensor_files import flush, seal
 from shoal.zero.optimizer import ShardedOptimizer
-from shoal.zero.parameters import Piece, flat, local, named_parameters, order_of
+from shoal.zero.parameters import Piece, Scattered, flat, local, named_parameters, order_of
 from shoal.zero.plain import BareWeights, Whole, bare_weights, full_state_dict, overwrite
 from shoal.zero.saved import (
     FORMATS,
@@ -36,10 +36,12 @@ from shoal.zero.saved import (
     location,
     number,
     pack,
+    residual_key,
     state_key,
     typed,
     untyped,
     value_key,
+    written,
 )
 from shoal.zero.watch import Agreement
 
@@ -134,6 +136,7 @@ def _write(folder: Path, optimizer: ShardedOptimizer, others: Mapping[str, torch
         numbers.update(_numbers(optimizer.state.get(piece.parameter, {})))
         for key, value in _statistics(optimizer, piece).items():
             tensors[state_key(piece, key)] = value.cpu()
+    tensors.update({residual_key(name): kept.cpu() for name, kept in optimizer.carrier.residuals().items()})
     collectives = optimizer.collectives
     name = f"rank-{collectives.rank:05d}-of-{collectives.ranks:05d}.safetensors"
     # Views of one storage, such as tiles side by side, are written each for itself.
@@ -180,9 +183,10 @@ def _index(
     parameters = dict(named_parameters(model))
     of = {id(each): name for name, each in parameters.items()}
     everything = named_parameters(model, remove_duplicate=False)
-    orders = {name: {"order": list(each)} for name, each in optimizer.carrier.orders().items() if each is not None}
+    known = {name: each for name, each in optimizer.carrier.orders().items() if each is not None}
+    orders = {name: {"order": written(each)} for name, each in known.items()}
     return {
-        "format": FORMATS[bool(orders)],
+        "format": FORMATS[2 if any(isinstance(each, Scattered) for each in known.values()) else bool(orders)],
         "optimizer": type(optimizer.inner).__name__,
         "parameters": {name: {"shape": list(parameters[name].shape), **orders.get(name, {})} for name in names},
         "aliases": {name: of[id(each)] for name, each in everything if name != of[id(each)] and of[id(each)] in names},
@@ -283,6 +287,9 @@ def load(
             pieces = list(optimizer.carrier.pieces())
             found = [(piece, saved.values(piece), saved.statistics(piece)) for piece in pieces]
             others = {name: saved.other(name) for name in saved.index["others"]}
+            residuals = optimizer.carrier.residuals()
+            rank, ranks = optimizer.collectives.rank, optimizer.collectives.ranks
+            unsent = {name: saved.residual(name, rank, ranks) for name in residuals}
         _check_others(others, model, optimizer)
     _check_same(agreement, saved.identity, path)
     with torch.no_grad():
@@ -291,6 +298,9 @@ def load(
             _restore(optimizer, piece, statistics, saved.index.get("numbers", {}))
             optimizer.offload.settle(optimizer.inner, [piece.parameter])
         _overwrite(model, optimizer, others)
+        for name, kept in residuals.items():
+            there = unsent[name]
+            kept.zero_() if there is None else kept.copy_(there)
     for group, entry in zip(optimizer.param_groups, saved.index["groups"], strict=True):
         for key, value in entry["settings"].items():
             group[key] = _like(group.get(key), value)
@@ -363,8 +373,11 @@ def _restore(
     state = optimizer.state[piece.parameter] = {}
     for key, value in statistics.items():
         if value.ndim:
-            state[key] = torch.zeros_like(piece.parameter, dtype=value.dtype, requires_grad=False)
-            flat(local(state[key]), order_of(local(piece.parameter))).copy_(value)
+            # Of a sparse table the parameter has the touched rows alone.
+            same = local(piece.parameter).numel() == value.numel()
+            like = piece.parameter if same else piece.values
+            state[key] = torch.zeros_like(like, dtype=value.dtype, requires_grad=False)
+            flat(local(state[key]), order_of(local(like))).copy_(value)
         else:
             state[key] = number(value, numbers[key]) if key in numbers else value
 

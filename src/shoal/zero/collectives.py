@@ -15,7 +15,7 @@ Every byte that is sent is counted. When a rank is gone, or silent for the group
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -253,6 +253,25 @@ class Collectives:
             return [row[: len(numbers)] for _, *row in rows]
 
         return hear
+
+    def exchange(
+        self, doing: str, messages: Mapping[int, torch.Tensor], sizes: Mapping[int, int] | None = None
+    ) -> dict[int, torch.Tensor]:
+        """Send each other rank a message of its own, and wait for theirs; the caller counts the traffic.
+
+        Args:
+            doing: what, for people.
+            messages: bytes (uint8) for each other rank; an empty one is not sent.
+            sizes: how many bytes come from each; None for as many as go there.
+        """
+        came = {
+            rank: torch.empty(len(message) if sizes is None else sizes[rank], dtype=torch.uint8, device=self.device)
+            for rank, message in messages.items()
+        }
+        operations = [self._send(messages[rank], rank, self.model) for rank in self._others() if len(messages[rank])]
+        operations += [self._receive(came[rank], rank, self.model) for rank in self._others() if len(came[rank])]
+        self._start(doing, operations).wait()
+        return came
 
     def _gathering(self, runs: Sequence[Run], tag: int) -> list[dist.P2POp]:
         operations: list[dist.P2POp] = []

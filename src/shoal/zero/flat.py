@@ -35,6 +35,7 @@ from shoal.zero.parameters import (
     wide_dtype,
 )
 from shoal.zero.reduction import Reduction
+from shoal.zero.sparse import Tables
 from shoal.zero.tiles import ALIGNMENT, Plan, Tile, assign, assign_whole, buckets_of, cut, tile_numel
 
 __all__ = ["FlatEngine"]
@@ -54,12 +55,14 @@ class FlatEngine:
         offload: where to keep what only the optimizer needs.
         whole: no parameter is cut, for an optimizer that needs whole tensors: a tile is a parameter.
         wide: float32 values of parameters that have been made narrower, frozen ones among them: copies begin with them.
+        tables: those of the parameters whose gradients are few rows; None for none.
 
     Attributes:
         plan: the owner of each tile.
         own: the tensors that the optimizer steps: each own tile's values, one-dimensional, or with `whole` of the
             parameter's shape and memory format; the parameters' memory itself, or with 16-bit parameters a float32
             copy, or a copy on the CPU.
+        tables: the parameters whose gradients are few rows: they are in no bucket, and `own` has the touched rows.
         reduction: the gradients, on their way to these tensors.
     """
 
@@ -73,24 +76,28 @@ class FlatEngine:
         *,
         whole: bool = False,
         wide: Mapping[str, torch.Tensor] | None = None,
+        tables: Tables | None = None,
     ) -> None:
         self._collectives, self._parameters, self._roster = collectives, dict(parameters), Roster(model)
         numels, self._whole, self._offload = [each.numel() for each in parameters.values()], whole, offload
         size = max(numels, default=1) if whole else tile_numel(sum(numels))
-        self._buckets = buckets_of(parameters, size, ALIGNMENT if whole else 1)
+        self.tables = tables or Tables([], collectives)
+        dense = {name: each for name, each in parameters.items() if name not in self.tables.of}
+        self._buckets = buckets_of(dense, size, ALIGNMENT if whole else 1)
         self.plan = (assign_whole if whole else assign)([bucket.tiles for bucket in self._buckets], collectives.ranks)
         for bucket in self._buckets:
             bucket.share_out(self.plan)
         wide, rank = wide or {}, collectives.rank
         self.own = {tile: self._own(tile, wide) for tile in self.plan.owned(rank)}
-        copied = {name: each for name, each in parameters.items() if self._is_copied(each)}
+        copied = {name: each for name, each in dense.items() if self._is_copied(each)}
         self._copies = Copies(copied, self.plan, self.own, collectives)
         frozen = {name: each for name, each in named_parameters(model) if name in wide.keys() - parameters.keys()}
         tiles = cut({name: each.numel() for name, each in frozen.items()}, size)
         plan = assign([tiles], collectives.ranks)
         kept = {tile: offload.copy(tile.of(wide[tile.name], frozen[tile.name])) for tile in plan.owned(rank)}
         self._frozen = Copies(frozen, plan, kept, collectives)
-        self.reduction = Reduction(parameters, self._buckets, self.own, stage, collectives, offload)
+        self.own.update({table.tile: table.values for table in self.tables.of.values()})
+        self.reduction = Reduction(parameters, self._buckets, self.own, stage, collectives, offload, self.tables)
         self._hooks = {name: hooks_of(each) for name, each in parameters.items()}
         _engines[model] = self
 
@@ -107,27 +114,43 @@ class FlatEngine:
             self._offload.attach(own, values)
         return own
 
-    def hand_over(self, absent: Sequence[bool]) -> None:
+    def share(self, tile: Tile, value: torch.Tensor) -> torch.Tensor:
+        """A tile's share of a statistic of its parameter; a single number is copied."""
+        parameter = self._parameters[tile.name]
+        if value.shape != parameter.shape:
+            return value.clone()
+        values = flat(value, self.orders()[tile.name])[tile.start : tile.stop].clone()
+        return values if tile.name in self.tables.of else like(values, self.own[tile])
+
+    def hand_over(self, absent: Sequence[bool], inner: torch.optim.Optimizer) -> None:
         """The optimizer finds no gradient where no rank had any.
 
         Args:
             absent: for each parameter whether it was absent on all ranks.
+            inner: the optimizer.
         """
         nowhere = {name for name, gone in zip(self._parameters, absent, strict=True) if gone}
         for tile, values in self.own.items():
             if tile.name in nowhere:
                 values.grad = None
+        for table in self.tables.of.values():
+            table.expect(inner)
 
     def adopt(self, stepped: Iterable[torch.Tensor] | None = None) -> None:
         """Take over values that were written into parameters, for these of `own`; None for all."""
         self._copies.adopt(stepped)
+        for table in self.tables.among(stepped):
+            table.begin()
 
     def write_out(self, stepped: Iterable[torch.Tensor] | None = None) -> None:
         """Put the values of these of `own` into the parameters; None for all."""
         self._copies.write_out(stepped)
+        for table in self.tables.among(stepped):
+            table.end()
 
     def publish(self) -> None:
         """Send the values of the own tiles in the parameters to all ranks, and receive theirs."""
+        self.tables.publish()
         for pending in [self._collectives.all_gather(bucket.pieces(bucket.flat)) for bucket in self._buckets]:
             pending.wait()
         increment_version(self._parameters.values())  # values computed from the old ones have no gradient any more
@@ -136,11 +159,23 @@ class FlatEngine:
         """The own tiles."""
         self._copies.adopt()
         for tile, values in self.own.items():
-            yield Piece(tile.name, tile.start, tile.stop, values, flat(values.data, order_of(values)))
+            if tile.name in self.tables.of:
+                if tile.numel:
+                    yield self.tables.of[tile.name].piece()
+            else:
+                yield Piece(tile.name, tile.start, tile.stop, values, flat(values.data, order_of(values)))
 
     def orders(self) -> Mapping[str, Order]:
         """The order in which tiles count a parameter's values."""
-        return {name: order_of(each) for name, each in self._parameters.items()}
+        tables = self.tables.of
+        return {
+            name: tables[name].order if name in tables else order_of(each) for name, each in self._parameters.items()
+        }
+
+    def residuals(self) -> Mapping[str, torch.Tensor]:
+        """What this rank has not sent yet of each parameter's gradients, by name; in memory that may be written."""
+        tables = self.tables.of.items()
+        return {name: table.residual.kept for name, table in tables if table.residual is not None}
 
     def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and float32 values of frozen parameters that `shard` narrowed. All ranks go through all of it."""
@@ -156,7 +191,8 @@ class FlatEngine:
 
     def kept(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """All gradients. And the copies of parameters."""
-        return self.reduction.tensors(), [*self._copies.tensors(), *self._frozen.tensors()]
+        tables = [each.wide for each in self.tables.of.values() if each.wide is not None]
+        return self.reduction.tensors(), [*self._copies.tensors(), *self._frozen.tensors(), *tables]
 
     def check(self) -> None:
         """Raise `LocalError` if the model has or trains other parameters, or they were moved, or have other hooks."""

@@ -334,7 +334,7 @@ class FsdpEngine:
         """The number of backward passes whose gradients each shard has, since it was cleared."""
         return {name: self._unsharded.passes(name) for name in self._shards}
 
-    def hand_over(self, absent: Sequence[bool]) -> None:
+    def hand_over(self, absent: Sequence[bool], _: torch.optim.Optimizer) -> None:
         """Gradients are the parameters' own; a parameter that no rank has used has none, though FSDP2 made zeros."""
         for shard, unused in zip(self._shards.values(), absent, strict=True):
             if unused:
@@ -373,6 +373,10 @@ class FsdpEngine:
 
     def orders(self) -> Mapping[str, Order]:
         """Shards are rows, and contiguous."""
+        return {}
+
+    def residuals(self) -> Mapping[str, torch.Tensor]:
+        """All of a gradient is sent."""
         return {}
 
     def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:

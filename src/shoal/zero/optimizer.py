@@ -18,6 +18,7 @@ from shoal.zero.flat import FlatEngine
 from shoal.zero.fsdp import FsdpEngine
 from shoal.zero.offload import Offload
 from shoal.zero.parameters import local, named_parameters, unique_bytes
+from shoal.zero.topk import share
 from shoal.zero.watch import Agreement
 
 __all__ = ["Carrier", "Memory", "ShardedOptimizer", "described"]
@@ -33,7 +34,7 @@ class Memory(NamedTuple):
 
     Attributes:
         parameters: the parameters of the model, frozen ones too.
-        gradients: gradients of all kinds.
+        gradients: gradients of all kinds; what `top_k` has not sent yet, too.
         state: the state of the optimizer, and its float32 copies of the parameters.
         messages: for messages under way, kept from one step to the next: about four buckets. The laws leave it out.
         offloaded: gradients, state and copies that are in files, or on the CPU beside a device.
@@ -183,7 +184,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             finite, absent = self._agree()
             if finite or not self._skip_nonfinite:
-                self.carrier.hand_over(absent)
+                self.carrier.hand_over(absent, self.inner)
                 self._step_inner()
                 self.collectives.traffic.steps += 1
             else:
@@ -210,6 +211,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with self._agreement.together():
                 if problem is not None:
                     raise problem
+
+    @property
+    def top_k(self) -> float | None:
+        """The share of each tile's gradient that is sent in a step; None for all of it. It may be set between steps.
+
+        Raises:
+            ConfigError: it is set to no share.
+            LocalError: it is set, and `shard` was called without it.
+        """
+        fraction = self.carrier.tables.fraction if isinstance(self.carrier, FlatEngine) else None
+        return None if fraction is None else fraction.value
+
+    @top_k.setter
+    def top_k(self, value: float) -> None:
+        if not isinstance(self.carrier, FlatEngine) or self.carrier.tables.fraction is None:
+            raise LocalError("top_k can be changed only where shard() was called with one")
+        self.carrier.tables.fraction.value = share(value)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -291,7 +309,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Its ``share`` names the rank and the model that it belongs to.
         """
-        return {**self.inner.state_dict(), "share": self._share()}
+        return {**self.inner.state_dict(), "share": self._share(), "residuals": dict(self.carrier.residuals())}
 
     def _share(self) -> dict[str, Any]:
         pieces = [[piece.name, piece.start, piece.stop] for piece in self.carrier.pieces()]
@@ -313,6 +331,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         self.inner.load_state_dict(state_dict)
         self.offload.settle(self.inner)
+        for name, kept in self.carrier.residuals().items():
+            kept.copy_(state_dict["residuals"][name])
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

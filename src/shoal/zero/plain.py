@@ -251,6 +251,10 @@ class Whole:
         tensor: torch.Tensor = self._weights[name]
         return tensor
 
+    def residual(self, name: str, rank: int, ranks: int) -> torch.Tensor | None:
+        """There is none."""
+        return None
+
     def values(self, wanted: Piece | Range) -> torch.Tensor:
         """The parameter's values of a range."""
         tensor: torch.Tensor = self._weights[wanted.name]

@@ -26,7 +26,7 @@ import math
 import random
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ from shoal.errors import ConfigError
 from shoal.zero.parameters import wide_dtype
 from shoal.zero.saved import pack
 
-__all__ = ["Finding", "Unit", "finding", "tried_in_windows", "why_not_sharded"]
+__all__ = ["Finding", "Unit", "finding", "tried_in_windows", "why_not_lazy", "why_not_sharded"]
 
 
 class Unit(enum.Enum):
@@ -141,6 +141,38 @@ def _why_not(unit: Unit, inner: torch.optim.Optimizer, model: torch.nn.Module) -
     return None
 
 
+def why_not_lazy(inner: torch.optim.Optimizer, model: torch.nn.Module, lazy: Collection[int]) -> str | None:
+    """Why an optimizer, whose parameters may be cut, cannot step a few rows of some of them: words behind its name.
+
+    A row that is touched for the first time finds zeros for its statistics, or what there was before the first step. So
+    they must begin so: it is seen with gradients of zeros, and without decay.
+
+    Args:
+        inner: the optimizer, before its first step.
+        model: the model that it was built of.
+        lazy: the `id`s of the parameters.
+    """
+    reals = [each for group in inner.param_groups for each in group["params"] if id(each) in lazy]
+    with _same_chance({each.device for each in reals}), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        subjects = list(_subjects(inner, _SHAPES, only=lazy))
+        if not subjects:
+            return None
+        whole = [_Part(0, number, 0, each.values.numel(), each.values) for number, each in enumerate(subjects)]
+        one = _copy(inner, model, subjects, whole)
+        for group in one.param_groups:
+            group.update({key: 0.0 for key in group if key == "weight_decay"})
+        for part in whole:
+            part.tensor.grad = torch.zeros_like(part.tensor)
+        one.step()
+        for part in whole:
+            for key, value in one.state.get(part.tensor, {}).items():
+                begun = key in subjects[part.number].state
+                if not begun and isinstance(value, torch.Tensor) and value.numel() > 1 and value.any():
+                    return f"keeps {key!r} for each value, which does not begin with zeros"
+    return None
+
+
 def why_not_sharded(inner: torch.optim.Optimizer, model: torch.nn.Module) -> str | None:
     """Why an optimizer cannot step rows of each parameter in stage 3: words that follow its name. None if it may.
 
@@ -230,15 +262,25 @@ def _subjects(
     times: int = 1,
     *,
     states: bool = True,
+    only: Collection[int] | None = None,
 ) -> Iterator[_Subject]:
-    """The subjects: tensors for each kind of parameters, in each kind of groups. Learning rates make no new kind."""
+    """The subjects: tensors for each kind of parameters, in each kind of groups. Learning rates make no new kind.
+
+    Args:
+        inner: the optimizer.
+        shapes: theirs, by the number of dimensions.
+        times: so many of each.
+        states: whether the optimizer's first statistics make a kind.
+        only: the `id`s of the parameters that count; None for all.
+    """
     known = set()
     for number, group in enumerate(inner.param_groups):
         settings = repr({key: each for key, each in group.items() if key not in ("params", "lr", "initial_lr")})
         for real in group["params"]:
             state = inner.state.get(real, {}) if states else {}
             kind = (settings, real.ndim, real.dtype, real.device, *sorted(state))
-            if not real.requires_grad or not real.numel() or kind in known:
+            counts = real.requires_grad and real.numel() and (only is None or id(real) in only)
+            if not counts or kind in known:
                 continue
             known.add(kind)
             found = shapes.get(real.ndim, [(3,) * real.ndim] if shapes is _SHAPES else [])

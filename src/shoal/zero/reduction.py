@@ -6,9 +6,11 @@ the ranks, in float32 if the values have 16 bits. The end of a pass waits for al
 - Stage 1 keeps all gradients, each bucket's in one tensor; those of the own tiles are where the mean goes.
 - Stage 2 frees them as soon as they are sent; it keeps only the mean for each own tile.
 
+- Gradients of a few rows (`sparse`) are sent at the end of the pass, in both stages.
+
 Invariant: between passes the `.grad` of each own tile is the mean over the ranks of all gradients reduced since it was
-cleared. Gradients that were not reduced are in the buckets' `local`. The parameters' own `.grad` hold stand-ins
-(`standins`), which show what the user clears.
+cleared. Gradients that were not reduced are in the `local` of buckets and tables. The parameters' own `.grad` hold
+stand-ins (`standins`), which show what the user clears.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from shoal.errors import LocalError, RankLost
 from shoal.zero.collectives import Collectives, Pending, sum_in_order
 from shoal.zero.offload import Offload
 from shoal.zero.parameters import flat, like, order_of, present_pass, weakly, wide_dtype
+from shoal.zero.sparse import Tables
 from shoal.zero.standins import StandIns
 from shoal.zero.tiles import Bucket, Tile
 
@@ -55,6 +58,7 @@ class Reduction:
         stage: 1 or 2.
         collectives: among the ranks.
         offload: where means are kept that are not in buckets.
+        tables: those of the parameters that are in no bucket.
     """
 
     def __init__(
@@ -65,11 +69,13 @@ class Reduction:
         stage: int,
         collectives: Collectives,
         offload: Offload,
+        tables: Tables,
     ) -> None:
         assert stage in (1, 2)
-        self._offload = offload
+        self._offload, self._tables = offload, tables
         self._rooms: dict[Tile, torch.Tensor] = {}  # in files, for means that do not stay in buckets
-        for tile, values in own.items() if offload.folder is not None else ():
+        dense = {tile: values for tile, values in own.items() if tile.name not in tables.of}
+        for tile, values in dense.items() if offload.folder is not None else ():
             if stage == 2 or offload.elsewhere or values.dtype != parameters[tile.name].dtype:
                 self._rooms[tile] = offload.room(flat(values.detach(), order_of(values)))
                 offload.attach(values, self._rooms[tile])
@@ -127,7 +133,7 @@ class Reduction:
     def _arrived(self, name: str, parameter: torch.Tensor) -> None:
         """A parameter has its gradient of this pass."""
         self._arrivals.add(name)
-        if parameter.grad is not None and parameter.grad.is_sparse:
+        if parameter.grad is not None and parameter.grad.is_sparse and name not in self._tables.of:
             parameter.grad = parameter.grad.to_dense()
         if not self._syncing:
             self._hold(name)
@@ -200,6 +206,8 @@ class Reduction:
         """Add a gradient to those of this rank that are not reduced yet."""
         gradient = self._stand_ins.loose(name)
         assert gradient is not None
+        if name in self._tables.of:
+            self._tables.of[name].hold(gradient)
         for bucket in self._holders[name]:
             if bucket.local is None:
                 dtype = wide_dtype(bucket.flat.dtype)
@@ -290,14 +298,26 @@ class Reduction:
             while True:
                 while self._launched < len(self._buckets):
                     self._launch()
+                if self._hear is not None:  # there are no buckets
+                    self._hear()
+                    self._hear = None
                 hear = self._collectives.tell(self._late)
                 while self._flying:
                     self._land()
                 if not any(late for (late,) in hear()):
                     break
                 self._begin()  # all of it again, on all ranks
+            self._reduce_tables()
         self._seal()
         self._running = False
+
+    def _reduce_tables(self) -> None:
+        for name in self._tables.of:
+            if self._stand_ins.loose(name) is not None:
+                self._hold(name)
+            self._stand_ins.put(name)
+            self._passes[name] = self._passes.get(name, 0) + 1
+        self._totals += self._tables.reduce()
 
     def _seal(self) -> None:
         """From here on nobody else may change gradients."""
@@ -321,6 +341,8 @@ class Reduction:
         """Let go of all gradients."""
         self._end()  # of a pass that broke off: others wait for the rest of it
         self._stand_ins.clear()
+        for table in self._tables.of.values():
+            table.clear()
         for bucket in self._buckets:
             bucket.local = None
         for values in self._own.values():
@@ -341,6 +363,8 @@ class Reduction:
                     bucket.place(bucket.local, name).zero_()
                 if not bucket.parameters.keys() & taken:
                     bucket.local = None
+        for name in names & self._tables.of.keys():
+            self._tables.of[name].clear()
         for tile, values in self._own.items():
             if tile.name in names:
                 values.grad = None
@@ -363,7 +387,8 @@ class Reduction:
     def _check_gradients(self) -> None:
         self._end()
         self._look()
-        if any(bucket.local is not None for bucket in self._buckets):
+        held = [bucket.local for bucket in self._buckets], [table.local for table in self._tables.of.values()]
+        if any(each is not None for kind in held for each in kind):
             raise LocalError(
                 "the last backward pass was within no_sync(): run the last one before clipping or stepping outside it"
             )
@@ -398,17 +423,19 @@ class Reduction:
         self._look()
         buckets = [each for bucket in self._buckets for each in (bucket.gradients, bucket.local)]
         means = [values.grad for values in self._own.values()]
-        return [each for each in (*buckets, *means) if each is not None]
+        rows = [each for table in self._tables.of.values() for each in table.gradients()]
+        return [each for each in (*buckets, *means, *rows) if each is not None]
 
     def check(self) -> None:
         """Raise `LocalError` if the parameters are no longer where they were, or ranks were at different models."""
         if self._fault is not None:
             raise self._fault
-        for bucket in self._buckets:
-            if name := bucket.moved():
-                raise LocalError(
-                    f"{name} was moved, converted or replaced after the model was sharded: do that before shard()"
-                )
+        moved = [bucket.moved() for bucket in self._buckets]
+        moved += [name for name, table in self._tables.of.items() if table.moved()]
+        for name in filter(None, moved):
+            raise LocalError(
+                f"{name} was moved, converted or replaced after the model was sharded: do that before shard()"
+            )
 
 
 def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device]:

@@ -13,10 +13,11 @@ counter with it: it can be moved or replaced on its own.
 ===================  ==============================================================================================
 ``index.json``       meaning
 ===================  ==============================================================================================
-``format``           1; 2 if there is an ``order``
+``format``           1; 2 if there is an ``order``, 3 if one is of rows
 ``id``               a random text, so that no two checkpoints are taken for one
 ``parameters``       of each trained parameter: ``shape``; and ``order`` if its values are counted in another order than
-                     that of the shape (channels last): the dimensions, the slowest first
+                     that of the shape: the dimensions, the slowest first (channels last), or ``["rows", FACTOR]``: row
+                     `r` is at ``r * FACTOR % ROWS`` (`parameters.Scattered`)
 ``aliases``          other names of tied parameters: the name that they are under
 ``others``           names of frozen parameters and buffers, whole, in the file of rank 0 as ``other|NAME``
 ``groups``           the optimizer's groups: ``parameters`` by name, ``listed`` with those that are frozen, ``settings``
@@ -36,6 +37,7 @@ tensor before it first takes a value of it. So flipped bytes are found by whoeve
 reads what it does not need.
 
 In a file, ``NAME|START:STOP|value`` are a piece's values, and ``NAME|START:STOP|state|KEY`` is one of its statistics.
+``residual|NAME`` is what the rank has not sent of a parameter's gradients (`top_k`), whole.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ from safetensors import SafetensorError, safe_open
 
 from shoal.errors import ConfigError
 from shoal.runtime.tensor_files import checksum, unseal
-from shoal.zero.parameters import Order, Piece, flat, shaped
+from shoal.zero.parameters import Order, Piece, Scattered, flat, shaped
 
 __all__ = [
     "FORMATS",
@@ -68,15 +70,18 @@ __all__ = [
     "location",
     "number",
     "pack",
+    "residual_key",
     "state_key",
     "typed",
     "unpack",
     "untyped",
     "value_key",
     "warn_unchecked",
+    "written",
 ]
 
-FORMATS = (1, 2)
+FORMATS = (1, 2, 3)
+_ROWS = "rows"
 INDEX = "index.json"
 _CHECKSUMS = "checksums"
 _logger = logging.getLogger("shoal.zero")
@@ -94,6 +99,11 @@ def value_key(piece: Piece | Range) -> str:
 def state_key(piece: Piece | Range, key: str) -> str:
     """The key of one of a piece's statistics."""
     return f"{_place(piece)}|state|{key}"
+
+
+def residual_key(name: str) -> str:
+    """The key of what a rank has not sent of a parameter's gradients."""
+    return f"residual|{name}"
 
 
 def exact(value: float) -> torch.Tensor:
@@ -136,6 +146,17 @@ def location(path: object) -> Path:
     if not isinstance(text, str) or not text or "\0" in text:
         raise ConfigError(f"path must be a path, a text that is not empty, got {path!r}")
     return Path(text)
+
+
+def written(order: Order) -> list[Any]:
+    """An order that is not that of the shape, for JSON."""
+    return [_ROWS, order.factor] if isinstance(order, Scattered) else list(order or ())
+
+
+def _read(entry: Sequence[Any] | None, rows: int) -> Order:
+    if entry and entry[0] == _ROWS:
+        return Scattered(rows, entry[1])
+    return tuple(entry) if entry else None
 
 
 class Range(NamedTuple):
@@ -242,6 +263,26 @@ class Saved:
             raise ConfigError(f"{self._folder / file} is damaged: {key} is not what was written, by its checksum")
         self._checked.add((file, key))
 
+    def residual(self, name: str, rank: int, ranks: int) -> torch.Tensor | None:
+        """What one of `ranks` ranks begins with of the gradients of a parameter that were not sent; None if all were.
+
+        The mean over the ranks stays the same: a rank takes those of every `ranks`-th saved rank, and as much more of
+        them as the mean is over more ranks.
+        """
+        files = list(self.index["files"])
+        here = [file for file in files[rank::ranks] if residual_key(name) in list(self._files[file].keys())]
+        if not here:
+            return None
+        total = torch.zeros(())
+        for file in here:
+            self._verify(file, residual_key(name))
+            total = total + self._files[file].get_tensor(residual_key(name)) * (ranks / len(files))
+        entry = self.index["parameters"][name]
+        there = _read(entry.get("order"), 0)
+        if there == (order := self._orders.get(name)):
+            return total
+        return flat(shaped(total, entry["shape"], there), order)
+
     def values(self, wanted: Piece | Range) -> torch.Tensor:
         """The parameter's values of a range."""
         return self._in_order(wanted, self._values)
@@ -249,8 +290,9 @@ class Saved:
     def _in_order(self, wanted: Piece | Range, read: Callable[[Piece | Range], torch.Tensor]) -> torch.Tensor:
         """The saved values of a range; the range is converted if the values were saved in another order."""
         entry, here = self.index["parameters"][wanted.name], self._orders.get(wanted.name)
-        shape, there = torch.Size(entry["shape"]), entry.get("order")
-        if (there and tuple(there)) == (here and tuple(here)):
+        shape = torch.Size(entry["shape"])
+        there = _read(entry.get("order"), shape[0] if shape else 1)
+        if there == here:
             return read(wanted)
         whole = shaped(read(Range(wanted.name, 0, shape.numel())), shape, there)
         return flat(whole, here)[wanted.start : wanted.stop].clone()

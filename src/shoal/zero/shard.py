@@ -21,10 +21,12 @@ from shoal.zero.fsdp import FsdpEngine, is_sharded, partition
 from shoal.zero.fsdp import units as find_units
 from shoal.zero.offload import Offload
 from shoal.zero.optimizer import Carrier, ShardedOptimizer, described
-from shoal.zero.parameters import like, named_parameters
+from shoal.zero.parameters import named_parameters
 from shoal.zero.plain import overwrite
-from shoal.zero.probe import Finding, Unit, finding, why_not_sharded
+from shoal.zero.probe import Finding, Unit, finding, why_not_lazy, why_not_sharded
+from shoal.zero.sparse import declared, tables_of
 from shoal.zero.tiles import Tile
+from shoal.zero.topk import share
 from shoal.zero.watch import Agreement, Watch
 
 __all__ = ["shard"]
@@ -39,7 +41,7 @@ _models = itertools.count(1)
 OptimizerFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
-def shard(
+def shard(  # noqa: PLR0913 (the choices of its users)
     model: ModuleT,
     optimizer_factory: OptimizerFactory,
     *,
@@ -49,6 +51,7 @@ def shard(
     skip_nonfinite: bool = True,
     units: Iterable[torch.nn.Module] | None = None,
     offload: str | os.PathLike[str] | None = None,
+    top_k: float | None = None,
 ) -> tuple[ModuleT, ShardedOptimizer]:
     """Partition a model's training over the ranks of a process group; all of them call it.
 
@@ -63,8 +66,10 @@ def shard(
     Gradients are averaged over the ranks. In stages 1 and 2 the optimizer is tried on small tensors
     (`shoal.zero.probe`). If it treats each value by itself (SGD, Adam, AdamW, RMSprop, Adagrad, Lion and others), every
     parameter is cut into tiles; if it treats each tensor by itself (Adafactor, LAMB, LARS, Muon, Shampoo, SOAP), whole
-    parameters are shared out. Others (LBFGS, SparseAdam, Prodigy) are refused. Stage 3 needs an optimizer that steps
-    DTensors.
+    parameters are shared out. Others (LBFGS, Prodigy) are refused. Stage 3 needs an optimizer that steps DTensors.
+
+    Of an embedding with ``sparse=True`` stages 1 and 2 reduce, step and send the rows that any rank has touched, and no
+    others (`shoal.zero.sparse`): an optimizer that treats each value by itself is a lazy one there.
 
     Args:
         model: on its device already. Parameters, frozen ones and buffers as they are on rank 0. With stages 1 and 2 the
@@ -88,6 +93,9 @@ def shard(
             for host memory beside a device; or the path of a folder, for files on its disk that have no name and are
             gone when the process ends, read and written while it steps, a part at a time. Each rank may give a folder
             of its own. None for the memory of the parameters' device.
+        top_k: stages 1 and 2: of each matrix only this share of the gradient is reduced, stepped and sent in a step,
+            such as 0.01: on each rank the largest values of each tile. The rest is kept, and added to the next gradient
+            (`shoal.zero.topk`). Vectors are sent whole. ``optimizer.top_k`` may be changed between steps. None for all.
 
     Returns:
         The same model, and its optimizer.
@@ -118,10 +126,12 @@ def shard(
         if model in _sharded:
             raise ConfigError("model is sharded already, by an earlier shard(): call it once for a model")
         parts = _units(model, units, stage)
+        if top_k is not None and share(top_k) and (stage == 3 or is_sharded(model)):
+            raise ConfigError("top_k is for stages 1 and 2 of a model to which fully_shard was not applied")
     place = offload if offload in (None, "cpu") else "to a folder"
-    what = f"stage {stage}, dtype {dtype}, skip_nonfinite {bool(skip_nonfinite)}, offload {place}"
+    what = f"stage {stage}, dtype {dtype}, skip_nonfinite {bool(skip_nonfinite)}, offload {place}\ntop_k {top_k}"
     description = f"{what}\n{_description(model)}\nunits {_places(model, parts)}"
-    agreement.alike(description, "model, stage, dtype, skip_nonfinite, units and offload")
+    agreement.alike(description, "model, stage, dtype, skip_nonfinite, units, offload and top_k")
     number = int(agreement.gather(str(next(_models)))[0])
     collectives = Collectives(found, watch, next(model.parameters()).device, number)
     if not is_sharded(model):
@@ -136,12 +146,14 @@ def shard(
         parameters = dict(named_parameters(model))
         inner = _build(optimizer_factory, parameters)
         whole = _needs_whole_tensors(inner, model, cuts=carrier is None)
+        if carrier is None:
+            _check_lazy(inner, model, parameters, places, whole=whole, top_k=top_k)
         listed = _names(inner, parameters)
         places.prepare(inner, model, stage, dtype, 1 if carrier is not None else collectives.ranks)
     agreement.alike(_groups(inner, listed, whole), "optimizer")
     if carrier is None:  # the model is as it was until here
         with agreement.together():
-            carrier = _cut(model, inner, parameters, stage, dtype, collectives, places, whole)
+            carrier = _cut(model, inner, stage, dtype, collectives, places, whole=whole, top_k=top_k)
     with agreement.together():
         places.settle(inner)
     optimizer = ShardedOptimizer(model, inner, carrier, collectives, places, listed, skip_nonfinite=skip_nonfinite)
@@ -166,13 +178,14 @@ def _places(model: torch.nn.Module, parts: Sequence[torch.nn.Module]) -> str:
 def _description(model: torch.nn.Module) -> str:
     """The description of a model that must be equal on all ranks."""
     lines = ["fully_shard was applied" if is_sharded(model) else "fully_shard was not applied"]
+    sparse = declared(model)
     first: dict[int, str] = {}
     for name, parameter in named_parameters(model, remove_duplicate=False):
         trained = "trained" if parameter.requires_grad else "frozen"
         tied = f", is {first[id(parameter)]}" if id(parameter) in first else ""
         first.setdefault(id(parameter), name)
         kind = f"{tuple(parameter.shape)} {parameter.dtype} on {parameter.device.type}"
-        lines.append(f"{name} {kind} {trained}{tied}")
+        lines.append(f"{name} {kind} {trained}{tied}{', sparse' if name in sparse else ''}")
     lines += [f"buffer {name} {tuple(each.shape)} {each.dtype}" for name, each in model.named_buffers()]
     return "\n".join(lines)
 
@@ -205,19 +218,22 @@ def _take_over(model: torch.nn.Module, collectives: Collectives) -> None:
 def _cut(
     model: torch.nn.Module,
     inner: torch.optim.Optimizer,
-    parameters: Mapping[str, torch.nn.Parameter],
     stage: int,
     dtype: torch.dtype | None,
     collectives: Collectives,
     offload: Offload,
+    *,
     whole: bool,
+    top_k: float | None,
 ) -> FlatEngine:
     """Stages 1 and 2: cut trained parameters into tiles, and give the optimizer those of this rank."""
+    parameters = dict(named_parameters(model))
     names = _names(inner, parameters)
     listed = {id(each) for each in _listed(inner) if each.requires_grad and each.numel()}
     trained = {name: each for name, each in parameters.items() if id(each) in listed}
     wide = {} if dtype is None else _narrow(model, dtype)
-    engine = FlatEngine(model, trained, stage, collectives, offload, whole=whole, wide=wide)
+    tables = tables_of(model, trained, top_k, wide, collectives)
+    engine = FlatEngine(model, trained, stage, collectives, offload, whole=whole, wide=wide, tables=tables)
     _swap(inner, names, parameters, engine)
     return engine
 
@@ -261,6 +277,8 @@ def _build(factory: OptimizerFactory, parameters: Mapping[str, torch.nn.Paramete
 
 def _needs_whole_tensors(inner: torch.optim.Optimizer, model: torch.nn.Module, *, cuts: bool) -> bool:
     """Whether stages 1 and 2 (`cuts`) must not cut its tensors. Raises `ConfigError` if it cannot be sharded."""
+    if cuts and isinstance(inner, torch.optim.SparseAdam):
+        return False  # it takes no dense gradients to be tried with
     unit, reason = finding(inner, model) if cuts else Finding(Unit.TENSOR, why_not_sharded(inner, model) or "")
     if unit is None:
         raise ConfigError(
@@ -275,6 +293,43 @@ def _needs_whole_tensors(inner: torch.optim.Optimizer, model: torch.nn.Module, *
             "sharding"
         )
     return unit is Unit.TENSOR
+
+
+def _check_lazy(
+    inner: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    parameters: Mapping[str, torch.nn.Parameter],
+    offload: Offload,
+    *,
+    whole: bool,
+    top_k: float | None,
+) -> None:
+    """Raise `ConfigError` unless it can step some rows of sparse embeddings, with `top_k` some values of matrices."""
+    sparse, kind = declared(model), type(inner).__name__
+    trained = [name for group in _names(inner, parameters) for name in group if parameters[name].requires_grad]
+    lazy = [name for name in trained if name in sparse or (top_k is not None and parameters[name].ndim > 1)]
+    own_sparse, reason = isinstance(inner, torch.optim.SparseAdam), None
+    if own_sparse and (dense := [name for name in trained if name not in sparse]):
+        reason = (
+            f"steps sparse gradients alone, and {dense[0]} has dense ones: use AdamW for all, which is lazy for "
+            "embeddings with sparse=True"
+        )
+    elif lazy and whole:
+        reason = (
+            f"needs whole tensors, and only some rows of {lazy[0]} would be stepped: give its module sparse=False, or "
+            "leave top_k out, or use an optimizer such as AdamW"
+        )
+    elif not own_sparse and (found := why_not_lazy(inner, model, {id(parameters[name]) for name in lazy})):
+        reason = (
+            f"{found}: it cannot step a few rows of a tensor, and leave the others for later. Use another optimizer, "
+            "or neither sparse=True nor top_k"
+        )
+    if reason is not None:
+        raise ConfigError(f"optimizer_factory built {kind}, which {reason}")
+    if lazy and offload.elsewhere:
+        raise ConfigError(
+            f"offload cannot be 'cpu' beside a device where only some rows of {lazy[0]} are stepped: leave it out"
+        )
 
 
 def _listed(inner: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
@@ -303,12 +358,6 @@ def _swap(
             state = inner.state.pop(parameters[name], {})  # some keep statistics from the beginning (Adagrad)
             for tile in own.get(name, ()) if state else ():
                 inner.state[engine.own[tile]] = {
-                    key: _share(value, parameters[name], tile, engine.own[tile]) for key, value in state.items()
+                    key: engine.share(tile, value) if isinstance(value, torch.Tensor) else deepcopy(value)
+                    for key, value in state.items()
                 }
-
-
-def _share(value: Any, parameter: torch.nn.Parameter, tile: Tile, own: torch.Tensor) -> Any:
-    """A tile's share of a statistic."""
-    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
-        return deepcopy(value)
-    return like(tile.of(value, parameter).clone(), own)

@@ -63,6 +63,14 @@ def test_top_k_equals_one_process_to_the_bit(pool: Ranks) -> None:
             assert apart(state, cases.alone(2, kind, micro=micro, top_k=(share, TILE))) == 0.0, job
 
 
+@pytest.mark.parametrize("share", [None, 0.1])
+def test_statistics_in_files(pool: Ranks, tmp_path: Path, share: float | None) -> None:
+    """The same bits with `offload`."""
+    wanted = cases.alone(2, "adamw", top_k=None if share is None else (share, TILE))
+    for state in pool.play(2, cases.offloaded, str(tmp_path), share):
+        assert apart(state, wanted) == 0.0
+
+
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("share", [None, 0.1])
 def test_bytes_are_those_of_the_law(pool: Ranks, share: float | None, count: int) -> None:

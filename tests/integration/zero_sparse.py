@@ -256,6 +256,14 @@ def in_turn(jobs: list[tuple[Any, ...]]) -> list[dict[str, torch.Tensor]]:
     return [weights(*each) for each in jobs]
 
 
+def offloaded(folder: str, top_k: float | None) -> dict[str, torch.Tensor]:
+    """`weights` of AdamW in stage 2, with its state in files."""
+    model, optimizer = _shard("adamw", top_k=top_k, offload=folder)
+    train(model, optimizer)
+    assert optimizer.memory().offloaded > 0
+    return {name: value.clone() for name, value in shoal.zero.full_state_dict(model).items()}
+
+
 class Traffic(NamedTuple):
     """What a rank sent in each step, and what it would be by the law."""
 

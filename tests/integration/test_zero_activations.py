@@ -106,10 +106,8 @@ def test_bad_arguments_are_said_on_every_rank(pool: Ranks, what: str, message: s
         assert message in failed.message
 
 
-def test_without_a_process_group_or_a_folder(tmp_path: Path) -> None:
+def test_without_a_process_group() -> None:
     """Says what to do."""
     nothing: Any = None
     with pytest.raises(ConfigError, match="torchrun"):
         shoal.zero.partition_activations([torch.nn.Linear(2, 2)], nothing)
-    with pytest.raises(ConfigError, match="folder must be a folder that exists"):
-        shoal.zero.save_on_disk(tmp_path / "missing")

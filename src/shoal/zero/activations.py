@@ -43,12 +43,12 @@ def saved_bytes(model: torch.nn.Module, sample: object) -> int:
         return tensor
 
     own: dict[str, torch.Tensor] = {}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        own[name] = mode.from_tensor(tensor)
-    given = tree_map_only(torch.Tensor, lambda tensor: mode.from_tensor(tensor).to(device), sample)
-    args: tuple[Any, ...] = tuple(given) if isinstance(given, tuple | list) else (given,)
-    args, kwargs = ((), dict(given)) if isinstance(given, Mapping) else (args, {})
+    args: tuple[Any, ...] = tuple(sample) if isinstance(sample, tuple | list) else (sample,)
+    args, kwargs = ((), dict(sample)) if isinstance(sample, Mapping) else (args, {})
     try:
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            own[name] = mode.from_tensor(tensor)
+        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: mode.from_tensor(tensor).to(device), (args, kwargs))
         with mode, torch.enable_grad(), saved_tensors_hooks(keep, lambda tensor: tensor):
             functional_call(model, own, args, kwargs)
     except Exception as error:
@@ -76,8 +76,10 @@ def save_on_disk(folder: str | os.PathLike[str]) -> saved_tensors_hooks:
         raise ConfigError(f"folder must be a folder that exists, got {os.fspath(folder)!r}")
 
     def pack(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+        if tensor.layout != torch.strided or not tensor.numel():
+            return tensor.device, tensor
         with tempfile.NamedTemporaryFile(dir=folder) as file:
-            os.posix_fallocate(file.fileno(), 0, max(1, tensor.nbytes))  # a full disk is an error now, not a signal
+            os.posix_fallocate(file.fileno(), 0, tensor.nbytes)  # a full disk is an error now, not a signal
             mapped = torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
         # The same strides: other ones may be computed with in another order, and rounded otherwise.
         strides = torch.empty_like(tensor, device="meta").stride()

@@ -1,0 +1,73 @@
+"""Saved tensors in files: every kind of tensor that autograd saves comes back as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import shoal.zero
+from shoal.errors import ConfigError
+
+
+def gradients(context: contextlib.AbstractContextManager[object]) -> list[torch.Tensor | None]:
+    """Of operations that save views, masks, integers, empty, sparse, expanded, complex and narrow tensors."""
+    torch.manual_seed(0)
+    one, two, table = (torch.randn(5, 5, requires_grad=True) for _ in range(3))
+    with context:
+        found = [
+            (one.t() @ two).relu(),
+            torch.nn.functional.dropout(two, 0.5),
+            torch.nn.functional.embedding(torch.tensor([1, 4, 1]), table).square(),
+            table[:0] * table[:0],
+            one.sum() * one.sum(),
+            torch.where(one > 0, one * one, two),
+            one.bfloat16() * two.bfloat16(),
+            one[:, ::2] * one[:, ::2],
+            one.expand(3, 5, 5) * two.expand(3, 5, 5),
+            (torch.complex(one, two).conj() * torch.complex(two, one)).real,
+            torch.sparse.mm(torch.eye(5).to_sparse(), table),
+        ]
+        loss = torch.stack([each.float().sum() for each in found]).sum()
+    torch.autograd.backward(loss)
+    return [one.grad, two.grad, table.grad]
+
+
+def test_gradients_are_the_same(tmp_path: Path) -> None:
+    """To the bit; and no file stays in the folder, not even while the tensors are there."""
+    plain = gradients(contextlib.nullcontext())
+    found = gradients(shoal.zero.save_on_disk(tmp_path))
+    assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+    with shoal.zero.save_on_disk(str(tmp_path)):
+        kept = torch.ones(3, requires_grad=True).exp()
+    assert not list(tmp_path.iterdir())
+    torch.autograd.backward(kept.sum())
+
+
+@contextlib.contextmanager
+def files_of(nbytes: int) -> Iterator[None]:
+    """Files cannot be larger, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_without_room(tmp_path: Path) -> None:
+    """An error where the tensor is saved, not a signal where it is written."""
+    large = torch.ones(1000, requires_grad=True)
+    with pytest.raises(OSError, match="File too large"), files_of(1000), shoal.zero.save_on_disk(tmp_path):
+        large.exp()
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    """Said before anything is saved."""
+    with pytest.raises(ConfigError, match="folder must be a folder that exists"):
+        shoal.zero.save_on_disk(tmp_path / "missing")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,6 +49,33 @@ def test_gradients_are_the_same(tmp_path: Path) -> None:
         kept = torch.ones(3, requires_grad=True).exp()
     assert not list(tmp_path.iterdir())
     torch.autograd.backward(kept.sum())
+
+
+MEMORY = """
+import re, sys, torch, shoal.zero
+def resident():
+    return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) // 1024
+hidden = torch.ones(4, 1 << 18, requires_grad=True)
+before = resident()
+with shoal.zero.save_on_disk(sys.argv[1]):
+    for _ in range(20):
+        hidden = hidden.tanh() * 1.01
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux for the memory of the process")
+def test_memory_does_not_grow_with_what_is_saved(tmp_path: Path) -> None:
+    """20 tensors of 4 MiB are saved; two are there at a time. glibc must be told to give freed memory back."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(tmp_path)],
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    assert int(done.stdout) < 20
 
 
 @contextlib.contextmanager

@@ -6,8 +6,8 @@ Source: `torch.autograd.graph.saved_tensors_hooks`.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from shoal.errors import ConfigError
+from shoal.zero.mapped import Extent, fetch, let_go
 
 __all__ = ["save_on_disk", "saved_bytes"]
 
@@ -72,17 +73,24 @@ def save_on_disk(folder: str | os.PathLike[str]) -> saved_tensors_hooks:
     Raises:
         ConfigError: this is no folder. An `OSError` in the forward pass says that the disk is full.
     """
-    if not os.path.isdir(folder):  # noqa: PTH112 (it may be any path)
+    if not Path(folder).is_dir():
         raise ConfigError(f"folder must be a folder that exists, got {os.fspath(folder)!r}")
 
     def pack(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
         if tensor.layout != torch.strided or not tensor.numel():
             return tensor.device, tensor
-        with tempfile.NamedTemporaryFile(dir=folder) as file:
-            os.posix_fallocate(file.fileno(), 0, tensor.nbytes)  # a full disk is an error now, not a signal
-            mapped = torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
+        mapped = Extent(Path(folder), tensor.nbytes).take(tensor)
+        assert mapped is not None
         # The same strides: other ones may be computed with in another order, and rounded otherwise.
         strides = torch.empty_like(tensor, device="meta").stride()
-        return tensor.device, mapped.as_strided(tensor.shape, strides).copy_(tensor)
+        kept = mapped.as_strided(tensor.shape, strides).copy_(tensor)
+        let_go([kept])
+        return tensor.device, kept
 
-    return saved_tensors_hooks(pack, lambda packed: packed[1].to(packed[0]))
+    def unpack(packed: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+        device, kept = packed
+        if kept.layout == torch.strided:
+            fetch([kept], written=False)
+        return kept.to(device)
+
+    return saved_tensors_hooks(pack, unpack)

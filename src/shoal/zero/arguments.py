@@ -16,7 +16,9 @@ from shoal.zero.parameters import hooks_of, named_parameters, wide_dtype
 __all__ = ["problems"]
 
 
-def problems(model: object, factory: object, stage: object, dtype: object, offload: object) -> Iterator[str]:
+def problems(
+    model: object, factory: object, stage: object, dtype: object, offload: object, weights: object = None
+) -> Iterator[str]:
     """The problems, each checked only on demand: after the first one, others may make no sense."""
     if not isinstance(model, torch.nn.Module):
         yield f"model must be a torch.nn.Module, got {type(model).__name__}"
@@ -38,17 +40,28 @@ def problems(model: object, factory: object, stage: object, dtype: object, offlo
     yield from _of_parameters(list(named_parameters(model)))
     yield from _of_buffers(model)
     if is_sharded(model):
-        if stage == 1:
-            yield "a model that fully_shard was applied to can be carried in stage 2 or 3, not 1"
-        if dtype is not None:
-            yield (
-                "dtype cannot be given for a model that fully_shard was applied to: give fully_shard a "
-                "MixedPrecisionPolicy instead"
-            )
+        yield from _of_own_sharding(model, stage, dtype, weights)
     else:
         yield from _overlaps(model)
     if stage == 3 or is_sharded(model):
         yield from _for_fsdp2(model, dtype)
+
+
+def _of_own_sharding(model: torch.nn.Module, stage: object, dtype: object, weights: object) -> Iterator[str]:
+    if weights is not None:
+        yield (
+            "weights are for a model to which fully_shard was not applied: load them with "
+            "shoal.zero.load(weights, model, optimizer)"
+        )
+    if meta := [name for name, each in [*named_parameters(model), *model.named_buffers()] if each.is_meta]:
+        yield f"{meta[0]} is on the meta device, and fully_shard was applied: give the model its values first"
+    if stage == 1:
+        yield "a model that fully_shard was applied to can be carried in stage 2 or 3, not 1"
+    if dtype is not None:
+        yield (
+            "dtype cannot be given for a model that fully_shard was applied to: give fully_shard a "
+            "MixedPrecisionPolicy instead"
+        )
 
 
 def _for_fsdp2(model: torch.nn.Module, dtype: object) -> Iterator[str]:
@@ -116,8 +129,6 @@ def _of_parameters(parameters: list[tuple[str, torch.nn.Parameter]]) -> Iterator
     for name, parameter in parameters:
         if is_lazy(parameter):
             yield f"{name} has no shape yet, since its module is lazy: run the model once before shard()"
-        if parameter.is_meta:
-            yield f"{name} is on the meta device: give the model its values first"
         if parameter.requires_grad and (parameter.is_complex() or parameter.dtype == torch.float16):
             yield f"{name} is {parameter.dtype}: train in float32 or bfloat16"
 
@@ -126,8 +137,6 @@ def _of_buffers(model: torch.nn.Module) -> Iterator[str]:
     for name, buffer in model.named_buffers():
         if is_lazy(buffer):
             yield f"{name} has no shape yet, since its module is lazy: run the model once before shard()"
-        if buffer.is_meta:
-            yield f"{name} is on the meta device: give the model its values first"
         if buffer.layout != torch.strided or buffer.is_quantized:
             yield f"{name} is a buffer with the layout {buffer.layout} and {buffer.dtype}: make it a dense tensor"
 
@@ -170,5 +179,9 @@ def _overlaps(model: torch.nn.Module) -> Iterator[str]:
 def _extent(name: str, tensor: torch.Tensor) -> _Extent:
     steps = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
+    device = str(tensor.device)
+    if tensor.is_meta:  # which has no addresses
+        storage = tensor.untyped_storage()
+        start, device = int(tensor.storage_offset()) * tensor.itemsize, f"meta {storage._cdata}"  # noqa: SLF001
     stop = start + (steps + 1) * tensor.itemsize
-    return _Extent(str(tensor.device), start, stop, name, isinstance(tensor, torch.nn.Parameter))
+    return _Extent(device, start, stop, name, isinstance(tensor, torch.nn.Parameter))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import cast
 
@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from shoal.errors import ConfigError, LocalError
 from shoal.zero.collectives import Collectives, Traffic
 from shoal.zero.fsdp_comms import NarrowReduceScatter, OwnAllGather, OwnReduceScatter, UnitMeeting
-from shoal.zero.parameters import Order, Piece, local, named_parameters, present_pass, weakly
+from shoal.zero.parameters import Order, Piece, bottom_up, local, named_parameters, present_pass, weakly
 from shoal.zero.unsharded import BROKE_OFF, Unsharded
 
 __all__ = ["FsdpEngine", "is_container", "is_sharded", "missing", "partition", "roots", "units"]
@@ -66,7 +66,7 @@ def is_container(module: torch.nn.Module) -> bool:
 
 
 def units(model: torch.nn.Module, given: Iterable[torch.nn.Module] | None = None) -> list[torch.nn.Module]:
-    """The modules that are gathered and freed together, apart from the rest; inner modules come first.
+    """The modules that are gathered and freed together, apart from the rest, in the order in which they are made.
 
     By default the members of the model's outermost `ModuleList`s and `Sequential`s. One that shares a parameter, or a
     module, with something outside of it is left to the whole.
@@ -99,7 +99,7 @@ def units(model: torch.nn.Module, given: Iterable[torch.nn.Module] | None = None
                     "shares some with another module, or is a container that is never called (give its members)"
                 )
             found[id(module)] = module
-    return [module for module in reversed(list(model.modules())) if id(module) in found and module is not model]
+    return [module for module in bottom_up(model) if id(module) in found and module is not model]
 
 
 def _uses(module: torch.nn.Module) -> Counter[int]:
@@ -122,6 +122,7 @@ def partition(
     group: dist.ProcessGroup,
     device: torch.device,
     dtype: torch.dtype | None,
+    before: Callable[[torch.nn.Module], None],
 ) -> torch.dtype | None:
     """Apply `fully_shard` to each unit, and to the model. Hooks of parameters go on with the shards in their places.
 
@@ -131,6 +132,7 @@ def partition(
         group: the ranks.
         device: where the parameters are.
         dtype: the dtype to compute, gather and reduce in; None for that of the parameters.
+        before: called with each of these modules before it is sharded, in the order in which they are made.
 
     Returns:
         The dtype, if it has 16 bits: to send gradients in, too. FSDP2 adds them up in float32.
@@ -141,6 +143,7 @@ def partition(
     changed = _changed_in_place(model)
     hooks = {name: each._backward_hooks for name, each in named_parameters(model)}  # noqa: SLF001
     for module in [*parts, *(root for root in roots(model) if root not in parts)]:
+        before(module)
         for parameter in module.parameters():
             if not isinstance(parameter, DTensor):
                 # The shards are rows, and the optimizer's float32 copy.

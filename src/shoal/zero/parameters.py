@@ -23,6 +23,7 @@ __all__ = [
     "Piece",
     "Roster",
     "Scattered",
+    "bottom_up",
     "flat",
     "hooks_of",
     "like",
@@ -46,6 +47,17 @@ def named_parameters(
     """As `model.named_parameters`, with the same names whether activation checkpoints are around layers or not."""
     for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
         yield name.replace(_WRAPPED, ""), parameter
+
+
+def bottom_up(module: torch.nn.Module, seen: set[int] | None = None) -> Iterator[torch.nn.Module]:
+    """All modules of one, each once, members first: the order in which they are made."""
+    seen = set() if seen is None else seen
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for child in module.children():
+        yield from bottom_up(child, seen)
+    yield module
 
 
 class Roster:

@@ -26,8 +26,9 @@ from shoal.errors import ConfigError
 from shoal.zero.parameters import Order, Piece, flat, named_parameters
 from shoal.zero.saved import Range, exact, location, typed, warn_unchecked
 
-__all__ = ["BareWeights", "Whole", "bare_weights", "full_state_dict", "overwrite"]
+__all__ = ["BareWeights", "Whole", "bare_weights", "fitting", "full_state_dict", "overwrite"]
 
+_SHOWN = 5
 _UNREADABLE = (OSError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, KeyError, TypeError, AttributeError)
 
 
@@ -144,25 +145,44 @@ class BareWeights:
         Raises:
             ConfigError: one is missing, or there is another one, or it has another shape.
         """
-        names: dict[int, list[str]] = {}
-        for name, each in named_parameters(model, remove_duplicate=False):
-            names.setdefault(id(each), []).append(name)
-        tied = {name: others for others in names.values() for name in others}
-        found = {}
-        for name, shape in wanted.items():
-            there = next((each for each in [name, *tied.get(name, [])] if each in self._tensors), None)
-            if there is None:
-                raise ConfigError(f"{self.where} lacks {name}, which the model has")
-            if list(self._tensors[there].shape) != list(shape):
-                raise ConfigError(
-                    f"{there} in {self.where} has the shape {list(self._tensors[there].shape)}, and in the model "
-                    f"{list(shape)}"
-                )
-            found[name] = self._tensors[there]
-        known = found.keys() | {other for name in found for other in tied.get(name, [])}
-        if unknown := [name for name in self._tensors if name not in known]:
-            raise ConfigError(f"{self.where} has {unknown[0]}, which the model has not")
-        return found
+        there = {name: each.shape for name, each in self._tensors.items()}
+        return {name: self._tensors[at] for name, at in fitting(there, self.where, model, wanted).items()}
+
+
+def fitting(
+    there: Mapping[str, Sequence[int]], where: str, model: torch.nn.Module, wanted: Mapping[str, Iterable[int]]
+) -> dict[str, str]:
+    """The name, among others, of each tensor that a model has.
+
+    Args:
+        there: the shapes of tensors, by name.
+        where: they are, for people.
+        model: whose tied parameters may come under one of their names.
+        wanted: the shapes of the model's tensors, by name.
+
+    Raises:
+        ConfigError: some are missing, or there are others, or one has another shape.
+    """
+    names: dict[int, list[str]] = {}
+    for name, each in named_parameters(model, remove_duplicate=False):
+        names.setdefault(id(each), []).append(name)
+    tied = {name: others for others in names.values() for name in others}
+    found = {name: next((at for at in [name, *tied.get(name, [])] if at in there), None) for name in wanted}
+    known = {each for name in found for each in (name, *tied.get(name, []))}
+    if missing := [name for name, at in found.items() if at is None]:
+        raise ConfigError(f"{where} lacks {_several(missing)}, which the model has")
+    if unknown := [name for name in there if name not in known]:
+        raise ConfigError(f"{where} has {_several(unknown)}, which the model has not")
+    for name, at in found.items():
+        if at is not None and list(there[at]) != list(wanted[name]):
+            raise ConfigError(f"{at} in {where} has the shape {list(there[at])}, and in the model {list(wanted[name])}")
+    return {name: at for name, at in found.items() if at is not None}
+
+
+def _several(names: Sequence[str]) -> str:
+    """Some of them, for people."""
+    shown = ", ".join(names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
 
 
 class Whole:

@@ -239,6 +239,16 @@ class Saved:
         tensor: torch.Tensor = self._files[file].get_tensor(key)
         return tensor
 
+    def kinds(self) -> Iterator[tuple[str, tuple[int, ...], str]]:
+        """Name, shape and safetensors' name of the dtype, of each parameter and buffer."""
+        for name, entry in self.index["parameters"].items():
+            kept = [(value_key(Range(name, start, stop)), file) for start, stop, file in self._places.get(name, ())]
+            dtype = self._files[kept[0][1]].get_slice(kept[0][0]).get_dtype() if kept else "F32"
+            yield name, tuple(entry["shape"]), dtype
+        for name in self.index["others"]:
+            found = self._files[next(iter(self.index["files"]))].get_slice(f"other|{name}")
+            yield name, tuple(found.get_shape()), found.get_dtype()
+
     def _read_checksums(self, file: str) -> dict[str, int]:
         """The checksums in a file. Raises `ConfigError` unless they are of the tensors that it names."""
         opened = self._files[file]

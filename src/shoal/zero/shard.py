@@ -25,9 +25,11 @@ from shoal.zero.parameters import named_parameters
 from shoal.zero.plain import overwrite
 from shoal.zero.probe import Finding, Unit, finding, why_not_lazy, why_not_sharded
 from shoal.zero.sparse import declared, tables_of
+from shoal.zero.starting import Start, numbers_of_rank_0
 from shoal.zero.tiles import Tile
 from shoal.zero.topk import share
 from shoal.zero.watch import Agreement, Watch
+from shoal.zero.weights import weights_in
 
 __all__ = ["shard"]
 
@@ -52,10 +54,12 @@ def shard(  # noqa: PLR0913 (the choices of its users)
     units: Iterable[torch.nn.Module] | None = None,
     offload: str | os.PathLike[str] | None = None,
     top_k: float | None = None,
+    weights: str | os.PathLike[str] | None = None,
 ) -> tuple[ModuleT, ShardedOptimizer]:
     """Partition a model's training over the ranks of a process group; all of them call it.
 
-    The parameters of rank 0 are taken by all. Then train as on one rank, each rank on micro-batches of its own::
+    All begin with the parameters of rank 0, or with `weights`. Then train as on one rank, each rank on micro-batches of
+    its own::
 
         model, optimizer = shoal.zero.shard(model, lambda params: torch.optim.AdamW(params, lr=3e-4), stage=2)
         for batch in loader:
@@ -72,7 +76,9 @@ def shard(  # noqa: PLR0913 (the choices of its users)
     others (`shoal.zero.sparse`): an optimizer that treats each value by itself is a lazy one there.
 
     Args:
-        model: on its device already. Parameters, frozen ones and buffers as they are on rank 0. With stages 1 and 2 the
+        model: on its device already, with parameters, frozen ones and buffers as they are on rank 0; or on the meta
+            device (built in ``with torch.device("meta"):``), to get values here, on the default device: of `weights`,
+            or of each module's own `reset_parameters` and Hugging Face's `_init_weights`. With stages 1 and 2 the
             parameters move into common memory: do not move, convert or replace them later. A model to which
             `fully_shard` was applied is taken as it is, for stage 2 or 3.
         optimizer_factory: called with the trained parameters (stage 3: sharded ones); returns the optimizer of these or
@@ -96,14 +102,17 @@ def shard(  # noqa: PLR0913 (the choices of its users)
         top_k: stages 1 and 2: of each matrix only this share of the gradient is reduced, stepped and sent in a step,
             such as 0.01: on each rank the largest values of each tile. The rest is kept, and added to the next gradient
             (`shoal.zero.topk`). Vectors are sent whole. ``optimizer.top_k`` may be changed between steps. None for all.
+        weights: the model begins with these: a safetensors file, a folder as `save_pretrained` of Hugging Face writes
+            it, or the folder of a checkpoint of `shoal.zero.save`, of which the weights alone are taken. In stage 3
+            each rank reads its own rows only. Values are rounded to the dtypes of the model. None for those of rank 0.
 
     Returns:
         The same model, and its optimizer.
 
     Raises:
         ConfigError: an argument is wrong on any rank, or ranks give different arguments: raised on all ranks. The model
-            is as it was then, but for values of rank 0; in stage 3 it may be partitioned already: call this again with
-            the same stage and dtype.
+            is as it was then, but for its first values; in stage 3 it may be partitioned already: call this again with
+            the same stage and dtype. If the error says so, build it anew.
         RankLost: a rank is gone.
     """
     if not dist.is_available() or not dist.is_initialized():
@@ -121,27 +130,29 @@ def shard(  # noqa: PLR0913 (the choices of its users)
             raise ConfigError(
                 "model is partitioned by an earlier shard() that failed: give the same stage and dtype as in that one"
             )
-        for problem in problems(model, optimizer_factory, stage, None if again else dtype, offload):
+        given = (None, offload, None) if again else (dtype, offload, weights)
+        for problem in problems(model, optimizer_factory, stage, *given):
             raise ConfigError(problem)
         if model in _sharded:
             raise ConfigError("model is sharded already, by an earlier shard(): call it once for a model")
         parts = _units(model, units, stage)
         if top_k is not None and share(top_k) and (stage == 3 or is_sharded(model)):
             raise ConfigError("top_k is for stages 1 and 2 of a model to which fully_shard was not applied")
+        source = None if weights is None or again else weights_in(weights)
+        start = Start(model, source, (found.rank(), found.size()) if stage == 3 else None)
     place = offload if offload in (None, "cpu") else "to a folder"
     what = f"stage {stage}, dtype {dtype}, skip_nonfinite {bool(skip_nonfinite)}, offload {place}\ntop_k {top_k}"
+    what += f"\nweights {source and source.identity}"
     description = f"{what}\n{_description(model)}\nunits {_places(model, parts)}"
-    agreement.alike(description, "model, stage, dtype, skip_nonfinite, units, offload and top_k")
+    agreement.alike(description, "model, stage, dtype, skip_nonfinite, units, offload, top_k and weights")
     number = int(agreement.gather(str(next(_models)))[0])
-    collectives = Collectives(found, watch, next(model.parameters()).device, number)
+    collectives = Collectives(found, watch, start.device, number)
     if not is_sharded(model):
-        _take_over(model, collectives)
+        _begin(model, start, parts if stage == 3 else None, dtype, collectives)
     places = Offload(offload, collectives.device)
     carrier: Carrier | None = None
     with agreement.together():
         if stage == 3 or is_sharded(model):
-            if stage == 3 and not is_sharded(model):
-                _partitioned[model] = dtype, partition(model, parts, found, collectives.device, dtype)
             carrier = FsdpEngine(model, stage, collectives, _partitioned.get(model, (None, None))[1])
         parameters = dict(named_parameters(model))
         inner = _build(optimizer_factory, parameters)
@@ -200,11 +211,30 @@ def _groups(inner: torch.optim.Optimizer, names: Sequence[Sequence[str]], whole:
 # ------------------------------------------------------------------------------------------------------------- sharding
 
 
-def _take_over(model: torch.nn.Module, collectives: Collectives) -> None:
-    """All ranks begin with the parameters and buffers of rank 0."""
+def _begin(
+    model: torch.nn.Module,
+    start: Start,
+    parts: Sequence[torch.nn.Module] | None,
+    dtype: torch.dtype | None,
+    collectives: Collectives,
+) -> None:
+    """Give the model its first values, the same on all ranks, and partition it into units if there are any."""
+    _take_over(start.given, collectives)
+    agreement = Agreement(collectives.group, collectives.watch)
+    with numbers_of_rank_0(agreement, start.device), agreement.together():
+        if parts is not None:
+            narrow = partition(model, parts, collectives.group, start.device, dtype, start.before)
+            _partitioned[model] = dtype, narrow
+        else:
+            start.before(model)
+    _take_over(start.computed, collectives)
+
+
+def _take_over(tensors: Iterable[torch.Tensor], collectives: Collectives) -> None:
+    """All ranks begin with the values of rank 0."""
     root = dist.get_global_rank(collectives.group, 0)
     turn = collectives.watch.turn("to take over rank 0's model")
-    for tensor in [*model.parameters(), *model.buffers()]:
+    for tensor in tensors:
         if not tensor.numel():
             continue
         whole = tensor.detach().to(collectives.device).resolve_conj().resolve_neg().contiguous()

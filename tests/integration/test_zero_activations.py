@@ -22,8 +22,8 @@ def pool() -> Iterator[Ranks]:
         yield made
 
 
-@pytest.mark.parametrize("which", ["gpt2", "encoder"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("which", [pytest.param("gpt2", marks=pytest.mark.long), "encoder"])  # imports transformers
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 2, 3])
 def test_checkpoints_and_offload_change_no_bit(pool: Ranks, tmp_path: Path, stage: int, which: str) -> None:
     """Each way of torch's to keep fewer activations, with dropout; nothing is left in the folder of the files."""
     if which == "gpt2":
@@ -38,7 +38,9 @@ STATES = 4 * cases.TOKENS * cases.STATES * 4
 """Bytes of the hidden states between two layers."""
 
 
-@pytest.mark.parametrize("how", ["plain", "checkpoints", "checkpoints, on the CPU"])
+@pytest.mark.parametrize(
+    "how", ["plain", "checkpoints", "checkpoints, on the CPU", "within checkpoints", "within reentrant checkpoints"]
+)
 @pytest.mark.parametrize("across", [2, 3])
 def test_partitioned_activations_change_no_bit(pool: Ranks, across: int, how: str) -> None:
     """A rank keeps 1/N of what the law says: the input of each layer, and sends 1/N of it to each other rank."""

@@ -224,8 +224,13 @@ def parallel(
     inner, outer = grid(across)
     torch.manual_seed(0)
     model = Parallel(inner)
+    layers = list(model.layers)
     if "checkpoints" in how:
-        apply_activation_checkpointing(model, check_fn=lambda each: isinstance(each, ParallelBlock))
+        kind = CheckpointImpl.REENTRANT if "reentrant" in how else CheckpointImpl.NO_REENTRANT
+        wrap = partial(checkpoint_wrapper, checkpoint_impl=kind)
+        apply_activation_checkpointing(model, wrap, check_fn=lambda each: isinstance(each, ParallelBlock))
+    if "within" not in how:  # else checkpoints save the inputs of layers before these are called
+        layers = list(model.layers)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if stage:
         model, optimizer = shoal.zero.shard(
@@ -233,7 +238,7 @@ def parallel(
         )
     context: Any = contextlib.nullcontext()
     if partitioned:
-        context = shoal.zero.partition_activations(model.layers, inner, offload="CPU" in how)
+        context = shoal.zero.partition_activations(layers, inner, offload="CPU" in how)
     for step in range(STEPS):
         with context:
             loss = loss_of(model, 100 * step + outer.rank())

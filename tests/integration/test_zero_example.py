@@ -1,9 +1,10 @@
-"""examples/zero_bert.py: one script for every stage, by plain python and by torchrun."""
+"""examples/zero_bert.py: one script for every stage, by plain python and by torchrun. And examples/recommender.py."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,19 @@ from tests.integration.workers import LONG_S, environment
 
 pytest.importorskip("transformers")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "zero_bert.py"
+RECOMMENDER = EXAMPLE.with_name("recommender.py")
 SMALL = ["--steps", "3", "--layers", "1", "--width", "64"]
 
 
-def lines(*command: str) -> list[list[str]]:
-    """The table's lines, in words."""
+def lines(
+    *command: str,
+    example: Path = EXAMPLE,
+    size: Sequence[str] = SMALL,
+    begin: tuple[str, ...] = tuple("0123"),
+) -> list[list[str]]:
+    """The table's lines, in words: those that begin so."""
     done = subprocess.run(
-        [sys.executable, *command, str(EXAMPLE), *SMALL],
+        [sys.executable, *command, str(example), *size],
         env=environment(OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
@@ -26,7 +33,7 @@ def lines(*command: str) -> list[list[str]]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return [line.replace("(DDP)", "").split() for line in done.stdout.splitlines() if line[:1].isdigit()]
+    return [line.replace("(DDP)", "").split() for line in done.stdout.splitlines() if line.startswith(begin)]
 
 
 def test_all_stages_on_two_ranks_end_with_the_same_loss() -> None:
@@ -51,3 +58,23 @@ def test_one_process_without_a_launcher() -> None:
     assert [line[0] for line in table] == ["0", "1", "2", "3", "3+ckpt"]
     assert {line[8] for line in table} == {"0.0"}
     assert len({line[-1] for line in table}) == 1
+
+
+@pytest.mark.long
+def test_the_recommender_sends_few_rows(tmp_path: Path) -> None:
+    """A small one, on two ranks: much less is sent, both ways learn, and there is a picture."""
+    pytest.importorskip("matplotlib")
+    size = ["--items", "20000", "--batch", "64", "--steps", "60", "--picture", str(tmp_path / "picture.png")]
+    table = {
+        name: [float(each) for each in numbers]
+        for name, *numbers in lines(
+            *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            example=RECOMMENDER,
+            size=size,
+            begin=("dense ", "sparse  "),
+        )
+    }
+    dense, sparse = table["dense"], table["sparse"]
+    assert sparse[0] < 0.06 * dense[0]
+    assert max(dense[-1], sparse[-1]) < 4.0  # the first loss is that of guessing among 64: 4.16
+    assert (tmp_path / "picture.png").stat().st_size > 10_000

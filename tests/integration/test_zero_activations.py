@@ -113,3 +113,18 @@ def test_without_a_process_group() -> None:
     nothing: Any = None
     with pytest.raises(ConfigError, match="torchrun"):
         shoal.zero.partition_activations([torch.nn.Linear(2, 2)], nothing)
+
+
+@pytest.mark.parametrize("narrow", [True, False])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_plan_is_what_ranks_hold(pool: Ranks, tmp_path: Path, stage: int, narrow: bool) -> None:
+    """Without offload and with it, to a tile."""
+    for folder in (None, str(tmp_path)):
+        for count, found in pool.play(2, cases.held, stage, narrow, folder):
+            (plan,) = (
+                each
+                for each in shoal.zero.plans(count, 2, stage=stage, precision="mixed" if narrow else "float32")
+                if (each.offloaded > 0) == (folder is not None)
+            )
+            wanted = (plan.cost.parameters, plan.cost.gradients, plan.cost.state, plan.offloaded)
+            assert found == pytest.approx(wanted, rel=0.02, abs=0.02 * count)

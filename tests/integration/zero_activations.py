@@ -398,3 +398,22 @@ def kept_whole() -> tuple[tuple[int, ...], bool]:
     torch.autograd.backward(loss)
     grads = [each.grad for each in model.parameters() if each.ndim == 2]
     return whole, once and all(each is not None and torch.equal(each, torch.full_like(each, 4.0)) for each in grads)
+
+
+# --------------------------------------------------------------------------------------------------------- what is held
+
+
+def held(stage: int, narrow: bool, folder: str | None) -> tuple[int, tuple[int, ...]]:
+    """How many parameters; bytes of parameters, gradients, state, and of what is offloaded, after a backward pass."""
+    model: torch.nn.Module = torch.nn.Sequential(*(torch.nn.Linear(400, 400) for _ in range(4)))
+    count = sum(each.numel() for each in model.parameters())
+    model, optimizer = shoal.zero.shard(
+        model, torch.optim.AdamW, stage=stage, dtype=torch.bfloat16 if narrow else None, offload=folder
+    )
+    for step in range(2):
+        if step:
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.autograd.backward(model(torch.ones(2, 400)).float().square().mean())
+    found = optimizer.memory()
+    return count, (found.parameters, found.gradients, found.state, found.offloaded)

@@ -126,11 +126,12 @@ class PartitionedActivations:
         if self._hooks is not None:
             raise LocalError("partition_activations: this context is entered already: use it once around forward")
         self.last, self._said = Partitioned(0, 0, 0), []
+        hooks = saved_tensors_hooks(self._pack, self._unpack)
+        hooks.__enter__()
+        self._hooks = hooks
         self._handles = [
             module.register_forward_pre_hook(self._found_alike, with_kwargs=True) for module in self._modules
         ]
-        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
-        self._hooks.__enter__()
         return self
 
     def __exit__(
@@ -195,7 +196,7 @@ class PartitionedActivations:
             return packed
         memory = packed.memory
         if memory.changed:
-            raise LocalError("a tensor that backward needs was changed in place after it was saved: do not")
+            raise LocalError("a tensor that backward needs was changed in place after forward: change a copy of it")
         storage = self._gather(memory) if memory.whole is None else memory.whole.untyped_storage()
         made = torch.empty(0, dtype=packed.dtype, device=memory.device)
         found = made.set_(storage, packed.offset, packed.shape, packed.stride)
@@ -207,10 +208,11 @@ class PartitionedActivations:
     def _gather(self, memory: _Memory) -> torch.UntypedStorage:
         """All of some memory, of which each rank has a part."""
         assert memory.share is not None
-        numbers = [number for number, *_ in self.collectives.tell(memory.number, memory.nbytes)()]
-        if len(set(numbers)) > 1:
+        told = self.collectives.tell(memory.number, memory.nbytes)()
+        if any(each != told[0] for each in told):
+            numbers = ", ".join(f"rank {rank} at number {number}" for rank, (number, _) in enumerate(told))
             raise LocalError(
-                f"ranks are at different activations in the backward pass (rank by rank: {numbers}): all ranks must "
+                f"ranks are at different activations in the backward pass, {numbers}: all ranks must "
                 "run the same forward and backward passes, in the same order. Start anew"
             )
         whole = torch.empty(memory.nbytes, dtype=torch.uint8, device=memory.device)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import shoal.zero
 from shoal.errors import ConfigError
 from shoal.runtime.tensor_files import seal
+from shoal.zero.saved import FORMATS
 from tests.integration import zero_cases as cases
 from tests.integration.ranks import Failed, Ranks, ranks
 
@@ -272,7 +273,7 @@ def damaged(path: Path, saved: Path, how: str) -> str:
         index["files"][file.name]["pieces"].pop()
         (path / "index.json").write_text(seal(index))
         return "lacks the values"
-    index["format"] = 3
+    index["format"] = FORMATS[-1] + 1
     (path / "index.json").write_text(seal(index))
     return "of a later version"
 

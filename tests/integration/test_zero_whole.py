@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,7 @@ def pool() -> Iterator[Ranks]:
         yield started
 
 
-SAMPLE = ("lamb", "Adafactor", "soap", "clips each")
+SAMPLE = ("Adafactor", "soap", "clips each")
 
 
 @pytest.mark.parametrize(
@@ -32,3 +33,19 @@ def test_equals_one_process_to_the_bit(pool: Ranks, stage: int, count: int, name
     """Whatever a step makes of a tensor, it makes of the same values as one process does."""
     for found in pool.play(count, programs.apart, stage, names):
         assert found == dict.fromkeys(names, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("stage", "other", "names"),
+    [
+        (1, 2, SAMPLE),
+        *(pytest.param(stage, 3 - stage, programs.NAMES, marks=pytest.mark.long) for stage in (1, 2)),
+    ],
+)
+def test_statistics_of_any_shape_go_from_2_ranks_to_4_and_to_plain_torch(
+    pool: Ranks, tmp_path: Path, stage: int, other: int, names: tuple[str, ...]
+) -> None:
+    """Rows' means, lists of matrices and None: to the bit, also out of one file, and in plain torch."""
+    pool.play(2, programs.saved_halfway, stage, str(tmp_path), names)
+    for found in pool.play(4, programs.gone_on, other, str(tmp_path), names):
+        assert found == {name: [0.0, 0.0, 0.0] for name in names}

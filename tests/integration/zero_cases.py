@@ -554,11 +554,11 @@ def load_and_train(stage: int, path: str) -> tuple[dict[str, torch.Tensor], dict
 def saved_and_loaded(kind: str, stage: int, folder: str, consolidated: bool) -> dict[str, torch.Tensor]:
     """Four steps, a checkpoint, and three more in another model, on the micro-batches of rank 0."""
     model, optimizer = _shard(stage, kind)
-    _steps_of_rank_0(model, optimizer, range(4))
+    steps_of_rank_0(model, optimizer, range(4))
     shoal.zero.save(f"{folder}/saved", model, optimizer, consolidated=consolidated)
     model, optimizer = _shard(stage % 3 + 1 if kind == "laprop" else stage, kind)
     shoal.zero.load(f"{folder}/saved", model, optimizer)
-    _steps_of_rank_0(model, optimizer, range(4, 7))
+    steps_of_rank_0(model, optimizer, range(4, 7))
     return {name: value.clone() for name, value in shoal.zero.full_state_dict(model).items()}
 
 
@@ -566,7 +566,7 @@ def save_in_each_stage(folder: str) -> None:
     """Four steps on the micro-batches of rank 0, so that the number of ranks does not matter; in every stage."""
     for stage in (1, 2, 3):
         model, optimizer = _shard(stage, "adamw")
-        _steps_of_rank_0(model, optimizer, range(4))
+        steps_of_rank_0(model, optimizer, range(4))
         shoal.zero.save(f"{folder}/stage-{stage}-ranks-{dist.get_world_size()}", model, optimizer)
 
 
@@ -576,7 +576,7 @@ def load_each(stage: int, paths: Sequence[str]) -> dict[str, tuple[dict[str, tor
     found = {}
     for path in paths:
         shoal.zero.load(path, model, optimizer)
-        _steps_of_rank_0(model, optimizer, range(4, 7))
+        steps_of_rank_0(model, optimizer, range(4, 7))
         state = [optimizer.state[piece.parameter] for piece in optimizer.carrier.pieces()]
         counters = sorted({int(entry["step"]) for entry in state})
         places = [here.data_ptr() for entry in state for each in entry.values() if (here := local(each)).numel()]
@@ -585,7 +585,8 @@ def load_each(stage: int, paths: Sequence[str]) -> dict[str, tuple[dict[str, tor
     return found
 
 
-def _steps_of_rank_0(model: torch.nn.Module, optimizer: ShardedOptimizer, steps: Iterable[int]) -> None:
+def steps_of_rank_0(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> None:
+    """Train on the micro-batches of rank 0, on all of them."""
     for step in steps:
         torch.autograd.backward(loss_of(model, step, 0))
         optimizer.step()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import shoal.zero
-from tests.integration.zero_cases import Odd, alone, groups, train
+from tests.integration.zero_cases import Odd, alone, groups, steps_of_rank_0, train
 from tests.integration.zero_programs import moved
 
 STEPS = 12
@@ -32,24 +32,35 @@ class ClipsEach(torch.optim.SGD):
 
 def made(name: str, model: torch.nn.Module) -> Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]:
     """A factory for `shard`; most have two groups."""
-    import pytorch_optimizer
-    from transformers import optimization
-
-    hugging_face: Any = optimization.Adafactor
-    load: Any = pytorch_optimizer.load_optimizer
-    of: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
-        "Adafactor": lambda each: torch.optim.Adafactor(each, lr=1e-2),
-        "Hugging Face": lambda each: hugging_face(each, scale_parameter=True, relative_step=False, lr=1e-2, beta1=0.9),
-        "clips each": lambda each: ClipsEach(each, lr=1.0),
-    }
     if name == "Muon":
         return lambda each: torch.optim.Muon([value for value in each if value.ndim == 2], lr=1e-2)
     if name == "muon":
-        return lambda each: load("muon")(
+        return lambda each: loaded(name)(
             [{**group, "use_muon": not place} for place, group in enumerate(groups(model, each))]
         )
-    find = of.get(name) or (lambda each: load(name)(each, lr=1e-2))
-    return lambda each: find(groups(model, each))
+    of: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+        "Adafactor": lambda each: torch.optim.Adafactor(each, lr=1e-2),
+        "Hugging Face": hugging_face,
+        "clips each": lambda each: ClipsEach(each, lr=1.0),
+    }
+    make = of.get(name) or (lambda each: loaded(name)(each, lr=1e-2))
+    return lambda each: make(groups(model, each))
+
+
+def loaded(name: str) -> Any:
+    """A class of pytorch_optimizer, which takes seconds to import."""
+    import pytorch_optimizer
+
+    return pytorch_optimizer.load_optimizer(name)
+
+
+def hugging_face(parameters: Any) -> torch.optim.Optimizer:
+    """Their Adafactor."""
+    from transformers import optimization
+
+    kind: Any = optimization.Adafactor
+    found: torch.optim.Optimizer = kind(parameters, relative_step=False, lr=1e-2, beta1=0.9)
+    return found
 
 
 NAMES = (
@@ -63,16 +74,50 @@ def apart(stage: int, names: Iterable[str]) -> dict[str, float]:
     warnings.simplefilter("ignore")
     found = {}
     for name in names:
+        model, plain = _alone(name)
+        wanted, _, _ = alone(dist.get_world_size(), "", steps=STEPS, model=model, optimizer=plain)
         model = Odd()
-        wanted, _, _ = alone(
-            dist.get_world_size(),
-            "",
-            steps=STEPS,
-            model=model,
-            optimizer=made(name, model)([each for each in model.parameters() if each.requires_grad]),
-        )
-        sharded = Odd()
-        sharded, optimizer = shoal.zero.shard(sharded, made(name, sharded), stage=stage)
-        train(optimizer, sharded, steps=STEPS)
-        found[name] = moved(sharded, wanted) / moved(Odd(), wanted)
+        model, optimizer = shoal.zero.shard(model, made(name, model), stage=stage)
+        train(optimizer, model, steps=STEPS)
+        found[name] = moved(model, wanted) / moved(Odd(), wanted)
+    return found
+
+
+def _alone(name: str) -> tuple[Odd, torch.optim.Optimizer]:
+    model = Odd()
+    return model, made(name, model)([each for each in model.parameters() if each.requires_grad])
+
+
+def saved_halfway(stage: int, folder: str, names: Iterable[str]) -> None:
+    """Save each after the first half of its steps, as a folder and for plain torch."""
+    warnings.simplefilter("ignore")
+    for name in names:
+        model = Odd()
+        model, optimizer = shoal.zero.shard(model, made(name, model), stage=stage)
+        steps_of_rank_0(model, optimizer, range(STEPS // 2))
+        shoal.zero.save(f"{folder}/{name}", model, optimizer)
+        shoal.zero.save(f"{folder}/{name}.pt", model, optimizer, consolidated=True)
+
+
+def gone_on(stage: int, folder: str, names: Iterable[str]) -> dict[str, list[float]]:
+    """Go on from either, and from the latter in plain torch too; how far weights are from those of one process."""
+    warnings.simplefilter("ignore")
+    found: dict[str, list[float]] = {}
+    for name in names:
+        model, optimizer = _alone(name)
+        wanted, _, _ = alone(1, "", steps=STEPS, model=model, optimizer=optimizer)
+        ends = []
+        for suffix in ("", ".pt"):
+            model = Odd()
+            model, sharded = shoal.zero.shard(model, made(name, model), stage=stage)
+            steps_of_rank_0(model, sharded, range(1))
+            shoal.zero.load(f"{folder}/{name}{suffix}", model, sharded)
+            steps_of_rank_0(model, sharded, range(STEPS // 2, STEPS))
+            ends.append(moved(model, wanted))
+        model, optimizer = _alone(name)
+        plain = torch.load(f"{folder}/{name}.pt", weights_only=True)
+        model.load_state_dict(plain["model"])
+        optimizer.load_state_dict(plain["optimizer"])
+        steps_of_rank_0(model, optimizer, range(STEPS // 2, STEPS))
+        found[name] = [each / moved(Odd(), wanted) for each in (*ends, moved(model, wanted))]
     return found

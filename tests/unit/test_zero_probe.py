@@ -231,7 +231,7 @@ def test_the_verdict_does_not_depend_on_the_default_dtype() -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        assert tried(torch.optim.AdamW) == (Unit.VALUE, "")
-        assert tried(of_class("lamb")) == (Unit.TENSOR, WEIGHTS)
+        assert tried(torch.optim.AdamW) == Finding(Unit.VALUE, "")
+        assert tried(of_class("lamb")) == Finding(Unit.TENSOR, WEIGHTS)
     finally:
         torch.set_default_dtype(before)

@@ -13,6 +13,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 from shoal.errors import ConfigError
 from shoal.runtime.tensor_files import flush, seal
@@ -30,17 +32,18 @@ from shoal.zero.saved import (
     FORMATS,
     INDEX,
     Saved,
+    Statistics,
     checksums,
     consolidate,
     exact,
     location,
-    number,
     pack,
     residual_key,
     state_key,
     typed,
     untyped,
     value_key,
+    whole_key,
     written,
 )
 from shoal.zero.watch import Agreement
@@ -129,13 +132,19 @@ def _trained(model: torch.nn.Module, optimizer: ShardedOptimizer) -> set[int]:
 def _write(folder: Path, optimizer: ShardedOptimizer, others: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Write this rank's file; returns its entry in the index."""
     tensors = {f"other|{name}": value for name, value in others.items()}
-    pieces, numbers = [], dict[str, str]()
+    pieces, numbers, whole = [], dict[str, str](), dict[str, dict[str, Any]]()
     for piece in optimizer.carrier.pieces():
         pieces.append([piece.name, piece.start, piece.stop])
         tensors[value_key(piece)] = piece.values.cpu()
-        numbers.update(_numbers(optimizer.state.get(piece.parameter, {})))
-        for key, value in _statistics(optimizer, piece).items():
-            tensors[state_key(piece, key)] = value.cpu()
+        for key, value in optimizer.state.get(piece.parameter, {}).items():
+            if isinstance(value, bool | int | float):
+                numbers[key], value = type(value).__name__, exact(value)
+            if (regular := _regular(piece, value)) is not None:
+                tensors[state_key(piece, key)] = regular.cpu()
+            else:
+                packed, parts = _packed(piece, key, value)
+                whole.setdefault(piece.name, {})[key] = packed
+                tensors.update({whole_key(piece, place): each.cpu() for place, each in parts.items()})
     tensors.update({residual_key(name): kept.cpu() for name, kept in optimizer.carrier.residuals().items()})
     collectives = optimizer.collectives
     name = f"rank-{collectives.rank:05d}-of-{collectives.ranks:05d}.safetensors"
@@ -146,31 +155,35 @@ def _write(folder: Path, optimizer: ShardedOptimizer, others: Mapping[str, torch
     except (KeyError, ValueError) as error:
         raise ConfigError(f"the model has a buffer that cannot be saved: {error}") from error
     flush(folder / name)
-    return {"file": name, "bytes": (folder / name).stat().st_size, "pieces": pieces, "numbers": numbers}
+    size = (folder / name).stat().st_size
+    return {"file": name, "bytes": size, "pieces": pieces, "numbers": numbers, "whole": whole}
 
 
-def _numbers(state: Mapping[str, Any]) -> dict[str, str]:
-    """Which statistics of a piece are Python's own numbers, and of which type."""
-    return {key: type(value).__name__ for key, value in state.items() if isinstance(value, bool | int | float)}
+def _regular(piece: Piece, value: Any) -> torch.Tensor | None:
+    """A statistic that has one value for each of a piece's, one-dimensional, or is a single value; None of others."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    found, tensor = local(value), local(piece.parameter)
+    if not found.ndim:
+        return found
+    fits = found.shape == tensor.shape if piece.whole else found.numel() == piece.stop - piece.start
+    return flat(found, order_of(tensor)) if fits else None
 
 
-def _statistics(optimizer: ShardedOptimizer, piece: Piece) -> dict[str, torch.Tensor]:
-    """The optimizer's statistics of a piece: one value for each of its values, or a single one."""
-    found = {}
-    for key, value in optimizer.state.get(piece.parameter, {}).items():
-        if not isinstance(value, torch.Tensor | bool | int | float):
-            raise ConfigError(
-                f"the optimizer keeps {key!r} of {piece.name}, a {type(value).__name__}: only tensors and numbers can "
-                "be saved in pieces"
-            )
-        tensor = local(value) if isinstance(value, torch.Tensor) else exact(value)
-        if tensor.ndim and tensor.numel() != piece.stop - piece.start:
-            raise ConfigError(
-                f"the optimizer keeps {key!r} of {piece.name}, which has not one value for each of its values: it "
-                "cannot be saved in pieces"
-            )
-        found[key] = flat(tensor, order_of(local(piece.parameter))) if tensor.ndim else tensor
-    return found
+def _packed(piece: Piece, key: str, value: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Any other statistic, for JSON, and the tensors in it. Raises `ConfigError` if it cannot be saved."""
+    parts: dict[str, torch.Tensor] = {}
+    try:
+        packed = pack(value, key, parts)
+    except ConfigError as error:
+        raise ConfigError(f"the optimizer's state of {piece.name} cannot be saved: {error}") from error
+    if parts and not piece.whole:
+        kind = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        raise ConfigError(
+            f"the optimizer keeps {key!r} of {piece.name}, {kind}, which is not one value for each of its values: that "
+            "can be saved of whole tensors only, in stage 1 or 2"
+        )
+    return packed, parts
 
 
 def _index(
@@ -185,8 +198,10 @@ def _index(
     everything = named_parameters(model, remove_duplicate=False)
     known = {name: each for name, each in optimizer.carrier.orders().items() if each is not None}
     orders = {name: {"order": written(each)} for name, each in known.items()}
+    whole = dict(each for entry in entries for each in entry["whole"].items())
+    latest = whole or any(isinstance(each, Scattered) for each in known.values())
     return {
-        "format": FORMATS[2 if any(isinstance(each, Scattered) for each in known.values()) else bool(orders)],
+        "format": FORMATS[2 if latest else bool(orders)],
         "optimizer": type(optimizer.inner).__name__,
         "parameters": {name: {"shape": list(parameters[name].shape), **orders.get(name, {})} for name in names},
         "aliases": {name: of[id(each)] for name, each in everything if name != of[id(each)] and of[id(each)] in names},
@@ -201,6 +216,7 @@ def _index(
         ],
         "common": _common(optimizer),
         "numbers": dict(each for entry in entries for each in entry["numbers"].items()),
+        "whole": whole,
         "files": {each["file"]: {"bytes": each["bytes"], "pieces": each["pieces"]} for each in entries},
     }
 
@@ -281,7 +297,11 @@ def load(
     with agreement.together():
         whole = Path(path).is_file()
         orders = optimizer.carrier.orders()
-        saved = Whole(Path(path), optimizer.names, optimizer.listed, orders) if whole else Saved(Path(path), orders)
+        saved = (
+            Whole(Path(path), optimizer.names, optimizer.listed, orders, optimizer.irregular)
+            if whole
+            else Saved(Path(path), orders)
+        )
         _check(saved.index, model, optimizer)
         with saved.opened():
             pieces = list(optimizer.carrier.pieces())
@@ -295,7 +315,7 @@ def load(
     with torch.no_grad():
         for piece, values, statistics in found:
             piece.values.copy_(values)
-            _restore(optimizer, piece, statistics, saved.index.get("numbers", {}))
+            _restore(optimizer, piece, statistics)
             optimizer.offload.settle(optimizer.inner, [piece.parameter])
         _overwrite(model, optimizer, others)
         for name, kept in residuals.items():
@@ -366,20 +386,21 @@ def _check_shapes(there: Mapping[str, Iterable[int]], here: Mapping[str, Iterabl
             )
 
 
-def _restore(
-    optimizer: ShardedOptimizer, piece: Piece, statistics: Mapping[str, torch.Tensor], numbers: Mapping[str, str]
-) -> None:
+def _restore(optimizer: ShardedOptimizer, piece: Piece, statistics: Statistics) -> None:
     """Give the optimizer its statistics of a piece."""
     state = optimizer.state[piece.parameter] = {}
-    for key, value in statistics.items():
-        if value.ndim:
-            # Of a sparse table the parameter has the touched rows alone.
-            same = local(piece.parameter).numel() == value.numel()
-            like = piece.parameter if same else piece.values
-            state[key] = torch.zeros_like(like, dtype=value.dtype, requires_grad=False)
-            flat(local(state[key]), order_of(local(like))).copy_(value)
-        else:
-            state[key] = number(value, numbers[key]) if key in numbers else value
+    for key, value in statistics.each.items():
+        # Of a sparse table the parameter has the touched rows alone.
+        like = piece.parameter if local(piece.parameter).numel() == value.numel() else piece.values
+        state[key] = torch.zeros_like(like, dtype=value.dtype, requires_grad=False)
+        flat(local(state[key]), order_of(local(like))).copy_(value)
+    for key, value in statistics.others.items():
+        state[key] = tree_map(partial(_moved, device=piece.parameter.device), value)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """A part of a statistic on the device of its parameter; single values, such as step counters, stay."""
+    return value.to(device) if isinstance(value, torch.Tensor) and value.ndim else value
 
 
 def _overwrite(model: torch.nn.Module, optimizer: ShardedOptimizer, others: Mapping[str, torch.Tensor]) -> None:

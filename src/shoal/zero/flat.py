@@ -163,7 +163,8 @@ class FlatEngine:
                 if tile.numel:
                     yield self.tables.of[tile.name].piece()
             else:
-                yield Piece(tile.name, tile.start, tile.stop, values, flat(values.data, order_of(values)))
+                flattened = flat(values.data, order_of(values))
+                yield Piece(tile.name, tile.start, tile.stop, values, flattened, self._whole)
 
     def orders(self) -> Mapping[str, Order]:
         """The order in which tiles count a parameter's values."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from shoal.errors import ConfigError, LocalError
 from shoal.zero.collectives import Collectives, Traffic
@@ -71,6 +72,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         offload: where state and more is kept.
         listed: names of the parameters that the user gave to each group, whichever rank keeps them.
         skip_nonfinite: leave out a step, on all ranks, if a gradient of any rank is infinite or not a number.
+        irregular: statistics that the inner optimizer keeps of a whole parameter, in another shape.
 
     Attributes:
         reduction: the part of the carrier that has the gradients.
@@ -88,12 +90,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         listed: list[list[str]],
         *,
         skip_nonfinite: bool = True,
+        irregular: Collection[str] = (),
     ) -> None:
         # A rank may own nothing of a group, or of any.
         self.inner, self.carrier, self.skipped = inner, carrier, 0
         self.reduction = carrier.reduction if isinstance(carrier, FlatEngine) else carrier
         trained = {name for name, each in named_parameters(model) if each.requires_grad}
-        self.collectives, self.offload, self.listed = collectives, offload, listed
+        self.collectives, self.offload = collectives, offload
+        self.listed, self.irregular = listed, irregular
         self.names = [[name for name in group if name in trained] for group in listed]
         self._model, self._skip_nonfinite = model, skip_nonfinite
         super().__init__([{"params": [torch.zeros(())]}], dict(inner.defaults))
@@ -288,8 +292,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         parameters = list(self._model.parameters())
         kept, copies = self.carrier.kept()
         gradients = [*(each.grad for each in parameters if each.grad is not None), *kept]
-        entries = [entry for entry in self.state.values() if isinstance(entry, Mapping)]
-        state = [*copies, *(each for entry in entries for each in entry.values() if isinstance(each, torch.Tensor))]
+        state = [*copies, *(each for each in tree_leaves(list(self.state.values())) if isinstance(each, torch.Tensor))]
         resident = [
             unique_bytes(each for each in kind if not self.offload.holds(each))
             for kind in (parameters, gradients, state)

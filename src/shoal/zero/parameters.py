@@ -98,6 +98,7 @@ class Piece(NamedTuple):
         stop: behind the last one.
         parameter: the tensor that the optimizer steps; its state is `optimizer.state[parameter]`.
         values: one-dimensional, `stop - start` of them, in memory that may be written.
+        whole: `parameter` is all of it, and has its shape.
     """
 
     name: str
@@ -105,6 +106,7 @@ class Piece(NamedTuple):
     stop: int
     parameter: torch.Tensor
     values: torch.Tensor
+    whole: bool = False
 
 
 # -------------------------------------------------------------------------------------------------- values in memory

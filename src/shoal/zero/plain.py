@@ -13,6 +13,7 @@ import pickle
 import zipfile
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from shoal.errors import ConfigError
 from shoal.zero.parameters import Order, Piece, flat, named_parameters
-from shoal.zero.saved import Range, exact, location, typed, warn_unchecked
+from shoal.zero.saved import Range, Statistics, location, typed, warn_unchecked
 
 __all__ = ["BareWeights", "Whole", "bare_weights", "fitting", "full_state_dict", "overwrite"]
 
@@ -193,15 +195,21 @@ class Whole:
         groups: names of the trained parameters in each of the optimizer's groups: plain torch numbers them.
         listed: the same with those that are frozen: as the optimizer was given them, there or here.
         orders: in which order whoever asks counts the values of a parameter.
+        irregular: statistics that the optimizer keeps of a whole parameter, in another shape.
 
     Raises:
         ConfigError: it is no checkpoint, or damaged, or its optimizer has other groups.
     """
 
     def __init__(
-        self, path: Path, groups: Sequence[Sequence[str]], listed: Sequence[Sequence[str]], orders: Mapping[str, Order]
+        self,
+        path: Path,
+        groups: Sequence[Sequence[str]],
+        listed: Sequence[Sequence[str]],
+        orders: Mapping[str, Order],
+        irregular: Collection[str] = (),
     ) -> None:
-        self._path, self._orders = path, orders
+        self._path, self._orders, self._irregular = path, orders, irregular
         try:
             found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
             if not isinstance(found, dict):
@@ -231,7 +239,7 @@ class Whole:
             key
             for name, entry in self._state.items()
             for key, value in entry.items()
-            if name in self._weights and self._weights[name].ndim and not torch.as_tensor(value).ndim
+            if name in self._weights and self._weights[name].ndim and _is_single(value)
         }
         # Tied parameters come under each of their names: one is trained, the others are its aliases.
         trained = {self._storage(name) for name in names if name in self._weights}
@@ -248,12 +256,6 @@ class Whole:
             ],
             "optimizer": None,
             "common": {key: typed(value) for key, value in state.items() if isinstance(key, str)},
-            "numbers": {
-                key: type(value).__name__
-                for entry in self._state.values()
-                for key, value in entry.items()
-                if isinstance(value, bool | int | float)
-            },
             "extra": extra,
         }
 
@@ -280,21 +282,30 @@ class Whole:
         tensor: torch.Tensor = self._weights[wanted.name]
         return flat(tensor, self._orders.get(wanted.name))[wanted.start : wanted.stop]
 
-    def statistics(self, wanted: Piece | Range) -> dict[str, torch.Tensor]:
+    def statistics(self, wanted: Piece | Range) -> Statistics:
         """The optimizer's of a range."""
-        found, shape = {}, self._weights[wanted.name].shape
+        found, shape = Statistics({}, {}), self._weights[wanted.name].shape
         for key, value in self._state.get(wanted.name, {}).items():
-            tensor = value if isinstance(value, torch.Tensor) else exact(value)
-            if not tensor.ndim and (shape or key in self._counters):
-                found[key] = tensor.clone()  # each piece counts its own steps, in place
-            elif tensor.shape == shape:
-                found[key] = flat(tensor, self._orders.get(wanted.name))[wanted.start : wanted.stop]
+            kind = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            if _is_single(value) and (kind != () or shape or key in self._counters):
+                found.others[key] = deepcopy(value)  # each piece counts its own steps, in place
+            elif kind == shape:
+                found.each[key] = flat(value, self._orders.get(wanted.name))[wanted.start : wanted.stop]
+            elif (key in self._irregular and (wanted.start, wanted.stop) == (0, shape.numel())) or not any(
+                isinstance(each, torch.Tensor) for each in tree_leaves(value)
+            ):
+                found.others[key] = deepcopy(value)
             else:
                 raise ConfigError(
-                    f"the optimizer in {self._path} keeps {key!r} of {wanted.name} with shape {tuple(tensor.shape)}, "
-                    f"and the parameter has {tuple(shape)}: it was built of other parameters, or in another order"
+                    f"the optimizer in {self._path} keeps {key!r} of {wanted.name} with shape {kind}, and the "
+                    f"parameter has {tuple(shape)}: it was built of other parameters, or in another order"
                 )
         return found
+
+
+def _is_single(value: Any) -> bool:
+    """Whether it is one value, of whatever."""
+    return not value.ndim if isinstance(value, torch.Tensor) else isinstance(value, bool | int | float)
 
 
 def _verify(path: Path) -> None:

@@ -75,10 +75,17 @@ class Finding(NamedTuple):
     Attributes:
         unit: it may be stepped by itself; None if all of the model must be stepped by one optimizer.
         reason: why it may not be less: words that follow the name of the optimizer.
+        irregular: names of statistics of a tensor that are not one value for each of its values, nor a single one.
     """
 
     unit: Unit | None
     reason: str
+    irregular: frozenset[str] = frozenset()
+
+    @property
+    def whole(self) -> bool:
+        """Whether ranks share out whole tensors."""
+        return self.unit is Unit.TENSOR
 
 
 class _Subject(NamedTuple):
@@ -114,17 +121,21 @@ def finding(inner: torch.optim.Optimizer, model: torch.nn.Module) -> Finding:
         inner: the optimizer, built of the model's parameters, before its first step.
         model: the model that it was built of.
     """
-    why = _why_not(Unit.VALUE, inner, model)
+    irregular: set[str] = set()
+    why = _why_not(Unit.VALUE, inner, model, irregular)
     if why is None:
         return Finding(Unit.VALUE, "")
-    worse = _why_not(Unit.TENSOR, inner, model)
-    return Finding(Unit.TENSOR, why) if worse is None else Finding(None, worse)
+    worse = _why_not(Unit.TENSOR, inner, model, irregular)
+    return Finding(Unit.TENSOR, why, frozenset(irregular)) if worse is None else Finding(None, worse)
 
 
-def _why_not(unit: Unit, inner: torch.optim.Optimizer, model: torch.nn.Module) -> str | None:
-    """Why ranks cannot share out such units: words that follow the optimizer's name. None if they can."""
+def _why_not(unit: Unit, inner: torch.optim.Optimizer, model: torch.nn.Module, irregular: set[str]) -> str | None:
+    """Why ranks cannot share out such units: words that follow the optimizer's name. None if they can.
+
+    Names of statistics of tensors that stay whole are added to `irregular`, as in `Finding`.
+    """
     reals = [each for group in inner.param_groups for each in group["params"]]
-    if problem := _of_state(inner.state, reals, unit):
+    if problem := _of_state(inner.state, reals, unit, irregular):
         return problem
     with _same_chance({each.device for each in reals}) as chance, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -133,7 +144,7 @@ def _why_not(unit: Unit, inner: torch.optim.Optimizer, model: torch.nn.Module) -
                 subjects = list(_subjects(inner, shapes, 1 if unit is Unit.VALUE else 2))
                 # Of large tensors that stay whole only the state matters.
                 steps = _COMPARED_EVERY if unit is Unit.TENSOR and shapes is _LARGE else _STEPS
-                if subjects and (problem := _tried(unit, steps, subjects, inner, model, chance)):
+                if subjects and (problem := _tried(unit, steps, subjects, inner, model, chance, irregular)):
                     return problem
         except Exception as error:  # noqa: BLE001 (whatever it is: it was not seen to work)
             said = (str(error).strip() or "it says no more").split("\n", 1)[0]
@@ -298,6 +309,7 @@ def _tried(
     inner: torch.optim.Optimizer,
     model: torch.nn.Module,
     chance: Callable[[], object],
+    irregular: set[str],
 ) -> str | None:
     whole = [_Part(0, number, 0, each.values.numel(), each.values.clone()) for number, each in enumerate(subjects)]
     shares = _shares(whole, unit)
@@ -313,7 +325,7 @@ def _tried(
             optimizer.step()
         if chance() != before:
             return _DRAWS
-        if problem := _of_state(one.state, [part.tensor for part in whole], unit):
+        if problem := _of_state(one.state, [part.tensor for part in whole], unit, irregular):
             return problem
         if step % _COMPARED_EVERY == _COMPARED_EVERY - 1 and (
             problem := _of_weights(subjects, whole, shares, unit) or _of_numbers(one, ranks, whole, shares, unit)
@@ -410,20 +422,23 @@ def _cut(value: Any, whole: torch.Tensor, part: _Part) -> Any:
 # ------------------------------------------------------------------------------------------------------------- findings
 
 
-def _of_state(state: Mapping[Any, Any], tensors: Iterable[torch.Tensor], unit: Unit) -> str | None:
+def _of_state(state: Mapping[Any, Any], tensors: Iterable[torch.Tensor], unit: Unit, irregular: set[str]) -> str | None:
     """Whether something is kept of a tensor that cannot be cut, or cannot be saved."""
     for tensor in tensors:
         for key, value in state.get(tensor, {}).items():
+            shape = value.shape if isinstance(value, torch.Tensor) else None
+            if isinstance(value, bool | int | float) or shape in (tensor.shape, ()):
+                continue
             if unit is Unit.TENSOR:
+                irregular.add(key)
                 try:
                     pack(value, repr(key), {})
                 except ConfigError as error:
                     return f"keeps {str(error).split(',')[0].replace(' is of', ', of', 1)}, which cannot be saved"
-            elif isinstance(value, torch.Tensor):
-                if value.shape != tensor.shape and value.numel() != 1:
-                    return f"keeps {key!r} of shape {tuple(value.shape)} for a tensor of shape {tuple(tensor.shape)}"
-            elif not isinstance(value, bool | int | float):
+            elif shape is None:
                 return f"keeps {key!r} for each tensor, which is no tensor or number but a {type(value).__name__}"
+            elif shape.numel() != 1:
+                return f"keeps {key!r} of shape {tuple(shape)} for a tensor of shape {tuple(tensor.shape)}"
     return None
 
 

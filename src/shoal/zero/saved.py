@@ -13,7 +13,7 @@ counter with it: it can be moved or replaced on its own.
 ===================  ==============================================================================================
 ``index.json``       meaning
 ===================  ==============================================================================================
-``format``           1; 2 if there is an ``order``, 3 if one is of rows
+``format``           1; 2 if there is an ``order``; 3 if one is of rows, or anything is ``whole``
 ``id``               a random text, so that no two checkpoints are taken for one
 ``parameters``       of each trained parameter: ``shape``; and ``order`` if its values are counted in another order than
                      that of the shape: the dimensions, the slowest first (channels last), or ``["rows", FACTOR]``: row
@@ -24,20 +24,24 @@ counter with it: it can be moved or replaced on its own.
 ``optimizer``        its class, for people to read
 ``common``           what the optimizer keeps of no parameter: its type, and the value (not in older checkpoints)
 ``numbers``          statistics that are no tensors: the names of their types (not in older checkpoints)
+``whole``            statistics of other shapes, by parameter and name: as `pack` writes them (not in older checkpoints)
 ``files``            of each file: ``bytes``, and its ``pieces`` as ``[NAME, START, STOP]``
 ``extra``            what the user gave, as `pack` writes it
 ``checksum``         of the rest of this file, see `tensor_files.seal` (not in older checkpoints: read unchecked)
 ===================  ==============================================================================================
 
 JSON allows only texts as keys, and has neither tuples nor sets. Such a value of `extra` becomes an object of one entry,
-whose key names its type: ``{"(dict)": [[KEY, VALUE], …]}``, ``{"(tuple)": [VALUE, …]}``.
+whose key names its type: ``{"(dict)": [[KEY, VALUE], …]}``, ``{"(tuple)": [VALUE, …]}``. A tensor in a statistic
+becomes ``{"(tensor)": [PLACE, STRIDES]}``.
 
 A file has the checksums of its tensors, by name, among its metadata. A rank checks the names in each file, and each
 tensor before it first takes a value of it. So flipped bytes are found by whoever would take them over, and no rank
 reads what it does not need.
 
-In a file, ``NAME|START:STOP|value`` are a piece's values, and ``NAME|START:STOP|state|KEY`` is one of its statistics.
-``residual|NAME`` is what the rank has not sent of a parameter's gradients (`top_k`), whole.
+In a file, ``NAME|START:STOP|value`` are a piece's values, and ``NAME|START:STOP|state|KEY`` is one of its statistics:
+one value for each of its values, or a single one. Statistics of other shapes (the rows' means of Adafactor, the
+matrices of Shampoo) are of a whole parameter: their tensors are under ``NAME|0:STOP|whole|PLACE``. ``residual|NAME`` is
+what the rank has not sent of a parameter's gradients (`top_k`), whole.
 """
 
 from __future__ import annotations
@@ -64,6 +68,7 @@ __all__ = [
     "INDEX",
     "Range",
     "Saved",
+    "Statistics",
     "checksums",
     "consolidate",
     "exact",
@@ -77,6 +82,7 @@ __all__ = [
     "untyped",
     "value_key",
     "warn_unchecked",
+    "whole_key",
     "written",
 ]
 
@@ -99,6 +105,11 @@ def value_key(piece: Piece | Range) -> str:
 def state_key(piece: Piece | Range, key: str) -> str:
     """The key of one of a piece's statistics."""
     return f"{_place(piece)}|state|{key}"
+
+
+def whole_key(piece: Piece | Range, place: str) -> str:
+    """The key of a tensor in what is kept of a whole parameter."""
+    return f"{_place(piece)}|whole|{place}"
 
 
 def residual_key(name: str) -> str:
@@ -157,6 +168,18 @@ def _read(entry: Sequence[Any] | None, rows: int) -> Order:
     if entry and entry[0] == _ROWS:
         return Scattered(rows, entry[1])
     return tuple(entry) if entry else None
+
+
+class Statistics(NamedTuple):
+    """The state of an optimizer for a range of a parameter's values.
+
+    Attributes:
+        each: one value for each of them, one-dimensional.
+        others: numbers, and what the optimizer keeps of the whole parameter, as it keeps it.
+    """
+
+    each: dict[str, torch.Tensor]
+    others: dict[str, Any]
 
 
 class Range(NamedTuple):
@@ -314,13 +337,38 @@ class Saved:
             parts.append(self._files[file].get_slice(value_key(piece))[part])
         return torch.cat(parts) if parts else torch.empty(0)
 
-    def statistics(self, wanted: Piece | Range) -> dict[str, torch.Tensor]:
+    def statistics(self, wanted: Piece | Range) -> Statistics:
         """The optimizer's of a range; a single value, such as a step counter, is that of where the range begins.
 
         Each call gives memory of its own: tiles of one saved piece count their steps in place.
         """
         keys = {key for piece, _, _ in self._overlaps(wanted) for key in self._keys.get(_place(piece), ())}
-        return {key: self._statistic(wanted, key) for key in sorted(keys)}
+        found, kinds = Statistics({}, self._of_the_whole(wanted)), self.index.get("numbers", {})
+        for key in sorted(keys):
+            value = self._statistic(wanted, key)
+            if value.ndim:
+                found.each[key] = value
+            else:
+                found.others[key] = number(value, kinds[key]) if key in kinds else value
+        return found
+
+    def _of_the_whole(self, wanted: Piece | Range) -> dict[str, Any]:
+        """What is kept of a parameter as a whole. Raises `ConfigError` if that has tensors, and a part is wanted."""
+        packed = self.index.get("whole", {}).get(wanted.name, {})
+
+        def tensor(place: str) -> torch.Tensor:
+            ((piece, file, _), *others) = self._overlaps(wanted)
+            if others or (piece.start, piece.stop) != (wanted.start, wanted.stop):
+                raise ConfigError(
+                    f"{self._folder} has {place!r} of {wanted.name} as a whole, and here that is cut: load it in stage "
+                    "1 or 2, with an optimizer that needs whole tensors"
+                )
+            key = whole_key(piece, place)
+            self._verify(file, key)
+            found: torch.Tensor = self._files[file].get_tensor(key)
+            return found
+
+        return {key: unpack(each, tensor) for key, each in packed.items()}
 
     def _statistic(self, wanted: Piece | Range, key: str) -> torch.Tensor:
         first = self._part(wanted, key, *next(self._overlaps(wanted)))
@@ -367,7 +415,7 @@ def consolidate(path: str | os.PathLike[str]) -> dict[str, Any]:
     saved = Saved(location(path))
     index = saved.index
     listed = [name for group in index["groups"] for name in group["listed"]]  # plain torch counts frozen ones, too
-    numbers, kinds = {name: place for place, name in enumerate(listed)}, index.get("numbers", {})
+    numbers = {name: place for place, name in enumerate(listed)}
     weights: dict[str, torch.Tensor] = {}
     state: dict[int, dict[str, Any]] = {}
     with saved.opened():
@@ -376,11 +424,9 @@ def consolidate(path: str | os.PathLike[str]) -> dict[str, Any]:
             whole = Range(name, 0, torch.Size(shape).numel())
             weights[name] = saved.values(whole).reshape(shape)
             statistics = saved.statistics(whole)
-            if statistics:
-                state[numbers[name]] = {
-                    key: number(each, kinds[key]) if key in kinds else each.reshape(shape) if each.ndim else each
-                    for key, each in statistics.items()
-                }
+            if any(statistics):
+                each = {key: value.reshape(shape) for key, value in statistics.each.items()}
+                state[numbers[name]] = each | statistics.others
         weights.update({name: saved.other(name) for name in index["others"]})
     weights.update({alias: weights[name] for alias, name in index["aliases"].items()})
     common = {key: untyped(entry) for key, entry in index.get("common", {}).items()}
@@ -426,7 +472,8 @@ def pack(value: Any, where: str = "extra", tensors: dict[str, torch.Tensor] | No
     kind = type(value)
     if tensors is not None and isinstance(value, torch.Tensor):
         tensors[where] = value
-        return {_TENSOR: where}
+        # Products of matrices are rounded otherwise if one lies otherwise in memory.
+        return {_TENSOR: [where, list(torch.empty_like(value, device="meta").stride())]}
     if kind is list:
         return [pack(each, f"{where}[{index}]", tensors) for index, each in enumerate(value)]
     if kind is dict and all(type(key) is str and key not in _SPECIAL for key in value):
@@ -444,16 +491,25 @@ def pack(value: Any, where: str = "extra", tensors: dict[str, torch.Tensor] | No
     )
 
 
-def unpack(value: Any) -> Any:
-    """The value that was given to `pack`."""
+def unpack(value: Any, tensor: Callable[[str], torch.Tensor] | None = None) -> Any:
+    """The value that was given to `pack`.
+
+    Args:
+        value: what that returned.
+        tensor: finds the tensor of a place; None if there is none.
+    """
     if isinstance(value, list):
-        return [unpack(each) for each in value]
+        return [unpack(each, tensor) for each in value]
     if not isinstance(value, dict):
         return value
+    if tensor is not None and _TENSOR in value:
+        place, steps = value[_TENSOR]
+        found = tensor(place)
+        return torch.empty_strided(found.shape, steps, dtype=found.dtype, device=found.device).copy_(found)
     for name, kind in _PAIRS.items():
         if name in value:
-            return kind({unpack(key): unpack(each) for key, each in value[name]})
+            return kind({unpack(key): unpack(each, tensor) for key, each in value[name]})
     for name, listed in _LISTED.items():
         if name in value:
-            return listed(unpack(each) for each in value[name])
-    return {key: unpack(each) for key, each in value.items()}
+            return listed(unpack(each, tensor) for each in value[name])
+    return {key: unpack(each, tensor) for key, each in value.items()}

@@ -156,18 +156,27 @@ def shard(  # noqa: PLR0913 (the choices of its users)
             carrier = FsdpEngine(model, stage, collectives, _partitioned.get(model, (None, None))[1])
         parameters = dict(named_parameters(model))
         inner = _build(optimizer_factory, parameters)
-        whole = _needs_whole_tensors(inner, model, cuts=carrier is None)
+        judged = _judged(inner, model, cuts=carrier is None)
         if carrier is None:
-            _check_lazy(inner, model, parameters, places, whole=whole, top_k=top_k)
+            _check_lazy(inner, model, parameters, places, whole=judged.whole, top_k=top_k)
         listed = _names(inner, parameters)
         places.prepare(inner, model, stage, dtype, 1 if carrier is not None else collectives.ranks)
-    agreement.alike(_groups(inner, listed, whole), "optimizer")
+    agreement.alike(_groups(inner, listed, judged), "optimizer")
     if carrier is None:  # the model is as it was until here
         with agreement.together():
-            carrier = _cut(model, inner, stage, dtype, collectives, places, whole=whole, top_k=top_k)
+            carrier = _cut(model, inner, stage, dtype, collectives, places, whole=judged.whole, top_k=top_k)
     with agreement.together():
         places.settle(inner)
-    optimizer = ShardedOptimizer(model, inner, carrier, collectives, places, listed, skip_nonfinite=skip_nonfinite)
+    optimizer = ShardedOptimizer(
+        model,
+        inner,
+        carrier,
+        collectives,
+        places,
+        listed,
+        skip_nonfinite=skip_nonfinite,
+        irregular=judged.irregular,
+    )
     _sharded.add(model)
     return model, optimizer
 
@@ -201,9 +210,9 @@ def _description(model: torch.nn.Module) -> str:
     return "\n".join(lines)
 
 
-def _groups(inner: torch.optim.Optimizer, names: Sequence[Sequence[str]], whole: bool) -> str:
+def _groups(inner: torch.optim.Optimizer, names: Sequence[Sequence[str]], found: Finding) -> str:
     """The description of an optimizer that must be equal on all ranks."""
-    lines = [f"{type(inner).__name__} of {'whole tensors' if whole else 'values'}"]
+    lines = [f"{type(inner).__name__}, of which a rank steps {found.unit.value if found.unit else 'row'}s"]
     lines += [f"group {number} has {len(listed)} parameters: {' '.join(listed)}" for number, listed in enumerate(names)]
     return "\n".join([*lines, described(inner.param_groups)])
 
@@ -305,24 +314,24 @@ def _build(factory: OptimizerFactory, parameters: Mapping[str, torch.nn.Paramete
     return inner
 
 
-def _needs_whole_tensors(inner: torch.optim.Optimizer, model: torch.nn.Module, *, cuts: bool) -> bool:
-    """Whether stages 1 and 2 (`cuts`) must not cut its tensors. Raises `ConfigError` if it cannot be sharded."""
+def _judged(inner: torch.optim.Optimizer, model: torch.nn.Module, *, cuts: bool) -> Finding:
+    """What ranks may share out of it, for stages 1 and 2 or for stage 3. Raises `ConfigError` if nothing."""
     if cuts and isinstance(inner, torch.optim.SparseAdam):
-        return False  # it takes no dense gradients to be tried with
-    unit, reason = finding(inner, model) if cuts else Finding(Unit.TENSOR, why_not_sharded(inner, model) or "")
-    if unit is None:
+        return Finding(Unit.VALUE, "")  # it takes no dense gradients to be tried with
+    found = finding(inner, model) if cuts else Finding(None, why_not_sharded(inner, model) or "")
+    if cuts and found.unit is None:
         raise ConfigError(
-            f"optimizer_factory built {type(inner).__name__}, which {reason}: in stages 1 and 2 one rank alone steps a "
-            "tensor, or a piece of it. Use an optimizer that treats each tensor by itself (all of torch.optim but "
-            "LBFGS and SparseAdam do, and LAMB, LARS, Shampoo, SOAP and others), leave clipping by the norm of all "
-            "gradients to optimizer.clip_grad_norm_(), or train without sharding"
+            f"optimizer_factory built {type(inner).__name__}, which {found.reason}: in stages 1 and 2 one rank alone "
+            "steps a tensor, or a piece of it. Use an optimizer that treats each tensor by itself (those of "
+            "torch.optim but LBFGS and SparseAdam; LAMB, LARS, Shampoo, SOAP and others), leave clipping by the norm "
+            "of all gradients to optimizer.clip_grad_norm_(), or train without sharding"
         )
-    if not cuts and reason:
+    if not cuts and found.reason:
         raise ConfigError(
-            f"optimizer_factory built {type(inner).__name__}, which {reason}: use another optimizer, or train without "
-            "sharding"
+            f"optimizer_factory built {type(inner).__name__}, which {found.reason}: use another optimizer, or train "
+            "without sharding"
         )
-    return unit is Unit.TENSOR
+    return found
 
 
 def _check_lazy(

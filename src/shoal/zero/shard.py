@@ -141,8 +141,8 @@ def shard(  # noqa: PLR0913 (the choices of its users)
         source = None if weights is None or again else weights_in(weights)
         start = Start(model, source, (found.rank(), found.size()) if stage == 3 else None)
     place = offload if offload in (None, "cpu") else "to a folder"
-    what = f"stage {stage}, dtype {dtype}, skip_nonfinite {bool(skip_nonfinite)}, offload {place}\ntop_k {top_k}"
-    what += f"\nweights {source and source.identity}"
+    what = f"stage {stage}, dtype {dtype}, skip_nonfinite {bool(skip_nonfinite)}"
+    what += f"\noffload {place}\ntop_k {top_k}\nweights {source and source.identity}"
     description = f"{what}\n{_description(model)}\nunits {_places(model, parts)}"
     agreement.alike(description, "model, stage, dtype, skip_nonfinite, units, offload, top_k and weights")
     number = int(agreement.gather(str(next(_models)))[0])

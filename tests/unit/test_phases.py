@@ -165,6 +165,25 @@ def test_a_trainer_waits_for_a_round_and_at_the_end(phase: RunPhase, *, states_d
     }
 
 
+@pytest.mark.parametrize("delays", [False, True])
+@pytest.mark.parametrize("auxiliary", [False, True])
+def test_who_has_no_batches_waits_and_who_delays_does_not(*, auxiliary: bool, delays: bool) -> None:
+    """Until it may leave, and the last average is here; a step or a better state is taken at once by all."""
+    waits = dict[RunPhase, list[bool]]()
+    for phase in RunPhase:
+        machine = PhaseMachine(auxiliary=auxiliary, delays=delays)
+        for event in TO[phase]:
+            machine.happened(event)
+        waits[phase] = [machine.trainer_waits(for_states=False, may_leave=may_leave) for may_leave in (False, True)]
+    assert waits == {
+        COLLECTING: [auxiliary, False],
+        AVERAGING: [True, False] if auxiliary else [not delays] * 2,
+        STEPPING: [False, False],
+        BEHIND: [False, False],
+        ENDING: [True, False],
+    }
+
+
 def test_the_page_of_the_protocol_has_the_tables() -> None:
     """`docs/protocol.md` shows what the machine does."""
     page = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text(encoding="utf-8")

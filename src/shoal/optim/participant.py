@@ -94,7 +94,7 @@ class Participant:
                 "(in a notebook, before the cell is run again), or give this one another run_id"
             )
         self.core, self.training, self.settings = core, training, settings
-        self._machine = PhaseMachine()
+        self._machine = PhaseMachine(auxiliary=settings.auxiliary, delays=settings.delay_grad_averaging)
         self._notices = Notices(core.env.events, settings.run_id)
         self.own = OwnState(core, training, lock, self._notices, auxiliary=settings.auxiliary)
         self._end = RunEnd(core.peer_id, settings.end_patience_s)
@@ -520,10 +520,6 @@ class Participant:
 
     def _trainer_waits(self) -> bool:
         if self._closed or self.failure is not None:
-            return False
-        if self.settings.auxiliary and self.phase in (RunPhase.COLLECTING, RunPhase.AVERAGING):
-            return not self.finished
-        if self.settings.delay_grad_averaging and self.phase is RunPhase.AVERAGING:
             return False
         return self._machine.trainer_waits(
             for_states=self.at_end or not self.settings.delay_state_averaging, may_leave=self._end.over(self.epoch)

@@ -44,11 +44,11 @@ class RunPhase(enum.Enum):
 PHASES = {
     RunPhase.COLLECTING: (
         "the swarm has fewer than `target_batch_size` samples at our state",
-        "goes on with the next batch",
+        "goes on with the next batch; an auxiliary peer has none, and waits",
     ),
     RunPhase.AVERAGING: (
         "there are enough: the gradients are averaged with all at our state",
-        "waits for the round",
+        "waits for the round; with `delay_grad_averaging` goes on, unless it is auxiliary",
     ),
     RunPhase.STEPPING: (
         "an average is here, of the gradients or of the states",
@@ -198,12 +198,17 @@ class Situation:
 class PhaseMachine:
     """The phase of one peer.
 
+    Args:
+        auxiliary: it has no batches.
+        delays: its trainer goes on while gradients are averaged.
+
     Attributes:
         phase: now.
         states_due: the states are to be averaged, or are being averaged: until then looks change nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, auxiliary: bool = False, delays: bool = False) -> None:
+        self._auxiliary, self._delays = auxiliary, delays
         self.phase = RunPhase.COLLECTING
         self.states_due = False
         self._sought = False
@@ -245,7 +250,10 @@ class PhaseMachine:
 
     def trainer_waits(self, *, for_states: bool, may_leave: bool) -> bool:
         """Whether the trainer stands still at its step; also while states are averaged, if it waits `for_states`."""
-        if self.phase is RunPhase.ENDING:
-            return self.states_due or not may_leave
         averages = self.phase is RunPhase.AVERAGING
-        return averages or (self.states_due and for_states and self.phase is not RunPhase.STEPPING)
+        idle = self._auxiliary and (averages or self.phase is RunPhase.COLLECTING)
+        if idle or self.phase is RunPhase.ENDING:
+            return self.states_due or not may_leave
+        if averages:
+            return not self._delays
+        return self.states_due and for_states and self.phase is not RunPhase.STEPPING

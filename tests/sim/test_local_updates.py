@@ -133,6 +133,20 @@ def test_what_the_steps_change_in_the_groups_is_not_the_swarm_s() -> None:
     sim.run(main, seed=5)
 
 
+def test_sparse_gradients_leave_statistics_that_newcomers_can_be_given() -> None:
+    """SGD's momentum was sparse, so nobody got in; Adam took no step at all. The batch's own gradient stays."""
+    table = torch.nn.Parameter(torch.ones(5, 2))
+    for inner in (torch.optim.SGD([table], lr=0.1, momentum=0.9), torch.optim.Adam([table], lr=0.1)):
+        with torch.no_grad():
+            table.fill_(1.0)
+        training = LocalTrainingState(inner)
+        table.grad = torch.tensor([[0.0, 0.0], [1.0, 1.0], *[[0.0, 0.0]] * 3]).to_sparse(1)
+        assert training.accumulate(2)
+        assert table.grad.is_sparse
+        assert table[1].tolist() != [1.0, 1.0] == table[0].tolist()
+        assert all(tensor.layout is torch.strided for tensor in training.export()[1])
+
+
 def test_statistics_that_the_optimizer_does_not_keep_are_refused() -> None:
     """By name, with those that there are."""
     parameters = model()
@@ -225,6 +239,43 @@ def test_nobody_may_leave_before_the_last_average() -> None:
         await run.close()
 
     sim.run(main, seed=3)
+
+
+@pytest.mark.parametrize("fails", [["p0"], ["p0", "p1"]])
+def test_a_last_average_that_fails_is_tried_again(fails: list[str]) -> None:
+    """Each peer left with its own parameters, on a machine so busy that a peer was silent for a second just then."""
+
+    async def main() -> None:
+        run = Run(target=2 * BATCH)
+        for name in ("p0", "p1"):
+            await run.add(name, **LOCAL)
+        await sim.sleep(3.0)
+        run.announce_end(3)
+        failed: list[Trainer] = []
+
+        def fail_once(trainer: Trainer) -> None:
+            whole = trainer.participant._rounds.run
+
+            async def fails_at_the_end(*args: Any, **options: Any) -> Any:
+                if not trainer.participant.at_end or trainer in failed:
+                    return await whole(*args, **options)
+                failed.append(trainer)
+                return None
+
+            trainer.participant._rounds.run = fails_at_the_end  # type: ignore[method-assign]
+
+        for name in fails:
+            fail_once(run.trainers[name])
+
+        async def train(trainer: Trainer) -> None:
+            await trainer.train(BATCH, duration_s=0.1, until=lambda: False)
+
+        await asyncio.gather(*(run.swarm.run_on(name, train, trainer) for name, trainer in run.trainers.items()))
+        assert len(failed) == len(fails)
+        assert run.agree(["p0", "p1"])
+        await run.close()
+
+    sim.run(main, seed=5)
 
 
 def test_a_peer_alone_trains_as_without_a_swarm() -> None:
@@ -343,3 +394,24 @@ def weather(seed: int) -> None:
         await run.close()
 
     sim.run(main, seed=seed)
+
+
+def test_a_follower_of_the_last_step_of_a_peer_alone_ended_with_other_parameters() -> None:
+    """It had those that the step began with, and not what was trained before it was taken: so their name is another."""
+
+    async def main() -> None:
+        run = Run(target=2 * BATCH)
+        first, second = await run.add("p0", **LOCAL), await run.add("p1", **LOCAL)
+        await sim.sleep(3.0)
+        run.announce_end(2)
+        work = run.swarm.spawn("p0", first.train(BATCH, duration_s=0.1, until=lambda: False))
+        while not first.participant.at_end:
+            await sim.sleep(0.01)
+        stepped = first.participant.state
+        await run.swarm.run_on("p1", second.train, BATCH, duration_s=0.1, until=lambda: False)
+        await work
+        assert run.agree(["p0", "p1"])
+        assert first.participant.state.samples == stepped.samples + 1
+        await run.close()
+
+    sim.run(main, seed=1)

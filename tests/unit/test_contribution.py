@@ -104,3 +104,11 @@ def test_a_peer_that_was_stopped_is_not_told() -> None:
             why = contribution.state_changed(epoch + epochs, processed=8 * count, batches=count, held=0, now=now)
             assert why is None
         contribution.counted(8)
+
+
+def test_states_that_are_loaded_at_one_epoch_are_no_epochs() -> None:
+    """A loop that loads a state dict after each batch ended with a ZeroDivisionError, or went back in epochs."""
+    contribution = Contribution()
+    for number in range(1, 61):
+        epoch = max(3, 20 - number)
+        assert contribution.state_changed(epoch, processed=number, batches=number, held=0, now=10.0 * number) is None

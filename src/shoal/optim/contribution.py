@@ -105,10 +105,11 @@ class Contribution:
         self._used += used
         few = self._states >= _LOOKED_AT and self._used * _PART <= self._states
         none = self._lost >= _LOST and now - self._since.time >= _LOST_S
-        if self._told or not (few or none):
+        first = self._since if none else self._begun
+        if self._told or not (few or none) or epoch <= first.epoch:  # states that were loaded are of no later epoch
             return None
         self._told = True
-        return _why(self._since if none else self._begun, now_at)
+        return _why(first, now_at)
 
 
 def _why(first: _Mark, last: _Mark) -> str:

@@ -95,17 +95,20 @@ class LocalTrainingState(TrainingState):
         return _LocalSteps(self._step_locally)
 
     def _step_locally(self) -> None:
-        frozen = [parameter.grad for parameter in self._frozen]
+        own = [parameter.grad for parameter in self.parameters]
         before = [dict(group) for group in self.optimizer.param_groups]
         try:
             for parameter in self._frozen:
                 parameter.grad = None
+            for parameter in self.trained:
+                if parameter.grad is not None:  # of sparse ones come sparse statistics, which newcomers cannot be given
+                    parameter.grad = parameter.grad.to_dense()
             self._step_watched()
             for group, was in zip(self.optimizer.param_groups, before, strict=True):
                 self.own_options.update(name for name in group if _changed(group[name], was.get(name)))
         finally:
             self.stepping = False
-            for parameter, gradient in zip(self._frozen, frozen, strict=True):
+            for parameter, gradient in zip(self.parameters, own, strict=True):
                 parameter.grad = gradient
 
     def contribute(self) -> tuple[float, float]:

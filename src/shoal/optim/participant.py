@@ -603,27 +603,45 @@ class Participant:
                 stepped &= self._stepped_with()
                 return stepped
 
-            if stepped <= me:
-                return
-            result = await self._rounds.run(
-                self._states,
-                tag=name.group_tag,
-                hopeless=lambda view: view.behind or those_here() <= me,
-                expected=those_here,
-                prepare=lambda _: (float(self.own.name == name and not self.training.evaluates), 1.0),
-                apply=lambda vector: None,  # the trainer will
-                gather=self._counts.said() if self.at_end and self._counts else None,
-            )
+            result = None
+            if stepped > me:
+                result = await self._rounds.run(
+                    self._states,
+                    tag=name.group_tag,
+                    hopeless=lambda view: view.behind or those_here() <= me,
+                    expected=those_here,
+                    prepare=lambda _: (float(self.own.name == name and not self.training.evaluates), 1.0),
+                    apply=lambda vector: None,  # the trainer will
+                    gather=self._counts.said() if self.at_end and self._counts else None,
+                )
         finally:
             self._machine.states_due = False
             self._moves.notify()  # the trainer may wait
-        if result is not None and self.own.name == name:
+        if self.own.name != name:
+            return
+        if result is None:
+            if self.at_end:
+                await self._without_last_average(name)
+        else:
             counts = self._counts.chosen(result.gathered, result.outcome.contributors)
             members = [member.contact.peer for member in result.outcome.members]
             self._companions.share(members, name.key, result.duration_s)
             self._ready(partial(self._take_states, counts), name.after_averaging(result), len(members))
             if counts is None:  # else a follower would lack them: it downloads the state, which is the last one
                 await self._steps.add_round(name, result, self._states.vector)
+
+    async def _without_last_average(self, name: StateName) -> None:
+        """The last average failed: no other one makes up for it, so it is tried again while a member is alive."""
+        view, members = self.view(), self.last_round.outcome.members if self.last_round is not None else ()
+        alive = {member.contact.peer for member in members} & set(view.peers) - {self.core.peer_id}
+        if alive:
+            if not view.behind and self._end.waits(self._now()):
+                self._machine.states_due = True
+                await self._news.next(1.0)
+        elif len(view.peers) > 1:
+            # Those who followed our last step, or were given a copy, have not what differs by design as it is now.
+            last = name.after_last_average_alone(self.core.env.rng.randbytes(16), self.core.peer_id.raw)
+            self._ready(lambda: None, last, 1)
 
     def _take_states(self, counts: bytes | None) -> None:
         self._states.vector.apply(self._states.settings.averaging_alpha)

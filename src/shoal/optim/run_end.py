@@ -82,6 +82,10 @@ class RunEnd:
         """Whether a peer at this epoch may leave, by what it saw when it looked last."""
         return self.reached(epoch) and self._over_at == epoch
 
+    def waits(self, now: float) -> bool:
+        """Whether this peer has not waited long enough for the others at the end."""
+        return self._since is None or now - self._since < self._patience_s
+
     def observe(self, epoch: int, view: SwarmView, now: float, *, average_due: bool = False) -> bool:
         """A peer at this epoch sees the swarm. True if it may leave now, and could not before.
 
@@ -95,6 +99,6 @@ class RunEnd:
             self._since = now
         all_here = len(view.together) - len(view.coming) == len(view.peers)
         all_here &= not average_due or len(view.peers) == 1
-        enough = before or all_here or (self._since is not None and now - self._since >= self._patience_s)
+        enough = before or all_here or not self.waits(now)
         self._over_at = epoch if self._since is not None and not view.behind and enough else None
         return self.over(epoch) and not before

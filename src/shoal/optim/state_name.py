@@ -81,6 +81,11 @@ class StateName(NamedTuple):
         digest = hashlib.sha256(b"shoal state" + self.digest + _history(result)).digest()
         return StateName(self.epoch, digest, min(self.samples + 1, MAX_SAMPLES))
 
+    def after_last_average_alone(self, chance: bytes, peer: bytes) -> StateName:
+        """After the end of the run, where nobody is left to average the states with; 16 random bytes name it."""
+        digest = hashlib.sha256(b"shoal state" + self.digest + chance + peer).digest()
+        return StateName(self.epoch, digest, min(self.samples + 1, MAX_SAMPLES))
+
     def after_interruption(self, chance: bytes, peer: bytes, *, step: bool) -> StateName:
         """After a swarm step, or an averaging of states, that was not taken to its end; 16 random bytes name it.
 

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -163,4 +164,13 @@ def _serve(pipe: Connection) -> None:
         except Exception as error:  # noqa: BLE001 (said to the test)
             result = Failed(type(error).__name__, str(error))
         dist.destroy_process_group()
+        _forget_meshes()
         pipe.send_bytes(pickle.dumps(result))  # tensors by value: the pipe's own pickling shares their memory
+
+
+def _forget_meshes() -> None:
+    """Torch remembers the results of DTensor's operations, with a mesh whose process group is gone."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]

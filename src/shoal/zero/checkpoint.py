@@ -76,12 +76,13 @@ def save(
         RankLost: a rank is gone; there is no checkpoint then.
     """
     collectives = optimizer.collectives
-    agreement = Agreement(collectives.group, collectives.watch)
+    leads = collectives.everyone.rank() == 0
+    agreement = Agreement(collectives.everyone, collectives.watch)
     with agreement.together():
         target = location(path)
         if target.exists():
             raise ConfigError(f"path exists already: choose another one, or remove {target}")
-        kept = pack(dict(extra or {})) if collectives.rank == 0 else {}
+        kept = pack(dict(extra or {})) if leads else {}
     agreement.alike(str(target), "path")
     identity = agreement.gather(secrets.token_hex(8))[0]
     folder = target.with_name(f".{target.name}.{identity}")
@@ -89,10 +90,12 @@ def save(
     try:
         with agreement.together(), _unwritable(target):
             folder.mkdir(parents=True, exist_ok=True)
-            entry = _write(folder, optimizer, others if collectives.rank == 0 else {})
-        entries = [json.loads(each) for each in agreement.gather(json.dumps(entry))]
+            first = optimizer.replicas is None or optimizer.replicas.collectives.rank == 0
+            entry = _write(folder, optimizer, others if collectives.rank == 0 else {}) if first else None
+        told = [json.loads(each) for each in agreement.gather(json.dumps(entry))]
+        entries = sorted((each for each in told if each is not None), key=lambda each: each["file"])
         with agreement.together():
-            if collectives.rank == 0:
+            if leads:
                 index = {"id": identity, **_index(model, optimizer, others, entries), "extra": kept}
                 with _unwritable(target):
                     _finish(folder, target, index, consolidated=consolidated)
@@ -287,7 +290,7 @@ def load(
             changed then.
         RankLost: a rank is gone.
     """
-    agreement = Agreement(optimizer.collectives.group, optimizer.collectives.watch)
+    agreement = Agreement(optimizer.collectives.everyone, optimizer.collectives.watch)
     with agreement.together():
         bare = bare_weights(path)
     if bare is not None:

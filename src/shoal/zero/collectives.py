@@ -159,9 +159,10 @@ class Collectives:
 
     Args:
         group: the ranks.
-        watch: the watch of the same ranks.
+        watch: the watch of all ranks.
         device: the device of the tensors.
         model: a number for the sharded model, above 0: the same on all ranks, another one for each model of the group.
+        everyone: all ranks that train the model, of which `group` may be a part; None for those of `group`.
 
     Attributes:
         rank: ours in the group.
@@ -171,8 +172,16 @@ class Collectives:
         scratch: memory for messages under way.
     """
 
-    def __init__(self, group: dist.ProcessGroup, watch: Watch, device: torch.device, model: int = 1) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        watch: Watch,
+        device: torch.device,
+        model: int = 1,
+        everyone: dist.ProcessGroup | None = None,
+    ) -> None:
         self.group, self.watch, self.device, self.model = group, watch, device, model
+        self.everyone = everyone or group
         self.rank, self.ranks, self.tagged = group.rank(), group.size(), _is_gloo(group, device)
         self.traffic, self.scratch = Traffic(), Scratch()
 

@@ -19,6 +19,7 @@ from shoal.zero.flat import FlatEngine
 from shoal.zero.fsdp import FsdpEngine
 from shoal.zero.offload import Offload
 from shoal.zero.parameters import local, named_parameters, unique_bytes
+from shoal.zero.replicas import Replicas
 from shoal.zero.topk import share
 from shoal.zero.watch import Agreement
 
@@ -73,6 +74,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         listed: names of the parameters that the user gave to each group, whichever rank keeps them.
         skip_nonfinite: leave out a step, on all ranks, if a gradient of any rank is infinite or not a number.
         irregular: statistics that the inner optimizer keeps of a whole parameter, in another shape.
+        replicas: the ranks that keep the same share; None if there is one copy.
 
     Attributes:
         reduction: the part of the carrier that has the gradients.
@@ -80,7 +82,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         skipped: how many steps were left out.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (`shard` alone calls it)
         self,
         model: torch.nn.Module,
         inner: torch.optim.Optimizer,
@@ -91,6 +93,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         *,
         skip_nonfinite: bool = True,
         irregular: Collection[str] = (),
+        replicas: Replicas | None = None,
     ) -> None:
         # A rank may own nothing of a group, or of any.
         self.inner, self.carrier, self.skipped = inner, carrier, 0
@@ -98,6 +101,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         trained = {name for name, each in named_parameters(model) if each.requires_grad}
         self.collectives, self.offload = collectives, offload
         self.listed, self.irregular = listed, irregular
+        self.replicas = replicas
         self.names = [[name for name in group if name in trained] for group in listed]
         self._model, self._skip_nonfinite = model, skip_nonfinite
         super().__init__([{"params": [torch.zeros(())]}], dict(inner.defaults))
@@ -142,13 +146,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not norm_type > 0:
             raise ConfigError(f"norm_type must be a number above 0, got {norm_type!r}")
         self.reduction.gradients()  # raises if there are none to clip yet
-        listed = (each for group in self.param_groups for each in group["params"])
-        found = [local(each.grad) for each in listed if each.grad is not None]
-        gradients = [each for each in found if each.numel()]  # of few rows a rank may have none
+        gradients = [each for each in self._settle() if each.numel()]  # of few rows a rank may have none
         norm = self._norm(gradients, float(norm_type))
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
             gradient.mul_(factor.to(gradient.device, gradient.dtype))
+        if self.replicas is not None:
+            self.replicas.seal(gradients, self.reduction.reduced())
         return norm
 
     def _norm(self, gradients: Sequence[torch.Tensor], kind: float) -> torch.Tensor:
@@ -159,10 +163,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             wide = [each.float() if each.itemsize < torch.float32.itemsize else each for each in gradients]
             total = torch.nn.utils.get_total_norm(wide, kind).to(total)
         if math.isinf(kind):
-            self._all_reduce(total, dist.ReduceOp.MAX)
+            self._all_reduce(total, dist.ReduceOp.MAX, self.collectives.group)
             return total
         total = total**kind
-        self._all_reduce(total)
+        self._all_reduce(total, group=self.collectives.group)
         return total ** (1.0 / kind)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -188,6 +192,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             finite, absent = self._agree()
             if finite or not self._skip_nonfinite:
+                self._settle()
                 self.carrier.hand_over(absent, self.inner)
                 self._step_inner()
                 self.collectives.traffic.steps += 1
@@ -274,12 +279,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def _agreement(self) -> Agreement:
-        return Agreement(self.collectives.group, self.collectives.watch)
+        return Agreement(self.collectives.everyone, self.collectives.watch)
 
-    def _all_reduce(self, tensor: torch.Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
+    def _settle(self) -> list[torch.Tensor]:
+        """The gradients of this rank's part, equal on all replicas."""
+        listed = [each.grad for group in self.param_groups for each in group["params"] if each.grad is not None]
+        if self.replicas is not None:
+            self.replicas.settle(listed, self.reduction.reduced())
+        return [local(each) for each in listed]
+
+    def _all_reduce(
+        self, tensor: torch.Tensor, operation: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None
+    ) -> None:
         watch = self.collectives.watch
         with watch.named(watch.turn("an all-reduce")):
-            dist.all_reduce(tensor, operation, group=self.collectives.group)
+            dist.all_reduce(tensor, operation, group=group or self.collectives.everyone)
 
     @property
     def _device(self) -> torch.device:
@@ -303,7 +317,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def traffic(self) -> Traffic:
         """The bytes of tensors that this rank has sent since sharding, without the headers of messages."""
         now = self.collectives.traffic
-        return Traffic(now.reduced, now.gathered, now.steps)
+        among = Traffic() if self.replicas is None else self.replicas.collectives.traffic
+        return Traffic(now.reduced + among.sent, now.gathered, now.steps)
 
     # ---------------------------------------------------------------------------------------------------------- state
 

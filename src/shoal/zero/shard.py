@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
 from shoal.errors import ConfigError
@@ -24,6 +25,7 @@ from shoal.zero.optimizer import Carrier, ShardedOptimizer, described
 from shoal.zero.parameters import named_parameters
 from shoal.zero.plain import overwrite
 from shoal.zero.probe import Finding, Unit, finding, why_not_lazy, why_not_sharded
+from shoal.zero.replicas import Replicas, groups_of
 from shoal.zero.sparse import declared, tables_of
 from shoal.zero.starting import Start, numbers_of_rank_0
 from shoal.zero.tiles import Tile
@@ -55,6 +57,7 @@ def shard(  # noqa: PLR0913 (the choices of its users)
     offload: str | os.PathLike[str] | None = None,
     top_k: float | None = None,
     weights: str | os.PathLike[str] | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> tuple[ModuleT, ShardedOptimizer]:
     """Partition a model's training over the ranks of a process group; all of them call it.
 
@@ -105,6 +108,9 @@ def shard(  # noqa: PLR0913 (the choices of its users)
         weights: the model begins with these: a safetensors file, a folder as `save_pretrained` of Hugging Face writes
             it, or the folder of a checkpoint of `shoal.zero.save`, of which the weights alone are taken. In stage 3
             each rank reads its own rows only. Values are rounded to the dtypes of the model. None for those of rank 0.
+        mesh: hybrid sharding: a DeviceMesh of two dimensions, such as ``init_device_mesh("cpu", (2, 4))`` for 2
+            replicas of 4 ranks each. The ranks of the second dimension share out one copy; those of the first one keep
+            the same share, and take the mean of its gradients before each step. It holds the ranks of `group`.
 
     Returns:
         The same model, and its optimizer.
@@ -119,11 +125,9 @@ def shard(  # noqa: PLR0913 (the choices of its users)
         raise ConfigError(
             "there is no process group: start with torchrun, and call torch.distributed.init_process_group() first"
         )
-    found = dist.group.WORLD if group is None else group
-    if not isinstance(found, dist.ProcessGroup):
-        raise ConfigError(f"group must be a process group that this process belongs to, got {group!r}")
-    watch = Watch(found)
-    agreement = Agreement(found, watch)
+    groups = groups_of(group, mesh)
+    watch = Watch(groups.everyone)
+    agreement = Agreement(groups.everyone, watch)
     with agreement.together():
         again = isinstance(model, torch.nn.Module) and model in _partitioned  # by a call that failed later
         if again and (stage, dtype) != (3, _partitioned[model][0]):
@@ -136,17 +140,17 @@ def shard(  # noqa: PLR0913 (the choices of its users)
         if model in _sharded:
             raise ConfigError("model is sharded already, by an earlier shard(): call it once for a model")
         parts = _units(model, units, stage)
-        if top_k is not None and share(top_k) and (stage == 3 or is_sharded(model)):
-            raise ConfigError("top_k is for stages 1 and 2 of a model to which fully_shard was not applied")
+        _check_sparse(model, stage, top_k, hybrid=mesh is not None)
         source = None if weights is None or again else weights_in(weights)
-        start = Start(model, source, (found.rank(), found.size()) if stage == 3 else None)
+        start = Start(model, source, (groups.shards.rank(), groups.shards.size()) if stage == 3 else None)
     place = offload if offload in (None, "cpu") else "to a folder"
     what = f"stage {stage}, dtype {dtype}, skip_nonfinite {bool(skip_nonfinite)}"
     what += f"\noffload {place}\ntop_k {top_k}\nweights {source and source.identity}"
+    what += f"\nmesh {mesh and mesh.mesh.tolist()}"
     description = f"{what}\n{_description(model)}\nunits {_places(model, parts)}"
-    agreement.alike(description, "model, stage, dtype, skip_nonfinite, units, offload, top_k and weights")
+    agreement.alike(description, "model, stage, dtype, skip_nonfinite, units, offload, top_k, weights and mesh")
     number = int(agreement.gather(str(next(_models)))[0])
-    collectives = Collectives(found, watch, start.device, number)
+    collectives = Collectives(groups.shards, watch, start.device, number, groups.everyone)
     if not is_sharded(model):
         _begin(model, start, parts if stage == 3 else None, dtype, collectives)
     places = Offload(offload, collectives.device)
@@ -167,6 +171,7 @@ def shard(  # noqa: PLR0913 (the choices of its users)
             carrier = _cut(model, inner, stage, dtype, collectives, places, whole=judged.whole, top_k=top_k)
     with agreement.together():
         places.settle(inner)
+    replicas = None if groups.replicas is None else Replicas(groups.replicas, collectives)
     optimizer = ShardedOptimizer(
         model,
         inner,
@@ -176,9 +181,18 @@ def shard(  # noqa: PLR0913 (the choices of its users)
         listed,
         skip_nonfinite=skip_nonfinite,
         irregular=judged.irregular,
+        replicas=replicas,
     )
     _sharded.add(model)
     return model, optimizer
+
+
+def _check_sparse(model: torch.nn.Module, stage: int, top_k: float | None, *, hybrid: bool) -> None:
+    """Raise `ConfigError` if sparse updates cannot be carried."""
+    if top_k is not None and share(top_k) and (stage == 3 or is_sharded(model)):
+        raise ConfigError("top_k is for stages 1 and 2 of a model to which fully_shard was not applied")
+    if hybrid and (top_k is not None or declared(model)):
+        raise ConfigError("mesh cannot carry sparse updates: leave top_k out, and give embeddings sparse=False")
 
 
 def _units(model: torch.nn.Module, given: Iterable[torch.nn.Module] | None, stage: int) -> list[torch.nn.Module]:
@@ -229,7 +243,7 @@ def _begin(
 ) -> None:
     """Give the model its first values, the same on all ranks, and partition it into units if there are any."""
     _take_over(start.given, collectives)
-    agreement = Agreement(collectives.group, collectives.watch)
+    agreement = Agreement(collectives.everyone, collectives.watch)
     with numbers_of_rank_0(agreement, start.device), agreement.together():
         if parts is not None:
             narrow = partition(model, parts, collectives.group, start.device, dtype, start.before)
@@ -241,7 +255,7 @@ def _begin(
 
 def _take_over(tensors: Iterable[torch.Tensor], collectives: Collectives) -> None:
     """All ranks begin with the values of rank 0."""
-    root = dist.get_global_rank(collectives.group, 0)
+    root = dist.get_global_rank(collectives.everyone, 0)
     turn = collectives.watch.turn("to take over rank 0's model")
     for tensor in tensors:
         if not tensor.numel():
@@ -249,7 +263,7 @@ def _take_over(tensors: Iterable[torch.Tensor], collectives: Collectives) -> Non
         whole = tensor.detach().to(collectives.device).resolve_conj().resolve_neg().contiguous()
         values = whole.view(-1).view(torch.uint8)  # bytes, so that the backend need not know the dtype
         with collectives.watch.named(turn):
-            dist.broadcast(values, root, group=collectives.group)
+            dist.broadcast(values, root, group=collectives.everyone)
         if whole.data_ptr() != tensor.data_ptr():
             overwrite(tensor.detach(), whole)
 

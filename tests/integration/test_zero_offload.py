@@ -67,7 +67,7 @@ def test_a_folder_that_cannot_be_used_is_refused_on_every_rank(pool: Ranks, stag
         words = [said for said, _ in found]
         assert missing in words[0]
         assert "offload must be None, 'cpu' or the path of a folder, got 3" in words[1]
-        assert "all ranks must give the same model, stage, dtype, skip_nonfinite, units and offload" in words[2]
+        assert "'offload cpu' instead of 'offload to a folder'" in words[2]
         assert full in words[3]
         assert all(kept for _, kept in found)
 

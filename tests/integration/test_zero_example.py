@@ -1,4 +1,4 @@
-"""examples/zero_bert.py: one script for every stage, by plain python and by torchrun. And examples/recommender.py."""
+"""examples/zero_bert.py: one script for every stage, by plain python and by torchrun. And other examples of ZeRO."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.integration.workers import LONG_S, environment
 pytest.importorskip("transformers")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "zero_bert.py"
 RECOMMENDER = EXAMPLE.with_name("recommender.py")
+ALBERT = EXAMPLE.with_name("zero_albert.py")
 SMALL = ["--steps", "3", "--layers", "1", "--width", "64"]
 
 
@@ -79,3 +80,15 @@ def test_the_recommender_sends_few_rows(tmp_path: Path) -> None:
     assert dense[-1] == pytest.approx(sparse[-1], abs=1e-3)
     assert sparse[-1] < 4.0  # the first loss is that of guessing among 64: 4.16
     assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+@pytest.mark.long
+def test_albert_with_lamb_which_needs_whole_tensors() -> None:
+    """The state of each tensor is on one of three ranks, and the loss is that without sharding."""
+    pytest.importorskip("pytorch_optimizer")
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
+    alone, sharded = lines(*launch, example=ALBERT, begin=("DDP", "stage 2"))
+    assert len({*alone[1:4]}) == 1
+    assert sum(map(float, sharded[2:5])) == pytest.approx(float(alone[1]), abs=0.02)
+    assert float(sharded[6]) < 2.0
+    assert float(sharded[-1]) == pytest.approx(float(alone[-1]), abs=2e-5)

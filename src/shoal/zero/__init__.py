@@ -13,6 +13,7 @@ from shoal.lazy import lazy
 if TYPE_CHECKING:
     from shoal.zero.activations import save_on_disk
     from shoal.zero.checkpoint import load, save
+    from shoal.zero.ema import EMA
     from shoal.zero.laws import ENGINES, Cost, Engine, Precision, costs, estimate
     from shoal.zero.optimizer import ShardedOptimizer
     from shoal.zero.partitioned import PartitionedActivations, partition_activations
@@ -26,6 +27,7 @@ else:
 
     # Hidden from type checkers: otherwise they would accept any misspelt name.
     _OTHERS = {
+        "EMA": "shoal.zero.ema",
         "PartitionedActivations": "shoal.zero.partitioned",
         "Plan": "shoal.zero.planning",
         "ShardedOptimizer": "shoal.zero.optimizer",
@@ -44,6 +46,7 @@ else:
 
 
 __all__ = [
+    "EMA",
     "ENGINES",
     "Cost",
     "Engine",

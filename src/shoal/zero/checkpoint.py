@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map
 
 from shoal.errors import ConfigError
 from shoal.runtime.tensor_files import flush, seal
+from shoal.zero.ema import EMA
 from shoal.zero.optimizer import ShardedOptimizer
 from shoal.zero.parameters import Piece, Scattered, flat, local, named_parameters, order_of
 from shoal.zero.plain import BareWeights, Whole, bare_weights, full_state_dict, overwrite
@@ -33,6 +34,7 @@ from shoal.zero.saved import (
     INDEX,
     Saved,
     Statistics,
+    average_key,
     checksums,
     consolidate,
     exact,
@@ -58,6 +60,7 @@ def save(
     *,
     consolidated: bool = False,
     extra: Mapping[str, Any] | None = None,
+    ema: EMA | None = None,
 ) -> None:
     """Write a checkpoint of the model and its optimizer. All ranks call it, between steps.
 
@@ -69,6 +72,7 @@ def save(
             dictionaries, ``model`` and ``optimizer``, and ``extra``.
         extra: such as a scheduler's state: numbers, texts and None, in lists, tuples, sets and dictionaries of any
             keys; that of rank 0 is kept.
+        ema: moving averages of the weights, to be saved with them.
 
     Raises:
         ConfigError: the path exists, or cannot be written, or is not the same on all ranks, or the optimizer, a module
@@ -91,12 +95,15 @@ def save(
         with agreement.together(), _unwritable(target):
             folder.mkdir(parents=True, exist_ok=True)
             first = optimizer.replicas is None or optimizer.replicas.collectives.rank == 0
-            entry = _write(folder, optimizer, others if collectives.rank == 0 else {}) if first else None
+            averages = [] if ema is None else [(average_key(piece), each) for piece, each in ema.pieces()]
+            entry = _write(folder, optimizer, others if collectives.rank == 0 else {}, averages) if first else None
         told = [json.loads(each) for each in agreement.gather(json.dumps(entry))]
         entries = sorted((each for each in told if each is not None), key=lambda each: each["file"])
         with agreement.together():
             if leads:
                 index = {"id": identity, **_index(model, optimizer, others, entries), "extra": kept}
+                if ema is not None:
+                    index["ema"] = {"updates": ema.updates, "decay": ema.decay}
                 with _unwritable(target):
                     _finish(folder, target, index, consolidated=consolidated)
     finally:
@@ -132,9 +139,15 @@ def _trained(model: torch.nn.Module, optimizer: ShardedOptimizer) -> set[int]:
     return {id(state[name]) for group in optimizer.names for name in group}
 
 
-def _write(folder: Path, optimizer: ShardedOptimizer, others: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _write(
+    folder: Path,
+    optimizer: ShardedOptimizer,
+    others: Mapping[str, torch.Tensor],
+    averages: Iterable[tuple[str, torch.Tensor]],
+) -> dict[str, Any]:
     """Write this rank's file; returns its entry in the index."""
     tensors = {f"other|{name}": value for name, value in others.items()}
+    tensors.update({key: value.cpu() for key, value in averages})
     pieces, numbers, whole = [], dict[str, str](), dict[str, dict[str, Any]]()
     for piece in optimizer.carrier.pieces():
         pieces.append([piece.name, piece.start, piece.stop])
@@ -269,7 +282,11 @@ def _finish(folder: Path, target: Path, index: Mapping[str, Any], *, consolidate
 
 
 def load(
-    path: str | os.PathLike[str] | Mapping[str, torch.Tensor], model: torch.nn.Module, optimizer: ShardedOptimizer
+    path: str | os.PathLike[str] | Mapping[str, torch.Tensor],
+    model: torch.nn.Module,
+    optimizer: ShardedOptimizer,
+    *,
+    ema: EMA | None = None,
 ) -> dict[str, Any]:
     """Take over a checkpoint, of any number of ranks and any stage, or weights alone. All ranks call it.
 
@@ -281,6 +298,7 @@ def load(
         model: as `shoal.zero.shard` returned it: its parameters and buffers are overwritten.
         optimizer: as `shoal.zero.shard` returned it, of the same class: its state and the settings of its groups,
             learning rates among them, are overwritten.
+        ema: moving averages, which become the saved ones; its `decay` stays.
 
     Returns:
         `extra`, as it was given to `save`; empty for weights alone.
@@ -293,6 +311,8 @@ def load(
     agreement = Agreement(optimizer.collectives.everyone, optimizer.collectives.watch)
     with agreement.together():
         bare = bare_weights(path)
+        if ema is not None and bare is not None:
+            raise ConfigError(f"ema cannot be loaded: {bare.where} has weights alone")
     if bare is not None:
         _load_weights(agreement, bare, model, optimizer)
         return {}
@@ -309,6 +329,7 @@ def load(
         with saved.opened():
             pieces = list(optimizer.carrier.pieces())
             found = [(piece, saved.values(piece), saved.statistics(piece)) for piece in pieces]
+            averages = None if ema is None else _averages(saved, ema)
             others = {name: saved.other(name) for name in saved.index["others"]}
             residuals = optimizer.carrier.residuals()
             rank, ranks = optimizer.collectives.rank, optimizer.collectives.ranks
@@ -320,6 +341,8 @@ def load(
             piece.values.copy_(values)
             _restore(optimizer, piece, statistics)
             optimizer.offload.settle(optimizer.inner, [piece.parameter])
+        if ema is not None and averages is not None:
+            ema.replace(averages, saved.index["ema"]["updates"])
         _overwrite(model, optimizer, others)
         for name, kept in residuals.items():
             there = unsent[name]
@@ -332,6 +355,13 @@ def load(
     optimizer.carrier.publish()
     extra: dict[str, Any] = saved.index["extra"]
     return extra
+
+
+def _averages(saved: Saved | Whole, ema: EMA) -> list[torch.Tensor]:
+    """The saved averages of this rank's pieces."""
+    if "ema" not in saved.index:
+        raise ConfigError("ema cannot be loaded: the checkpoint has no moving averages, since save() was given none")
+    return [saved.averages(piece) for piece, _ in ema.pieces()]
 
 
 def _load_weights(agreement: Agreement, bare: BareWeights, model: torch.nn.Module, optimizer: ShardedOptimizer) -> None:

@@ -217,7 +217,7 @@ class Whole:
             self._weights: dict[str, Any] = found["model"]
             state, entries = found["optimizer"]["state"], found["optimizer"]["param_groups"]
             numbers = [group["params"] for group in entries]
-            extra = found.get("extra", {})
+            extra, self._averaged = found.get("extra", {}), found.get("ema")
             self.identity = _identity(path)
         except _UNREADABLE as error:
             raise ConfigError(f"{path} is no whole checkpoint, of a model and its optimizer: {error}") from error
@@ -258,6 +258,8 @@ class Whole:
             "common": {key: typed(value) for key, value in state.items() if isinstance(key, str)},
             "extra": extra,
         }
+        if self._averaged is not None:
+            self.index["ema"] = {key: value for key, value in self._averaged.items() if key != "model"}
 
     def _storage(self, name: str) -> object:
         value = self._weights[name]
@@ -280,6 +282,12 @@ class Whole:
     def values(self, wanted: Piece | Range) -> torch.Tensor:
         """The parameter's values of a range."""
         tensor: torch.Tensor = self._weights[wanted.name]
+        return flat(tensor, self._orders.get(wanted.name))[wanted.start : wanted.stop]
+
+    def averages(self, wanted: Piece | Range) -> torch.Tensor:
+        """The moving average of these values, if the index has ``ema``."""
+        assert self._averaged is not None
+        tensor: torch.Tensor = self._averaged["model"][wanted.name]
         return flat(tensor, self._orders.get(wanted.name))[wanted.start : wanted.stop]
 
     def statistics(self, wanted: Piece | Range) -> Statistics:

@@ -26,6 +26,7 @@ counter with it: it can be moved or replaced on its own.
 ``numbers``          statistics that are no tensors: the names of their types (not in older checkpoints)
 ``whole``            statistics of other shapes, by parameter and name: as `pack` writes them (not in older checkpoints)
 ``files``            of each file: ``bytes``, and its ``pieces`` as ``[NAME, START, STOP]``
+``ema``              of moving averages: ``updates`` and ``decay`` (only if they were saved)
 ``extra``            what the user gave, as `pack` writes it
 ``checksum``         of the rest of this file, see `tensor_files.seal` (not in older checkpoints: read unchecked)
 ===================  ==============================================================================================
@@ -38,7 +39,8 @@ A file has the checksums of its tensors, by name, among its metadata. A rank che
 tensor before it first takes a value of it. So flipped bytes are found by whoever would take them over, and no rank
 reads what it does not need.
 
-In a file, ``NAME|START:STOP|value`` are a piece's values, and ``NAME|START:STOP|state|KEY`` is one of its statistics:
+In a file, ``NAME|START:STOP|value`` are a piece's values, and ``NAME|START:STOP|average`` their moving average, and
+``NAME|START:STOP|state|KEY`` is one of its statistics:
 one value for each of its values, or a single one. Statistics of other shapes (the rows' means of Adafactor, the
 matrices of Shampoo) are of a whole parameter: their tensors are under ``NAME|0:STOP|whole|PLACE``. ``residual|NAME`` is
 what the rank has not sent of a parameter's gradients (`top_k`), whole.
@@ -52,6 +54,7 @@ import logging
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -115,6 +118,11 @@ def whole_key(piece: Piece | Range, place: str) -> str:
 def residual_key(name: str) -> str:
     """The key of what a rank has not sent of a parameter's gradients."""
     return f"residual|{name}"
+
+
+def average_key(piece: Piece | Range) -> str:
+    """The key of the moving average of a piece's values."""
+    return f"{_place(piece)}|average"
 
 
 def exact(value: float) -> torch.Tensor:
@@ -318,7 +326,11 @@ class Saved:
 
     def values(self, wanted: Piece | Range) -> torch.Tensor:
         """The parameter's values of a range."""
-        return self._in_order(wanted, self._values)
+        return self._in_order(wanted, partial(self._values, key=value_key))
+
+    def averages(self, wanted: Piece | Range) -> torch.Tensor:
+        """The moving average of these values, if the index has ``ema``."""
+        return self._in_order(wanted, partial(self._values, key=average_key))
 
     def _in_order(self, wanted: Piece | Range, read: Callable[[Piece | Range], torch.Tensor]) -> torch.Tensor:
         """The saved values of a range; the range is converted if the values were saved in another order."""
@@ -330,11 +342,11 @@ class Saved:
         whole = shaped(read(Range(wanted.name, 0, shape.numel())), shape, there)
         return flat(whole, here)[wanted.start : wanted.stop].clone()
 
-    def _values(self, wanted: Piece | Range) -> torch.Tensor:
+    def _values(self, wanted: Piece | Range, key: Callable[[Range], str]) -> torch.Tensor:
         parts = []
         for piece, file, part in self._overlaps(wanted):
-            self._verify(file, value_key(piece))
-            parts.append(self._files[file].get_slice(value_key(piece))[part])
+            self._verify(file, key(piece))
+            parts.append(self._files[file].get_slice(key(piece))[part])
         return torch.cat(parts) if parts else torch.empty(0)
 
     def statistics(self, wanted: Piece | Range) -> Statistics:
@@ -407,7 +419,8 @@ def consolidate(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Returns:
         ``model`` and ``optimizer``, state dictionaries for `load_state_dict` of the model and its optimizer before
-        sharding; and ``extra``. Tensors are on the CPU, those of 16-bit parameters in float32.
+        sharding; and ``extra``. If moving averages were saved, ``ema``: a dictionary of ``model``, with the averages
+        in place of weights, ``updates`` and ``decay``. Tensors are on the CPU, those of 16-bit parameters in float32.
 
     Raises:
         ConfigError: there is no whole checkpoint, or `path` is no path.
@@ -417,12 +430,15 @@ def consolidate(path: str | os.PathLike[str]) -> dict[str, Any]:
     listed = [name for group in index["groups"] for name in group["listed"]]  # plain torch counts frozen ones, too
     numbers = {name: place for place, name in enumerate(listed)}
     weights: dict[str, torch.Tensor] = {}
+    averages: dict[str, torch.Tensor] = {}
     state: dict[int, dict[str, Any]] = {}
     with saved.opened():
         for name in index["parameters"]:
             shape = index["parameters"][name]["shape"]
             whole = Range(name, 0, torch.Size(shape).numel())
             weights[name] = saved.values(whole).reshape(shape)
+            if "ema" in index:
+                averages[name] = saved.averages(whole).reshape(shape)
             statistics = saved.statistics(whole)
             if any(statistics):
                 each = {key: value.reshape(shape) for key, value in statistics.each.items()}
@@ -431,10 +447,12 @@ def consolidate(path: str | os.PathLike[str]) -> dict[str, Any]:
     weights.update({alias: weights[name] for alias, name in index["aliases"].items()})
     common = {key: untyped(entry) for key, entry in index.get("common", {}).items()}
     groups = [{**entry["settings"], "params": [numbers[name] for name in entry["listed"]]} for entry in index["groups"]]
+    averages.update({alias: averages[name] for alias, name in index["aliases"].items() if averages})
     return {
         "model": weights,
         "optimizer": {"state": {**state, **common}, "param_groups": groups},
         "extra": index["extra"],
+        **({"ema": {**index["ema"], "model": {**weights, **averages}}} if averages else {}),
     }
 
 

@@ -1,0 +1,129 @@
+"""An exponential moving average of sharded weights, of which each rank keeps its share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from shoal.errors import ConfigError, LocalError
+from shoal.zero.optimizer import ShardedOptimizer
+from shoal.zero.parameters import Piece
+
+__all__ = ["EMA"]
+
+
+class EMA:
+    """The moving average of the weights that an optimizer trains, in float32.
+
+    After an update it is ``decay * average + (1 - decay) * weight``.
+
+    Each rank averages the share that it owns, so that memory and time are 4 bytes and one operation for each of P / N
+    weights, and nothing is sent. The first `update` takes over the weights, as `torch.optim.swa_utils.AveragedModel`
+    does with `get_ema_multi_avg_fn`. Buffers and frozen parameters have no average::
+
+        ema = shoal.zero.EMA(optimizer, decay=0.999)
+        for batch in loader:
+            ...
+            optimizer.step()
+            ema.update()
+        with ema.average_parameters():
+            evaluate(model)
+
+    `shoal.zero.save` and `load` take it as `ema`.
+
+    Args:
+        optimizer: as `shoal.zero.shard` returned it.
+        decay: 0 to 1; may be changed between updates.
+
+    Attributes:
+        decay: as above.
+        updates: how many there were.
+    """
+
+    def __init__(self, optimizer: ShardedOptimizer, decay: float = 0.999) -> None:
+        if not isinstance(optimizer, ShardedOptimizer):
+            raise ConfigError(f"optimizer must be the one that shard() returned, got {type(optimizer).__name__}")
+        if not 0 <= decay <= 1:
+            raise ConfigError(f"decay must be a number from 0 to 1, got {decay!r}")
+        self.optimizer, self.decay, self.updates = optimizer, decay, 0
+        self._swapped = False
+        self.averages = [piece.values.detach().clone() for piece in optimizer.carrier.pieces()]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the present weights. Call it after `optimizer.step()`.
+
+        Raises:
+            LocalError: within `average_parameters`.
+        """
+        self._check()
+        values = [piece.values for piece in self.optimizer.carrier.pieces()]
+        if not self.updates:
+            self.replace(values, 0)
+        elif values:
+            torch._foreach_lerp_(self.averages, values, 1 - self.decay)
+        self.updates += 1
+
+    @contextlib.contextmanager
+    def average_parameters(self) -> Iterator[None]:
+        """In this block the model has the averages, to be evaluated; do not train in it. All ranks call it.
+
+        The weights take the place of the averages meanwhile, so that this needs no memory.
+
+        Raises:
+            LocalError: within another such block.
+            RankLost: a rank is gone.
+        """
+        self._check()
+        self._swap()
+        self._swapped = True
+        try:
+            yield
+        finally:
+            self._swapped = False
+            self._swap()
+
+    def _check(self) -> None:
+        if self._swapped:
+            raise LocalError("the model has the averages in place of its weights: leave the block first")
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for piece, average in zip(self.optimizer.carrier.pieces(), self.averages, strict=True):
+            weights = piece.values.clone()
+            piece.values.copy_(average)
+            average.copy_(weights)
+        self.optimizer.carrier.write_out()
+        self.optimizer.carrier.publish()
+
+    @torch.no_grad()
+    def replace(self, averages: Sequence[torch.Tensor], updates: int) -> None:
+        """Take over averages: of each piece of this rank, after so many updates."""
+        for mine, given in zip(self.averages, averages, strict=True):
+            mine.copy_(given)
+        self.updates = updates
+
+    def pieces(self) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """The pieces of this rank, and the average of each. Raises `LocalError` within `average_parameters`."""
+        self._check()
+        yield from zip(self.optimizer.carrier.pieces(), self.averages, strict=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The part of this rank, for the same rank of a group that is sharded alike; `shoal.zero.save` writes all."""
+        self._check()
+        share = self.optimizer.state_dict()["share"]
+        return {"averages": self.averages, "updates": self.updates, "decay": self.decay, "share": share}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the result of `state_dict` of this rank. Raises `ConfigError` if it is of another one."""
+        self._check()
+        if state_dict.get("share") != self.optimizer.state_dict()["share"]:
+            raise ConfigError(
+                "state_dict is that of another rank or of another sharding: shoal.zero.save() and load() carry the "
+                "averages of all ranks, to any number of them"
+            )
+        self.replace(state_dict["averages"], state_dict["updates"])
+        self.decay = state_dict["decay"]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.integration import zero_offload as cases
 from tests.integration.ranks import Ranks, ranks
+from tests.integration.workers import LONG_S, environment
+from tests.integration.zero_limited import own_cgroup
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are mapped on Linux only")
 
@@ -96,3 +101,47 @@ def test_what_looks_at_all_parameters_is_refused(pool: Ranks, tmp_path: Path) ->
     for words in pool.play(2, cases.of_all_parameters, str(tmp_path)):
         assert "ConfigError: optimizer_factory built Prodigy, which" in words
         assert "cannot be offloaded to a folder" in words
+
+
+def run_limited(ranks: int, store: Path, *options: str) -> list[dict[str, Any] | int]:
+    """What each rank of `zero_limited` printed; its exit status if that is not 0."""
+    store.unlink(missing_ok=True)
+    module = [sys.executable, "-m", "tests.integration.zero_limited", f"--store={store}", f"--ranks={ranks}"]
+    # glibc keeps freed memory for later: by this it gives large pieces back, so that limits count what is in use.
+    found = environment(OMP_NUM_THREADS="1", MALLOC_MMAP_THRESHOLD_="65536")
+    started = [
+        subprocess.Popen(
+            [*module, f"--rank={rank}", *options], env=found, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(ranks)
+    ]
+    printed = [each.communicate(timeout=4 * LONG_S)[0] for each in started]
+    return [each.returncode or json.loads(text.splitlines()[-1]) for each, text in zip(started, printed, strict=True)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["data", "cgroup"])
+@pytest.mark.parametrize(("ranks", "layers", "mib"), [(1, 48, 64), (2, 96, 64), (1, 400, 64)])
+def test_state_that_is_larger_than_the_memory_trains_on(
+    kind: str, ranks: int, layers: int, mib: int, tmp_path: Path
+) -> None:
+    """With the same bits, under a limit of this process, under which training without offload fails.
+
+    So much is left for training as ``mib`` says. The last case has a state that is larger than all that the process has
+    (RLIMIT_DATA: libraries and parameters, too). A control group counts pages of files as well.
+    """
+    if kind == "cgroup":
+        if (found := own_cgroup()) is None:
+            pytest.skip("this process may not make a control group")
+        found[0].rmdir()
+    store, size, limit = tmp_path / "store", f"--layers={layers}", ("--limit", kind, "--limit-mib", str(mib))
+    plain = run_limited(ranks, store, size)
+    limited = run_limited(ranks, store, size, *limit, "--offload", str(tmp_path))
+    for one, other in zip(plain, limited, strict=True):
+        assert isinstance(one, dict)
+        assert isinstance(other, dict), f"a rank ended with {other}"
+        assert other["weights"] == one["weights"]
+        assert one["offloaded"] == 0
+        assert other["offloaded"] > 1.4 * mib * 2**20
+        assert other["taken"] < 0.5 * one["taken"]
+    assert not all(isinstance(each, dict) for each in run_limited(ranks, store, size, *limit))

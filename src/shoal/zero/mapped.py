@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Extent", "fetch", "let_go", "room_for", "write_back"]
+__all__ = ["Extent", "fetch", "give_back", "let_go", "room_for", "write_back"]
 
 _ALIGNED = 64
 _WILLNEED, _DONTNEED, _POPULATE_READ, _POPULATE_WRITE = 3, 4, 22, 23  # of madvise, see its manual page
@@ -95,6 +95,13 @@ def write_back(tensors: Iterable[torch.Tensor]) -> None:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
     let_go(tensors)
+
+
+def give_back() -> None:
+    """Have the allocator return to the system what was freed, where it can (glibc): else it keeps much of it."""
+    trim = getattr(_libc, "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def let_go(tensors: Iterable[torch.Tensor]) -> None:

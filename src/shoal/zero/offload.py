@@ -22,7 +22,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shoal.errors import ConfigError, LocalError
-from shoal.zero.mapped import Extent, fetch, let_go, room_for, write_back
+from shoal.zero.mapped import Extent, fetch, give_back, let_go, room_for, write_back
 from shoal.zero.parameters import flat, like, local, order_of, wide_dtype
 from shoal.zero.probe import tried_in_windows
 
@@ -68,6 +68,7 @@ class Offload:
         self.elsewhere = where is not None and device.type != "cpu"
         self._extents: list[Extent] = []
         self._places: dict[int, int] = {}  # address and size of each tensor in files
+        self._new = False  # whether state has moved into files since the last step
         self._slots: dict[tuple[torch.Tensor, Any], torch.Tensor] = {}
         self._tensors: dict[torch.Tensor, list[torch.Tensor]] = {}  # of each stepped one: what it needs beside state
 
@@ -187,6 +188,9 @@ class Offload:
                 going = pool.submit(write_back, self._needed(inner, part))
             if going is not None:
                 going.result()
+        if self._new:
+            give_back()
+            self._new = False
         if problem is not None:
             raise problem
 
@@ -236,6 +240,7 @@ class Offload:
             slot = self._slots[stepped, key] = self.room(values)
         if slot.data_ptr() == values.data_ptr():
             return value
+        self._new = True
         found = like(slot.copy_(values), here)
         if isinstance(value, DTensor):
             return DTensor.from_local(

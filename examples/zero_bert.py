@@ -13,6 +13,7 @@ that are hidden. All stages begin with the same weights and see the same batches
 
 import argparse
 import os
+import tempfile
 import time
 import warnings
 
@@ -33,7 +34,7 @@ warnings.filterwarnings(
 )  # the name in all of 5
 
 BATCH, SEQUENCE, MB = 8, 64, 1e6
-STAGES = ["0", "1", "2", "3", "3+ckpt"]
+STAGES = ["0", "1", "2", "3", "3+ckpt", "2+disk"]
 
 
 def adamw(parameters):
@@ -66,7 +67,8 @@ def train(name, corpus, args, device):
     if stage == 0:
         wrapped, optimizer = DistributedDataParallel(model), adamw(model.parameters())
     else:
-        model, optimizer = shoal.zero.shard(model, adamw, stage=stage)  # shoal
+        folder = tempfile.gettempdir() if "disk" in name else None
+        model, optimizer = shoal.zero.shard(model, adamw, stage=stage, offload=folder)  # shoal
     batches = MaskedBatches(corpus, batch_size=BATCH, sequence=SEQUENCE, seed=dist.get_rank())
     losses, seconds, memory = [], [], (0, 0, 0)
     for _ in range(args.steps):

@@ -40,15 +40,16 @@ def lines(
 def test_all_stages_on_two_ranks_end_with_the_same_loss() -> None:
     """Each stage holds less than the one before, and stage 3 sends half as much again."""
     table = lines("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    assert [line[0] for line in table] == ["0", "1", "2", "3", "3+ckpt"]
+    assert [line[0] for line in table] == ["0", "1", "2", "3", "3+ckpt", "2+disk"]
     activations = [float(line[6]) for line in table]
     assert len(set(activations[:4])) == 1
     assert activations[4] < 0.8 * activations[3]  # of a single layer, and of the logits
     held = [float(line[4]) for line in table]
     assert held == sorted(held, reverse=True)
     assert held[3] < 0.6 * held[0]
+    assert float(table[5][2]) == float(table[5][3]) == 0.0  # gradients and state are on the disk
     sent = [float(line[8]) for line in table]
-    assert sent[0] == sent[1] == sent[2]
+    assert sent[0] == sent[1] == sent[2] == sent[5]
     assert sent[4] == sent[3] == pytest.approx(1.5 * sent[0], rel=0.1)
     assert len({line[-1] for line in table}) == 1
 
@@ -56,7 +57,7 @@ def test_all_stages_on_two_ranks_end_with_the_same_loss() -> None:
 def test_one_process_without_a_launcher() -> None:
     """The same script."""
     table = lines()
-    assert [line[0] for line in table] == ["0", "1", "2", "3", "3+ckpt"]
+    assert [line[0] for line in table] == ["0", "1", "2", "3", "3+ckpt", "2+disk"]
     assert {line[8] for line in table} == {"0.0"}
     assert len({line[-1] for line in table}) == 1
 

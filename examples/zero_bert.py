@@ -7,7 +7,8 @@
     python examples/zero_bert.py --stage 1                           # one process, the same script
 
 Stage 0 is PyTorch's DistributedDataParallel; `3+ckpt` is stage 3 with activation checkpoints, which keep only the input
-of each layer for the backward pass. The text is Python's own documentation, the task BERT's: to guess words
+of each layer for the backward pass; `2+disk` is stage 2 with the optimizer's state and gradients in files. The text is
+Python's own documentation, the task BERT's: to guess words
 that are hidden. All stages begin with the same weights and see the same batches, so they end with the same loss.
 """
 

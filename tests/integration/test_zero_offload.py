@@ -120,6 +120,7 @@ def run_limited(ranks: int, store: Path, *options: str) -> list[dict[str, Any] |
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["data", "cgroup"])
 @pytest.mark.parametrize(("ranks", "layers", "mib"), [(1, 48, 64), (2, 96, 64), (1, 400, 64)])
 def test_state_that_is_larger_than_the_memory_trains_on(

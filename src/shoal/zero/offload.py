@@ -173,11 +173,11 @@ class Offload:
         problem: ConfigError | None = None
         parts = _cut(every)
         with self._named(), ThreadPoolExecutor(2, "shoal-offload") as pool, in_windows(inner, parts) as windows:
-            coming = pool.submit(fetch, self._needed(inner, parts[0]))
+            coming = pool.submit(fetch, self._ahead(inner, parts[0]))
             going: Future[None] | None = None
             for part, following in zip(windows, [*parts[1:], []], strict=True):
                 coming.result()
-                coming = pool.submit(fetch, self._needed(inner, following))
+                coming = pool.submit(fetch, self._ahead(inner, following))
                 yield part
                 try:
                     self.settle(inner, part)
@@ -203,6 +203,10 @@ class Offload:
                 f"offload: a file in {self.folder} cannot be read or written ({error.strerror or error}), and what the "
                 "optimizer keeps in it is lost: go on from the last checkpoint, with another folder"
             ) from error
+
+    def _ahead(self, inner: torch.optim.Optimizer, part: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """What is worth reading ahead: of state that is larger than a tensor (of a sparse table) little is touched."""
+        return [each for one in part for each in self._needed(inner, [one]) if each.numel() <= local(one).numel()]
 
     def _needed(self, inner: torch.optim.Optimizer, part: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """What is in files of what a window needs."""

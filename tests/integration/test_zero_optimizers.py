@@ -52,7 +52,7 @@ def test_an_optimizer_is_refused_or_trains_as_on_one_process(
         if verdict == RANDOM:
             assert found[2] == "refused"
         elif name not in DIFFER:
-            assert found[2] != "differs"
+            assert found[2] in ("equal", "rounded", "refused")
 
 
 TORCH_NAMES = {name for name, _ in cases(TORCH)}

@@ -33,12 +33,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from shoal.errors import ConfigError
-from shoal.zero.parameters import wide_dtype
+from shoal.zero.parameters import local, wide_dtype
 from shoal.zero.saved import pack
 
-__all__ = ["Finding", "Unit", "finding", "tried_in_windows", "why_not_lazy", "why_not_sharded"]
+__all__ = ["Finding", "Unit", "finding", "tried_in_windows", "why_not_by_rows", "why_not_lazy", "why_not_sharded"]
 
 
 class Unit(enum.Enum):
@@ -50,6 +52,8 @@ class Unit(enum.Enum):
 
 _SEED = 20261123
 _STEPS, _COMPARED_EVERY = 36, 6
+_STEPS_BY_ROWS = 12
+"""SOAP changes its bases after ten."""
 _TOLERANCE = {Unit.VALUE: 5e-5, Unit.TENSOR: 1e-6}
 """Relative to the movement of the weights. Rounding of pieces made 7e-6 at most, real differences 3e-4 at least. Whole
 tensors that are stepped apart differ by nothing, or by 6e-5 at least."""
@@ -147,8 +151,7 @@ def _why_not(unit: Unit, inner: torch.optim.Optimizer, model: torch.nn.Module, i
                 if subjects and (problem := _tried(unit, steps, subjects, inner, model, chance, irregular)):
                     return problem
         except Exception as error:  # noqa: BLE001 (whatever it is: it was not seen to work)
-            said = (str(error).strip() or "it says no more").split("\n", 1)[0]
-            return f"raises when it steps small tensors: {type(error).__name__}: {said}"
+            return f"raises when it steps small tensors: {_said(error)}"
     return None
 
 
@@ -185,10 +188,9 @@ def why_not_lazy(inner: torch.optim.Optimizer, model: torch.nn.Module, lazy: Col
 
 
 def why_not_sharded(inner: torch.optim.Optimizer, model: torch.nn.Module) -> str | None:
-    """Why an optimizer cannot step rows of each parameter in stage 3: words that follow its name. None if it may.
+    """Why an optimizer cannot be shared out by rows in stage 3: words that follow its name. None if it may.
 
-    Whether it can step a DTensor shows at its first step. Here it steps small tensors, and all that counts is whether
-    it draws random numbers.
+    Here it steps small tensors, and all that counts is whether it draws random numbers (`why_not_by_rows`: the rest).
 
     Args:
         inner: the optimizer, before its first step.
@@ -198,7 +200,7 @@ def why_not_sharded(inner: torch.optim.Optimizer, model: torch.nn.Module) -> str
     with _same_chance({each.device for each in reals}) as chance, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         before = chance()
-        with contextlib.suppress(Exception):  # one that needs a closure, say: that shows at its first step
+        with contextlib.suppress(Exception):  # one that needs a closure, say
             subjects = list(_subjects(inner, _SHAPES, states=False))
             whole = [_Part(0, number, 0, each.values.numel(), each.values) for number, each in enumerate(subjects)]
             one, made = _copy(inner, model, subjects, whole), torch.Generator().manual_seed(_SEED)
@@ -207,6 +209,55 @@ def why_not_sharded(inner: torch.optim.Optimizer, model: torch.nn.Module) -> str
                     part.tensor.grad = _gradient(part.tensor, step, made)
                 one.step()
         return _DRAWS if chance() != before else None
+
+
+def why_not_by_rows(inner: torch.optim.Optimizer, model: torch.nn.Module) -> str | None:
+    """Why an optimizer cannot step rows of each parameter, which are DTensors, in stage 3: words that follow its name.
+
+    Small DTensors are stepped, of rows that can be dealt out equally to the ranks, or not, as the model's own can. A
+    step may be a collective: all ranks call it, for the same optimizer.
+
+    Args:
+        inner: the optimizer, before its first step.
+        model: the model that it was built of.
+    """
+    reals = [each for group in inner.param_groups for each in group["params"] if isinstance(each, DTensor)]
+    if not reals:
+        return None
+    mesh = reals[0].device_mesh
+    shapes: dict[int, list[tuple[int, ...]]] = {}
+    for each in reals:
+        usual, rest = _SHAPES.get(each.ndim, [(3,) * each.ndim])[0], len(each) % mesh.size() > 0
+        shape = (2 * mesh.size() + rest, *usual[1:])
+        if shape not in shapes.setdefault(each.ndim, []):
+            shapes[each.ndim].append(shape)
+    with _same_chance({each.device for each in reals}), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            subjects = list(_subjects(inner, shapes))
+            parts = [
+                _Part(0, number, 0, each.values.numel(), _rows_of(each.values, mesh))
+                for number, each in enumerate(subjects)
+            ]
+            one, made = _copy(inner, model, subjects, parts), torch.Generator().manual_seed(_SEED)
+            for step in range(_STEPS_BY_ROWS):
+                for part in parts:
+                    part.tensor.grad = _rows_of(_gradient(subjects[part.number].values, step, made), mesh)
+                one.step()
+        except Exception as error:  # noqa: BLE001 (whatever it is: it was not seen to work)
+            return f"raises when it steps DTensors: {_said(error)}"
+    return None
+
+
+def _rows_of(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """A tensor as FSDP2 shards parameters."""
+    count = -(-len(whole) // mesh.size())
+    rows = whole[mesh.get_local_rank() * count :][:count].clone()
+    return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'it says no more').splitlines()[0]}"
 
 
 def tried_in_windows(
@@ -408,14 +459,16 @@ def _fitted(value: Any, real: torch.Tensor, shape: Sequence[int]) -> Any:
     """The optimizer's first state of a parameter, for a tensor in its place: its values, repeated."""
     if not isinstance(value, torch.Tensor) or value.shape != real.shape:
         return value
-    numel = math.prod(shape)
-    flat = value.detach().reshape(-1)[:numel]
+    numel, flat = math.prod(shape), local(value).reshape(-1)
+    flat = flat[:numel] if len(flat) else flat.new_zeros(1)  # of few rows a rank may have none
     return flat.repeat(-(-numel // len(flat)))[:numel].reshape(shape)
 
 
 def _cut(value: Any, whole: torch.Tensor, part: _Part) -> Any:
     if not isinstance(value, torch.Tensor) or value.shape != whole.shape:
         return deepcopy(value)
+    if isinstance(part.tensor, DTensor):
+        return _rows_of(value, part.tensor.device_mesh)
     return value.reshape(-1)[part.start : part.stop].reshape(part.tensor.shape).clone()
 
 

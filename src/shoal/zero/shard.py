@@ -24,7 +24,7 @@ from shoal.zero.offload import Offload
 from shoal.zero.optimizer import Carrier, ShardedOptimizer, described
 from shoal.zero.parameters import named_parameters
 from shoal.zero.plain import overwrite
-from shoal.zero.probe import Finding, Unit, finding, why_not_lazy, why_not_sharded
+from shoal.zero.probe import Finding, Unit, finding, why_not_by_rows, why_not_lazy, why_not_sharded
 from shoal.zero.replicas import Replicas, groups_of
 from shoal.zero.sparse import declared, tables_of
 from shoal.zero.starting import Start, numbers_of_rank_0
@@ -166,10 +166,11 @@ def shard(  # noqa: PLR0913 (the choices of its users)
         listed = _names(inner, parameters)
         places.prepare(inner, model, stage, dtype, 1 if carrier is not None else collectives.ranks)
     agreement.alike(_groups(inner, listed, judged), "optimizer")
-    if carrier is None:  # the model is as it was until here
-        with agreement.together():
-            carrier = _cut(model, inner, stage, dtype, collectives, places, whole=judged.whole, top_k=top_k)
     with agreement.together():
+        if carrier is not None:
+            _check_by_rows(inner, model)
+        else:  # the model is as it was until here
+            carrier = _cut(model, inner, stage, dtype, collectives, places, whole=judged.whole, top_k=top_k)
         places.settle(inner)
     replicas = None if groups.replicas is None else Replicas(groups.replicas, collectives)
     optimizer = ShardedOptimizer(
@@ -346,6 +347,17 @@ def _judged(inner: torch.optim.Optimizer, model: torch.nn.Module, *, cuts: bool)
             "without sharding"
         )
     return found
+
+
+def _check_by_rows(inner: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+    """Raise `ConfigError` unless it can step DTensors."""
+    if reason := why_not_by_rows(inner, model):
+        other = (
+            "use stage 1 or 2, of a model to which fully_shard was not applied: it fits there"
+            if finding(inner, model).unit is not None
+            else "use another optimizer, or train without sharding"
+        )
+        raise ConfigError(f"optimizer_factory built {type(inner).__name__}, which {reason}: {other}")
 
 
 def _check_lazy(

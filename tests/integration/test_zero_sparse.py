@@ -49,6 +49,15 @@ def test_torch_s_own_sparse_optimizers_give_the_same(pool: Ranks, kind: str, bar
         assert apart(state, wanted) <= bound
 
 
+def test_micro_batches_that_are_each_reduced(pool: Ranks) -> None:
+    """Their means add up, in another order of the same sums."""
+    jobs = [("momentum", stage, 3, False, share, True) for stage in (1, 2) for share in (None, 1.0)]
+    for found in pool.play(2, cases.in_turn, jobs):
+        for job, state in zip(jobs, found, strict=True):
+            wanted = cases.alone(2, "momentum", micro=3, top_k=None if job[4] is None else (job[4], TILE))
+            assert apart(state, wanted) < 1e-5, job
+
+
 TILE = 64
 """Of so small a model."""
 

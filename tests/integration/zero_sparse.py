@@ -6,6 +6,7 @@ either torch's sparse one, or an ordinary one on copies of the rows that were to
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from functools import cache
@@ -229,12 +230,18 @@ def _shard(kind: str, *, stage: int = 2, bare: bool = False, **options: Any) -> 
 
 
 def train(
-    model: torch.nn.Module, optimizer: ShardedOptimizer, *, micro: int = 1, steps: int = STEPS, first: int = 0
+    model: torch.nn.Module,
+    optimizer: ShardedOptimizer,
+    *,
+    micro: int = 1,
+    steps: int = STEPS,
+    first: int = 0,
+    sync: bool = False,
 ) -> None:
-    """Train on this rank's micro-batches."""
+    """Train on this rank's micro-batches; with `sync` each is reduced."""
     rank = dist.get_rank()
     for step in range(first, first + steps):
-        with optimizer.no_sync():
+        with contextlib.nullcontext() if sync else optimizer.no_sync():
             for number in range(micro - 1):
                 torch.autograd.backward(loss_of(model, step, rank, number))
         torch.autograd.backward(loss_of(model, step, rank, micro - 1))
@@ -243,11 +250,11 @@ def train(
 
 
 def weights(
-    kind: str, stage: int, micro: int = 1, bare: bool = False, top_k: float | None = None
+    kind: str, stage: int, micro: int = 1, bare: bool = False, top_k: float | None = None, sync: bool = False
 ) -> dict[str, torch.Tensor]:
     """After all steps."""
     model, optimizer = _shard(kind, stage=stage, bare=bare, top_k=top_k)
-    train(model, optimizer, micro=micro)
+    train(model, optimizer, micro=micro, sync=sync)
     return {name: value.clone() for name, value in shoal.zero.full_state_dict(model).items()}
 
 

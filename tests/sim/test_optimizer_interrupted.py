@@ -117,8 +117,6 @@ def test_one_interrupt_after_a_download_disables_a_peer_for_good() -> None:
         run = Run(target=2 * BATCH)
         first, second = await two_at_their_first_step(run)
         await run.swarm.run_on("p1", second.take_turn)
-        await run.swarm.run_on("p1", second.take_batch, 2 * BATCH)
-        await run.swarm.run_on("p1", second.finish_epoch, 2)  # else the step that is due leads to its state
         await sim.sleep(1.0)
         participant = first.participant
         wait = participant._fetching.wait
@@ -131,8 +129,8 @@ def test_one_interrupt_after_a_download_disables_a_peer_for_good() -> None:
         with pytest.raises(asyncio.CancelledError):
             await run.swarm.run_on("p0", participant.download, 30.0)
         participant._fetching.wait = wait  # type: ignore[method-assign]
-        assert participant.epoch == 2
-        await train_until(run, epoch=4)
+        assert participant.epoch == 1
+        await train_until(run, epoch=3)
         assert run.agree(["p0", "p1"])
         await run.close()
 
@@ -153,7 +151,7 @@ def test_a_member_that_downloads_the_state_of_its_round_stops_the_run(how: str) 
                 await run.swarm.run_on("p0", first.take_turn)
             await run.swarm.run_on("p0", first.participant.stepped)
         await sim.sleep(1.0)
-        assert await run.swarm.run_on("p0", first.participant.download, 30.0) is (how == "interrupted")
+        assert await run.swarm.run_on("p0", first.participant.download, 30.0)
         await train_until(run, epoch=3)
         assert run.agree(["p0", "p1"])
         assert not run.warnings, run.warnings

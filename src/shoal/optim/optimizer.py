@@ -679,7 +679,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 over.
 
         Returns:
-            Whether a state was taken over; False if there is none better than ours, or than the next `step` makes it.
+            Whether a state was taken over; False if there is none better than ours.
 
         Raises:
             ConfigError: `timeout` is no number of seconds above 0.

@@ -99,6 +99,8 @@ class Participant:
         self.own = OwnState(core, training, lock, self._notices, auxiliary=settings.auxiliary)
         self._end = RunEnd(core.peer_id, settings.end_patience_s)
         self.last_round: StepResult | None = None
+        self._led_to: StateName | None = None  # by that round
+        self._not_averaged: StateName | None = None  # as the round of states failed
         self.speed = RateMeter()
         self.contribution = Contribution()
         self._given = 0
@@ -302,6 +304,8 @@ class Participant:
         if len(view.peers) > 1:
             self._machine.found()
         self._settle_end()
+        if not self._machine.is_busy and self._is_to_average():
+            self._machine.states_due = True
         averages = self._machine.states_due or self.own.update is not None
         due = self._averages_last and (averages or self.own.name == self.own.followed)
         if self._end.observe(self.epoch, claimed if claimed.vouched else view, now, average_due=due):
@@ -452,7 +456,8 @@ class Participant:
         name, members = self.own.name, [member.contact.peer for member in result.outcome.members]
         gave = [each.peer for each in agreement.contributors if each.samples]
         self._companions.share(members, name.key, result.duration_s, gave=gave)
-        self._ready(step, name.after_round(result, agreement.digest), len(members), agreement)
+        self._led_to = name.after_round(result, agreement.digest)
+        self._ready(step, self._led_to, len(members), agreement)
         await self._steps.add_round(name, result, self._averager.vector, agreement)
 
     def _take_average(self, vector: Vector, name: StateName) -> None:
@@ -548,7 +553,7 @@ class Participant:
         self._happened(Event.RENAMED)
 
     def _advanced(self, update: Update) -> None:
-        (epoch, digest, _), every = update.name, self.settings.average_state_every
+        epoch, digest, _ = update.name
         run_id, samples, peers = self.settings.run_id, update.samples, update.peers
         event = EpochAdvanced(run_id=run_id, epoch=epoch, samples=samples, peers=peers, digest=digest)
         self.core.env.events.emit(event)
@@ -557,7 +562,23 @@ class Participant:
         if self.at_end:
             self.core.env.events.emit(RunEnded(run_id=run_id, epoch=epoch))
         self._solitude.stepped(epoch, peers)
-        self._machine.states_due = self._averages_last if self.at_end else bool(every) and epoch % every == 0
+        self._machine.states_due = self._average_follows
+
+    @property
+    def _average_follows(self) -> bool:
+        """Whether the step to our state is followed by an average of the states."""
+        every = self.settings.average_state_every
+        return self._averages_last if self.at_end else bool(every) and self.epoch % every == 0
+
+    def _is_to_average(self) -> bool:
+        """Whether other members of the round that led to our state are there, and their average is still to come.
+
+        It does not matter how this peer came to the state: one that downloads it, or was away, is waited for, too.
+        """
+        name = self.own.name
+        if name != self._led_to or name == self._not_averaged or not self._average_follows:
+            return False
+        return self.own.update is None and len(self._stepped_with()) > 1
 
     @property
     def _averages_last(self) -> bool:
@@ -596,20 +617,13 @@ class Participant:
         nor for one that waits in another optimizer's step.
         """
         try:
-            name, me, stepped = self.own.name, {self.core.peer_id}, self._stepped_with()
-
-            def those_here() -> frozenset[PeerID]:  # one that was away has downloaded our state, and averages nothing
-                nonlocal stepped
-                stepped &= self._stepped_with()
-                return stepped
-
-            result = None
-            if stepped > me:
+            name, me, result = self.own.name, {self.core.peer_id}, None
+            if self._stepped_with() > me:
                 result = await self._rounds.run(
                     self._states,
                     tag=name.group_tag,
-                    hopeless=lambda view: view.behind or those_here() <= me,
-                    expected=those_here,
+                    hopeless=lambda view: view.behind or self._stepped_with() <= me,
+                    expected=self._stepped_with,
                     prepare=lambda _: (float(self.own.name == name and not self.training.evaluates), 1.0),
                     apply=lambda vector: None,  # the trainer will
                     gather=self._counts.said() if self.at_end and self._counts else None,
@@ -620,6 +634,8 @@ class Participant:
         if self.own.name != name:
             return
         if result is None:
+            if self._stepped_with() > me:
+                self._not_averaged = name
             if self.at_end:
                 await self._without_last_average(name)
         else:
@@ -664,8 +680,6 @@ class Participant:
     async def download(self, timeout_s: float, *, patient: bool = True) -> bool:
         """Download the best state and take it over (trainer). False if there is nothing better than ours.
 
-        Our state is also the one to which a step or an average leads that is ready for the trainer.
-
         Args:
             timeout_s: how long it may take, seconds.
             patient: False to go on, with False, when the trainer has stood still for as long as claims are worth: the
@@ -682,9 +696,8 @@ class Participant:
         deadline, taken, needed = self._now() + timeout_s, False, True
         failure: StateUnavailable | None = None
         while not taken and needed and (left_s := deadline - self._now()) > 0:
-            view, update = self._outlook.claimed(), self.own.update
-            ready = update is not None and not update.taken and update.name.key >= view.best
-            if (ready or not view.behind) and not self._fetching.has_news:
+            view = self._outlook.claimed()
+            if not view.behind and not self._fetching.has_news:
                 if failure is None or all(StateKey.of_peer(each) <= self.own.name.key for each in view.others.values()):
                     return False
                 raise failure

@@ -146,3 +146,26 @@ def test_state_that_is_larger_than_the_memory_trains_on(
         assert other["offloaded"] > 1.4 * mib * 2**20
         assert other["taken"] < 0.5 * one["taken"]
     assert not all(isinstance(each, dict) for each in run_limited(ranks, store, size, *limit))
+
+
+@pytest.mark.parametrize("place", ["cpu", "a folder"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_values_beside_a_device_have_the_same_bits(pool: Ranks, stage: int, place: str, tmp_path: Path) -> None:
+    """Where the CPU stands in for the device: copies are stepped, and written into the parameters."""
+    where = "cpu" if place == "cpu" else str(tmp_path)
+    for equal, memory in pool.play(2, cases.beside_a_device, stage, "adamw", None, where, "cpu"):
+        assert equal
+        assert memory.offloaded > 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize("place", ["cpu", "a folder"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_gpu_keeps_no_state(pool: Ranks, stage: int, dtype: torch.dtype | None, place: str, tmp_path: Path) -> None:
+    """On one rank. SGD on the CPU and on a GPU rounds alike."""
+    where = "cpu" if place == "cpu" else str(tmp_path)
+    for equal, memory in pool.play(1, cases.beside_a_device, stage, "sgd", dtype, where, "cuda"):
+        assert equal
+        assert memory.offloaded > 0
+        assert memory.state == 0

@@ -191,3 +191,30 @@ def of_all_parameters(folder: str) -> str:
 
     other: Any = pytorch_optimizer.load_optimizer("prodigy")
     return said(lambda: shoal.zero.shard(Odd(), lambda each: other(each, lr=1.0), stage=3, offload=folder))
+
+
+def beside_a_device(stage: int, kind: str, dtype: torch.dtype | None, where: str, device: str) -> tuple[bool, Memory]:
+    """The same bits if the optimizer's values are on the CPU beside a device; the CPU itself may stand in for it."""
+    found = []
+    prepare = offload.Offload.__init__
+
+    def elsewhere(places: offload.Offload, where: str | None, device: torch.device) -> None:
+        prepare(places, where, device)
+        places.elsewhere = where is not None
+
+    offload.Offload.__init__ = elsewhere  # type: ignore[method-assign, assignment]
+    try:
+        for place in (None, where):
+            model = Odd().to(device)
+            model, optimizer = shoal.zero.shard(model, make(kind, model), stage=stage, dtype=dtype, offload=place)
+            for step in range(STEPS):
+                tokens = torch.arange(3 * step, 3 * step + 4, device=device)
+                torch.autograd.backward(model(tokens).float().square().mean())
+                optimizer.clip_grad_norm_(10.0)
+                optimizer.step()
+                if step < STEPS - 1:
+                    optimizer.zero_grad()
+            found.append(_weights(model))
+    finally:
+        offload.Offload.__init__ = prepare  # type: ignore[method-assign]
+    return same(*found), optimizer.memory()

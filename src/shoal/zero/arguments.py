@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from shoal.zero.fsdp import is_sharded, missing, roots
 from shoal.zero.offload import problem_of
-from shoal.zero.parameters import hooks_of, named_parameters, wide_dtype
+from shoal.zero.parameters import hooks_of, local, named_parameters, wide_dtype
 
 __all__ = ["problems"]
 
@@ -40,14 +40,21 @@ def problems(
     yield from _of_parameters(list(named_parameters(model)))
     yield from _of_buffers(model)
     if is_sharded(model):
-        yield from _of_own_sharding(model, stage, dtype, weights)
+        yield from _of_own_sharding(model, stage, dtype, weights, offload)
     else:
         yield from _overlaps(model)
     if stage == 3 or is_sharded(model):
         yield from _for_fsdp2(model, dtype)
 
 
-def _of_own_sharding(model: torch.nn.Module, stage: object, dtype: object, weights: object) -> Iterator[str]:
+def _of_own_sharding(
+    model: torch.nn.Module, stage: object, dtype: object, weights: object, offload: object
+) -> Iterator[str]:
+    if offload is not None and any(not local(each).is_cpu for each in model.parameters()):
+        yield (
+            "offload cannot be given for a model on a device that fully_shard was applied to: let shard() apply it, "
+            "or leave offload out"
+        )
     if weights is not None:
         yield (
             "weights are for a model to which fully_shard was not applied: load them with "

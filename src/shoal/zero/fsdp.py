@@ -23,7 +23,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from shoal.errors import ConfigError, LocalError
@@ -123,6 +123,8 @@ def partition(
     device: torch.device,
     dtype: torch.dtype | None,
     before: Callable[[torch.nn.Module], None],
+    *,
+    elsewhere: bool = False,
 ) -> torch.dtype | None:
     """Apply `fully_shard` to each unit, and to the model. Hooks of parameters go on with the shards in their places.
 
@@ -133,6 +135,7 @@ def partition(
         device: where the parameters are.
         dtype: the dtype to compute, gather and reduce in; None for that of the parameters.
         before: called with each of these modules before it is sharded, in the order in which they are made.
+        elsewhere: shards, their gradients and the optimizer are on the CPU, beside the device.
 
     Returns:
         The dtype, if it has 16 bits: to send gradients in, too. FSDP2 adds them up in float32.
@@ -151,7 +154,8 @@ def partition(
                 parameter.data = wide.contiguous()
         if id(module) in changed:
             module.register_forward_hook(_own_memory)  # before FSDP2's own
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        where = CPUOffloadPolicy() if elsewhere else OffloadPolicy()
+        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=where)
     for name, parameter in named_parameters(model):
         if hooks[name]:
             parameter._backward_hooks = hooks[name]  # noqa: SLF001 (its handles work on)

@@ -124,7 +124,7 @@ class Offload:
             ConfigError: the disk is full, or the folder is gone.
         """
         if self.folder is None:
-            return torch.empty(like.shape, dtype=like.dtype, pin_memory=self.elsewhere)
+            return torch.empty(like.shape, dtype=like.dtype, pin_memory=self.elsewhere and torch.cuda.is_available())
         found = self._extents[-1].take(like) if self._extents else None
         if found is None:
             self._extents.append(self._file(max(room_for(like.nbytes), _LEAST_BYTES)))

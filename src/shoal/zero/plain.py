@@ -68,7 +68,9 @@ def full_state_dict(
         if id(value) not in seen:
             whole = value.detach()
             if isinstance(whole, DTensor):
-                whole = whole.full_tensor()
+                shard = whole.to(whole.device_mesh.device_type)  # it may be on the CPU beside its device
+                assert isinstance(shard, DTensor)
+                whole = shard.full_tensor()
             seen[id(value)] = whole.to("cpu", copy=True) if keep else torch.empty(0)
         if keep:
             found[name] = seen[id(value)]

@@ -151,9 +151,9 @@ def shard(  # noqa: PLR0913 (the choices of its users)
     agreement.alike(description, "model, stage, dtype, skip_nonfinite, units, offload, top_k, weights and mesh")
     number = int(agreement.gather(str(next(_models)))[0])
     collectives = Collectives(groups.shards, watch, start.device, number, groups.everyone)
-    if not is_sharded(model):
-        _begin(model, start, parts if stage == 3 else None, dtype, collectives)
     places = Offload(offload, collectives.device)
+    if not is_sharded(model):
+        _begin(model, start, parts if stage == 3 else None, dtype, collectives, elsewhere=places.elsewhere)
     carrier: Carrier | None = None
     with agreement.together():
         if stage == 3 or is_sharded(model):
@@ -241,13 +241,15 @@ def _begin(
     parts: Sequence[torch.nn.Module] | None,
     dtype: torch.dtype | None,
     collectives: Collectives,
+    *,
+    elsewhere: bool,
 ) -> None:
     """Give the model its first values, the same on all ranks, and partition it into units if there are any."""
     _take_over(start.given, collectives)
     agreement = Agreement(collectives.everyone, collectives.watch)
     with numbers_of_rank_0(agreement, start.device), agreement.together():
         if parts is not None:
-            narrow = partition(model, parts, collectives.group, start.device, dtype, start.before)
+            narrow = partition(model, parts, collectives.group, start.device, dtype, start.before, elsewhere=elsewhere)
             _partitioned[model] = dtype, narrow
         else:
             start.before(model)

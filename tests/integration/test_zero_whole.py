@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.integration import zero_whole as programs
 from tests.integration.ranks import Ranks, ranks
@@ -49,3 +50,17 @@ def test_statistics_of_any_shape_go_from_2_ranks_to_4_and_to_plain_torch(
     pool.play(2, programs.saved_halfway, stage, str(tmp_path), names)
     for found in pool.play(4, programs.gone_on, other, str(tmp_path), names):
         assert found == {name: [0.0, 0.0, 0.0] for name in names}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_all_else_is_as_with_values(pool: Ranks, tmp_path: Path, stage: int, dtype: torch.dtype | None) -> None:
+    """Clipping, micro-batches, steps left out, memory formats, scalars, 16 bits; the state is shared out."""
+    found = pool.play(3, programs.mixed, stage, "adafactor", dtype, str(tmp_path))
+    for apart, _, _, kept, same in found:
+        assert apart < (1e-4 if dtype is None else 0.5)
+        assert kept
+        assert same
+    copies = 0 if dtype is None else 4 * sum(each.numel() for each in programs.Mixed().parameters())
+    # One process keeps single values of a parameter without values, too.
+    assert sum(state for _, state, *_ in found) == pytest.approx(found[0][2] + copies, abs=16)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 import shoal.zero
+from shoal.zero.parameters import unique_bytes
 from tests.integration.zero_cases import Odd, alone, groups, steps_of_rank_0, train
-from tests.integration.zero_programs import moved
+from tests.integration.zero_programs import moved, small_buckets
 
 STEPS = 12
 """SOAP and Shampoo change their bases after ten of them."""
@@ -121,3 +125,71 @@ def gone_on(stage: int, folder: str, names: Iterable[str]) -> dict[str, list[flo
         steps_of_rank_0(model, optimizer, range(STEPS // 2, STEPS))
         found[name] = [each / moved(Odd(), wanted) for each in (*ends, moved(model, wanted))]
     return found
+
+
+class Mixed(torch.nn.Module):
+    """A convolution in another memory format; a scalar, a parameter without values, and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.images, self.frozen = torch.nn.Conv2d(3, 16, 3), torch.nn.Conv2d(16, 8, 3)
+        self.frozen.requires_grad_(requires_grad=False)
+        self.last, self.unused = torch.nn.Linear(128, 5), torch.nn.Linear(3, 2)
+        self.scale, self.empty = torch.nn.Parameter(torch.ones(())), torch.nn.Parameter(torch.empty(0, 3))
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """A loss."""
+        hidden = self.frozen(torch.tanh(self.images(images.to(self.scale.dtype)))).flatten(1)
+        loss: torch.Tensor = (self.last(hidden) * self.scale).float().square().mean() + self.empty.sum()
+        return loss
+
+
+def _see(model: torch.nn.Module, step: int, rank: int, micro: int = 0) -> torch.Tensor:
+    made = torch.Generator().manual_seed(100 * step + 10 * rank + micro)
+    images = torch.randn(4, 3, 8, 8, generator=made).contiguous(memory_format=torch.channels_last)
+    loss: torch.Tensor = model(images)
+    return loss
+
+
+def mixed(stage: int, name: str, dtype: torch.dtype | None, folder: str) -> tuple[float, int, int, bool, bool]:
+    """Clipping, micro-batches, a step left out, small buckets: how far from one process, in units of its movement.
+
+    And the state of this rank and of one process in bytes; whether the memory format is kept; and whether a rank that
+    begins from the checkpoint has the same.
+    """
+    warnings.simplefilter("ignore")
+    kind: Any = loaded(name)
+    ranks, plain = dist.get_world_size(), Mixed()
+    trained = [each for each in plain.parameters() if each.requires_grad]
+    alone = kind(trained, lr=1e-2)
+    with small_buckets(2000):
+        model, optimizer = shoal.zero.shard(Mixed(), lambda each: kind(each, lr=1e-2), stage=stage, dtype=dtype)
+    for step in range(6):
+        for micro in range(2):
+            with optimizer.no_sync() if micro == 0 else nullcontext():
+                torch.autograd.backward(_see(model, step, dist.get_rank(), micro) * (math.inf if step == 3 else 1.0))
+        optimizer.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        for rank in range(ranks if step != 3 else 0):
+            for micro in range(2):
+                torch.autograd.backward(_see(plain, step, rank, micro) / ranks)
+        torch.nn.utils.clip_grad_norm_(trained, 0.1)
+        if step != 3:
+            alone.step()
+        alone.zero_grad()
+    wanted = plain.state_dict()
+    weight = model.images.weight
+    kept = weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
+    shoal.zero.save(f"{folder}/{stage}", model, optimizer)
+    other, loaded_into = shoal.zero.shard(Mixed(), lambda each: kind(each, lr=1e-2), stage=3 - stage, dtype=dtype)
+    shoal.zero.load(f"{folder}/{stage}", other, loaded_into)
+    shoal.zero.save(f"{folder}/{stage}-again", other, loaded_into)
+    first, again = (shoal.zero.consolidate(f"{folder}/{stage}{more}") for more in ("", "-again"))
+    same = str(first) == str(again)
+    state = [each for each in tree_leaves(list(alone.state.values())) if isinstance(each, torch.Tensor)]
+    wanted.pop("empty")
+    moved_by = moved(Mixed(), wanted)
+    return moved(model, wanted) / moved_by, optimizer.memory().state, unique_bytes(state), kept, same

@@ -91,7 +91,8 @@ class FlatEngine:
         self.own = {tile: self._own(tile, wide) for tile in self.plan.owned(rank)}
         copied = {name: each for name, each in dense.items() if self._is_copied(each)}
         self._copies = Copies(copied, self.plan, self.own, collectives)
-        frozen = {name: each for name, each in named_parameters(model) if name in wide.keys() - parameters.keys()}
+        others = wide.keys() - parameters.keys()  # of no values, too: those may be trained, and nobody keeps them
+        frozen = {name: each for name, each in named_parameters(model) if name in others and each.numel()}
         tiles = cut({name: each.numel() for name, each in frozen.items()}, size)
         plan = assign([tiles], collectives.ranks)
         kept = {tile: offload.copy(tile.of(wide[tile.name], frozen[tile.name])) for tile in plan.owned(rank)}

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from shoal.errors import ConfigError, ShoalError, StateUnavailable
-from shoal.events import Warned
+from shoal.errors import ConfigError, ShoalError
 from shoal.integrations.metrics import SharedMean
+from shoal.integrations.trainers import load_state
 from shoal.optim import Optimizer
 from shoal.peer import check_run_id
 from shoal.runtime.checks import whole
@@ -160,11 +160,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         swarm = self._swarm()
         if self._max_steps is not None:
             swarm.announce_end(self._max_steps)
-        try:
-            swarm.load_state_from_peers()
-        except StateUnavailable as error:  # `step` tries again, and knows when to give up
-            warning = Warned(where="Trainer", message=str(error))
-            swarm.dht.loop_thread.call_soon(lambda: swarm.dht.events.emit(warning))
+        load_state(swarm)
         if swarm.finished:
             trainer.should_stop = True  # the run was over before: not a batch more
 

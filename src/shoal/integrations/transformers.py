@@ -21,9 +21,9 @@ import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from shoal.data import PeerSampler
-from shoal.errors import ConfigError, StateUnavailable
-from shoal.events import Warned
+from shoal.errors import ConfigError
 from shoal.integrations.metrics import SharedMean
+from shoal.integrations.trainers import load_state, warn
 from shoal.optim import Optimizer
 from shoal.optim.inner import make_scheduler
 from shoal.runtime.checks import path
@@ -149,10 +149,6 @@ class SwarmCallback(TrainerCallback):
             self._taken.setdefault(name, getattr(self._args, name))
             setattr(self._args, name, value)
 
-    def _warn(self, message: str) -> None:
-        warning = Warned(where="Trainer", message=message)
-        self.optimizer.dht.loop_thread.call_soon(lambda: self.optimizer.dht.events.emit(warning))
-
     # --------------------------------------------------------------------------------------------------------- batches
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -190,14 +186,12 @@ class SwarmCallback(TrainerCallback):
         self._trains = self._reseed = True
         set_seed((self._seed + state.global_step) % (1 << 32))
         self.optimizer.announce_end(self.epochs)
-        try:
-            self.optimizer.load_state_from_peers()
-        except StateUnavailable as error:  # `step` tries again, and knows when to give up
-            self._warn(str(error))
+        load_state(self.optimizer)
         if state.global_step and not self.optimizer.local_epoch and not self.optimizer.state:
-            self._warn(
+            warn(
+                self.optimizer,
                 "the checkpoint has no state of the optimizer (save_only_model): the run begins at epoch 0, with the "
-                "checkpoint's weights"
+                "checkpoint's weights",
             )
         self._loader = given["train_dataloader"]
         self._streams = not has_length(self._loader)
@@ -217,9 +211,10 @@ class SwarmCallback(TrainerCallback):
             # To skip more batches than the stream has, the Trainer would look for them without end.
             self._take(ignore_data_skip=True)
         elif isinstance(sampler, SequentialSampler):
-            self._warn(
+            warn(
+                self.optimizer,
                 "train_sampling_strategy='sequential' draws the data in one order on all peers: give each peer a part "
-                "of its own, or use 'random'"
+                "of its own, or use 'random'",
             )
         elif hasattr(batches, "seed"):
             batches.seed = self._seed  # batch_rebalance has one seed for all

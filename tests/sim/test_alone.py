@@ -349,3 +349,30 @@ def test_what_a_run_that_is_over_left_delays_a_new_one_by_two_seconds_at_most(en
 
     times = [sim.run(lambda left=left: first_epoch(left), seed=38) for left in (False, True)]  # type: ignore[misc]
     assert times[1] <= times[0] + 2.0, times
+
+
+def test_a_client_whose_only_companion_trains_no_more_says_whom_it_waits_for() -> None:
+    """The companion's process lives, and its trainer stands still: the client waited for ever without a word."""
+
+    async def main() -> None:
+        run, told = Run(target=8), list[str]()
+        first = await run.add("p0")
+        client = await run.add(
+            "p1",
+            client_mode=True,
+            events=lambda event: told.append(event.message) if isinstance(event, Warned) else None,
+        )
+        await sim.sleep(3.0)
+        run.swarm.spawn("p1", client.train(4, duration_s=0.1, until=lambda: client.participant.epoch >= 9))
+        await run.swarm.run_on("p0", first.train, 4, duration_s=0.1, until=lambda: first.participant.epoch >= 5)
+        await sim.sleep(60.0)
+        peer = first.participant.core.peer_id.short()
+        assert [
+            each for each in told if f"enough samples for a step, but {peer} do not come to a round" in each
+        ] == told
+        assert len(told) == 1
+        await run.swarm.run_on("p0", first.train, 4, duration_s=0.1, until=lambda: first.participant.epoch >= 9)
+        assert len(told) == 1
+        await run.close()
+
+    sim.run(main, seed=2)

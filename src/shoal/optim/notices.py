@@ -129,6 +129,15 @@ class Notices:
             f"run {self._run_id!r}: training alone{made}; {'; '.join(reasons)}. This peer keeps looking for others"
         )
 
+    def waits_for(self, peers: Collection[PeerID]) -> None:
+        """There are samples for a step, and these peers at our state do not come to a round. Once until they do."""
+        if self._note("waits for", bool(peers)):
+            self.warn(
+                f"there are enough samples for a step, but {_names(peers)} do not come to a round, though they are at "
+                "our state: this peer waits for them. Look whether their training stands still (py-spy dump), or a "
+                "batch takes them long. A client cannot go on without a peer that others can dial: let one more train"
+            )
+
     def beginning(self, beginning: Beginning, *, behind: bool) -> None:
         """A newcomer without the state of the run waits, or begins. Each is told once."""
         stance = Stance.FREE if behind else beginning.stance

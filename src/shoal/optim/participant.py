@@ -156,7 +156,13 @@ class Participant:
             news=self._news,
         )
         others = self._known, self._gossip, self._notices
-        self._solitude = Solitude(core, settings.run_id, *others, digest=lambda: self.own.name.digest)
+        self._solitude = Solitude(
+            core,
+            settings.run_id,
+            *others,
+            digest=lambda: self.own.name.digest,
+            searches=lambda: self.phase is RunPhase.AVERAGING and self._averager.looking,
+        )
 
     # ------------------------------------------------------------------------------------------------ life and death
 

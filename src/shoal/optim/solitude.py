@@ -115,6 +115,7 @@ class Solitude:
         gossip: tells them.
         notices: say it.
         digest: returns the digest of this peer's state.
+        searches: whether it has the samples for a step, and looks for the others to average with.
 
     Attributes:
         told: whether it was said, and no step was taken with others since.
@@ -129,29 +130,36 @@ class Solitude:
         notices: Notices,
         *,
         digest: Callable[[], bytes],
+        searches: Callable[[], bool],
     ) -> None:
         self._core, self._run_id, self._known, self._gossip, self._notices = core, run_id, known, gossip, notices
-        self._digest = digest
+        self._digest, self._searches = digest, searches
         self._epoch: int | None = None  # of the last step, if it was taken alone
         self.told = False
 
     async def watch(self) -> None:
         """Look every now and then, for as long as the peer trains."""
         loop = asyncio.get_running_loop()
-        since = loop.time()
+        since = searches_since = loop.time()
         while True:
             await asyncio.sleep(_LOOK_S)
+            if not self._searches():
+                searches_since = loop.time()
+            self._notices.waits_for(self._here() if loop.time() - searches_since >= PATIENCE_S else ())
             if self._in_company():
                 since = loop.time()
             elif loop.time() - since >= PATIENCE_S:
                 self._tell()
 
     def _in_company(self) -> bool:
-        connected = [peer for peer in self._known.peers if self._core.endpoint.connected(peer)]
-        if self._epoch is None:
-            return bool(connected)
-        words, here = map(self._known.progress_of, connected), self._digest()
-        return any(word is not None and word.digest == here for word in words)
+        return bool(self._connected() if self._epoch is None else self._here())
+
+    def _connected(self) -> list[PeerID]:
+        return [peer for peer in self._known.peers if self._core.endpoint.connected(peer)]
+
+    def _here(self) -> list[PeerID]:
+        words, here = {peer: self._known.progress_of(peer) for peer in self._connected()}, self._digest()
+        return [peer for peer, word in words.items() if word is not None and word.digest == here]
 
     def stepped(self, epoch: int, peers: int) -> None:
         """A step was taken by so many peers."""

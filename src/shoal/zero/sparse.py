@@ -267,6 +267,32 @@ class Table:
         """Take over new values of others' rows."""
         self._data.index_copy_(0, self._rows_at(rows.places), rows.values)
 
+    # -------------------------------------------------------------------------------------------------------- messages
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in a message: of its index, and its values."""
+        return self._index_dtype.itemsize + self.width * self._data.itemsize
+
+    @property
+    def _index_dtype(self) -> torch.dtype:
+        return torch.int32 if self.count <= _LARGEST else torch.int64
+
+    def pack(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows as bytes: their places, and behind these their values."""
+        values = rows.values.contiguous().view(-1)
+        return rows.places.to(self._index_dtype).view(torch.uint8), values.view(torch.uint8)
+
+    def unpack(self, message: torch.Tensor) -> Rows:
+        """The rows that these bytes are."""
+        count = len(message) // self.row_bytes
+        places, values = message.tensor_split([count * self._index_dtype.itemsize])
+        # Clones begin where any dtype may begin.
+        return Rows(
+            places.clone().view(self._index_dtype).to(torch.int64),
+            values.clone().view(self._data.dtype).view(count, self.width),
+        )
+
     # ------------------------------------------------------------------------------------------------------ checkpoints
 
     def piece(self) -> Piece:
@@ -347,17 +373,21 @@ class Tables:
         told = self._collectives.exchange(
             "to tell how many rows come", {rank: each.to(device).view(torch.uint8) for rank, each in counts.items()}
         )
-        known = {rank: each.view(torch.int64).tolist() for rank, each in told.items()}
         messages = {
-            rank: torch.cat([part for table, each in zip(tables, rows, strict=True) for part in _packed(table, each)])
+            rank: torch.cat([part for table, each in zip(tables, rows, strict=True) for part in table.pack(each)])
             for rank, rows in sends.items()
         }
-        sizes = {
-            rank: sum(number * _row_bytes(table) for table, number in zip(tables, numbers, strict=True))
-            for rank, numbers in known.items()
+        sizes: dict[int, list[int]] = {}
+        for rank, each in told.items():
+            numbers = each.view(torch.int64).tolist()
+            sizes[rank] = [table.row_bytes * number for table, number in zip(tables, numbers, strict=True)]
+        came = self._collectives.exchange(
+            "an exchange of rows", messages, {rank: sum(each) for rank, each in sizes.items()}
+        )
+        found = {
+            rank: [table.unpack(part) for table, part in zip(tables, torch.split(message, sizes[rank]), strict=True)]
+            for rank, message in came.items()
         }
-        came = self._collectives.exchange("an exchange of rows", messages, sizes)
-        found = {rank: list(_unpacked(tables, known[rank], message)) for rank, message in came.items()}
         return found, sum(each.nbytes for each in (*counts.values(), *messages.values()))
 
 
@@ -387,31 +417,3 @@ def tables_of(
             residual = Residual(each, tile, fraction)
         found.append(Table(name, each, collectives.rank, collectives.ranks, wide.get(name), residual))
     return Tables(found, collectives, fraction)
-
-
-def _index_dtype(table: Table) -> torch.dtype:
-    return torch.int32 if table.count <= _LARGEST else torch.int64
-
-
-def _row_bytes(table: Table) -> int:
-    """Of an index and the row's values."""
-    return _index_dtype(table).itemsize + table.width * table._data.itemsize  # noqa: SLF001 (below its class)
-
-
-def _packed(table: Table, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-    return (
-        rows.places.to(_index_dtype(table)).view(torch.uint8),
-        rows.values.contiguous().view(-1).view(torch.uint8),
-    )
-
-
-def _unpacked(tables: Sequence[Table], counts: Sequence[int], message: torch.Tensor) -> Iterator[Rows]:
-    at = 0
-    for table, count in zip(tables, counts, strict=True):
-        dtype, width = table._data.dtype, table.width  # noqa: SLF001
-        middle = at + count * _index_dtype(table).itemsize
-        stop = at + count * _row_bytes(table)
-        # Clones begin where any dtype may begin.
-        places = message[at:middle].clone().view(_index_dtype(table)).to(torch.int64)
-        yield Rows(places, message[middle:stop].clone().view(dtype).view(count, width))
-        at = stop

@@ -54,6 +54,8 @@ OTHERS: dict[Verdict, str] = {
 }
 """Of pytorch_optimizer, at their defaults. What raises needs a closure, second derivatives, the model, matrices or
 pairs."""
+DAILY = {"adamp", "adafactor", "came", "lamb", "lars", "novograd", "sgdp", "soap", "stableadamw"}
+"""Of those that need whole tensors, which are tried twice: the rest are among the long tests."""
 UNBUILT = {"demo", "distributedmuon"}
 """They need another package, and a process group of their own."""
 
@@ -143,7 +145,13 @@ def test_optimizers_of_torch(name: str, verdict: Verdict) -> None:
     assert is_verdict(tried(of_torch(name)), verdict)
 
 
-@pytest.mark.parametrize(("name", "verdict"), cases(OTHERS))
+@pytest.mark.parametrize(
+    ("name", "verdict"),
+    [
+        pytest.param(*each, marks=pytest.mark.long if each[1] is Unit.TENSOR and each[0] not in DAILY else ())
+        for each in cases(OTHERS)
+    ],
+)
 def test_optimizers_that_need_whole_tensors_are_found_by_trying(name: str, verdict: Verdict) -> None:
     """They were refused by the names of some classes: NovoGrad, AdamP, CAME and others gave wrong weights, silently."""
     assert is_verdict(tried(of_others(name)), verdict)

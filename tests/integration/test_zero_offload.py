@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -106,6 +107,7 @@ def test_what_looks_at_all_parameters_is_refused(pool: Ranks, tmp_path: Path) ->
 def run_limited(ranks: int, store: Path, *options: str) -> list[dict[str, Any] | int]:
     """What each rank of `zero_limited` printed; its exit status if that is not 0."""
     store.unlink(missing_ok=True)
+    shutil.rmtree(f"{store}-saved", ignore_errors=True)
     module = [sys.executable, "-m", "tests.integration.zero_limited", f"--store={store}", f"--ranks={ranks}"]
     # glibc keeps freed memory for later: by this it gives large pieces back, so that limits count what is in use.
     found = environment(OMP_NUM_THREADS="1", MALLOC_MMAP_THRESHOLD_="65536")
@@ -126,7 +128,7 @@ def run_limited(ranks: int, store: Path, *options: str) -> list[dict[str, Any] |
 def test_state_that_is_larger_than_the_memory_trains_on(
     kind: str, ranks: int, layers: int, mib: int, tmp_path: Path
 ) -> None:
-    """With the same bits, under a limit of this process, under which training without offload fails.
+    """With the same bits and checkpoints, under a limit of this process, under which training without offload fails.
 
     So much is left for training as ``mib`` says. The last case has a state that is larger than all that the process has
     (RLIMIT_DATA: libraries and parameters, too). A control group counts pages of files as well.

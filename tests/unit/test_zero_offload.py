@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 import pytorch_optimizer
 import torch
+from safetensors.torch import load_file
 
 from shoal.errors import ConfigError
+from shoal.runtime.tensor_files import write_tensors
 from shoal.zero import offload
 from shoal.zero.mapped import Extent, fetch, let_go, write_back
 from shoal.zero.offload import Offload, in_windows, problem_of
@@ -203,3 +205,26 @@ def test_an_optimizer_that_raises_has_all_its_parameters_again(tmp_path: Path) -
     inner.param_groups[0]["params"] = []
     windows.close()
     assert [len(group["params"]) for group in inner.param_groups] == [3, 3]
+
+
+def test_tensors_are_written_one_after_another_as_safetensors_reads_them(tmp_path: Path) -> None:
+    """All dtypes that it knows, empty ones, scalars, and views of common memory."""
+    memory = torch.arange(24.0)
+    tensors = {
+        "view": memory[3:9],
+        "transposed": memory.view(4, 6).T,
+        "narrow": torch.ones(3, dtype=torch.bfloat16),
+        "scalar": torch.tensor(3),
+        "empty": torch.empty(0, 5),
+        "flags": torch.tensor([True, False, True]),
+    }
+    order: list[str] = []
+    write_tensors(tmp_path / "file", tensors, {"kind": "test"}, order.append)
+    assert sorted(order) == sorted(tensors)
+    found = load_file(tmp_path / "file")
+    assert found.keys() == tensors.keys()
+    for name, each in tensors.items():
+        assert found[name].dtype == each.dtype
+        assert torch.equal(found[name], each)
+    with small_files(200), pytest.raises(OSError, match="too large"):
+        write_tensors(tmp_path / "short", tensors, {}, order.append)

@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from shoal.errors import ConfigError
-from shoal.runtime.tensor_files import flush, seal
+from shoal.runtime.tensor_files import flush, seal, write_tensors
 from shoal.zero.ema import EMA
 from shoal.zero.optimizer import ShardedOptimizer
 from shoal.zero.parameters import Piece, Scattered, flat, local, named_parameters, order_of
@@ -164,11 +163,11 @@ def _write(
     tensors.update({residual_key(name): kept.cpu() for name, kept in optimizer.carrier.residuals().items()})
     collectives = optimizer.collectives
     name = f"rank-{collectives.rank:05d}-of-{collectives.ranks:05d}.safetensors"
-    # Views of one storage, such as tiles side by side, are written each for itself.
+    offload = optimizer.offload
     try:
-        tensors = {key: value.clone(memory_format=torch.contiguous_format) for key, value in tensors.items()}
-        save_file(tensors, folder / name, checksums(tensors))
-    except (KeyError, ValueError) as error:
+        sums = checksums(tensors, lambda key: offload.let_go([tensors[key]]))
+        write_tensors(folder / name, tensors, sums, lambda key: offload.let_go([tensors[key]]))
+    except (KeyError, ValueError, RuntimeError) as error:
         raise ConfigError(f"the model has a buffer that cannot be saved: {error}") from error
     flush(folder / name)
     size = (folder / name).stat().st_size
@@ -328,7 +327,7 @@ def load(
         _check(saved.index, model, optimizer)
         with saved.opened():
             pieces = list(optimizer.carrier.pieces())
-            found = [(piece, saved.values(piece), saved.statistics(piece)) for piece in pieces]
+            found = [(piece, *_aside(optimizer, saved.values(piece), saved.statistics(piece))) for piece in pieces]
             averages = None if ema is None else _averages(saved, ema)
             others = {name: saved.other(name) for name in saved.index["others"]}
             residuals = optimizer.carrier.residuals()
@@ -417,6 +416,14 @@ def _check_shapes(there: Mapping[str, Iterable[int]], here: Mapping[str, Iterabl
                 f"the checkpoint is of another model: it has {name}{which} with shape {saved}, and the model has "
                 f"{ours} (None: {none})"
             )
+
+
+def _aside(
+    optimizer: ShardedOptimizer, values: torch.Tensor, statistics: Statistics
+) -> tuple[torch.Tensor, Statistics]:
+    """What was read of a piece, until all ranks have read theirs: in files, if state belongs there."""
+    aside = optimizer.offload.aside
+    return aside({"": values})[""], statistics._replace(each=aside(statistics.each))
 
 
 def _restore(optimizer: ShardedOptimizer, piece: Piece, statistics: Statistics) -> None:

@@ -67,6 +67,7 @@ class Offload:
         self.folder = None if where is None or where == "cpu" else Path(os.fsdecode(os.fspath(where)))
         self.elsewhere = where is not None and device.type != "cpu"
         self._extents: list[Extent] = []
+        self._aside: Extent | None = None
         self._places: dict[int, int] = {}  # address and size of each tensor in files
         self._new = False  # whether state has moved into files since the last step
         self._slots: dict[tuple[torch.Tensor, Any], torch.Tensor] = {}
@@ -140,6 +141,26 @@ class Offload:
         found = self.room(torch.empty_like(values, dtype=dtype, device="meta"))
         found.copy_(values)
         self.let_go([found])
+        return found
+
+    def aside(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The same state of one tensor, with its values in files of their own, until nobody refers to them.
+
+        Raises:
+            ConfigError: the disk is full.
+        """
+        if self.folder is None:
+            return dict(state)
+        found = dict(state)
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.ndim and value.is_cpu and value.is_contiguous():
+                room = self._aside.take(value) if self._aside is not None else None
+                if room is None:
+                    self._aside = self._file(max(room_for(value.nbytes), _LEAST_BYTES))
+                    room = self._aside.take(value)
+                assert room is not None
+                found[key] = room.copy_(value)
+                let_go([room])
         return found
 
     def let_go(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -149,9 +149,13 @@ def untyped(entry: Sequence[Any]) -> Any:
     return torch.tensor(value, dtype=getattr(torch, kind[6:])) if kind.startswith("torch.") else value
 
 
-def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """The metadata of a file that holds these tensors."""
-    return {_CHECKSUMS: json.dumps({key: checksum(each) for key, each in tensors.items()})}
+def checksums(tensors: Mapping[str, torch.Tensor], read: Callable[[str], None] = lambda _: None) -> dict[str, str]:
+    """The metadata of a file that holds these tensors; `read` is called with each key when its values were read."""
+    found = {}
+    for key, each in tensors.items():
+        found[key] = checksum(each)
+        read(key)
+    return {_CHECKSUMS: json.dumps(found)}
 
 
 def warn_unchecked(path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import shoal
 from shoal.errors import ClosedError, ConfigError, LocalError
@@ -144,3 +145,18 @@ def test_two_processes_run_the_program_of_the_page(tmp_path: Path) -> None:
     said = last_lines_of_two(tmp_path, code)
     assert said[0] == said[1]
     assert said[0].startswith("epoch 5, weights ")
+
+
+def test_a_tracker_in_a_run_of_an_optimizer_says_how_to_look_at_it() -> None:
+    """It told only which setting differs: the peers of such a run compare more than trackers have."""
+    with two_peers() as (first, second):
+        inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+        swarm = shoal.Optimizer(
+            dht=first, run_id="run", target_batch_size=TARGET, batch_size_per_step=1, optimizer=inner
+        )
+        with pytest.raises(ConfigError, match=r"optimizer is not set here and SGD .* shoal\.read_run\(dht, 'run'\)"):
+            tracker(second)
+        status = shoal.read_run(second, "run")
+        assert status is not None
+        assert [peer.contact.peer for peer in status.peers] == [first.peer_id]
+        swarm.shutdown()

@@ -275,8 +275,13 @@ class ProgressTracker(Tracked):
             return tracking.look()
 
         view, mine = self.dht.loop_thread.run(look(), GRACE_S), self.local_progress
-        if not view.others and tracking.known.mismatch is not None:
-            raise ConfigError(f"the other peers of {self.prefix!r} differ: {tracking.known.mismatch}")
+        if not view.others and (mismatch := tracking.known.mismatch) is not None:
+            if not mismatch.startswith("target_batch_size "):  # the one setting that trackers have
+                mismatch += (
+                    ". That is a run of shoal.Optimizer, in which a tracker takes no part: look at it with "
+                    f"shoal.read_run(dht, {self.prefix!r}), or with `tracker` and `status()` of a peer's own optimizer"
+                )
+            raise ConfigError(f"the other peers of {self.prefix!r} differ: {mismatch}")
         epoch, others = max(mine.epoch, view.epoch), view.others.values()
         samples = sum(each.samples for each in others if each.epoch == epoch)
         samples += mine.samples_accumulated if mine.epoch == epoch else 0

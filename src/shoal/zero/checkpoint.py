@@ -251,7 +251,9 @@ def _common(optimizer: ShardedOptimizer) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """The setting as JSON has it: a learning rate may be a tensor."""
+    """The setting as JSON has it: a learning rate may be a tensor, and tuples may be in lists (Muon's coefficients)."""
+    if isinstance(value, list | tuple) and any(isinstance(each, list | tuple) for each in value):
+        return pack(value, "a setting of the optimizer")
     return value.item() if isinstance(value, torch.Tensor) else value
 
 

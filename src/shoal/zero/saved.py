@@ -227,6 +227,8 @@ class Saved:
             self.index: dict[str, Any]
             self.index, self._sealed = unseal((folder / INDEX).read_text())
             self.index["extra"] = unpack(self.index["extra"])
+            for group in self.index["groups"]:
+                group["settings"] = unpack(group["settings"])
             if self.index["format"] not in FORMATS:
                 raise ConfigError(
                     f"{folder} has format {self.index['format']}, of a later version: this one reads {FORMATS[-1]}"

@@ -136,6 +136,7 @@ def test_the_rest(pool: Ranks) -> None:
         assert found["skipped"] == (1, 0.0)
         assert abs(found["norm"]) < 1e-6
         assert found["gradients"][0] == found["gradients"][1] + 4 * 5  # a stand-in for each parameter
+        assert max(found["not counted"]) <= 4
         rows, changed = found["rows"]
         assert rows == changed
         assert 0 < rows["users.weight"] < cases.USERS / 2

@@ -255,6 +255,19 @@ def test_bad_input_is_said_on_every_rank(pool: Ranks, name: str) -> None:
         assert message in failed.message
 
 
+def test_arguments_of_wrong_types(pool: Ranks) -> None:
+    """Python's own errors came out of these, or another argument was named."""
+    for said in pool.play(2, cases.said_of_arguments):
+        assert "units must be a list of modules of the model, got 5" in said["units"]
+        assert "weights must be a path" in said["weights"]
+        assert "sharded already" in said["twice"]
+        assert "max_norm must be a number above 0, got None" in said["max_norm"]
+        assert "norm_type must be a number above 0, got 'two'" in said["norm_type"]
+        assert "model must be the one that shard() returned" in said["save another"]
+        assert "model must be the one that shard() returned" in said["load another"]
+        assert "optimizer must be the one that shard() returned, got a SGD" in said["save unsharded"]
+
+
 def test_without_a_process_group() -> None:
     """Says what to do."""
     with pytest.raises(ConfigError, match="torchrun"):

@@ -514,6 +514,31 @@ def bad_twice() -> None:
     shoal.zero.shard(model, _sgd, stage=2)
 
 
+def said_of_arguments() -> dict[str, str]:
+    """The `ConfigError` of each call, on this rank."""
+    model, optimizer = shoal.zero.shard(torch.nn.Linear(3, 2), _sgd, stage=3)
+    other = torch.nn.Linear(3, 2)
+    bad: Any = 5
+    unsharded: Any = _sgd(list(other.parameters()))
+    calls: dict[str, Callable[[], object]] = {
+        "units": lambda: shoal.zero.shard(other, _sgd, stage=3, units=bad),
+        "weights": lambda: shoal.zero.shard(other, _sgd, stage=3, weights=bad),
+        "twice": lambda: shoal.zero.shard(model, _sgd, stage=2),
+        "max_norm": lambda: optimizer.clip_grad_norm_(None),  # type: ignore[arg-type]
+        "norm_type": lambda: optimizer.clip_grad_norm_(1.0, "two"),  # type: ignore[arg-type]
+        "save another": lambda: shoal.zero.save("never-written", other, optimizer),
+        "load another": lambda: shoal.zero.load({}, other, optimizer),
+        "save unsharded": lambda: shoal.zero.save("never-written", model, unsharded),
+    }
+    said = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except ConfigError as error:
+            said[name] = str(error)
+    return said
+
+
 def bad_moved() -> None:
     """Converted after sharding."""
     model, optimizer = shoal.zero.shard(Odd(), _sgd, stage=1)

@@ -354,6 +354,25 @@ def loaded(path: str, kind: str, stage: int, top_k: float | None) -> tuple[dict[
     return found["model"], found["optimizer"]["state"]
 
 
+def _not_counted(model: Clicks, optimizer: ShardedOptimizer) -> list[int]:
+    """Bytes that each table takes beyond those that `memory` counts: one value of each may be."""
+    engine, found = optimizer.carrier, []
+    assert isinstance(engine, FlatEngine)
+    for table in engine.tables.of.values():
+        counted = [*table.gradients(), table.values.grad, table.wide, *model.parameters()]
+        taken = [each for owner in (table, table.residual) if owner for each in vars(owner).values()]
+        storages = [
+            {
+                each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
+                for each in some
+                if torch.is_tensor(each)
+            }
+            for some in (counted, taken)
+        ]
+        found.append(sum(size for place, size in storages[1].items() if place not in storages[0]))
+    return found
+
+
 def _dense(kind: str) -> tuple[Clicks, ShardedOptimizer]:
     return shoal.zero.shard(Clicks(sparse=False), make(kind), stage=3)
 
@@ -381,7 +400,10 @@ def rest() -> dict[str, Any]:
     found["norm"] = float(optimizer.clip_grad_norm_(1e-3)) - float(norm)
     named = [name for name, _ in Clicks().named_parameters()]
     rows = {name: int(mask.sum()) for name, mask in zip(named, whole.touched, strict=True) if mask is not None}
-    found["gradients"] = optimizer.memory().gradients, sum(each.data.numel() for each in engine.own.values()) * 4
+    places = sum(tensor.nbytes for table in engine.tables.of.values() for tensor in table.gradients())
+    values = sum(each.data.numel() for each in engine.own.values()) * 4
+    found["gradients"] = optimizer.memory().gradients, values + places
+    found["not counted"] = _not_counted(model, optimizer)
     optimizer.step()
     changed = {
         name: int((before[name] != value).any(1).sum())
@@ -426,6 +448,10 @@ def rest() -> dict[str, Any]:
     wide = alone(dist.get_world_size(), "sgd")
     found["narrow"] = apart(shoal.zero.full_state_dict(model), wide)
     found["equal"] = shoal.zero.full_state_dict(model)
+
+    model, optimizer = _shard("adamw", top_k=0.5)
+    torch.autograd.backward(loss_of(model, 0, dist.get_rank()))
+    found["not counted"] += _not_counted(model, optimizer)
     return found
 
 

@@ -78,10 +78,12 @@ def save(
             or `extra` keeps values that cannot be saved: on all ranks; there is no checkpoint then.
         RankLost: a rank is gone; there is no checkpoint then.
     """
+    _check_optimizer(optimizer)
     collectives = optimizer.collectives
     leads = collectives.everyone.rank() == 0
     agreement = Agreement(collectives.everyone, collectives.watch)
     with agreement.together():
+        optimizer.check_model(model)
         target = location(path)
         if target.exists():
             raise ConfigError(f"path exists already: choose another one, or remove {target}")
@@ -107,6 +109,11 @@ def save(
                     _finish(folder, target, index, consolidated=consolidated)
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # by all: where the path is not shared, each has one
+
+
+def _check_optimizer(optimizer: object) -> None:
+    if not isinstance(optimizer, ShardedOptimizer):
+        raise ConfigError(f"optimizer must be the one that shard() returned, got a {type(optimizer).__name__}")
 
 
 @contextlib.contextmanager
@@ -309,8 +316,10 @@ def load(
             changed then.
         RankLost: a rank is gone.
     """
+    _check_optimizer(optimizer)
     agreement = Agreement(optimizer.collectives.everyone, optimizer.collectives.watch)
     with agreement.together():
+        optimizer.check_model(model)
         bare = bare_weights(path)
         if ema is not None and bare is not None:
             raise ConfigError(f"ema cannot be loaded: {bare.where} has weights alone")

@@ -90,6 +90,8 @@ def units(model: torch.nn.Module, given: Iterable[torch.nn.Module] | None = None
         visit(model)
     else:
         names = {id(module): name for name, module in model.named_modules()}
+        if not isinstance(given, Iterable):
+            raise ConfigError(f"units must be a list of modules of the model, got {given!r}")
         for module in given:
             if id(module) not in names:
                 raise ConfigError(f"units must be modules of the model, got {type(module).__name__}, which is none")

@@ -108,6 +108,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # Both optimizers show the same groups and statistics: schedulers and trainers hold on to either one.
         self.param_groups, self.state = inner.param_groups, inner.state
 
+    def check_model(self, model: object) -> None:
+        """Raise `ConfigError` unless this is the model that it trains."""
+        if model is not self._model:
+            raise ConfigError(
+                f"model must be the one that shard() returned with this optimizer, got another {type(model).__name__}: "
+                "give the model itself where a wrapper is around it, such as that of torch.compile"
+            )
+
     # ------------------------------------------------------------------------------------------------------- training
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -141,10 +149,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             LocalError: nothing was reduced yet (`no_sync`).
             ConfigError: an argument is out of its range.
         """
-        if not max_norm > 0:
-            raise ConfigError(f"max_norm must be a number above 0, got {max_norm!r}")
-        if not norm_type > 0:
-            raise ConfigError(f"norm_type must be a number above 0, got {norm_type!r}")
+        for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+            if not isinstance(value, int | float | torch.Tensor) or not value > 0:
+                raise ConfigError(f"{name} must be a number above 0, got {value!r}")
         self.reduction.gradients()  # raises if there are none to clip yet
         gradients = [each for each in self._settle() if each.numel()]  # of few rows a rank may have none
         norm = self._norm(gradients, float(norm_type))

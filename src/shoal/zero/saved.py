@@ -163,11 +163,11 @@ def warn_unchecked(path: Path) -> None:
     _logger.warning("%s was saved without checksums: damaged values in it would not be noticed", path)
 
 
-def location(path: object) -> Path:
-    """The path that a user gave. Raises `ConfigError` if no file can have it."""
+def location(path: object, name: str = "path") -> Path:
+    """The path that a user gave, as the argument of this name. Raises `ConfigError` if no file can have it."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
     if not isinstance(text, str) or not text or "\0" in text:
-        raise ConfigError(f"path must be a path, a text that is not empty, got {path!r}")
+        raise ConfigError(f"{name} must be a path, a text that is not empty, got {path!r}")
     return Path(text)
 
 

@@ -129,6 +129,8 @@ def shard(  # noqa: PLR0913 (the choices of its users)
     watch = Watch(groups.everyone)
     agreement = Agreement(groups.everyone, watch)
     with agreement.together():
+        if isinstance(model, torch.nn.Module) and model in _sharded:
+            raise ConfigError("model is sharded already, by an earlier shard(): call it once for a model")
         again = isinstance(model, torch.nn.Module) and model in _partitioned  # by a call that failed later
         if again and (stage, dtype) != (3, _partitioned[model][0]):
             raise ConfigError(
@@ -137,15 +139,13 @@ def shard(  # noqa: PLR0913 (the choices of its users)
         given = (None, offload, None) if again else (dtype, offload, weights)
         for problem in problems(model, optimizer_factory, stage, *given):
             raise ConfigError(problem)
-        if model in _sharded:
-            raise ConfigError("model is sharded already, by an earlier shard(): call it once for a model")
         parts = _units(model, units, stage)
         _check_sparse(model, stage, top_k, hybrid=mesh is not None)
         source = None if weights is None or again else weights_in(weights)
         start = Start(model, source, (groups.shards.rank(), groups.shards.size()) if stage == 3 else None)
     place = offload if offload in (None, "cpu") else "to a folder"
     what = f"stage {stage}, dtype {dtype}, skip_nonfinite {bool(skip_nonfinite)}"
-    what += f"\noffload {place}\ntop_k {top_k}\nweights {source and source.identity}"
+    what += f"\noffload {place}\ntop_k {top_k and share(top_k)}\nweights {source and source.identity}"
     what += f"\nmesh {mesh and mesh.mesh.tolist()}"
     description = f"{what}\n{_description(model)}\nunits {_places(model, parts)}"
     agreement.alike(description, "model, stage, dtype, skip_nonfinite, units, offload, top_k, weights and mesh")

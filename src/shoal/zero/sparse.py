@@ -89,7 +89,7 @@ class Table:
         edges: the rows of rank `r` are those from `edges[r]` to `edges[r + 1]` in that order.
         tile: the values of the own rows.
         values: the tensor that the optimizer steps: the own rows that were touched since gradients were cleared; their
-            mean gradient is its `grad`. Empty before that.
+            mean gradient is its `grad`. Empty before that. It has memory in a step only.
         wide: float32 values of the own rows; None where the parameter itself is as wide.
     """
 
@@ -112,13 +112,13 @@ class Table:
         self.order: Order = layout if residual is not None else Scattered.of(self.count)
         self.edges = [rank * self.count // ranks for rank in range(ranks + 1)]
         self._start, stop = self.edges[rank], self.edges[rank + 1]
+        self._own_count = stop - self._start
         self.tile = Tile(name, self._start * width, stop * width)
         dtype = wide_dtype(parameter.dtype)
-        self._own = self._rows_at(torch.arange(self._start, stop, device=data.device))  # where they are in `_data`
         self.wide = None
         if dtype != parameter.dtype:
             source = self._data if wide is None else flat(wide, layout).view(-1, width)
-            self.wide = source[self._own].to(dtype)
+            self.wide = source[self._at(self._every())].to(dtype)
         self.values = torch.nn.Parameter(data.new_empty((0, width), dtype=dtype))
         self.local: torch.Tensor | Rows | None = None  # sums of this rank that are not reduced yet
         self._touched: torch.Tensor | None = None  # which of the own rows
@@ -130,6 +130,14 @@ class Table:
     def _rows_at(self, places: torch.Tensor) -> torch.Tensor:
         """Where in `_data` the rows at these places are."""
         return self.order.rows(places) if isinstance(self.order, Scattered) else places
+
+    def _every(self) -> torch.Tensor:
+        """The own rows, counted from the first one."""
+        return torch.arange(self._own_count, device=self._data.device)
+
+    def _at(self, own: torch.Tensor) -> torch.Tensor:
+        """Where in `_data` some own rows are."""
+        return self._rows_at(own + self._start)
 
     # ------------------------------------------------------------------------------------------------------- gradients
 
@@ -183,7 +191,7 @@ class Table:
 
     def _set(self, mean: Rows) -> None:
         self.values.grad = None
-        self._touched, self.values.data = mean.places, torch.empty_like(mean.values)
+        self._touched, self.values.data = mean.places, _without_memory(mean.values)
         self.values.grad = mean.values
 
     def clear(self) -> None:
@@ -207,7 +215,7 @@ class Table:
         assert self._touched is not None
         assert self.values.grad is not None
         self._began = True
-        self.values.data.copy_(self._now(self._touched))
+        self.values.data = self._now(self._touched)
         if isinstance(self._inner, torch.optim.SparseAdam):
             places = torch.arange(len(self._touched), device=self._touched.device)[None]
             self.values.grad = torch.sparse_coo_tensor(
@@ -223,7 +231,7 @@ class Table:
 
     def _now(self, touched: torch.Tensor) -> torch.Tensor:
         """The values of own rows. Where a program wrote others into a narrow parameter, those count."""
-        narrow = self._data[self._own[touched]]
+        narrow = self._data[self._at(touched)]
         if self.wide is None:
             return narrow
         wide = self.wide[touched]
@@ -242,26 +250,27 @@ class Table:
             if isinstance(value, torch.Tensor) and value.shape == self.values.shape:
                 whole = self._whole.get(key)
                 if whole is None:  # a row that was never touched begins with zeros
-                    whole = value.new_zeros((len(self._own), self.width))
+                    whole = value.new_zeros((self._own_count, self.width))
                 entry[key] = whole.index_copy_(0, self._touched, value)
+        self.values.data = _without_memory(self.values.data)
         self._whole.clear()
 
     def changed(self) -> Rows:
         """The own rows with new values: those that were stepped; or all, if others may have written to them."""
-        own = self._own.new_empty(0)
+        own = torch.empty(0, dtype=torch.int64, device=self._data.device)
         if self._lent is not None:
-            own = torch.arange(len(self._own), device=self._own.device)
+            own = self._every()
             self._write(own, self._lent)
         elif self._began:
             assert self._touched is not None
             own = self._touched
         self._lent, self._inner, self._began = None, None, False
-        return Rows(own + self._start, self._data[self._own[own]])
+        return Rows(own + self._start, self._data[self._at(own)])
 
     def _write(self, own: torch.Tensor, values: torch.Tensor) -> None:
         if self.wide is not None:
             self.wide.index_copy_(0, own, values)
-        self._data.index_copy_(0, self._own[own], values.to(self._data.dtype))
+        self._data.index_copy_(0, self._at(own), values.to(self._data.dtype))
 
     def receive(self, rows: Rows) -> None:
         """Take over new values of others' rows."""
@@ -297,8 +306,7 @@ class Table:
 
     def piece(self) -> Piece:
         """The own rows, in memory that may be written; `changed` takes it over."""
-        every = torch.arange(len(self._own), device=self._own.device)
-        self._lent = self._now(every)
+        self._lent = self._now(self._every())
         if self.wide is not None:
             self.wide.copy_(self._lent)
         return Piece(self.name, self.tile.start, self.tile.stop, self.values, self._lent.view(-1))
@@ -309,6 +317,8 @@ class Table:
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """All that is kept of gradients, but for those of `values`."""
+        if self._touched is not None:
+            yield self._touched
         if self.local is not None:
             yield from [self.local] if isinstance(self.local, torch.Tensor) else self.local
         if self.residual is not None:
@@ -389,6 +399,11 @@ class Tables:
             for rank, message in came.items()
         }
         return found, sum(each.nbytes for each in (*counts.values(), *messages.values()))
+
+
+def _without_memory(like: torch.Tensor) -> torch.Tensor:
+    """A tensor of this shape and dtype that takes no memory."""
+    return like.new_empty(()).expand(like.shape)
 
 
 def tables_of(

@@ -78,7 +78,7 @@ class Weights(ABC):
 
 def weights_in(path: str | os.PathLike[str]) -> Weights:
     """The weights in a file or folder. Raises `ConfigError` if there are none, or a file is damaged."""
-    place = location(path)
+    place = location(path, "weights")
     if place.is_file():
         return _Files(str(place), [place])
     if (place / INDEX).is_file():

@@ -144,6 +144,7 @@ def test_a_model_that_nothing_gives_values_is_refused(pool: Ranks, how: str) -> 
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)  # 16 ranks, on however many cores
 def test_a_model_four_times_larger_than_the_limit_of_a_rank(pool: Ranks, tmp_path: Path) -> None:
     """It starts, trains, and has the bits of one process; built as usual it does not even start."""
     limit, count = cases.LARGE // 4, 16

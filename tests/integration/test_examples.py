@@ -59,6 +59,7 @@ def test_lora(tmp_path: Path) -> None:
     assert (tmp_path / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.long
 def test_spot_instance(tmp_path: Path) -> None:
     """The notice ends it in order; it goes on from its checkpoint, as the same peer."""
     program = [sys.executable, "-W", "error", str(EXAMPLES / "spot_instance.py"), str(tmp_path / "one")]

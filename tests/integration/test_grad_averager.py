@@ -249,6 +249,7 @@ def test_wrong_arguments_are_named() -> None:
         averager.schedule_step(weight=1.0)
 
 
+@pytest.mark.long
 def test_two_processes_run_the_program_of_the_page(tmp_path: Path) -> None:
     """A loop of its own, as hivemind's users have: both end with the same bits."""
     code = next(block for block in python_blocks("docs/averaging.md") if "GradientAverager" in block)

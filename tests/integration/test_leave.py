@@ -113,6 +113,7 @@ def test_the_signal_of_a_forked_child_is_its_own(meeting: shoal.DHT) -> None:
         assert leaver.wait() == 0, leaver.errors()
 
 
+@pytest.mark.long
 def test_a_round_in_progress_is_finished_and_the_next_one_is_not_begun(meeting: shoal.DHT) -> None:
     """SIGTERM as the group is formed: both hold the average, then the program ends, and the other goes on alone."""
     heard = Heard(meeting)
@@ -157,6 +158,7 @@ def test_a_round_that_does_not_end_within_the_grace_is_given_up(meeting: shoal.D
         assert isinstance(step.exception(60), shoal.RoundFailed)
 
 
+@pytest.mark.long
 def test_a_trainer_that_leaves_holds_nobody_up(meeting: shoal.DHT) -> None:
     """Two train one run; one is told to end: it ends with 143, and the other goes on, alone in the end."""
     with Leaver("train", meeting) as one, Leaver("train", meeting) as other:

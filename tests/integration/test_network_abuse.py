@@ -329,6 +329,7 @@ def test_calls_that_are_none(swarm: Swarm) -> None:
     attack(swarm, work)
 
 
+@pytest.mark.long
 def test_a_flood_of_calls_whose_answers_nobody_reads(swarm: Swarm) -> None:
     """Answers pile up to a limit, and then the link is gone."""
 

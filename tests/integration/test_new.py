@@ -43,9 +43,8 @@ def write(path: Path, kind: str) -> str:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind == "plain" else [pytest.mark.long]) for kind in KINDS]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
 def test_two_peers_run_the_program(tmp_path: Path, kind: str) -> None:
     """The first one says how the second one joins. Both end at the same step, with the same loss, which has fallen."""
     pytest.importorskip(NEEDS[kind])

@@ -56,7 +56,7 @@ def last_lines_of_two(folder: Path, code: str) -> list[str]:
     ("pages", "last"),
     [
         (["README.md"], "epoch 60: loss"),
-        (["docs/training.md"], "epoch 60: loss"),
+        pytest.param(["docs/training.md"], "epoch 60: loss", marks=pytest.mark.long),
         (["docs/training.md", "docs/optimizer.md"], "resumed at epoch 60"),
     ],
 )

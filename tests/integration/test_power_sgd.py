@@ -141,6 +141,7 @@ def test_steps_that_are_scheduled_and_not_waited_for() -> None:
                 assert all(map(torch.equal, ours, theirs))
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_refused() -> None:
     """Another rank is another schema; feedback is there already."""
     with two_peers() as (first, second), ThreadPoolExecutor() as threads:

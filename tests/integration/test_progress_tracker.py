@@ -139,6 +139,7 @@ def test_what_is_wrong_is_named() -> None:
     one.shutdown()
 
 
+@pytest.mark.long
 def test_two_processes_run_the_program_of_the_page(tmp_path: Path) -> None:
     """Steps of the swarm by a tracker and a `GradientAverager`: both end with the same bits."""
     (code,) = (block for block in python_blocks("docs/averaging.md") if "ProgressTracker" in block)

@@ -81,6 +81,7 @@ def line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux's /proc")
 @pytest.mark.parametrize(("codec", "encoded"), [("none", 1.0), pytest.param("float16", 0.5, marks=pytest.mark.long)])
 def test_a_download_from_three_donors_takes_one_copy_at_each_end(codec: str, encoded: float) -> None:

@@ -40,6 +40,7 @@ def test_peers_of_another_build_pass_the_check() -> None:
     assert checks[0][2] == checks[1][2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "paces", [("0.005", "0.005"), pytest.param(("0.005", "0.02"), marks=pytest.mark.long(full=True))]
 )

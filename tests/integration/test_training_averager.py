@@ -147,6 +147,7 @@ def test_a_newcomer_takes_over_all_or_nothing() -> None:
         assert all(map(torch.equal, before, other.tensors()))
 
 
+@pytest.mark.long
 def test_two_processes_run_the_program_of_the_page(tmp_path: Path) -> None:
     """Local steps, averaged every ten: both end with the same bits."""
     (code,) = (block for block in python_blocks("docs/averaging.md") if "TrainingAverager" in block)

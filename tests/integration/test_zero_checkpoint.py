@@ -72,7 +72,9 @@ def matrix(pool: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("count", [pytest.param(4, marks=pytest.mark.long(full=True)), 3, 2, 1])
+@pytest.mark.parametrize(
+    "count", [pytest.param(4, marks=pytest.mark.long(full=True)), pytest.param(3, marks=pytest.mark.long), 2, 1]
+)
 def test_the_tiles_of_one_saved_piece_share_no_step_counter(
     pool: Ranks, matrix: list[str], stage: int, count: int
 ) -> None:

@@ -37,6 +37,7 @@ def lines(
     return [line.replace("(DDP)", "").split() for line in done.stdout.splitlines() if line.startswith(begin)]
 
 
+@pytest.mark.long
 def test_all_stages_on_two_ranks_end_with_the_same_loss() -> None:
     """Each stage holds less than the one before, and stage 3 sends half as much again."""
     table = lines("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

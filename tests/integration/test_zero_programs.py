@@ -68,7 +68,11 @@ def test_the_state_of_another_rank_is_refused(pool: Ranks, stage: int) -> None:
         assert kept
 
 
-@pytest.mark.parametrize("name", ["Muon", "Adafactor", "Hugging Face's", "lamb", "lars", "shampoo", "soap"])
+@pytest.mark.parametrize(
+    "name",
+    ["lamb", "Adafactor"]
+    + [pytest.param(name, marks=pytest.mark.long) for name in ("Muon", "Hugging Face's", "lars", "shampoo", "soap")],
+)
 def test_what_is_said_of_optimizers_of_whole_tensors_in_stage_3_is_true(pool: Ranks, name: str) -> None:
     """Muon steps DTensors, to bfloat16's rounding; the others raised at a step, and "use stage 3" was wrong advice."""
     for apart, words in pool.play(2, programs.stepped_whole, name):

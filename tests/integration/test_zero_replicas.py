@@ -32,7 +32,7 @@ def test_equals_one_process_to_the_bit(pool: Ranks, stage: int) -> None:
     assert distance([state for state, *_ in found], cases.alone(2, 2, clip=0.05)) < 1e-6
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.long)])
 def test_memory_is_that_of_one_replica_and_traffic_has_the_mean_over_replicas(pool: Ranks, stage: int) -> None:
     """The bytes that 2 ranks hold and send, and of this rank's share 2 (R-1)/R, also if gradients are clipped."""
     alone = pool.play(2, cases.trained, stage, 1)

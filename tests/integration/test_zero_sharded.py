@@ -258,6 +258,7 @@ def test_rank_0_of_a_smaller_group(pool: Ranks) -> None:
     assert second == {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["kill", pytest.param("stop", marks=pytest.mark.long)])
 def test_the_store_outlives_the_verdict(how: str) -> None:
     """Without a launcher it ends with rank 0: that waits until the others know who is gone, and no longer."""

@@ -62,7 +62,11 @@ def write(folder: Path, how: str) -> tuple[str, dict[str, torch.Tensor]]:
     return str(folder), state
 
 
-@pytest.mark.parametrize("how", ["one file", "a folder of one file", "a folder of several files", "16 bits"])
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param(how, marks=pytest.mark.long) for how in ("one file", "a folder of one file", "16 bits")]
+    + ["a folder of several files"],
+)
 def test_weights_in_files(pool: Ranks, tmp_path: Path, how: str) -> None:
     """The same bits as those of a model that had loaded them; in stage 3 each rank reads its own rows only."""
     source, state = write(tmp_path, how)
@@ -92,6 +96,7 @@ def test_weights_of_a_model_that_computes_in_16_bits(pool: Ranks, tmp_path: Path
 PARAMETERS = {name for name, _ in cases.built(0, meta=True).named_parameters()}
 
 
+@pytest.mark.long
 def test_weights_of_a_checkpoint(pool: Ranks, tmp_path: Path) -> None:
     """Of other stages and numbers of ranks: to the bit."""
     for stage, count in ((1, 2), (3, 3)):
@@ -171,7 +176,7 @@ def test_a_model_four_times_larger_than_the_limit_of_a_rank(pool: Ranks, tmp_pat
         assert torch.equal(torch.cat([rows[name] for rows in found]), each)
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Bert"])
+@pytest.mark.parametrize("kind", ["Llama", pytest.param("Bert", marks=pytest.mark.long)])
 def test_models_of_transformers(pool: Ranks, tmp_path: Path, kind: str) -> None:
     """A folder of `save_pretrained`, in several files; or `_init_weights`, which computes rotary angles, too."""
     usual = cases.tiny(kind)

@@ -6,6 +6,7 @@ import asyncio
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 
 from shoal import sim
@@ -63,6 +64,7 @@ def test_it_takes_the_steps_of_the_others_and_changes_none() -> None:
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
 
+@pytest.mark.long
 def test_it_costs_the_others_no_time() -> None:
     """Epochs with two helpers are as long as without."""
 

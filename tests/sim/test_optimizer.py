@@ -90,7 +90,7 @@ def test_a_view_of_the_swarm_changes_nothing() -> None:
     sim.run(main)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float16, marks=pytest.mark.long), torch.bfloat16])
 def test_a_run_in_sixteen_bits_ends_with_equal_parameters(dtype: torch.dtype) -> None:
     """Gradients are summed in float32 and sent in 16 bits: all step from the same bits."""
 

@@ -83,6 +83,7 @@ def test_averaging_states_does_not_expel_a_slow_trainer(target: int, average_sta
     assert_all_in(train_together([0.02, 0.02, 0.5], target=target, average_state_every=average_state_every, seed=1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("average_state_every", [pytest.param(1, marks=pytest.mark.long), 4])
 def test_averaging_large_states_expels_neither_of_two_equal_peers(average_state_every: int) -> None:
     """The average comes a moment earlier to one; it trained alone from then on, the other downloaded for ever."""
@@ -215,7 +216,7 @@ def check_grid(peers: int, epochs_to_move: float, average_state_every: int) -> N
     assert_all_in(results)
 
 
-@pytest.mark.parametrize(("peers", "epochs_to_move"), [(2, 5.0), (3, 1.0)])
+@pytest.mark.parametrize(("peers", "epochs_to_move"), [(2, 5.0), pytest.param(3, 1.0, marks=pytest.mark.long)])
 def test_peers_of_unequal_paces_stay_together(peers: int, epochs_to_move: float) -> None:
     """A state takes as long to move as an epoch lasts, or five times as long."""
     check_grid(peers, epochs_to_move, 4)

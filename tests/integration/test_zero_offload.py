@@ -124,7 +124,9 @@ def run_limited(ranks: int, store: Path, *options: str) -> list[dict[str, Any] |
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["data", "cgroup"])
-@pytest.mark.parametrize(("ranks", "layers", "mib"), [(1, 48, 64), (2, 96, 64), (1, 400, 64)])
+@pytest.mark.parametrize(
+    ("ranks", "layers", "mib"), [(1, 48, 64), (2, 96, 64), pytest.param(1, 400, 64, marks=pytest.mark.long(full=True))]
+)
 def test_state_that_is_larger_than_the_memory_trains_on(
     kind: str, ranks: int, layers: int, mib: int, tmp_path: Path
 ) -> None:

@@ -62,7 +62,7 @@ def test_checkpoints_from_and_to_other_layouts(pool: Ranks, tmp_path: Path, stag
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.long(full=True))])
 def test_a_lost_rank_is_named_by_all_replicas(pool: Ranks, stage: int) -> None:
     """Also by those that share nothing with it."""
     assert pool.outcomes(4, cases.lost, stage, killed=3)[:3] == [[3]] * 3

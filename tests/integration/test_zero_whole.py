@@ -40,7 +40,7 @@ def test_equals_one_process_to_the_bit(pool: Ranks, stage: int, count: int, name
     ("stage", "other", "names"),
     [
         (1, 2, SAMPLE),
-        *(pytest.param(stage, 3 - stage, programs.NAMES, marks=pytest.mark.long) for stage in (1, 2)),
+        *(pytest.param(stage, 3 - stage, programs.NAMES, marks=pytest.mark.long(full=stage == 2)) for stage in (1, 2)),
     ],
 )
 def test_statistics_of_any_shape_go_from_2_ranks_to_4_and_to_plain_torch(

@@ -131,7 +131,7 @@ def test_sixteen_peers_tell_little(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.words_s <= 1.0  # it was twice that, 10 calls each time
 
 
-@pytest.mark.long
+@pytest.mark.long(full=True)
 @pytest.mark.timeout(1800)
 def test_there_is_no_cliff_above_thirty_two_peers(
     monkeypatch: pytest.MonkeyPatch, soak: Callable[[int, int], int]

@@ -65,7 +65,10 @@ def trained(monkeypatch: pytest.MonkeyPatch, size: int, *, one_address: bool) ->
 
 @pytest.mark.parametrize(
     "size",
-    [pytest.param(6, marks=pytest.mark.long), pytest.param(32, marks=[pytest.mark.long, pytest.mark.timeout(900)])],
+    [
+        pytest.param(6, marks=pytest.mark.long),
+        pytest.param(32, marks=[pytest.mark.long(full=True), pytest.mark.timeout(900)]),
+    ],
 )
 def test_a_laboratory_behind_one_address_trains_as_one_with_many(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """So many start at once, 4 come late: calls, entries, downloads and rounds."""

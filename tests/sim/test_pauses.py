@@ -64,7 +64,9 @@ def test_a_peer_that_was_stopped_goes_on_when_it_wakes(who: str, duration_s: flo
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("duration_s", [1.0, 12.0, 70.0, 200.0, 1800.0])
+@pytest.mark.parametrize(
+    "duration_s", [1.0, 12.0, 70.0, 200.0, pytest.param(1800.0, marks=pytest.mark.long(full=True))]
+)
 @pytest.mark.parametrize("who", WHO)
 def test_stopped_at_any_moment_is_not_dead(who: str, duration_s: float, soak: Callable[[int, int], int]) -> None:
     """While they compute, look for a group, average or step."""

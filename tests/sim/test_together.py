@@ -84,7 +84,7 @@ def test_averaging_states_does_not_expel_a_slow_trainer(target: int, average_sta
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("average_state_every", [pytest.param(1, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize("average_state_every", [pytest.param(1, marks=pytest.mark.long(full=True)), 4])
 def test_averaging_large_states_expels_neither_of_two_equal_peers(average_state_every: int) -> None:
     """The average comes a moment earlier to one; it trained alone from then on, the other downloaded for ever."""
     results = train_together(

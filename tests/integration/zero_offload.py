@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from shoal.zero import offload
 from shoal.zero.optimizer import Memory, ShardedOptimizer
 from tests.integration.zero_cases import Odd, make, train
 from tests.integration.zero_programs import State, said, same
+from tests.limits import files_up_to
 
 STEPS = 3
 
@@ -74,16 +74,9 @@ def lives(
     return found
 
 
-@contextmanager
-def full_disk(*, at: int) -> Iterator[None]:
-    """No file of a rank may be larger than 512 KiB: a full disk that needs no rights. The group's are smaller."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if dist.get_rank() == at:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+def full_disk(*, at: int) -> AbstractContextManager[None]:
+    """A rank whose files cannot be larger than 512 KiB. The group's are smaller."""
+    return files_up_to(1 << 19) if dist.get_rank() == at else nullcontext()
 
 
 @contextmanager

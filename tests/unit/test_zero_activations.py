@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ import torch
 
 import shoal.zero
 from shoal.errors import ConfigError
+from tests.limits import files_up_to
 
 
 def gradients(context: contextlib.AbstractContextManager[object]) -> list[torch.Tensor | None]:
@@ -78,21 +77,10 @@ def test_memory_does_not_grow_with_what_is_saved(tmp_path: Path) -> None:
     assert int(done.stdout) < 20
 
 
-@contextlib.contextmanager
-def files_of(nbytes: int) -> Iterator[None]:
-    """Files cannot be larger, as on a disk that is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_a_disk_without_room(tmp_path: Path) -> None:
     """An error where the tensor is saved, not a signal where it is written."""
     large = torch.ones(1000, requires_grad=True)
-    with pytest.raises(OSError, match="File too large"), files_of(1000), shoal.zero.save_on_disk(tmp_path):
+    with pytest.raises(OSError, match="File too large"), files_up_to(1000), shoal.zero.save_on_disk(tmp_path):
         large.exp()
     assert not list(tmp_path.iterdir())
 

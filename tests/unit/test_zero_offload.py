@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import resource
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +21,13 @@ from shoal.zero import offload
 from shoal.zero.mapped import Extent, fetch, let_go, write_back
 from shoal.zero.offload import Offload, in_windows, problem_of
 from shoal.zero.probe import tried_in_windows
+from tests.limits import files_up_to
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are mapped on Linux only")
 
 CPU = torch.device("cpu")
 KINDS = ("SGD", "Adam", "NAdam", "RAdam", "Adagrad", "Rprop")
 OTHERS = ("madgrad", "schedulefreeadamw", "adanorm", "ademamix", "adan", "laprop")
-
-
-@contextmanager
-def small_files(nbytes: int) -> Iterator[None]:
-    """A limit for the size of any file that is written: a full disk that needs no rights."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def mapped_files() -> int:
@@ -81,7 +69,7 @@ def test_one_tensor_is_saved_alone(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_an_error_before_memory_is_touched(tmp_path: Path) -> None:
     """By the limit of a file's size, which counts when it is allocated."""
-    with small_files(1 << 16), pytest.raises(OSError, match="too large"):
+    with files_up_to(1 << 16), pytest.raises(OSError, match="too large"):
         Extent(tmp_path, 1 << 20)
     assert list(tmp_path.iterdir()) == []
 
@@ -187,7 +175,7 @@ def test_a_disk_that_is_full_too_late_keeps_new_state_in_memory(tmp_path: Path, 
     inner, before = torch.optim.AdamW(model.groups()), [each.clone() for each in model.parameters()]
     for each in model.parameters():
         each.grad = torch.ones_like(each)
-    with small_files(1 << 10), pytest.raises(ConfigError, match="cannot be allocated"):
+    with files_up_to(1 << 10), pytest.raises(ConfigError, match="cannot be allocated"):
         step(kept, inner)
     for now, then in zip(model.parameters(), before, strict=True):
         assert (now != then).all()
@@ -226,5 +214,5 @@ def test_tensors_are_written_one_after_another_as_safetensors_reads_them(tmp_pat
     for name, each in tensors.items():
         assert found[name].dtype == each.dtype
         assert torch.equal(found[name], each)
-    with small_files(200), pytest.raises(OSError, match="too large"):
+    with files_up_to(200), pytest.raises(OSError, match="too large"):
         write_tensors(tmp_path / "short", tensors, {}, order.append)

@@ -12,7 +12,7 @@ import torch
 
 from shoal.errors import ConfigError, LocalError
 from shoal.zero.flat import FlatEngine
-from shoal.zero.optimizer import ShardedOptimizer
+from shoal.zero.optimizer import ShardedOptimizer, check_sharded
 
 __all__ = ["attach"]
 
@@ -32,8 +32,7 @@ def attach(loop: Any, model: torch.nn.Module, optimizer: ShardedOptimizer, sched
     Raises:
         ConfigError: the loop computes in mixed precision, shards the model itself, or saves what cannot be saved so.
     """
-    if not isinstance(optimizer, ShardedOptimizer):
-        raise ConfigError(f"optimizer must be the one that shard() returned, got {type(optimizer).__name__}")
+    check_sharded(optimizer)
     accelerator = getattr(loop, "accelerator", loop)
     if accelerator.mixed_precision != "no":
         raise ConfigError(

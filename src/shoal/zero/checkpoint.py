@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 from shoal.errors import ConfigError
 from shoal.runtime.tensor_files import flush, seal, write_tensors
 from shoal.zero.ema import EMA
-from shoal.zero.optimizer import ShardedOptimizer
+from shoal.zero.optimizer import ShardedOptimizer, check_sharded
 from shoal.zero.parameters import Piece, Scattered, flat, local, named_parameters, order_of
 from shoal.zero.plain import BareWeights, Whole, bare_weights, full_state_dict, overwrite
 from shoal.zero.saved import (
@@ -78,7 +78,7 @@ def save(
             or `extra` keeps values that cannot be saved: on all ranks; there is no checkpoint then.
         RankLost: a rank is gone; there is no checkpoint then.
     """
-    _check_optimizer(optimizer)
+    check_sharded(optimizer)
     collectives = optimizer.collectives
     leads = collectives.everyone.rank() == 0
     agreement = Agreement(collectives.everyone, collectives.watch)
@@ -109,11 +109,6 @@ def save(
                     _finish(folder, target, index, consolidated=consolidated)
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # by all: where the path is not shared, each has one
-
-
-def _check_optimizer(optimizer: object) -> None:
-    if not isinstance(optimizer, ShardedOptimizer):
-        raise ConfigError(f"optimizer must be the one that shard() returned, got a {type(optimizer).__name__}")
 
 
 @contextlib.contextmanager
@@ -316,7 +311,7 @@ def load(
             changed then.
         RankLost: a rank is gone.
     """
-    _check_optimizer(optimizer)
+    check_sharded(optimizer)
     agreement = Agreement(optimizer.collectives.everyone, optimizer.collectives.watch)
     with agreement.together():
         optimizer.check_model(model)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shoal.errors import ConfigError, LocalError
-from shoal.zero.optimizer import ShardedOptimizer
+from shoal.zero.optimizer import ShardedOptimizer, check_sharded
 from shoal.zero.parameters import Piece
 
 __all__ = ["EMA"]
@@ -44,8 +44,7 @@ class EMA:
     """
 
     def __init__(self, optimizer: ShardedOptimizer, decay: float = 0.999) -> None:
-        if not isinstance(optimizer, ShardedOptimizer):
-            raise ConfigError(f"optimizer must be the one that shard() returned, got {type(optimizer).__name__}")
+        check_sharded(optimizer)
         if not 0 <= decay <= 1:
             raise ConfigError(f"decay must be a number from 0 to 1, got {decay!r}")
         self.optimizer, self.decay, self.updates = optimizer, decay, 0
@@ -114,13 +113,13 @@ class EMA:
     def state_dict(self) -> dict[str, Any]:
         """The part of this rank, for the same rank of a group that is sharded alike; `shoal.zero.save` writes all."""
         self._check()
-        share = self.optimizer.state_dict()["share"]
+        share = self.optimizer.share()
         return {"averages": self.averages, "updates": self.updates, "decay": self.decay, "share": share}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of `state_dict` of this rank. Raises `ConfigError` if it is of another one."""
         self._check()
-        if state_dict.get("share") != self.optimizer.state_dict()["share"]:
+        if state_dict.get("share") != self.optimizer.share():
             raise ConfigError(
                 "state_dict is that of another rank or of another sharding: shoal.zero.save() and load() carry the "
                 "averages of all ranks, to any number of them"

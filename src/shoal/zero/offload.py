@@ -304,7 +304,7 @@ def in_windows(
 ) -> Iterator[Iterator[Sequence[torch.Tensor]]]:
     """Let an optimizer step its parameters part by part, as if it stepped all of them at once.
 
-    What it counts for all of them is put back before each part but the first.
+    Counters that all parameters have in common are put back before each part but the first.
 
     Args:
         inner: the optimizer.

@@ -32,7 +32,8 @@ _PLAIN = (bool, int, float, str, tuple, list, type(None))
 class Memory(NamedTuple):
     """The memory that this rank holds, in bytes (padding included), each storage counted once.
 
-    What is offloaded counts as that alone. Up to three windows of it come on top in a step (`shoal.zero.offload`).
+    Offloaded memory counts in `offloaded` alone. Up to three windows of it come on top in a step
+    (`shoal.zero.offload`).
 
     Attributes:
         parameters: the parameters of the model, frozen ones too.
@@ -334,9 +335,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Its ``share`` names the rank and the model that it belongs to.
         """
-        return {**self.inner.state_dict(), "share": self._share(), "residuals": dict(self.carrier.residuals())}
+        return {**self.inner.state_dict(), "share": self.share(), "residuals": dict(self.carrier.residuals())}
 
-    def _share(self) -> dict[str, Any]:
+    def share(self) -> dict[str, Any]:
         pieces = [[piece.name, piece.start, piece.stop] for piece in self.carrier.pieces()]
         return {"rank": self.collectives.rank, "ranks": self.collectives.ranks, "groups": self.listed, "pieces": pieces}
 
@@ -346,7 +347,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: it is of another rank or of another sharding, or does not fit.
         """
-        here, there = self._share(), state_dict.get("share")
+        here, there = self.share(), state_dict.get("share")
         if there != here:
             of = f"rank {there['rank']} of {there['ranks']}" if there else "an optimizer that is not sharded"
             raise ConfigError(
@@ -365,6 +366,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if "inner" in self.__dict__ and "state" in self.__dict__ and self.param_groups:
             raise LocalError("parameters cannot be added to an optimizer that is sharded: give all groups to shard()")
         super().add_param_group(param_group)
+
+
+def check_sharded(optimizer: object) -> None:
+    """Raise `ConfigError` unless it is a sharded optimizer."""
+    if not isinstance(optimizer, ShardedOptimizer):
+        raise ConfigError(f"optimizer must be the one that shard() returned, got a {type(optimizer).__name__}")
 
 
 def described(groups: Sequence[Mapping[str, Any]]) -> str:

@@ -30,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from shoal.errors import ConfigError, LocalError, RankLost
 from shoal.zero.collectives import Collectives, Run
 from shoal.zero.parameters import local
+from shoal.zero.replicas import process_group
 from shoal.zero.watch import Agreement, Watch
 
 __all__ = ["PartitionedActivations", "partition_activations"]
@@ -78,13 +79,7 @@ def partition_activations(
         ConfigError: an argument is wrong on any rank, or ranks give different ones: on all ranks.
         RankLost: a rank is gone.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        raise ConfigError(
-            "there is no process group: start with torchrun, and call torch.distributed.init_process_group() first"
-        )
-    if not isinstance(group, dist.ProcessGroup):
-        raise ConfigError(f"group must be a process group that this process belongs to, got {group!r}")
-    watch = Watch(group)
+    watch = Watch(process_group(group))
     agreement = Agreement(group, watch)
     with agreement.together():
         listed = list(modules) if isinstance(modules, Iterable) else []

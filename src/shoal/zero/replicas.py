@@ -21,7 +21,7 @@ from shoal.zero.collectives import Collectives, Run, sum_in_order
 from shoal.zero.parameters import local
 from shoal.zero.tiles import BUCKET_BYTES
 
-__all__ = ["Groups", "Replicas", "groups_of"]
+__all__ = ["Groups", "Replicas", "groups_of", "process_group"]
 
 
 class Groups(NamedTuple):
@@ -38,11 +38,20 @@ class Groups(NamedTuple):
     replicas: dist.ProcessGroup | None = None
 
 
+def process_group(given: object) -> dist.ProcessGroup:
+    """The process group that a user gave. Raises `ConfigError` if it is none, or there is none."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise ConfigError(
+            "there is no process group: start with torchrun, and call torch.distributed.init_process_group() first"
+        )
+    if not isinstance(given, dist.ProcessGroup):
+        raise ConfigError(f"group must be a process group that this process belongs to, got {given!r}")
+    return given
+
+
 def groups_of(group: object, mesh: object) -> Groups:
     """The groups that `shard` was given. Raises `ConfigError`."""
-    everyone = dist.group.WORLD if group is None else group
-    if not isinstance(everyone, dist.ProcessGroup):
-        raise ConfigError(f"group must be a process group that this process belongs to, got {group!r}")
+    everyone = process_group(dist.group.WORLD if group is None else group)
     if mesh is None:
         return Groups(everyone, everyone)
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:

@@ -121,10 +121,6 @@ def shard(  # noqa: PLR0913 (the choices of its users)
             the same stage and dtype. If the error says so, build it anew.
         RankLost: a rank is gone.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        raise ConfigError(
-            "there is no process group: start with torchrun, and call torch.distributed.init_process_group() first"
-        )
     groups = groups_of(group, mesh)
     watch = Watch(groups.everyone)
     agreement = Agreement(groups.everyone, watch)
@@ -247,7 +243,7 @@ def _begin(
     """Give the model its first values, the same on all ranks, and partition it into units if there are any."""
     _take_over(start.given, collectives)
     agreement = Agreement(collectives.everyone, collectives.watch)
-    with numbers_of_rank_0(agreement, start.device), agreement.together():
+    with numbers_of_rank_0(agreement, start.device), agreement.together(), start.reading():
         if parts is not None:
             narrow = partition(model, parts, collectives.group, start.device, dtype, start.before, elsewhere=elsewhere)
             _partitioned[model] = dtype, narrow

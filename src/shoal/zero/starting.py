@@ -96,6 +96,10 @@ class Start:
         """Whether its module must compute its values."""
         return tensor.is_meta and id(tensor) not in self._saved
 
+    def reading(self) -> contextlib.AbstractContextManager[None]:
+        """In this block `before` can be called. Raises `ConfigError` if a file is damaged."""
+        return contextlib.nullcontext() if self._weights is None else self._weights.opened()
+
     def before(self, unit: torch.nn.Module) -> None:
         """Give values to all modules up to this one, its members first, in the order in which modules are made.
 

@@ -9,11 +9,13 @@ data of the process, and a rank with a limit (`RLIMIT_DATA`) could not open a fi
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,6 +63,10 @@ class Weights(ABC):
     where: str
     kinds: Mapping[str, Kind]
     identity: str
+
+    def opened(self) -> AbstractContextManager[None]:
+        """In this block tensors can be read."""
+        return contextlib.nullcontext()
 
     @abstractmethod
     def read(self, name: str, into: torch.Tensor, start: int = 0) -> None:
@@ -175,13 +181,16 @@ class _Checkpoint(Weights):
         with self._saved.opened():
             self.kinds = {name: Kind(shape, _DTYPES[dtype]) for name, shape, dtype in self._saved.kinds()}
 
+    def opened(self) -> AbstractContextManager[None]:
+        """See `Weights.opened`."""
+        return self._saved.opened()
+
     def read(self, name: str, into: torch.Tensor, start: int = 0) -> None:
         """See `Weights.read`."""
-        with self._saved.opened():
-            if name in self._saved.index["parameters"]:
-                row = torch.Size(self.kinds[name].shape[1:]).numel()
-                found = self._saved.values(Range(name, start * row, start * row + into.numel())).reshape(into.shape)
-            else:
-                found = self._saved.other(name)
-                found = found[start : start + len(into)] if found.ndim else found
+        if name in self._saved.index["parameters"]:
+            row = torch.Size(self.kinds[name].shape[1:]).numel()
+            found = self._saved.values(Range(name, start * row, start * row + into.numel())).reshape(into.shape)
+        else:
+            found = self._saved.other(name)
+            found = found[start : start + len(into)] if found.ndim else found
         into.copy_(found)

@@ -1,9 +1,15 @@
-"""Which codes blocks of 8 and 4 bits were chosen from, and how exact each is: ``python -m benchmarks.codes``.
+"""Which codes blocks of 8, 4 and 2 bits were chosen from, and how exact each is: ``python -m benchmarks.codes``.
 
-Prints the rms error, relative to that of the values, on 262,144 values of five kinds. Candidates, all with one bfloat16
-scale for each block: shoal's own (`BlockwiseQuantization`); for 8 bits the code whose steps grow with the value, of
-Dettmers et al. 2022, which bitsandbytes has (decades from 1e-6 to 1, the larger ones divided more finely); for 4 bits
-NF4, quantiles of the normal distribution (Dettmers et al. 2023), and 15 equal steps.
+Prints the rms error, relative to that of the values, on 262,144 values of several kinds, and on outer gradients of the
+demo's model: its parameters after 60 steps of AdamW less those after 65 and after 90. Candidates, all with one bfloat16
+scale for each block: shoal's own (`BlockwiseQuantization`).
+
+- 8 bits: the code whose steps grow with the value, of Dettmers et al. 2022, which bitsandbytes has (decades from 1e-6
+  to 1, the larger ones divided more finely).
+- 4 bits: NF4, quantiles of the normal distribution (Dettmers et al. 2023), and 15 equal steps.
+- 2 bits: four levels in equal steps from minus to plus the largest absolute value; levels like shoal's with a scale
+  that has no sign; three levels of which one is 0, and four of which none is, with a *fitted* scale, which has the
+  least squared error (two steps of Lloyd's method) and is not rounded.
 """
 
 from __future__ import annotations
@@ -15,6 +21,9 @@ from functools import partial
 import torch
 
 from shoal.compression import BlockwiseQuantization
+from shoal.demo.settings import Training
+from shoal.demo.text import load_corpus
+from shoal.demo.training import draw_batches, make_model, make_optimizer, make_schedule
 
 COUNT = 1 << 18
 NF4 = (
@@ -44,8 +53,30 @@ def kinds() -> dict[str, torch.Tensor]:
         "Laplace": -uniform.sign() * (1 - 2 * uniform.abs()).log(),
         "Student t, 3": torch.randn(COUNT, generator=generator) / (chi / 3).sqrt(),
         "squares of normal": normal.square(),
+        "signs": normal.sign(),
         "one in 1000 is 1000 times as large": outliers,
+        **outer_gradients(),
     }
+
+
+def outer_gradients() -> dict[str, torch.Tensor]:
+    """What 5 and 30 steps have changed."""
+    training = Training()
+    corpus = load_corpus(vocabulary_size=training.vocabulary)
+    model = make_model(training)
+    optimizer = make_optimizer(training, model.parameters())
+    schedule = make_schedule(training, optimizer)
+    batches = draw_batches(training, corpus, training.seed)
+    found = []
+    for step in range(1, 91):
+        model.zero_grad()
+        torch.autograd.backward(model.loss(batches.draw(training.micro_batch)))
+        optimizer.step()
+        schedule.step()
+        if step in (60, 65, 90):
+            found.append(torch.cat([each.detach().flatten() for each in model.parameters()]))
+    anchor, few, many = (each[: each.numel() // 4096 * 4096] for each in found)
+    return {"outer gradients, 5 steps": anchor - few, "outer gradients, 30 steps": anchor - many}
 
 
 def nearest(values: torch.Tensor, levels: torch.Tensor, block: int) -> torch.Tensor:
@@ -54,6 +85,17 @@ def nearest(values: torch.Tensor, levels: torch.Tensor, block: int) -> torch.Ten
     largest = levels.abs().max()
     scales = (blocks.abs().amax(dim=1, keepdim=True) / largest).to(torch.bfloat16).to(torch.float32)
     return (levels[torch.bucketize(blocks / scales, (levels[1:] + levels[:-1]) / 2)] * scales).view(-1)
+
+
+def fitted(values: torch.Tensor, levels: torch.Tensor, block: int) -> torch.Tensor:
+    """The nearest level in each block, with the scale that fits best."""
+    blocks = values.view(-1, block)
+    scales = blocks.square().mean(dim=1, keepdim=True).sqrt()
+    for _ in range(3):
+        codes = levels[torch.bucketize(blocks / scales.clamp(min=1e-30), (levels[1:] + levels[:-1]) / 2)]
+        made = codes * scales
+        scales = (blocks * codes).sum(dim=1, keepdim=True) / codes.square().sum(dim=1, keepdim=True).clamp(min=1e-30)
+    return made.view(-1)
 
 
 def own(values: torch.Tensor, bits: int, block: int) -> torch.Tensor:
@@ -77,6 +119,13 @@ def main() -> None:
             "shoal": lambda x: own(x, 4, 64),
             "NF4": lambda x: nearest(x, torch.tensor(NF4), 64),
             "15 equal": lambda x: nearest(x, steps, 64),
+        },
+        "2 bits, blocks of 64": {
+            "shoal": lambda x: own(x, 2, 64),
+            "-1, -1/3, 1/3, 1": lambda x: nearest(x, torch.tensor([-3.0, -1.0, 1.0, 3.0]), 64),
+            "-1/2, 0, 1/2, 1": lambda x: nearest(x, torch.tensor([-1.0, 0.0, 1.0, 2.0]), 64),
+            "-1, 0, 1, fitted": lambda x: fitted(x, torch.tensor([-1.0, 0.0, 1.0]), 64),
+            "-1, -0.3, 0.3, 1, fitted": lambda x: fitted(x, torch.tensor([-1.0, -0.3, 0.3, 1.0]), 64),
         },
     }
     for title, candidates in tables.items():

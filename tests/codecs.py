@@ -27,6 +27,7 @@ CODECS: list[CompressionBase] = [
     Quantile8BitQuantization(),
     BlockwiseQuantization(),
     BlockwiseQuantization(bits=4),
+    BlockwiseQuantization(bits=2),
     TopKCompression(0.1),
     ErrorFeedback(BlockwiseQuantization(bits=4)),
     ErrorFeedback(TopKCompression(0.01)),

@@ -38,6 +38,8 @@ SHARING: list[CompressionBase] = [
     BlockwiseQuantization(8, 16),
     BlockwiseQuantization(4),
     BlockwiseQuantization(4, 16),
+    BlockwiseQuantization(2),
+    BlockwiseQuantization(2, 16),
     TopKCompression(0.01),
     TopKCompression(0.001),
     TopKCompression(0.25),

@@ -28,6 +28,7 @@ CODECS: list[CompressionBase] = [
     TopKCompression(0.01),
     TopKCompression(0.2),
     BlockwiseQuantization(bits=4),
+    BlockwiseQuantization(bits=2),
     Uniform8BitQuantization(),
     Float16Compression(),
 ]

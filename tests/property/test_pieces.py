@@ -94,9 +94,8 @@ def test_every_tensor_keeps_its_bound_whatever_is_beside_it(
     for piece, one in zip(torch.split(values, list(sizes)), torch.split(error, list(sizes)), strict=True):
         reach = float(piece.double().max() - piece.double().min())
         top = float(piece.double().abs().max())
-        assert float(one.max()) <= min(
-            0.15 * top, 0.15 * top if "quantile" not in codec.name else reach / 20 + top / 500
-        )
+        assert float(one.max()) <= (0.62 if "blockwise:2" in codec.name else 0.15) * top
+        assert "quantile" not in codec.name or float(one.max()) <= reach / 20 + top / 500
 
 
 @settings(max_examples=200)

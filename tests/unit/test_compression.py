@@ -191,6 +191,7 @@ def test_the_size_that_is_announced_is_the_size_that_is_written(codec: Compressi
         (BlockwiseQuantization(), 10_314),
         (BlockwiseQuantization(8, 4096), 10_006),
         (BlockwiseQuantization(4), 5_314),
+        (BlockwiseQuantization(2), 2_814),
     ],
     ids=repr,
 )
@@ -316,5 +317,5 @@ def test_max_error_of_nothing_is_zero() -> None:
 )
 def test_blocks_that_are_none_are_refused(arguments: dict[str, Any]) -> None:
     """A name with them would be understood by nobody."""
-    with pytest.raises(ConfigError, match=r"is neither 8 nor 4|is no power of two"):
+    with pytest.raises(ConfigError, match=r"is none of 8, 4 and 2|is no power of two"):
         BlockwiseQuantization(**arguments)

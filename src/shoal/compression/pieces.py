@@ -184,6 +184,19 @@ class Blocks:
                 torch.maximum(blocks.amax(dim=1), blocks.amin(dim=1).neg_(), out=out[first:last])
         return out
 
+    def farthest(self, values: torch.Tensor) -> torch.Tensor:
+        """The value of each block that is farthest from 0, of two the positive one; NaN if it holds a NaN."""
+        high, low = torch.zeros(2, self.count, dtype=values.dtype)
+        for part, (first, last, lengths) in zip(self._split(values), self._groups, strict=True):
+            if lengths is not None:
+                block = torch.repeat_interleave(torch.arange(last - first), lengths, output_size=part.numel())
+                high[first:last].scatter_reduce_(0, block, part, "amax")
+                low[first:last].scatter_reduce_(0, block, part, "amin")
+            else:
+                torch.amax(part.view(-1, self._width), dim=1, out=high[first:last])
+                torch.amin(part.view(-1, self._width), dim=1, out=low[first:last])
+        return torch.where(high >= -low, high, low)
+
     def scale(self, values: torch.Tensor, factors: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Each value times the factor of its block; `out` may be `values`."""
         for part, made, (first, last, lengths) in zip(self._split(values), self._split(out), self._groups, strict=True):

@@ -82,6 +82,9 @@ class SwarmView:
         vouched: the best state is another one than this peer's, and a contributor to the last rounds is at it.
         best: the key of the best state.
         others: the last words of the other peers.
+        own: of `samples`, what this peer has accumulated.
+        contributors: the peers that contributed to the last steps, if there were any.
+        absent: peers that no round waits for.
     """
 
     peers: tuple[PeerID, ...]
@@ -94,6 +97,9 @@ class SwarmView:
     vouched: bool = False
     best: StateKey = field(default=StateKey(0, 0, b""), compare=False)
     others: Mapping[PeerID, Progress] = field(default_factory=dict, compare=False)
+    own: int = 0
+    contributors: Collection[PeerID] = field(default=(), compare=False)
+    absent: frozenset[PeerID] = field(default=frozenset(), compare=False)
 
     @property
     def leaders(self) -> tuple[PeerID, ...]:
@@ -564,6 +570,9 @@ class _Seen:
             vouched=self.vouched,
             best=self.best,
             others=self.others,
+            own=mine.samples,
+            contributors=self.contributors,
+            absent=self.asked.absent,
         )
 
 

@@ -12,14 +12,18 @@ import torch
 from shoal import sim
 from shoal.averager import TensorLock
 from shoal.compression import CompressionBase
+from shoal.core import PeerCore
 from shoal.errors import StateUnavailable
 from shoal.events import EpochAdvanced, Event
 from shoal.optim import Participant, RunSettings, TrainingState
 from shoal.optim.local_updates import LocalTrainingState
 from shoal.optim.low_rank_training import LowRankTrainingState
 from shoal.optim.offload import Offload
+from shoal.optim.outer import LocalSteps
 from shoal.optim.phases import RunPhase
+from shoal.optim.settings import part_settings
 from shoal.sim import SimHost, SimNetwork, Swarm
+from shoal.strategies import Strategy
 from tests.sim.averaging_kit import SETTINGS, note_internal_error, start_core
 
 FEATURES = 6
@@ -85,8 +89,16 @@ def make_optimizer(parameters: list[torch.Tensor], lr: float = 0.05) -> tuple[to
 class Trainer:
     """One peer that trains: `participant`, parameters and how it went."""
 
-    def __init__(self, index: int, parameters: list[torch.Tensor], participant: Participant) -> None:
+    def __init__(
+        self,
+        index: int,
+        parameters: list[torch.Tensor],
+        participant: Participant,
+        others: Sequence[Participant] = (),
+    ) -> None:
         self.index, self.parameters, self.participant = index, parameters, participant
+        self.parts = [participant, *others]
+        """Of the model, if they are merged one after another."""
         self.epochs: list[tuple[float, int, int, bytes]] = []
         self.alone = 0
         self.patience_s = participant.settings.state_patience_s
@@ -96,24 +108,33 @@ class Trainer:
 
     async def take_batch(self, size: int, *, number: int | None = None, duration_s: float = 0.0) -> None:
         """One batch: compute (takes `duration_s`), accumulate, and whatever the participant asks for."""
-        participant, training = self.participant, self.participant.training
+        training = self.participant.training.local
         backward(self.parameters, self.index, self.batches_done if number is None else number, size)
         if duration_s:
             await sim.sleep(duration_s)
-        if participant.finished:
+        if self.finished:
             return
-        if not participant.at_end:
+        if not all(part.at_end for part in self.parts):
             training.accumulate(size)
-            participant.speed.count(size)
+            for part in self.parts:
+                part.speed.count(size)
             self.batches_done += 1
-        participant.accumulated()
-        await self.take_turn()
+        for part in self.parts:
+            part.accumulated()
+            await self.take_turn(part)
+        if isinstance(training, LocalSteps) and all(part.at_end for part in self.parts):
+            training.go_back()
 
-    async def take_turn(self) -> None:
+    @property
+    def finished(self) -> bool:
+        """Whether the run is over here."""
+        return all(part.finished for part in self.parts)
+
+    async def take_turn(self, part: Participant | None = None) -> None:
         """Do what the participant asks for now."""
-        participant = self.participant
+        participant = part or self.participant
         phase = await participant.decide(60.0)
-        if phase is RunPhase.STEPPING:
+        if phase is RunPhase.STEPPING and not participant.holds_back:
             participant.own.step()
             await participant.stepped()
         elif phase is RunPhase.BEHIND:
@@ -131,7 +152,7 @@ class Trainer:
 
     async def train(self, size: int, *, duration_s: float, until: Callable[[], bool]) -> None:
         """Batches of `duration_s` each, until `until()`."""
-        while not until() and not self.participant.finished:
+        while not until() and not self.finished:
             await self.take_batch(size, duration_s=duration_s)
 
 
@@ -176,6 +197,7 @@ class Run:
         statistics: Sequence[str] = (),
         offload: bool = False,
         rank: int | None = None,
+        strategy: Strategy | None = None,
         events: Callable[[Event], None] | None = None,
         **changes: Any,
     ) -> Trainer:
@@ -202,6 +224,9 @@ class Run:
             options: dict[str, Any] = {"unit": settings.target_batch_size, "late": late}
             options["offload"] = Offload(parameters) if offload else None
             training: TrainingState
+            if strategy is not None and strategy.merging is not None:
+                local = LocalSteps(optimizer, scheduler, extra_tensors, strategy.merging)
+                return await self._add_parts(name, index, parameters, local, core, settings, lock)
             if settings.use_local_updates:
                 training = LocalTrainingState(optimizer, scheduler, extra_tensors, average_opt_statistics=statistics)
             elif rank is not None:
@@ -224,28 +249,52 @@ class Run:
 
         return await self.swarm.start_peer(name, factory, client_mode=client_mode)
 
+    async def _add_parts(
+        self,
+        name: str,
+        index: int,
+        parameters: list[torch.Tensor],
+        local: LocalSteps,
+        core: PeerCore,
+        settings: RunSettings,
+        lock: TensorLock,
+    ) -> Trainer:
+        """A trainer that merges."""
+        parts = []
+        for number, training in enumerate(local.parts):
+            ours = part_settings(settings, training.merging, number)
+            parts.append(Participant(core, training, ours, lock=lock, compression=self.compression))
+        trainer = Trainer(index, parameters, parts[0], parts[1:])
+        core.env.events.subscribe(lambda event: self._note(name, trainer, event))
+        for part in parts:
+            await part.start()
+        self.trainers[name] = trainer
+        return trainer
+
     def _note(self, name: str, trainer: Trainer, event: Event) -> None:
         note_internal_error(self.warnings, name, event)
-        if isinstance(event, EpochAdvanced):
+        if isinstance(event, EpochAdvanced) and event.run_id == trainer.participant.settings.run_id:
             trainer.epochs.append((asyncio.get_running_loop().time(), event.epoch, event.samples, event.digest))
             trainer.alone += event.peers == 1
 
     def announce_end(self, epoch: int) -> None:
         """All who are there say that the run ends at this epoch."""
         for trainer in self.swarm.peers.values():
-            trainer.participant.announce_end(epoch)
+            for part in trainer.parts:
+                part.announce_end(epoch)
 
     async def close(self) -> None:
         """Shut all trainers down."""
         for name, trainer in self.swarm.peers.items():
-            await self.swarm.run_on(name, trainer.participant.close)
+            for part in trainer.parts:
+                await self.swarm.run_on(name, part.close)
             await self.swarm.run_on(name, trainer.participant.core.close)
 
     def agree(self, names: list[str]) -> bool:
         """Whether these trainers hold the same parameters, bit by bit, under the same name."""
         first = self.swarm.peer(names[0])
         return all(
-            self.swarm.peer(name).participant.state == first.participant.state
+            [part.state for part in self.swarm.peer(name).parts] == [part.state for part in first.parts]
             and all(torch.equal(a, b) for a, b in zip(self.swarm.peer(name).parameters, first.parameters, strict=True))
             for name in names
         )

@@ -84,7 +84,7 @@ def test_a_view_of_the_swarm_changes_nothing() -> None:
         assert participant.progress() == participant.progress()
         assert marks() == before
         participant._look()
-        assert participant.others_samples == participant.view().samples - participant.training.samples
+        assert participant.enough == (participant.view().samples >= participant.settings.target_batch_size)
         await run.close()
 
     sim.run(main)

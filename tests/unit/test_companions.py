@@ -41,26 +41,26 @@ def test_a_member_is_waited_for_as_long_as_the_epoch_took() -> None:
     stepped(companions, 100.0)
     assert companions.awaited >= {SLOW}
     assert companions.before == BEFORE
-    assert not companions.observe(seen(TARGET - 1, [SLOW]), TARGET, 107.9)
-    assert not companions.observe(seen(TARGET, [SLOW]), TARGET, 108.0)
-    assert not companions.observe(seen(TARGET, [SLOW]), TARGET, 115.9)
+    assert not companions.observe(seen(TARGET - 1, [SLOW]), 107.9, enough=False)
+    assert not companions.observe(seen(TARGET, [SLOW]), 108.0, enough=True)
+    assert not companions.observe(seen(TARGET, [SLOW]), 115.9, enough=True)
     assert SLOW in companions.awaited
-    assert companions.observe(seen(TARGET, [SLOW]), TARGET, 116.0)
+    assert companions.observe(seen(TARGET, [SLOW]), 116.0, enough=True)
     assert not companions.awaited
-    assert not companions.observe(seen(TARGET, []), TARGET, 117.0)
+    assert not companions.observe(seen(TARGET, []), 117.0, enough=True)
 
 
 def test_an_average_of_states_is_waited_for_anew_and_makes_no_epoch_longer() -> None:
     """Each change of the state is one batch more of a slow trainer; the time of the samples stays what it was."""
     companions = Companions()
     stepped(companions, 100.0)
-    companions.observe(seen(TARGET, [SLOW]), TARGET, 108.0)
+    companions.observe(seen(TARGET, [SLOW]), 108.0, enough=True)
     companions.share([ME, SLOW], BEFORE, 0.0)
     companions.state_changed(114.0)
-    assert not companions.observe(seen(TARGET, [SLOW]), TARGET, 115.0)
+    assert not companions.observe(seen(TARGET, [SLOW]), 115.0, enough=True)
     assert companions.patience_s == 8.0
-    assert not companions.observe(seen(TARGET, [SLOW]), TARGET, 122.9)
-    assert companions.observe(seen(TARGET, [SLOW]), TARGET, 123.0)
+    assert not companions.observe(seen(TARGET, [SLOW]), 122.9, enough=True)
+    assert companions.observe(seen(TARGET, [SLOW]), 123.0, enough=True)
 
 
 def test_who_is_late_again_and_again_is_waited_for_ever_more_rarely() -> None:
@@ -70,8 +70,8 @@ def test_who_is_late_again_and_again_is_waited_for_ever_more_rarely() -> None:
         stepped(companions, now)
         if SLOW in companions.awaited:
             waited.append(epoch)
-            companions.observe(seen(TARGET, [SLOW]), TARGET, now + 1.0)
-            assert companions.observe(seen(TARGET, [SLOW]), TARGET, now + 2.0)
+            companions.observe(seen(TARGET, [SLOW]), now + 1.0, enough=True)
+            assert companions.observe(seen(TARGET, [SLOW]), now + 2.0, enough=True)
         now += 3.0
     assert waited == [0, 1, 4, 9, 18, 35]
 
@@ -85,8 +85,8 @@ def waits_in_vain(turns: int, *, gives: bool) -> int:
             companions.state_changed(now, step=True)
             if SLOW in companions.awaited:
                 waited += bool(coming)
-                companions.observe(seen(TARGET, coming), TARGET, now + 1.0)
-                companions.observe(seen(TARGET, coming), TARGET, now + 2.0)
+                companions.observe(seen(TARGET, coming), now + 1.0, enough=True)
+                companions.observe(seen(TARGET, coming), now + 2.0, enough=True)
             now += 3.0
     return waited
 
@@ -105,11 +105,11 @@ def test_it_is_known_when_the_wait_ends() -> None:
     """So that somebody looks then: nothing else may happen at that time."""
     companions = Companions()
     stepped(companions, 100.0)
-    companions.observe(seen(TARGET - 1, [SLOW]), TARGET, 107.0)
+    companions.observe(seen(TARGET - 1, [SLOW]), 107.0, enough=False)
     assert companions.until is None
-    companions.observe(seen(TARGET, [SLOW]), TARGET, 108.0)
+    companions.observe(seen(TARGET, [SLOW]), 108.0, enough=True)
     assert companions.until == 116.0
-    assert companions.observe(seen(TARGET, [SLOW]), TARGET, 116.0)
+    assert companions.observe(seen(TARGET, [SLOW]), 116.0, enough=True)
     assert companions.until is None
 
 
@@ -129,7 +129,7 @@ def test_a_member_is_waited_for_as_long_as_the_round_took_too() -> None:
     companions = Companions()
     companions.share([ME, SLOW], BEFORE, 3.0)
     companions.state_changed(100.0, step=True)
-    assert not companions.observe(seen(TARGET, [SLOW]), TARGET, 101.0)
+    assert not companions.observe(seen(TARGET, [SLOW]), 101.0, enough=True)
     assert companions.patience_s == 4.0
 
 
@@ -145,12 +145,12 @@ def times_awaited(rounds: int, wait_s: float, *, gives: Collection[int] = (), st
     companions, now, awaited = Companions(), 0.0, list[int]()
     stepped(companions, now)
     for number in range(rounds):
-        companions.observe(seen(TARGET, []), TARGET, now := now + 1.0)
+        companions.observe(seen(TARGET, []), now := now + 1.0, enough=True)
         if SLOW in companions.awaited:
             awaited.append(number)
-            assert not companions.observe(seen(TARGET, [SLOW]), TARGET, now)
+            assert not companions.observe(seen(TARGET, [SLOW]), now, enough=True)
             now += wait_s
-            assert not companions.observe(seen(TARGET, []), TARGET, now)
+            assert not companions.observe(seen(TARGET, []), now, enough=True)
         companions.share([ME, SLOW], BEFORE, 0.0, gave=[ME, SLOW] if number in gives else [ME])
         companions.state_changed(now, step=True)
         if states:

@@ -154,7 +154,7 @@ def test_a_trainer_waits_for_a_round_and_at_the_end(phase: RunPhase, *, states_d
     machine = at(phase)
     machine.states_due = states_due
     waits = {
-        (at_end, may_leave): machine.trainer_waits(for_states=at_end, may_leave=may_leave)
+        (at_end, may_leave): machine.trainer_waits(for_round=True, for_states=at_end, may_leave=may_leave)
         for at_end, may_leave in ((False, False), (True, False), (True, True))
     }
     averages = states_due and phase is not STEPPING
@@ -171,10 +171,13 @@ def test_who_has_no_batches_waits_and_who_delays_does_not(*, auxiliary: bool, de
     """Until it may leave, and the last average is here; a step or a better state is taken at once by all."""
     waits = dict[RunPhase, list[bool]]()
     for phase in RunPhase:
-        machine = PhaseMachine(auxiliary=auxiliary, delays=delays)
+        machine = PhaseMachine(auxiliary=auxiliary)
         for event in TO[phase]:
             machine.happened(event)
-        waits[phase] = [machine.trainer_waits(for_states=False, may_leave=may_leave) for may_leave in (False, True)]
+        waits[phase] = [
+            machine.trainer_waits(for_round=not delays, for_states=False, may_leave=may_leave)
+            for may_leave in (False, True)
+        ]
     assert waits == {
         COLLECTING: [auxiliary, False],
         AVERAGING: [True, False] if auxiliary else [not delays] * 2,

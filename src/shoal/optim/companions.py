@@ -119,9 +119,15 @@ class Companions:
             self._awaited = frozenset() if self._over else self._members - left
         return self._awaited
 
-    def observe(self, view: SwarmView, target: int, now: float) -> bool:
-        """Take in a view of the swarm (`now`: local time, seconds). True if the wait for companions has just ended."""
-        if view.samples < target:
+    def observe(self, view: SwarmView, now: float, *, enough: bool) -> bool:
+        """Take in a view of the swarm. True if the wait for companions has just ended.
+
+        Args:
+            view: of the swarm.
+            now: local time, seconds.
+            enough: whether there is enough for a step.
+        """
+        if not enough:
             self._enough_at = None
             return False
         if self._enough_at is None:

@@ -22,14 +22,15 @@ class RateMeter:
 
     Attributes:
         rate: samples per second, smoothed over the last seconds; 0 before anything was measured.
+        batches_per_s: as `rate`.
         processed: samples so far.
         batches: in how many batches.
     """
 
     def __init__(self) -> None:
-        self.rate = 0.0
+        self.rate = self.batches_per_s = 0.0
         self.processed = self.batches = 0
-        self._last: tuple[int, float] | None = None
+        self._last: tuple[int, int, float] | None = None
 
     def count(self, samples: int) -> None:
         """So many were processed, whether they counted for a step or not."""
@@ -39,12 +40,16 @@ class RateMeter:
     def measure(self, now: float) -> None:
         """Bring the rate up to date; `now` in seconds."""
         if self._last is None:
-            self._last = self.processed, now
-        processed, since = self._last
+            self._last = self.processed, self.batches, now
+        processed, batches, since = self._last
         if now - since >= _PERIOD_S:
-            rate = (self.processed - processed) / (now - since)
-            self.rate = (1 - _NEW_SHARE) * self.rate + _NEW_SHARE * rate if self.rate else rate
-            self._last = self.processed, now
+            self.rate = _smoothed(self.rate, (self.processed - processed) / (now - since))
+            self.batches_per_s = _smoothed(self.batches_per_s, (self.batches - batches) / (now - since))
+            self._last = self.processed, self.batches, now
+
+
+def _smoothed(before: float, now: float) -> float:
+    return (1 - _NEW_SHARE) * before + _NEW_SHARE * now if before else now
 
 
 class _Mark(NamedTuple):

@@ -635,8 +635,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 worth = self._training.accumulate(samples) or self._training.holds_average
             if worth:
                 participant.speed.count(samples)
-        enough = self._training.samples + participant.others_samples >= self.target_batch_size
-        if not samples or participant.epoch == 0 or enough or participant.phase is not RunPhase.COLLECTING:
+        if not samples or participant.epoch == 0 or participant.enough or participant.phase is not RunPhase.COLLECTING:
             self._take_turn()
         else:
             self.dht.loop_thread.call_soon(participant.accumulated)

@@ -15,6 +15,7 @@ from shoal.optim.companions import Companions
 from shoal.optim.contribution import RateMeter
 from shoal.optim.fetching import Fetching
 from shoal.optim.own_state import OwnState
+from shoal.optim.pace import Pace
 from shoal.optim.run_end import RunEnd
 from shoal.optim.settings import RunSettings
 from shoal.progress import SwarmProgress, SwarmView
@@ -30,6 +31,7 @@ class Outlook:
     Attributes:
         core: this peer.
         settings: of the run.
+        pace: how far this peer is on its way to the next step.
         own: its state.
         speed: how fast it trains.
         end: where the run ends.
@@ -41,6 +43,7 @@ class Outlook:
 
     core: PeerCore
     settings: RunSettings
+    pace: Pace
     own: OwnState
     speed: RateMeter
     end: RunEnd
@@ -54,14 +57,14 @@ class Outlook:
 
         A client names no address, though its DHT may listen: it leads no group, and gives no state.
         """
-        name, contact = self.own.name, self.core.endpoint.contact
+        name, contact, training = self.own.name, self.core.endpoint.contact, self.own.training
         return Progress(
             contact=Contact(contact.peer) if self.settings.averager.client_mode else contact,
             epoch=name.epoch,
             digest=name.digest,
             branch_samples=name.samples,
-            samples=self.own.training.samples,
-            rate=self.speed.rate,
+            samples=self.pace.done(training.samples, training.batches, _now()),
+            rate=self.pace.rate(self.speed),
             time=0.0,
             settings=dict(self.settings.fingerprint),
             end_epoch=self.end.epoch,

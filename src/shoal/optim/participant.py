@@ -86,15 +86,14 @@ class Participant:
         compression: CompressionBase | None = None,
         state_compression: CompressionBase | None = None,
     ) -> None:
-        if settings.target_batch_size < 1:
-            raise ConfigError(f"target_batch_size must be at least 1, got {settings.target_batch_size}")
+        self._pace = settings.pace()
         if core.endpoint.serves_stream(FollowSteps, scope=settings.run_id):
             raise ConfigError(
                 f"run {settings.run_id!r} is trained by another shoal.Optimizer of this DHT: call its shutdown() first "
                 "(in a notebook, before the cell is run again), or give this one another run_id"
             )
         self.core, self.training, self.settings = core, training, settings
-        self._machine = PhaseMachine(auxiliary=settings.auxiliary, delays=settings.delay_grad_averaging)
+        self._machine = PhaseMachine(auxiliary=settings.auxiliary)
         self._notices = Notices(core.env.events, settings.run_id)
         self.own = OwnState(core, training, lock, self._notices, auxiliary=settings.auxiliary)
         self._end = RunEnd(core.peer_id, settings.end_patience_s)
@@ -104,7 +103,6 @@ class Participant:
         self.speed = RateMeter()
         self.contribution = Contribution()
         self._given = 0
-        self.others_samples = 0
         self._counts = Counts(training.extra_tensors)
         self._attendance = Attendance(core.peer_id, settings.averager.window_s)
         self._companions = Companions()
@@ -128,6 +126,7 @@ class Participant:
         self._outlook = Outlook(
             core=core,
             settings=settings,
+            pace=self._pace,
             own=self.own,
             speed=self.speed,
             end=self._end,
@@ -171,6 +170,7 @@ class Participant:
         if not self.settings.averager.client_mode:
             self._states.sharing.enable()
         self.speed.measure(self._now())
+        self._pace.state_changed(self.epoch, self._now())
         for work in (*self._gossip.start(), self._drive(), self._solitude.watch()):
             self._tasks.spawn(work)
 
@@ -279,6 +279,7 @@ class Participant:
             self.view(),
             self.progress(),
             self.settings,
+            target=self._pace.target(self.view()),
             phase=self.phase.value,
             last_round=self.last_round,
             contribution=self.contribution,
@@ -297,16 +298,18 @@ class Participant:
             The view, and the swarm as the others claim it to be: see `Outlook`.
         """
         self._outlook.heed_contributors()
-        companions, target, now = self._companions, self.settings.target_batch_size, self._now()
+        companions, now = self._companions, self._now()
         self._known.expire(now)
         claimed = self._outlook.claimed()
         view = self._outlook.unless_it_goes_on(claimed)
-        if companions.observe(view, target, now):
+        enough = self._pace.enough(view)
+        if companions.observe(view, now, enough=enough):
             return self._look()
         if view.coming and companions.until is not None:
             self._gossip.look_again(companions.until)
-        self.others_samples = view.samples - self.training.samples
-        self._gossip.enough = view.samples >= target
+        if (due_s := self._pace.due_s(now)) is not None:
+            self._gossip.look_again(now + due_s)
+        self._gossip.enough, self._gossip.target = enough, self._pace.target(view)
         if len(view.peers) > 1:
             self._machine.found()
         self._settle_end()
@@ -334,6 +337,17 @@ class Participant:
         self._end.say(epoch, self.epoch)
         self.accumulated()
 
+    @property
+    def enough(self) -> bool:
+        """Whether there is enough for a step, as far as it is known. Any thread may ask."""
+        return self._pace.reaches(self.training.samples, self.training.batches)
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether the trainer is to take the average that is here at a later batch."""
+        update = self.own.update
+        return update is not None and update.is_step and self.training.holds_back and not self.at_end
+
     def accumulated(self) -> None:
         """The trainer has accumulated, or stepped: look again."""
         self._news.notify()
@@ -353,7 +367,7 @@ class Participant:
         machine = self._machine
         while True:
             self.speed.measure(self._now())
-            self._notices.accumulated(self.training)
+            self._notices.accumulated(self.training.local)
             seen = self._news.count
             view, claimed = self._look()
             self._judge(view)
@@ -386,7 +400,7 @@ class Participant:
             must_fetch=must_fetch,
             at_end=self.at_end,
             may_leave=self.finished,
-            enough=view.samples >= self.settings.target_batch_size,
+            enough=self._pace.enough(view),
         )
 
     def _judge(self, view: SwarmView) -> None:
@@ -532,8 +546,11 @@ class Participant:
     def _trainer_waits(self) -> bool:
         if self._closed or self.failure is not None:
             return False
+        goes_on = self.settings.delay_grad_averaging and not self.training.waits
         return self._machine.trainer_waits(
-            for_states=self.at_end or not self.settings.delay_state_averaging, may_leave=self._end.over(self.epoch)
+            for_round=not goes_on,
+            for_states=self.at_end or not self.settings.delay_state_averaging,
+            may_leave=self._end.over(self.epoch),
         )
 
     async def stepped(self) -> None:
@@ -563,7 +580,7 @@ class Participant:
         run_id, samples, peers = self.settings.run_id, update.samples, update.peers
         event = EpochAdvanced(run_id=run_id, epoch=epoch, samples=samples, peers=peers, digest=digest)
         self.core.env.events.emit(event)
-        self._notices.stepped(self.training)
+        self._notices.stepped(self.training.local)
         self._settle_end()  # its members may have said where the run ends
         if self.at_end:
             self.core.env.events.emit(RunEnded(run_id=run_id, epoch=epoch))
@@ -603,6 +620,7 @@ class Participant:
     def _announce_state(self, *, expected: bool = False) -> None:
         """The state has another name: donors offer the new one, the others are told now, unless they expect it."""
         speed, held = self.speed, self.training.samples
+        self._pace.state_changed(self.epoch, self._now())
         why = self.contribution.state_changed(
             self.epoch, processed=speed.processed, batches=speed.batches, held=held, now=self._now()
         )

@@ -200,15 +200,14 @@ class PhaseMachine:
 
     Args:
         auxiliary: it has no batches.
-        delays: its trainer goes on while gradients are averaged.
 
     Attributes:
         phase: now.
         states_due: the states are to be averaged, or are being averaged: until then looks change nothing.
     """
 
-    def __init__(self, *, auxiliary: bool = False, delays: bool = False) -> None:
-        self._auxiliary, self._delays = auxiliary, delays
+    def __init__(self, *, auxiliary: bool = False) -> None:
+        self._auxiliary = auxiliary
         self.phase = RunPhase.COLLECTING
         self.states_due = False
         self._sought = False
@@ -248,12 +247,18 @@ class PhaseMachine:
         """Another peer of the run is known."""
         self._sought = False
 
-    def trainer_waits(self, *, for_states: bool, may_leave: bool) -> bool:
-        """Whether the trainer stands still at its step; also while states are averaged, if it waits `for_states`."""
+    def trainer_waits(self, *, for_round: bool, for_states: bool, may_leave: bool) -> bool:
+        """Whether the trainer stands still at its step.
+
+        Args:
+            for_round: also while gradients are averaged; an auxiliary peer always does.
+            for_states: also while states are averaged.
+            may_leave: the run is over here.
+        """
         averages = self.phase is RunPhase.AVERAGING
         idle = self._auxiliary and (averages or self.phase is RunPhase.COLLECTING)
         if idle or self.phase is RunPhase.ENDING:
             return self.states_due or not may_leave
         if averages:
-            return not self._delays
+            return for_round
         return self.states_due and for_states and self.phase is not RunPhase.STEPPING

@@ -14,10 +14,12 @@ from shoal.compression import CompressionBase
 from shoal.errors import ConfigError
 from shoal.optim.model import TrainedModel
 from shoal.optim.options import HOW
+from shoal.optim.pace import MergePace, Pace, SamplesPace
 from shoal.optim.training_state import TrainingState
+from shoal.strategies import Merging
 from shoal.version import __version__
 
-__all__ = ["RunSettings", "checked_settings", "run_settings"]
+__all__ = ["RunSettings", "checked_settings", "part_settings", "run_settings"]
 
 _SCHEDULED = frozenset({"lr", "betas", "momentum"})
 """Schedules change these in the groups, and a peer that resumes has others: the optimizer's first values count."""
@@ -32,7 +34,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         run_id: names the run; all its peers give the same.
-        target_batch_size: samples of the whole swarm in one step.
+        target_batch_size: samples of the whole swarm in one step; without meaning if peers merge.
         averager: of gradients and of states.
         use_local_updates: peers step on their own gradients, and an epoch averages their parameters.
         auxiliary: this peer has no samples: its trainer waits for the steps of the others.
@@ -48,6 +50,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
         delay_state_averaging: the trainer goes on while states are averaged.
         catch_up_bytes: the most that a peer which is behind keeps of the steps that the others take meanwhile.
         fingerprint: named values that must be equal on all peers of the run.
+        merging: the way in which peers merge; None: they average gradients.
+        fragment: the number of the part of the model that is merged.
     """
 
     run_id: str
@@ -67,6 +71,28 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     delay_state_averaging: bool = True
     catch_up_bytes: int = 4 << 30
     fingerprint: Mapping[str, str] = {}
+    merging: Merging | None = None
+    fragment: int = 0
+
+    def pace(self) -> Pace:
+        """What tells when there is enough for a step."""
+        return SamplesPace(self.target_batch_size) if self.merging is None else MergePace(self.merging, self.fragment)
+
+
+def part_settings(settings: RunSettings, merging: Merging, number: int) -> RunSettings:
+    """The settings of a part of the model, which is merged by itself: in a run of its own, beside the others."""
+    name = settings.run_id if number == 0 else f"{settings.run_id}/{number}"
+    least = max(settings.averager.min_group_size, merging.quorum or 0)
+    return msgspec.structs.replace(
+        settings,
+        run_id=name,
+        target_batch_size=1,
+        averager=msgspec.structs.replace(settings.averager, min_group_size=least),
+        delay_grad_averaging=merging.overlap != 0,
+        merging=merging,
+        fragment=number,
+        fingerprint={**settings.fingerprint, "strategy": merging.text, "part": f"{number}"},
+    )
 
 
 def run_settings(

@@ -62,8 +62,9 @@ class Status:
         epoch: swarm steps in this peer's parameters.
         swarm_epoch: of the best state that is known.
         phase: what this peer does: collecting, averaging, stepping, behind or ending.
-        samples: accumulated for the next step by all peers at this peer's state.
-        target_batch_size: samples of a step.
+        samples: accumulated for the next step by all peers at this peer's state. If peers merge: how far they are on
+            their way to it, each in thousandths, all together.
+        target_batch_size: samples of a step. If peers merge: 1000 for each of them.
         eta_s: seconds until there are enough, at the speed of now; None if no speed is known yet.
         peers: all live peers, this one first.
         last_round: None before the first, and after a step that was taken alone.
@@ -94,27 +95,28 @@ class Status:
         return {name: _plain(value) for name, value in asdict(self).items()}
 
 
-def status_of(
+def status_of(  # noqa: PLR0913 (all but three by name)
     view: SwarmView,
     me: Progress,
     settings: RunSettings,
     *,
+    target: int,
     phase: str,
     last_round: StepResult | None,
     contribution: Contribution,
     finished: bool,
     alone_because: tuple[str, ...],
 ) -> Status:
-    """The status that belongs to this view of the swarm, and to `me`, the own progress."""
+    """The status that belongs to this view of the swarm, and to `me`, the own progress; `target`: see `Pace`."""
     others = [view.others[peer] for peer in view.peers if peer in view.others]
-    missing = settings.target_batch_size - view.samples
+    missing = target - view.samples
     return Status(
         run_id=settings.run_id,
         epoch=me.epoch,
         swarm_epoch=view.epoch,
         phase=phase,
         samples=view.samples,
-        target_batch_size=settings.target_batch_size,
+        target_batch_size=target,
         eta_s=max(0.0, missing / view.rate) if view.rate > 0 else None,
         peers=tuple(_of_peer(word, view, me) for word in (me, *others)),
         last_round=None if last_round is None else _of_round(last_round),

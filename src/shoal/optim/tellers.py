@@ -108,19 +108,24 @@ class Countdown:
     """An estimate of how near the end of the epoch is, as far as one peer can tell.
 
     It goes by what it gave to the last step, by what it knows of the others' samples, and by how fast they all are.
-
-    Args:
-        target: samples of a step.
     """
 
-    def __init__(self, target: int) -> None:
-        self._target = target
+    def __init__(self) -> None:
+        self._target = 1
         self._digest, self._began, self._over_since = b"", 0.0, float("inf")
         self._samples = self._batch = self._gave = 0
         self._left = self._told_left = 1.0
 
-    def observe(self, mine: Progress, view: SwarmView, now: float) -> bool:
-        """Take in a view (`now`: local time, seconds). True if a further batch may be the last one."""
+    def observe(self, mine: Progress, view: SwarmView, target: int, now: float) -> bool:
+        """Take in a view. True if a further batch may be the last one.
+
+        Args:
+            mine: this peer's word.
+            view: of the swarm.
+            target: samples of a step.
+            now: local time, seconds.
+        """
+        self._target = target
         if mine.digest != self._digest:
             self._digest, self._began, self._gave = mine.digest, now, self._samples
             self._samples, self._batch, self._over_since = 0, 0, float("inf")

@@ -34,7 +34,7 @@ from shoal.optim.schedule import advance, rates_of, tell_rates
 from shoal.optim.state_name import LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN
 from shoal.wire import encode
 
-__all__ = ["PreparedState", "TrainingState"]
+__all__ = ["PreparedState", "TrainingState", "not_finite"]
 
 _WIDE = (torch.float32, torch.float64)
 
@@ -190,6 +190,34 @@ class TrainingState:
             self._for_training = None
 
     @property
+    def local(self) -> TrainingState:
+        """The parameters that this peer's batches are computed with: this object, unless peers merge (see `outer`)."""
+        return self
+
+    @property
+    def batches(self) -> int:
+        """Batches that were trained since the last merge; 0 where batches only accumulate gradients."""
+        return 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether the trainer waits for the round that is under way though others go on (`delay_grad_averaging`)."""
+        return False
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether the average that is here is to be taken at a later batch."""
+        return False
+
+    def weights(self) -> list[torch.Tensor]:
+        """The parameters to train with, also between `evaluate` and `train`."""
+        return [*(self._for_training or (parameter.detach() for parameter in self.parameters))]
+
+    def places(self) -> list[torch.Tensor]:
+        """The tensors of the model that those of `describe` belong to."""
+        return self.describe()
+
+    @property
     def holds_average(self) -> bool:
         """Whether the swarm's average is here, and not stepped from yet: gradients that come now count for nothing."""
         return self._has_average
@@ -231,7 +259,7 @@ class TrainingState:
 
     def _why_broken(self) -> str | None:
         values = [parameter.detach() for parameter in self.trained]
-        if (index := _beyond(values, lambda dtype: torch.finfo(dtype).max)) is None:
+        if (index := not_finite(values)) is None:
             return None
         parameter, dtype = self.trained[index], str(values[index].dtype).removeprefix("torch.")
         what = (
@@ -514,7 +542,7 @@ class TrainingState:
 
     def export(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
         """All that another peer needs: plain values, and tensors by reference (hold the lock while they are read)."""
-        tensors = [*(self._for_training or (parameter.detach() for parameter in self.parameters))]
+        tensors = self.weights()
         tensors += [extra.detach() for extra in self.extra_tensors]
         values = self._kept.export(tensors)
         return {
@@ -665,6 +693,11 @@ def _rough_norm(tensors: Sequence[torch.Tensor]) -> float:
     if not all(each.device.type == "cpu" and each.dtype in _WIDE and each.is_contiguous() for each in tensors):
         return _norm(tensors)
     return math.sqrt(sum(float(torch.dot(flat, flat)) for flat in (each.view(-1) for each in tensors)))
+
+
+def not_finite(tensors: Sequence[torch.Tensor]) -> int | None:
+    """The first of these with a value that is not finite; None if there is none."""
+    return _beyond(tensors, lambda dtype: torch.finfo(dtype).max)
 
 
 def _beyond(tensors: Sequence[torch.Tensor], limit: Callable[[torch.dtype], float]) -> int | None:

@@ -1,0 +1,300 @@
+"""The state of a part of the model that peers merge now and then: the anchor, and the optimizer that steps it.
+
+It is a `TrainingState` whose parameters are the anchor, whose optimizer is the outer one, and whose gradient is the
+outer gradient: the anchor minus this peer's parameters. So a merge is a round of gradients, and the named state, which
+newcomers download and peers compare, has equal bits on all peers at any time. What a peer has trained since the last
+merge is its own, as is its inner optimizer. See `shoal.strategies`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from shoal.errors import ConfigError
+from shoal.optim.gradient_sum import GradientSum
+from shoal.optim.inner import Scheduler, make_optimizer
+from shoal.optim.local_updates import LocalTrainingState
+from shoal.optim.training_state import PreparedState, TrainingState, not_finite
+from shoal.strategies import Merging
+
+__all__ = ["LocalSteps", "OuterTrainingState", "fragments_of"]
+
+
+def fragments_of(tensors: Sequence[torch.Tensor], fragments: int) -> list[list[int]]:
+    """The numbers of the tensors in each part, so that the parts have about equally many elements.
+
+    Raises:
+        ConfigError: there are more parts than tensors.
+    """
+    if fragments > len(tensors):
+        raise ConfigError(
+            f"fragments must be at most the number of trained tensors, got {fragments} for {len(tensors)} tensors"
+        )
+    parts: list[list[int]] = [[] for _ in range(fragments)]
+    sizes = [0] * fragments
+    for index in sorted(range(len(tensors)), key=lambda index: (-tensors[index].numel(), index)):
+        smallest = min(range(fragments), key=lambda part: (sizes[part], len(parts[part]), part))
+        parts[smallest].append(index)
+        sizes[smallest] += tensors[index].numel()
+    return [sorted(part) for part in parts]
+
+
+class _Trained(GradientSum):
+    """Counts what was trained. Its tensors hold the outer gradient while a merge is under way."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        super().__init__(parameters, 1)
+        self.batches = 0
+        self.given = [True] * len(parameters)  # a parameter that has not moved has an outer gradient of 0
+
+    def count(self, samples: int) -> None:
+        """A batch of so many samples was trained."""
+        self.samples += samples
+        self.batches += 1
+
+    def take_in(self, other: GradientSum) -> None:
+        assert isinstance(other, _Trained)
+        samples, batches = other.samples, other.batches
+        other.forget()
+        self.samples += samples
+        self.batches += batches
+
+    def forget(self) -> None:
+        self.samples = self.batches = 0
+
+
+class OuterTrainingState(TrainingState):
+    """The anchor of a part of the model, on one peer.
+
+    Args:
+        local: the parameters that this peer steps, and their optimizer.
+        merging: the way in which peers merge.
+        part: the numbers of the trained parameters of this part.
+        frozen: parameters of the optimizer that are not trained, and belong to this part of the state.
+        extra_tensors: further tensors that belong to this part of the state.
+
+    Attributes:
+        merging: as given.
+
+    Raises:
+        ConfigError: the outer optimizer cannot step from an average, or its state cannot be given to newcomers.
+    """
+
+    _trained: _Trained
+    _later: _Trained
+
+    def __init__(
+        self,
+        local: LocalTrainingState,
+        merging: Merging,
+        part: Sequence[int],
+        frozen: Sequence[torch.Tensor] = (),
+        extra_tensors: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self.merging, self._local = merging, local
+        self._own = [local.trained[index] for index in part]
+        self._places = [index for index, each in enumerate(local.parameters) for own in self._own if each is own]
+        anchor = [torch.nn.Parameter(each.detach().clone()) for each in self._own]
+        try:
+            outer = make_optimizer([*anchor, *frozen], merging.outer)
+        except ConfigError as error:
+            raise ConfigError(f"outer: {error}") from error
+        super().__init__(outer, None, extra_tensors, late=True)
+        self._trained, self._later = _Trained(self.trained), _Trained([])
+        self._sum, self._late = self._trained, self._later
+        self.accumulators = self.averaged = self._trained.tensors
+        self.averaged_as = "outer gradients"
+        if not self.averages_extras:
+            self.state_tensors = tuple(self.trained)
+        keeps = merging.overlap != 0 and merging.mixing is None
+        self._before = [torch.zeros_like(each, requires_grad=False) for each in anchor] if keeps else None
+        self._counts = False  # what was given to the round is in its average
+
+    def _new_sum(self) -> GradientSum:
+        return GradientSum([], 1)  # until the anchor is known
+
+    @property
+    def local(self) -> TrainingState:
+        """The parameters that this peer steps, and their optimizer."""
+        return self._local
+
+    def places(self) -> list[torch.Tensor]:
+        """The tensors of the model that those of `describe` belong to."""
+        described = self.describe()
+        return [*self._own, *described[len(self._own) :]]
+
+    # ----------------------------------------------------------------------------------------------- what was trained
+
+    @property
+    def batches(self) -> int:
+        """Batches that were trained since the last merge, as far as they go into the next one."""
+        return self._trained.batches
+
+    @property
+    def waits(self) -> bool:
+        """Whether the trainer has gone on for long enough while a merge is under way."""
+        overlap = self.merging.overlap
+        return overlap is not None and self._later.batches >= overlap
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether the trainer is to go on for some batches before it takes the merge, so that all take it alike."""
+        return bool(self.merging.overlap) and not self.waits
+
+    def count(self, samples: int) -> None:
+        """A batch of so many samples was trained (trainer, under the lock)."""
+        (self._later if self._in_round else self._trained).count(samples)
+
+    def _weights(self) -> list[torch.Tensor]:
+        held = self._local.weights()
+        return [held[place] for place in self._places]
+
+    def contribute(self) -> tuple[float, float]:
+        """The outer gradient goes into a merge now: see `TrainingState.contribute`."""
+        weight, _ = super().contribute()
+        self._counts = False
+        with torch.no_grad():
+            for outer, anchor, own in zip(self.accumulators, self.trained, self._weights(), strict=True):
+                outer.copy_(anchor).sub_(own.to(outer.device))
+            if self._before is not None:
+                torch._foreach_copy_(self._before, self._weights())
+        return (0.0 if self._local.hides_weights else weight), 1.0
+
+    def counted(self) -> None:
+        """What `contribute` has given is in the average."""
+        self._counts = True
+
+    def unfit(self) -> int | None:
+        """The first parameter of this part that is not finite here; None if all are."""
+        return not_finite(self._weights())
+
+    def _step_from_average(self, absent: Collection[int]) -> None:
+        if self._before is not None and not self._counts:  # all that was trained here is still to be given
+            with torch.no_grad():
+                torch._foreach_copy_(self._before, [each.detach() for each in self.trained])
+        super()._step_from_average(())
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Let this peer's parameters follow the anchor."""
+        anchor = [each.detach() for each in self.trained]
+        mixing = self.merging.mixing
+        with torch.no_grad():
+            if self._before is not None and self.unfit() is None:
+                torch._foreach_sub_(self._own, self._before)
+                torch._foreach_add_(self._own, anchor)
+            elif self.merging.overlap != 0 and mixing is not None and self.unfit() is None:
+                torch._foreach_lerp_(self._own, anchor, 1.0 - mixing)
+            else:
+                torch._foreach_copy_(self._own, anchor)
+
+    def _after_step(self, own: Sequence[torch.Tensor | None], *, taken: bool) -> None:
+        keep = self._before is not None and not self._counts and taken and self.step_error is None
+        samples, batches = (self._trained.samples, self._trained.batches) if keep and self._has_average else (0, 0)
+        super()._after_step(own, taken=taken)
+        self._counts = False
+        self._trained.samples += samples
+        self._trained.batches += batches
+
+    def take_over(self, prepared: PreparedState) -> None:
+        """Take over a downloaded state. This peer's parameters become the anchor.
+
+        What it has trained since it missed a merge is kept, if it has missed one only, and never waits for a merge.
+        """
+        keeps = self._before is not None and prepared.epoch == self.epoch + 1 and self.unfit() is None
+        before = [each.detach().clone() for each in self.trained] if keeps else []
+        trained = self._trained.samples + self._later.samples, self._trained.batches + self._later.batches
+        super().take_over(prepared)
+        with torch.no_grad():
+            anchor = [each.detach() for each in self.trained]
+            if keeps:
+                torch._foreach_sub_(self._own, before)
+                torch._foreach_add_(self._own, anchor)
+                self._trained.samples, self._trained.batches = trained
+            else:
+                torch._foreach_copy_(self._own, anchor)
+        self._strays = False
+
+    def discard(self) -> None:
+        """Forget what was trained. The parameters go back to the anchor before the next batch: see `settle`."""
+        self._strays = self._strays or self._trained.samples + self._later.samples > 0
+        super().discard()
+
+    _strays = False
+
+    def settle(self) -> bool:
+        """Let the parameters go back to the anchor, if what was trained was discarded (trainer, under the lock).
+
+        Returns:
+            Whether they did: a batch that began before counts for nothing.
+        """
+        if not self._strays:
+            return False
+        self.go_back()
+        return True
+
+    def go_back(self) -> None:
+        """Let the parameters be the anchor (trainer, under the lock)."""
+        self._strays = False
+        with torch.no_grad():
+            torch._foreach_copy_(self._own, [each.detach() for each in self.trained])
+
+
+class LocalSteps(LocalTrainingState):
+    """The parameters of a peer that steps on its own batches, and merges them in parts.
+
+    Args:
+        optimizer: over the parameters that are trained.
+        scheduler: moves with the batches, if `merging` counts batches, and with the merges otherwise; None for none.
+        extra_tensors: they belong to the state of the first part.
+        merging: the way in which peers merge.
+
+    Attributes:
+        parts: of the model, in order.
+
+    Raises:
+        ConfigError: there are more parts than trained tensors; or the outer optimizer is of no use.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Scheduler | None,
+        extra_tensors: Sequence[torch.Tensor],
+        merging: Merging,
+    ) -> None:
+        super().__init__(optimizer, scheduler)
+        self._merging = merging
+        self.parts = [
+            OuterTrainingState(self, merging, part, *((self._frozen, extra_tensors) if number == 0 else ()))
+            for number, part in enumerate(fragments_of(self.trained, merging.fragments))
+        ]
+
+    def accumulate(self, batch_size: int) -> bool:
+        """Step on the gradients in `.grad`, and count the batch for the next merge of each part.
+
+        Returns:
+            Whether it counts: not if the gradients are not finite, or were computed at parameters that are no more.
+
+        Raises:
+            ConfigError: see `TrainingState.accumulate`.
+        """
+        settled = [part.settle() for part in self.parts]
+        if any(settled) or not super().accumulate(batch_size):
+            return False
+        for part in self.parts:
+            part.count(batch_size)
+        self.follow_schedule()
+        return True
+
+    def go_back(self) -> None:
+        """Let the parameters be the anchor of each part: at the end of the run."""
+        for part in self.parts:
+            part.go_back()
+
+    def follow_schedule(self) -> None:
+        """Move the schedule to where the run is: each merge of the first part is `every` batches after the last one."""
+        first, steps = self.parts[0], self._merging.steps
+        self._move_schedule(first.epoch if steps is None else first.epoch * steps + min(first.batches, steps))

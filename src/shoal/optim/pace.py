@@ -1,0 +1,162 @@
+"""The pace of a run: how far each peer is on its way to the next swarm step, and when there is enough for it.
+
+A peer names one number in its progress (`Progress.samples`). With synchronous training it is the samples that it has
+accumulated, and there are enough when all of them together are `target_batch_size`. With a strategy that merges it is
+how far the peer is, in thousandths: of its batches, or of the time between two merges. Pure: no clock, no network.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+from shoal.errors import ConfigError
+from shoal.optim.contribution import RateMeter
+from shoal.progress import SwarmView
+from shoal.strategies import Merging
+
+__all__ = ["WAY", "MergePace", "Pace", "SamplesPace"]
+
+WAY = 1000
+"""A peer that has trained for long enough since the last merge names this number, or a larger one."""
+
+
+class Pace(Protocol):
+    """One peer's pace."""
+
+    def done(self, samples: int, batches: int, now: float) -> int:
+        """What this peer names: it has trained so much since its state began, and it is `now` (local time, seconds)."""
+
+    def rate(self, speed: RateMeter) -> float:
+        """How much more of that it has a second later."""
+
+    def target(self, view: SwarmView) -> int:
+        """About how much all peers of the view together name when there is enough."""
+
+    def enough(self, view: SwarmView) -> bool:
+        """Whether there is enough for a step, as far as it is known."""
+
+    def reaches(self, samples: int, batches: int) -> bool:
+        """Whether there is enough, by what this peer has trained now, and what the others named in the last view."""
+
+    def due_s(self, now: float) -> float | None:
+        """The seconds until it is time for a step, whatever is trained until then; None if time does not matter."""
+
+    def state_changed(self, epoch: int, now: float) -> None:
+        """This peer has another state, of this epoch, since `now`."""
+
+
+class SamplesPace:
+    """The pace of synchronous training.
+
+    Args:
+        target_batch_size: samples of the whole swarm in one step.
+    """
+
+    def __init__(self, target_batch_size: int) -> None:
+        if target_batch_size < 1:
+            raise ConfigError(f"target_batch_size must be at least 1, got {target_batch_size}")
+        self._target, self._others = target_batch_size, 0
+
+    def done(self, samples: int, batches: int, now: float) -> int:
+        """See `Pace`."""
+        return samples
+
+    def rate(self, speed: RateMeter) -> float:
+        """See `Pace`."""
+        return speed.rate
+
+    def target(self, view: SwarmView) -> int:
+        """See `Pace`."""
+        return self._target
+
+    def enough(self, view: SwarmView) -> bool:
+        """See `Pace`."""
+        self._others = view.samples - view.own
+        return view.samples >= self._target
+
+    def reaches(self, samples: int, batches: int) -> bool:
+        """See `Pace`."""
+        return samples + self._others >= self._target
+
+    def due_s(self, now: float) -> None:
+        """See `Pace`."""
+
+    def state_changed(self, epoch: int, now: float) -> None:
+        """See `Pace`."""
+
+
+class MergePace:
+    """The pace of a part of the model that is merged now and then.
+
+    Others that have not contributed to the last merges count for no more peers than those that have, and this one.
+
+    Args:
+        merging: the way in which peers merge.
+        fragment: the number of the part. The first merges of the parts are spread over the way.
+    """
+
+    def __init__(self, merging: Merging, fragment: int = 0) -> None:
+        self._merging = merging
+        self._ahead = WAY - WAY * (fragment + 1) // merging.fragments
+        self._began, self._epoch = math.inf, 0
+        self._called = False  # another peer says that it is time
+        self._done: list[int] = []  # of the others
+        self._enough = False
+
+    def done(self, samples: int, batches: int, now: float) -> int:
+        """See `Pace`."""
+        if self._merging.steps is not None:
+            return (self._ahead if self._epoch == 0 else 0) + WAY * batches // self._merging.steps
+        # It is not told all the time how late it is: a peer says when it is time, and then it is for all.
+        return WAY if self._called or self._left_s(now) <= 0 else min(1, batches)
+
+    def _left_s(self, now: float) -> float:
+        assert self._merging.seconds is not None
+        way = WAY - self._ahead if self._epoch == 0 else WAY
+        return self._began + self._merging.seconds * way / WAY - now
+
+    def rate(self, speed: RateMeter) -> float:
+        """See `Pace`."""
+        if self._merging.steps is not None:
+            return WAY * speed.batches_per_s / self._merging.steps
+        assert self._merging.seconds is not None
+        return WAY / self._merging.seconds if speed.rate else 0.0
+
+    def target(self, view: SwarmView) -> int:
+        """See `Pace`."""
+        return WAY * (1 + len(self._done))
+
+    def enough(self, view: SwarmView) -> bool:
+        """See `Pace`."""
+        here = view.together - view.coming
+        others = [peer for peer in view.others if peer in view.together and peer not in view.absent]
+        others = [peer for peer in others if view.others[peer].samples > 0 or view.others[peer].rate > 0]
+        known = [peer for peer in others if not view.contributors or peer in view.contributors]
+        strange = sorted(set(others).difference(known))[: 1 + len(known)]
+        self._done = [view.others[peer].samples if peer in here else 0 for peer in (*known, *strange)]
+        if self._merging.seconds is not None:
+            self._called = self._called or any(view.others[peer].samples >= WAY for peer in known if peer in here)
+        self._enough = self._reaches(view.own)
+        return self._enough
+
+    def reaches(self, samples: int, batches: int) -> bool:
+        """See `Pace`."""
+        return self._enough if self._merging.steps is None else self._reaches(self.done(samples, batches, 0.0))
+
+    def _reaches(self, own: int) -> bool:
+        if self._merging.quorum is not None:
+            return sum(done >= WAY for done in (own, *self._done)) >= self._merging.quorum
+        if self._merging.seconds is not None:
+            return own >= WAY
+        return own + sum(self._done) >= WAY * (1 + len(self._done))
+
+    def due_s(self, now: float) -> float | None:
+        """See `Pace`."""
+        if self._merging.seconds is None or (left_s := self._left_s(now)) <= 0:
+            return None
+        return left_s
+
+    def state_changed(self, epoch: int, now: float) -> None:
+        """See `Pace`."""
+        self._epoch, self._began, self._called, self._enough = epoch, now, False, False

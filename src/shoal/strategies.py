@@ -1,0 +1,250 @@
+"""Strategies: how the batches of each peer become one model. `shoal.Optimizer(..., strategy=...)` takes one.
+
+`Synchronous` averages gradients, and every peer takes the same step: it wants a fast line. With the others a peer steps
+on its own batches at once, and now and then the peers *merge* what they have trained. That takes 25 to 500 times fewer
+bytes. docs/strategies.md says which one is for which line.
+
+A merge: all peers hold the same *anchor*, a copy of the parameters as the last merge has left them. Each peer gives the
+*outer gradient*, the anchor minus its own parameters, with the samples that it has trained since as its weight. From
+the average the *outer optimizer* steps the anchor, and each peer goes on from there.
+
+Sources: local SGD (https://arxiv.org/abs/1805.09767), DiLoCo (https://arxiv.org/abs/2311.08105), Streaming DiLoCo
+(https://arxiv.org/abs/2501.18512), Decoupled DiLoCo (https://arxiv.org/abs/2604.21428).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from shoal.errors import ConfigError
+
+__all__ = [
+    "Decoupled",
+    "DiLoCo",
+    "LocalSGD",
+    "Merging",
+    "Outer",
+    "Strategy",
+    "StreamingDiLoCo",
+    "Synchronous",
+    "nesterov",
+]
+
+Outer = Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]
+"""Makes the outer optimizer over the anchor."""
+
+nesterov: Outer = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+"""The outer optimizer of DiLoCo's authors."""
+
+_mean: Outer = partial(torch.optim.SGD, lr=1.0)
+
+_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+_MOST_STEPS, _MOST_SECONDS, _MOST_FRAGMENTS, _MOST_QUORUM = 1_000_000, 7 * 86400.0, 64, 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merging:
+    """The way in which peers merge.
+
+    Attributes:
+        every: the mean number of batches that the peers train between two merges of a part of the model; or a time,
+            such as `"30s"`, `"5min"`, `"1h"`.
+        outer: makes the outer optimizer over the anchor.
+        fragments: the parts of the model that are merged one after another.
+        overlap: the batches that a peer goes on with while a merge is under way. 0: it waits for the merge, and goes on
+            from the anchor. None: it never waits.
+        mixing: the share of its own parameters that a peer keeps at a merge it has not waited for. None: it keeps all
+            that it has trained since it gave its outer gradient, and moves by what the merge has changed.
+        quorum: a merge begins when so many peers have trained for long enough, and needs so many. None: when the peers
+            have in the mean, and whoever is there counts.
+
+    Raises:
+        ConfigError: an attribute is wrong; it is named.
+    """
+
+    every: int | str
+    outer: Outer = nesterov
+    fragments: int = 1
+    overlap: int | None = 0
+    mixing: float | None = None
+    quorum: int | None = None
+    steps: int | None = field(init=False)
+    seconds: float | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        steps = seconds = None
+        if isinstance(self.every, str):
+            seconds = _seconds(self.every)
+        else:
+            steps = _whole("every", self.every, 1, _MOST_STEPS, 'or a time such as "30s"')
+        object.__setattr__(self, "steps", steps)
+        object.__setattr__(self, "seconds", seconds)
+        if not callable(self.outer):
+            raise ConfigError(
+                f"outer must be a function that makes a torch optimizer of parameters, such as "
+                f"functools.partial(torch.optim.SGD, lr=0.7), got {self.outer!r:.80}"
+            )
+        _whole("fragments", self.fragments, 1, _MOST_FRAGMENTS)
+        if self.overlap is not None:
+            _whole("overlap", self.overlap, 0, _MOST_STEPS)
+            if self.overlap and steps is not None and self.overlap >= steps:
+                raise ConfigError(f"overlap must be less than every, got {self.overlap} of {steps} steps")
+        mixing = self.mixing
+        if mixing is not None and not (isinstance(mixing, int | float) and 0 <= mixing <= 1):
+            raise ConfigError(f"mixing must be a number from 0 to 1, or None, got {mixing!r:.80}")
+        if self.quorum is not None:
+            _whole("quorum", self.quorum, 1, _MOST_QUORUM)
+
+    @property
+    def text(self) -> str:
+        """All of it but the outer optimizer, in words that are equal for equal ones."""
+        overlap = "any" if self.overlap is None else f"{self.overlap}"
+        every = f"{self.steps} steps" if self.steps is not None else f"{self.seconds:g} s"
+        mixing = "none" if self.mixing is None else f"{self.mixing:g}"
+        quorum = "none" if self.quorum is None else f"{self.quorum}"
+        return f"every {every}, fragments {self.fragments}, overlap {overlap}, mixing {mixing}, quorum {quorum}"
+
+
+@runtime_checkable
+class Strategy(Protocol):
+    """How the batches of each peer become one model. All peers of a run give an equal one."""
+
+    @property
+    def merging(self) -> Merging | None:
+        """How peers merge what each has trained by itself; None: they average gradients, and train nothing alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Synchronous:
+    """Gradients are averaged, and all peers take the same steps: `target_batch_size` says when. The default."""
+
+    @property
+    def merging(self) -> None:
+        """None: nothing is trained alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSGD:
+    """At each merge the parameters become the mean of the peers', weighted by their samples.
+
+    Args:
+        every: the mean number of batches of the peers between two merges; or a time such as `"30s"`.
+
+    Raises:
+        ConfigError: an argument is wrong; it is named.
+    """
+
+    every: int | str
+    merging: Merging = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "merging", Merging(every=self.every, outer=_mean))
+
+
+@dataclass(frozen=True, slots=True)
+class DiLoCo:
+    """The whole model is merged at once, and peers wait for the merge.
+
+    Args:
+        every: the mean number of batches of the peers between two merges; or a time such as `"5min"`.
+        outer: makes the outer optimizer; default SGD with rate 0.7 and Nesterov momentum 0.9.
+
+    Raises:
+        ConfigError: an argument is wrong; it is named.
+    """
+
+    every: int | str
+    outer: Outer = nesterov
+    merging: Merging = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "merging", Merging(every=self.every, outer=self.outer))
+
+
+@dataclass(frozen=True, slots=True)
+class StreamingDiLoCo:
+    """The model is merged in parts, one after another, and peers go on while a merge is under way.
+
+    Args:
+        every: the mean number of batches of the peers between two merges of one part; or a time.
+        fragments: the number of parts: the line is used evenly.
+        overlap: the batches that a peer goes on with while a part is merged. Then it takes the merge, or waits for it.
+        mixing: the share of its own parameters that a peer keeps at a merge. None: it keeps all that it has trained
+            meanwhile.
+        outer: makes the outer optimizer of each part.
+
+    Raises:
+        ConfigError: an argument is wrong; it is named.
+    """
+
+    every: int | str
+    fragments: int = 4
+    overlap: int = 5
+    mixing: float | None = 0.5
+    outer: Outer = nesterov
+    merging: Merging = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _whole("overlap", self.overlap, 1, _MOST_STEPS)
+        merging = Merging(
+            every=self.every,
+            outer=self.outer,
+            fragments=self.fragments,
+            overlap=self.overlap,
+            mixing=self.mixing,
+        )
+        object.__setattr__(self, "merging", merging)
+
+
+@dataclass(frozen=True, slots=True)
+class Decoupled:
+    """The model is merged in parts, by the peers that are there, and nobody waits for anybody.
+
+    A part is merged when `quorum` peers have trained for long enough. The others give what they have by then, and who
+    comes too late gives it to the next merge.
+
+    Args:
+        every: the batches of a peer after which it is ready for the next merge of a part; or a time.
+        fragments: the number of parts.
+        quorum: of peers that a merge takes.
+        outer: makes the outer optimizer of each part.
+
+    Raises:
+        ConfigError: an argument is wrong; it is named.
+    """
+
+    every: int | str
+    fragments: int = 4
+    quorum: int = 2
+    outer: Outer = nesterov
+    merging: Merging = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        merging = Merging(
+            every=self.every, outer=self.outer, fragments=self.fragments, overlap=None, quorum=self.quorum
+        )
+        object.__setattr__(self, "merging", merging)
+
+
+def _whole(name: str, value: object, least: int, most: int, other: str = "") -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        more = f", {other}" if other else ""
+        raise ConfigError(f"{name} must be a whole number from {least} to {most}{more}, got {value!r:.80}")
+    return value
+
+
+def _seconds(text: str) -> float:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h)\s*", text)
+    seconds = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    if not 0.1 <= seconds <= _MOST_SECONDS:
+        raise ConfigError(
+            f'every must be a number of steps, or a time from 0.1 s to 7 days such as "30s", "5min" or "1h", got '
+            f"{text!r:.80}"
+        )
+    return seconds

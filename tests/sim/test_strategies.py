@@ -1,0 +1,116 @@
+"""Strategies that merge: each equals its one-process reference, and nothing of what peers share ever differs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from shoal import sim
+from shoal.strategies import Decoupled, DiLoCo, LocalSGD, Strategy, StreamingDiLoCo
+from tests.sim.optimizer_kit import Run, backward, make_optimizer, model
+
+BATCH = 4
+MEAN = dict[str, Any](lr=1.0)
+NESTEROV = dict[str, Any](lr=0.7, momentum=0.9, nesterov=True)
+
+
+def outer_sgd(parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+    """The outer optimizer of the authors."""
+    return torch.optim.SGD(parameters, **NESTEROV)
+
+
+def reference(sizes: Sequence[int], every: int, merges: int, options: dict[str, Any]) -> list[torch.Tensor]:
+    """One process: each peer takes `every` batches of its own, then the outer optimizer steps the anchor."""
+    peers = [model() for _ in sizes]
+    made = [make_optimizer(parameters) for parameters in peers]
+    anchor = [torch.nn.Parameter(each.detach().clone()) for each in peers[0]]
+    outer = torch.optim.SGD(anchor, **options)
+    for merge in range(merges):
+        for peer, (size, parameters) in enumerate(zip(sizes, peers, strict=True)):
+            for number in range(every):
+                backward(parameters, peer, merge * every + number, size)
+                made[peer][0].step()
+                made[peer][1].step()
+        for index, each in enumerate(anchor):
+            moved = [size * (each.detach() - peers[peer][index].detach()) for peer, size in enumerate(sizes)]
+            each.grad = torch.stack(moved).sum(0) / sum(sizes)
+        outer.step()
+        for parameters in peers:
+            for own, each in zip(parameters, anchor, strict=True):
+                own.data.copy_(each)
+    return [each.detach() for each in anchor]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"), [(LocalSGD(3), MEAN), (DiLoCo(3), NESTEROV), (DiLoCo(1), NESTEROV)], ids=str
+)
+@pytest.mark.parametrize("sizes", [(4, 4), (2, 6, 1)], ids=str)
+def test_a_run_equals_one_process(sizes: tuple[int, ...], strategy: Strategy, options: dict[str, Any]) -> None:
+    """AdamW with a schedule in each peer, weights by samples; peers of equal speed."""
+    assert strategy.merging is not None
+    every, merges = strategy.merging.steps or 0, 4
+
+    async def main() -> list[torch.Tensor]:
+        run = Run(target=1)
+        names = [f"p{peer}" for peer in range(len(sizes))]
+        for name in names:
+            await run.add(name, strategy=strategy)
+        await sim.sleep(3.0)
+
+        async def train(name: str, size: int) -> None:
+            trainer = run.swarm.peer(name)
+            for merge in range(merges):
+                for _ in range(every):
+                    await trainer.take_batch(size)
+                await trainer.finish_epoch(merge + 1)
+
+        await asyncio.gather(*(run.swarm.run_on(n, train, n, size) for n, size in zip(names, sizes, strict=True)))
+        assert run.agree(names)
+        assert not run.warnings, run.warnings
+        await run.close()
+        return [parameter.detach() for parameter in run.trainers["p0"].parameters]
+
+    for got, want in zip(sim.run(main, seed=len(sizes)), reference(sizes, every, merges, options), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+STRATEGIES = [
+    LocalSGD(4),
+    DiLoCo(4, outer_sgd),
+    DiLoCo("2s"),
+    StreamingDiLoCo(4, fragments=2, overlap=1),
+    StreamingDiLoCo(4, fragments=2, overlap=2, mixing=None),
+    Decoupled(4, fragments=2, quorum=2),
+    Decoupled("2s", fragments=2, quorum=2),
+]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_peers_of_any_speed_end_with_equal_bits(strategy: Strategy) -> None:
+    """Nobody stands still for the slowest, and its batches count all the same."""
+
+    async def main() -> None:
+        run = Run(target=1)
+        names = [f"p{number}" for number in range(3)]
+        for name in names:
+            await run.add(name, strategy=strategy)
+        await sim.sleep(3.0)
+        run.announce_end(6)
+        for number, name in enumerate(names):
+            work = run.trainers[name].train(BATCH, duration_s=0.1 + 0.2 * number, until=lambda: False)
+            run.swarm.spawn(name, work)
+        while not all(trainer.finished for trainer in run.trainers.values()):
+            await sim.sleep(0.5)
+        assert run.agree(names)
+        for trainer in run.trainers.values():
+            assert [part.epoch for part in trainer.parts] == [6] * len(trainer.parts)
+            assert not trainer.downloads
+            assert trainer.participant.contribution.contributed > 0
+        assert not run.warnings, run.warnings
+        await run.close()
+
+    sim.run(main, seed=4)

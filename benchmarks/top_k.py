@@ -28,11 +28,12 @@ from shoal.demo.training import draw_batches, held_out, held_out_loss, make_mode
 
 
 class Way(NamedTuple):
-    """How to train: the share of values that is sent, None for all; a factor of the learning rate; beta 1."""
+    """How to train: the share of values that is sent, None for all; a factor of the learning rate; betas."""
 
     share: float | None
     factor: float
     beta1: float
+    beta2: float
 
     def __str__(self) -> str:
         sent = "whole gradients" if self.share is None else f"top-k {self.share:.0%}"
@@ -54,7 +55,7 @@ def train(way: Way, training: Training, args: argparse.Namespace) -> tuple[float
         matrices = [each for each in parameters if each.ndim > 1]
         vectors = [each for each in parameters if each.ndim < 2]
         rate, betas = training.learning_rate, training.betas
-        own: dict[str, Any] = {"lr": way.factor * rate, "betas": (way.beta1, betas[1])}
+        own: dict[str, Any] = {"lr": way.factor * rate, "betas": (way.beta1, way.beta2)}
         groups: list[dict[str, Any]] = [{"params": matrices, **own}, {"params": vectors}]
         return torch.optim.AdamW(groups, lr=rate, betas=betas)
 
@@ -99,10 +100,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--share", type=float, nargs="*", default=[0.01], help="that is sent with top-k (default 0.01)")
     parser.add_argument("--factor", type=float, default=4.0, help="of matrices with top-k (default 4)")
     parser.add_argument("--beta1", type=float, default=0.5, help="of matrices with top-k (default 0.5)")
+    parser.add_argument("--beta2", type=float, default=Training().betas[1], help="of matrices with top-k")
     parser.add_argument("--decay", action="store_true", help="the rate goes down to 0 in the second half")
     args = parser.parse_args(argv)
-    ways = [Way(None, factor, Training().betas[0]) for factor in args.whole]
-    ways += [Way(share, args.factor, args.beta1) for share in args.share]
+    ways = [Way(None, factor, *Training().betas) for factor in args.whole]
+    ways += [Way(share, args.factor, args.beta1, args.beta2) for share in args.share]
     with tempfile.TemporaryDirectory() as folder:
         spawn(rank, (f"{folder}/store", args, ways), nprocs=args.ranks)
 

@@ -31,6 +31,29 @@ def test_norms_of_64_bits_are_not_rounded(pool: Ranks, stage: int) -> None:
     assert max(pool.play(2, habits.clipped_in_64_bits, stage)) < 1e-14
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_that_clip_otherwise(pool: Ranks, stage: int) -> None:
+    """Others waited, or the process was aborted; with other limits each rank scaled its share in its own way."""
+    of_arguments = ("must be a number above 0",) * 4
+    unlike = ("norm_type=2.0", "norm_type=inf", "to step", "gradients of 0 passes")
+    for found in pool.play(2, habits.clipped_unlike, stage):
+        assert all(words.startswith("ConfigError") for words in found.values()), found
+        for wanted, words in zip((*of_arguments, *unlike), found.values(), strict=True):
+            assert wanted in words, found
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_wrong_arguments(pool: Ranks, tmp_path: Path, everywhere: bool) -> None:
+    """They raised errors of Python's, were taken for True, or let other ranks wait."""
+    named = {"full_state_dict": "model"} | dict.fromkeys(
+        ("load_state_dict", "less of it", "another share"), "state_dict"
+    )
+    for found in pool.play(2, habits.wrong_arguments, str(tmp_path), everywhere):
+        for name, words in found.items():
+            assert words.startswith("ConfigError"), (name, words)
+            assert named.get(name, name) in words, (name, words)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_no_sync_within_no_sync(pool: Ranks, stage: int) -> None:
     """In stage 3 the end of the inner block ended the outer one: later passes in it were sent."""

@@ -61,3 +61,11 @@ def test_save_pretrained(pool: Ranks, tmp_path: Path, stage: int) -> None:
     """Whole models, with tied weights: loaded again they are the same."""
     for found, wanted in pool.play(2, cases.saved, stage, str(tmp_path)):
         assert distance([found], wanted) == 0.0
+
+
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.long), 3])
+def test_loops_save_whole_models(pool: Ranks, tmp_path: Path, stage: int) -> None:
+    """`save_model` on all ranks: in stage 3 it saved shards, and waited for ever."""
+    for found, wanted, words in pool.play(2, cases.saved_by_loops, stage, str(tmp_path)):
+        assert distance(found, wanted) == 0.0
+        assert "shoal.zero.save(path, model, optimizer)" in words

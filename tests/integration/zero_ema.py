@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import shoal.zero
 from shoal.errors import ConfigError, LocalError
 from tests.integration import zero_cases as cases
+from tests.integration.zero_programs import said
 
 DECAY, STEPS = 0.9, 4
 
@@ -85,18 +88,52 @@ def loaded(stage: int, path: str) -> tuple[dict[str, torch.Tensor], dict[str, to
     return found[0], found[1], ema.updates, "it was taken"
 
 
-def refused(how: str) -> str:
-    """The message."""
-    model, optimizer = _sharded(1)
-    try:
-        if how == "decay":
-            shoal.zero.EMA(optimizer, decay=1.5)
-        elif how == "optimizer":
-            shoal.zero.EMA(optimizer.inner)
-        else:
-            state = shoal.zero.EMA(optimizer).state_dict()
-            state["share"] = {**state["share"], "rank": dist.get_rank() + 1}
-            shoal.zero.EMA(optimizer).load_state_dict(state)
-    except ConfigError as error:
-        return str(error)
-    return f"{type(model).__name__} was taken"
+def refused(path: str) -> dict[str, str]:
+    """What is said of each wrong use, some of them on rank 1 alone; and that none of them has changed anything."""
+    (model, optimizer), (other, another) = _sharded(1), _sharded(1)
+    ema, foreign, wrong = shoal.zero.EMA(optimizer), shoal.zero.EMA(another), dist.get_rank() == 1
+    step_and_update(model, optimizer, ema, 1)
+    before = shoal.zero.full_state_dict(model)
+    shoal.zero.save(f"{path}/saved", model, optimizer, ema=ema)
+    bad: Any = "no average"
+    decays: tuple[Any, ...] = (1.5, True, "0.9", None)
+    state: Any = ema.state_dict()
+
+    def within(call: Callable[[], object]) -> Callable[[], None]:
+        def run() -> None:
+            with ema.average_parameters():
+                call()
+
+        return run
+
+    def with_decay(decay: Any) -> None:
+        changed = shoal.zero.EMA(optimizer)
+        changed.decay = decay
+        changed.update()
+
+    calls: dict[str, Callable[[], object]] = {
+        **{f"decay {value}": partial(shoal.zero.EMA, optimizer, value) for value in decays},
+        "later decay": lambda: with_decay("0.9"),
+        "optimizer": lambda: shoal.zero.EMA(optimizer.inner),
+        "share": lambda: ema.load_state_dict(state | {"share": {**state["share"], "rank": 2}}),
+        "nothing to load": lambda: ema.load_state_dict(None),  # type: ignore[arg-type]
+        "less to load": lambda: ema.load_state_dict({"share": state["share"]}),
+        "save": lambda: shoal.zero.save(f"{path}/never", model, optimizer, ema=bad),
+        "save another's": lambda: shoal.zero.save(f"{path}/never", model, optimizer, ema=foreign),
+        "save on one rank": lambda: shoal.zero.save(f"{path}/never", model, optimizer, ema=ema if wrong else None),
+        "load": lambda: shoal.zero.load(f"{path}/saved", model, optimizer, ema=bad),
+        "load another's": lambda: shoal.zero.load(f"{path}/saved", model, optimizer, ema=foreign),
+        "load on one rank": lambda: shoal.zero.load(f"{path}/saved", model, optimizer, ema=ema if wrong else None),
+        "step within": within(lambda: cases.train(optimizer, model, steps=1)),
+        "load within": within(lambda: shoal.zero.load(f"{path}/saved", model, optimizer)),
+        "save within": within(lambda: shoal.zero.save(f"{path}/never", model, optimizer, ema=ema)),
+    }
+    found = {name: said(call) for name, call in calls.items()}
+    if wrong:
+        ema.update()
+    found["average after unequal updates"] = said(within(lambda: None))
+    found["save after unequal updates"] = said(lambda: shoal.zero.save(f"{path}/never", model, optimizer, ema=ema))
+    after = shoal.zero.full_state_dict(model)
+    assert all(torch.equal(before[name], each) for name, each in after.items())
+    assert isinstance(other, cases.Odd)
+    return found

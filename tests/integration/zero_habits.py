@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import shoal.zero
+from shoal.integrations.zero import attach
 from shoal.zero.optimizer import ShardedOptimizer
 from tests.integration.zero_cases import Odd, alone, make, train
 from tests.integration.zero_programs import backward, moved, said
@@ -107,6 +109,64 @@ def with_views_of_conjugates(stage: int, path: str) -> bool:
     model.get_buffer("turn").zero_()
     shoal.zero.load(path, model, optimizer)
     return everything[0] == wanted.tolist() and torch.equal(model.get_buffer("turn"), wanted)
+
+
+def clipped_unlike(stage: int) -> dict[str, str]:
+    """What is said where rank 1 clips otherwise, or with something wrong, or at another time."""
+    model = Odd()
+    _, optimizer = shoal.zero.shard(model, make("sgd", model), stage=stage)
+    wrong = dist.get_rank() == 1
+    given: dict[str, tuple[Any, Any]] = {
+        "a text": ("one", 2.0),
+        "two values": (torch.ones(2), 2.0),
+        "a flag": (True, 2.0),
+        "no norm": (1.0, None),
+        "another limit": (0.5, 2.0),
+        "another norm": (1.0, float("inf")),
+    }
+    found = {}
+    for name, arguments in given.items():
+        optimizer.zero_grad()
+        backward(model)
+        found[name] = said(partial(optimizer.clip_grad_norm_, *(arguments if wrong else (1.0, 2.0))))
+    found["a step"] = said(optimizer.step if wrong else lambda: optimizer.clip_grad_norm_(1.0))
+    if wrong:
+        optimizer.zero_grad()
+    found["cleared"] = said(lambda: optimizer.clip_grad_norm_(1.0))
+    return found
+
+
+def wrong_arguments(path: str, everywhere: bool) -> dict[str, str]:
+    """What is said of arguments that are wrong on rank 1, or everywhere."""
+    wrong = everywhere or dist.get_rank() == 1
+    model = Odd()
+    _, optimizer = shoal.zero.shard(model, make("sgd", model), stage=2)
+
+    def of(bad: Any, good: Any) -> Any:
+        return bad if wrong else good
+
+    state = optimizer.state_dict()
+    calls: dict[str, Callable[[], object]] = {
+        "extra": lambda: shoal.zero.save(f"{path}/never", model, optimizer, extra=of([1], None)),
+        "consolidated": lambda: shoal.zero.save(f"{path}/never", model, optimizer, consolidated=of("no", False)),
+        "skip_nonfinite": lambda: shoal.zero.shard(Odd(), make("sgd", model), stage=2, skip_nonfinite=of("no", True)),
+        "mesh": lambda: shoal.zero.shard(Odd(), make("sgd", model), stage=2, mesh=of("flat", None)),
+        "offload": lambda: shoal.zero.partition_activations(
+            model.layers, optimizer.collectives.group, offload=of("no", False)
+        ),
+        "loop": lambda: attach(of(None, SimpleNamespace(accelerator=None)), model, optimizer),
+    }
+    if everywhere:  # nobody waits for another in these
+        nothing: Any = None
+        calls |= {
+            "full_state_dict": lambda: shoal.zero.full_state_dict(nothing),
+            "rank0_only": lambda: shoal.zero.full_state_dict(model, rank0_only="no"),  # type: ignore[arg-type]
+            "load_state_dict": lambda: optimizer.load_state_dict(nothing),
+            "less of it": lambda: optimizer.load_state_dict({"share": state["share"]}),
+            "another share": lambda: optimizer.load_state_dict({"share": 3}),
+            "closure": lambda: optimizer.step(3),  # type: ignore[arg-type]
+        }
+    return {name: said(call) for name, call in calls.items()}
 
 
 def _shard(model: torch.nn.Module, stage: int) -> ShardedOptimizer:

@@ -17,6 +17,7 @@ import shoal.zero
 from shoal.errors import ConfigError
 from shoal.integrations.zero import attach
 from tests.integration import zero_cases as cases
+from tests.integration.zero_programs import said
 from tests.integration.zero_start import tiny
 
 STEPS, MICRO, CLIP = 3, 2, 0.05
@@ -185,3 +186,17 @@ def saved(stage: int, folder: str) -> tuple[dict[str, torch.Tensor], dict[str, t
         model.save_pretrained(folder, state_dict=dict(found) if stage == 3 else None)
     dist.barrier()
     return dict(transformers.BertForMaskedLM.from_pretrained(folder).state_dict()), found
+
+
+def saved_by_loops(stage: int, folder: str) -> tuple[list[dict[str, torch.Tensor]], dict[str, torch.Tensor], str]:
+    """Weights that a Trainer and an Accelerator have saved, those of the model, and what `save_state` says."""
+    with launched():
+        samples: Any = data()
+        trainer = transformers.Trainer(tiny("Bert"), arguments(folder), train_dataset=samples)
+        model, optimizer = sharded(stage, trainer.model)
+        attach(trainer, model, optimizer)
+        trainer.save_model(folder)
+        dist.barrier()
+        loaded = dict(transformers.BertForMaskedLM.from_pretrained(folder).state_dict())
+        found = [loaded, trainer.accelerator.get_state_dict(model)]
+        return found, shoal.zero.full_state_dict(model), said(lambda: trainer.accelerator.save_state(folder))

@@ -6,22 +6,24 @@ optimizer. Written for accelerate 1.15 and transformers 5.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from shoal.errors import ConfigError, LocalError
-from shoal.zero.flat import FlatEngine
 from shoal.zero.optimizer import ShardedOptimizer, check_sharded
+from shoal.zero.plain import full_state_dict
 
 __all__ = ["attach"]
 
 
 def attach(loop: Any, model: torch.nn.Module, optimizer: ShardedOptimizer, schedule: Any = None) -> None:
-    """Have a loop train a sharded model. Call it before the loop trains, or prepares anything.
+    """Have a loop train a sharded model. All ranks call it, before the loop trains, or prepares anything.
 
     Afterwards `prepare` leaves the model as it is, `clip_grad_norm_` and ``max_grad_norm`` clip by the norm over all
-    ranks, and micro-batches that are accumulated are reduced once, with the last one.
+    ranks, and micro-batches that are accumulated are reduced once, with the last one. Whole models are saved by the
+    Trainer's `save_model`, and by the Accelerator's `save_model` and `get_state_dict`; all ranks call these.
 
     Args:
         loop: an `Accelerator`, or a `Trainer`, which was made of the model before that was sharded: it moves models.
@@ -30,10 +32,45 @@ def attach(loop: Any, model: torch.nn.Module, optimizer: ShardedOptimizer, sched
         schedule: of learning rates, for a Trainer; None for the one that its arguments name.
 
     Raises:
-        ConfigError: the loop computes in mixed precision, shards the model itself, or saves what cannot be saved so.
+        ConfigError: the loop computes in mixed precision, shards the model itself, or saves what cannot be saved so: on
+            all ranks.
     """
     check_sharded(optimizer)
-    accelerator = getattr(loop, "accelerator", loop)
+    with optimizer.agreement.together():
+        optimizer.check_model(model)
+        accelerator = getattr(loop, "accelerator", loop)
+        _check(loop, accelerator, model, optimizer, schedule)
+    if loop is not accelerator:
+        loop.optimizer, loop.lr_scheduler, loop._save = optimizer, schedule, _saving(loop, model, optimizer)  # noqa: SLF001 (their name)
+    model._is_accelerate_prepared = True  # type: ignore[assignment]  # noqa: SLF001 (as above)
+    model.no_sync = optimizer.no_sync  # type: ignore[assignment]
+    accelerator.clip_grad_norm_ = lambda _, max_norm, norm_type=2: optimizer.clip_grad_norm_(max_norm, norm_type)
+    accelerator.get_state_dict = lambda given, unwrap=True: full_state_dict(given, group=optimizer.collectives.everyone)
+    accelerator.save_state = accelerator.load_state = _refuse
+
+
+def _saving(trainer: Any, model: torch.nn.Module, optimizer: ShardedOptimizer) -> Callable[..., None]:
+    """The part of `save_model` that all ranks call: without a state dictionary it would save shards."""
+    save, group = trainer._save, optimizer.collectives.everyone  # noqa: SLF001 (their name)
+
+    def save_whole(output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        whole = full_state_dict(model, rank0_only=True, group=group) if state_dict is None else state_dict
+        save(output_dir, state_dict=whole)
+
+    return save_whole
+
+
+def _refuse(*_: object, **__: object) -> None:
+    raise ConfigError(
+        "save_state and load_state would carry one rank's part of the optimizer: call shoal.zero.save(path, model, "
+        "optimizer) and load() on all ranks"
+    )
+
+
+def _check(loop: Any, accelerator: Any, model: torch.nn.Module, optimizer: ShardedOptimizer, schedule: object) -> None:
+    """Raise `ConfigError` unless the loop can train the model."""
+    if not all(hasattr(accelerator, name) for name in ("mixed_precision", "distributed_type", "clip_grad_norm_")):
+        raise ConfigError(f"loop must be an Accelerator, or a Trainer of transformers, got a {type(loop).__name__}")
     if accelerator.mixed_precision != "no":
         raise ConfigError(
             f"loop computes in mixed precision ({accelerator.mixed_precision}), and would leave it out of a sharded "
@@ -46,12 +83,8 @@ def attach(loop: Any, model: torch.nn.Module, optimizer: ShardedOptimizer, sched
         )
     if loop is not accelerator:
         _check_trainer(loop, model, optimizer)
-        loop.optimizer, loop.lr_scheduler = optimizer, schedule
     elif schedule is not None:
         raise ConfigError("schedule is for a Trainer: in a loop of your own step it after the optimizer")
-    model._is_accelerate_prepared = True  # type: ignore[assignment]  # noqa: SLF001 (their name)
-    model.no_sync = optimizer.no_sync  # type: ignore[assignment]
-    accelerator.clip_grad_norm_ = lambda _, max_norm, norm_type=2: optimizer.clip_grad_norm_(max_norm, norm_type)
 
 
 def _check_trainer(trainer: Any, model: torch.nn.Module, optimizer: ShardedOptimizer) -> None:
@@ -62,12 +95,11 @@ def _check_trainer(trainer: Any, model: torch.nn.Module, optimizer: ShardedOptim
     except LocalError as error:
         raise ConfigError(f"make the Trainer before shard(), since it moves the model: {error}") from error
     args = trainer.args
-    models = args.save_only_model and isinstance(optimizer.carrier, FlatEngine)
-    if args.save_strategy != "no" and not models:
+    if args.save_strategy != "no" and not args.save_only_model:
         raise ConfigError(
             "save_strategy would save one rank's part of the optimizer: set save_strategy='no', and call "
-            "shoal.zero.save(path, model, optimizer) on all ranks, in on_step_end of a callback or after train(). In "
-            "stages 1 and 2 save_only_model=True saves whole models"
+            "shoal.zero.save(path, model, optimizer) on all ranks, in on_step_end of a callback or after train(). "
+            "With save_only_model=True it saves whole models"
         )
     if args.load_best_model_at_end:
         raise ConfigError("load_best_model_at_end would load a model into its shards: set it to False")

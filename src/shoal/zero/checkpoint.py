@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from shoal.errors import ConfigError
+from shoal.runtime.checks import flag
 from shoal.runtime.tensor_files import flush, seal, write_tensors
 from shoal.zero.ema import EMA
 from shoal.zero.optimizer import ShardedOptimizer, check_sharded
@@ -79,16 +80,20 @@ def save(
         RankLost: a rank is gone; there is no checkpoint then.
     """
     check_sharded(optimizer)
-    collectives = optimizer.collectives
+    collectives, agreement = optimizer.collectives, optimizer.agreement
     leads = collectives.everyone.rank() == 0
-    agreement = Agreement(collectives.everyone, collectives.watch)
     with agreement.together():
         optimizer.check_model(model)
-        target = location(path)
+        _check_ema(ema, optimizer)
+        target, in_one = location(path), flag("consolidated", consolidated)
         if target.exists():
             raise ConfigError(f"path exists already: choose another one, or remove {target}")
+        if not isinstance(extra, Mapping | None):
+            raise ConfigError(f"extra must be a dictionary, or None for none, got {extra!r:.80}")
         kept = pack(dict(extra or {})) if leads else {}
-    agreement.alike(str(target), "path")
+    agreement.alike(
+        f"{target}\n{None if ema is None else ema.described}\nconsolidated {in_one}", "path, ema and consolidated"
+    )
     identity = agreement.gather(secrets.token_hex(8))[0]
     folder = target.with_name(f".{target.name}.{identity}")
     others = _others(model, optimizer)
@@ -106,7 +111,7 @@ def save(
                 if ema is not None:
                     index["ema"] = {"updates": ema.updates, "decay": ema.decay}
                 with _unwritable(target):
-                    _finish(folder, target, index, consolidated=consolidated)
+                    _finish(folder, target, index, consolidated=in_one)
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # by all: where the path is not shared, each has one
 
@@ -312,12 +317,14 @@ def load(
         RankLost: a rank is gone.
     """
     check_sharded(optimizer)
-    agreement = Agreement(optimizer.collectives.everyone, optimizer.collectives.watch)
+    agreement = optimizer.agreement
     with agreement.together():
-        optimizer.check_model(model)
+        optimizer.check_model(model, to_change=True)
+        _check_ema(ema, optimizer)
         bare = bare_weights(path)
         if ema is not None and bare is not None:
             raise ConfigError(f"ema cannot be loaded: {bare.where} has weights alone")
+    agreement.alike(f"ema {ema is not None}\nweights alone {bare is not None}", "ema, and path")
     if bare is not None:
         _load_weights(agreement, bare, model, optimizer)
         return {}
@@ -334,7 +341,7 @@ def load(
         with saved.opened():
             pieces = list(optimizer.carrier.pieces())
             found = [(piece, *_aside(optimizer, saved.values(piece), saved.statistics(piece))) for piece in pieces]
-            averages = None if ema is None else _averages(saved, ema)
+            averages = None if ema is None else _averages(saved, pieces)
             others = {name: saved.other(name) for name in saved.index["others"]}
             residuals = optimizer.carrier.residuals()
             rank, ranks = optimizer.collectives.rank, optimizer.collectives.ranks
@@ -362,11 +369,19 @@ def load(
     return extra
 
 
-def _averages(saved: Saved | Whole, ema: EMA) -> list[torch.Tensor]:
+def _check_ema(ema: object, optimizer: ShardedOptimizer) -> None:
+    """Raise `ConfigError` unless it is None, or averages of what this optimizer trains."""
+    if ema is not None and not isinstance(ema, EMA):
+        raise ConfigError(f"ema must be a shoal.zero.EMA, or None for none, got a {type(ema).__name__}")
+    if ema is not None and ema.optimizer is not optimizer:
+        raise ConfigError("ema must be of the same optimizer, and this one is of another: make it by EMA(optimizer)")
+
+
+def _averages(saved: Saved | Whole, pieces: Iterable[Piece]) -> list[torch.Tensor]:
     """The saved averages of this rank's pieces."""
     if "ema" not in saved.index:
         raise ConfigError("ema cannot be loaded: the checkpoint has no moving averages, since save() was given none")
-    return [saved.averages(piece) for piece, _ in ema.pieces()]
+    return [saved.averages(piece) for piece in pieces]
 
 
 def _load_weights(agreement: Agreement, bare: BareWeights, model: torch.nn.Module, optimizer: ShardedOptimizer) -> None:

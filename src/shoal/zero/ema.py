@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -45,10 +47,7 @@ class EMA:
 
     def __init__(self, optimizer: ShardedOptimizer, decay: float = 0.999) -> None:
         check_sharded(optimizer)
-        if not 0 <= decay <= 1:
-            raise ConfigError(f"decay must be a number from 0 to 1, got {decay!r}")
-        self.optimizer, self.decay, self.updates = optimizer, decay, 0
-        self._swapped = False
+        self.optimizer, self.decay, self.updates = optimizer, _decay(decay), 0
         self.averages = [piece.values.detach().clone() for piece in optimizer.carrier.pieces()]
 
     @torch.no_grad()
@@ -57,37 +56,48 @@ class EMA:
 
         Raises:
             LocalError: within `average_parameters`.
+            ConfigError: `decay` is out of its range.
         """
         self._check()
+        decay = _decay(self.decay)
         values = [piece.values for piece in self.optimizer.carrier.pieces()]
         if not self.updates:
             self.replace(values, 0)
         elif values:
-            torch._foreach_lerp_(self.averages, values, 1 - self.decay)
+            torch._foreach_lerp_(self.averages, values, 1 - decay)
         self.updates += 1
 
     @contextlib.contextmanager
     def average_parameters(self) -> Iterator[None]:
-        """In this block the model has the averages, to be evaluated; do not train in it. All ranks call it.
+        """In this block the model has the averages, to be evaluated. All ranks call it.
 
-        The weights take the place of the averages meanwhile, so that this needs no memory.
+        The weights take the place of the averages meanwhile, so that this needs no memory. A step, or a `load`, raises
+        `LocalError` in this block. A `save` writes the averages as the model's weights.
 
         Raises:
             LocalError: within another such block.
+            ConfigError: ranks have not updated equally often: on all ranks.
             RankLost: a rank is gone.
         """
-        self._check()
+        with self.optimizer.agreement.together():
+            self._check()
+        self.optimizer.agreement.alike(self.described, "updates of averages: call update() on all ranks")
         self._swap()
-        self._swapped = True
+        self.optimizer.lent = "within average_parameters(), where it has the averages in place of its weights"
         try:
             yield
         finally:
-            self._swapped = False
+            self.optimizer.lent = ""
             self._swap()
 
     def _check(self) -> None:
-        if self._swapped:
+        if self.optimizer.lent:
             raise LocalError("the model has the averages in place of its weights: leave the block first")
+
+    @property
+    def described(self) -> str:
+        """What is the same on all ranks."""
+        return f"averages after {self.updates} updates"
 
     @torch.no_grad()
     def _swap(self) -> None:
@@ -119,10 +129,23 @@ class EMA:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of `state_dict` of this rank. Raises `ConfigError` if it is of another one."""
         self._check()
-        if state_dict.get("share") != self.optimizer.share():
+        if not isinstance(state_dict, Mapping) or state_dict.get("share") != self.optimizer.share():
             raise ConfigError(
                 "state_dict is that of another rank or of another sharding: shoal.zero.save() and load() carry the "
                 "averages of all ranks, to any number of them"
             )
+        if missing := [key for key in ("averages", "updates", "decay") if key not in state_dict]:
+            raise ConfigError(f"state_dict lacks {missing[0]!r}: give the result of state_dict() as it was")
+        self.decay = _decay(state_dict["decay"])
         self.replace(state_dict["averages"], state_dict["updates"])
-        self.decay = state_dict["decay"]
+
+
+def _decay(value: object) -> float:
+    """The value of `decay`. Raises `ConfigError` if it is none."""
+    number = math.nan
+    if isinstance(value, Real | torch.Tensor) and not isinstance(value, bool):
+        with contextlib.suppress(RuntimeError, TypeError, ValueError):  # tensors of several values
+            number = float(value)
+    if not 0 <= number <= 1:
+        raise ConfigError(f"decay must be a number from 0 to 1, got {value!r:.80}")
+    return number

@@ -215,6 +215,26 @@ class Offload:
         if problem is not None:
             raise problem
 
+    def in_turns(self, tensors: Sequence[torch.Tensor], *, written: bool = False) -> Iterator[Sequence[torch.Tensor]]:
+        """Some tensors, a window at a time: those in files are in memory only while their turn lasts.
+
+        Args:
+            tensors: any.
+            written: whether they are written to.
+
+        Raises:
+            LocalError: a file cannot be read or written any more.
+        """
+        if self.folder is None:
+            yield from [tensors] if tensors else []
+            return
+        with self._named():
+            for part in _cut(tensors) if tensors else []:
+                held = [each for each in part if each.data_ptr() in self._places]
+                fetch(held, written=written)
+                yield part
+                let_go(held)
+
     @contextmanager
     def _named(self) -> Iterator[None]:
         try:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -81,6 +83,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         reduction: the part of the carrier that has the gradients.
         names: those of `listed` that are trained.
         skipped: how many steps were left out.
+        lent: what the model is lent to, and cannot be trained meanwhile, such as "within average_parameters()"; empty
+            otherwise.
     """
 
     def __init__(  # noqa: PLR0913 (`shard` alone calls it)
@@ -97,7 +101,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         replicas: Replicas | None = None,
     ) -> None:
         # A rank may own nothing of a group, or of any.
-        self.inner, self.carrier, self.skipped = inner, carrier, 0
+        self.inner, self.carrier, self.skipped, self.lent = inner, carrier, 0, ""
         self.reduction = carrier.reduction if isinstance(carrier, FlatEngine) else carrier
         trained = {name for name, each in named_parameters(model) if each.requires_grad}
         self.collectives, self.offload = collectives, offload
@@ -109,13 +113,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # Both optimizers show the same groups and statistics: schedulers and trainers hold on to either one.
         self.param_groups, self.state = inner.param_groups, inner.state
 
-    def check_model(self, model: object) -> None:
-        """Raise `ConfigError` unless this is the model that it trains."""
+    def check_model(self, model: object, *, to_change: bool = False) -> None:
+        """Raise `ConfigError` unless this is the model that it trains.
+
+        Args:
+            model: any object.
+            to_change: it is about to be changed: raise `LocalError` if it is lent.
+        """
         if model is not self._model:
             raise ConfigError(
                 f"model must be the one that shard() returned with this optimizer, got another {type(model).__name__}: "
                 "give the model itself where a wrapper is around it, such as that of torch.compile"
             )
+        if to_change and self.lent:
+            raise LocalError(f"the model cannot be changed {self.lent}: leave that block first")
 
     # ------------------------------------------------------------------------------------------------------- training
 
@@ -147,29 +158,43 @@ class ShardedOptimizer(torch.optim.Optimizer):
             The norm before, the same on all ranks.
 
         Raises:
-            LocalError: nothing was reduced yet (`no_sync`).
-            ConfigError: an argument is out of its range.
+            LocalError: nothing was reduced yet (`no_sync`): on all ranks.
+            ConfigError: an argument is out of its range, or ranks give different ones, or have not cleared the same
+                gradients: on all ranks.
         """
-        for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
-            if not isinstance(value, int | float | torch.Tensor) or not value > 0:
-                raise ConfigError(f"{name} must be a number above 0, got {value!r}")
-        self.reduction.gradients()  # raises if there are none to clip yet
+        limit, kind, problem = math.nan, math.nan, None
+        try:
+            limit, kind = _above_0("max_norm", max_norm), _above_0("norm_type", norm_type)
+            self.reduction.gradients()  # raises if there are none to clip yet
+        except (ConfigError, LocalError) as error:
+            problem = error
+        self._meet("clip", problem, [f"max_norm={limit} norm_type={kind}", *self._passes()])
         gradients = [each for each in self._settle() if each.numel()]  # of few rows a rank may have none
-        norm = self._norm(gradients, float(norm_type))
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for gradient in gradients:
-            gradient.mul_(factor.to(gradient.device, gradient.dtype))
+        norm = self._norm(gradients, kind)
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+        with self._reading():
+            for part in self.offload.in_turns(gradients, written=True):
+                for gradient in part:
+                    gradient.mul_(factor.to(gradient.device, gradient.dtype))
         if self.replicas is not None:
             self.replicas.seal(gradients, self.reduction.reduced())
         return norm
+
+    def _reading(self) -> AbstractContextManager[None]:
+        """If this rank cannot read or write its files in this block, all raise at its end."""
+        return contextlib.nullcontext() if self.offload.folder is None else self.agreement.together()
 
     def _norm(self, gradients: Sequence[torch.Tensor], kind: float) -> torch.Tensor:
         # The same dtype on all ranks, also where one has no gradients, whatever the program's default is.
         double = any(each.dtype == torch.float64 for each in self._model.parameters())
         total = torch.zeros((), dtype=torch.float64 if double else torch.float32, device=self._device)
-        if gradients:
-            wide = [each.float() if each.itemsize < torch.float32.itemsize else each for each in gradients]
-            total = torch.nn.utils.get_total_norm(wide, kind).to(total)
+        norms: list[torch.Tensor] = []
+        with self._reading():
+            for part in self.offload.in_turns(gradients):
+                wide = [each.float() if each.itemsize < torch.float32.itemsize else each for each in part]
+                norms += [each.to(total) for each in torch._foreach_norm(wide, kind)]  # noqa: SLF001 (as torch does it)
+        if norms:
+            total = torch.linalg.vector_norm(torch.stack(norms), kind)
         if math.isinf(kind):
             self._all_reduce(total, dist.ReduceOp.MAX, self.collectives.group)
             return total
@@ -195,6 +220,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         loss = None
         if closure is not None:
+            if not callable(closure):
+                raise ConfigError(f"closure must be a function that computes the loss, or None, got {closure!r:.80}")
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
@@ -225,7 +252,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         failed = torch.tensor(problem is not None, dtype=torch.int32, device=self._device)
         self._all_reduce(failed, dist.ReduceOp.MAX)
         if failed:
-            with self._agreement.together():
+            with self.agreement.together():
                 if problem is not None:
                     raise problem
 
@@ -261,32 +288,58 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         One all-reduce, which also tells whether a rank cannot step, and whether all have the same settings.
         """
-        problem, finite, lines = None, True, [f"the sharded model number {self.collectives.model}"]
+        problem, finite = None, True
         try:
+            self.check_model(self._model, to_change=True)
             self.carrier.check()
             finite = self.reduction.finite()
-            lines += [f"gradients of {count} passes for {name}" for name, count in self.reduction.reduced().items()]
         except LocalError as error:
             problem = error
-        described_here = "\n".join([*lines, described(self.param_groups)])
-        number = zlib.crc32(described_here.encode())
-        flags = [problem is not None, not finite, number, -number, *(not each for each in self.reduction.absent())]
-        found = torch.tensor(flags, dtype=torch.int64, device=self._device)
-        self._all_reduce(found, dist.ReduceOp.MAX)
-        refused, infinite, most, least, *present = found.tolist()
-        if problem is not None:
-            raise problem
-        if refused:
-            raise LocalError("another rank cannot step, and says why")
-        if most != -least:
-            self._agreement.alike(
-                described_here,
-                "settings of parameter groups, and clear the same gradients; decide on them by what all ranks know",
-            )
+        lines = [*self._passes(), described(self.param_groups)] if problem is None else []
+        infinite, *present = self._meet(
+            "step", problem, lines, [not finite, *(not each for each in self.reduction.absent())]
+        )
         return not infinite, [not each for each in present]
 
+    def _passes(self) -> list[str]:
+        """The number of backward passes whose gradients each parameter has: a line for each."""
+        return [f"gradients of {count} passes for {name}" for name, count in self.reduction.reduced().items()]
+
+    def _meet(
+        self, what: str, problem: Exception | None, lines: Sequence[str], flags: Sequence[bool] | None = None
+    ) -> list[int]:
+        """All ranks do the same, or all raise: if one has a problem, or is at something else, or lines are not alike.
+
+        Args:
+            what: they are about to do.
+            problem: of this rank: a `ConfigError` or a `LocalError`.
+            lines: what must be the same on all ranks.
+            flags: of this rank, one more than parameters, whatever they are about to do; None for no flag.
+
+        Returns:
+            For each flag whether any rank has set it.
+        """
+        known = "\n".join([f"the sharded model number {self.collectives.model}", f"to {what}", *lines])
+        number = zlib.crc32(known.encode())
+        refused = 0 if problem is None else 1 + isinstance(problem, ConfigError)
+        if flags is None:
+            flags = [False] * (1 + len(self.reduction.absent()))
+        found = torch.tensor([refused, number, -number, *flags], dtype=torch.int64, device=self._device)
+        self._all_reduce(found, dist.ReduceOp.MAX)
+        refused, most, least, *told = found.tolist()
+        if refused:
+            texts = self.agreement.gather("" if problem is None else f"{type(problem).__name__}: {problem}")
+            if problem is not None:
+                raise problem
+            said = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+            raise (ConfigError if refused > 1 else LocalError)(f"another rank cannot {what}: {said}")
+        if most != -least:
+            self.agreement.alike(known, "settings, and clear the same gradients; decide on them by what all ranks know")
+        return told
+
     @property
-    def _agreement(self) -> Agreement:
+    def agreement(self) -> Agreement:
+        """Among all ranks."""
         return Agreement(self.collectives.everyone, self.collectives.watch)
 
     def _settle(self) -> list[torch.Tensor]:
@@ -347,14 +400,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: it is of another rank or of another sharding, or does not fit.
         """
+        if not isinstance(state_dict, Mapping):
+            raise ConfigError(f"state_dict must be the result of state_dict(), got a {type(state_dict).__name__}")
         here, there = self.share(), state_dict.get("share")
         if there != here:
-            of = f"rank {there['rank']} of {there['ranks']}" if there else "an optimizer that is not sharded"
+            of = "an optimizer that is not sharded"
+            if isinstance(there, Mapping) and {"rank", "ranks"} <= there.keys():
+                of = f"rank {there['rank']} of {there['ranks']}"
             raise ConfigError(
                 f"state_dict is that of {of}, or of another model or groups, and this is rank {here['rank']} of "
                 f"{here['ranks']}: each rank can load what it saved itself. shoal.zero.save() and load() carry the "
                 "state of all ranks, to any number of them"
             )
+        if missing := [key for key in ("state", "param_groups", "residuals") if key not in state_dict]:
+            raise ConfigError(f"state_dict lacks {missing[0]!r}: give the result of state_dict() as it was")
         self.inner.load_state_dict(state_dict)
         self.offload.settle(self.inner)
         for name, kept in self.carrier.residuals().items():
@@ -366,6 +425,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if "inner" in self.__dict__ and "state" in self.__dict__ and self.param_groups:
             raise LocalError("parameters cannot be added to an optimizer that is sharded: give all groups to shard()")
         super().add_param_group(param_group)
+
+
+def _above_0(name: str, value: object) -> float:
+    """A number above 0, or a tensor of one; may be infinite. Raises `ConfigError` for anything else."""
+    number = math.nan
+    if isinstance(value, Real | torch.Tensor) and not isinstance(value, bool):
+        with contextlib.suppress(RuntimeError, TypeError, ValueError):  # tensors of several values, or of none
+            number = float(value)
+    if not number > 0:
+        raise ConfigError(f"{name} must be a number above 0, got {value!r:.80}")
+    return number
 
 
 def check_sharded(optimizer: object) -> None:

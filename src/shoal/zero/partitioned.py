@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.hooks import RemovableHandle
 
 from shoal.errors import ConfigError, LocalError, RankLost
+from shoal.runtime.checks import flag
 from shoal.zero.collectives import Collectives, Run
 from shoal.zero.parameters import local
 from shoal.zero.replicas import process_group
@@ -82,6 +83,7 @@ def partition_activations(
     watch = Watch(process_group(group))
     agreement = Agreement(group, watch)
     with agreement.together():
+        offloads = flag("offload", offload)
         listed = list(modules) if isinstance(modules, Iterable) else []
         if not listed or not all(isinstance(each, torch.nn.Module) for each in listed):
             raise ConfigError(f"modules must be a list of at least one torch.nn.Module, got {modules!r:.200}")
@@ -89,9 +91,9 @@ def partition_activations(
         if device is None:
             raise ConfigError("modules have no parameters: give layers that have")
     assert device is not None
-    agreement.alike(f"{len(listed)} modules, offload {bool(offload)}", "modules and offload")
+    agreement.alike(f"{len(listed)} modules, offload {offloads}", "modules and offload")
     number = int(agreement.gather(str(next(_numbers)))[0])
-    return PartitionedActivations(listed, Collectives(group, watch, device, number), agreement, offload=offload)
+    return PartitionedActivations(listed, Collectives(group, watch, device, number), agreement, offload=offloads)
 
 
 class PartitionedActivations:

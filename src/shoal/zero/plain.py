@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from shoal.errors import ConfigError
+from shoal.runtime.checks import flag
 from shoal.zero.parameters import Order, Piece, flat, named_parameters
 from shoal.zero.saved import Range, Statistics, location, typed, warn_unchecked
 
@@ -54,8 +55,13 @@ def full_state_dict(
 
     Returns:
         Tensors on the CPU, copies, and modules' extra state as it is; empty on other ranks if `rank0_only`.
+
+    Raises:
+        ConfigError: an argument is wrong.
     """
-    keep = not rank0_only or not dist.is_initialized() or dist.get_rank(group) == 0
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    keep = not flag("rank0_only", rank0_only) or not dist.is_initialized() or dist.get_rank(group) == 0
     found: dict[str, Any] = {}
     seen: dict[int, torch.Tensor] = {}
     for name, value in model.state_dict(keep_vars=True).items():

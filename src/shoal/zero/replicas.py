@@ -9,7 +9,7 @@ Source: Zhao et al., "PyTorch FSDP" (2023), section 3.2.2 (hybrid sharding).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -49,9 +49,8 @@ def process_group(given: object) -> dist.ProcessGroup:
     return given
 
 
-def groups_of(group: object, mesh: object) -> Groups:
-    """The groups that `shard` was given. Raises `ConfigError`."""
-    everyone = process_group(dist.group.WORLD if group is None else group)
+def groups_of(everyone: dist.ProcessGroup, mesh: object) -> Groups:
+    """The groups of this rank in the mesh that `shard` was given. Raises `ConfigError`."""
     if mesh is None:
         return Groups(everyone, everyone)
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
@@ -71,12 +70,16 @@ class Replicas:
     Args:
         group: they.
         shards: the collectives of this rank's group.
+        let_go: called with gradients that are not needed in memory for now.
 
     Attributes:
         collectives: those among them.
     """
 
-    def __init__(self, group: dist.ProcessGroup, shards: Collectives) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, shards: Collectives, let_go: Callable[[Iterable[torch.Tensor]], None]
+    ) -> None:
+        self._let_go = let_go
         self.collectives = Collectives(group, shards.watch, shards.device, shards.model, shards.everyone)
         self._settled: object = None  # the gradients that are the mean over replicas already
 
@@ -131,6 +134,7 @@ class Replicas:
         parts = torch.split(whole, [each.numel() for each in batch])
         for each, part in zip(batch, parts, strict=True):
             each.copy_(part.view_as(each))
+        self._let_go(batch)
 
 
 def _state(gradients: Sequence[torch.Tensor], passes: Mapping[str, int]) -> object:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
 from shoal.errors import ConfigError
+from shoal.runtime.checks import flag
 from shoal.zero.arguments import problems
 from shoal.zero.collectives import Collectives
 from shoal.zero.flat import FlatEngine
@@ -25,7 +26,7 @@ from shoal.zero.optimizer import Carrier, ShardedOptimizer, described
 from shoal.zero.parameters import named_parameters
 from shoal.zero.plain import overwrite
 from shoal.zero.probe import Finding, Unit, finding, why_not_by_rows, why_not_lazy, why_not_sharded
-from shoal.zero.replicas import Replicas, groups_of
+from shoal.zero.replicas import Replicas, groups_of, process_group
 from shoal.zero.sparse import declared, tables_of
 from shoal.zero.starting import Start, numbers_of_rank_0
 from shoal.zero.tiles import Tile
@@ -121,10 +122,11 @@ def shard(  # noqa: PLR0913 (the choices of its users)
             the same stage and dtype. If the error says so, build it anew.
         RankLost: a rank is gone.
     """
-    groups = groups_of(group, mesh)
-    watch = Watch(groups.everyone)
-    agreement = Agreement(groups.everyone, watch)
+    everyone = process_group(dist.group.WORLD if group is None else group)
+    watch = Watch(everyone)
+    agreement = Agreement(everyone, watch)
     with agreement.together():
+        groups, skips = groups_of(everyone, mesh), flag("skip_nonfinite", skip_nonfinite)
         if isinstance(model, torch.nn.Module) and model in _sharded:
             raise ConfigError("model is sharded already, by an earlier shard(): call it once for a model")
         again = isinstance(model, torch.nn.Module) and model in _partitioned  # by a call that failed later
@@ -140,7 +142,7 @@ def shard(  # noqa: PLR0913 (the choices of its users)
         source = None if weights is None or again else weights_in(weights)
         start = Start(model, source, (groups.shards.rank(), groups.shards.size()) if stage == 3 else None)
     place = offload if offload in (None, "cpu") else "to a folder"
-    what = f"stage {stage}, dtype {dtype}, skip_nonfinite {bool(skip_nonfinite)}"
+    what = f"stage {stage}, dtype {dtype}, skip_nonfinite {skips}"
     what += f"\noffload {place}\ntop_k {top_k and share(top_k)}\nweights {source and source.identity}"
     what += f"\nmesh {mesh and mesh.mesh.tolist()}"
     description = f"{what}\n{_description(model)}\nunits {_places(model, parts)}"
@@ -168,7 +170,7 @@ def shard(  # noqa: PLR0913 (the choices of its users)
         else:  # the model is as it was until here
             carrier = _cut(model, inner, stage, dtype, collectives, places, whole=judged.whole, top_k=top_k)
         places.settle(inner)
-    replicas = None if groups.replicas is None else Replicas(groups.replicas, collectives)
+    replicas = None if groups.replicas is None else Replicas(groups.replicas, collectives, places.let_go)
     optimizer = ShardedOptimizer(
         model,
         inner,
@@ -176,7 +178,7 @@ def shard(  # noqa: PLR0913 (the choices of its users)
         collectives,
         places,
         listed,
-        skip_nonfinite=skip_nonfinite,
+        skip_nonfinite=skips,
         irregular=judged.irregular,
         replicas=replicas,
     )

@@ -1,18 +1,28 @@
 """What `shoal.Optimizer` costs a peer that is alone: ``python -m benchmarks.optimizer_overhead``.
 
-Two copies of one model are trained in one process on the same batches, one by plain torch with gradient accumulation,
-one by `shoal.Optimizer` as the only peer of its run. They take turns, a few optimizer steps each, and every pair of
-turns gives one ratio: plain torch's time / shoal's. Whatever else the machine does hits both. Printed are the medians,
-with the quartiles in brackets. At the end both must hold the same weights, to the rounding of the accumulation.
+Three copies of one model are trained in one process on the same batches: by plain torch with gradient accumulation, by
+`shoal.Optimizer` as the only peer of its run, and by what this one trains (`TrainingState`) without a network: the
+gradients are checked and summed beside `.grad`, and the step is taken from the sum. That is the floor: no peer can do
+with less. They take turns, a few optimizer steps each, and every round of turns gives ratios: plain torch's time /
+shoal's, and plain torch's / the floor's; and the same of the processor's time in all threads, which other work on the
+machine hardly touches, but which counts what shoal's own thread does beside the training. Printed are the medians, with
+the quartiles in brackets, and the pages that each step had to get from the system. At the end all must hold the same
+weights, to the rounding of the accumulation.
 
 Two models: the demo's (its step is a fraction of a second), and a wide one with few samples, whose time goes into
 gradients and statistics: the worst case for who copies them.
+
+glibc gives large blocks back to the system as they are freed, and each page of the next ones costs a fault and zeros:
+how many depends on what lies where, and changes from run to run. With ``--keep-memory`` it keeps what is freed, as
+GLIBC_TUNABLES can tell any program.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import resource
 import statistics
 import sys
 import time
@@ -27,6 +37,10 @@ import shoal
 from shoal.demo.model import Batch
 from shoal.demo.settings import Training
 from shoal.demo.training import make_model
+from shoal.optim.training_state import TrainingState
+
+KEEP_MEMORY = "glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=1073741824"
+"""For GLIBC_TUNABLES: blocks of 32 MiB or less come from the heap, and 1 GiB of it is not given back."""
 
 Loss = Callable[[torch.nn.Module, int], torch.Tensor]
 
@@ -127,40 +141,80 @@ class Swarm:
         return time.perf_counter() - begin
 
 
+class Floor:
+    """What `Swarm` trains, without a network."""
+
+    def __init__(self, case: Case, accumulate: int) -> None:
+        self.case, self.accumulate = case, accumulate
+        self.model = case.make()
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.training = TrainingState(optimizer, unit=accumulate * case.micro_batch)
+        self.batch = 0
+
+    def turn(self) -> float:
+        """A few steps; returns seconds."""
+        begin = time.perf_counter()
+        for _ in range(self.case.steps):
+            for _ in range(self.accumulate):
+                self.case.loss(self.model, self.batch).backward()
+                self.batch += 1
+                self.training.accumulate(self.case.micro_batch)
+                self.training.optimizer.zero_grad()
+            self.training.use_own_mean()
+            self.training.step()
+        return time.perf_counter() - begin
+
+
 @contextmanager
-def contenders(case: Case, accumulate: int) -> Iterator[tuple[Plain, Swarm]]:
-    """Both, ready to begin."""
+def contenders(case: Case, accumulate: int) -> Iterator[tuple[Plain, Swarm, Floor]]:
+    """All, ready to begin."""
     with shoal.DHT(start=True) as dht:
         swarm = Swarm(case, accumulate, dht)
         with swarm.optimizer:
-            yield Plain(case, accumulate), swarm
+            yield Plain(case, accumulate), swarm, Floor(case, accumulate)
+
+
+class Spent(NamedTuple):
+    """What one turn has taken: seconds, seconds of the processor, and pages that came from the system."""
+
+    seconds: float
+    cpu_s: float
+    faults: int
+
+
+def spent(contender: Plain | Swarm | Floor) -> Spent:
+    """Let it have a turn."""
+    cpu_s, faults = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    seconds = contender.turn()
+    now = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    return Spent(seconds, time.process_time() - cpu_s, now - faults)
 
 
 def compare(case: Case, accumulate: int, pairs: int) -> dict[str, float]:
-    """Run the pairs; raises if the two did not train the same."""
-    plain_s, swarm_s = [], []
-    with contenders(case, accumulate) as (plain, swarm):
+    """Run the pairs, and the floor beside them; raises if they did not train the same."""
+    with contenders(case, accumulate) as (plain, swarm, floor):
+        named: list[tuple[str, Plain | Swarm | Floor]] = [("plain", plain), ("shoal", swarm), ("floor", floor)]
+        turns: dict[str, list[Spent]] = {name: [] for name, _ in named}
         for pair in range(pairs + 1):
-            first, second = (plain, swarm) if pair % 2 else (swarm, plain)
-            times = {first: first.turn(), second: second.turn()}
-            if pair:  # the first pair warms up
-                plain_s.append(times[plain])
-                swarm_s.append(times[swarm])
+            for name, each in named if pair % 2 else named[::-1]:
+                turn = spent(each)
+                if pair:  # the first pair warms up
+                    turns[name].append(turn)
         steps = swarm.optimizer.local_epoch
         if steps != case.steps * (pairs + 1):
             raise RuntimeError(f"shoal took {steps} steps where plain torch took {case.steps * (pairs + 1)}")
-        for mine, its in zip(swarm.model.parameters(), plain.model.parameters(), strict=True):
-            torch.testing.assert_close(mine, its, rtol=1e-2, atol=1e-4)
-    ratios = [its / mine for its, mine in zip(plain_s, swarm_s, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return {
-        "pairs": pairs,
-        "plain_step_s": statistics.median(plain_s) / case.steps,
-        "shoal_step_s": statistics.median(swarm_s) / case.steps,
-        "ratio": middle,
-        "ratio_low": low,
-        "ratio_high": high,
-    }
+        for other in (swarm, floor):
+            for mine, its in zip(other.model.parameters(), plain.model.parameters(), strict=True):
+                torch.testing.assert_close(mine, its, rtol=1e-2, atol=1e-4)
+    found: dict[str, float] = {"pairs": pairs}
+    for name, taken in turns.items():
+        found[f"{name}_step_s"] = statistics.median(each.seconds for each in taken) / case.steps
+        found[f"{name}_faults"] = statistics.median(each.faults for each in taken) / case.steps
+        for what, index in (("ratio", 0), ("cpu_ratio", 1)):
+            ratios = [its[index] / mine[index] for its, mine in zip(turns["plain"], taken, strict=True)]
+            key = what if name == "shoal" else f"{name}_{what}"
+            found[f"{key}_low"], found[key], found[f"{key}_high"] = statistics.quantiles(ratios, n=4)
+    return found
 
 
 def main() -> int:
@@ -169,22 +223,30 @@ def main() -> int:
     parser.add_argument("--accumulate", type=int, default=4, help="micro-batches in one optimizer step")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads")
     parser.add_argument("--cases", default=",".join(CASES), help=f"with commas, any of {', '.join(CASES)}")
+    parser.add_argument("--keep-memory", action="store_true", help="freed memory is not given back to the system")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     args = parser.parse_args()
     names = args.cases.split(",")
     if args.pairs < 15 or args.accumulate < 1 or not set(names) <= set(CASES):
         parser.error("at least 15 pairs, 1 micro-batch, and cases that there are")
+    if args.keep_memory and os.environ.get("GLIBC_TUNABLES") != KEEP_MEMORY:  # malloc reads it at its start
+        again = [sys.executable, "-m", "benchmarks.optimizer_overhead", *sys.argv[1:]]
+        os.execve(sys.executable, again, {**os.environ, "GLIBC_TUNABLES": KEEP_MEMORY})
     torch.set_num_threads(args.threads)
     print(f"{args.pairs} pairs, {args.accumulate} micro-batches a step, {args.threads} torch threads")
     results = {}
     for name in names:
         results[name] = found = compare(CASES[name](), args.accumulate, args.pairs)
         print(
-            f"{name:5} plain torch {found['plain_step_s'] * 1e3:7.1f} ms a step, shoal alone "
-            f"{found['shoal_step_s'] * 1e3:7.1f} ms: {found['ratio']:.3f} of plain torch's speed "
-            f"[{found['ratio_low']:.3f}-{found['ratio_high']:.3f}]",
-            flush=True,
+            f"{name}: plain torch {found['plain_step_s'] * 1e3:.1f} ms a step, {found['plain_faults']:,.0f} page faults"
         )
+        for what, each, prefix in (("shoal alone", "shoal", ""), ("the floor", "floor", "floor_")):
+            speeds = [
+                f"{found[key]:.3f} of plain torch's {what} [{found[f'{key}_low']:.3f}-{found[f'{key}_high']:.3f}]"
+                for key, what in ((f"{prefix}ratio", "speed"), (f"{prefix}cpu_ratio", "processor time"))
+            ]
+            step_ms, faults = found[f"{each}_step_s"] * 1e3, found[f"{each}_faults"]
+            print(f"  {what} {step_ms:.1f} ms, {faults:,.0f} page faults: {', '.join(speeds)}", flush=True)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0

@@ -11,6 +11,7 @@ import pytest
 import pytorch_optimizer
 import torch
 
+from shoal.allreduce.segments import LARGEST
 from shoal.allreduce.vector import Vector, describe
 from shoal.compression import NoCompression
 from shoal.errors import ConfigError, StateUnavailable
@@ -204,11 +205,27 @@ def test_what_is_fit_is_taken_by_a_round(value: float, samples: int) -> None:
     """Else every round would fail, and the accumulators would never be dropped."""
     training, _ = state((3,), unit=64)
     training.accumulators[0].fill_(value / samples)
-    training._sum.samples, training._sum.is_over = samples, False
+    training._sum.samples, training._sum.bound, training._sum.is_over = samples, math.inf, False
     weight, scale = training.contribute()
     vector = Vector(training.accumulators, describe(training.accumulators, [NoCompression()]))
     if vector.copy_in(scale, weight) is not None:
         assert training.unfit() == 0
+
+
+def test_batches_that_fit_can_make_a_sum_that_does_not() -> None:
+    """What is known of the batches spares a look at the sum; the late ones are part of it, and a new sum knows none."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    training, large = TrainingState(torch.optim.SGD([parameter], lr=1.0), late=True), LARGEST[torch.float32] * 0.4
+    accumulate(training, [parameter], large, 1)
+    assert training.unfit() is None
+    training.contribute()
+    accumulate(training, [parameter], large, 1)
+    training.round_failed()
+    assert training.unfit() == 0
+    training.discard()
+    accumulate(training, [parameter], 2.0, 1)
+    training.accumulators[0].fill_(math.nan)
+    assert training.unfit() is None, "it was read, although no batch was large"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

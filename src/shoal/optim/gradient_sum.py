@@ -6,6 +6,7 @@ one scale, and a sum of about `unit` samples is no larger than a gradient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -26,6 +27,7 @@ class GradientSum:
     Attributes:
         tensors: one for each parameter, in float32 at least.
         samples: that are in the sum.
+        bound: no value of the sum is larger, by the norms of what was added; infinite if one was not known.
         given: for each parameter, whether it had a gradient.
         is_over: the values of the tensors mean nothing any more: the next gradients take their place.
     """
@@ -35,12 +37,19 @@ class GradientSum:
         self.tensors = [
             torch.zeros(each.shape, dtype=_sum_dtype(each), device=device or each.device) for each in trained
         ]
-        self.samples, self.given, self.is_over = 0, [False] * len(trained), False
+        self.samples, self.bound, self.given, self.is_over = 0, 0.0, [False] * len(trained), False
 
-    def add(self, given: Sequence[int], samples: int) -> None:
-        """Add the gradients of the parameters with these numbers: their mean over so many samples."""
+    def add(self, given: Sequence[int], samples: int, norm: float = math.inf) -> None:
+        """Add the gradients of the parameters with these numbers: their mean over so many samples.
+
+        Args:
+            given: the numbers.
+            samples: that the gradients are the mean of.
+            norm: of all these gradients together, or more.
+        """
         try:
             self._add(given, samples)
+            self.bound += norm * samples / self._unit
         except BaseException:
             self.forget()  # interrupted: a part may be added
             raise
@@ -67,7 +76,7 @@ class GradientSum:
 
     def take_in(self, other: GradientSum) -> None:
         """Add all of another sum, which is over afterwards."""
-        samples, given = other.samples, [index for index, has in enumerate(other.given) if has]
+        samples, bound, given = other.samples, other.bound, [index for index, has in enumerate(other.given) if has]
         if not samples:
             return
         other.forget()  # first: nothing counts twice if an interrupt comes in between
@@ -76,6 +85,7 @@ class GradientSum:
                 torch._foreach_copy_(self.tensors, other.tensors)
             else:
                 torch._foreach_add_(self.tensors, other.tensors)
+        self.bound += bound
         self._count(given, samples)
 
     def _count(self, given: Sequence[int], samples: int) -> None:
@@ -91,7 +101,7 @@ class GradientSum:
 
     def forget(self) -> None:
         """Begin anew. The values stay until the next gradients come."""
-        self.samples, self.given, self.is_over = 0, [False] * len(self.tensors), True
+        self.samples, self.bound, self.given, self.is_over = 0, 0.0, [False] * len(self.tensors), True
 
 
 def _sum_dtype(parameter: torch.Tensor) -> torch.dtype:

@@ -34,7 +34,7 @@ class _LocalSteps(GradientSum):
         super().__init__([], 1)
         self._step = step
 
-    def add(self, given: Sequence[int], samples: int) -> None:
+    def add(self, given: Sequence[int], samples: int, norm: float = 0.0) -> None:
         self._step()
         self.samples += samples
 

@@ -251,10 +251,11 @@ class TrainingState:
             return False
         gradients = [gradient for parameter in self.trained if (gradient := parameter.grad) is not None]
         values = [each if each.layout is torch.strided else each.coalesce().values() for each in gradients]
-        if (bad := _beyond(values, lambda dtype: LARGEST[sum_dtype(dtype)] / (2 * batch_size))) is not None:
+        norm = _rough_norm(values)
+        if (bad := _beyond(values, lambda dtype: LARGEST[sum_dtype(dtype)] / (2 * batch_size), norm)) is not None:
             self.left_out, self.left_out_for, self.broken = self.left_out + 1, given[bad], self._why_broken()
             return False
-        chosen.add(given, batch_size)
+        chosen.add(given, batch_size, norm)
         return True
 
     def _why_broken(self) -> str | None:
@@ -335,7 +336,12 @@ class TrainingState:
         """The trained parameter whose accumulator cannot be averaged; None if all can. Stricter than a round is."""
         if self._sum.is_over:
             return None
-        return _beyond(self.accumulators, lambda dtype: LARGEST[dtype] / (2 * self._unit))
+        return _beyond(self.accumulators, lambda dtype: LARGEST[dtype] / (2 * self._unit), self._sum.bound)
+
+    @property
+    def is_own_mean(self) -> bool:
+        """Whether the accumulators hold this peer's own mean as they are, so that `use_own_mean` computes nothing."""
+        return self.averaged is self.accumulators and self.samples == self._unit
 
     def use_own_mean(self) -> None:
         """Make the accumulators the gradient to step from: this peer's own mean."""
@@ -700,10 +706,20 @@ def not_finite(tensors: Sequence[torch.Tensor]) -> int | None:
     return _beyond(tensors, lambda dtype: torch.finfo(dtype).max)
 
 
-def _beyond(tensors: Sequence[torch.Tensor], limit: Callable[[torch.dtype], float]) -> int | None:
-    """The first tensor with a value that is NaN, or larger than the limit of its dtype; None if there is none."""
+def _beyond(
+    tensors: Sequence[torch.Tensor], limit: Callable[[torch.dtype], float], bound: float = math.inf
+) -> int | None:
+    """The first tensor with a value that is NaN, or larger than the limit of its dtype; None if there is none.
+
+    Args:
+        tensors: the values.
+        limit: of a dtype.
+        bound: no value is larger, if it is known; where it is below all limits, nothing is read.
+    """
     limits = {dtype: limit(dtype) for dtype in {each.dtype for each in tensors}}
-    if _rough_norm(tensors) <= min(limits.values()):  # takes half as long, and one wait for the device
+    least = min(limits.values())
+    # A norm takes half as long as what is below, and one wait for the device.
+    if bound <= least or (bound == math.inf and _rough_norm(tensors) <= least):
         return None
     for index, tensor in enumerate(tensors):
         if tensor.numel():

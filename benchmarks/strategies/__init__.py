@@ -1,0 +1,1 @@
+"""What low-communication training costs in loss: see `benchmarks.strategies.__main__`."""

@@ -1,4 +1,4 @@
-"""Which codes blocks of 8, 4 and 2 bits were chosen from, and how exact each is: ``python -m benchmarks.codes``.
+"""Which codes 8, 4 and 2 bits and top-k were chosen from, and how exact they are: ``python -m benchmarks.codes``.
 
 Prints the rms error, relative to that of the values, on 262,144 values of several kinds, and on outer gradients of the
 demo's model: its parameters after 60 steps of AdamW less those after 65 and after 90. Candidates, all with one bfloat16
@@ -10,6 +10,8 @@ scale for each block: shoal's own (`BlockwiseQuantization`).
 - 2 bits: four levels in equal steps from minus to plus the largest absolute value; levels like shoal's with a scale
   that has no sign; three levels of which one is 0, and four of which none is, with a *fitted* scale, which has the
   least squared error (two steps of Lloyd's method) and is not rounded.
+- Top-k: shoal's own, with values in bfloat16, 4 and 2 bits; 2 bits in equal steps; signs with the mean of each block of
+  64; and as many of each chunk of 4,096 elements, in float32.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from functools import partial
 
 import torch
 
-from shoal.compression import BlockwiseQuantization
+from shoal.compression import BlockwiseQuantization, TopKCompression
 from shoal.demo.settings import Training
 from shoal.demo.text import load_corpus
 from shoal.demo.training import draw_batches, make_model, make_optimizer, make_schedule
@@ -103,6 +105,35 @@ def own(values: torch.Tensor, bits: int, block: int) -> torch.Tensor:
     return codec.decode(codec.encode(values), values.numel(), values.dtype)
 
 
+def largest(values: torch.Tensor, fraction: float, bits: int | None) -> torch.Tensor:
+    codec = TopKCompression(fraction, bits=bits)
+    return codec.decode(codec.encode(values), values.numel(), values.dtype)
+
+
+def largest_of_chunks(values: torch.Tensor, fraction: float) -> torch.Tensor:
+    chunks = values.view(-1, 4096)
+    chosen = chunks.abs().topk(math.ceil(fraction * 4096), dim=1).indices
+    return torch.zeros_like(chunks).scatter_(1, chosen, chunks.gather(1, chosen)).view(-1)
+
+
+def in_blocks(values: torch.Tensor, fraction: float, coded: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """The largest, with absolute values that are coded in blocks of 64, and the last few as they are."""
+    found = largest(values, fraction, None).nonzero().view(-1)
+    sizes = values[found].abs()
+    whole = sizes.numel() // 64 * 64
+    sizes[:whole] = coded(sizes[:whole].view(-1, 64)).reshape(-1)
+    return torch.zeros_like(values).index_copy_(0, found, sizes * values[found].sign())
+
+
+def in_equal_steps(blocks: torch.Tensor) -> torch.Tensor:
+    low, high = blocks.amin(dim=1, keepdim=True), blocks.amax(dim=1, keepdim=True)
+    return torch.where(2 * blocks < low + high, 3 * low + high, low + 3 * high) / 4
+
+
+def in_the_mean(blocks: torch.Tensor) -> torch.Tensor:
+    return blocks.mean(dim=1, keepdim=True).expand_as(blocks)
+
+
 def rms(error: torch.Tensor) -> float:
     return math.sqrt(float(error.double().square().mean()))
 
@@ -128,6 +159,15 @@ def main() -> None:
             "-1, -0.3, 0.3, 1, fitted": lambda x: fitted(x, torch.tensor([-1.0, -0.3, 0.3, 1.0]), 64),
         },
     }
+    for fraction in (0.01, 0.03):
+        tables[f"top-k, {fraction}"] = {
+            "bfloat16": partial(largest, fraction=fraction, bits=None),
+            "4 bits": partial(largest, fraction=fraction, bits=4),
+            "2 bits": partial(largest, fraction=fraction, bits=2),
+            "2 bits, equal": partial(in_blocks, fraction=fraction, coded=in_equal_steps),
+            "signs": partial(in_blocks, fraction=fraction, coded=in_the_mean),
+            "of chunks": partial(largest_of_chunks, fraction=fraction),
+        }
     for title, candidates in tables.items():
         print(f"\n| {title} | {' | '.join(candidates)} |\n| --- |{' --- |' * len(candidates)}")
         for kind, values in kinds().items():

@@ -43,6 +43,9 @@ SHARING: list[CompressionBase] = [
     TopKCompression(0.01),
     TopKCompression(0.001),
     TopKCompression(0.25),
+    TopKCompression(0.3, bits=2),
+    TopKCompression(0.1, bits=4),
+    TopKCompression(0.03, bits=8),
     ErrorFeedback(TopKCompression(0.05)),
     ErrorFeedback(Uniform8BitQuantization()),
 ]

@@ -26,8 +26,7 @@ NUMEL = 700
 
 CODECS: list[CompressionBase] = [
     TopKCompression(0.01),
-    TopKCompression(0.2),
-    BlockwiseQuantization(bits=4),
+    TopKCompression(0.2, bits=2),
     BlockwiseQuantization(bits=2),
     Uniform8BitQuantization(),
     Float16Compression(),

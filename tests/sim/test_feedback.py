@@ -20,7 +20,7 @@ from tests.sim.rpc_kit import SimNet, on_sim, together
 from tests.sim.test_auxiliary import Trial
 
 NUMEL = 20_000
-CODECS = [ErrorFeedback(TopKCompression(0.1)), ErrorFeedback(BlockwiseQuantization(bits=4))]
+CODECS = [ErrorFeedback(TopKCompression(0.1, bits=2)), ErrorFeedback(BlockwiseQuantization(bits=2))]
 
 
 def kept(member: RoundPeer) -> torch.Tensor:

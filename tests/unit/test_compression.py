@@ -22,6 +22,7 @@ from shoal.compression import (
     ScaledFloat16Compression,
     TensorDescriptor,
     TensorRole,
+    TopKCompression,
     Uniform8BitQuantization,
     allocate,
     as_tensor,
@@ -47,6 +48,7 @@ BAD_NAMES = [
         "blockwise:4:8",
     ),
     *("topk", "topk:", "topk:0", "topk:0.010", "topk:1", "topk:nan", "topk:1e-7", "topk:0.6", "topk:٠.٠١", "feedback:"),
+    *("topk:0.1:", "topk:0.1:3", "topk:0.1:02", "topk:0.1:2:2", "topk:0.1:None", "topk:0.1:٢", "topk::2"),
     *("feedback", "feedback:feedback:topk:0.01", "feedback:nothing", "feedback:" * 20),
     *(f"blockwise:8:{'9' * 5000}", "SizeAdaptiveCompression(threshold=1, less=none, greater_equal=none)"),
 ]
@@ -192,6 +194,8 @@ def test_the_size_that_is_announced_is_the_size_that_is_written(codec: Compressi
         (BlockwiseQuantization(8, 4096), 10_006),
         (BlockwiseQuantization(4), 5_314),
         (BlockwiseQuantization(2), 2_814),
+        (TopKCompression(0.01), 311),
+        (TopKCompression(0.01, bits=2), 145),
     ],
     ids=repr,
 )

@@ -44,7 +44,7 @@ import torch
 from shoal.compression.base import CompressionBase, register_codec, wire_view
 from shoal.compression.memory import as_tensor
 from shoal.compression.packed import MIN_STEP, PackedCompression
-from shoal.compression.pieces import blocks_of
+from shoal.compression.pieces import Blocks, blocks_of
 from shoal.errors import ConfigError
 
 __all__ = ["BlockwiseQuantization"]
@@ -101,7 +101,7 @@ class BlockwiseQuantization(PackedCompression):
         blocks = blocks_of(sizes, self.block_size)
         split = 2 * blocks.count
         wire, shared = wire_view(out[:split], torch.bfloat16)
-        farthest = blocks.farthest(values) if self.bits == 2 else blocks.top(values)
+        farthest = _farthest(blocks, values) if self.bits == 2 else blocks.top(values)
         top = farthest.abs() if self.bits == 2 else farthest
         scales = wire.copy_(top.div_(_TOP).clamp_min_(MIN_STEP)).float()
         all_finite = math.isfinite(scales.amax().item())
@@ -156,11 +156,17 @@ class BlockwiseQuantization(PackedCompression):
         steps = _FARTHEST[self.bits]
         bound = blocks.spread(blocks.top(values)) / 127 * (steps * (1 + 2**-7))
         if self.bits == 2:
-            bound[blocks.spread(blocks.farthest(values)) * values > 0] /= 2
+            bound[blocks.spread(_farthest(blocks, values)) * values > 0] /= 2
         return bound + MIN_STEP * (steps + 0.5)
 
     def _blocks(self, sizes: tuple[int, ...]) -> int:
         return sum(-(-size // self.block_size) for size in sizes)
+
+
+def _farthest(blocks: Blocks, values: torch.Tensor) -> torch.Tensor:
+    """The value of each block that is farthest from 0, the positive one of two; NaN if it holds a NaN."""
+    low, high = blocks.extremes(values)
+    return torch.where(high >= -low, high, low)
 
 
 def _gather(table: torch.Tensor, pairs: torch.Tensor, *, out: torch.Tensor) -> None:

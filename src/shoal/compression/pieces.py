@@ -163,9 +163,11 @@ class Blocks:
 
     def _add(self, sizes: list[int]) -> None:
         if any(sizes):
-            first, self.count = self.count, self.count + sum(-(-size // self._width) for size in sizes)
-            lengths = [min(self._width, size - start) for size in sizes for start in range(0, size, self._width)]
-            ragged = torch.tensor(lengths) if min(lengths) < self._width else None
+            width = self._width
+            first, self.count = self.count, self.count + sum(-(-size // width) for size in sizes)
+            ragged = None
+            if any(size % width for size in sizes):
+                ragged = torch.tensor([min(width, size - at) for size in sizes for at in range(0, size, width)])
             self._groups.append((first, self.count, ragged))
             self._cuts.append(sum(sizes))
 
@@ -184,18 +186,18 @@ class Blocks:
                 torch.maximum(blocks.amax(dim=1), blocks.amin(dim=1).neg_(), out=out[first:last])
         return out
 
-    def farthest(self, values: torch.Tensor) -> torch.Tensor:
-        """The value of each block that is farthest from 0, of two the positive one; NaN if it holds a NaN."""
-        high, low = torch.zeros(2, self.count, dtype=values.dtype)
+    def extremes(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The smallest and the largest value of each block; both NaN if it holds a NaN."""
+        low, high = torch.empty(2, self.count, dtype=values.dtype)
         for part, (first, last, lengths) in zip(self._split(values), self._groups, strict=True):
             if lengths is not None:
                 block = torch.repeat_interleave(torch.arange(last - first), lengths, output_size=part.numel())
-                high[first:last].scatter_reduce_(0, block, part, "amax")
-                low[first:last].scatter_reduce_(0, block, part, "amin")
+                low[first:last].scatter_reduce_(0, block, part, "amin", include_self=False)
+                high[first:last].scatter_reduce_(0, block, part, "amax", include_self=False)
             else:
-                torch.amax(part.view(-1, self._width), dim=1, out=high[first:last])
                 torch.amin(part.view(-1, self._width), dim=1, out=low[first:last])
-        return torch.where(high >= -low, high, low)
+                torch.amax(part.view(-1, self._width), dim=1, out=high[first:last])
+        return low, high
 
     def scale(self, values: torch.Tensor, factors: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Each value times the factor of its block; `out` may be `values`."""
@@ -209,9 +211,11 @@ class Blocks:
 
     def spread(self, each: torch.Tensor) -> torch.Tensor:
         """Repeat the number of each block for each of its values."""
-        return self.scale(
-            torch.ones(sum(self._cuts), dtype=each.dtype), each, torch.empty(sum(self._cuts), dtype=each.dtype)
-        )
+        parts = [
+            torch.repeat_interleave(each[first:last], self._width if lengths is None else lengths)
+            for first, last, lengths in self._groups
+        ]
+        return torch.cat(parts)
 
     def _split(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
         return (values,) if len(self._cuts) == 1 else torch.split(values, self._cuts)

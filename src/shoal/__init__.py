@@ -12,7 +12,7 @@ from shoal.lazy import lazy
 from shoal.version import __version__
 
 if TYPE_CHECKING:
-    from shoal import compression, data, sim, zero
+    from shoal import compression, data, sim, strategies, zero
     from shoal.clock import get_dht_time
     from shoal.errors import ConfigError, RoundFailed, SchemaMismatch, ShoalError, StateUnavailable
     from shoal.optim import (
@@ -54,6 +54,7 @@ else:
         "get_dht_time": "shoal.clock",
         "read_run": "shoal.runtime.watching",
         "sim": "shoal",
+        "strategies": "shoal",
         "zero": "shoal",
     }
 
@@ -86,5 +87,6 @@ __all__ = [
     "leave_on_sigterm",
     "read_run",
     "sim",
+    "strategies",
     "zero",
 ]

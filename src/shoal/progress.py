@@ -34,6 +34,9 @@ from shoal.wire import Progress, Standing
 __all__ = ["StateKey", "SwarmProgress", "SwarmView", "bound", "settings_difference"]
 
 _SHOWN = 120
+_FIRST = "strategy", "optimizer"
+"""Of several settings that differ these are named first: others follow from them."""
+
 _MAX_REMEMBERED = 4096
 _TRIES = 2
 _ASIDE_S, _LONGEST_ASIDE_S = 60.0, 960.0
@@ -580,7 +583,7 @@ def settings_difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> s
     """A sentence that names the first setting that differs, None if all are equal."""
     if mine == theirs:
         return None
-    for name in sorted({*mine, *theirs}, key=lambda name: (name != "optimizer", name)):  # its options follow from it
+    for name in sorted({*mine, *theirs}, key=lambda name: (*(name != first for first in _FIRST), name)):
         if mine.get(name) != theirs.get(name):
             here, there = mine.get(name, "not set"), theirs.get(name, "not set")
             return f"{name[:_SHOWN]} is {here[:_SHOWN]} here and {there[:_SHOWN]} at another peer of the run"

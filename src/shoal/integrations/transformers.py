@@ -115,7 +115,7 @@ class SwarmCallback(TrainerCallback):
         _check(args, own_optimizer=optimizer is not None, own_schedule=scheduler is not None)
         self._model, self._args = model, args
         self._taken: dict[str, Any] = {}
-        self.epochs = args.max_steps
+        self.epochs, self._target = args.max_steps, target_batch_size
         _place(model, args)
         makes = _maker(model, args)
         inner = optimizer if optimizer is not None else makes.create_optimizer()
@@ -198,7 +198,7 @@ class SwarmCallback(TrainerCallback):
         self._deal(state)
         # For the progress bar, which reads it once: as many batches as this peer alone would need.
         batch = args.train_batch_size * args.gradient_accumulation_steps
-        state.max_steps = math.ceil(self.epochs * self.optimizer.target_batch_size / batch)
+        state.max_steps = math.ceil(self.epochs * self._target / batch)
 
     def _deal(self, state: TrainerState) -> None:
         """Let the steps of the swarm deal the samples, where the Trainer would shuffle them by its seed."""

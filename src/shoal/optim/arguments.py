@@ -14,23 +14,30 @@ from shoal.compression import CompressionBase
 from shoal.errors import ConfigError
 from shoal.optim.state_name import StateName
 from shoal.runtime.arguments import client_argument, codec_argument
-from shoal.runtime.checks import flag, own_number
+from shoal.runtime.checks import flag, own_number, whole
 from shoal.runtime.dht import DHT
+from shoal.strategies import Merging, Strategy
 from shoal.wire import Epoch
 
 __all__ = [
     "AVERAGING_TIMEOUT_S",
+    "MOST_SAMPLES",
     "averager_settings",
     "check_closure",
-    "check_codecs",
+    "checked_codecs",
     "checked_tensors",
     "is_auxiliary",
     "keeps_late",
     "local_updates",
+    "merging_of",
+    "target_of",
     "where_saved",
 ]
 
 AVERAGING_TIMEOUT_S = 60.0
+
+MOST_SAMPLES = 1 << 36
+"""In one batch or step: a round takes weights of 10^12 at most, and several batches may come together."""
 
 
 def where_saved(saved: Any) -> tuple[StateName, int, str] | None:
@@ -137,6 +144,50 @@ def local_updates(chosen: bool, average_state_every: int, **without: object) -> 
     return True
 
 
+_NOT_MERGED = {
+    "late": "no batch is late, as each is stepped from at once",
+    "delay_grad_averaging": "give StreamingDiLoCo or Decoupled, whose trainers go on while a merge is under way",
+    "max_grad_norm": "clip the gradients of each batch before step()",
+    "grad_averager_factory": "give grad_compression",
+    "use_local_updates": "LocalSGD(every=...) averages parameters, too",
+    "offload_optimizer": "each batch would copy all parameters to the CPU and back",
+    "average_opt_statistics": "each peer keeps its own statistics",
+}
+
+
+def merging_of(strategy: object, **without: object) -> Merging | None:
+    """The way in which the peers of this strategy merge; None if they average gradients.
+
+    Args:
+        strategy: as given.
+        without: arguments that have no meaning if peers merge.
+    """
+    if strategy is None:
+        return None
+    if isinstance(strategy, type) or not isinstance(strategy, Strategy):
+        raise ConfigError(f"strategy must be one of shoal.strategies, such as DiLoCo(every=100), got {strategy!r:.80}")
+    merging = strategy.merging
+    if merging is not None and not isinstance(merging, Merging):
+        raise ConfigError(f"strategy: merging must be a shoal.strategies.Merging or None, got {merging!r:.80}")
+    for name, value in without.items() if merging is not None else ():
+        if value:
+            raise ConfigError(f"{name} does not go with a strategy that merges: {_NOT_MERGED[name]}")
+    return merging
+
+
+def target_of(target_batch_size: int | None, merging: Merging | None) -> int:
+    """The samples of a step; 1, which means nothing, if peers merge."""
+    if merging is None:
+        if target_batch_size is None:
+            raise ConfigError("target_batch_size is missing: the samples of the whole swarm in one step")
+        return whole("target_batch_size", target_batch_size, most=MOST_SAMPLES)
+    if target_batch_size is not None:
+        raise ConfigError(
+            "target_batch_size has no meaning with a strategy that merges: its `every` says when. Leave it out"
+        )
+    return 1
+
+
 def check_closure(closure: object) -> None:
     """Refuse a batch size that was given in its place."""
     if closure is not None and not callable(closure):
@@ -145,10 +196,11 @@ def check_closure(closure: object) -> None:
         )
 
 
-def check_codecs(codecs: Mapping[str, CompressionBase | None]) -> None:
-    """Refuse what is no codec."""
+def checked_codecs(**codecs: CompressionBase | None) -> dict[str, CompressionBase | None]:
+    """The codecs, by the names of their arguments; refuse what is none."""
     for name, codec in codecs.items():
         codec_argument(name, codec)
+    return codecs
 
 
 def checked_tensors(name: str, tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -41,12 +41,12 @@ class TrackerView(Tracked):
     @property
     def global_progress(self) -> GlobalTrainingProgress:
         """The progress of all peers."""
-        status, target = self._swarm.last_status(), self._swarm.target_batch_size
+        status = self._swarm.last_status()
         eta_s = math.inf if status.eta_s is None else status.eta_s
         return GlobalTrainingProgress(
             epoch=status.swarm_epoch,
             samples_accumulated=status.samples,
-            target_batch_size=target,
+            target_batch_size=status.target_batch_size,
             num_peers=len(status.peers),
             num_clients=sum(peer.role == "client" for peer in status.peers[1:]) + self._only_dials,
             eta_next_epoch=get_dht_time() + eta_s,

@@ -86,6 +86,7 @@ class Fetching:
         self._has_news = False
         self._parked = asyncio.Event()
         self._again_at = float("-inf")
+        self._idle_since: float | None = None
 
     @property
     def holds(self) -> bool:
@@ -112,6 +113,18 @@ class Fetching:
         self._prefer(view)
         if timeout_s is not None and self._task is None and now >= self._again_at:
             self._begin(view, timeout_s)
+
+    def idles(self, view: SwarmView, now: float, *, idle: bool) -> None:
+        """Let patience be used up while the trainer goes on, but takes part in nothing.
+
+        Args:
+            view: as others claim it.
+            now: local time, seconds.
+            idle: whether it is so.
+        """
+        if idle and self._idle_since is not None:
+            self._patience[view.vouched].waited(now - self._idle_since, self._idle_since)
+        self._idle_since = now if idle else None
 
     def _prefer(self, view: SwarmView) -> None:
         """A contributor's state is fetched in place of one that others only claim."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 import weakref
@@ -21,13 +22,16 @@ from shoal.events import Event, Warned, print_log
 from shoal.optim.agreement import Deal
 from shoal.optim.arguments import (
     AVERAGING_TIMEOUT_S,
+    MOST_SAMPLES,
     averager_settings,
     check_closure,
-    check_codecs,
+    checked_codecs,
     checked_tensors,
     is_auxiliary,
     keeps_late,
     local_updates,
+    merging_of,
+    target_of,
     where_saved,
 )
 from shoal.optim.batch_rows import rows_of
@@ -39,12 +43,25 @@ from shoal.optim.local_updates import LocalTrainingState
 from shoal.optim.low_rank_training import LowRankTrainingState
 from shoal.optim.model import TrainedModel
 from shoal.optim.offload import Offload
+from shoal.optim.outer import LocalSteps, OuterTrainingState
 from shoal.optim.participant import Participant
+from shoal.optim.parts import (
+    export,
+    fingerprint,
+    load_parts,
+    name_of_all,
+    parts_of,
+    places,
+    prepare,
+    saved_parts,
+    take_over,
+)
 from shoal.optim.phases import RunPhase
 from shoal.optim.power_sgd import low_rank_options
 from shoal.optim.saving import Saver, misfit, saver_of
 from shoal.optim.schedule import ScheduleWatch, follow
-from shoal.optim.settings import RunSettings, checked_settings, run_settings
+from shoal.optim.settings import RunSettings, checked_settings, part_settings, run_settings
+from shoal.optim.state_name import StateName
 from shoal.optim.status import Status
 from shoal.optim.training_state import TrainingState
 from shoal.peer import check_run_id
@@ -53,6 +70,7 @@ from shoal.runtime.dht import DHT
 from shoal.runtime.hivemind import OptimizerOptions, check_optimizer_options
 from shoal.runtime.launch import launched
 from shoal.runtime.thread import GRACE_S, LoopThread
+from shoal.strategies import Merging, Strategy
 from shoal.wire import MAX_EPOCH
 
 __all__ = ["Optimizer"]
@@ -62,9 +80,6 @@ T = TypeVar("T")
 _LOAD_STATE_TIMEOUT_S, _SHUTDOWN_TIMEOUT_S = 600.0, 5.0
 _OTHERS_S = 3.0
 """To learn, when the optimizer is made, which settings the others of the run have."""
-
-_MOST_SAMPLES = 1 << 36
-"""In one batch or step: a round takes weights of 10^12 at most, and several batches may come together."""
 
 _run_of: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
 """The `Optimizer` that trains with each inner optimizer."""
@@ -87,7 +102,11 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
     Args:
         dht: this peer, started.
         run_id: names the run; all its peers give the same.
-        target_batch_size: samples of the whole swarm in one step.
+        target_batch_size: samples of the whole swarm in one step. Leave it out with a strategy that merges: its `every`
+            says when.
+        strategy: how the batches of all peers become one model: one of `shoal.strategies`, the same on all peers. None:
+            `Synchronous()`. With any other one each peer steps on its own batches, and now and then they merge what
+            they have trained: see docs/strategies.md.
         batch_size_per_step: samples that one call of `step` stands for; or give `batch_size` to each call. Without,
             with `model`, the rows of the first tensor in each of its batches are counted.
         params: parameters or parameter groups, if `optimizer` is a function of them.
@@ -176,7 +195,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         *,
         dht: DHT,
         run_id: str,
-        target_batch_size: int,
+        target_batch_size: int | None = None,
+        strategy: Strategy | None = None,
         batch_size_per_step: int | None = None,
         optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer],
         params: Iterable[torch.Tensor] | Iterable[dict[str, Any]] | None = None,
@@ -220,14 +240,25 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         if not isinstance(dht, DHT):
             raise ConfigError(f"dht must be a shoal.DHT, got {type(dht).__name__}")
         check_run_id(run_id)
-        target_batch_size = whole("target_batch_size", target_batch_size, most=_MOST_SAMPLES)
+        merging = merging_of(
+            strategy,
+            late=late,
+            delay_grad_averaging=delay_grad_averaging,
+            max_grad_norm=max_grad_norm,
+            grad_averager_factory=grad_averager_factory,
+            use_local_updates=use_local_updates,
+            offload_optimizer=offload_optimizer,
+            average_opt_statistics=options.get("average_opt_statistics"),
+        )
+        target = target_of(target_batch_size, merging)
         catch_up_bytes = whole("catch_up_bytes", catch_up_bytes)
         if batch_size_per_step is not None:
-            batch_size_per_step = whole("batch_size_per_step", batch_size_per_step, most=_MOST_SAMPLES)
+            batch_size_per_step = whole("batch_size_per_step", batch_size_per_step, most=MOST_SAMPLES)
         average_state_every = whole("average_state_every", average_state_every, least=0)
         check_parameters_every = whole("check_parameters_every", check_parameters_every, least=0)
-        codecs = {"grad_compression": grad_compression, "state_averaging_compression": state_averaging_compression}
-        check_codecs(codecs)
+        codecs = checked_codecs(
+            grad_compression=grad_compression, state_averaging_compression=state_averaging_compression
+        )
         given, extra_tensors = checked_settings(settings), checked_tensors("extra_tensors", extra_tensors)
         round_timeout = "averaging_timeout" if allreduce_timeout is None else "allreduce_timeout"
         averager = averager_settings(
@@ -277,10 +308,11 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             self._schedules.seen()
         self._training = _training_state(
             (inner, chosen, extra_tensors),
+            merging,
             local,
             low_rank,
             options.get("average_opt_statistics", ()),
-            unit=target_batch_size,
+            unit=target,
             late=keeps_late(late, delay=delay),
             max_grad_norm=max_grad_norm,
             offload=offload,
@@ -288,12 +320,12 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         self._model = None if model is None else TrainedModel(model, self._training.parameters, extra_tensors)
         self._watch = GradientWatch(
             self._training.trained,
-            whole=not local and low_rank is None and grad_compression in (None, NoCompression()),
+            whole=merging is None and not local and low_rank is None and grad_compression in (None, NoCompression()),
         )
         self._lock, self._rows = TensorLock(), rows_of(model, batch_size_per_step, self._training.trained)
         ours = RunSettings(
             run_id=run_id,
-            target_batch_size=target_batch_size,
+            target_batch_size=target,
             averager=averager,
             use_local_updates=local,
             auxiliary=is_auxiliary(auxiliary, averager.client_mode, batch_size_per_step),
@@ -306,9 +338,11 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             check_every=0 if local else check_parameters_every,  # they differ between two rounds
             fingerprint=run_settings(
                 self._training,
-                target_batch_size,
+                target,
                 0 if local else average_state_every,
                 local_updates=tuple(options.get("average_opt_statistics", ())) if local else None,
+                merging=merging,
+                outer=parts_of(self._training)[0].optimizer if merging is not None else None,
                 model=self._model,
                 given=given,
                 **codecs,
@@ -317,7 +351,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         self._closed = self._left = self._told_end = False
         self._clears_gradients, self._last_status = reuse_grad_buffers, None
         self._one_step = TensorLock()  # no thread keeps it, whatever interrupts it
-        self._participant = self._run(
+        self._participants = self._run(
             self._begin(
                 dht.core(),
                 ours,
@@ -327,9 +361,9 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             ),
             60.0,
         )
-        self._forget_closer = dht.at_shutdown(partial(_close, self._participant, self._saver))
+        self._forget_closer = dht.at_shutdown(partial(_close, self._participants, self._saver))
         self._stop_guarding = _guard_step(inner, weakref.ref(self))
-        self._dropped = _leave_when_dropped(self, dht.loop_thread, self._participant, self._forget_closer)
+        self._dropped = _leave_when_dropped(self, dht.loop_thread, self._participants, self._forget_closer)
         self._warn_of_arguments(load_state_compression)
 
     def _warn_of_arguments(self, load_state_compression: CompressionBase | None) -> None:
@@ -342,14 +376,14 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 "extra_tensors to share them"
             )
 
-    def _begin_from(self, folder: Path | None, settings: Mapping[str, str]) -> Saved | None:
-        """Take over the best checkpoint before this peer joins the run."""
+    def _begin_from(self, folder: Path | None, settings: Mapping[str, str]) -> list[StateName] | None:
+        """Take over the best checkpoint before this peer joins the run; the names of its parts."""
         if folder is None:
             return None
-        if (found := self._saver.find(folder, settings)) is not None:
-            self._take_over(found)
+        found = self._saver.find(folder, settings)
+        names = None if found is None else self._take_over(found)
         self._saver.resumed(folder, found, 0)
-        return found
+        return names
 
     async def _begin(
         self,
@@ -357,33 +391,34 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         settings: RunSettings,
         compression: CompressionBase | None,
         state_compression: CompressionBase | None,
-        found: Saved | None,
-    ) -> Participant:
-        others = len(core.leavers)
+        found: Sequence[StateName | None] | None,
+    ) -> list[Participant]:
+        others, parts = len(core.leavers), parts_of(self._training)
+        participants: list[Participant] = []
         try:
-            participant = Participant(
-                core,
-                self._training,
-                settings,
-                lock=self._lock,
-                compression=compression,
-                state_compression=state_compression,
-            )
+            for number, part in enumerate(parts):
+                ours = settings
+                if isinstance(part, OuterTrainingState):
+                    ours = part_settings(settings, part.merging, number)
+                codecs = {"compression": compression, "state_compression": state_compression}
+                participants.append(Participant(core, part, ours, lock=self._lock, **codecs))
         except BaseException:
-            for leave in core.leavers[others:]:  # it has made one averager, which holds the run's name
+            for leave in core.leavers[others:]:  # it has made averagers, which hold the run's names
                 await leave(0.0)
             raise
         try:
-            if found is not None:
-                participant.own.loaded(found.name, unchanged=True)
-            await participant.start()
-            if found is not None:
-                await participant.tell_loaded()
-            await participant.check_settings(_OTHERS_S)
+            names = found or [None for _ in parts]
+            for participant, name in zip(participants, names, strict=True):
+                if name is not None:
+                    participant.own.loaded(name, unchanged=True)
+                await participant.start()
+                if name is not None:
+                    await participant.tell_loaded()
+            await participants[0].check_settings(_OTHERS_S)
         except BaseException:
-            await participant.close()
+            await _leave_all(participants)
             raise
-        return participant
+        return participants
 
     def _run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         return self.dht.loop_thread.run(work, timeout_s + GRACE_S)
@@ -392,8 +427,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
 
     @property
     def local_epoch(self) -> int:
-        """Swarm steps that went into this peer's parameters."""
-        return self._participant.epoch
+        """Swarm steps that went into this peer's parameters; merges of each part of the model, if peers merge."""
+        return min(each.epoch for each in self._participants)
 
     @property
     def finished(self) -> bool:
@@ -402,7 +437,16 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         At the end a peer has the best state that it knows, and waits some seconds, in `step`, until the others that it
         knows have it too.
         """
-        return self._participant.finished
+        return all(each.finished for each in self._participants)
+
+    @property
+    def _participant(self) -> Participant:
+        """Of the first part of the model."""
+        return self._participants[0]
+
+    @property
+    def _state(self) -> StateName:
+        return name_of_all([each.state for each in self._participants])
 
     @property
     def dealt(self) -> tuple[Deal, ...]:
@@ -485,7 +529,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         last = None if epoch is None else whole("epoch", epoch, most=MAX_EPOCH)
 
         async def announce() -> None:
-            self._participant.announce_end(last)
+            for each in self._participants:
+                each.announce_end(last)
 
         self._run(announce(), GRACE_S)
 
@@ -582,7 +627,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             self._schedules.seen()
             if self._clears_gradients:
                 self.zero_grad()
-        self._saver.at_step(self._participant.state, self._copy, finished=self.finished)
+        self._saver.at_step(self._state, self._copy, finished=self.finished)
         return loss
 
     def _samples_of(self, batch_size: int | None) -> int:
@@ -596,7 +641,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             return 1  # of nothing
         if samples is None:
             raise ConfigError("batch_size is missing: give it to step(), or batch_size_per_step to the optimizer")
-        return whole("batch_size", samples, most=_MOST_SAMPLES)
+        return whole("batch_size", samples, most=MOST_SAMPLES)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -616,49 +661,67 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 self._training.adopt(found)
                 message = (
                     f"{what} follows the swarm's epochs: its own step() does nothing, and its warm-up and its length "
-                    f"count epochs of {self.target_batch_size} samples"
+                    f"count {self._schedule_unit}"
                 )
         self._warn(message)
+
+    @property
+    def _schedule_unit(self) -> str:
+        if not isinstance(self._training, LocalSteps):
+            return f"epochs of {self.target_batch_size} samples"
+        return "merges" if self._training.merging.steps is None else "this peer's batches"
 
     def _warn(self, message: str) -> None:
         _emit(self.dht, Warned(where="optimizer", message=message))
 
     def _count(self, samples: int, loss: Any) -> Any:
-        participant = self._participant
-        if participant.finished:
+        participants = self._participants
+        if self.finished:
             if not self._told_end:
                 self._told_end = True
                 self._warn(f"the run has ended at epoch {self.local_epoch}: step() does nothing; look at `finished`")
             return loss
-        if samples and not participant.at_end:
+        if samples and not self._at_end:
             with self._lock.acquire_in_thread():
                 worth = self._training.accumulate(samples) or self._training.holds_average
-            if worth:
+            for participant in participants if worth else ():
                 participant.speed.count(samples)
-        if not samples or participant.epoch == 0 or participant.enough or participant.phase is not RunPhase.COLLECTING:
-            self._take_turn()
-        else:
-            self.dht.loop_thread.call_soon(participant.accumulated)
+        for participant in participants:
+            if not samples or participant.needs_turn:
+                self._take_turn(participant)
+            elif participant.has_news:
+                self.dht.loop_thread.call_soon(participant.accumulated)
+        if self._at_end and isinstance(self._training, LocalSteps):
+            with self._lock.acquire_in_thread():
+                self._training.go_back()  # what was trained after the last merge is nobody else's
         return loss
 
-    def _take_turn(self) -> None:
-        phase = self._run(self._participant.decide(self.averaging_timeout), self.averaging_timeout)
+    @property
+    def _at_end(self) -> bool:
+        return all(each.at_end for each in self._participants)
+
+    def _take_turn(self, participant: Participant) -> None:
+        if participant.at_end and not self._at_end:
+            return  # other parts of the model are still trained
+        phase = self._run(participant.decide(self.averaging_timeout), self.averaging_timeout)
         if phase is RunPhase.STEPPING:
+            if participant.holds_back:
+                return
             try:
                 with self._lock.acquire_in_thread():
-                    self._participant.own.step()
+                    participant.own.step()
             except Exception:  # of the optimizer: the others are told at once, as the program may end
-                self._run(self._participant.stepped(), GRACE_S)
+                self._run(participant.stepped(), GRACE_S)
                 raise
-            self._run(self._participant.stepped(), GRACE_S)
-            if self._participant.at_end:
-                self._take_turn()  # the last one: wait for the others
-        elif phase is RunPhase.BEHIND:
+            self._run(participant.stepped(), GRACE_S)
+            if participant.at_end:
+                self._take_turn(participant)  # the last one: wait for the others
+        elif phase is RunPhase.BEHIND and participant.stands_still:
             timeout_s, patient = self.load_state_timeout, self.auxiliary
             try:
-                self._run(self._participant.download(timeout_s, patient=patient), timeout_s)
+                self._run(participant.download(timeout_s, patient=patient), timeout_s)
             except StateUnavailable as error:
-                self._participant.takeover.check_beginning()
+                participant.takeover.check_beginning()
                 if str(error) != self._not_taken:
                     self._not_taken = str(error)
                     self._warn(str(error))
@@ -689,16 +752,22 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         timeout_s = seconds("timeout", timeout, self.load_state_timeout)
         if not flag("wait", wait):
             return False  # all peers look for a better state all the time
-        return self._run(self._participant.download(timeout_s), timeout_s)
+        taken = [self._run(each.download(timeout_s), timeout_s) for each in self._participants]
+        return any(taken)
 
     # ------------------------------------------------------------------------------------------- torch's interface
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state dict, and under `"shoal"` where the run stands; plain torch does without that."""
+        """The inner optimizer's state dict, and under `"shoal"` where the run stands; plain torch does without that.
+
+        If peers merge, the anchor and the outer optimizer are under `"shoal"`, too.
+        """
         with self._lock.acquire_in_thread():
-            state, training = self._participant.state, self._training
+            state, training = self._state, self._training
             name = {"epoch": state.epoch, "digest": state.digest.hex(), "samples": state.samples}
-            where = {**name, "scheduled": training.scheduled, "fingerprint": training.fingerprint().hex()}
+            where = {**name, "scheduled": training.scheduled, "fingerprint": fingerprint(training)}
+            if isinstance(training, LocalSteps):
+                where["merged"] = saved_parts(self._participants)
             return {**training.optimizer.state_dict(), "shoal": where}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -724,7 +793,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         if not isinstance(state_dict, Mapping):
             raise ConfigError(f"state_dict must be what state_dict() gave, got {type(state_dict).__name__}")
         saved = dict(state_dict)
-        where = where_saved(saved.pop("shoal", None))
+        about = saved.pop("shoal", None)
+        where, merged = where_saved(about), about and about.get("merged")
         with self._lock.acquire_in_thread():
             if self._training.evaluates and not self._training.hides_weights:
                 raise ConfigError(
@@ -737,9 +807,18 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 raise ConfigError(f"state_dict does not fit this optimizer: {error}") from error
             if where is not None:
                 self._training.resume(where[0].epoch, where[1])
-            unchanged = where is not None and where[2] == self._training.fingerprint().hex()
-            self._participant.own.loaded(where and where[0], unchanged=unchanged)
-        self._run(self._participant.tell_loaded(), GRACE_S)
+            try:
+                names: Sequence[StateName | None] = load_parts(self._training, merged)
+            except StateUnavailable as error:
+                raise ConfigError(f"state_dict['shoal'] does not fit here: {error}") from error
+            unchanged = where is not None and where[2] == fingerprint(self._training)
+            for each, name in zip(self._participants, names or [where and where[0]], strict=False):
+                each.own.loaded(name, unchanged=unchanged)
+        self._run(self._tell_loaded(), GRACE_S)
+
+    async def _tell_loaded(self) -> None:
+        for each in self._participants:
+            await each.tell_loaded()
 
     def save(self, folder: str | os.PathLike[str], *, keep: int | None = None) -> Path:
         """Save a checkpoint: what a newcomer downloads, and with `model` its buffers. Returns when it is on the disk.
@@ -784,7 +863,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         Raises:
             ConfigError, LocalError: as `save`.
         """
-        saver, state = self._saver, self._participant.state
+        saver, state = self._saver, self._state
         if saver.folder is None or not state.epoch or saver.has_saved(state):
             return None
         saved = self.save(saver.folder, keep=saver.keep)
@@ -792,11 +871,11 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         return saved
 
     def _copy(self, memory: Files | None = None) -> Content:
-        participant, described = self._participant, self._training.describe()
         with self._lock.acquire_in_thread():
-            own, model = participant.own, {} if self._model is None else self._model.to_save()
-            settings = participant.settings.fingerprint
-            return copy_of(self.run_id, own.export(), own.name, settings, described, model, memory)
+            state, described = export(self._participants), places(parts_of(self._training))
+            model = {} if self._model is None else self._model.to_save()
+            settings = self._participant.settings.fingerprint
+            return copy_of(self.run_id, state, self._state, settings, described, model, memory)
 
     def resume(self, folder: str | os.PathLike[str]) -> Path | None:
         """Go on from the whole checkpoint of the best state in a folder, unless the state here is better.
@@ -820,32 +899,37 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         with self._one_step.acquire_in_thread(timeout_s=0.0) as alone:
             if not alone:
                 raise LocalError("resume() is called while step() is running: call it between two steps")
-            place, participant = path("folder", folder), self._participant
-            saved = self._saver.find(place, participant.settings.fingerprint)
+            place = path("folder", folder)
+            saved = self._saver.find(place, self._participant.settings.fingerprint)
             with self._lock.acquire_in_thread():
-                mine = participant.state
+                mine = self._state
                 if saved is not None and mine.epoch and mine.key >= saved.name.key:
                     saved = None
                 if saved is not None:
-                    self._take_over(saved)
-                    participant.own.loaded(saved.name, unchanged=True)
+                    for each, name in zip(self._participants, self._take_over(saved), strict=True):
+                        each.own.loaded(name, unchanged=True)
             self._saver.resumed(place, saved, mine.epoch)
             if saved is None:
                 return None
-            self._run(participant.tell_loaded(), GRACE_S)
+            self._run(self._tell_loaded(), GRACE_S)
             return saved.path
 
-    def _take_over(self, saved: Saved) -> None:
-        """Take over a checkpoint, all of it or nothing (under the lock, if there is a participant already)."""
+    def _take_over(self, saved: Saved) -> list[StateName]:
+        """Take over a checkpoint, all of it or nothing (under the lock, if there is a participant already).
+
+        Returns:
+            The names of the states of its parts.
+        """
         if self._training.evaluates:
             raise ConfigError("the optimizer is in eval mode: call train() before a checkpoint is taken over")
         try:
-            prepared = self._training.prepare(saved.values, saved.tensors)
+            loaded = prepare(parts_of(self._training), saved.values, saved.tensors)
         except StateUnavailable as error:
             raise misfit(saved, f"{error}") from error
-        self._training.take_over(prepared)
+        take_over(self._training, loaded)
         if self._model is not None:
             self._model.restore_statistics(saved.model)
+        return [each.name or saved.name for each in loaded]
 
     def eval(self) -> None:
         """Put the weights to evaluate with in place, where the inner optimizer has such (ScheduleFree); else nothing.
@@ -878,7 +962,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 self._last_status = self.status()
         self._closed = True
         if not self._left and self.dht.is_alive():
-            self._run(self._participant.close(), self._shutdown_timeout)
+            self._run(_leave_all(self._participants), self._shutdown_timeout)
             self._run(self._saver.close(), self._shutdown_timeout)
             self._forget_closer()
         self._dropped.detach()
@@ -903,8 +987,12 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         return f"Optimizer(run_id={self.run_id!r}, epoch={self.local_epoch}, inner={self._training.optimizer!r})"
 
 
-async def _close(participant: Participant, saver: Saver) -> None:
-    await participant.close()
+async def _leave_all(participants: Sequence[Participant]) -> None:
+    await asyncio.gather(*(each.close() for each in participants))
+
+
+async def _close(participants: Sequence[Participant], saver: Saver) -> None:
+    await _leave_all(participants)
     await saver.close()
 
 
@@ -917,13 +1005,13 @@ def _emit(dht: DHT, event: Event) -> None:
 
 
 def _leave_when_dropped(
-    swarm: Optimizer, thread: LoopThread, participant: Participant, forget_closer: Callable[[], None]
+    swarm: Optimizer, thread: LoopThread, participants: Sequence[Participant], forget_closer: Callable[[], None]
 ) -> weakref.finalize[[], Optimizer]:
     """Once nobody holds the optimizer, other peers shall not wait for it, and its run's name is free."""
 
     def leave() -> None:
         with suppress(ClosedError):
-            thread.submit(participant.close())
+            thread.submit(_leave_all(participants))
             forget_closer()
 
     dropped = weakref.finalize(swarm, leave)
@@ -963,11 +1051,14 @@ def _inner(
 
 def _training_state(
     about: tuple[Any, Any, Any],
+    merging: Merging | None,
     local: bool,
     low_rank: Mapping[str, Any] | None,
     average_opt_statistics: Sequence[str],
     **options: Any,
 ) -> TrainingState:
+    if merging is not None:
+        return LocalSteps(*about, merging)
     if local:
         return LocalTrainingState(*about, average_opt_statistics=average_opt_statistics)
     if low_rank is None:

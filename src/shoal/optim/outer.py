@@ -235,6 +235,13 @@ class OuterTrainingState(TrainingState):
         self.go_back()
         return True
 
+    def begin_anew(self) -> None:
+        """Let the anchor be what the parameters are (trainer, under the lock)."""
+        self.discard()
+        self._strays = False
+        with torch.no_grad():
+            torch._foreach_copy_([each.detach() for each in self.trained], self._weights())
+
     def go_back(self) -> None:
         """Let the parameters be the anchor (trainer, under the lock)."""
         self._strays = False
@@ -252,6 +259,7 @@ class LocalSteps(LocalTrainingState):
         merging: the way in which peers merge.
 
     Attributes:
+        merging: as given.
         parts: of the model, in order.
 
     Raises:
@@ -266,7 +274,7 @@ class LocalSteps(LocalTrainingState):
         merging: Merging,
     ) -> None:
         super().__init__(optimizer, scheduler)
-        self._merging = merging
+        self.merging = merging
         self.parts = [
             OuterTrainingState(self, merging, part, *((self._frozen, extra_tensors) if number == 0 else ()))
             for number, part in enumerate(fragments_of(self.trained, merging.fragments))
@@ -294,7 +302,12 @@ class LocalSteps(LocalTrainingState):
         for part in self.parts:
             part.go_back()
 
+    def begin_anew(self) -> None:
+        """Let the anchor of each part be what the parameters are: other weights were loaded into the model."""
+        for part in self.parts:
+            part.begin_anew()
+
     def follow_schedule(self) -> None:
         """Move the schedule to where the run is: each merge of the first part is `every` batches after the last one."""
-        first, steps = self.parts[0], self._merging.steps
+        first, steps = self.parts[0], self.merging.steps
         self._move_schedule(first.epoch if steps is None else first.epoch * steps + min(first.batches, steps))

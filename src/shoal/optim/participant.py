@@ -59,6 +59,9 @@ from shoal.wire import FollowSteps, Progress
 
 __all__ = ["Participant"]
 
+_LOOKS = 50
+"""So often at least a peer that merges looks at the swarm between two merges."""
+
 
 class Participant:
     """One peer's part in a run. Loop only; the trainer's calls are marked.
@@ -139,6 +142,7 @@ class Participant:
         self._rounds = Rounds(core.env, self._look_and_tell, self._news)
         self._tasks = Tasks(self._fail)
         self._told_at = -math.inf
+        self._asked = False  # the trainer has come to its first step
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
         self._gossip = ProgressGossip(core, settings, self._known, self._news, next_word=self._next_word)
@@ -343,6 +347,29 @@ class Participant:
         return self._pace.reaches(self.training.samples, self.training.batches)
 
     @property
+    def needs_turn(self) -> bool:
+        """Whether the trainer has something to do or to ask at its step, as far as it is known. Any thread may ask."""
+        begins = self.epoch == 0 and (self.settings.merging is None or not self._asked)
+        return begins or self.enough or self.phase is not RunPhase.COLLECTING
+
+    @property
+    def has_news(self) -> bool:
+        """Whether what was trained since the last look is worth one: thousands of short batches are not."""
+        steps = None if self.settings.merging is None else self.settings.merging.steps
+        return steps is None or self.training.batches % max(1, steps // _LOOKS) == 0
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether the trainer stands still for a better state; if not, until it is here."""
+        return not self._trains_on or self._fetching.has_news
+
+    @property
+    def _trains_on(self) -> bool:
+        """Whether a better state is fetched while the trainer goes on, as nobody waits for anybody."""
+        merging = self.settings.merging
+        return merging is not None and merging.overlap is None and self.epoch > 0
+
+    @property
     def holds_back(self) -> bool:
         """Whether the trainer is to take the average that is here at a later batch."""
         update = self.own.update
@@ -372,8 +399,9 @@ class Participant:
             view, claimed = self._look()
             self._judge(view)
             if not machine.is_busy:
-                goes_on = claimed.behind and not view.behind
-                begin = goes_on and machine.phase is not RunPhase.BEHIND
+                goes_on = claimed.behind and (self._trains_on or not view.behind)
+                begin = goes_on and (self._trains_on or machine.phase is not RunPhase.BEHIND)
+                self._fetching.idles(claimed, self._now(), idle=self._trains_on and view.behind)
                 self._fetching.observe(claimed, self.settings.state_patience_s if begin else None, self._now())
             self._gossip.tell(view, now=machine.phase is RunPhase.AVERAGING)
             alone = machine.phase is RunPhase.AVERAGING and self._outlook.alone(view)
@@ -530,6 +558,7 @@ class Participant:
 
         Waits while a round goes on, or the others come to the end; AVERAGING and ENDING only if time ran out.
         """
+        self._asked = True
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._gossip.looked.wait()

@@ -80,7 +80,13 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def part_settings(settings: RunSettings, merging: Merging, number: int) -> RunSettings:
-    """The settings of a part of the model, which is merged by itself: in a run of its own, beside the others."""
+    """The settings of a part of the model, which is merged by itself: in a run of its own, beside the others.
+
+    Args:
+        settings: of the run.
+        merging: the way in which peers merge.
+        number: of the part.
+    """
     name = settings.run_id if number == 0 else f"{settings.run_id}/{number}"
     least = max(settings.averager.min_group_size, merging.quorum or 0)
     return msgspec.structs.replace(
@@ -91,7 +97,7 @@ def part_settings(settings: RunSettings, merging: Merging, number: int) -> RunSe
         delay_grad_averaging=merging.overlap != 0,
         merging=merging,
         fragment=number,
-        fingerprint={**settings.fingerprint, "strategy": merging.text, "part": f"{number}"},
+        fingerprint={**settings.fingerprint, "part": f"{number}"},
     )
 
 
@@ -101,6 +107,8 @@ def run_settings(
     average_state_every: int,
     *,
     local_updates: Collection[str] | None = None,
+    merging: Merging | None = None,
+    outer: torch.optim.Optimizer | None = None,
     model: TrainedModel | None = None,
     given: Mapping[str, str] | None = None,
     **codecs: CompressionBase | None,
@@ -113,6 +121,8 @@ def run_settings(
         average_state_every: epochs.
         local_updates: the statistics that are averaged, too, if parameters are averaged and not gradients; else None.
         model: that is trained, if it was given.
+        merging: the way in which peers merge, if they do.
+        outer: the outer optimizer of the first part then.
         given: more of them, of the program's own; `checked_settings` has checked them.
         codecs: by the names of their arguments.
 
@@ -121,6 +131,7 @@ def run_settings(
     """
     optimizer = training.optimizer
     ours = {
+        **({} if merging is None else {"strategy": merging.text, "outer optimizer": _described(outer)}),
         "target_batch_size": str(target_batch_size),
         "tensors": training.summary(),
         "optimizer": type(optimizer).__name__,
@@ -140,6 +151,12 @@ def run_settings(
     if taken := sorted(ours.keys() & (given or {}).keys()):
         raise ConfigError(f"settings: {taken[0]!r} is a setting of shoal's own: give yours another name")
     return {**ours, **(given or {})}
+
+
+def _described(optimizer: torch.optim.Optimizer | None) -> str:
+    """An optimizer and the options that it was made with."""
+    options = {} if optimizer is None else _options(optimizer.defaults)
+    return f"{type(optimizer).__name__} {', '.join(f'{name} {_text(options[name])}' for name in sorted(options))}"[:240]
 
 
 def checked_settings(settings: object) -> dict[str, str]:

@@ -100,7 +100,7 @@ class SwarmView:
     vouched: bool = False
     best: StateKey = field(default=StateKey(0, 0, b""), compare=False)
     others: Mapping[PeerID, Progress] = field(default_factory=dict, compare=False)
-    own: int = 0
+    own: int = field(default=0, compare=False)
     contributors: Collection[PeerID] = field(default=(), compare=False)
     absent: frozenset[PeerID] = field(default=frozenset(), compare=False)
 

@@ -37,6 +37,7 @@ PUBLIC = {
     "leave_on_sigterm",
     "read_run",
     "sim",
+    "strategies",
     "zero",
 }
 HEAVY = {"asyncio", "cryptography", "msgspec", "numpy", "torch"}

@@ -15,6 +15,9 @@ from shoal.events import EpochAdvanced, Warned
 from tests.sim.optimizer_kit import Run, Trainer
 
 
+NAMES = ["p0", "p1", "p2"]
+
+
 async def train(
     change: Callable[[Trainer], None], names: list[str], epochs: int, steps: list[dict[str, Any]]
 ) -> list[str]:
@@ -81,9 +84,32 @@ def other_lambdas(trainer: Trainer) -> None:
 def test_learning_rates_that_differ_under_one_state_name(change: Callable[[Trainer], None]) -> None:
     """All take every step with the same options; who had others is told once, and nobody forks or downloads."""
     steps: list[dict[str, Any]] = []
-    names = ["p0", "p1", "p2"]
-    told = sim.run(lambda: train(change, names, 15, steps), seed=3)
-    assert equal(steps, names)
+    told = sim.run(lambda: train(change, NAMES, 15, steps), seed=3)
+    assert equal(steps, NAMES)
     assert len(told) == len({each.split(":")[0] for each in told})
     assert 1 <= len(told) <= 3
     assert "lr of parameter group 0" in told[0]
+
+
+def test_a_peer_in_its_first_batch_won_the_step_with_the_rate_from_before_the_warm_up() -> None:
+    """Until its first `step` a schedule that was made over its optimizer is not found. Two such peers were the most."""
+
+    async def main() -> None:
+        run, rates = Run(target=8), list[float]()
+        for name in NAMES:
+            trainer = await run.add(name)
+            trainer.participant.training.scheduler = None
+        await sim.sleep(3.0)
+        warmed = run.swarm.peer(NAMES[2])
+        inner = warmed.participant.training.optimizer
+        inner.param_groups[0]["lr"] = 1e-6
+        inner.register_step_pre_hook(lambda *_: rates.append(inner.param_groups[0]["lr"]))
+        first = [run.swarm.run_on(name, run.swarm.peer(name).take_batch, 4, duration_s=5.0) for name in NAMES[:2]]
+        train = warmed.train(4, duration_s=0.2, until=lambda: warmed.participant.epoch >= 3)
+        begun = asyncio.gather(*first)
+        await run.swarm.run_on(NAMES[2], lambda: train)
+        assert rates == [1e-6] * 3
+        await begun
+        await run.close()
+
+    sim.run(main, seed=4)

@@ -27,9 +27,9 @@ def peer(number: int) -> PeerID:
     return PeerID(bytes([number]) + bytes(31))
 
 
-def told(options: Options) -> Any:
+def told(options: Options, samples: int = 0) -> Any:
     """As the others get it."""
-    return decode_plain(encode(Said(options)))
+    return decode_plain(encode(Said(options, samples=samples)))
 
 
 def test_what_is_proposed_is_all_but_how_a_step_is_computed() -> None:
@@ -78,6 +78,14 @@ def test_most_members_decide_and_the_lowest_peer_where_as_many_have_others() -> 
     tie = {peer(2): told(one), peer(1): told(other)}
     assert agree(tie, ()).options == agree(dict(reversed(tie.items())), ()).options == other
     assert agree(tie, ()).digest != agree(gathered, ()).digest
+
+
+def test_who_has_no_samples_has_no_say_beside_those_who_have() -> None:
+    """Its trainer may be in its first batch, and its rates those from before the schedule was found."""
+    one, other = (options_of(groups({"lr": lr})) for lr in (0.1, 0.3))
+    gathered = {peer(1): told(other), peer(2): told(other), peer(3): told(one, samples=4)}
+    assert agree(gathered, ()).options == one
+    assert agree({**gathered, peer(3): told(one)}, ()).options == other
 
 
 def test_options_keep_their_form() -> None:

@@ -89,7 +89,9 @@ def agree(gathered: Mapping[PeerID, Any], contributors: Collection[PeerID]) -> A
         contributors: the members whose values are in the average.
     """
     said = {peer: _read(gathered[peer]) for peer in sorted(gathered)}
-    options = agreed([each.options for each in said.values() if each is not None])
+    read = [each for each in said.values() if each is not None]
+    # Without samples a trainer may be in its first batch: a schedule that it has made is found at its first step.
+    options = agreed([each.options for each in [each for each in read if each.samples] or read])
     absent = _in_all([each.absent if each is not None else b"" for each in said.values()])
     made = [
         Contributor(peer, max(1, each.samples), each.end)

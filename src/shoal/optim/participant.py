@@ -499,7 +499,8 @@ class Participant:
                     self.training.discard()
             self._happened(Event.MISFIT)
             return
-        self._notices.took_over(differences(said.options, agreement.options))
+        if said.samples:  # else its own were no proposal
+            self._notices.took_over(differences(said.options, agreement.options))
         step = partial(self.training.step, agreement.options, agreement.absent)
         name, members = self.own.name, [member.contact.peer for member in result.outcome.members]
         gave = [each.peer for each in agreement.contributors if each.samples]

@@ -239,6 +239,19 @@ def test_plan_says_what_it_would_take(capsys: pytest.CaptureFixture[str]) -> Non
     assert f"Nothing fits 4.0 GB: {least}, which is 5.1 GB too much. 26 peers would be enough.\n" in out
     out = run(capsys, *told, "1GiB")[1]
     assert f"Nothing fits 1.1 GB: {least}, which is 8.0 GB too much. More peers would not do" in out
+    out = run(capsys, "plan", "--params", "7.5e9", "--peers", "8", "--memory", "24GB", "--stage", "1")[1]
+    assert "Without --stage there is one that fits: stage 2 with offload to the CPU or to disk.\n" in out
+
+
+def test_plan_counts_replicas_and_averages(capsys: pytest.CaptureFixture[str]) -> None:
+    """Averages only where there is a column for them."""
+    ema = ["plan", "--params", "8e9", "--peers", "8", "--replicas", "2", "--ema"]
+    code, out, _ = run(capsys, *ema, "--memory", "40GB")
+    assert code == 0
+    assert re.split(" {2,}", out.splitlines()[1])[:7] == ["1", "no", "no", "16.0 GB", "24.0 GB", "24.0 GB", "8.0 GB"]
+    assert run(capsys, *ema)[0] == 2
+    code, _, err = run(capsys, *PLAN, "--replicas", "3")
+    assert (code, err) == (2, "shoal: replicas must divide the ranks: 4 ranks cannot form 3 replicas\n")
 
 
 def test_the_page_shows_what_plan_prints(capsys: pytest.CaptureFixture[str]) -> None:

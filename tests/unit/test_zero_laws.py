@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +89,19 @@ def test_a_higher_stage_never_takes_more_memory(
         assert not any(cost.sent for cost in found)
     ours = {cost.engine.stage: cost.sent for cost in found if cost.engine.name == "shoal.zero"}
     assert ours == {stage: min(cost.sent for cost in found if cost.engine.stage == stage) for stage in (1, 2, 3)}
+
+
+@pytest.mark.parametrize(("precision", "width"), [("mixed", 2), ("float32", 4)])
+def test_replicas_are_groups_of_fewer_ranks(precision: str, width: int) -> None:
+    """Engines that have them take means of a share's gradients: shoal in float32, once in a step."""
+    asked: dict[str, Any] = {"precision": precision, "micro_batches": 3}
+    alone = {cost.engine: cost for cost in costs(12e6, 4, **asked)}
+    for cost in costs(12e6, 12, replicas=3, **asked):
+        usual = alone.pop(cost.engine)
+        assert cost[:4] == usual[:4]
+        mean = 4 if cost.engine.name == "shoal.zero" else 3 * width
+        assert cost.sent - usual.sent == pytest.approx(2 * 2 / 3 * mean * 12e6 / 4)
+    assert {engine.name for engine in alone} == {"DDP", "ZeroRedundancyOptimizer", "DeepSpeed"}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -236,6 +236,15 @@ def test_plans_are_of_what_shoal_keeps(precision: str, optimizer: str, kept: dic
         assert each.memory + each.offloaded == memory[each.stage]
 
 
+def test_plans_with_averages_and_replicas() -> None:
+    """Averages take 4 bytes for each weight of a share, also with offload; ranks form whole replicas."""
+    usual = shoal.zero.plans(1e6, 4, stage=2)
+    found = shoal.zero.plans(1e6, 8, stage=2, replicas=2, ema=True)
+    assert [each.memory - one.memory for each, one in zip(found, usual, strict=True)] == [4 * 1e6 / 4] * 2
+    assert [each.offloaded for each in found] == [each.offloaded for each in usual]
+    assert shoal.zero.fewest_ranks(4e6, 1e6, stage=3, replicas=3) == 3 * 2
+
+
 @given(
     memory=st.floats(1e9, 1e12),
     parameters=st.floats(1e8, 1e12),
@@ -255,6 +264,11 @@ def test_the_fewest_ranks_on_which_it_fits(memory: float, parameters: float, sta
     else:
         assert least(ranks) <= memory * (1 + 1e-9)
         assert ranks == 1 or least(ranks - 1) > memory * (1 - 1e-9)
+
+
+def test_no_rank_keeps_less_than_a_parameter() -> None:
+    """It took 60,000,000,000 ranks for 7,500,000,000 parameters."""
+    assert shoal.zero.fewest_ranks(1.0, 7.5e9) is None
 
 
 @pytest.mark.parametrize("memory", [0, -1.0, float("nan")])

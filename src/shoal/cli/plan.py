@@ -66,6 +66,8 @@ class _Bytes(click.ParamType[float]):
     help="Micro-batches in one optimizer step.",
 )
 @click.option("--backend", type=click.Choice(BACKENDS), default="nccl", show_default=True)
+@click.option("--replicas", type=_COUNT, default=1, show_default=True, help="Copies, each shared by peers / N.")
+@click.option("--ema", is_flag=True, help="With --memory: count moving averages of the weights.")
 @click.option("--memory", type=_Bytes(), metavar="SIZE", help="Of each rank's device, such as 24GB: show what fits.")
 @click.option("--batch", type=_COUNT, metavar="B", help="Count activations: samples in one micro-batch of a rank ...")
 @click.option("--sequence", type=_COUNT, metavar="S", help="... and tokens in each sample.")
@@ -75,7 +77,7 @@ class _Bytes(click.ParamType[float]):
 @click.option("--vocabulary", type=_COUNT, metavar="V", help="Words whose logits are computed; default: not counted.")
 @click.option("--no-dropout", is_flag=True, help="The transformer has no dropout.")
 @click.option("--flash", is_flag=True, help="Attention recomputes its scores, as flash attention does.")
-def plan(
+def plan(  # noqa: PLR0913, PLR0917 (click gives each option)
     params: float,
     peers: int,
     stage: int | None,
@@ -83,6 +85,8 @@ def plan(
     optimizer: str,
     micro_batches: int,
     backend: str,
+    replicas: int,
+    ema: bool,
     memory: float | None,
     **shape: int | None,
 ) -> None:
@@ -107,8 +111,11 @@ def plan(
         "micro_batches": micro_batches,
         "backend": backend,
         "transformer": transformer,
+        "replicas": replicas,
     }
     if memory is None:
+        if ema:
+            raise click.UsageError("--ema is for shoal.zero, of which --memory shows the ways: give that, too.")
         found = costs(params, peers, **asked)
         checked = (
             costs(params, peers, **asked | {"transformer": replace(transformer, checkpointing=True)})
@@ -117,9 +124,11 @@ def plan(
         )
         console.print(_table(found, checked))
     else:
+        asked["ema"] = ema
         ways = plans(params, peers, **asked)
         console.print(_ways(ways, memory))
-        console.print(_advice(ways, memory, fewest_ranks(memory, params, **asked)), soft_wrap=True)
+        others = [] if stage is None else plans(params, peers, **asked | {"stage": None})
+        console.print(_advice(ways, others, memory, fewest_ranks(memory, params, **asked)), soft_wrap=True)
     if transformer or memory:
         console.print(_counted(transformer), soft_wrap=True)
 
@@ -171,28 +180,40 @@ def _table(found: Sequence[Cost], checked: Sequence[Cost]) -> Table:
 
 def _ways(ways: Sequence[Plan], memory: float) -> Table:
     """The plans, and which of them fit."""
-    numbers = ["params", "gradients", "optimizer", "offloaded", "activations", "memory", "sent"]
+    averaged = any(way.cost.averages for way in ways)
+    numbers = [
+        "params",
+        "gradients",
+        "optimizer",
+        *["averages"] * averaged,
+        "offloaded",
+        "activations",
+        "memory",
+        "sent",
+    ]
     table = _empty(["stage", "checkpoints", "fits"], numbers)
     for way in ways:
         cost = way.cost
-        sizes = (cost.parameters, cost.gradients, cost.state, way.offloaded, cost.activations, cost.memory, cost.sent)
+        kept = (cost.parameters, cost.gradients, cost.state, *[cost.averages] * averaged)
+        sizes = (*kept, way.offloaded, cost.activations, cost.memory, cost.sent)
         words = ("yes" if way.checkpointing else "no", "yes" if way.memory <= memory else "no")
         table.add_row(str(way.stage), *words, *map(size_of, sizes))
     return table
 
 
-def _advice(ways: Sequence[Plan], memory: float, peers: int | None) -> str:
-    """The plan to use; or what it takes until one fits, with as many peers as are enough."""
+def _advice(ways: Sequence[Plan], others: Sequence[Plan], memory: float, peers: int | None) -> str:
+    """The plan to use; or what it takes until one fits: one of the others, or as many peers as are enough."""
     fitting = [way for way in ways if way.memory <= memory]
     if fitting:
         best = fitting[0]
         return f"Use {_named(best)}: {size_of(best.memory)} of {size_of(memory)}. Of those that fit it sends least."
     least = min(ways, key=lambda way: (way.memory, -way.stage))
-    would = (
-        f"{peers} peers would be enough."
-        if peers
-        else "More peers would not do: make the micro-batch, its samples or the model smaller."
-    )
+    if elsewhere := [way for way in others if way.memory <= memory]:
+        would = f"Without --stage there is one that fits: {_named(elsewhere[0])}."
+    elif peers:
+        would = f"{peers} peers would be enough."
+    else:
+        would = "More peers would not do: make the micro-batch, its samples or the model smaller."
     return (
         f"Nothing fits {size_of(memory)}: {_named(least)} takes least, {size_of(least.memory)}, "
         f"which is {size_of(least.memory - memory)} too much. {would}"

@@ -99,6 +99,8 @@ class Engine:
         reduces: reduce-scatters of all gradients in a step.
         reduces_each: further ones in each micro-batch.
         own_scatter: its reduce-scatter does not become an all-reduce on gloo.
+        means: all-reduces of a share's gradients among replicas in a step; of those engines that have replicas.
+        means_each: further ones in each micro-batch.
     """
 
     name: str
@@ -108,21 +110,23 @@ class Engine:
     reduces: int = 0
     reduces_each: int = 0
     own_scatter: bool = False
+    means: int = 0
+    means_each: int = 0
 
 
 ENGINES = (
     # An all-reduce is a reduce-scatter and an all-gather; gloo does it as such.
     Engine("DDP", 0, gathers=1, reduces=1, own_scatter=True),
-    Engine("shoal.zero", 1, gathers=1, reduces=1, own_scatter=True),
+    Engine("shoal.zero", 1, gathers=1, reduces=1, own_scatter=True, means=1),
     # Reduces everywhere, then broadcasts the parameters that each rank has stepped.
     Engine("ZeroRedundancyOptimizer", 1, gathers=2, reduces=1, own_scatter=True),
     Engine("DeepSpeed", 1, gathers=1, reduces=1),
-    Engine("shoal.zero", 2, gathers=1, reduces_each=1, own_scatter=True),
+    Engine("shoal.zero", 2, gathers=1, reduces_each=1, own_scatter=True, means=1),
     # With reshard_after_forward=False: it lets go of the parameters behind each backward pass.
-    Engine("FSDP2", 2, gathers_each=1, reduces_each=1),
+    Engine("FSDP2", 2, gathers_each=1, reduces_each=1, means_each=1),
     Engine("DeepSpeed", 2, gathers=1, reduces_each=1),
-    Engine("shoal.zero", 3, gathers_each=2, reduces_each=1, own_scatter=True),
-    Engine("FSDP2", 3, gathers_each=2, reduces_each=1),
+    Engine("shoal.zero", 3, gathers_each=2, reduces_each=1, own_scatter=True, means=1),
+    Engine("FSDP2", 3, gathers_each=2, reduces_each=1, means_each=1),
     Engine("DeepSpeed", 3, gathers_each=2, reduces_each=1),
 )
 """Every engine that carries a stage, in the order of the stages."""
@@ -135,11 +139,13 @@ class Sizes(NamedTuple):
         parameters: all of them, tied ones counted once.
         gradients: gradients of the trained parameters; as many bytes of the parameters change in a step.
         state: the state of the optimizer.
+        wide: gradients in float32, as `shoal.zero` takes their mean over replicas.
     """
 
     parameters: float
     gradients: float
     state: float
+    wide: float = 0.0
 
 
 class Cost(NamedTuple):
@@ -153,6 +159,7 @@ class Cost(NamedTuple):
         sent: bytes in one optimizer step.
         activations: bytes kept for the backward pass; 0 where no shape was given. They are of a rank's own samples, so
             no stage partitions them.
+        averages: bytes of the moving averages of weights; 0 unless they were asked for.
     """
 
     engine: Engine
@@ -161,14 +168,15 @@ class Cost(NamedTuple):
     state: float
     sent: float
     activations: float = 0.0
+    averages: float = 0.0
 
     @property
     def memory(self) -> float:
         """Bytes in all."""
-        return self.parameters + self.gradients + self.state + self.activations
+        return self.parameters + self.gradients + self.state + self.activations + self.averages
 
 
-def costs(
+def costs(  # noqa: PLR0913 (the choices of its users)
     parameters: float,
     ranks: int,
     *,
@@ -178,6 +186,7 @@ def costs(
     micro_batches: int = 1,
     backend: str = "nccl",
     transformer: Transformer | None = None,
+    replicas: int = 1,
 ) -> list[Cost]:
     """The laws for one model.
 
@@ -190,9 +199,10 @@ def costs(
         micro_batches: in one optimizer step, at least 1.
         backend: `nccl` or `gloo`.
         transformer: its shape, to count activations: see `shoal.zero.Transformer`. None counts none.
+        replicas: how many copies there are, each shared by ``ranks / replicas`` (`mesh` of `shoal.zero.shard`).
 
     Returns:
-        One entry for each engine of `ENGINES`, bytes.
+        One entry for each engine of `ENGINES`, bytes; with several replicas for those that have them.
 
     Raises:
         ConfigError: an argument is out of its range; it is named.
@@ -203,18 +213,24 @@ def costs(
         kind = Precision(precision)
     except ValueError:
         raise ConfigError(f"precision must be mixed or float32, got {precision!r}") from None
-    sizes = Sizes(kind.width * parameters, kind.width * parameters, state_bytes(optimizer, kind) * parameters)
-    found = costs_of(sizes, ranks, stage=stage, micro_batches=micro_batches, backend=backend)
+    width = kind.width
+    sizes = Sizes(width * parameters, width * parameters, state_bytes(optimizer, kind) * parameters, 4 * parameters)
+    found = costs_of(sizes, ranks, stage=stage, micro_batches=micro_batches, backend=backend, replicas=replicas)
     if transformer is None:
         return found
     activations = transformer.activations(kind.width)
     return [cost._replace(activations=activations) for cost in found]
 
 
-def costs_of(sizes: Sizes, ranks: int, *, stage: int | None, micro_batches: int, backend: str) -> list[Cost]:
+def costs_of(
+    sizes: Sizes, ranks: int, *, stage: int | None, micro_batches: int, backend: str, replicas: int = 1
+) -> list[Cost]:
     """As `costs`, for a model whose sizes are known."""
     if ranks < 1:
         raise ConfigError(f"ranks must be at least 1, got {ranks}")
+    if replicas < 1 or ranks % replicas:
+        raise ConfigError(f"replicas must divide the ranks: {ranks} ranks cannot form {replicas} replicas")
+    shards = ranks // replicas
     if micro_batches < 1:
         raise ConfigError(f"micro_batches must be at least 1, got {micro_batches}")
     if stage is not None and stage not in range(4):
@@ -224,8 +240,8 @@ def costs_of(sizes: Sizes, ranks: int, *, stage: int | None, micro_batches: int,
 
     def cost(engine: Engine) -> Cost:
         kept = [
-            size / ranks if engine.stage >= divided_from else size
-            for size, divided_from in zip(sizes, (3, 2, 1), strict=True)
+            size / shards if engine.stage >= divided_from else size
+            for size, divided_from in zip(sizes[:3], (3, 2, 1), strict=True)
         ]
         # Parameters that were not trained have not changed; but stage 3 has to gather them, too.
         gathered = sizes.parameters if engine.stage == 3 else sizes.gradients
@@ -233,10 +249,13 @@ def costs_of(sizes: Sizes, ranks: int, *, stage: int | None, micro_batches: int,
         reduces = engine.reduces + engine.reduces_each * micro_batches
         if backend == "gloo" and not engine.own_scatter:
             reduces *= 2
-        sent = gathers * gathered + reduces * sizes.gradients
-        return Cost(engine, kept[0], kept[1], kept[2], sent * (ranks - 1) / ranks)
+        sent = (gathers * gathered + reduces * sizes.gradients) * (shards - 1) / shards
+        means = engine.means * sizes.wide + engine.means_each * micro_batches * sizes.gradients
+        sent += 2 * (replicas - 1) / replicas * means / shards
+        return Cost(engine, kept[0], kept[1], kept[2], sent)
 
-    return [cost(engine) for engine in ENGINES if stage in (None, engine.stage)]
+    able = [engine for engine in ENGINES if replicas == 1 or engine.means + engine.means_each]
+    return [cost(engine) for engine in able if stage in (None, engine.stage)]
 
 
 def estimate(

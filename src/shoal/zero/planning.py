@@ -46,7 +46,7 @@ class Plan(NamedTuple):
         return self.cost.memory
 
 
-def plans(
+def plans(  # noqa: PLR0913 (the choices of its users)
     parameters: float,
     ranks: int,
     *,
@@ -56,6 +56,8 @@ def plans(
     micro_batches: int = 1,
     backend: str = "nccl",
     transformer: Transformer | None = None,
+    replicas: int = 1,
+    ema: bool = False,
 ) -> list[Plan]:
     """Every way to train a model with `shoal.zero`, or with DDP; the one to prefer comes first.
 
@@ -65,15 +67,18 @@ def plans(
         best = next(each for each in shoal.zero.plans(7.5e9, 8, transformer=shape) if each.memory <= 24e9)
 
     Args: as of `shoal.zero.costs`. Without `transformer` no activations count, and there are no plans with checkpoints.
+    With several `replicas` there is none of stage 0. `ema` counts moving averages of the weights (`shoal.zero.EMA`), 4
+    bytes for each weight that a rank owns (stage 0: for all). They are not offloaded.
 
     Raises:
         ConfigError: an argument is out of its range; it is named.
     """
 
     def each_way() -> Iterator[Plan]:
+        share = parameters * replicas / ranks
         shapes = [replace(transformer, checkpointing=each) for each in (False, True)] if transformer else [None]
         for shape in shapes:
-            for cost in costs(
+            for each in costs(
                 parameters,
                 ranks,
                 stage=stage,
@@ -82,12 +87,14 @@ def plans(
                 micro_batches=micro_batches,
                 backend=backend,
                 transformer=shape,
+                replicas=replicas,
             ):
+                cost = each._replace(averages=4 * ema * (share if each.engine.stage else parameters))
                 checkpointing = shape is not None and shape.checkpointing
                 if cost.engine.name == "DDP":
                     yield Plan(cost, checkpointing, 0.0)
                 elif cost.engine.name == "shoal.zero":
-                    ours = _ours(cost, parameters / ranks, Precision(precision))
+                    ours = _ours(cost, share, Precision(precision))
                     yield Plan(ours, checkpointing, 0.0)
                     here = _here(ours, cost)
                     if here.memory < ours.memory:
@@ -129,14 +136,16 @@ def fewest_ranks(memory: float, parameters: float, **asked: Any) -> int | None:
     if not memory > 0:
         raise ConfigError(f"memory must be above 0 bytes, got {memory!r}")
     # Each way takes a part that is the same on any number of ranks, and a part of which N ranks keep 1 / N each.
+    replicas = asked.get("replicas", 1)
     one, two = (
         {
             (plan.stage, plan.checkpointing, plan.offloaded > 0): plan.memory
-            for plan in plans(parameters, ranks, **asked)
+            for plan in plans(parameters, ranks * replicas, **asked)
         }
         for ranks in (1, 2)
     )
     shared = {way: 2 * (one[way] - two[way]) for way in one}
     left = {way: memory - (one[way] - shared[way]) for way in one}
     enough = [math.ceil(shared[way] / left[way] * (1 - 1e-12)) for way in one if left[way] > 0]
-    return max(1, min(enough)) if enough else None
+    # No rank can keep less than one parameter.
+    return max(1, min(enough)) * replicas if enough and min(enough) <= parameters else None

@@ -7,8 +7,9 @@ loss at the end, how far it is from that of whole gradients, and the bytes that 
 
 With top-k most values are stepped once in 1 / share steps, by the sum of their gradients since. AdamW's step is as long
 for a sum as for one gradient: so matrices get the learning rate times `--factor`. And the sum is over many steps
-already: so they get `--beta1` in place of the demo's 0.9, which would be over ten of them. In the first fifth of the
-steps the share goes down from 0.25, to a quarter each time (Lin et al., "Deep Gradient Compression", 2018).
+already: so they get `--beta1` and `--beta2` in place of the demo's 0.9 and 0.95, which would be over ten and twenty of
+them. In the first fifth of the steps the share goes down from 0.25, to a quarter each time (Lin et al., "Deep Gradient
+Compression", 2018).
 """
 
 from __future__ import annotations
@@ -98,9 +99,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rate", type=float, default=2e-3, help="learning rate (default 0.002)")
     parser.add_argument("--whole", type=float, nargs="*", default=[1.0], help="factors of it with whole gradients")
     parser.add_argument("--share", type=float, nargs="*", default=[0.01], help="that is sent with top-k (default 0.01)")
-    parser.add_argument("--factor", type=float, default=4.0, help="of matrices with top-k (default 4)")
+    parser.add_argument("--factor", type=float, default=3.0, help="of matrices with top-k (default 3)")
     parser.add_argument("--beta1", type=float, default=0.5, help="of matrices with top-k (default 0.5)")
-    parser.add_argument("--beta2", type=float, default=Training().betas[1], help="of matrices with top-k")
+    parser.add_argument("--beta2", type=float, default=0.9, help="of matrices with top-k (default 0.9)")
     parser.add_argument("--decay", action="store_true", help="the rate goes down to 0 in the second half")
     args = parser.parse_args(argv)
     ways = [Way(None, factor, *Training().betas) for factor in args.whole]

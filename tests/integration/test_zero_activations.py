@@ -71,6 +71,12 @@ def test_other_tensors_are_kept_as_they_are(pool: Ranks) -> None:
     assert pool.play(2, cases.kept_whole) == [((0, 0, 0), True)] * 2
 
 
+@pytest.mark.long
+def test_compiled_layers(pool: Ranks) -> None:
+    """The compiler took the hooks in, and printed errors that nobody could catch."""
+    assert pool.play(2, cases.compiled) == [(0.0, 2, [])] * 2
+
+
 @pytest.mark.parametrize(
     ("case", "kinds", "message"),
     [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -398,6 +400,32 @@ def kept_whole() -> tuple[tuple[int, ...], bool]:
     torch.autograd.backward(loss)
     grads = [each.grad for each in model.parameters() if each.ndim == 2]
     return whole, once and all(each is not None and torch.equal(each, torch.full_like(each, 4.0)) for each in grads)
+
+
+def compiled() -> tuple[float, int, list[str]]:
+    """How far gradients of compiled layers are from those of plain ones, what was partitioned, what was not raised."""
+    model, ignored, grads = _lines(2), list[str](), list[list[torch.Tensor]]()
+    before, sys.unraisablehook = sys.unraisablehook, lambda each: ignored.append(str(each.exc_value))
+    try:
+        context = shoal.zero.partition_activations(model, everyone())
+        runs: tuple[tuple[Any, Any], ...] = (
+            (model, contextlib.nullcontext()),
+            (torch.compile(model, backend="aot_eager"), context),
+        )
+        for run, around in runs:
+            with around:
+                loss = run(torch.ones(4, 600)).sum()
+            torch.autograd.backward(loss)
+            grads.append([each.grad.clone() for each in model.parameters() if each.grad is not None])
+            model.zero_grad()
+        gc.collect()
+    finally:
+        sys.unraisablehook = before
+    return (
+        max(float((one - other).abs().max()) for one, other in zip(*grads, strict=True)),
+        context.last.tensors,
+        ignored,
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- what is held

@@ -126,9 +126,9 @@ class PartitionedActivations:
         hooks = saved_tensors_hooks(self._pack, self._unpack)
         hooks.__enter__()
         self._hooks = hooks
-        self._handles = [
-            module.register_forward_pre_hook(self._found_alike, with_kwargs=True) for module in self._modules
-        ]
+        # The compiler cannot look into references to memory.
+        hook: Any = torch.compiler.disable(self._found_alike)  # type: ignore[no-untyped-call]
+        self._handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in self._modules]
         return self
 
     def __exit__(

@@ -14,7 +14,6 @@ from shoal import sim
 from shoal.events import EpochAdvanced, Warned
 from tests.sim.optimizer_kit import Run, Trainer
 
-
 NAMES = ["p0", "p1", "p2"]
 
 

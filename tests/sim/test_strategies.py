@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.strategies import reference
 from shoal import sim
+from shoal.optim import TrainingState
+from shoal.optim.outer import LocalSteps
 from shoal.strategies import Decoupled, DiLoCo, LocalSGD, Strategy, StreamingDiLoCo
 from tests.sim.optimizer_kit import Run, backward, make_optimizer, model
 
@@ -23,7 +28,7 @@ def outer_sgd(parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, **NESTEROV)
 
 
-def reference(sizes: Sequence[int], every: int, merges: int, options: dict[str, Any]) -> list[torch.Tensor]:
+def merged(sizes: Sequence[int], every: int, merges: int, options: dict[str, Any]) -> list[torch.Tensor]:
     """One process: each peer takes `every` batches of its own, then the outer optimizer steps the anchor."""
     peers = [model() for _ in sizes]
     made = [make_optimizer(parameters) for parameters in peers]
@@ -74,8 +79,103 @@ def test_a_run_equals_one_process(sizes: tuple[int, ...], strategy: Strategy, op
         await run.close()
         return [parameter.detach() for parameter in run.trainers["p0"].parameters]
 
-    for got, want in zip(sim.run(main, seed=len(sizes)), reference(sizes, every, merges, options), strict=True):
+    for got, want in zip(sim.run(main, seed=len(sizes)), merged(sizes, every, merges, options), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        StreamingDiLoCo(4, fragments=2, overlap=1),
+        StreamingDiLoCo(4, fragments=2, overlap=2, mixing=None),
+        StreamingDiLoCo(3, fragments=1, overlap=2, mixing=0.0),
+        Decoupled(4, fragments=2, quorum=3),
+    ],
+    ids=str,
+)
+def test_streams_equal_one_process(strategy: StreamingDiLoCo | Decoupled) -> None:
+    """A batch takes a second, a merge far less: it is given after one batch, and taken `overlap` batches later."""
+    sizes, batches = (2, 6, 1), 22
+
+    async def main() -> list[list[torch.Tensor]]:
+        run = Run(target=1)
+        names = [f"p{peer}" for peer in range(len(sizes))]
+        for name in names:
+            await run.add(name, strategy=strategy)
+        await sim.sleep(3.0)
+
+        async def train(name: str, size: int) -> None:
+            for _ in range(batches):
+                await run.swarm.peer(name).take_batch(size, duration_s=1.0)
+
+        await asyncio.gather(*(run.swarm.run_on(n, train, n, size) for n, size in zip(names, sizes, strict=True)))
+        assert not run.warnings, run.warnings
+        await run.close()
+        return [[each.detach() for each in run.trainers[name].parameters] for name in names]
+
+    merging = strategy.merging
+    swarm = reference.Swarm(
+        [_learner(peer, size) for peer, size in enumerate(sizes)],
+        reference.Strategy(
+            every=merging.steps or 0,
+            outer=merging.outer,
+            fragments=merging.fragments,
+            overlap=merging.overlap or 1,
+            mixing=merging.mixing,
+            quorum=merging.quorum,
+        ),
+    )
+    for _ in range(batches):
+        swarm.step()
+    for found, want in zip(sim.run(main, seed=5), swarm.peers, strict=True):
+        for one, other in zip(found, want.parameters, strict=True):
+            torch.testing.assert_close(one, other.detach(), rtol=0, atol=1e-12)
+    assert all(fragment.version >= 5 for fragment in swarm.fragments)
+
+
+def test_merges_of_one_batch_without_momentum_are_synchronous_training() -> None:
+    """With plain SGD within and `SGD(lr=1)` outside: to rounding, by samples."""
+    sizes = (2, 6)
+    alike = model()
+    single = TrainingState(torch.optim.SGD(alike, lr=0.1), unit=sum(sizes))
+    peers = [model() for _ in sizes]
+    merging = DiLoCo(1, partial(torch.optim.SGD, lr=1.0)).merging
+    steps = [LocalSteps(torch.optim.SGD(each, lr=0.1), None, (), merging) for each in peers]
+    for batch in range(5):
+        for peer, size in enumerate(sizes):
+            for parameters, training in ((alike, single), (peers[peer], steps[peer])):
+                backward(parameters, peer, batch, size)
+                assert training.accumulate(size)
+        single.use_own_mean()
+        single.step()
+        parts = [each.parts[0] for each in steps]
+        weights = [part.contribute()[0] for part in parts]
+        means = [
+            sum(weight * tensor for weight, tensor in zip(weights, tensors, strict=True)) / sum(weights)
+            for tensors in zip(*(part.accumulators for part in parts), strict=True)
+        ]
+        for part in parts:
+            for accumulator, mean in zip(part.accumulators, means, strict=True):
+                accumulator.copy_(mean)
+            part.use_accumulators()
+            part.step()
+        for parameters in peers:
+            for one, other in zip(parameters, alike, strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
+
+
+def _learner(peer: int, size: int) -> reference.Peer:
+    """A peer of the reference, with the batches and the schedule of the trainers here."""
+    parameters = model()
+    inner, schedule = make_optimizer(parameters)
+    inner.register_step_post_hook(lambda *_: schedule.step())
+    numbers = itertools.count()
+
+    def learn() -> int:
+        backward(parameters, peer, next(numbers), size)
+        return size
+
+    return reference.Peer(parameters, inner, learn)
 
 
 STRATEGIES = [

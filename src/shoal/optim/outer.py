@@ -132,6 +132,10 @@ class OuterTrainingState(TrainingState):
         """Batches that were trained since the last merge, as far as they go into the next one."""
         return self._trained.batches
 
+    def batches_until(self, steps: int) -> int:
+        """Batches that were trained since the last merge: of those that go into the next one `steps` at most."""
+        return min(self._trained.batches, steps) + self._later.batches
+
     @property
     def waits(self) -> bool:
         """Whether the trainer has gone on for long enough while a merge is under way."""
@@ -308,6 +312,6 @@ class LocalSteps(LocalTrainingState):
             part.begin_anew()
 
     def follow_schedule(self) -> None:
-        """Move the schedule to where the run is: each merge of the first part is `every` batches after the last one."""
-        first, steps = self.parts[0], self.merging.steps
-        self._move_schedule(first.epoch if steps is None else first.epoch * steps + min(first.batches, steps))
+        """Move the schedule to where the run is: the merges of the last part are `every` batches apart."""
+        last, steps = self.parts[-1], self.merging.steps
+        self._move_schedule(last.epoch if steps is None else last.epoch * steps + last.batches_until(steps))

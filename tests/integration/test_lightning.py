@@ -90,6 +90,26 @@ def test_equals_plain_training(
     assert swarm.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / 5)
 
 
+def test_one_peer_evaluates_and_the_result_is_logged(dht: shoal.DHT, tmp_path: Path) -> None:
+    """In the mode to evaluate, without gradients; afterwards each part of the module is in the mode that it had."""
+    module, seen = Module(), list[tuple[bool, bool]]()
+    module.layer.eval()
+
+    def evaluate() -> float:
+        seen.append((module.training, torch.is_grad_enabled()))
+        return len(seen) / 2
+
+    options: dict[str, Any] = {"evaluate": evaluate, "evaluate_every": 2}
+    swarm = SwarmCallback(dht=dht, run_id="run", target_batch_size=45, **options)
+    module.on_train_start = module.layer.eval
+    trainer = trainer_of(tmp_path, swarm, max_steps=4, enable_checkpointing=False)
+    trainer.fit(module)
+    assert seen == [(False, False)] * 2
+    assert (module.training, module.layer.training) == (True, False)
+    assert trainer.logged_metrics["evaluated_epoch"] == 4
+    assert trainer.logged_metrics["evaluated_loss"] == 1.0
+
+
 @pytest.mark.long
 @pytest.mark.timeout(400)
 def test_two_trainers_are_peers() -> None:
@@ -326,6 +346,8 @@ def test_a_schedule_of_measurements_is_refused(dht: shoal.DHT, tmp_path: Path) -
         ({"run_id": ""}, "run_id"),
         ({"target_batch_size": 0}, "target_batch_size must be"),
         ({"batch_size": 8}, "batch_size must be a function"),
+        ({"evaluate": 0.5}, "evaluate must be a function"),
+        ({"evaluate": float, "evaluate_every": 0}, "evaluate_every must be"),
         ({"batch_size_per_step": 8}, "batch_size_per_step is not given here"),
         ({"scheduler": object()}, "'interval': 'step'"),
         ({"scheduler_fn": object()}, "scheduler_fn is not given here: return the schedule"),

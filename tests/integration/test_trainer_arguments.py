@@ -271,6 +271,23 @@ def test_peers_draw_other_data(swarm_of: Any, arguments: Any, dht: shoal.DHT, st
     assert firsts[0] != firsts[1]
 
 
+def test_one_peer_evaluates_and_the_logs_have_the_result(swarm_of: Any, arguments: Any) -> None:
+    """With the Trainer's own evaluation; the samples that it looks at do not count."""
+    model, args = tiny_model(), arguments(logging_strategy="steps", logging_steps=1, max_steps=4)
+    made: Any = None
+    swarm = swarm_of(model, args, evaluate=lambda: {**made.evaluate(), "more": 1}, evaluate_every=2)
+    made = trainer(swarm, model, args, eval_dataset=Sentences())
+    made.train()
+    logs = [each for each in made.state.log_history if "evaluated_epoch" in each]
+    assert {each["evaluated_epoch"] for each in logs} == {2, 4}
+    found = [each["eval_loss"] for each in made.state.log_history if "eval_loss" in each]
+    assert logs[-1]["evaluated_eval_loss"] == pytest.approx(found[-1])
+    assert len(found) == 2
+    assert swarm.optimizer.local_epoch == 4
+    with pytest.raises(ConfigError, match="evaluate must be a function"):
+        swarm_of(model, arguments(), evaluate=0.5)
+
+
 def test_the_arguments_are_as_before_when_the_training_is_over(swarm_of: Any, arguments: Any) -> None:
     """So is the model; and the same callback does not train once more."""
     model, args = tiny_model(), arguments(max_steps=2, max_grad_norm=0.7)

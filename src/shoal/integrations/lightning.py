@@ -19,8 +19,9 @@ import numpy as np
 import torch
 
 from shoal.errors import ConfigError, ShoalError
+from shoal.integrations.evaluation import Evaluation
 from shoal.integrations.metrics import SharedMean
-from shoal.integrations.trainers import load_state
+from shoal.integrations.trainers import Evaluate, check_evaluate, evaluated, evaluation_of, load_state
 from shoal.optim import Optimizer
 from shoal.peer import check_run_id
 from shoal.runtime.checks import whole
@@ -67,13 +68,18 @@ class SwarmCallback(Callback):  # type: ignore[misc]
     - The random numbers of the training are others on each peer, whatever `seed_everything` says: else all would draw
       the same samples.
     - It logs `swarm_epoch`, `swarm_peers`, and `swarm_loss`: the mean of the losses that the peers had in their last
-      epochs, weighted by samples.
+      epochs, weighted by samples. With `evaluate` it logs the newest result of one elected peer, too:
+      `evaluated_epoch`, and `evaluated_loss` or other names.
 
     Args:
         dht: this peer, started.
         run_id: names the run; all its peers give the same.
         target_batch_size: samples of the whole swarm in one step.
         batch_size: says how many samples a batch has; None: the rows of the first tensor in it.
+        evaluate: evaluates the module, and returns a loss or numbers by name. One peer of the run calls it, and all get
+            the result: see `shoal.integrations.evaluation.Evaluation`. The module is in its mode to evaluate, without
+            gradients. None: nothing is evaluated besides what the Trainer does.
+        evaluate_every: epochs between two such evaluations, the same on all peers.
         options: more arguments of `shoal.Optimizer`, by name, such as `max_grad_norm` or `checkpoint`.
 
     Attributes:
@@ -91,6 +97,8 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         run_id: str,
         target_batch_size: int,
         batch_size: Callable[[Any], int] | None = None,
+        evaluate: Evaluate | None = None,
+        evaluate_every: int = 10,
         **options: Any,
     ) -> None:
         if not isinstance(dht, DHT):
@@ -100,6 +108,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
             raise ConfigError(
                 f"batch_size must be a function, such as lambda batch: len(batch['x']), got {batch_size!r:.80}"
             )
+        check_evaluate(evaluate, evaluate_every)
         for name in options.keys() & _TAKEN.keys():
             raise ConfigError(f"{name} is not given here: {_TAKEN[name]}")
         if options.get("auxiliary"):
@@ -110,7 +119,8 @@ class SwarmCallback(Callback):  # type: ignore[misc]
             )
         self._dht, self._run_id, self._options = dht, run_id, options
         self._target = whole("target_batch_size", target_batch_size)
-        self._batch_size = batch_size
+        self._batch_size, self._evaluate, self._evaluate_every = batch_size, evaluate, evaluate_every
+        self._evaluation: Evaluation | None = None
         self.optimizer: Optimizer | None = None
         self._module: Any = None
         self._max_steps: int | None = None
@@ -148,6 +158,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         if before is not None and pl_module is self._module and not self.optimizer.local_epoch:
             self.optimizer.load_state_dict(before.state_dict())  # this fit goes on where the last one ended
         self._module = pl_module
+        self._evaluation = evaluation_of(self.optimizer, pl_module, self._evaluate, self._evaluate_every)
         self.optimizer.register_step_pre_hook(self._before_step)
         trainer.strategy.optimizers = [self.optimizer]
         if trainer.max_steps > 0:
@@ -218,7 +229,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         return args, {"batch_size": samples, **kwargs}
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log, and stop with the run."""
+        """Evaluate in turn, log, and stop with the run."""
         swarm = self._swarm()
         if self._stepped:
             self._samples, self._parts, self._stepped = 0, 0, False
@@ -235,6 +246,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
             self._loss, self._losses = 0.0, 0
             if mean is not None:
                 self._logged["swarm_loss"] = mean
+        self._logged |= evaluated(self._evaluation)
         for name, value in self._logged.items():
             self.log(name, float(value), batch_size=self._batch)
         if swarm.finished:

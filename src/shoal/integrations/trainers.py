@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from shoal.errors import StateUnavailable
-from shoal.events import Warned
-from shoal.optim import Optimizer
+from collections.abc import Callable, Mapping
 
-__all__ = ["load_state", "warn"]
+import torch
+
+from shoal.errors import ClosedError, ConfigError, StateUnavailable
+from shoal.events import Warned
+from shoal.integrations.evaluation import Evaluation
+from shoal.optim import Optimizer
+from shoal.runtime.checks import whole
+
+__all__ = ["Evaluate", "check_evaluate", "evaluated", "evaluation_of", "load_state", "warn"]
+
+Evaluate = Callable[[], float | Mapping[str, float]]
 
 
 def warn(swarm: Optimizer, message: str) -> None:
@@ -21,3 +29,38 @@ def load_state(swarm: Optimizer) -> None:
         swarm.load_state_from_peers()
     except StateUnavailable as error:
         warn(swarm, str(error))
+
+
+def check_evaluate(evaluate: Evaluate | None, every: int) -> None:
+    """Raise `ConfigError` if these cannot be the `evaluate` and `evaluate_every` of a callback."""
+    if evaluate is not None and not callable(evaluate):
+        raise ConfigError(f"evaluate must be a function without arguments, got {evaluate!r:.80}")
+    whole("evaluate_every", every)
+
+
+def evaluation_of(swarm: Optimizer, model: torch.nn.Module, evaluate: Evaluate | None, every: int) -> Evaluation | None:
+    """The evaluation of this run, with the model in its mode to evaluate; None without a function."""
+    if evaluate is None:
+        return None
+
+    def in_eval_mode() -> float | Mapping[str, float]:
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
+        try:
+            return evaluate()
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+    return Evaluation(swarm, in_eval_mode, every=every)
+
+
+def evaluated(evaluation: Evaluation | None) -> dict[str, float]:
+    """After a step: the numbers to log of a result that is new here, by name; none if there is none."""
+    try:
+        found = None if evaluation is None else evaluation.after_step()
+    except ClosedError:  # shut down within the batch; the next step says so
+        return {}
+    if found is None:
+        return {}
+    return {**{f"evaluated_{name}": value for name, value in found.values.items()}, "evaluated_epoch": found.epoch}

@@ -23,7 +23,7 @@ from torch.utils.data import RandomSampler, SequentialSampler
 from shoal.data import PeerSampler
 from shoal.errors import ConfigError
 from shoal.integrations.metrics import SharedMean
-from shoal.integrations.trainers import load_state, warn
+from shoal.integrations.trainers import Evaluate, check_evaluate, evaluated, evaluation_of, load_state, warn
 from shoal.optim import Optimizer
 from shoal.optim.inner import make_scheduler
 from shoal.runtime.checks import path
@@ -67,7 +67,8 @@ class SwarmCallback(TrainerCallback):
     - `Trainer.train` downloads the state of the others when it begins, also after it has loaded a checkpoint, and the
       peer leaves the run when it ends.
     - The logs have `swarm_epoch`, and `swarm_loss`: the mean of what the peers of the run had logged last, weighted by
-      samples, as of this peer's log before.
+      samples, as of this peer's log before. With `evaluate` they have the newest result of one elected peer, too:
+      `evaluated_epoch`, and `evaluated_loss` or other names.
 
     It changes `max_steps`, `max_grad_norm` and `ignore_data_skip` of `args` until the training ends. So give each
     SwarmCallback arguments of its own.
@@ -81,6 +82,10 @@ class SwarmCallback(TrainerCallback):
         optimizer: a torch optimizer of the model; None for the one that `args` names.
         scheduler: a torch schedule over `optimizer`, or a function `optimizer -> schedule`, that counts steps of the
             swarm; None for the one that `args` names.
+        evaluate: evaluates the model, and returns a loss or numbers by name: `lambda: trainer.evaluate()`, for example.
+            One peer of the run calls it, and all get the result: see `shoal.integrations.evaluation.Evaluation`. The
+            model is in its mode to evaluate, without gradients. None: nothing is evaluated besides what `args` says.
+        evaluate_every: epochs between two such evaluations, the same on all peers.
         options: more arguments of `shoal.Optimizer`, by name.
 
     Attributes:
@@ -92,7 +97,7 @@ class SwarmCallback(TrainerCallback):
             it is named.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (all but two by name)
         self,
         model: torch.nn.Module,
         args: TrainingArguments,
@@ -102,6 +107,8 @@ class SwarmCallback(TrainerCallback):
         target_batch_size: int,
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: Any = None,
+        evaluate: Evaluate | None = None,
+        evaluate_every: int = 10,
         **options: Any,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
@@ -112,6 +119,7 @@ class SwarmCallback(TrainerCallback):
             raise ConfigError(
                 f"{name} is not given here: the SwarmCallback takes it from the Trainer and its arguments"
             )
+        check_evaluate(evaluate, evaluate_every)
         _check(args, own_optimizer=optimizer is not None, own_schedule=scheduler is not None)
         self._model, self._args = model, args
         self._taken: dict[str, Any] = {}
@@ -138,6 +146,8 @@ class SwarmCallback(TrainerCallback):
         self._batch = self._samples = self._since_log = 0
         self._trains = self._reseed = self._streams = False
         self._mean = SharedMean(dht, f"{run_id}_loss")
+        self._evaluation = evaluation_of(self.optimizer, model, evaluate, evaluate_every)
+        self._evaluated: dict[str, float] = {}
         self._loader: Any = None
         self.optimizer.register_step_pre_hook(self._before_step)
         self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
@@ -245,8 +255,9 @@ class SwarmCallback(TrainerCallback):
             state.max_steps = state.global_step + 1
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Stop with the run; end a pass over a stream where the stream ends."""
+        """Evaluate in turn; stop with the run; end a pass over a stream where the stream ends."""
         state.max_steps = _ENDLESS
+        self._evaluated |= evaluated(self._evaluation)
         if self.optimizer.finished:
             control.should_training_stop = True
         self._end_pass(control)
@@ -273,7 +284,7 @@ class SwarmCallback(TrainerCallback):
         """Add what the swarm knows."""
         if logs is None:
             return
-        more: dict[str, Any] = {"swarm_epoch": self.optimizer.local_epoch}
+        more: dict[str, Any] = {"swarm_epoch": self.optimizer.local_epoch, **self._evaluated}
         if "loss" in logs:
             samples, self._since_log = self._since_log, 0
             if (loss := self._mean.exchange(logs["loss"], samples)) is not None:

@@ -118,6 +118,7 @@ class Peer:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=stderr,
+                limit=1 << 24,
                 env=environment,
                 cwd=ROOT,
                 start_new_session=True,

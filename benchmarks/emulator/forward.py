@@ -70,8 +70,10 @@ def _read(device: int) -> Iterator[bytes]:
 
 def main() -> None:
     gc.disable()  # nothing here is a cycle, and there are many tuples to look through
+    with contextlib.suppress(OSError):  # lines do not wait for processors that others keep busy
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     options = json.loads(sys.argv[1])
-    star = Star(len(options["addresses"]), Shape(**options["shape"]), options["seed"])
+    star = Star(len(options["addresses"]), Shape(**options["shape"]), options["seed"], options["up_mbit"])
     print(json.dumps(forward(options["devices"], options["addresses"], star)), flush=True)
 
 

@@ -16,6 +16,7 @@ import signal
 import struct
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -46,6 +47,7 @@ class Emulator:
         hosts: how many, at most 250.
         shape: of their lines.
         seed: draws which packets are lost.
+        up_mbit: the rates of the first hosts' lines up, in place of that of the shape.
 
     Attributes:
         addresses: of the hosts, which can reach each other and themselves, and nothing else.
@@ -56,8 +58,8 @@ class Emulator:
         NotPermitted: on entering the block.
     """
 
-    def __init__(self, hosts: int, shape: Shape, *, seed: int = 0) -> None:
-        self.shape, self._seed = shape, seed
+    def __init__(self, hosts: int, shape: Shape, *, seed: int = 0, up_mbit: Sequence[float] = ()) -> None:
+        self.shape, self._seed, self._up_mbit = shape, seed, list(up_mbit)
         self.addresses = [f"10.201.0.{index + 1}" for index in range(hosts)]
         self.counts: dict[str, Any] = {}
         self._names = [f"shoal-{os.getpid()}-{index}" for index in range(hosts)]
@@ -86,6 +88,7 @@ class Emulator:
 
     def _start(self, devices: list[int]) -> None:
         options = {"devices": devices, "addresses": self.addresses, "shape": self.shape._asdict(), "seed": self._seed}
+        options["up_mbit"] = self._up_mbit
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.emulator.forward", json.dumps(options)],
             stdin=subprocess.PIPE,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from benchmarks.emulator.train import Train, cut, measure
@@ -76,6 +76,7 @@ class Star:
         hosts: how many.
         shape: of every host's lines.
         seed: draws which packets are lost.
+        up_mbit: the rates of the first hosts' lines up, in place of that of the shape.
 
     Attributes:
         up: the lines to the switch.
@@ -83,8 +84,9 @@ class Star:
         lost: packets that were lost by chance.
     """
 
-    def __init__(self, hosts: int, shape: Shape, seed: int = 0) -> None:
+    def __init__(self, hosts: int, shape: Shape, seed: int = 0, up_mbit: Sequence[float] = ()) -> None:
         self.up, self.down = [Line(shape) for _ in range(hosts)], [Line(shape) for _ in range(hosts)]
+        self.up[: len(up_mbit)] = [Line(shape._replace(rate_mbit=rate)) for rate in up_mbit]
         self.lost = 0
         self._loss, self._rng = shape.loss, random.Random(seed)
         self._spared = self._draw()

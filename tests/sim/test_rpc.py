@@ -648,7 +648,7 @@ def test_connections_of_finished_streams_are_used_again(run: Run) -> None:
 
 @everywhere
 def test_bulk_data_goes_on_the_connection_that_has_carried_it_before(run: Run) -> None:
-    """Whichever stream came first or ended last; and where there is none, on another one that waits."""
+    """Whichever stream came first or ended last; else on another one that waits. Both transports know which is bulk."""
 
     async def scenario(net: Net) -> None:
         a, b = await net.peer("a"), await net.peer("b")
@@ -656,10 +656,12 @@ def test_bulk_data_goes_on_the_connection_that_has_carried_it_before(run: Run) -
 
         async def serve(stream: PipeDown, opening: OpenBulk | OpenPipe) -> None:
             used[type(opening)].append(stream._connection)
+            assert stream._connection.bulk == opening.bulk
             await _mirror(stream, OpenPipe())
 
         async def use(*openings: OpenBulk | OpenPipe) -> None:
             streams = [await a.endpoint.open(b.contact, opening, timeout_s=5.0) for opening in openings]
+            assert [stream._connection.bulk for stream in streams] == [opening.bulk for opening in openings]
             for stream in reversed(streams):
                 await _talk(stream, [1000])
 

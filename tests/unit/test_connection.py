@@ -11,6 +11,7 @@ import pytest
 from shoal.errors import PeerUnreachable
 from shoal.transport.connection import TcpConnection
 from shoal.transport.layers import BUNCH_BYTES, Scratch
+from shoal.transport.uplink import Uplink
 
 MIB = 1 << 20
 
@@ -44,7 +45,7 @@ class Greedy(asyncio.Transport):
 def connect(*, broken_at: int | None = None) -> tuple[TcpConnection, Greedy]:
     """A connection, past its handshake, in the clear."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    connection = TcpConnection(context, dialed=False, scratch=Scratch(), alive=set())
+    connection = TcpConnection(context, dialed=False, scratch=Scratch(), uplink=Uplink(()), alive=set())
     transport = Greedy(connection, broken_at=broken_at)
     connection.connection_made(transport)
     connection.unseal()

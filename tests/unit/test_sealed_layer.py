@@ -15,6 +15,7 @@ from shoal.transport import sealed
 from shoal.transport.connection import TcpConnection
 from shoal.transport.layers import RECORD_BYTES, BrokenLayer, ReceiveBuffer, Scratch
 from shoal.transport.sealed import PAUSE_BYTES, SealedLayer
+from shoal.transport.uplink import Uplink
 
 KEYS = bytes(32), b"\1" * 32
 TAG_BYTES = 16
@@ -255,7 +256,7 @@ def test_what_trickles_in_counts_before_its_record_is_complete() -> None:
 
     async def scenario() -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        connection = TcpConnection(context, dialed=False, scratch=Scratch(), alive=set())
+        connection = TcpConnection(context, dialed=False, scratch=Scratch(), uplink=Uplink(()), alive=set())
         connection.seal(KEYS[1], KEYS[0])
         near, _ = pair()
         wire = seal(near, bytes(RECORD_BYTES))[0]

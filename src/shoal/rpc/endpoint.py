@@ -443,6 +443,7 @@ class Endpoint:
                 connection = await self._dialer.stream_connection(peer, timeout_s, bulk=opening.bulk)
                 state = self._open.of(peer)
                 state.streams.add(connection)
+                connection.bulk = opening.bulk
                 self._open.watch(peer)
                 stream: Stream[Up, Down] = Stream(
                     connection,

@@ -149,6 +149,7 @@ class Services:
         else:
             state.inbound += 1
             state.streams.add(connection)
+            connection.bulk = message.bulk
             self._open.watch(peer)
             try:
                 await self._run_stream_handler(stream, handler, message)

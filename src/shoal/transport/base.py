@@ -39,7 +39,13 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Connection(Protocol):
-    """An authenticated, reliable, ordered pipe of bytes to one peer. Used from the loop thread only."""
+    """An authenticated, reliable, ordered pipe of bytes to one peer. Used from the loop thread only.
+
+    Attributes:
+        bulk: whether megabytes go on it, which leave room for all other connections. Its user sets this.
+    """
+
+    bulk: bool
 
     @property
     def peer_id(self) -> PeerID:

@@ -34,9 +34,11 @@ from shoal.peer import PeerID
 from shoal.transport.base import Buffer
 from shoal.transport.clear import ClearLayer
 from shoal.transport.layers import BUNCH_BYTES, BrokenLayer, Layer, Scratch
+from shoal.transport.pacing import Flow
 from shoal.transport.sealed import SealedLayer
-from shoal.transport.sockets import acked_bytes
+from shoal.transport.sockets import acked_bytes, flow, pace
 from shoal.transport.tls import TlsLayer
+from shoal.transport.uplink import Uplink
 
 __all__ = ["CLOSE_S", "TcpConnection"]
 
@@ -57,6 +59,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         context: TLS settings of this side.
         dialed: whether this side dialed.
         scratch: memory shared by all connections of one loop.
+        uplink: the line that all connections of one peer share.
         alive: holds this connection from when it gets its socket until the socket is gone.
 
     Attributes:
@@ -64,11 +67,14 @@ class TcpConnection(asyncio.BufferedProtocol):
         protocol_version: the version of the protocol that both sides agreed on; 0 before that.
     """
 
-    def __init__(self, context: ssl.SSLContext, *, dialed: bool, scratch: Scratch, alive: set[TcpConnection]) -> None:
+    def __init__(
+        self, context: ssl.SSLContext, *, dialed: bool, scratch: Scratch, uplink: Uplink, alive: set[TcpConnection]
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._tls: TlsLayer | None = TlsLayer(context, server_side=not dialed, scratch=scratch)
         self._layer: Layer = self._tls
-        self.dialed, self._scratch, self._alive = dialed, scratch, alive
+        self.dialed, self._scratch, self._uplink, self._alive = dialed, scratch, uplink, alive
+        self.bulk = False
         self.local_host = self.remote_host = ""
         self._transport: asyncio.Transport | None = None
         self.proved_peer_id: PeerID | None = None
@@ -120,6 +126,8 @@ class TcpConnection(asyncio.BufferedProtocol):
             await self._wait_drained()
             if self._closing:
                 raise self._unreachable()
+            if self.bulk:
+                self._uplink.bulk_begins()
             bunches = _bunches(buffers)
             bunch = next(bunches, None)
             while bunch is not None:
@@ -172,6 +180,15 @@ class TcpConnection(asyncio.BufferedProtocol):
         self._end(reason)
         if self._transport is not None:
             self._transport.abort()
+
+    # For the line
+
+    def flow(self) -> Flow | None:
+        return flow(self._transport.get_extra_info("socket")) if self._transport is not None else None
+
+    def pace(self, bytes_per_s: float) -> None:
+        if self._transport is not None:
+            pace(self._transport.get_extra_info("socket"), bytes_per_s)
 
     # For the code that makes connections
 

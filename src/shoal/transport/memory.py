@@ -37,6 +37,7 @@ class MemoryConnection:
 
     def __init__(self, transport: MemoryTransport, peer_id: PeerID, *, dialed: bool) -> None:
         self._transport, self.peer_id, self.dialed = transport, peer_id, dialed
+        self.bulk = False
         self._pipe: Pipe | None = None
         self._closing = False
         self._lost: str | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import math
 import os
 import socket
 import struct
@@ -19,16 +20,20 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
+from shoal.transport.pacing import Flow
+
 __all__ = [
     "NO_ADDRESS",
     "accept",
     "acked_bytes",
     "all_interfaces",
+    "flow",
     "is_loopback",
     "new_socket",
     "open_files_limit",
     "open_sockets",
     "outside_host",
+    "pace",
     "resolve",
     "tune",
 ]
@@ -131,6 +136,32 @@ def acked_bytes(sock: socket.socket) -> int:
         return int(_ACKED.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKED.size))[0])
     except (OSError, struct.error):
         return 0
+
+
+_FLOW = struct.Struct("=16xI48xI72xII40xI")
+"""`tcpi_snd_mss`, `_rtt`, `_notsent_bytes`, `_min_rtt` and `_delivered` (since 4.18); times in microseconds."""
+
+_SO_MAX_PACING_RATE = 47
+"""Of Linux (since 3.13); Python does not name it."""
+
+
+def flow(sock: socket.socket) -> Flow | None:
+    """What the system knows of the way of a connection; None if it does not tell, or the socket is closed."""
+    if sys.platform != "linux":
+        return None
+    try:
+        known = _FLOW.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _FLOW.size))
+    except (OSError, struct.error):
+        return None
+    segment, round_trip, unsent, least, delivered = known
+    return Flow(unsent > 0, delivered * segment, max(0, round_trip - least) * 1e-6, round_trip * 1e-6)
+
+
+def pace(sock: socket.socket, bytes_per_s: float) -> None:
+    """Let the system send no faster than this, also what it has already; where it can (`flow` says so)."""
+    rate = int(bytes_per_s) if bytes_per_s < math.inf else (1 << 64) - 1
+    with contextlib.suppress(OSError):  # closed
+        sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("=Q", rate))
 
 
 _ANY = {"0.0.0.0": (socket.AF_INET, "192.0.2.1"), "::": (socket.AF_INET6, "2001:db8::1")}

@@ -50,6 +50,7 @@ from shoal.transport.sockets import (
     outside_host,
     resolve,
 )
+from shoal.transport.uplink import Uplink
 from shoal.wire import PROTOCOL_VERSIONS
 
 __all__ = ["TcpLimits", "TcpTransport"]
@@ -123,6 +124,7 @@ class TcpTransport:
     Attributes:
         peer_id: our own identity.
         addresses: where others can dial us; empty before `listen` and in client mode.
+        uplink: this peer's line up.
 
     Raises:
         ConfigError: an argument is wrong, or this process may open too few files.
@@ -162,6 +164,7 @@ class TcpTransport:
         self._client_context = client_context()
         self._scratch = Scratch()
         self._alive: set[TcpConnection] = set()
+        self.uplink = Uplink(self._alive)
         self._pending: dict[TcpConnection, str] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._listeners: list[socket.socket] = []
@@ -220,6 +223,7 @@ class TcpTransport:
 
     async def close(self) -> None:
         self._closed = True
+        self.uplink.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -268,7 +272,7 @@ class TcpTransport:
                 _logger.warning("cannot accept connections for now: %s%s", error, todo)
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
-            connection = TcpConnection(context, dialed=False, scratch=self._scratch, alive=self._alive)
+            connection = self._connection(context, dialed=False)
             self._make_room()
             self._pending[connection] = sockaddr[0]
             try:
@@ -408,7 +412,7 @@ class TcpTransport:
             why = error.strerror if isinstance(error, OSError) else error
             raise PeerUnreachable(f"cannot resolve {address.host}: {why or error}", address.peer_id) from error
         for family, sockaddr in targets:
-            connection = TcpConnection(self._client_context, dialed=True, scratch=self._scratch, alive=self._alive)
+            connection = self._connection(self._client_context, dialed=True)
             try:
                 sock = new_socket(family)
             except OSError as error:
@@ -429,6 +433,9 @@ class TcpTransport:
                 return connection
         reason = f"no connection to {address.where}: {failure}"
         raise PeerUnreachable(reason, address.peer_id, nobody_listens=0 < refused == len(targets))
+
+    def _connection(self, context: ssl.SSLContext, *, dialed: bool) -> TcpConnection:
+        return TcpConnection(context, dialed=dialed, scratch=self._scratch, uplink=self.uplink, alive=self._alive)
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work)

@@ -278,6 +278,56 @@ def test_a_last_average_that_fails_is_tried_again(fails: list[str]) -> None:
     sim.run(main, seed=5)
 
 
+@pytest.mark.parametrize("local", [True, False])
+def test_a_newcomer_left_with_the_state_from_before_the_last_average(local: bool) -> None:
+    """It had downloaded it while the others averaged, and all that it knew were at its state: it waits for theirs."""
+
+    async def main() -> None:
+        run = Run(target=2 * BATCH)
+
+        async def add(name: str, seed: int = 0) -> Trainer:
+            statistics = [] if local else [torch.zeros(2)]
+            return await run.add(name, seed=seed, extra_tensors=statistics, **(LOCAL if local else {}))
+
+        for name in ("p0", "p1"):
+            await add(name)
+        await sim.sleep(3.0)
+        run.announce_end(3)
+        averages: list[Trainer] = []
+
+        def average_late(trainer: Trainer) -> None:
+            whole = trainer.participant._rounds.run
+
+            async def later(*args: Any, **options: Any) -> Any:
+                if trainer.participant.at_end:
+                    averages.append(trainer)
+                    for statistic in trainer.participant.training.extra_tensors:
+                        statistic.fill_(trainer.index)
+                    await sim.sleep(3.0)
+                return await whole(*args, **options)
+
+            trainer.participant._rounds.run = later  # type: ignore[method-assign]
+
+        for trainer in run.trainers.values():
+            average_late(trainer)
+
+        async def train(trainer: Trainer) -> None:
+            await trainer.train(BATCH, duration_s=0.1, until=lambda: False)
+
+        begun = [run.swarm.spawn(name, train(trainer)) for name, trainer in run.trainers.items()]
+        while len(averages) < 2:
+            await sim.sleep(0.01)
+        late = await add("late", 99)
+        await run.swarm.run_on("late", train, late)
+        assert late.downloads == 2
+        await asyncio.gather(*begun)
+        assert run.agree(["p0", "p1", "late"])
+        assert [each.tolist() for each in late.participant.training.extra_tensors] == ([] if local else [[0.5, 0.5]])
+        await run.close()
+
+    sim.run(main, seed=5)
+
+
 def test_a_peer_alone_trains_as_without_a_swarm() -> None:
     """An epoch changes its schedule only."""
 

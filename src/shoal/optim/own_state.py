@@ -45,7 +45,9 @@ class OwnState:
         dealt: the samples that the last steps taken here dealt to this peer.
         shared: whether other peers hold it too, as far as this one knows.
         update: the change that the trainer makes next; None if there is none.
-        followed: the last state to which this peer took a step of others that it was no member of.
+        is_average: whether the state is an average of states, and not what a step has led to.
+        followed: the last state that others have still to average: this peer took their step, or downloaded the state
+            to which it led, and is no member of the average.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class OwnState:
         self.name = self._beginning()
         self.committed = Committed()
         self.dealt: tuple[Deal, ...] = ()
-        self.shared = False
+        self.shared = self.is_average = False
         self.update: Update | None = None
         self.followed: StateName | None = None
 
@@ -76,7 +78,7 @@ class OwnState:
 
     def export(self) -> SharedState:
         """The state as a donor gives it (under `lock`)."""
-        return share(self.training, self.name, self.committed)
+        return share(self.training, self.name, self.committed, average=self.is_average)
 
     def prepare(
         self, apply: Callable[[], None], name: StateName, peers: int, agreement: Agreement | None = None
@@ -126,10 +128,12 @@ class OwnState:
         finally:
             # Attributes alone: no interrupt comes in between.
             if training.whole:
+                self.is_average = not update.is_step
                 self.name, self.committed, self.dealt, update.taken = update.name, update.committed, dealt, True
             elif update.is_step and training.step_error is not None:
-                self.name, update.taken = failed, True
+                self.name, self.is_average, update.taken = failed, False, True
             elif training.epoch != epoch or not update.is_step:
+                self.is_average = False
                 self.name, self.committed, update.taken = interrupted, update.committed, True
 
     def loaded(self, saved: StateName | None, *, unchanged: bool = False) -> None:
@@ -147,5 +151,5 @@ class OwnState:
         else:
             self.name = (saved or self.name).after_loading(training.fingerprint())
         if self.name != before:
-            self.committed = Committed()
+            self.committed, self.is_average = Committed(), False
         training.discard()

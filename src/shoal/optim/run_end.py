@@ -15,7 +15,8 @@ Without a word of its own it goes by the word of more than half of all peers tha
 The first peer at the end holds data that the others still need: the last round may have failed for one of them, which
 would then make a last step of its own, and end with other weights. So a peer at the end waits for the others it knows.
 After the last step its members average what differs by design, and only then look who has the last state. A peer that
-took that step from them later is not among these: it waits until they tell of the average, or are gone.
+took that step from them later, or downloaded the state after it, is not among these: it waits until they tell of the
+average, or are gone.
 """
 
 from __future__ import annotations

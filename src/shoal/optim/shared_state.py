@@ -18,12 +18,12 @@ from shoal.progress import StateKey, bound
 from shoal.state import Manifest, SharedState
 from shoal.wire import encode
 
-__all__ = ["Misfits", "committed_of", "name_of", "share", "why_not_ours"]
+__all__ = ["Misfits", "committed_of", "is_average", "name_of", "share", "why_not_ours"]
 
 _DOWNLOADS, _REMEMBERED = 2, 64
 
 
-def share(training: TrainingState, name: StateName, committed: Committed) -> SharedState:
+def share(training: TrainingState, name: StateName, committed: Committed, *, average: bool = False) -> SharedState:
     """The state that a donor gives, with the tensors by reference: hold their lock while it is read.
 
     No codec: the newcomer goes on under this name, which says that it holds the same bits.
@@ -32,6 +32,7 @@ def share(training: TrainingState, name: StateName, committed: Committed) -> Sha
         training: parameters, optimizer, schedule.
         name: of the state that they are.
         committed: the last steps that led to it.
+        average: whether it is an average of states, and not what a step has led to.
 
     Raises:
         ConfigError: the parameters are not those to train with.
@@ -40,7 +41,7 @@ def share(training: TrainingState, name: StateName, committed: Committed) -> Sha
         raise ConfigError("the optimizer is in eval mode by its own eval(): call eval() of the shoal.Optimizer instead")
     values, tensors = training.export()
     return SharedState(
-        metadata={"state": list(name), "steps": committed.export(), "training": values},
+        metadata={"state": list(name), "steps": committed.export(), "average": average, "training": values},
         tensors=tensors,
         epoch=name.epoch,
         may_be_infinite=_extra(training),
@@ -65,6 +66,11 @@ def name_of(metadata: Any) -> StateName:
 def committed_of(metadata: Any) -> Committed:
     """The last steps that led to a state, as its donor says."""
     return Committed.read(metadata.get("steps"))
+
+
+def is_average(metadata: Any) -> bool:
+    """Whether a state is an average of states, as its donor says."""
+    return metadata.get("average") is True
 
 
 def why_not_ours(

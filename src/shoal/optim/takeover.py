@@ -23,7 +23,7 @@ from shoal.optim.notices import Notices
 from shoal.optim.outlook import Outlook
 from shoal.optim.own_state import OwnState
 from shoal.optim.phases import PhaseMachine
-from shoal.optim.shared_state import Misfits, committed_of, name_of, why_not_ours
+from shoal.optim.shared_state import Misfits, committed_of, is_average, name_of, why_not_ours
 from shoal.peer import PeerID
 from shoal.progress import SwarmView
 from shoal.state import Donor, Intake, download_state
@@ -223,6 +223,8 @@ class Takeover:
         async def take_over() -> None:
             await self.core.env.executor.run(self.own.training.load, values, state.tensors)
             self.own.name, self.own.committed, self.took_over = name, committed_of(state.metadata), True
+            self.own.is_average = is_average(state.metadata)
+            self.own.followed = None if self.own.is_average else name
             self.outlook.heed_contributors()
             self.mend_from = frozenset()
             self.own.update, self.machine.states_due = None, False

@@ -826,7 +826,7 @@ class Progress(Message, frozen=True):
         branch_samples: samples that went into the state.
         samples: samples accumulated since. If peers merge: how far this one is on its way to the next merge, in
             thousandths.
-        rate: samples per second; thousandths per second.
+        rate: samples per second.
         time: the wall clock of the peer's machine, which it never lets go back. It only orders the peer's own messages.
         settings: values that must be equal in the whole run.
         end_epoch: where the run ends, as this peer concludes; None: nowhere yet.

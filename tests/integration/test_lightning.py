@@ -16,6 +16,7 @@ import shoal
 from shoal.data import PeerSampler
 from shoal.errors import ConfigError
 from shoal.events import Event, Warned
+from shoal.strategies import LocalSGD
 from tests.integration.workers import Talk
 
 lightning = pytest.importorskip("lightning")
@@ -52,6 +53,20 @@ def trainer_of(folder: Path, *callbacks: Any, **options: Any) -> Any:
     callbacks = (*callbacks, *options.pop("callbacks", []))
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     return lightning.Trainer(**{**quiet, "default_root_dir": folder, "callbacks": [*callbacks], **options})
+
+
+def test_with_a_strategy_that_merges_steps_are_batches(dht: shoal.DHT, tmp_path: Path) -> None:
+    """Lightning may clip them, and a peer alone trains as without a swarm; the run ends with a merge."""
+    swarm, warned = SwarmCallback(dht=dht, run_id="run", strategy=LocalSGD(3)), warnings_of(dht)
+    module, plain = (Module(8, schedule={"interval": "step"}) for _ in range(2))  # one batch is a pass: in any order
+    options: dict[str, Any] = {"max_steps": 11, "gradient_clip_val": 0.5, "enable_checkpointing": False}
+    trainer_of(tmp_path, swarm, **options).fit(module)
+    assert swarm.optimizer is not None
+    assert swarm.optimizer.local_epoch == 4
+    assert warned == []
+    trainer_of(tmp_path, **{**options, "max_steps": 12}).fit(plain)
+    for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(

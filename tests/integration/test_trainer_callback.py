@@ -89,6 +89,25 @@ def test_two_trainers_hold_equal_weights_in_all_epochs(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_two_trainers_merge(tmp_path: Path) -> None:
+    """`max_steps` and the schedule count batches; the merges, of 5 batches of each in the mean, end the run."""
+    with peer(tmp_path / "first", 48, 0.005, "merge") as first, peer(tmp_path / "second", 48, 0.01, "merge") as second:
+        start(second, start(first))
+        for talk in (first, second):
+            talk.write("begin")
+        said = [end(talk) for talk in (first, second)]
+    assert len({dict(each)["weights"] for each in said}) == 1
+    steps = 0
+    for each in said:
+        values = dict(each)
+        assert values["end"][0] == 10
+        assert values["log"]["swarm_epoch"] == 10
+        assert not [value for kind, value in each if kind == "warned"]
+        steps += values["end"][1]
+    assert steps >= 2 * 50
+
+
+@pytest.mark.long
 def test_a_late_trainer_downloads_before_its_first_batch(tmp_path: Path) -> None:
     """It has the state of the others before it computes anything, and ends with them."""
     with peer(tmp_path / "first", 100, 0.02) as first, peer(tmp_path / "second", 100, 0.02) as second:

@@ -1,7 +1,7 @@
 """A peer that trains by an ordinary Trainer with a `SwarmCallback`: prints what happens as JSON lines.
 
-Run as `python -m tests.integration.trainer_peer FOLDER MAX_STEPS PACE_S [resume]`; the invite comes on stdin, an empty
-line for the first peer; then a line when training may begin.
+Run as `python -m tests.integration.trainer_peer FOLDER MAX_STEPS PACE_S [resume|merge]`; the invite comes on stdin, an
+empty line for the first peer; then a line when training may begin.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import transformers
 import shoal
 from shoal.events import EpochAdvanced, Event, StateDownloaded, Warned
 from shoal.integrations.transformers import SwarmCallback, latest_checkpoint
+from shoal.strategies import DiLoCo
 from tests.integration.scripts import digest, say
 
 TARGET, BATCH, SAMPLES = 32, 8, 45
@@ -84,7 +85,8 @@ class Interrupts(transformers.TrainerCallback):
 
 def main() -> None:
     """Train to the end of the run."""
-    folder, max_steps, pace_s, *resume = sys.argv[1:]
+    folder, max_steps, pace_s, *mode = sys.argv[1:]
+    run: dict[str, Any] = {"strategy": DiLoCo(every=5)} if "merge" in mode else {"target_batch_size": TARGET}
     torch.set_num_threads(1)
     invite = sys.stdin.readline().strip()
     model = tiny_model()
@@ -102,7 +104,7 @@ def main() -> None:
         disable_tqdm=True,
     )
     with shoal.DHT([invite] if invite else [], start=True) as dht:
-        swarm = SwarmCallback(model, arguments, dht=dht, run_id="run", target_batch_size=TARGET)
+        swarm = SwarmCallback(model, arguments, dht=dht, run_id="run", **run)
 
         def tell(event: Event) -> None:
             if isinstance(event, EpochAdvanced):
@@ -125,7 +127,7 @@ def main() -> None:
             optimizers=swarm.optimizers,
             callbacks=[swarm, Watch(float(pace_s))],
         )
-        trainer.train(resume_from_checkpoint=latest_checkpoint(folder) if resume else None)
+        trainer.train(resume_from_checkpoint=latest_checkpoint(folder) if "resume" in mode else None)
         say("resumed", trainer._initial_global_step)
         say("end", [swarm.optimizer.local_epoch, trainer.state.global_step])
         say("weights", digest([*model.parameters()]))

@@ -307,7 +307,7 @@ def test_a_long_epoch_has_a_few_counts_near_its_end() -> None:
     known, countdown, told = SwarmProgress(ME, {}, ttl_s=20.0), Countdown(), list[int]()
     for epoch, samples in [(1, 1024), *((2, samples) for samples in range(1, 1025))]:
         mine = msgspec.structs.replace(progress(ME, 0.0), samples=samples, epoch=epoch, digest=bytes([epoch]) * 32)
-        if countdown.observe(mine, known.view(mine, 0.0), 10**6, 0.0) and countdown.matters:
+        if countdown.observe(mine, view := known.view(mine, 0.0), 10**6, view.rate, 0.0) and countdown.matters:
             countdown.told()
             told += [samples] * (epoch == 2)
     assert told == [922, 973, 999, 1012, 1018, 1021, 1023, 1024]
@@ -438,7 +438,7 @@ def test_a_slow_epoch_ends_late_and_those_who_count_may_be_silent() -> None:
 
     def near(samples: int, now: float, digest: bytes = b"e" * 32) -> bool:
         mine = msgspec.structs.replace(progress(ME, now), samples=samples, digest=digest)
-        return countdown.observe(mine, known.view(mine, now), 100, now)
+        return countdown.observe(mine, view := known.view(mine, now), 100, view.rate, now)
 
     assert near(5, 0.0, b"d" * 32)
     assert [near(samples, samples / 10) for samples in range(6)] == [False] * 4 + [True] * 2

@@ -149,7 +149,10 @@ def summary_of(found: RunStatus) -> str:
     if behind:
         text += f", {behind} of them at another state"
     target = found.target_batch_size
-    text += f"; {_short(found.samples)} {f'of {target} ' if target else ''}samples for the next step"
+    if "strategy" in found.best.settings:
+        text += f"; {_short(found.samples / 10 / max(1, len(found.together)))}% of the way to the next merge"
+    else:
+        text += f"; {_short(found.samples)} {f'of {target} ' if target else ''}samples for the next step"
     text += f", {_short(found.samples_per_s)} samples/s"
     if found.checked is not None:
         text += f"; parameters: {found.checked}"

@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.compression import view_bytes
 from shoal.errors import ConfigError, LocalError, ShoalError
 from shoal.optim import Optimizer
+from shoal.optim.arguments import merging_of
 from shoal.optim.batch_rows import rows_of
 from shoal.optim.gradient_sum import GradientSum
 from shoal.optim.inner import make_inner, make_scheduler
@@ -156,6 +157,11 @@ class GroupOptimizer(torch.optim.Optimizer):
         if options.get("use_local_updates"):
             raise ConfigError(
                 "use_local_updates=True does not work in a group: its ranks would have to get new parameters after "
+                "each batch. Leave it out, or let each process be a peer of its own, without a process group"
+            )
+        if merging_of(options.get("strategy")) is not None:
+            raise ConfigError(
+                "a strategy that merges does not work in a group: its ranks would have to get new parameters after "
                 "each batch. Leave it out, or let each process be a peer of its own, without a process group"
             )
         if options.get("auxiliary"):

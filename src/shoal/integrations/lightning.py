@@ -21,8 +21,9 @@ import torch
 from shoal.errors import ConfigError, ShoalError
 from shoal.integrations.evaluation import Evaluation
 from shoal.integrations.metrics import SharedMean
-from shoal.integrations.trainers import Evaluate, check_evaluate, evaluated, evaluation_of, load_state
+from shoal.integrations.trainers import Evaluate, check_evaluate, epochs_of, evaluated, evaluation_of, load_state
 from shoal.optim import Optimizer
+from shoal.optim.arguments import merging_of, target_of
 from shoal.peer import check_run_id
 from shoal.runtime.checks import whole
 from shoal.runtime.dht import DHT
@@ -74,7 +75,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
     Args:
         dht: this peer, started.
         run_id: names the run; all its peers give the same.
-        target_batch_size: samples of the whole swarm in one step.
+        target_batch_size: samples of the whole swarm in one step; left out with a `strategy` that merges.
         batch_size: says how many samples a batch has; None: the rows of the first tensor in it.
         evaluate: evaluates the module, and returns a loss or numbers by name. One peer of the run calls it, and all get
             the result: see `shoal.integrations.evaluation.Evaluation`. The module is in its mode to evaluate, without
@@ -95,7 +96,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         *,
         dht: DHT,
         run_id: str,
-        target_batch_size: int,
+        target_batch_size: int | None = None,
         batch_size: Callable[[Any], int] | None = None,
         evaluate: Evaluate | None = None,
         evaluate_every: int = 10,
@@ -118,7 +119,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
                 "offload_optimizer=True is not for a Trainer, as the module makes its optimizer itself: leave it out"
             )
         self._dht, self._run_id, self._options = dht, run_id, options
-        self._target = whole("target_batch_size", target_batch_size)
+        self._target = target_of(target_batch_size, merging_of(options.get("strategy")))
         self._batch_size, self._evaluate, self._evaluate_every = batch_size, evaluate, evaluate_every
         self._evaluation: Evaluation | None = None
         self.optimizer: Optimizer | None = None
@@ -139,7 +140,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuse what cannot work, before anything is made."""
         if stage == "fit":
-            _check_trainer(trainer)
+            _check_trainer(trainer, merges=merging_of(self._options.get("strategy")) is not None)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Put the module's optimizer into one of the swarm. Lightning loads a checkpoint into it afterwards."""
@@ -149,7 +150,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         self.optimizer = Optimizer(
             dht=self._dht,
             run_id=self._run_id,
-            target_batch_size=self._target,
+            target_batch_size=self._target if merging_of(self._options.get("strategy")) is None else None,
             optimizer=inner,
             scheduler=schedule,
             model=pl_module,
@@ -170,7 +171,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         """Get the state of the others."""
         swarm = self._swarm()
         if self._max_steps is not None:
-            swarm.announce_end(self._max_steps)
+            swarm.announce_end(epochs_of(swarm, self._max_steps))
         load_state(swarm)
         if swarm.finished:
             trainer.should_stop = True  # the run was over before: not a batch more
@@ -280,7 +281,7 @@ class SwarmStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def __init__(self, *, device: torch.device | str | None = None, **options: Any) -> None:
         own = {name: options.pop(name, None) for name in ("accelerator", "checkpoint_io", "precision_plugin")}
-        for name in ("dht", "run_id", "target_batch_size"):
+        for name in ("dht", "run_id"):
             if name not in options:
                 raise ConfigError(f"{name} is missing: SwarmStrategy(dht=..., run_id=..., target_batch_size=...)")
         super().__init__(device="cpu" if device is None else device, **own)
@@ -307,7 +308,7 @@ class SwarmStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 # ------------------------------------------------------------------------------------------------- trainer and module
 
 
-def _check_trainer(trainer: Any) -> None:
+def _check_trainer(trainer: Any, *, merges: bool) -> None:
     """Raise `ConfigError` for what of a Trainer cannot work in a swarm."""
     swarms = [each for each in trainer.callbacks if isinstance(each, SwarmCallback)]
     several = not isinstance(trainer.strategy, SingleDeviceStrategy)
@@ -315,7 +316,7 @@ def _check_trainer(trainer: Any) -> None:
     tries = [type(each).__name__ for each in trainer.callbacks if type(each).__name__ in _TRIES]
     refused = {
         f"gradient_clip_val={trainer.gradient_clip_val}": (
-            bool(trainer.gradient_clip_val),
+            bool(trainer.gradient_clip_val) and not merges,
             "it would clip each batch: leave it out, and give the SwarmCallback max_grad_norm=..., as on all peers",
         ),
         f"strategy={type(trainer.strategy).__name__}": (

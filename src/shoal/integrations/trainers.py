@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -12,7 +13,7 @@ from shoal.integrations.evaluation import Evaluation
 from shoal.optim import Optimizer
 from shoal.runtime.checks import whole
 
-__all__ = ["Evaluate", "check_evaluate", "evaluated", "evaluation_of", "load_state", "warn"]
+__all__ = ["Evaluate", "check_evaluate", "epochs_of", "evaluated", "evaluation_of", "load_state", "warn"]
 
 Evaluate = Callable[[], float | Mapping[str, float]]
 
@@ -21,6 +22,12 @@ def warn(swarm: Optimizer, message: str) -> None:
     """Tell the user this."""
     warning = Warned(where="Trainer", message=message)
     swarm.dht.loop_thread.call_soon(lambda: swarm.dht.events.emit(warning))
+
+
+def epochs_of(swarm: Optimizer, steps: int) -> int:
+    """The epoch at which the run ends: so many steps of the swarm; or, if peers merge, batches of each in the mean."""
+    every = None if swarm.merging is None else swarm.merging.steps
+    return steps if every is None else math.ceil(steps / every)
 
 
 def load_state(swarm: Optimizer) -> None:

@@ -23,8 +23,17 @@ from torch.utils.data import RandomSampler, SequentialSampler
 from shoal.data import PeerSampler
 from shoal.errors import ConfigError
 from shoal.integrations.metrics import SharedMean
-from shoal.integrations.trainers import Evaluate, check_evaluate, evaluated, evaluation_of, load_state, warn
+from shoal.integrations.trainers import (
+    Evaluate,
+    check_evaluate,
+    epochs_of,
+    evaluated,
+    evaluation_of,
+    load_state,
+    warn,
+)
 from shoal.optim import Optimizer
+from shoal.optim.arguments import merging_of
 from shoal.optim.inner import make_scheduler
 from shoal.runtime.checks import path
 from shoal.runtime.dht import DHT
@@ -60,6 +69,9 @@ class SwarmCallback(TrainerCallback):
     - `args.max_steps` is the number of steps of the swarm: the run ends there (`Optimizer.announce_end`).
       `warmup_steps` and the schedule count the swarm's steps, too. All peers give the same.
     - `args.max_grad_norm` clips the average of the gradients of all peers, as it clips those of a large batch.
+    - With a `strategy` that merges, `max_steps`, `warmup_steps` and the schedule count batches of a peer, as without a
+      swarm, and `max_grad_norm` clips the gradients of each batch. The run ends with the merge at which the peers have
+      trained `max_steps` batches in the mean. If the strategy's `every` is a time, they count merges.
     - `logging_steps`, `eval_steps` and `save_steps` count batches of this peer, as `num_train_epochs` would.
     - Each batch counts with the samples that it has.
     - The peers draw other samples (`shoal.data.PeerSampler` takes the place of the Trainer's shuffle), and other random
@@ -78,7 +90,7 @@ class SwarmCallback(TrainerCallback):
         args: of the Trainer.
         dht: this peer, started.
         run_id: names the run; all its peers give the same.
-        target_batch_size: samples of the whole swarm in one step.
+        target_batch_size: samples of the whole swarm in one step; left out with a `strategy` that merges.
         optimizer: a torch optimizer of the model; None for the one that `args` names.
         scheduler: a torch schedule over `optimizer`, or a function `optimizer -> schedule`, that counts steps of the
             swarm; None for the one that `args` names.
@@ -104,7 +116,7 @@ class SwarmCallback(TrainerCallback):
         *,
         dht: DHT,
         run_id: str,
-        target_batch_size: int,
+        target_batch_size: int | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: Any = None,
         evaluate: Evaluate | None = None,
@@ -123,13 +135,14 @@ class SwarmCallback(TrainerCallback):
         _check(args, own_optimizer=optimizer is not None, own_schedule=scheduler is not None)
         self._model, self._args = model, args
         self._taken: dict[str, Any] = {}
-        self.epochs, self._target = args.max_steps, target_batch_size
         _place(model, args)
         makes = _maker(model, args)
         inner = optimizer if optimizer is not None else makes.create_optimizer()
         schedule = make_scheduler(inner, scheduler)
         if schedule is None:
-            schedule = makes.create_scheduler(self.epochs, optimizer=inner)
+            schedule = makes.create_scheduler(args.max_steps, optimizer=inner)
+        merges = merging_of(options.get("strategy")) is not None
+        clips = not merges and (args.max_grad_norm or 0) > 0
         self.optimizer = Optimizer(
             dht=dht,
             run_id=run_id,
@@ -137,7 +150,7 @@ class SwarmCallback(TrainerCallback):
             optimizer=inner,
             scheduler=schedule,
             model=model,
-            max_grad_norm=args.max_grad_norm if (args.max_grad_norm or 0) > 0 else None,
+            max_grad_norm=args.max_grad_norm if clips else None,
             **options,
         )
         self.optimizers: tuple[Optimizer, Any] = (self.optimizer, schedule)
@@ -151,7 +164,12 @@ class SwarmCallback(TrainerCallback):
         self._loader: Any = None
         self.optimizer.register_step_pre_hook(self._before_step)
         self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        self._take(max_steps=_ENDLESS, max_grad_norm=0.0)
+        self.epochs = epochs_of(self.optimizer, args.max_steps)
+        self._batches = args.max_steps  # of this peer, as far as the progress bar is concerned
+        if target_batch_size is not None:
+            batch = args.train_batch_size * args.gradient_accumulation_steps
+            self._batches = math.ceil(self.epochs * target_batch_size / batch)
+        self._take(max_steps=_ENDLESS, **({} if merges else {"max_grad_norm": 0.0}))
 
     def _take(self, **values: Any) -> None:
         """Let these hold for the Trainer's own loop."""
@@ -207,8 +225,7 @@ class SwarmCallback(TrainerCallback):
         self._streams = not has_length(self._loader)
         self._deal(state)
         # For the progress bar, which reads it once: as many batches as this peer alone would need.
-        batch = args.train_batch_size * args.gradient_accumulation_steps
-        state.max_steps = math.ceil(self.epochs * self._target / batch)
+        state.max_steps = self._batches
 
     def _deal(self, state: TrainerState) -> None:
         """Let the steps of the swarm deal the samples, where the Trainer would shuffle them by its seed."""

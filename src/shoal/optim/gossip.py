@@ -99,6 +99,7 @@ class ProgressGossip:
     Attributes:
         enough: whether the swarm has the samples of the next step, as it was known here last.
         target: samples of a step.
+        rate: samples per second of all peers.
         has_twin: whether another peer trains the run under this peer's identity; it was said.
         looked: set when the run's progress has been read from the DHT, and this peer knows which of its
             writers live.
@@ -120,7 +121,7 @@ class ProgressGossip:
         self.looked = asyncio.Event()
         self.enough = self.has_twin = False
         self._to_write = Changes()  # of our progress, that are to be in the DHT soon
-        self.target, self._countdown = settings.target_batch_size, Countdown()
+        self.target, self.rate, self._countdown = settings.target_batch_size, 0.0, Countdown()
         self._duty = _Duty(b"", frozenset(), (), 0.0, Order(b"", []), [], [])
         self._told_at = float("-inf")
         self._told_place: tuple[object, ...] = ()
@@ -495,7 +496,7 @@ class ProgressGossip:
     def _tell_keepers(self, view: SwarmView, now: float) -> None:
         mine = self._next_word()
         self._meet(view)
-        near = self._countdown.observe(mine, view, self.target, now)
+        near = self._countdown.observe(mine, view, self.target, self.rate, now)
         duty = self._duty = self._duties(view, mine.digest, now)
         self._complete = mine.digest if self.enough and not view.coming else b""
         place, soon = (*_place(mine), *duty.keepers), self._told_at + self._tell_period_s
@@ -529,7 +530,7 @@ class ProgressGossip:
         self._called = b""  # somebody may have left, with the samples: when there are enough again, it is said at once
         if duty.colleagues and near and view.samples != self._passed_on:
             # The nearer the end, the sooner.
-            soon = self._passed_at + min(max(self._tell_period_s / 2, self._countdown.left_s(view) / 2), _SILENCE_S)
+            soon = self._passed_at + min(max(self._tell_period_s / 2, self._countdown.left_s / 2), _SILENCE_S)
             if now < soon:
                 self.look_again(soon)
                 return

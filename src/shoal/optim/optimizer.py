@@ -498,6 +498,11 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         return self._participant.settings.use_local_updates
 
     @property
+    def merging(self) -> Merging | None:
+        """The way in which peers merge what each has trained; None if they average gradients."""
+        return self._training.merging if isinstance(self._training, LocalSteps) else None
+
+    @property
     def auxiliary(self) -> bool:
         """Whether this peer has no data."""
         return self._participant.settings.auxiliary

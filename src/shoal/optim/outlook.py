@@ -64,7 +64,7 @@ class Outlook:
             digest=name.digest,
             branch_samples=name.samples,
             samples=self.pace.done(training.samples, training.batches, _now()),
-            rate=self.pace.rate(self.speed),
+            rate=self.speed.rate,
             time=0.0,
             settings=dict(self.settings.fingerprint),
             end_epoch=self.end.epoch,

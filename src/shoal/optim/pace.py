@@ -27,11 +27,11 @@ class Pace(Protocol):
     def done(self, samples: int, batches: int, now: float) -> int:
         """What this peer names: it has trained so much since its state began, and it is `now` (local time, seconds)."""
 
-    def rate(self, speed: RateMeter) -> float:
-        """How much more of that it has a second later."""
-
     def target(self, view: SwarmView) -> int:
         """About how much all peers of the view together name when there is enough."""
+
+    def rate(self, view: SwarmView, speed: RateMeter) -> float:
+        """About how much more all peers together name a second later; `speed` is this peer's."""
 
     def enough(self, view: SwarmView) -> bool:
         """Whether there is enough for a step, as far as it is known."""
@@ -62,13 +62,13 @@ class SamplesPace:
         """See `Pace`."""
         return samples
 
-    def rate(self, speed: RateMeter) -> float:
-        """See `Pace`."""
-        return speed.rate
-
     def target(self, view: SwarmView) -> int:
         """See `Pace`."""
         return self._target
+
+    def rate(self, view: SwarmView, speed: RateMeter) -> float:
+        """See `Pace`."""
+        return view.rate
 
     def enough(self, view: SwarmView) -> bool:
         """See `Pace`."""
@@ -116,16 +116,14 @@ class MergePace:
         way = WAY - self._ahead if self._epoch == 0 else WAY
         return self._began + self._merging.seconds * way / WAY - now
 
-    def rate(self, speed: RateMeter) -> float:
-        """See `Pace`."""
-        if self._merging.steps is not None:
-            return WAY * speed.batches_per_s / self._merging.steps
-        assert self._merging.seconds is not None
-        return WAY / self._merging.seconds if speed.rate else 0.0
-
     def target(self, view: SwarmView) -> int:
         """See `Pace`."""
         return WAY * (1 + len(self._done))
+
+    def rate(self, view: SwarmView, speed: RateMeter) -> float:
+        """See `Pace`: the others are taken to be as fast as this peer."""
+        own = speed.batches_per_s / self._merging.steps if self._merging.steps else 1 / (self._merging.seconds or 1)
+        return own * self.target(view)
 
     def enough(self, view: SwarmView) -> bool:
         """See `Pace`."""

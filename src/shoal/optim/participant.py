@@ -279,11 +279,13 @@ class Participant:
 
     def status(self) -> Status:
         """The run as this peer sees it now."""
+        view = self.view()
         return status_of(
-            self.view(),
+            view,
             self.progress(),
             self.settings,
-            target=self._pace.target(self.view()),
+            target=self._pace.target(view),
+            rate=self._pace.rate(view, self.speed),
             phase=self.phase.value,
             last_round=self.last_round,
             contribution=self.contribution,
@@ -314,6 +316,7 @@ class Participant:
         if (due_s := self._pace.due_s(now)) is not None:
             self._gossip.look_again(now + due_s)
         self._gossip.enough, self._gossip.target = enough, self._pace.target(view)
+        self._gossip.rate = self._pace.rate(view, self.speed)
         if len(view.peers) > 1:
             self._machine.found()
         self._settle_end()

@@ -160,7 +160,7 @@ class _Tracking:
         now = asyncio.get_running_loop().time()
         self.known.expire(now)
         view = self.known.view(self.word(), now)
-        self.gossip.enough = view.samples >= self.settings.target_batch_size
+        self.gossip.enough, self.gossip.rate = view.samples >= self.settings.target_batch_size, view.rate
         return view
 
     def epoch_changed(self) -> None:

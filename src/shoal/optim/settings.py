@@ -131,8 +131,11 @@ def run_settings(
     """
     optimizer = training.optimizer
     ours = {
-        **({} if merging is None else {"strategy": merging.text, "outer optimizer": _described(outer)}),
-        "target_batch_size": str(target_batch_size),
+        **(
+            {"target_batch_size": str(target_batch_size)}
+            if merging is None
+            else {"strategy": merging.text, "outer optimizer": _described(outer)}
+        ),
         "tensors": training.summary(),
         "optimizer": type(optimizer).__name__,
         "scheduler": type(training.scheduler).__name__ if training.scheduler is not None else "none",

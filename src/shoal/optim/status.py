@@ -101,13 +101,14 @@ def status_of(  # noqa: PLR0913 (all but three by name)
     settings: RunSettings,
     *,
     target: int,
+    rate: float,
     phase: str,
     last_round: StepResult | None,
     contribution: Contribution,
     finished: bool,
     alone_because: tuple[str, ...],
 ) -> Status:
-    """The status that belongs to this view of the swarm, and to `me`, the own progress; `target`: see `Pace`."""
+    """The status that belongs to this view, and to `me`, the own progress; for `target` and `rate` see `Pace`."""
     others = [view.others[peer] for peer in view.peers if peer in view.others]
     missing = target - view.samples
     return Status(
@@ -117,7 +118,7 @@ def status_of(  # noqa: PLR0913 (all but three by name)
         phase=phase,
         samples=view.samples,
         target_batch_size=target,
-        eta_s=max(0.0, missing / view.rate) if view.rate > 0 else None,
+        eta_s=max(0.0, missing / rate) if rate > 0 else None,
         peers=tuple(_of_peer(word, view, me) for word in (me, *others)),
         last_round=None if last_round is None else _of_round(last_round),
         contributed=contribution.contributed,

@@ -111,28 +111,29 @@ class Countdown:
     """
 
     def __init__(self) -> None:
-        self._target = 1
+        self._target, self._rate = 1, 0.0
         self._digest, self._began, self._over_since = b"", 0.0, float("inf")
         self._samples = self._batch = self._gave = 0
         self._left = self._told_left = 1.0
 
-    def observe(self, mine: Progress, view: SwarmView, target: int, now: float) -> bool:
+    def observe(self, mine: Progress, view: SwarmView, target: int, rate: float, now: float) -> bool:
         """Take in a view. True if a further batch may be the last one.
 
         Args:
             mine: this peer's word.
             view: of the swarm.
             target: samples of a step.
+            rate: samples per second of all peers.
             now: local time, seconds.
         """
-        self._target = target
+        self._target, self._rate = target, rate
         if mine.digest != self._digest:
             self._digest, self._began, self._gave = mine.digest, now, self._samples
             self._samples, self._batch, self._over_since = 0, 0, float("inf")
             self._left = self._told_left = 1.0
         self._batch = max(self._batch, mine.samples - self._samples)
         self._samples = max(self._samples, mine.samples)
-        done = max(view.samples, view.rate * (now - self._began)) / self._target
+        done = max(view.samples, rate * (now - self._began)) / self._target
         if self._gave:
             done = max(done, mine.samples / self._gave)
             if done >= 1.0:
@@ -144,9 +145,10 @@ class Countdown:
     def _last_batches(self) -> float:
         return _BATCHES * self._batch / self._gave if self._gave else 1.0
 
-    def left_s(self, view: SwarmView) -> float:
-        """Return how long the epoch goes on, seconds; most samples are not known before its end."""
-        return max(0.0, self._left) * self._target / view.rate if view.rate > 0 else 0.0
+    @property
+    def left_s(self) -> float:
+        """How long the epoch goes on, seconds; most samples are not known before its end."""
+        return max(0.0, self._left) * self._target / self._rate if self._rate > 0 else 0.0
 
     @property
     def matters(self) -> bool:

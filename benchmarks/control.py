@@ -11,7 +11,8 @@ each other peer; *progress*, a note to each, one way; *DHT*, `get(latest=True)`,
 Printed are the median, the 99th percentile and the longest delay in ms, and for the state those of the calls of the
 donor and to it, and of the newcomer and to it. ``--queue-ms`` is how much the lines' own queues hold (a home router:
 up to seconds), ``--congestion cubic`` what a system does that has no BBR. ``--base PATH`` measures another checkout of
-shoal, too.
+shoal, too. ``--upload-limit`` gives each peer one, and prints the most that it has sent in 10 s: all bytes of all of
+its IP packets, as the emulator counts them.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.allreduce import SOURCES, Peer, aligned, exit_on_sigterm, processor
+from benchmarks.emulator.forward import PERIOD_S
 from benchmarks.emulator.namespaces import Emulator
 from benchmarks.emulator.star import Shape
 
-START_S, WORK_S = 60.0, 400.0
+START_S, WORK_S, WINDOW_S = 60.0, 400.0, 10.0
 SCENES = ("idle", "state", "round")
 HEAD = ("code", "queue", "congestion", "", "seconds", "", "calls", "median ms", "99% ms", "longest ms")
 
@@ -105,6 +107,12 @@ def spread(delays: list[float]) -> list[str]:
     return [f"{len(ordered)}", *(f"{delay * 1e3:.0f}" for delay in picked)]
 
 
+def most_in_a_window(sent: list[int], limit: float) -> float:
+    """The most that was sent in `WINDOW_S`, of what the limit allows; `sent`: for each period of the emulator."""
+    periods = round(WINDOW_S / PERIOD_S)
+    return max(sum(sent[start : start + periods]) for start in range(max(1, len(sent) - periods))) / limit / WINDOW_S
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--peers", type=int, default=4)
@@ -125,7 +133,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--base", type=Path, metavar="PATH", help="a checkout that is measured as well")
     args = parser.parse_args()
     args.scenes = args.scenes.split(",")
-    args.sources = [args.base / "src"] * bool(args.base) + [SOURCES]
+    args.sources = [SOURCES] if args.base is None else [args.base / "src", SOURCES]
     return args
 
 
@@ -149,6 +157,10 @@ def main() -> int:
             counts: dict[str, Any] = net.counts
             print(f"  emulator: {counts['dropped']:,} of {counts['packets']:,} packets dropped, ", end="")
             print(f"late by {counts['latest_ms']:.0f} ms at most", flush=True)
+            if args.upload_limit:
+                most = [most_in_a_window(sent, args.upload_limit) for sent in counts["sent_bytes"]]
+                told = ", ".join(f"{each:.3f}" for each in most)
+                print(f"  most that a host has sent in {WINDOW_S:g} s, of what its limit allows: {told}", flush=True)
     print(aligned([HEAD, *rows]))
     return 0
 

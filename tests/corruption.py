@@ -27,6 +27,7 @@ from shoal.rpc.framing import PREFIX_BYTES, Kind
 from shoal.sim.faults import HostFault
 from shoal.sim.swarm import Swarm
 from shoal.transport.base import Acceptor, Buffer, Connection, Transport
+from shoal.transport.uplink import Uplink
 from shoal.wire import Commit, Held, PartAverage, Report, decode, encode
 
 __all__ = ["KINDS", "Corrupt", "CorruptibleTransport", "Gate"]
@@ -130,6 +131,10 @@ class CorruptibleTransport:
     @property
     def addresses(self) -> Sequence[Address]:
         return self.inner.addresses
+
+    @property
+    def uplink(self) -> Uplink:
+        return self.inner.uplink
 
     async def listen(self, acceptor: Acceptor) -> None:
         await self.inner.listen(lambda connection: acceptor(_Connection(connection, self.gate)))

@@ -89,7 +89,10 @@ class ControlPeer:
         return {}
 
     def _start(self, invites: list[str]) -> str:
-        self._dht = shoal.DHT(initial_peers=invites, host_maddrs=f"/ip4/{self._host}/tcp/0", start=True)
+        place, options = f"/ip4/{self._host}/tcp/0", {}
+        if self._upload_limit:  # a base may not have it
+            options["upload_limit"] = self._upload_limit
+        self._dht = shoal.DHT(initial_peers=invites, host_maddrs=place, start=True, **options)  # type: ignore[arg-type]
         return str(self._dht.get_visible_maddrs()[0])
 
     def _make_averager(self, peers: int) -> StateAverager:

@@ -13,7 +13,9 @@ import select
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 from benchmarks.emulator.star import Shape, Star
 from benchmarks.emulator.train import HEAD_BYTES
@@ -28,12 +30,17 @@ _REST_S = 0.0005
 like those of a network card that raises few interrupts."""
 
 
-def forward(devices: list[int], addresses: list[str], star: Star) -> dict[str, float]:
+PERIOD_S = 0.1
+"""What hosts have sent is counted for each period of this length."""
+
+
+def forward(devices: list[int], addresses: list[str], star: Star) -> dict[str, Any]:
     """Carry packets between `devices` until the standard input ends. Returns counts, and how late the loop was."""
     hosts = {socket.inet_aton(address): index for index, address in enumerate(addresses)}
     stdin = sys.stdin.fileno()
     watched = [*devices, stdin]
     latest_s, now = 0.0, time.monotonic()
+    began, sent = now, [Counter[int]() for _ in devices]
     while True:
         due = star.next_at
         ready = select.select(watched, (), (), None if due is None else max(due - now, 0.0))[0]
@@ -48,7 +55,7 @@ def forward(devices: list[int], addresses: list[str], star: Star) -> dict[str, f
                 for train in _read(device):
                     # Of an IPv4 packet; others, as when IPv6 looks for routers, have none.
                     if (target := hosts.get(train[_TARGET])) is not None:
-                        star.send(now, source, target, train)
+                        sent[source][int((now - began) / PERIOD_S)] += star.send(now, source, target, train)
         for host, train in star.arrivals(now):
             with contextlib.suppress(OSError):  # the device is being taken away
                 os.write(devices[host], train)
@@ -58,6 +65,7 @@ def forward(devices: list[int], addresses: list[str], star: Star) -> dict[str, f
         "lost": star.lost,
         "dropped": sum(line.dropped for line in lines),
         "latest_ms": latest_s * 1e3,
+        "sent_bytes": [[each[number] for number in range(max(each, default=-1) + 1)] for each in sent],
         "cpu_s": time.process_time(),
     }
 

@@ -52,7 +52,8 @@ class Emulator:
     Attributes:
         addresses: of the hosts, which can reach each other and themselves, and nothing else.
         counts: what happened, once the block has ended: packets, those lost by chance and those dropped from full
-            queues, the longest time that one was late, and the CPU seconds that the emulator took.
+            queues, the longest time that one was late, the bytes that each host has sent in each
+            `forward.PERIOD_S`, and the CPU seconds that the emulator took.
 
     Raises:
         NotPermitted: on entering the block.

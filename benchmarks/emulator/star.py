@@ -94,14 +94,14 @@ class Star:
         self._under_way: list[tuple[float, int, int, bytes, Train | None]] = []
         self._number = 0
 
-    def send(self, now: float, source: int, target: int, data: bytes) -> None:
-        """A host sends a train."""
+    def send(self, now: float, source: int, target: int, data: bytes) -> int:
+        """A host sends a train. Returns its bytes, as packets."""
         train = measure(data)
         when, taken = self.up[source].offer(now, train.wire_bytes, train.packets)
         if taken == train.packets <= self._spared:
             self._spared -= taken
             self._push(when, target, data, train)
-            return
+            return train.wire_bytes
         begin = 0
         while begin < taken:
             spared = int(min(taken - begin, self._spared))
@@ -114,6 +114,7 @@ class Star:
                 self.lost += 1
                 self._spared = self._draw()
                 begin += 1
+        return train.wire_bytes
 
     def arrivals(self, now: float) -> Iterator[tuple[int, bytes]]:
         """The trains that have arrived by now and were not told of before, with the host, in order of time."""

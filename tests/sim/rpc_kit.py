@@ -23,6 +23,7 @@ from shoal.transport import sockets
 from shoal.transport.base import Acceptor, Connection, Transport
 from shoal.transport.memory import MemoryTransport
 from shoal.transport.tcp import TcpTransport
+from shoal.transport.uplink import Uplink
 from shoal.wire import Beat, Call, Contact, Hello, Message, Note, Opening, OpenStream, Request, decode, encode
 
 E = TypeVar("E", bound=Event)
@@ -104,6 +105,10 @@ class CountingTransport:
     @property
     def addresses(self) -> Sequence[Address]:
         return self._inner.addresses
+
+    @property
+    def uplink(self) -> Uplink:
+        return self._inner.uplink
 
     async def listen(self, acceptor: Acceptor) -> None:
         await self._inner.listen(acceptor)

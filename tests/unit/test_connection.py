@@ -45,7 +45,7 @@ class Greedy(asyncio.Transport):
 def connect(*, broken_at: int | None = None) -> tuple[TcpConnection, Greedy]:
     """A connection, past its handshake, in the clear."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    connection = TcpConnection(context, dialed=False, scratch=Scratch(), uplink=Uplink(()), alive=set())
+    connection = TcpConnection(context, dialed=False, scratch=Scratch(), uplink=Uplink(), alive=set())
     transport = Greedy(connection, broken_at=broken_at)
     connection.connection_made(transport)
     connection.unseal()

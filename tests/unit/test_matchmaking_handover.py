@@ -19,7 +19,7 @@ class ScriptedConnection:
 
     def __init__(self) -> None:
         self.peer_id = PeerID(bytes(32))
-        self.dialed, self.closed = True, False
+        self.dialed, self.closed, self.bulk = True, False, False
         self.bytes_sent = self.bytes_received = self.bytes_acked = 0
         self.local_host = self.remote_host = ""
         self._data = bytearray()

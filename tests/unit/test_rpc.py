@@ -26,7 +26,7 @@ class Playback:
     def __init__(self, data: bytes = b"") -> None:
         self.data, self.written = bytearray(data), bytearray()
         self.asked: list[int] = []
-        self.closed = False
+        self.closed = self.bulk = False
         self.bytes_received = self.bytes_acked = 0
         self.local_host = self.remote_host = ""
 

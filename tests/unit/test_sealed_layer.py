@@ -256,7 +256,7 @@ def test_what_trickles_in_counts_before_its_record_is_complete() -> None:
 
     async def scenario() -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        connection = TcpConnection(context, dialed=False, scratch=Scratch(), uplink=Uplink(()), alive=set())
+        connection = TcpConnection(context, dialed=False, scratch=Scratch(), uplink=Uplink(), alive=set())
         connection.seal(KEYS[1], KEYS[0])
         near, _ = pair()
         wire = seal(near, bytes(RECORD_BYTES))[0]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shoal.cli.options import announced, checked_run, maddr_of
+from shoal.cli.options import announced, checked_run, maddr_of, upload_limit_option
 from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,9 +35,10 @@ __all__ = ["dht"]
 @click.option("--identity", type=click.Path(dir_okay=False, path_type=Path), help="Key file; made if missing.")
 @click.option("--run", "run_id", callback=checked_run, help="Name of the run that the invite is for.")
 @click.option("--join", metavar="INVITE", multiple=True, help="Join this network instead of a new one; repeatable.")
+@upload_limit_option
 @click.option("--invite-file", type=click.Path(dir_okay=False, path_type=Path), help="Write the invite here as well.")
 @click.option("--quiet", is_flag=True, help="Print nothing but the invite.")
-def dht(
+def dht(  # noqa: PLR0913 (one for each option)
     *,
     host: str,
     port: int,
@@ -45,6 +46,7 @@ def dht(
     identity: Path | None,
     run_id: str | None,
     join: tuple[str, ...],
+    upload_limit: float | None,
     invite_file: Path | None,
     quiet: bool,
 ) -> None:
@@ -57,7 +59,14 @@ def dht(
     news: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: leave now
     where = maddr_of(host, port)
     # A peer that only dials introduces nobody: this one announces its address in any case.
-    peer = DHT(join, host_maddrs=where, announce_maddrs=places, identity_path=identity, client_mode=False)
+    peer = DHT(
+        join,
+        host_maddrs=where,
+        announce_maddrs=places,
+        identity_path=identity,
+        client_mode=False,
+        upload_limit=upload_limit,
+    )
     if not quiet:
         peer.events.subscribe(news.put)
     peer.run_in_background()

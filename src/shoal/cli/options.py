@@ -11,7 +11,16 @@ import click
 
 from shoal.errors import ConfigError
 
-__all__ = ["Real", "announced", "checked_run", "maddr_of", "run_of", "run_option", "timeout_option"]
+__all__ = [
+    "Real",
+    "announced",
+    "checked_run",
+    "maddr_of",
+    "run_of",
+    "run_option",
+    "timeout_option",
+    "upload_limit_option",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -45,6 +54,14 @@ def checked_run(_: click.Context, __: click.Parameter, run_id: str | None) -> st
 
 run_option = click.option(
     "--run", "run_id", callback=checked_run, help="Name of the run; by default the one that the invite is for."
+)
+
+
+upload_limit_option = click.option(
+    "--upload-limit",
+    type=Real(32 << 10, 1e15),
+    metavar="BYTES",
+    help="Bytes per second that this peer sends in all. Default: no limit.",
 )
 
 

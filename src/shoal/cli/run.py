@@ -23,7 +23,7 @@ import click
 from click.core import ParameterSource
 
 from shoal.cli.config_file import config_option
-from shoal.cli.options import Real, announced, maddr_of
+from shoal.cli.options import Real, announced, maddr_of, upload_limit_option
 from shoal.errors import ClosedError, ConfigError, ShoalError
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ _logger = logging.getLogger("shoal.run")
 @click.option("--host", help="Host to listen on; 0.0.0.0 lets other machines in. Default: 127.0.0.1.")
 @click.option("--port", type=click.IntRange(0, 65535), help="Port to listen on. Default: any free one.")
 @click.option("--announce", metavar="HOST[:PORT]", help="Address that others dial, if it is another one.")
+@upload_limit_option
 @click.option("--checkpoint", type=_FOLDER, help="Go on from the best checkpoint in this folder, and save there.")
 @click.option("--save-every", type=click.IntRange(min=0), help="Epochs between two checkpoints. Default: 10.")
 @click.option("--keep-checkpoints", type=click.IntRange(min=1), help="States whose checkpoints stay. Default: 3.")
@@ -114,6 +115,7 @@ def _settings(context: click.Context, options: dict[str, Any]) -> list[Setting]:
         ("DHT", "identity_path", options["identity"], ("identity",)),
         ("DHT", "peers_file", options["peers_file"], ("peers_file",)),
         ("DHT", "host_maddrs", place, ("host", "port")),
+        ("DHT", "upload_limit", options["upload_limit"], ("upload_limit",)),
         ("DHT", "announce_maddrs", None if announce is None else announced(announce), ("announce",)),
         *(("Optimizer", name, options[name], (name,)) for name in ("checkpoint", *_OF_CHECKPOINTS)),
     ]

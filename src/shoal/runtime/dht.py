@@ -26,6 +26,7 @@ from shoal.runtime.places import one_place
 from shoal.runtime.running import Closer, RunningPeer
 from shoal.runtime.thread import GRACE_S, LoopFuture, LoopThread
 from shoal.transport.tcp import TcpTransport
+from shoal.transport.upload_limit import UploadLimit
 
 __all__ = ["DHT"]
 
@@ -61,6 +62,8 @@ class DHT:
             is lost with 10 replicas, and thirty in a thousand with 5.
         state_upload_limit: bytes per second that this peer sends to all peers together that download states from it; at
             least 32 KiB/s. None: no fixed limit, and a tenth of its other traffic during rounds.
+        upload_limit: bytes per second that this peer sends in all: rounds, states, calls, handshakes, and on Linux the
+            headers of packets and what is sent twice. At least 32 KiB/s. Small messages go first. None: no limit.
         await_ready: with `start`, wait until the network is joined.
         daemon: kept for compatibility: shoal starts no processes, and its thread never keeps a program alive.
         shutdown_timeout: seconds that an orderly leave may take.
@@ -92,6 +95,7 @@ class DHT:
         record_validators: Iterable[RecordValidator] = (),
         num_replicas: int = 10,
         state_upload_limit: float | None = None,
+        upload_limit: float | None = None,
         await_ready: bool = True,
         daemon: bool = True,
         shutdown_timeout: float = _SHUTDOWN_S,
@@ -128,6 +132,7 @@ class DHT:
         self._validators = check_validators(record_validators)
         self._dht_settings = _dht_settings(num_replicas)
         self._state_upload_limit = _checked_limit(state_upload_limit)
+        self._upload_limit = None if upload_limit is None else UploadLimit(own_number(upload_limit))
         self._joining_s = self._startup_timeout + GRACE_S
         self._running: RunningPeer | None = None
         self._shut_down = False
@@ -167,6 +172,7 @@ class DHT:
             announce_port=self._announce[1],
             client_mode=bool(self._client_mode),
             encrypt=self._encrypt,
+            upload_limit=self._upload_limit,
         )
         self._running = running = RunningPeer(self._identity, transport, self.events, self._shutdown_timeout)
         weakref.finalize(self, running.stop, wait=False).atexit = False

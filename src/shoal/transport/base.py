@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from shoal.peer import Address, PeerID
+from shoal.transport.uplink import Uplink
 
 __all__ = [
     "HIGH_WATER_BYTES",
@@ -125,6 +126,10 @@ class Transport(Protocol):
     @property
     def addresses(self) -> Sequence[Address]:
         """Where others can dial us; empty before `listen` and for a peer that only dials."""
+
+    @property
+    def uplink(self) -> Uplink:
+        """Our line up: what it carries, and the limit on what is sent."""
 
     async def listen(self, acceptor: Acceptor) -> None:
         """Start to accept connections.

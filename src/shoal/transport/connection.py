@@ -8,9 +8,9 @@ driven here, by one `BufferedProtocol`:
 - *In.* Bytes are received into one buffer that all connections of a transport share (the event loop fills it and calls
   `buffer_updated` in one go), and are decrypted straight into the buffer that the reader gave to `readinto`. Without a
   reader they stay as they came, and from the layer's `pause_bytes` on the socket is not read.
-- *Out.* At most `BUNCH_BYTES` are encrypted and sent at a time, once the socket took the bytes before them; then the
-  loop has a turn, even if the socket takes all of one piece after another. Bytes that the socket did not take are kept,
-  but no reference to a caller's buffer is left when `write` returns.
+- *Out.* At most `BUNCH_BYTES` are encrypted and sent at a time, once the socket took the bytes before them and the line
+  (`uplink`) admits them; then the loop has a turn, even if the socket takes all of one piece after another. Bytes that
+  the socket did not take are kept, but no reference to a caller's buffer is left when `write` returns.
 - *End.* `close` sends the queued bytes, then TCP FIN, then reads and throws away bytes until the other side's FIN. A
   socket closed with unread bytes would send RST, which destroys bytes that the other side has not read yet. A FIN ends
   the pipe in both directions; the side that sees it first drops its socket, but the bytes that it had received stay
@@ -36,9 +36,10 @@ from shoal.transport.clear import ClearLayer
 from shoal.transport.layers import BUNCH_BYTES, BrokenLayer, Layer, Scratch
 from shoal.transport.pacing import Flow
 from shoal.transport.sealed import SealedLayer
-from shoal.transport.sockets import acked_bytes, flow, pace
+from shoal.transport.sockets import acked_bytes, flow, pace, packet_bytes
 from shoal.transport.tls import TlsLayer
 from shoal.transport.uplink import Uplink
+from shoal.transport.upload_limit import SMALL_BYTES
 
 __all__ = ["CLOSE_S", "TcpConnection"]
 
@@ -126,16 +127,24 @@ class TcpConnection(asyncio.BufferedProtocol):
             await self._wait_drained()
             if self._closing:
                 raise self._unreachable()
-            if self.bulk:
-                self._uplink.bulk_begins()
-            bunches = _bunches(buffers)
-            bunch = next(bunches, None)
-            while bunch is not None:
-                self._send(bunch)
-                bunch = next(bunches, None)
-                if bunch is not None:
+            bulk = self.bulk or sum(memoryview(buffer).nbytes for buffer in buffers) > SMALL_BYTES
+            for number, bunch in enumerate(_bunches(buffers, self._uplink.piece_bytes(BUNCH_BYTES))):
+                if number:
                     await self._next_turn()
+                await self._admit(bunch, bulk=bulk, begun=number > 0)
+                self._send(bunch)
             await self._wait_drained()
+
+    async def _admit(self, bunch: Sequence[memoryview], *, bulk: bool, begun: bool) -> None:
+        """Wait until the line may take these bytes."""
+        try:
+            await self._uplink.admit(sum(map(len, bunch)), bulk=bulk)
+        except asyncio.CancelledError:
+            if begun:
+                self.abort("a write was cancelled")
+            raise
+        if self.closed and not (self._closing and begun):  # `close` lets a message that has begun go on
+            raise self._unreachable()
 
     async def readinto(self, buffer: bytearray | memoryview) -> None:
         if self._reader is not None:
@@ -189,6 +198,9 @@ class TcpConnection(asyncio.BufferedProtocol):
     def pace(self, bytes_per_s: float) -> None:
         if self._transport is not None:
             pace(self._transport.get_extra_info("socket"), bytes_per_s)
+
+    def packet_bytes(self) -> int:
+        return packet_bytes(self._transport.get_extra_info("socket")) if self._transport is not None else 0
 
     # For the code that makes connections
 
@@ -380,13 +392,13 @@ def _wake(waiter: asyncio.Future[None] | None) -> None:
         waiter.set_result(None)
 
 
-def _bunches(buffers: Sequence[Buffer]) -> Iterator[Sequence[memoryview]]:
-    """Cut and group buffers into bunches of at most `BUNCH_BYTES`. A few small buffers become one."""
+def _bunches(buffers: Sequence[Buffer], most: int) -> Iterator[Sequence[memoryview]]:
+    """Cut and group buffers into bunches of at most so many bytes. A few small buffers become one."""
     views = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
     if len(views) > 1 and sum(map(len, views)) <= _JOINED_BYTES:
         views = [memoryview(b"".join(views))]
     bunch: list[memoryview] = []
-    room = BUNCH_BYTES
+    room = most
     for view in views:
         start = 0
         while start < len(view):
@@ -396,7 +408,7 @@ def _bunches(buffers: Sequence[Buffer]) -> Iterator[Sequence[memoryview]]:
             room -= len(piece)
             if not room:
                 yield bunch
-                bunch, room = [], BUNCH_BYTES
+                bunch, room = [], most
     if bunch:
         yield bunch
 

@@ -20,6 +20,8 @@ from shoal.errors import ClosedError, LocalError, PeerRefused, PeerTimeout, Peer
 from shoal.identity import Identity
 from shoal.peer import PEER_ID_BYTES, Address, PeerID
 from shoal.transport.base import HIGH_WATER_BYTES, Acceptor, Buffer, Network, Pipe
+from shoal.transport.uplink import Uplink
+from shoal.transport.upload_limit import SMALL_BYTES, UploadLimit
 
 __all__ = ["MemoryConnection", "MemoryTransport"]
 
@@ -81,21 +83,24 @@ class MemoryConnection:
     # ------------------------------------------------------------------------------------------------------- writing
 
     async def write(self, *buffers: Buffer) -> None:
-        pipe = self._open_pipe()
-        if not self._turn.locked() and pipe.queued_bytes <= HIGH_WATER_BYTES and _nbytes(buffers) <= SEGMENT_BYTES:
+        pipe, uplink = self._open_pipe(), self._transport.uplink
+        at_once = not uplink.limited and not self._turn.locked()
+        if at_once and pipe.queued_bytes <= HIGH_WATER_BYTES and _nbytes(buffers) <= SEGMENT_BYTES:
             if data := b"".join(buffers):  # a copy, except of bytes that are alone
                 self._send(pipe, data)
             if pipe.queued_bytes <= HIGH_WATER_BYTES:
                 return
             buffers = ()
         async with self._turn:
-            torn = False
+            torn, bulk = False, self.bulk or _nbytes(buffers) > SMALL_BYTES
+            most = uplink.piece_bytes(SEGMENT_BYTES)
             try:
                 for buffer in buffers:
                     view = memoryview(buffer).cast("B")
-                    for start in range(0, len(view), SEGMENT_BYTES):
+                    for start in range(0, len(view), most):
+                        await uplink.admit(len(view[start : start + most]), bulk=bulk)
                         await self._wait_for_room(pipe)
-                        self._send(pipe, bytes(view[start : start + SEGMENT_BYTES]))
+                        self._send(pipe, bytes(view[start : start + most]))
                         torn = True
                 torn = False
                 await self._wait_for_room(pipe)
@@ -252,13 +257,22 @@ class MemoryTransport:
         host: the name of our host. Our address is `/dns/HOST/tcp/PORT/p2p/PEERID`.
         port: where to listen; 0 takes a free port.
         client_mode: only dial: `listen` does nothing and there are no addresses.
+        upload_limit: bytes per second of all that is sent; None for no limit.
     """
 
     def __init__(
-        self, identity: Identity | PeerID, network: Network, *, host: str, port: int = 0, client_mode: bool = False
+        self,
+        identity: Identity | PeerID,
+        network: Network,
+        *,
+        host: str,
+        port: int = 0,
+        client_mode: bool = False,
+        upload_limit: UploadLimit | None = None,
     ) -> None:
         self.peer_id = identity if isinstance(identity, PeerID) else identity.peer_id
         self._network, self._host, self._port, self._client_mode = network, host, port, client_mode
+        self.uplink = Uplink(limit=upload_limit)  # what a simulated line carries is not measured
         self._acceptor: Acceptor | None = None
         self._context: contextvars.Context | None = None
         self.addresses: tuple[Address, ...] = ()
@@ -322,6 +336,7 @@ class MemoryTransport:
         if self._closed:
             return
         self._closed = True
+        self.uplink.close()
         for address in self.addresses:
             self._network.unlisten(self._host, address.port)
         self.addresses = ()

@@ -34,6 +34,7 @@ __all__ = [
     "open_sockets",
     "outside_host",
     "pace",
+    "packet_bytes",
     "resolve",
     "tune",
 ]
@@ -141,6 +142,12 @@ def acked_bytes(sock: socket.socket) -> int:
 _FLOW = struct.Struct("=16xI48xI72xII40xI")
 """`tcpi_snd_mss`, `_rtt`, `_notsent_bytes`, `_min_rtt` and `_delivered` (since 4.18); times in microseconds."""
 
+_SENT = struct.Struct("=136xI60xQ")
+"""`tcpi_segs_out` and `tcpi_bytes_sent` (since 4.19), what was sent twice included."""
+
+_HEADER_BYTES = {socket.AF_INET: 20 + 32, socket.AF_INET6: 40 + 32}
+"""Of IP and of TCP with timestamps."""
+
 _SO_MAX_PACING_RATE = 47
 """Of Linux (since 3.13); Python does not name it."""
 
@@ -155,6 +162,17 @@ def flow(sock: socket.socket) -> Flow | None:
         return None
     segment, round_trip, unsent, least, delivered = known
     return Flow(unsent > 0, delivered * segment, max(0, round_trip - least) * 1e-6, round_trip * 1e-6)
+
+
+def packet_bytes(sock: socket.socket) -> int:
+    """The bytes of all packets sent so far; 0 if this system does not tell, or the socket is closed."""
+    if sys.platform != "linux":
+        return 0
+    try:
+        packets, payload = _SENT.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SENT.size))
+    except (OSError, struct.error):
+        return 0
+    return int(payload + packets * _HEADER_BYTES.get(sock.family, 0))
 
 
 def pace(sock: socket.socket, bytes_per_s: float) -> None:

@@ -51,6 +51,7 @@ from shoal.transport.sockets import (
     resolve,
 )
 from shoal.transport.uplink import Uplink
+from shoal.transport.upload_limit import UploadLimit
 from shoal.wire import PROTOCOL_VERSIONS
 
 __all__ = ["TcpLimits", "TcpTransport"]
@@ -120,6 +121,7 @@ class TcpTransport:
         limits: the limits on what others may cost us.
         encrypt: False sends data as it is to peers that also have False: only for networks where nobody can listen or
             meddle. Identities are proved all the same.
+        upload_limit: bytes per second of all that is sent; None for no limit.
 
     Attributes:
         peer_id: our own identity.
@@ -142,6 +144,7 @@ class TcpTransport:
         protocol_versions: tuple[int, int] = PROTOCOL_VERSIONS,
         limits: TcpLimits | None = None,
         encrypt: bool = True,
+        upload_limit: UploadLimit | None = None,
     ) -> None:
         if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
             raise ConfigError(f"port must be a number within 0..65535, got {port!r}")
@@ -164,7 +167,7 @@ class TcpTransport:
         self._client_context = client_context()
         self._scratch = Scratch()
         self._alive: set[TcpConnection] = set()
-        self.uplink = Uplink(self._alive)
+        self.uplink = Uplink(self._alive, upload_limit)
         self._pending: dict[TcpConnection, str] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._listeners: list[socket.socket] = []

@@ -89,6 +89,37 @@ def test_the_time_of_the_next_epoch_follows_from_the_speeds() -> None:
         assert one.estimated_next_update_time <= shoal.get_dht_time()
 
 
+def test_workers_of_other_batch_sizes_go_through_the_epochs_and_a_watcher_sees_them() -> None:
+    """No epoch turns without its samples; who is slower goes on with the others; the watcher reports nothing itself."""
+    with two_peers() as (first, second), shoal.DHT(first.get_visible_maddrs(), start=True) as third:
+        watcher, sizes = tracker(first), {second: 12, third: 30}
+        workers = {tracker(dht, client_mode=dht is third): size for dht, size in sizes.items()}
+        until(sees(watcher, 0, 0, peers=3))
+        last = 0
+
+        def work(one: shoal.ProgressTracker, size: int) -> None:
+            mine = one.local_progress
+            one.report_local_progress(mine.epoch, mine.samples_accumulated + size)
+            if one.ready_to_update_epoch:
+                with one.pause_updates():
+                    seen = one.global_progress
+                    assert seen.epoch > mine.epoch or seen.samples_accumulated >= TARGET
+                    one.update_epoch(max(seen.epoch, mine.epoch + 1))
+
+        while watcher.global_epoch < 3:
+            for one, size in workers.items():
+                if one.own_epoch < 3:
+                    work(one, size)
+            seen = watcher.global_progress
+            assert last <= seen.epoch <= max(one.own_epoch for one in workers)
+            assert (seen.target_batch_size, seen.num_peers, seen.num_clients) == (TARGET, 3, 1)
+            last = seen.epoch
+        for one in workers:
+            until(lambda one=one: one.global_epoch == 3)
+        assert watcher.own_epoch == 0
+        assert watcher.ready_to_update_epoch, "the others are further"
+
+
 def test_clients_are_counted() -> None:
     """One by its argument, on a peer that could be dialed."""
     with two_peers() as (first, second):

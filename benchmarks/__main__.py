@@ -181,7 +181,7 @@ def main() -> int:
         # Where that Python is matters here only.
         call = " ".join([entry.module, *entry.arguments(args.hivemind_python and "PATH", quick=args.quick)])
         print(f"[{number}/{len(entries)}] {entry.name}: python -m {call}", flush=True)
-        began = time.time()
+        began, load = time.time(), round(os.getloadavg()[0], 1)
         date = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began))
         try:
             content, stopped = measure(entry, args.hivemind_python, quick=args.quick)
@@ -190,7 +190,8 @@ def main() -> int:
             keep(args.results, entry, {"left_out": {"date": date, "commit": around["commit"], "reason": str(reason)}})
             broken = broken or isinstance(reason, Broken)
             continue
-        head = {"command": call, "date": date, "seconds": round(time.time() - began, 1), "quick": args.quick}
+        head = {"command": call, "date": date, "seconds": round(time.time() - began, 1), "load": load}
+        head["quick"] = args.quick
         result = {**head, **({"stopped": stopped} if stopped else {}), **around, "content": content}
         write(RAW / f"{entry.name}.json", {"name": entry.name, **result})
         keep(args.results, entry, result)

@@ -16,7 +16,7 @@ from benchmarks.rows import Bar, Row, Spread, at_least, at_most
 
 __all__ = ["Collector"]
 
-STEPS = ("encode", "decode")
+STEPS, RATIOS = ("encode", "decode"), ("ratio", "cpu_ratio")
 Collector = Callable[[Any], list[Row]]
 
 
@@ -254,20 +254,17 @@ def lossy(content: Mapping[str, Any]) -> list[Row]:
 
 
 def optimizer_overhead(content: Mapping[str, Any]) -> list[Row]:
-    """`shoal.Optimizer` alone against plain torch."""
+    """`shoal.Optimizer` alone, and its floor, against plain torch."""
     bars = {"demo": at_least(0.97), "wide": at_least(0.92)}
-    return [
-        Row(
-            f"optimizer alone, {name}: a step",
-            each["shoal_step_s"],
-            "s",
-            "plain torch",
-            each["plain_step_s"],
-            Spread(each["ratio"], each["ratio_low"], each["ratio_high"]),
-            bars.get(name),
-        )
-        for name, each in content.items()
-    ]
+    rows = []
+    for name, each in content.items():
+        how = f"{name}, freed memory kept" if each["keeps_memory"] else name
+        for what, key, prefix in (("a step", "shoal", ""), ("its floor", "floor", "floor_")):
+            speed, cpu = (Spread(*(each[f"{prefix}{ratio}{end}"] for end in ("", "_low", "_high"))) for ratio in RATIOS)
+            row = Row(f"optimizer alone, {how}: {what}", each[f"{key}_step_s"], "s", "plain torch")
+            row = row._replace(its=each["plain_step_s"], ratio=speed, bar=None if prefix else bars.get(name))
+            rows += [row, row._replace(line=f"{row.line}, by processor time", ratio=cpu, bar=None)]
+    return rows
 
 
 def time_to_loss(content: Mapping[str, Any]) -> list[Row]:

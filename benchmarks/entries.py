@@ -141,6 +141,12 @@ ENTRIES = (
     Entry("lossy", "lossy", collect.lossy, quick="--seeds 1 --steps 20"),
     Entry("optimizer", "optimizer_overhead", collect.optimizer_overhead, quick="--pairs 15 --cases wide"),
     Entry(
+        "optimizer_keeps_memory",
+        "optimizer_overhead --keep-memory",
+        collect.optimizer_overhead,
+        quick="--pairs 15 --cases wide",
+    ),
+    Entry(
         "time_to_loss",
         "optimizer",
         collect.time_to_loss,

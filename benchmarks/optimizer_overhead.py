@@ -206,7 +206,7 @@ def compare(case: Case, accumulate: int, pairs: int) -> dict[str, float]:
         for other in (swarm, floor):
             for mine, its in zip(other.model.parameters(), plain.model.parameters(), strict=True):
                 torch.testing.assert_close(mine, its, rtol=1e-2, atol=1e-4)
-    found: dict[str, float] = {"pairs": pairs}
+    found: dict[str, float] = {"pairs": pairs, "keeps_memory": os.environ.get("GLIBC_TUNABLES") == KEEP_MEMORY}
     for name, taken in turns.items():
         found[f"{name}_step_s"] = statistics.median(each.seconds for each in taken) / case.steps
         found[f"{name}_faults"] = statistics.median(each.faults for each in taken) / case.steps
@@ -242,8 +242,11 @@ def main() -> int:
         )
         for what, each, prefix in (("shoal alone", "shoal", ""), ("the floor", "floor", "floor_")):
             speeds = [
-                f"{found[key]:.3f} of plain torch's {what} [{found[f'{key}_low']:.3f}-{found[f'{key}_high']:.3f}]"
-                for key, what in ((f"{prefix}ratio", "speed"), (f"{prefix}cpu_ratio", "processor time"))
+                f"{found[key]:.3f} {what} [{found[f'{key}_low']:.3f}-{found[f'{key}_high']:.3f}]"
+                for key, what in (
+                    (f"{prefix}ratio", "of plain torch's speed"),
+                    (f"{prefix}cpu_ratio", "by processor time"),
+                )
             ]
             step_ms, faults = found[f"{each}_step_s"] * 1e3, found[f"{each}_faults"]
             print(f"  {what} {step_ms:.1f} ms, {faults:,.0f} page faults: {', '.join(speeds)}", flush=True)

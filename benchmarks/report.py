@@ -1,9 +1,9 @@
 """What `python -m benchmarks` ends with: from the summary in a folder to the table, a page and a picture of it.
 
 ``summary.json`` has an entry for each benchmark, by its name: the ``rows`` that were made of its answer, beside them
-the machine, versions, commit and date. ``stopped`` says why a benchmark did not come to its end, ``trouble`` why its
-answer makes no lines, ``left_out`` when and why a later run left the entry out, so that its lines are older than they
-could be.
+the machine, versions, commit and date. ``load`` is how busy the machine was when it began, ``stopped`` says why a
+benchmark did not come to its end, ``trouble`` why its answer makes no lines, ``left_out`` when and why a later run left
+the entry out, so that its lines are older than they could be.
 
 Lines of one commit, day and machine stand under a heading of their own, the newest first: no old one looks as if it was
 measured today. What has no line, is not complete, was left out, or could not be judged is listed below them.
@@ -24,6 +24,8 @@ from benchmarks.rows import HEADINGS, Bar, Row, Section, Spread, cells, markdown
 __all__ = ["SUMMARY", "keep", "load", "notes", "report", "sections", "unjudged"]
 
 SUMMARY = "summary.json"
+BUSY = 1.0
+"""Above this load something else keeps the machine busy. The benchmark before is in it, too."""
 
 Result = Mapping[str, Any]
 
@@ -98,6 +100,8 @@ def notes(results: Mapping[str, Result], entries: Iterable[Entry]) -> list[str]:
         if result is None:
             never.append(entry.name)
             continue
+        if (busy := result.get("load", 0.0)) > BUSY:
+            lines.append(f"beside other work: {entry.name}: load {busy:g} when it began")
         if trouble := result.get("trouble"):
             lines.append(f"{entry.name}: {trouble}")
         if stopped := result.get("stopped"):

@@ -407,6 +407,30 @@ def test_what_was_left_out_is_listed_below_the_table(tmp_path: Path) -> None:
     assert "left_out" not in load(tmp_path)["a"]
 
 
+def test_a_busy_machine_is_told_below_the_table(tmp_path: Path) -> None:
+    """Nobody takes such a line for one of a quiet machine."""
+    kept(tmp_path, number("a"), "2026-01-01 10:00:00", "new", load=12.3)
+    kept(tmp_path, number("b"), "2026-01-01 10:00:00", "new", load=0.4)
+    assert report(tmp_path, [number(name) for name in "ab"])
+    page = (tmp_path / "table.md").read_text()
+    assert "- beside other work: a: load 12.3 when it began\n" in page
+    assert "load 0.4" not in page
+
+
+def test_the_floor_of_the_optimizer_stands_beside_it() -> None:
+    """By time and by processor time; the bar is for the optimizer's time alone."""
+    spread = {f"{key}{end}": 0.9 for key in ("ratio", "cpu_ratio") for end in ("", "_low", "_high")}
+    found = {**spread, **{f"floor_{key}": 0.95 for key in spread}, "keeps_memory": True}
+    found |= {"plain_step_s": 0.9, "shoal_step_s": 1.0, "floor_step_s": 0.95}
+    rows = collect.optimizer_overhead({"wide": found})
+    assert [(row.line, row.ratio and row.ratio.median, row.bar is not None) for row in rows] == [
+        ("optimizer alone, wide, freed memory kept: a step", 0.9, True),
+        ("optimizer alone, wide, freed memory kept: a step, by processor time", 0.9, False),
+        ("optimizer alone, wide, freed memory kept: its floor", 0.95, False),
+        ("optimizer alone, wide, freed memory kept: its floor, by processor time", 0.95, False),
+    ]
+
+
 def test_results_that_are_not_complete_are_no_success(tmp_path: Path) -> None:
     """Nor are those that cannot be read; neither hides anything else."""
     kept(tmp_path, number("a"), "2026-01-01 10:00:00", "old", stopped="ended by SIGKILL")

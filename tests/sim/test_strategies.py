@@ -157,6 +157,7 @@ def test_merges_of_one_batch_without_momentum_are_synchronous_training() -> None
         for part in parts:
             for accumulator, mean in zip(part.accumulators, means, strict=True):
                 accumulator.copy_(mean)
+            part.counted()
             part.use_accumulators()
             part.step()
         for parameters in peers:

@@ -8,10 +8,11 @@ merge is its own, as is its inner optimizer. See `shoal.strategies`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
+from shoal.allreduce.vector import Vector
 from shoal.errors import ConfigError
 from shoal.optim.gradient_sum import GradientSum
 from shoal.optim.inner import Scheduler, make_optimizer
@@ -84,6 +85,9 @@ class OuterTrainingState(TrainingState):
 
     _trained: _Trained
     _later: _Trained
+    _counts = False  # what was given to the round is in its average
+    _strays = False  # the parameters are of no use
+    _land: Callable[[], None] | None = None  # puts the average into the accumulators
 
     def __init__(
         self,
@@ -108,9 +112,6 @@ class OuterTrainingState(TrainingState):
         self.averaged_as = "outer gradients"
         if not self.averages_extras:
             self.state_tensors = tuple(self.trained)
-        keeps = merging.overlap != 0 and merging.mixing is None
-        self._before = [torch.zeros_like(each, requires_grad=False) for each in anchor] if keeps else None
-        self._counts = False  # what was given to the round is in its average
 
     def _new_sum(self) -> GradientSum:
         return GradientSum([], 1)  # until the anchor is known
@@ -162,8 +163,6 @@ class OuterTrainingState(TrainingState):
         with torch.no_grad():
             for outer, anchor, own in zip(self.accumulators, self.trained, self._weights(), strict=True):
                 outer.copy_(anchor).sub_(own.to(outer.device))
-            if self._before is not None:
-                torch._foreach_copy_(self._before, self._weights())
         return (0.0 if self._local.hides_weights else weight), 1.0
 
     def counted(self) -> None:
@@ -174,59 +173,69 @@ class OuterTrainingState(TrainingState):
         """The first parameter of this part that is not finite here; None if all are."""
         return not_finite(self._weights())
 
-    def _step_from_average(self, absent: Collection[int]) -> None:
-        if self._before is not None and not self._counts:  # all that was trained here is still to be given
-            with torch.no_grad():
-                torch._foreach_copy_(self._before, [each.detach() for each in self.trained])
-        super()._step_from_average(())
-        self._go_on()
+    def use_average(self, vector: Vector) -> None:
+        """Let the next step be the merge. The trainer may be in the middle of a batch now."""
+        self._land = vector.overwrite  # until then the accumulators say what was given
+        self.use_accumulators()
 
-    def _go_on(self) -> None:
-        """Let this peer's parameters follow the anchor."""
-        anchor = [each.detach() for each in self.trained]
-        mixing = self.merging.mixing
+    def _step_from_average(self, absent: Collection[int]) -> None:
+        own, mixing = self._own, self.merging.mixing
+        sound = not self._strays and self.unfit() is None
+        keeps = sound and mixing is None and (self._later.batches > 0 or not self._counts)
+        self._strays = True  # if this is interrupted, the parameters go back to the anchor
         with torch.no_grad():
-            if self._before is not None and self.unfit() is None:
-                torch._foreach_sub_(self._own, self._before)
-                torch._foreach_add_(self._own, anchor)
-            elif self.merging.overlap != 0 and mixing is not None and self.unfit() is None:
-                torch._foreach_lerp_(self._own, anchor, 1.0 - mixing)
+            if keeps:  # leave of them what was trained and is in no average
+                torch._foreach_sub_(own, self._anchor)
+                if self._counts:
+                    torch._foreach_add_(own, [each.to(p) for each, p in zip(self.accumulators, own, strict=True)])
+            if self._land is not None:
+                self._land()
+            super()._step_from_average(())
+            if keeps:
+                torch._foreach_add_(own, self._anchor)
+            elif sound and mixing is not None:
+                torch._foreach_lerp_(own, self._anchor, 1.0 - mixing)
             else:
-                torch._foreach_copy_(self._own, anchor)
+                torch._foreach_copy_(own, self._anchor)
+        self._strays = False
+
+    @property
+    def _anchor(self) -> list[torch.Tensor]:
+        return [each.detach() for each in self.trained]
 
     def _after_step(self, own: Sequence[torch.Tensor | None], *, taken: bool) -> None:
-        keep = self._before is not None and not self._counts and taken and self.step_error is None
+        keep = self.merging.mixing is None and not self._counts and taken and self.step_error is None
         samples, batches = (self._trained.samples, self._trained.batches) if keep and self._has_average else (0, 0)
         super()._after_step(own, taken=taken)
-        self._counts = False
+        self._counts, self._land = False, None
         self._trained.samples += samples
         self._trained.batches += batches
 
     def take_over(self, prepared: PreparedState) -> None:
         """Take over a downloaded state. This peer's parameters become the anchor.
 
-        What it has trained since it missed a merge is kept, if it has missed one only, and never waits for a merge.
+        What it has trained since its last merge is kept if it has missed one only, and does not mix.
         """
-        keeps = self._before is not None and prepared.epoch == self.epoch + 1 and self.unfit() is None
-        before = [each.detach().clone() for each in self.trained] if keeps else []
+        keeps = self.merging.mixing is None and prepared.epoch == self.epoch + 1
+        keeps = keeps and not self._strays and self.unfit() is None
+        before = [each.clone() for each in self._anchor] if keeps else []
         trained = self._trained.samples + self._later.samples, self._trained.batches + self._later.batches
         super().take_over(prepared)
+        self._strays = True
         with torch.no_grad():
-            anchor = [each.detach() for each in self.trained]
             if keeps:
                 torch._foreach_sub_(self._own, before)
-                torch._foreach_add_(self._own, anchor)
+                torch._foreach_add_(self._own, self._anchor)
                 self._trained.samples, self._trained.batches = trained
             else:
-                torch._foreach_copy_(self._own, anchor)
+                torch._foreach_copy_(self._own, self._anchor)
         self._strays = False
 
     def discard(self) -> None:
         """Forget what was trained. The parameters go back to the anchor before the next batch: see `settle`."""
         self._strays = self._strays or self._trained.samples + self._later.samples > 0
+        self._counts, self._land = False, None
         super().discard()
-
-    _strays = False
 
     def settle(self) -> bool:
         """Let the parameters go back to the anchor, if what was trained was discarded (trainer, under the lock).
@@ -244,13 +253,13 @@ class OuterTrainingState(TrainingState):
         self.discard()
         self._strays = False
         with torch.no_grad():
-            torch._foreach_copy_([each.detach() for each in self.trained], self._weights())
+            torch._foreach_copy_(self._anchor, self._weights())
 
     def go_back(self) -> None:
         """Let the parameters be the anchor (trainer, under the lock)."""
         self._strays = False
         with torch.no_grad():
-            torch._foreach_copy_(self._own, [each.detach() for each in self.trained])
+            torch._foreach_copy_(self._own, self._anchor)
 
 
 class LocalSteps(LocalTrainingState):

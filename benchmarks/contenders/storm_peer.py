@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import shoal
+from benchmarks.strategies.named import named
 from shoal.events import (
     EpochAdvanced,
     Event,
@@ -26,6 +27,7 @@ from shoal.events import (
     PeerDropped,
     PeerSilent,
     RoundAborted,
+    RoundFinished,
     StateDownloaded,
     Warned,
 )
@@ -33,6 +35,8 @@ from shoal.events import (
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
 _INPUTS = 64
+_STOOD_S = 0.02
+"""A call of `step` that takes longer is said."""
 
 
 def say(name: str, **values: Any) -> None:
@@ -53,9 +57,14 @@ def train(name: str, settings: dict[str, Any]) -> None:
     """Compute a batch in a fixed time, step, until killed."""
     torch.manual_seed(os.getpid())
     teacher = torch.linspace(-1.0, 1.0, _INPUTS)
-    parameter = torch.nn.Parameter(torch.zeros(max(_INPUTS, settings["numel"])))
-    parameter.grad = torch.zeros_like(parameter)
-    inner = torch.optim.SGD([parameter], lr=settings["lr"])
+    strategy = named(**settings["strategy"])
+    parts = 1 if strategy.merging is None else strategy.merging.fragments
+    parameters = [torch.nn.Parameter(torch.zeros(max(_INPUTS, settings["numel"] // parts))) for _ in range(parts)]
+    parameter, slope = parameters[0], torch.zeros_like(parameters[0])
+    parameter.grad = slope
+    for each in parameters[1:]:
+        each.grad = torch.zeros_like(each)
+    inner = torch.optim.SGD(parameters, lr=settings["lr"])
     say(name, packet=True)
     maddrs = [f"/ip4/{settings['host']}/tcp/{settings['port']}"]
     dht = shoal.DHT(initial_peers=settings["entries"], host_maddrs=maddrs, start=True)
@@ -64,28 +73,33 @@ def train(name: str, settings: dict[str, Any]) -> None:
     optimizer = shoal.Optimizer(
         dht=dht,
         run_id="storm",
-        target_batch_size=settings["target"],
+        target_batch_size=settings["target"] if strategy.merging is None else None,
+        strategy=strategy,
         batch_size_per_step=settings["batch"],
         optimizer=inner,
     )
-    loss, coordinator = 0.0, None
+    loss, coordinator, searched_s = 0.0, None, dict[str, float]()
+    participants = {each.settings.run_id: each for each in optimizer._participants}  # noqa: SLF001 (one for each part)
 
     def note(event: Event) -> None:
         nonlocal coordinator
         match event:
             case GroupFormed(peers=peers, waited_s=waited_s):
-                coordinator = event.coordinator
+                coordinator, searched_s[event.prefix] = event.coordinator, waited_s
                 say(name, group=len(peers), searched_s=round(waited_s, 3), leads=str(coordinator) == me)
             case PeerDropped(peer=peer, where=where, reason=reason):
                 say(name, dropped=str(peer)[:16], where=where, reason=reason[:100])
             case PeerSilent(peer=peer, waited_s=waited_s):
                 say(name, silent=str(peer)[:16], decides=peer == coordinator, waited_s=round(waited_s, 3))
-            case EpochAdvanced(epoch=epoch, samples=samples, digest=digest):
-                result = optimizer.collaboration.last_round
+            case RoundFinished(prefix=prefix, duration_s=duration_s):
+                say(name, merged_s=round(searched_s.pop(prefix, 0.0) + duration_s, 3))
+            case EpochAdvanced(run_id=run_id, epoch=epoch, samples=samples, digest=digest):
+                result = participants[run_id].last_round
                 by = [me] if result is None else [str(peer) for peer in result.outcome.contributors]
                 say(
                     name,
                     epoch=epoch,
+                    part=run_id,
                     samples=samples,
                     digest=digest.hex()[:16],
                     by=[peer[:16] for peer in by],
@@ -108,8 +122,11 @@ def train(name: str, settings: dict[str, Any]) -> None:
         with torch.no_grad():
             wrong = inputs @ (parameter[:_INPUTS] - teacher) + 0.1 * torch.randn(settings["batch"])
             loss = float(wrong.square().mean())
-            parameter.grad[:_INPUTS] = inputs.T @ wrong / settings["batch"]
+            slope[:_INPUTS] = inputs.T @ wrong / settings["batch"]
+        began, joins = time.monotonic(), optimizer.local_epoch == 0
         optimizer.step()
+        if (stood_s := time.monotonic() - began) > _STOOD_S:
+            say(name, stood_s=round(stood_s, 3), joins=joins)
 
 
 def start(order: dict[str, Any]) -> None:

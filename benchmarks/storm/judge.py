@@ -1,7 +1,8 @@
 """What a storm did, from what was said and done. Pure: lists of facts go in, figures come out.
 
 *Live* is a trainer that is neither killed, stopped nor cut off, and has joined the network. The *main line* is, of each
-epoch, the state that most trainers told of: one that trains alone while it is cut off is not on it.
+epoch, the state that most trainers told of: one that trains alone while it is cut off is not on it. A model that is
+merged in parts has a line of each; all of them are looked at as one, and a sample counts in each for its part.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-__all__ = ["Epoch", "Fault", "Figures", "Lives", "figures", "main_line", "wrong_suspicions"]
+__all__ = ["Epoch", "Fault", "Figures", "Lives", "Stood", "figures", "main_line", "stood", "wrong_suspicions"]
 
 
 class Fault(NamedTuple):
@@ -35,7 +36,7 @@ class Epoch(NamedTuple):
 
     at: float
     number: int
-    samples: int
+    samples: float
     by: frozenset[int]
     loss: float
 
@@ -89,23 +90,49 @@ class Figures(NamedTuple):
 
 
 def main_line(said: Iterable[dict[str, Any]], place_of: dict[str, int]) -> list[Epoch]:
-    """The epochs of the main line, in order of their numbers.
+    """The epochs of the main line, in order of their times.
 
     Args:
         said: what the trainers said; those with an `epoch` matter.
         place_of: the place of each peer id.
     """
-    told: dict[int, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    told: dict[tuple[int, str], dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for each in said:
         if "epoch" in each:
-            told[each["epoch"]][each["digest"]].append(each)
+            told[each["epoch"], each.get("part", "")][each["digest"]].append(each)
+    parts = len({part for _, part in told})
     line = []
-    for number in sorted(told):
-        same = max(told[number].values(), key=len)
+    for (number, _), states in told.items():
+        same = max(states.values(), key=len)
         by = Counter(place_of[peer] for each in same for peer in each["by"] if peer in place_of)
         loss = sum(each["loss"] for each in same) / len(same)
-        line.append(Epoch(min(each["at"] for each in same), number, same[0]["samples"], frozenset(by), loss))
-    return line
+        samples = same[0]["samples"] / parts
+        line.append(Epoch(min(each["at"] for each in same), number, samples, frozenset(by), loss))
+    return sorted(line, key=lambda epoch: (epoch.at, epoch.number))
+
+
+class Stood(NamedTuple):
+    """How long a trainer stood still in a call of `step` at most, and its longest merge (with the search), seconds."""
+
+    longest_s: float
+    merge_s: float
+
+
+def stood(said: Iterable[dict[str, Any]], lives: Lives, begin: float, end: float) -> list[Stood]:
+    """Of each place, while it was live. The calls in which a newcomer waits for the state are left out."""
+    longest, merges = [0.0] * len(lives.spans), [0.0] * len(lives.spans)
+    for each in said:
+        if not begin <= each["at"] < end or not ("merged_s" in each or "stood_s" in each):
+            continue
+        place = int(each["peer"].split(".")[0])
+        began = each["at"] - each.get("stood_s", each.get("merged_s"))
+        if not any(a <= began and each["at"] < b for a, b in lives.spans[place]):
+            continue  # it was stopped or cut off meanwhile
+        if "merged_s" in each:
+            merges[place] = max(merges[place], each["merged_s"])
+        elif not each["joins"]:
+            longest[place] = max(longest[place], each["stood_s"])
+    return [Stood(*each) for each in zip(longest, merges, strict=True)]
 
 
 def figures(line: Sequence[Epoch], lives: Lives, faults: Sequence[Fault], begin: float, end: float) -> Figures:

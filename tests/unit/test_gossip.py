@@ -7,6 +7,7 @@ import itertools
 import math
 import random
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,9 +21,11 @@ from shoal.errors import ClosedError, PeerTimeout
 from shoal.events import EventBus, PeerDropped, Warned
 from shoal.optim import RunSettings
 from shoal.optim.gossip import ProgressGossip
+from shoal.optim.settings import part_settings
 from shoal.optim.tellers import Countdown, Order, silence_s
 from shoal.peer import Address, PeerID
 from shoal.progress import StateKey, SwarmProgress
+from shoal.strategies import Merging
 from shoal.tasks import Changes
 from shoal.wire import Contact, Progress, ProgressTold, TellProgress, decode, encode
 
@@ -44,11 +47,15 @@ def progress(peer: PeerID, time: float) -> Progress:
     return Progress(Contact(peer, (Address("10.0.0.9", 1, peer),)), 5, b"d" * 32, 0, 7, 1.0, time, {})
 
 
-def gossip_at(known: SwarmProgress, bus: EventBus, **endpoint: Any) -> ProgressGossip:
+SETTINGS = RunSettings(run_id="run", target_batch_size=100, averager=AveragerSettings())
+
+
+def gossip_at(
+    known: SwarmProgress, bus: EventBus, *, settings: RunSettings = SETTINGS, **endpoint: Any
+) -> ProgressGossip:
     """Of `ME`, on an endpoint that does this."""
     endpoint.setdefault("dialable", lambda contact: contact)
     endpoint.setdefault("contact", progress(ME, 1.0).contact)
-    settings = RunSettings(run_id="run", target_batch_size=100, averager=AveragerSettings())
     env = SimpleNamespace(events=bus, clock=SimpleNamespace(time=lambda: 1e9), rng=random.Random(0))
     core: Any = SimpleNamespace(endpoint=SimpleNamespace(**endpoint), peer_id=ME, env=env)
     return ProgressGossip(
@@ -132,6 +139,42 @@ def test_what_changed_while_a_message_was_on_its_way_is_told_when_it_has_arrived
         await asked.get()
         await asyncio.gather(*gossip._telling.values())
         assert heard == [0, 8]
+
+    asyncio.run(main())
+
+
+def test_peers_that_merge_tell_how_far_they_are_near_the_merge_only() -> None:
+    """Each of four peers told the others of each batch, in each part of the model: four times what the values took."""
+    known = SwarmProgress(ME, {}, ttl_s=20.0)
+    heard = list[int]()
+
+    async def main() -> None:
+        async def call(peer: PeerID, request: TellProgress, timeout_s: float) -> ProgressTold:
+            heard.append(request.progress.samples)
+            return ProgressTold(progress(OTHER, 2.0))
+
+        gossip = gossip_at(
+            known,
+            EventBus(),
+            settings=part_settings(SETTINGS, Merging(every=100, fragments=16), 1),
+            connected=lambda peer: True,
+            reachable=lambda peer: True,
+            is_silent=lambda peer: False,
+            learn=lambda contact: None,
+            call=call,
+        )
+        gossip.target = 2000
+        for number, digest in enumerate([b"d" * 32, b"e" * 32]):
+            for batch in range(101):
+                mine = msgspec.structs.replace(progress(ME, 1.0), samples=10 * batch, digest=digest)
+                told = progress(OTHER, 1.0 + 101 * number + batch)
+                known.heard(msgspec.structs.replace(told, samples=10 * batch, digest=digest), 0.0)
+                gossip._next_word = partial(msgspec.structs.replace, mine)
+                gossip.tell(known.view(mine, 0.0), now=True)
+                await asyncio.gather(*gossip._telling.values())
+            if number == 0:
+                heard.clear()
+        assert heard == [0, 900, 960, 980, 990, 1000]
 
     asyncio.run(main())
 

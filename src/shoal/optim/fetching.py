@@ -25,7 +25,7 @@ from shoal.tasks import Changes
 __all__ = ["Fetching", "Patience"]
 
 _PAUSE_S = 5.0
-"""Between two fetches, while the trainer goes on."""
+"""After a fetch that failed, while the trainer goes on."""
 
 _LOOK_AGAIN_S = 1.0
 
@@ -141,7 +141,8 @@ class Fetching:
     def _ended(self, task: asyncio.Task[None]) -> None:
         if self._task is task:
             self._task, self._has_news = None, False
-            self._again_at = asyncio.get_running_loop().time() + _PAUSE_S
+            if task.cancelled() or task.exception() is not None:  # else the others may have gone on meanwhile
+                self._again_at = asyncio.get_running_loop().time() + _PAUSE_S
         if not task.cancelled():
             if (error := task.exception()) is None:
                 self._patience[self._vouched].rewarded()

@@ -118,6 +118,9 @@ class ProgressGossip:
         self._news, self._next_word = news, next_word
         self._publish_period_s, self._tell_period_s = settings.publish_period_s, settings.tell_period_s
         self._ttl_s = settings.ttl_s
+        self._merges = settings.merging is not None
+        # The parts of a model have the same peers. Where there are many, each says so more rarely.
+        self._parts = 1 if settings.merging is None else settings.merging.fragments
         self.looked = asyncio.Event()
         self.enough = self.has_twin = False
         self._to_write = Changes()  # of our progress, that are to be in the DHT soon
@@ -154,6 +157,9 @@ class ProgressGossip:
             endpoint.serve(WhoTrains, self._introduce, scope=self._run_id),
             endpoint.on_lost(self._peer_lost),
         ]
+        if self._parts > 1:  # others that start now may not have written yet, and later it is looked for them rarely
+            self._found_at = asyncio.get_running_loop().time()
+        self._let_words_live()
         return [self._publish_loop(), self._look_loop()]
 
     async def leave(self) -> None:
@@ -280,7 +286,13 @@ class ProgressGossip:
             await self._publish()
             if len(self._known.peers) <= FEW:  # they write at each step, and short epochs are not worth a write each
                 await asyncio.sleep(self._tell_period_s)
-            await self._to_write.after(written, self._about(write_s(len(self._known.peers), self._publish_period_s)))
+            await self._to_write.after(written, self._about(self._write_s()))
+
+    def _write_s(self) -> float:
+        return self._parts * write_s(len(self._known.peers), self._publish_period_s)
+
+    def _look_s(self) -> float:
+        return self._parts * look_s(len(self._known.peers))
 
     async def _publish(self) -> None:
         core, mine = self._core, self._next_word()
@@ -325,15 +337,21 @@ class ProgressGossip:
             if not self._known.strangers or self._known.mismatch or looks == _LOOKS_AT_STRANGERS:
                 self.looked.set()
             self._news.notify()
-            peers = len(self._known.peers)
-            lives_s = _LIVES * (write_s(peers, self._publish_period_s) + look_s(peers))
-            self._known.ttl_s = max(self._ttl_s, lives_s)
+            self._let_words_live()
             found_lately = asyncio.get_running_loop().time() < self._found_at + _FOUND_S
-            often = peers <= FEW or found_lately or not self.looked.is_set()
-            pause_s = self._publish_period_s / 2 if often else self._about(look_s(peers))
-            least_s = min(pause_s, look_s(peers) / 10)
+            if found_lately or not self.looked.is_set():
+                pause_s = self._publish_period_s / 2
+            elif len(self._known.peers) <= FEW:
+                pause_s = self._parts * self._publish_period_s / 2
+            else:
+                pause_s = self._about(self._look_s())
+            least_s = min(pause_s, look_s(len(self._known.peers)) / 10)
             await asyncio.sleep(least_s)
             await self._doubts.after(doubts, pause_s - least_s)
+
+    def _let_words_live(self) -> None:
+        """Words count until they should have been said again, and records are kept for as long."""
+        self._known.ttl_s = max(self._ttl_s, _LIVES * (self._write_s() + self._look_s()))
 
     def _about(self, period_s: float) -> float:
         return period_s * (0.75 + 0.5 * self._core.env.rng.random())
@@ -475,21 +493,27 @@ class ProgressGossip:
     def tell(self, view: SwarmView, *, now: bool = False) -> None:
         """Tell the peers of the run directly where we stand, if it is time to: all if they are few, else the keepers.
 
-        The few are told of each change. At most one message is on its way to each, and a slow one holds up nobody.
-        Changes within `tell_period_s` of the last message wait for its end, unless `now`. Where nothing has changed it
-        is told once a second.
+        The few are told of each change; if peers merge, of their counts only near the next merge. At most one message
+        is on its way to each, and a slow one holds up nobody. Changes within `tell_period_s` of the last message wait
+        for its end, unless `now`. Where nothing has changed it is told once a second; of the parts of a model, all of
+        them together.
         """
         at = asyncio.get_running_loop().time()
         if len(view.peers) - 1 > FEW:
             self._tell_keepers(view, at)
             return
-        place = _place(self._next_word())
-        if place == self._told_place and view.peers == self._told_peers and at < self._told_at + _SILENCE_S:
+        mine = self._next_word()
+        place, told = _place(mine), self._told_place
+        near = not self._merges or self._countdown.observe(mine, view, self.target, self.rate, at)
+        if self._merges and not (near and self._countdown.matters):
+            place, told = place[:-1], told[:-1]
+        if place == told and view.peers == self._told_peers and at < self._told_at + self._parts * _SILENCE_S:
             return
         if not now and at < self._told_at + self._tell_period_s:
             self.look_again(self._told_at + self._tell_period_s)
             return
-        self._told_at, self._told_place, self._told_peers = at, place, view.peers
+        self._told_at, self._told_place, self._told_peers = at, _place(mine), view.peers
+        self._countdown.told()
         for peer in view.peers[1:]:
             self._call(peer)
 
@@ -501,7 +525,7 @@ class ProgressGossip:
         self._complete = mine.digest if self.enough and not view.coming else b""
         place, soon = (*_place(mine), *duty.keepers), self._told_at + self._tell_period_s
         matters = near and not self.enough and place != self._told_place and self._countdown.matters
-        if now >= self._told_at + silence_s(len(view.peers)) or (matters and now >= soon):
+        if now >= self._told_at + self._parts * silence_s(len(view.peers)) or (matters and now >= soon):
             self._told_at, self._told_place = now, place
             self._countdown.told()
             self._note(duty.keepers, mine, [])
@@ -636,5 +660,8 @@ class ProgressGossip:
 
 
 def _place(progress: Progress) -> tuple[object, ...]:
-    """The part that others act on: all but the time, and the rate, which changes all the time and is for looking at."""
-    return progress.digest, progress.branch_samples, progress.samples, progress.end_epoch, progress.left
+    """The part that others act on: all but the time, and the rate, which changes all the time and is for looking at.
+
+    The samples come last.
+    """
+    return progress.digest, progress.branch_samples, progress.end_epoch, progress.left, progress.samples

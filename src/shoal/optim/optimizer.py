@@ -691,11 +691,15 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 worth = self._training.accumulate(samples) or self._training.holds_average
             for participant in participants if worth else ():
                 participant.speed.count(samples)
+        behind = []
         for participant in participants:
             if not samples or participant.needs_turn:
-                self._take_turn(participant)
+                if self._take_turn(participant):
+                    behind.append(participant)
             elif participant.has_news:
                 self.dht.loop_thread.call_soon(participant.accumulated)
+        if behind:
+            self._download(behind)
         if self._at_end and isinstance(self._training, LocalSteps):
             with self._lock.acquire_in_thread():
                 self._training.go_back()  # what was trained after the last merge is nobody else's
@@ -705,31 +709,40 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
     def _at_end(self) -> bool:
         return all(each.at_end for each in self._participants)
 
-    def _take_turn(self, participant: Participant) -> None:
+    def _take_turn(self, participant: Participant) -> bool:
+        """Do what a part of the model asks for; returns whether to stand still for a better state of it."""
         if participant.at_end and not self._at_end:
-            return  # other parts of the model are still trained
+            return False  # other parts of the model are still trained
         phase = self._run(participant.decide(self.averaging_timeout), self.averaging_timeout)
-        if phase is RunPhase.STEPPING:
-            if participant.holds_back:
-                return
-            try:
-                with self._lock.acquire_in_thread():
-                    participant.own.step()
-            except Exception:  # of the optimizer: the others are told at once, as the program may end
-                self._run(participant.stepped(), GRACE_S)
-                raise
+        if phase is not RunPhase.STEPPING:
+            return phase is RunPhase.BEHIND and participant.stands_still
+        if participant.holds_back:
+            return False
+        try:
+            with self._lock.acquire_in_thread():
+                participant.own.step()
+        except Exception:  # of the optimizer: the others are told at once, as the program may end
             self._run(participant.stepped(), GRACE_S)
-            if participant.at_end:
-                self._take_turn(participant)  # the last one: wait for the others
-        elif phase is RunPhase.BEHIND and participant.stands_still:
-            timeout_s, patient = self.load_state_timeout, self.auxiliary
-            try:
-                self._run(participant.download(timeout_s, patient=patient), timeout_s)
-            except StateUnavailable as error:
+            raise
+        self._run(participant.stepped(), GRACE_S)
+        return participant.at_end and self._take_turn(participant)  # the last one: wait for the others
+
+    def _download(self, behind: Sequence[Participant]) -> None:
+        """Stand still for better states of these parts of the model: for all at once, as each takes its round trips."""
+        timeout_s, patient = self.load_state_timeout, self.auxiliary
+
+        async def download() -> list[bool | BaseException]:
+            downloads = (each.download(timeout_s, patient=patient) for each in behind)
+            return await asyncio.gather(*downloads, return_exceptions=True)
+
+        for participant, result in zip(behind, self._run(download(), timeout_s), strict=True):
+            if isinstance(result, StateUnavailable):
                 participant.takeover.check_beginning()
-                if str(error) != self._not_taken:
-                    self._not_taken = str(error)
-                    self._warn(str(error))
+                if str(result) != self._not_taken:
+                    self._not_taken = str(result)
+                    self._warn(str(result))
+            elif isinstance(result, BaseException):
+                raise result
 
     def load_state_from_peers(
         self,

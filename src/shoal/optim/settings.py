@@ -82,6 +82,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
 def part_settings(settings: RunSettings, merging: Merging, number: int) -> RunSettings:
     """The settings of a part of the model, which is merged by itself: in a run of its own, beside the others.
 
+    The first part compares the settings one by one. The others compare a digest of them: they travel with each word.
+
     Args:
         settings: of the run.
         merging: the way in which peers merge.
@@ -89,6 +91,10 @@ def part_settings(settings: RunSettings, merging: Merging, number: int) -> RunSe
     """
     name = settings.run_id if number == 0 else f"{settings.run_id}/{number}"
     least = max(settings.averager.min_group_size, merging.quorum or 0)
+    compared: Mapping[str, str] = settings.fingerprint
+    if number:
+        listed = msgspec.json.encode(sorted(settings.fingerprint.items()))
+        compared = {"settings of the first part": hashlib.sha256(listed).hexdigest()[:16]}
     return msgspec.structs.replace(
         settings,
         run_id=name,
@@ -97,7 +103,7 @@ def part_settings(settings: RunSettings, merging: Merging, number: int) -> RunSe
         delay_grad_averaging=merging.overlap != 0,
         merging=merging,
         fragment=number,
-        fingerprint={**settings.fingerprint, "part": f"{number}"},
+        fingerprint={**compared, "part": f"{number}"},
     )
 
 

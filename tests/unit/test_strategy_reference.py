@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.strategies.cases import groups
 from benchmarks.strategies.reference import DILOCO, LOCAL_SGD, Feedback, Peer, Strategy, Swarm, split
 
 FIRST = [1.0, -2.0, 0.5, 3.0]
@@ -179,3 +180,11 @@ def test_tensors_are_split_by_their_sizes() -> None:
     """Each is in one run, and the runs are about as large."""
     assert split([4, 4, 1, 1, 1, 1, 4], 4) == [[0], [1], [2, 3, 4, 5], [6]]
     assert split([5, 5], 1) == [[0, 1]]
+
+
+def test_each_case_of_the_study_stands_beside_one_of_its_group() -> None:
+    """Names are given once, and a case is judged by one that is there."""
+    for cases in groups(["none", "topk:0.03:2"]).values():
+        names = [case.name for case in cases]
+        assert len(set(names)) == len(names)
+        assert {case.against for case in cases} - {None} <= set(names)

@@ -55,11 +55,13 @@ def test_state_in_files_changes_no_bit(
             assert loaded, kind
             assert memory.offloaded == 0
             assert less.state < 0.1 * memory.state
-            assert less.parameters == memory.parameters
-            # In stage 1 gradients stay where they are reduced; float32 means of 16-bit ones do not.
+            # In stage 3 all of it is in files; in stage 1 not the gradients, but the float32 means of 16-bit ones.
+            assert less.parameters == (memory.parameters if stage < 3 else 0)
             moved = memory.gradients - less.gradients
-            assert (moved > 0) == (stage == 2 or (stage == 1 and dtype is not None))
-            assert less.offloaded == moved + memory.state - less.state
+            assert (moved > 0) == (stage > 1 or dtype is not None)
+            assert less.gradients == 0 or stage < 3
+            exactly = moved + memory.state - less.state + memory.parameters - less.parameters
+            assert less.offloaded == (exactly if stage < 3 else pytest.approx(exactly, rel=0.05))  # FSDP2 fills up rows
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -125,31 +127,34 @@ def run_limited(ranks: int, store: Path, *options: str) -> list[dict[str, Any] |
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["data", "cgroup"])
 @pytest.mark.parametrize(
-    ("ranks", "layers", "mib"), [(1, 48, 64), (2, 96, 64), pytest.param(1, 400, 64, marks=pytest.mark.long(full=True))]
+    ("stage", "ranks", "layers", "mib"),
+    [(2, 1, 48, 64), (2, 2, 96, 64), (3, 2, 96, 40), pytest.param(2, 1, 400, 64, marks=pytest.mark.long(full=True))],
 )
 def test_state_that_is_larger_than_the_memory_trains_on(
-    kind: str, ranks: int, layers: int, mib: int, tmp_path: Path
+    kind: str, stage: int, ranks: int, layers: int, mib: int, tmp_path: Path
 ) -> None:
     """With the same bits and checkpoints, under a limit of this process, under which training without offload fails.
 
-    So much is left for training as ``mib`` says. The last case has a state that is larger than all that the process has
-    (RLIMIT_DATA: libraries and parameters, too). A control group counts pages of files as well.
+    So much is left for training as ``mib`` says; in stage 3 gradients alone take more. The state of the last case is
+    larger than all that the process has (RLIMIT_DATA: libraries and parameters, too). A control group counts pages of
+    files as well.
     """
     if kind == "cgroup":
         if (found := own_cgroup()) is None:
             pytest.skip("this process may not make a control group")
         found[0].rmdir()
-    store, size, limit = tmp_path / "store", f"--layers={layers}", ("--limit", kind, "--limit-mib", str(mib))
-    plain = run_limited(ranks, store, size)
-    limited = run_limited(ranks, store, size, *limit, "--offload", str(tmp_path))
+    store, limit = tmp_path / "store", ("--limit", kind, "--limit-mib", str(mib))
+    size = (f"--layers={layers}", f"--stage={stage}")
+    plain = run_limited(ranks, store, *size)
+    limited = run_limited(ranks, store, *size, *limit, "--offload", str(tmp_path))
     for one, other in zip(plain, limited, strict=True):
         assert isinstance(one, dict)
         assert isinstance(other, dict), f"a rank ended with {other}"
         assert other["weights"] == one["weights"]
         assert one["offloaded"] == 0
         assert other["offloaded"] > 1.4 * mib * 2**20
-        assert other["taken"] < 0.5 * one["taken"]
-    assert not all(isinstance(each, dict) for each in run_limited(ranks, store, size, *limit))
+        assert other["taken"] < (0.5 if stage < 3 else 0.7) * one["taken"]
+    assert not all(isinstance(each, dict) for each in run_limited(ranks, store, *size, *limit))
 
 
 @pytest.mark.parametrize("place", ["cpu", "a folder"])

@@ -54,10 +54,12 @@ def limited(kind: str, nbytes: int) -> Iterator[None]:
 
     Under cgroups the kernel ends a process that takes more; else its allocations fail.
     """
-    if kind == "data":
-        resource.setrlimit(resource.RLIMIT_DATA, (numbers()["VmData"] + nbytes,) * 2)
     if kind != "cgroup":
+        before = resource.getrlimit(resource.RLIMIT_DATA)
+        if kind == "data":
+            resource.setrlimit(resource.RLIMIT_DATA, (numbers()["VmData"] + nbytes, before[1]))
         yield
+        resource.setrlimit(resource.RLIMIT_DATA, before)
         return
     found = own_cgroup()
     assert found is not None
@@ -118,6 +120,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--store", required=True)
+    parser.add_argument("--stage", type=int, default=2)
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--offload")
     parser.add_argument("--limit", choices=["none", "data", "cgroup"], default="none")
@@ -132,13 +135,13 @@ def main() -> None:
     def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=1e-3)
 
-    model, optimizer = shoal.zero.shard(model, adamw, stage=2, offload=args.offload)
+    model, optimizer = shoal.zero.shard(model, adamw, stage=args.stage, offload=args.offload)
     before = numbers()["VmRSS"]
     with limited(args.limit, args.limit_mib * MIB):
         # safetensors maps files so that they count as data, though they take no memory.
         peak = train(model, optimizer, 3, args.store + "-saved", load=args.limit == "cgroup")
     checksum, memory = 0, optimizer.memory()
-    for each in model.state_dict().values():
+    for each in shoal.zero.full_state_dict(model).values():
         checksum = zlib.crc32(each.numpy().data, checksum)
     print(json.dumps({"weights": checksum, "taken": peak - before, "peak": peak, **memory._asdict()}), flush=True)
 

@@ -233,12 +233,12 @@ def test_plan_names_the_stage_that_fits(capsys: pytest.CaptureFixture[str], size
 
 def test_plan_says_what_it_would_take(capsys: pytest.CaptureFixture[str]) -> None:
     """More ranks, and how many; or something smaller."""
-    told = ["plan", "--params", "7.5e9", "--peers", "8", "--batch", "1", "--sequence", "2048", "--memory"]
-    least = "stage 3 with activation checkpoints and offload to the CPU or to disk takes least, 9.1 GB"
+    told = ["plan", "--params", "7.5e9", "--peers", "8", "--batch", "1", "--sequence", "2048", "--ema", "--memory"]
+    least = "stage 3 with activation checkpoints and offload to the CPU or to disk takes least, 5.4 GB"
     out = run(capsys, *told, "4GB")[1]
-    assert f"Nothing fits 4.0 GB: {least}, which is 5.1 GB too much. 26 peers would be enough.\n" in out
+    assert f"Nothing fits 4.0 GB: {least}, which is 1.4 GB too much. 13 peers would be enough.\n" in out
     out = run(capsys, *told, "1GiB")[1]
-    assert f"Nothing fits 1.1 GB: {least}, which is 8.0 GB too much. More peers would not do" in out
+    assert f"Nothing fits 1.1 GB: {least}, which is 4.3 GB too much. More peers would not do" in out
     out = run(capsys, "plan", "--params", "7.5e9", "--peers", "8", "--memory", "24GB", "--stage", "1")[1]
     assert "Without --stage there is one that fits: stage 2 with offload to the CPU or to disk.\n" in out
 

@@ -206,7 +206,9 @@ def _advice(ways: Sequence[Plan], others: Sequence[Plan], memory: float, peers: 
     fitting = [way for way in ways if way.memory <= memory]
     if fitting:
         best = fitting[0]
-        return f"Use {_named(best)}: {size_of(best.memory)} of {size_of(memory)}. Of those that fit it sends least."
+        gathered = " One or two layers are whole while they run: leave room for them." if best.stage == 3 else ""
+        used = f"{size_of(best.memory)} of {size_of(memory)}"
+        return f"Use {_named(best)}: {used}. Of those that fit it sends least.{gathered}"
     least = min(ways, key=lambda way: (way.memory, -way.stage))
     if elsewhere := [way for way in others if way.memory <= memory]:
         would = f"Without --stage there is one that fits: {_named(elsewhere[0])}."

@@ -17,8 +17,9 @@ import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,8 @@ from torch.distributed.tensor import DTensor
 from shoal.errors import ConfigError, LocalError
 from shoal.zero.collectives import Collectives, Traffic
 from shoal.zero.fsdp_comms import NarrowReduceScatter, OwnAllGather, OwnReduceScatter, UnitMeeting
+from shoal.zero.mapped import let_go
+from shoal.zero.offload import Offload
 from shoal.zero.parameters import Order, Piece, bottom_up, local, named_parameters, present_pass, weakly
 from shoal.zero.unsharded import BROKE_OFF, Unsharded
 
@@ -224,17 +227,24 @@ class FsdpEngine:
         model: sharded, over one dimension of ranks.
         stage: 2 or 3.
         collectives: among the same ranks.
+        places: where shards and their gradients are kept.
         dtype: the dtype to send gradients in; None for FSDP2's own.
 
     Raises:
-        ConfigError: it is sharded in a way that cannot be carried.
+        ConfigError: it is sharded in a way that cannot be carried, or the disk is full.
     """
 
     def __init__(
-        self, model: torch.nn.Module, stage: int, collectives: Collectives, dtype: torch.dtype | None = None
+        self,
+        model: torch.nn.Module,
+        stage: int,
+        collectives: Collectives,
+        places: Offload,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._model, self._collectives, self._syncing = model, collectives, True
         self._before: FSDPModule | None = None  # the unit that began last, in the present forward pass
+        self._meetings: dict[str, UnitMeeting] = {}  # by the names of units
         self._units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
         for module in self._units.values():
             module.reshard()  # between forward and backward, a model has whole parameters in the shards' places
@@ -257,7 +267,7 @@ class FsdpEngine:
             # A parameter that one rank does not use counts as zero there: else ranks would send unlike sizes.
             module.set_reduce_scatter_unused_params(True, recurse=False)
             if collectives.tagged:
-                meeting = UnitMeeting(collectives, number, name)
+                meeting = self._meetings[name] = UnitMeeting(collectives, number, name)
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_custom_reduce_scatter(OwnReduceScatter(meeting, dtype))
                 module.set_custom_all_gather(OwnAllGather(meeting))
@@ -266,7 +276,36 @@ class FsdpEngine:
             cast(torch.nn.Module, module).register_forward_pre_hook(weakly(self._begin), prepend=True)
             cast(torch.nn.Module, module).register_forward_hook(_seen)
         self._unsharded = Unsharded(self._shards, self._units.values())
+        self._offload(places)
         collectives.traffic = Traffic()  # that was no training
+
+    def _offload(self, places: Offload) -> None:
+        """Move shards into files, and their gradients as soon as they are reduced. Raises `ConfigError`.
+
+        Not beside a device, where FSDP2 keeps them on the CPU.
+        """
+        if places.folder is None or places.elsewhere:
+            return
+        entries: list[tuple[str, Any]] = [
+            (name, managed)
+            for name, module in self._units.items()
+            for group in module._get_fsdp_state()._fsdp_param_groups  # noqa: SLF001 (there is no other way)
+            for managed in group.fsdp_params
+        ]
+        filled = [each._sharded_param_data.view(each.padded_sharded_param_size) for _, each in entries]  # noqa: SLF001
+        trained = [each.sharded_param for _, each in entries if each.sharded_param.requires_grad]
+        rooms = places.rooms([*filled, *map(local, trained)])
+        for (name, managed), values, room in zip(entries, filled, rooms, strict=False):
+            shard, rows = managed.sharded_param, len(local(managed.sharded_param))
+            managed._sharded_param_data = room.copy_(values).view(-1)  # noqa: SLF001 (what is gathered)
+            shard._local_tensor = room[:rows]  # noqa: SLF001 (torch takes over changed ones)
+            places.attach(shard, room)
+            if name in self._meetings:
+                self._meetings[name].mapped.append(room)
+        for shard, room in zip(trained, rooms[len(entries) :], strict=True):
+            places.attach(shard, room)
+            shard.register_post_accumulate_grad_hook(partial(_into, room))
+        places.let_go(rooms)
 
     def _find_starts(self) -> dict[str, int]:
         """The value at which our rows of each parameter begin: behind those of the ranks before us."""
@@ -399,6 +438,15 @@ class FsdpEngine:
     def kept(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """The shards are the float32 copy, and their gradients are in `grad`; those of `no_sync` are whole."""
         return self._unsharded.waiting(), []
+
+
+def _into(room: torch.Tensor, shard: DTensor) -> None:
+    """Move a shard's gradient."""
+    gradient = shard.grad
+    assert isinstance(gradient, DTensor)
+    if local(gradient).data_ptr() != room.data_ptr():
+        gradient._local_tensor = room.copy_(local(gradient))  # noqa: SLF001 (it stays the same gradient)
+    let_go([room])
 
 
 def _is_by_rows(parameter: DTensor) -> bool:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from shoal.errors import LocalError
 from shoal.zero.collectives import Collectives, Pending, Run, sum_in_order
+from shoal.zero.mapped import let_go
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -32,10 +33,14 @@ class UnitMeeting:
         collectives: among the ranks.
         unit: the how many-th it is of the model's.
         name: the name of the module.
+
+    Attributes:
+        mapped: the unit's shards that are in files.
     """
 
     def __init__(self, collectives: Collectives, unit: int, name: str) -> None:
         self.collectives, self._unit, self._name = collectives, unit, name or "the whole model"
+        self.mapped: list[torch.Tensor] = []
 
     def tell(self, numel: int, *, backward: bool) -> tuple[int, Callable[[], None]]:
         """Tell all ranks that this one exchanges so many values of this unit now.
@@ -135,6 +140,7 @@ class OwnAllGather(_Allocating, AllGather):
         mine = runs[group.rank()].data
         if mine.data_ptr() != input_tensor.data_ptr():
             mine.copy_(input_tensor)
+        let_go(self._meeting.mapped)  # they were read into `input_tensor`
         return _Gathering(self._meeting.collectives.all_gather(runs, check, tag))
 
 

@@ -108,6 +108,12 @@ class Offload:
         if total:
             self._extents.append(self._file(round(total * (1 + _SLACK)) + _LEAST_SLACK))
 
+    def rooms(self, likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Memory in one file for tensors of these dtypes and shapes, as `room` gives it. Raises as `room` does."""
+        if total := sum(room_for(each.nbytes) for each in likes):
+            self._extents.append(self._file(total))
+        return [self.room(each) for each in likes]
+
     def _file(self, nbytes: int) -> Extent:
         assert self.folder is not None
         try:

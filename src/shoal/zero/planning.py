@@ -114,9 +114,11 @@ def _ours(cost: Cost, share: float, precision: Precision) -> Cost:
 
 
 def _here(ours: Cost, cost: Cost) -> Cost:
-    """What stays on the device with offload: no state, and in stages 1 and 2 no means of gradients."""
-    gradients = {1: cost.gradients, 2: 0.0, 3: ours.gradients}[cost.engine.stage]
-    return ours._replace(gradients=gradients, state=0.0)
+    """What stays on the device with offload: parameters in stages 1 and 2, and in stage 1 gradients."""
+    stage = cost.engine.stage
+    return ours._replace(
+        parameters=cost.parameters if stage < 3 else 0.0, gradients=cost.gradients if stage == 1 else 0.0, state=0.0
+    )
 
 
 def fewest_ranks(memory: float, parameters: float, **asked: Any) -> int | None:

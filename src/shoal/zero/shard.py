@@ -155,7 +155,7 @@ def shard(  # noqa: PLR0913 (the choices of its users)
     carrier: Carrier | None = None
     with agreement.together():
         if stage == 3 or is_sharded(model):
-            carrier = FsdpEngine(model, stage, collectives, _partitioned.get(model, (None, None))[1])
+            carrier = FsdpEngine(model, stage, collectives, places, _partitioned.get(model, (None, None))[1])
         parameters = dict(named_parameters(model))
         inner = _build(optimizer_factory, parameters)
         judged = _judged(inner, model, cuts=carrier is None)

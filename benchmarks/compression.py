@@ -10,7 +10,7 @@ decoded, so often that it is as much work as a large one, at most `MOST_REPEATS`
 - *ratio*: bytes of the float32 tensor / bytes of the encoding;
 - *rms*, *max*: error, in units of the root of the values' mean square; *bound*: what the codec promises as the largest;
 - *encode*, *decode*: GB/s (10^9 bytes of float32 each second), decoding to a float32 tensor. `none` decodes without a
-  copy, so its number says only what a call costs;
+  copy, so its number says only what a call costs. With ``--cpu`` they are of processor time, whatever else runs;
 - *times*: shoal's speed / hivemind's in the same turn, median and range; the last two columns of hivemind's rows.
 """
 
@@ -55,10 +55,15 @@ CODECS: list[CompressionBase] = [
     BlockwiseQuantization(8, 256),
     BlockwiseQuantization(8, 4096),
     BlockwiseQuantization(4),
+    BlockwiseQuantization(2),
     TopKCompression(0.01),
+    TopKCompression(0.03, bits=2),
 ]
 
-ALONE = {"bfloat16", "blockwise:8:256", "blockwise:8:4096", "blockwise:4:64", "topk:0.01"}
+ALONE = {
+    *("bfloat16", "blockwise:8:256", "blockwise:8:4096", "blockwise:4:64", "blockwise:2:64"),
+    *("topk:0.01", "topk:0.03:2"),
+}
 """hivemind has no such codec. Its blockwise one has blocks of 4096, and stands beside shoal's default."""
 
 SIZES = (1_000, 16_384, 262_144)
@@ -79,6 +84,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--numel", default=",".join(map(str, SIZES)), help="elements of each tensor, with commas")
     parser.add_argument("--turns", type=int, default=21)
     parser.add_argument("--hivemind-python", metavar="PATH", help="Python of an environment with hivemind 1.1.12")
+    parser.add_argument("--cpu", action="store_true", help="count shoal's processor time: for a busy machine")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     return parser.parse_args()
 
@@ -118,15 +124,15 @@ class Hivemind:
             self._process.communicate(timeout=60)
 
 
-def measure(codec: CompressionBase, values: torch.Tensor, repeats: int) -> dict[str, float]:
+def measure(codec: CompressionBase, values: torch.Tensor, repeats: int, clock: Callable[[], float]) -> dict[str, float]:
     """One turn of shoal's codec."""
-    begun = time.perf_counter()
+    begun = clock()
     for _ in range(repeats):
         data = codec.encode(values)
-    encoded = time.perf_counter()
+    encoded = clock()
     for _ in range(repeats):
         decoded = codec.decode(data, values.numel(), values.dtype).to(torch.float32)
-    ended = time.perf_counter()
+    ended = clock()
     error = (decoded - values).double()
     return {
         "encode_s": (encoded - begun) / repeats,
@@ -137,7 +143,7 @@ def measure(codec: CompressionBase, values: torch.Tensor, repeats: int) -> dict[
     }
 
 
-def run(values: torch.Tensor, turns: int, hivemind: Hivemind) -> list[dict[str, Any]]:
+def run(values: torch.Tensor, turns: int, hivemind: Hivemind, clock: Callable[[], float]) -> list[dict[str, Any]]:
     """All codecs on one tensor: a row for each contender."""
     kept: dict[tuple[str, str], list[dict[str, Any]]] = {}
     repeats = max(1, min(MOST_REPEATS, SIZES[-1] // values.numel()))
@@ -147,7 +153,7 @@ def run(values: torch.Tensor, turns: int, hivemind: Hivemind) -> list[dict[str, 
             others = None
             if theirs and turn % 2:
                 others = hivemind.ask(do="measure", codec=theirs, repeats=repeats)
-            ours = measure(codec, values, repeats)
+            ours = measure(codec, values, repeats, clock)
             if theirs and not turn % 2:
                 others = hivemind.ask(do="measure", codec=theirs, repeats=repeats)
             if turn:  # the first one warms up
@@ -195,6 +201,7 @@ def show(kind: str, rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     args = parse()
     torch.set_num_threads(1)
+    clock = time.thread_time if args.cpu else time.perf_counter
     hivemind = Hivemind(args.hivemind_python)
     sizes: dict[str, dict[str, Any]] = {}
     try:
@@ -206,7 +213,7 @@ def main() -> None:
                     values = make(normal)
                     torch.save(values, Path(folder) / "values.pt")
                     hivemind.ask(do="load", path=str(Path(folder) / "values.pt"))
-                    results[kind] = run(values, args.turns, hivemind)
+                    results[kind] = run(values, args.turns, hivemind, clock)
                     if not args.json:
                         show(f"{numel:,} values, {kind}", results[kind])
     finally:

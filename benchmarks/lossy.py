@@ -1,11 +1,14 @@
 """What lossy averaging does to the loss: ``python -m benchmarks.lossy``.
 
 The demo's model learns the demo's text, with four peers in one process: they take turns to compute, and average with
-the code of a round (`shoal.allreduce.vector`), but for the network. Two ways:
+the code of a round (`shoal.allreduce.vector`), but for the network. Three ways:
 
 - *gradients*: every step the peers' mean gradients, of 8 to 24 sequences each, are averaged with the sequences as
   weights; all take the same optimizer step.
 - *parameters*: every peer takes five optimizer steps of its own, of 16 sequences, then the parameters are averaged.
+- *outer*: every peer takes five such steps, then outer gradients are averaged: the parameters after the last average
+  less those now. All peers go on with the former less the average (SGD with a learning rate of 1, as in SparseLoCo,
+  Sarfi et al. 2025, arXiv:2508.15706).
 
 Who averages which quarter of the elements is drawn anew in each round. With the same seed all codecs see the same
 sequences. Printed are the held-out loss (mean of the last five of every fourth step), over all seeds as mean and range,
@@ -65,7 +68,7 @@ PART_BYTES = 1 << 16
 DIGESTS = PartDigests(b"benchmarks.lossy")
 
 EIGHT_BITS: list[CompressionBase] = [Uniform8BitQuantization(), Quantile8BitQuantization(), BlockwiseQuantization()]
-FOUR_BITS = BlockwiseQuantization(bits=4)
+FOUR_BITS, TWO_BITS = BlockwiseQuantization(bits=4), BlockwiseQuantization(bits=2)
 CASES: dict[str, list[CompressionBase]] = {
     "gradients": [
         NoCompression(),
@@ -84,6 +87,14 @@ CASES: dict[str, list[CompressionBase]] = {
         Differences(FOUR_BITS),
         Differences(ErrorFeedback(FOUR_BITS)),
         Differences(ErrorFeedback(TopKCompression(0.1))),
+    ],
+    "outer": [
+        NoCompression(),
+        ErrorFeedback(FOUR_BITS),
+        TWO_BITS,
+        ErrorFeedback(TWO_BITS),
+        ErrorFeedback(TopKCompression(0.03, bits=2)),
+        ErrorFeedback(TopKCompression(0.1, bits=2)),
     ],
 }
 
@@ -166,6 +177,43 @@ def average_parameters(run: Run, training: Training) -> Iterator[MaskedLM]:
         yield models[0]
 
 
+def average_outer_gradients(run: Run, training: Training) -> Iterator[MaskedLM]:
+    """The first peer's model after each step."""
+    models = [make_model(training) for _ in range(PEERS)]
+    optimizers = [make_optimizer(training, model.parameters()) for model in models]
+    schedules = [make_schedule(training, optimizer) for optimizer in optimizers]
+    tensors = [[parameter.detach() for parameter in model.parameters()] for model in models]
+    anchor = [each.clone() for each in tensors[0]]
+    gradients = [[torch.zeros_like(each) for each in anchor] for _ in range(PEERS)]
+    layout = describe(gradients[0], choose_codecs(codec_by_name(run.codec), gradients[0]))
+    vectors = [Vector(each, layout) for each in gradients]
+    batches = streams(run, training)
+    rng = random.Random(run.seed)
+    for step in range(1, run.steps + 1):
+        for model, optimizer, schedule, batch in zip(models, optimizers, schedules, batches, strict=True):
+            model.zero_grad()
+            model.loss(batch.draw(ROWS)).backward()
+            optimizer.step()
+            schedule.step()
+        if step % LOCAL_STEPS == 0:
+            for each, mine in zip(tensors, gradients, strict=True):
+                for gradient, start, now in zip(mine, anchor, each, strict=True):
+                    torch.sub(start, now, out=gradient)
+            average(vectors, [1.0] * PEERS, rng)
+            for start, gradient, *each in zip(anchor, gradients[0], *tensors, strict=True):
+                start.sub_(gradient)
+                for now in each:
+                    now.copy_(start)
+        yield models[0]
+
+
+WAYS = {
+    "gradients": average_gradients,
+    "parameters": average_parameters,
+    "outer": average_outer_gradients,
+}
+
+
 def streams(run: Run, training: Training) -> list[MaskedBatches]:
     """What each peer learns from."""
     corpus = load_corpus(vocabulary_size=training.vocabulary)
@@ -177,7 +225,7 @@ def train(run: Run) -> float:
     torch.set_num_threads(1)
     training = Training(seed=run.seed)
     judged = held_out(training, load_corpus(vocabulary_size=training.vocabulary))
-    models = {"gradients": average_gradients, "parameters": average_parameters}[run.what](run, training)
+    models = WAYS[run.what](run, training)
     # Parameters are the same everywhere after an average only.
     every = 4 if run.what == "gradients" else LOCAL_STEPS
     losses = [held_out_loss(model, judged) for step, model in enumerate(models, 1) if judge(run.steps - step, every)]

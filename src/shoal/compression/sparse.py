@@ -63,6 +63,7 @@ _WINDOW = 1 << 17
 _SMALLEST = 2.0**-149
 _SMALLEST_SPAN = 2.0**-126
 _LARGEST = torch.finfo(torch.float32).max
+_LARGEST_SENT = torch.finfo(torch.bfloat16).max
 _VALUES = BFloat16Compression()
 
 
@@ -210,9 +211,9 @@ def _values(codes: torch.Tensor, counts: tuple[int, ...], bits: int, sent: torch
     return torch.where(codes < intervals, sizes, -sizes)
 
 
-def _as_sent(values: torch.Tensor) -> torch.Tensor:
-    """Values as bfloat16, of float32."""
-    return _VALUES.decode(_VALUES.encode(values), values.numel(), values.dtype).to(values.dtype)
+def _as_sent(sizes: torch.Tensor) -> torch.Tensor:
+    """Absolute values as bfloat16 has them, finite."""
+    return sizes.to(torch.bfloat16).float().clamp_(max=_LARGEST_SENT)
 
 
 def _largest(values: torch.Tensor, count: int) -> torch.Tensor:

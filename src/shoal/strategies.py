@@ -48,7 +48,7 @@ _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _MOST_STEPS, _MOST_SECONDS, _MOST_FRAGMENTS, _MOST_QUORUM = 1_000_000, 7 * 86400.0, 64, 1 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Merging:
     """The way in which peers merge.
 
@@ -120,7 +120,7 @@ class Strategy(Protocol):
         """How peers merge what each has trained by itself; None: they average gradients, and train nothing alone."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Synchronous:
     """Gradients are averaged, and all peers take the same steps: `target_batch_size` says when. The default."""
 
@@ -129,7 +129,7 @@ class Synchronous:
         """None: nothing is trained alone."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LocalSGD:
     """At each merge the parameters become the mean of the peers', weighted by their samples.
 
@@ -147,7 +147,7 @@ class LocalSGD:
         object.__setattr__(self, "merging", Merging(every=self.every, outer=_mean))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DiLoCo:
     """The whole model is merged at once, and peers wait for the merge.
 
@@ -167,7 +167,7 @@ class DiLoCo:
         object.__setattr__(self, "merging", Merging(every=self.every, outer=self.outer))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StreamingDiLoCo:
     """The model is merged in parts, one after another, and peers go on while a merge is under way.
 
@@ -202,7 +202,7 @@ class StreamingDiLoCo:
         object.__setattr__(self, "merging", merging)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Decoupled:
     """The model is merged in parts, by the peers that are there, and nobody waits for anybody.
 

@@ -55,7 +55,7 @@ def test_it_is_a_value(strategy: Strategy) -> None:
 def test_different_ones_say_so() -> None:
     """By the text that peers compare; the outer optimizer is compared beside it."""
     texts = [merging.text for each in ALL if (merging := merging_of(each)) is not None]
-    assert len(set(texts)) == len(texts) - 1  # two differ in the outer optimizer alone
+    assert len(set(texts)) == len(texts) - 2  # three differ in the outer optimizer alone
 
 
 @pytest.mark.parametrize(
@@ -64,10 +64,7 @@ def test_different_ones_say_so() -> None:
         (lambda: LocalSGD(0), "every must be a whole number from 1"),
         (lambda: DiLoCo("soon"), "every must be a number of steps, or a time"),
         (lambda: DiLoCo(True), "every must be a whole number"),
-        (
-            lambda: DiLoCo(10, outer=torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)),
-            "outer must be a function",
-        ),
+        (lambda: DiLoCo(10, outer="SGD"), "outer must be a function"),  # type: ignore[arg-type]
         (lambda: StreamingDiLoCo(10, fragments=0), "fragments must be a whole number from 1"),
         (lambda: StreamingDiLoCo(10, overlap=0), "overlap must be a whole number from 1"),
         (lambda: StreamingDiLoCo(4, overlap=4), "overlap must be less than every"),

@@ -148,7 +148,7 @@ ENTRIES = (
     ),
     Entry(
         "time_to_loss",
-        "optimizer",
+        "optimizer --turns 1 --limit 240",
         collect.time_to_loss,
         ("hivemind", "shoal_delayed", "hivemind_delayed"),
         "--quick",

@@ -261,9 +261,10 @@ def optimizer_overhead(content: Mapping[str, Any]) -> list[Row]:
         how = f"{name}, freed memory kept" if each["keeps_memory"] else name
         for what, key, prefix in (("a step", "shoal", ""), ("its floor", "floor", "floor_")):
             speed, cpu = (Spread(*(each[f"{prefix}{ratio}{end}"] for end in ("", "_low", "_high"))) for ratio in RATIOS)
-            row = Row(f"optimizer alone, {how}: {what}", each[f"{key}_step_s"], "s", "plain torch")
-            row = row._replace(its=each["plain_step_s"], ratio=speed, bar=None if prefix else bars.get(name))
-            rows += [row, row._replace(line=f"{row.line}, by processor time", ratio=cpu, bar=None)]
+            title, bar = f"optimizer alone, {how}: {what}", None if prefix else bars.get(name)
+            rows.append(Row(title, each[f"{key}_step_s"], "s", "plain torch", each["plain_step_s"], speed, bar))
+            title += ", by processor time"
+            rows.append(Row(title, each[f"{key}_cpu_s"], "s", "plain torch", each["plain_cpu_s"], cpu))
     return rows
 
 

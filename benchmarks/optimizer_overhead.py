@@ -209,6 +209,7 @@ def compare(case: Case, accumulate: int, pairs: int) -> dict[str, float]:
     found: dict[str, float] = {"pairs": pairs, "keeps_memory": os.environ.get("GLIBC_TUNABLES") == KEEP_MEMORY}
     for name, taken in turns.items():
         found[f"{name}_step_s"] = statistics.median(each.seconds for each in taken) / case.steps
+        found[f"{name}_cpu_s"] = statistics.median(each.cpu_s for each in taken) / case.steps
         found[f"{name}_faults"] = statistics.median(each.faults for each in taken) / case.steps
         for what, index in (("ratio", 0), ("cpu_ratio", 1)):
             ratios = [its[index] / mine[index] for its, mine in zip(turns["plain"], taken, strict=True)]
@@ -237,19 +238,16 @@ def main() -> int:
     results = {}
     for name in names:
         results[name] = found = compare(CASES[name](), args.accumulate, args.pairs)
-        print(
-            f"{name}: plain torch {found['plain_step_s'] * 1e3:.1f} ms a step, {found['plain_faults']:,.0f} page faults"
-        )
-        for what, each, prefix in (("shoal alone", "shoal", ""), ("the floor", "floor", "floor_")):
+        print(name)
+        for each, prefix in (("plain", "plain_"), ("shoal", ""), ("floor", "floor_")):
+            step_ms, cpu_ms = (found[f"{each}_{key}"] * 1e3 for key in ("step_s", "cpu_s"))
             speeds = [
-                f"{found[key]:.3f} {what} [{found[f'{key}_low']:.3f}-{found[f'{key}_high']:.3f}]"
-                for key, what in (
-                    (f"{prefix}ratio", "of plain torch's speed"),
-                    (f"{prefix}cpu_ratio", "by processor time"),
-                )
+                f"{found[key]:.3f} {how} [{found[f'{key}_low']:.3f}-{found[f'{key}_high']:.3f}]"
+                for key, how in ((f"{prefix}ratio", "of plain's speed"), (f"{prefix}cpu_ratio", "by processor time"))
             ]
-            step_ms, faults = found[f"{each}_step_s"] * 1e3, found[f"{each}_faults"]
-            print(f"  {what} {step_ms:.1f} ms, {faults:,.0f} page faults: {', '.join(speeds)}", flush=True)
+            told = f"  {each}: {step_ms:.1f} ms a step, {cpu_ms:.1f} of the processor"
+            told += f", {found[f'{each}_faults']:,.0f} page faults"
+            print(told + ("" if each == "plain" else f": {', '.join(speeds)}"), flush=True)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0

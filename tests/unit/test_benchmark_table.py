@@ -421,7 +421,8 @@ def test_the_floor_of_the_optimizer_stands_beside_it() -> None:
     """By time and by processor time; the bar is for the optimizer's time alone."""
     spread = {f"{key}{end}": 0.9 for key in ("ratio", "cpu_ratio") for end in ("", "_low", "_high")}
     found = {**spread, **{f"floor_{key}": 0.95 for key in spread}, "keeps_memory": True}
-    found |= {"plain_step_s": 0.9, "shoal_step_s": 1.0, "floor_step_s": 0.95}
+    for who, taken_s in (("plain", 0.9), ("shoal", 1.0), ("floor", 0.95)):
+        found |= {f"{who}_step_s": taken_s, f"{who}_cpu_s": taken_s}
     rows = collect.optimizer_overhead({"wide": found})
     assert [(row.line, row.ratio and row.ratio.median, row.bar is not None) for row in rows] == [
         ("optimizer alone, wide, freed memory kept: a step", 0.9, True),

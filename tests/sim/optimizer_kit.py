@@ -109,7 +109,7 @@ class Trainer:
     async def take_batch(self, size: int, *, number: int | None = None, duration_s: float = 0.0) -> None:
         """One batch: compute (takes `duration_s`), accumulate, and whatever the participant asks for."""
         training = self.participant.training.local
-        backward(self.parameters, self.index, self.batches_done if number is None else number, size)
+        self.compute(self.batches_done if number is None else number, size)
         if duration_s:
             await sim.sleep(duration_s)
         if self.finished:
@@ -125,6 +125,10 @@ class Trainer:
         if isinstance(training, LocalSteps) and all(part.at_end for part in self.parts):
             training.go_back()
 
+    def compute(self, number: int, size: int) -> None:
+        """Set `.grad` to the gradient of the batch of this number."""
+        backward(self.parameters, self.index, number, size)
+
     @property
     def finished(self) -> bool:
         """Whether the run is over here."""
@@ -135,14 +139,18 @@ class Trainer:
         participant = part or self.participant
         phase = await participant.decide(60.0)
         if phase is RunPhase.STEPPING and not participant.holds_back:
-            participant.own.step()
-            await participant.stepped()
-        elif phase is RunPhase.BEHIND:
+            await self.step(participant)
+        elif phase is RunPhase.BEHIND and participant.stands_still:
             try:
                 patient = participant.settings.auxiliary
                 self.downloads += await participant.download(self.patience_s, patient=patient)
             except StateUnavailable as error:
                 self.failed_downloads.append(str(error))
+
+    async def step(self, participant: Participant) -> None:
+        """Take the update that is ready."""
+        participant.own.step()
+        await participant.stepped()
 
     async def finish_epoch(self, epoch: int) -> None:
         """Take no more batches until the swarm has made this epoch."""
@@ -172,7 +180,10 @@ class Run:
         width: int = 8,
         compression: CompressionBase | None = None,
         state_upload_limit: float | None = None,
+        make: Callable[[list[torch.Tensor], float], tuple[torch.optim.Optimizer, Any]] = make_optimizer,
+        trainer: type[Trainer] = Trainer,
     ) -> None:
+        self._make, self._trainer = make, trainer
         self.compression, self.state_upload_limit = compression, state_upload_limit
         self.state_compression, self.lr = state_compression, lr
         seed = asyncio.get_running_loop().seed  # type: ignore[attr-defined]
@@ -215,7 +226,7 @@ class Run:
             if events is not None:
                 host.env.events.subscribe(events)
             parameters = model(self.dtype, seed, self.width)
-            optimizer, scheduler = make_optimizer(parameters, self.lr)
+            optimizer, scheduler = self._make(parameters, self.lr)
             limit = self.state_upload_limit
             core = await start_core(host, bootstrap, client_mode=client_mode, state_upload_limit=limit)
             averager = msgspec.structs.replace(self.settings.averager, client_mode=client_mode)
@@ -241,7 +252,7 @@ class Run:
                 compression=self.compression,
                 state_compression=self.state_compression,
             )
-            trainer = Trainer(index, parameters, participant)
+            trainer = self._trainer(index, parameters, participant)
             host.env.events.subscribe(lambda event: self._note(name, trainer, event))
             await participant.start()
             self.trainers[name] = trainer
@@ -264,7 +275,7 @@ class Run:
         for number, training in enumerate(local.parts):
             ours = part_settings(settings, training.merging, number)
             parts.append(Participant(core, training, ours, lock=lock, compression=self.compression))
-        trainer = Trainer(index, parameters, parts[0], parts[1:])
+        trainer = self._trainer(index, parameters, parts[0], parts[1:])
         core.env.events.subscribe(lambda event: self._note(name, trainer, event))
         for part in parts:
             await part.start()

@@ -65,6 +65,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
             left_out=tuple(peers[i] for i in sorted(missing)),
         )
 
+    def counts(self, peer: PeerID) -> bool:
+        """Return whether this member counts in at least one part."""
+        places = [index for index, member in enumerate(self.members) if member.contact.peer == peer]
+        return any(has_member(held.contributors, index) for held in self.commit.parts for index in places)
+
 
 def is_weight(weight: float) -> bool:
     """Return whether values can be counted with this weight."""

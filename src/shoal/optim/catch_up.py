@@ -395,6 +395,8 @@ class CatchUp:
             land(header, memoryview(step.data), vector)
             vector.apply(self._averagers[True].settings.averaging_alpha)
         else:
+            if any(each.peer == self._core.peer_id for each in agreement.contributors):
+                self._training.given_is_in()
             land(header, memoryview(step.data), vector)
             vector.overwrite()
             self._training.use_accumulators()

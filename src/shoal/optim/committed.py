@@ -76,6 +76,10 @@ class Committed:
         ]
         return Committed((*self.steps[1 - _STEPS :], step))
 
+    def gave_last(self, peer: PeerID) -> bool:
+        """Whether this peer contributed to the last of them."""
+        return bool(self.steps) and any(each.peer == peer for each in self.steps[-1])
+
     def export(self) -> bytes:
         """The form for a newcomer, sent with the state."""
         return encode(self.steps)

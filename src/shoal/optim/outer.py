@@ -86,7 +86,9 @@ class OuterTrainingState(TrainingState):
     _trained: _Trained
     _later: _Trained
     _counts = False  # what was given to the round is in its average
+    _given: tuple[int, int] | None = None  # samples and batches of the outer gradient that the accumulators hold
     _strays = False  # the parameters are of no use
+    _sound = True  # they were of use when the last merge came
     _land: Callable[[], None] | None = None  # puts the average into the accumulators
 
     def __init__(
@@ -159,7 +161,7 @@ class OuterTrainingState(TrainingState):
     def contribute(self) -> tuple[float, float]:
         """The outer gradient goes into a merge now: see `TrainingState.contribute`."""
         weight, _ = super().contribute()
-        self._counts = False
+        self._given, self._counts = (self._trained.samples, self._trained.batches), False
         with torch.no_grad():
             for outer, anchor, own in zip(self.accumulators, self.trained, self._weights(), strict=True):
                 outer.copy_(anchor).sub_(own.to(outer.device))
@@ -168,6 +170,22 @@ class OuterTrainingState(TrainingState):
     def counted(self) -> None:
         """What `contribute` has given is in the average."""
         self._counts = True
+
+    def given_is_in(self) -> None:
+        """What `contribute` has given is in the state that comes next, as only the verdict was missed (under the lock).
+
+        So it is taken out of what was trained, before that state is taken over: nothing is given twice.
+        """
+        if self._given is None or self.merging.mixing is not None:
+            return
+        (samples, batches), self._given = self._given, None
+        self._trained.samples = max(0, self._trained.samples - samples)
+        self._trained.batches = max(0, self._trained.batches - batches)
+        with torch.no_grad():
+            torch._foreach_add_(self._own, self._outer_gradient())
+
+    def _outer_gradient(self) -> list[torch.Tensor]:
+        return [each.to(own) for each, own in zip(self.accumulators, self._own, strict=True)]
 
     def unfit(self) -> int | None:
         """The first parameter of this part that is not finite here; None if all are."""
@@ -180,14 +198,14 @@ class OuterTrainingState(TrainingState):
 
     def _step_from_average(self, absent: Collection[int]) -> None:
         own, mixing = self._own, self.merging.mixing
-        sound = not self._strays and self.unfit() is None
+        self._sound = sound = not self._strays and self.unfit() is None
         keeps = sound and mixing is None and (self._later.batches > 0 or not self._counts)
         self._strays = True  # if this is interrupted, the parameters go back to the anchor
         with torch.no_grad():
             if keeps:  # leave of them what was trained and is in no average
                 torch._foreach_sub_(own, self._anchor)
-                if self._counts:
-                    torch._foreach_add_(own, [each.to(p) for each, p in zip(self.accumulators, own, strict=True)])
+                if self._counts and self._given is not None:
+                    torch._foreach_add_(own, self._outer_gradient())
             if self._land is not None:
                 self._land()
             super()._step_from_average(())
@@ -204,8 +222,13 @@ class OuterTrainingState(TrainingState):
         return [each.detach() for each in self.trained]
 
     def _after_step(self, own: Sequence[torch.Tensor | None], *, taken: bool) -> None:
-        keep = self.merging.mixing is None and not self._counts and taken and self.step_error is None
-        samples, batches = (self._trained.samples, self._trained.batches) if keep and self._has_average else (0, 0)
+        samples, batches = 0, 0
+        if taken and self.step_error is None and self._has_average:
+            if not self._sound:
+                self._later.forget()  # the parameters are the anchor
+            elif self.merging.mixing is None and not self._counts:
+                samples, batches = self._trained.samples, self._trained.batches
+            self._given = None
         super()._after_step(own, taken=taken)
         self._counts, self._land = False, None
         self._trained.samples += samples
@@ -216,6 +239,8 @@ class OuterTrainingState(TrainingState):
 
         What it has trained since its last merge is kept if it has missed one only, and does not mix.
         """
+        if evaluates := self._local.evaluates and not self._local.hides_weights:
+            self._local.train()  # else that would put back the weights before
         keeps = self.merging.mixing is None and prepared.epoch == self.epoch + 1
         keeps = keeps and not self._strays and self.unfit() is None
         before = [each.clone() for each in self._anchor] if keeps else []
@@ -230,11 +255,13 @@ class OuterTrainingState(TrainingState):
             else:
                 torch._foreach_copy_(self._own, self._anchor)
         self._strays = False
+        if evaluates:
+            self._local.evaluate()
 
     def discard(self) -> None:
         """Forget what was trained. The parameters go back to the anchor before the next batch: see `settle`."""
         self._strays = self._strays or self._trained.samples + self._later.samples > 0
-        self._counts, self._land = False, None
+        self._given, self._counts, self._land = None, False, None
         super().discard()
 
     def settle(self) -> bool:
@@ -256,8 +283,10 @@ class OuterTrainingState(TrainingState):
             torch._foreach_copy_(self._anchor, self._weights())
 
     def go_back(self) -> None:
-        """Let the parameters be the anchor (trainer, under the lock)."""
-        self._strays = False
+        """Let the parameters be the anchor, and forget what was trained (trainer, under the lock)."""
+        self._strays, self._given = False, None
+        self._trained.forget()
+        self._later.forget()
         with torch.no_grad():
             torch._foreach_copy_(self._own, self._anchor)
 

@@ -376,7 +376,8 @@ class Participant:
     def holds_back(self) -> bool:
         """Whether the trainer is to take the average that is here at a later batch."""
         update = self.own.update
-        return update is not None and update.is_step and self.training.holds_back and not self.at_end
+        has_batches = not (self.settings.auxiliary or self.at_end)
+        return update is not None and update.is_step and has_batches and self.training.holds_back
 
     def accumulated(self) -> None:
         """The trainer has accumulated, or stepped: look again."""
@@ -487,6 +488,7 @@ class Participant:
         """The step of a round, as all its members take it; not if this peer cannot: then it falls behind."""
         if self.core.peer_id in result.outcome.contributors:
             self.contribution.counted(self._given)
+        if result.outcome.counts(self.core.peer_id):
             self.training.counted()
         agreement = agree(result.gathered, result.outcome.contributors)
         if (mend_from := await self._check.difference(result, self.own.name)) is not None:

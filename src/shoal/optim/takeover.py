@@ -221,6 +221,8 @@ class Takeover:
             return  # we came further meanwhile
 
         async def take_over() -> None:
+            if name.epoch == self.own.name.epoch + 1 and committed_of(state.metadata).gave_last(self.core.peer_id):
+                await self.core.env.executor.run(self.own.training.given_is_in)
             await self.core.env.executor.run(self.own.training.load, values, state.tensors)
             self.own.name, self.own.committed, self.took_over = name, committed_of(state.metadata), True
             self.own.is_average = is_average(state.metadata)

@@ -332,6 +332,9 @@ class TrainingState:
     def counted(self) -> None:
         """What `contribute` has given is in the average of its round."""
 
+    def given_is_in(self) -> None:
+        """What `contribute` has given is in the state that is taken over next: its round's verdict did not come."""
+
     def unfit(self) -> int | None:
         """The trained parameter whose accumulator cannot be averaged; None if all can. Stricter than a round is."""
         if self._sum.is_over:

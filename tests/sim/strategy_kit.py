@@ -1,0 +1,264 @@
+"""Peers that merge, in bad weather: random faults from a seed, and an audit of all that peers share.
+
+Each batch moves one number of the model that no other batch moves. So where the outer optimizer takes the mean alone
+(`MEAN`), an anchor shows which batches are in it: a number that moves in two merges of one history is of a batch that
+was counted twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+
+from shoal import sim
+from shoal.errors import ClosedError, PeerError
+from shoal.events import Event, Warned
+from shoal.optim import Participant
+from shoal.optim.state_name import StateName
+from shoal.sim import SimNetwork
+from shoal.strategies import Strategy
+from tests.sim.averaging_kit import SETTINGS
+from tests.sim.fault_kit import hash_of
+from tests.sim.optimizer_kit import Run, Trainer
+
+BATCH = 4
+MEAN = partial(torch.optim.SGD, lr=1.0)
+_MOVED = 1e-9
+"""Less than that is rounding: what a peer has trained is in its outer gradient, and is taken from it again."""
+
+
+class Audit:
+    """All states that any peer has ever held, by part and name.
+
+    Args:
+        counts: whether each batch shows in the anchor: see this module.
+    """
+
+    def __init__(self, *, counts: bool) -> None:
+        self.counts = counts
+        self._bits: dict[tuple[int, bytes], str] = {}
+        self._anchors: dict[tuple[int, bytes], torch.Tensor] = {}
+        self._before: dict[tuple[int, bytes], tuple[int, bytes]] = {}
+
+    def look(self, part: int, participant: Participant) -> None:
+        """A peer holds this state now.
+
+        Raises:
+            AssertionError: others hold the state of this name with other bits.
+        """
+        training, state = participant.training, participant.state
+        bits = hash_of([*training.export()[1]])
+        assert self._bits.setdefault((part, state.digest), bits) == bits, f"two states of one name: {state}"
+        assert training.epoch == state.epoch
+        if self.counts and (part, state.digest) not in self._anchors:
+            self._anchors[part, state.digest] = _flat(training.trained)
+
+    def merged(self, part: int, before: StateName, after: StateName) -> None:
+        """A merge led from one state to another."""
+        if before != after:
+            self._before[part, after.digest] = part, before.digest
+
+    def check(self, part: int, state: StateName) -> int:
+        """How many merges that led to this state were looked at.
+
+        Raises:
+            AssertionError: a batch was counted in two of them.
+        """
+        key, merges = (part, state.digest), 0
+        moved = torch.zeros_like(self._anchors[key], dtype=torch.int)
+        while (before := self._before.get(key)) is not None and key in self._anchors and before in self._anchors:
+            moved += (self._anchors[key] - self._anchors[before]).abs() > _MOVED
+            key, merges = before, merges + 1
+        assert moved.max() <= 1, f"{int((moved > 1).sum())} batches were counted twice"
+        return merges
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([each.detach().reshape(-1) for each in tensors])
+
+
+class Counted(Trainer):
+    """A trainer each of whose batches moves a number of its own, and that looks at what it holds after each turn."""
+
+    audit: Audit
+    numbers: Iterator[int]
+    slowest_s = 0.0
+    turns = 0
+
+    def compute(self, number: int, size: int) -> None:
+        """See `Trainer`."""
+        place = next(self.numbers)
+        for parameter in self.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.view(-1)[place] = -1.0
+
+    async def take_turn(self, part: Participant | None = None) -> None:
+        """See `Trainer`."""
+        participant = part or self.participant
+        before, began = participant.state, asyncio.get_running_loop().time()
+        goes_on = before.epoch > 0 and not participant.at_end
+        await super().take_turn(part)
+        after = participant.state
+        if goes_on and not participant.at_end:
+            self.slowest_s = max(self.slowest_s, asyncio.get_running_loop().time() - began)
+        self.turns += 1
+        if participant.training.whole and (before != after or self.turns % 8 == 0):
+            self.audit.look(self.parts.index(participant), participant)
+        if participant.core.endpoint.contact.addresses:
+            assert after.key >= before.key, f"{participant.settings.run_id} went back from {before} to {after}"
+
+    async def step(self, participant: Participant) -> None:
+        """See `Trainer`."""
+        before = participant.state
+        participant.own.step()
+        self.audit.merged(self.parts.index(participant), before, participant.state)
+        await participant.stepped()
+
+
+EXPECTED = re.compile(
+    "training alone|rounds of .* in a row have failed|states were downloaded in a row|it does not come|"
+    "no complete state within|named a state of epoch|none of the samples that|only .* of the .* samples that|"
+    "do not come to a round|steps that the others took meanwhile is missing|the run ends here|the run is at epoch"
+)
+"""Warnings that faults give rise to."""
+
+
+class Weather:
+    """A swarm that merges, and random faults.
+
+    Args:
+        strategy: of all peers.
+        seed: of all chance.
+        peers: at the beginning.
+        counts: whether the audit counts batches: the outer optimizer must be `MEAN`, and all that is trained be kept
+            or dropped.
+    """
+
+    def __init__(self, strategy: Strategy, seed: int, *, peers: int = 4, counts: bool) -> None:
+        self.rng = random.Random(f"weather/{seed}")
+        self.strategy = strategy
+        self.audit, self.numbers, self.warnings = Audit(counts=counts), itertools.count(), list[str]()
+        averager = msgspec.structs.replace(SETTINGS, part_size_bytes=self.rng.choice([4096, 65536]))
+        network = SimNetwork(seed, latency_s=self.rng.choice([0.002, 0.02]))
+        self.run = Run(target=1, network=network, averager=averager, width=1024, make=_sgd, trainer=Counted)
+        self.names = [f"p{number}" for number in range(peers)]
+        self.log: list[str] = []
+
+    async def begin(self) -> None:
+        """All peers train."""
+        for name in self.names:
+            await self.add(name)
+
+    async def add(self, name: str, *, client: bool = False) -> None:
+        """One more peer trains."""
+        await self.run.add(name, client_mode=client, strategy=self.strategy, events=partial(self._note, name))
+        self.train(name)
+
+    def _note(self, name: str, event: Event) -> None:
+        if isinstance(event, Warned) and not EXPECTED.search(event.message):
+            self.warnings.append(f"{name}: {event.message}")
+
+    def train(self, name: str) -> None:
+        """Let it train until its process ends."""
+        trainer = self.run.swarm.peer(name)
+        assert isinstance(trainer, Counted)
+        trainer.audit, trainer.numbers = self.audit, self.numbers
+        batch_s = self.rng.uniform(0.2, 0.6)
+        self.run.swarm.spawn(name, trainer.train(BATCH, duration_s=batch_s, until=lambda: False))
+
+    async def fault(self) -> None:
+        """Something goes wrong."""
+        swarm, rng = self.run.swarm, self.rng
+        up = [name for name in self.names if swarm.is_alive(name)]
+        down = [name for name in self.names if not swarm.is_alive(name)]
+        how = rng.choice(["crash", "vanish", "leave", "pause", "join", "client", "back", "back", "slow", "part"])
+        name = rng.choice(up)
+        self.log.append(f"{asyncio.get_running_loop().time():.1f} {how} {name}")
+        if how in ("crash", "vanish", "leave") and len(up) > 2 and name != "p0":
+            if how == "leave":
+                for part in swarm.peer(name).parts:
+                    await swarm.run_on(name, part.close)
+            (swarm.vanish if how == "vanish" else swarm.crash)(name)
+        elif how == "pause":
+            swarm.stall(name, rng.uniform(0.5, 8.0))
+        elif how in ("join", "client") and len(self.names) < 7:
+            self.names.append(f"p{len(self.names)}")
+            await self.add(self.names[-1], client=how == "client")
+        elif how == "back" and down:
+            with suppress(PeerError, ClosedError):
+                await swarm.restart(down[0])
+                self.train(down[0])
+        elif how == "slow":
+            swarm.slow(name, rng.choice([1.0, 10.0, 50.0]))
+        elif how == "part":
+            swarm.partition([rng.sample(self.names, len(self.names) // 2)])
+            await sim.sleep(rng.uniform(1.0, 8.0))
+            swarm.heal()
+
+    async def end(self, merges: int, patience_s: float) -> None:
+        """No more faults; the run ends after so many more merges. All have equal parameters then.
+
+        Raises:
+            AssertionError: they have not; or one of the other promises was broken.
+        """
+        swarm = self.run.swarm
+        swarm.heal()
+        for name in swarm.peers:
+            swarm.slow(name, 1.0)
+        await sim.sleep(10.0)
+        last = max(part.epoch for trainer in swarm.peers.values() for part in trainer.parts)
+        self.run.announce_end(last + merges)
+        limit = asyncio.get_running_loop().time() + patience_s
+        while not all(trainer.finished for trainer in swarm.peers.values()):
+            assert asyncio.get_running_loop().time() < limit, f"it does not end: {self._places()}"
+            await sim.sleep(0.5)
+        assert self.run.agree(sorted(swarm.peers)), self._places()
+        for number, part in enumerate(next(iter(swarm.peers.values())).parts):
+            if self.audit.counts:
+                assert self.audit.check(number, part.state) > 2
+        assert not self.warnings, self.warnings
+        assert not self.run.warnings, self.run.warnings
+        await self.run.close()
+
+    def _places(self) -> str:
+        peers = self.run.swarm.peers.items()
+        return "; ".join(
+            f"{name} {[(part.epoch, part.state.digest.hex()[:4], part.phase.value) for part in trainer.parts]}"
+            for name, trainer in peers
+        )
+
+
+def _sgd(parameters: list[torch.Tensor], lr: float) -> tuple[torch.optim.Optimizer, Any]:
+    """Each batch moves its number by 1."""
+    return torch.optim.SGD(parameters, lr=1.0), None
+
+
+def play(strategy: Strategy, seed: int, *, faults: int = 8, counts: bool) -> Weather:
+    """A run with so many faults."""
+    played: list[Weather] = []
+
+    async def main() -> None:
+        weather = Weather(strategy, seed, counts=counts)
+        played.append(weather)
+        try:
+            await weather.begin()
+            await sim.sleep(8.0)
+            for _ in range(faults):
+                await weather.fault()
+                await sim.sleep(weather.rng.uniform(0.5, 4.0))
+            await weather.end(3, 120.0)
+        except AssertionError as error:
+            error.add_note("\n".join(weather.log))
+            raise
+
+    sim.run(main, seed=seed)
+    return played[0]

@@ -1,0 +1,200 @@
+"""Strategies that merge, under faults: nothing is counted twice, nothing that peers share ever differs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from shoal import sim
+from shoal.allreduce.interface import Outcome
+from shoal.optim.outer import LocalSteps
+from shoal.optim.participant import Participant
+from shoal.peer import PeerID
+from shoal.strategies import Decoupled, DiLoCo, LocalSGD, Strategy, StreamingDiLoCo
+from shoal.wire import Commit, Contact, Held, Member
+from tests.sim.averaging_kit import SETTINGS
+from tests.sim.optimizer_kit import Run, backward, make_optimizer, model
+from tests.sim.strategy_kit import BATCH, MEAN, Counted, Weather, play
+from tests.sim.test_optimizer_interrupted import Interrupted
+
+
+def lose_a_verdict(participant: Participant) -> list[int]:
+    """Its next round of at least two merges commits without its learning of it; returns a list that says when."""
+    whole, lost = participant._rounds.run, list[int]()
+
+    async def run(*args: Any, **options: Any) -> Any:
+        if lost or participant.epoch < 2:
+            return await whole(*args, **options)
+        result = await whole(*args, **{**options, "apply": lambda vector: None})
+        if result is not None:
+            lost.append(participant.epoch)
+        return None
+
+    participant._rounds.run = run  # type: ignore[method-assign]
+    return lost
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        DiLoCo(4, MEAN),
+        Decoupled(4, fragments=2, quorum=2, outer=MEAN),
+        StreamingDiLoCo(6, fragments=2, overlap=2, mixing=None, outer=MEAN),
+    ],
+    ids=["DiLoCo", "Decoupled", "StreamingDiLoCo"],
+)
+def test_a_peer_that_lost_the_verdict_gives_the_same_batches_again(strategy: Strategy) -> None:
+    """It does not: they are in the anchor that it downloads. What it has trained since then is kept."""
+
+    async def main() -> None:
+        weather = Weather(strategy, 1, peers=3, counts=True)
+        await weather.begin()
+        trainer = weather.run.swarm.peer("p1")
+        lost = lose_a_verdict(trainer.parts[-1])
+        while trainer.parts[-1].epoch < 5:
+            await sim.sleep(0.1)
+        assert lost
+        await weather.end(3, 60.0)
+
+    sim.run(main, seed=1)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        StreamingDiLoCo(6, fragments=2, overlap=2, mixing=None, outer=MEAN),
+        Decoupled(4, fragments=2, quorum=2, outer=MEAN),
+    ],
+    ids=["StreamingDiLoCo", "Decoupled"],
+)
+def test_an_auxiliary_peer_waits_for_batches_of_its_own_before_it_takes_a_merge(strategy: Strategy) -> None:
+    """It does not, as it has none; nor does it wait for one part of the model while another one is merged."""
+
+    async def main() -> None:
+        run = Run(target=1)
+        for name in ("p0", "p1"):
+            await run.add(name, strategy=strategy)
+        aux = await run.add("aux", strategy=strategy, auxiliary=True)
+
+        async def help_others() -> None:
+            while not aux.finished:
+                for part in aux.parts:
+                    if not part.at_end or all(each.at_end for each in aux.parts):
+                        await aux.take_turn(part)
+            aux.participant.training.local.go_back()  # type: ignore[attr-defined]
+
+        run.swarm.spawn("aux", help_others())
+        await sim.sleep(3.0)
+        run.announce_end(6)
+        for number, name in enumerate(("p0", "p1")):
+            work = run.trainers[name].train(BATCH, duration_s=0.2 + 0.1 * number, until=lambda: False)
+            run.swarm.spawn(name, work)
+        limit = asyncio.get_running_loop().time() + 60.0
+        while not all(trainer.finished for trainer in run.trainers.values()):
+            assert asyncio.get_running_loop().time() < limit
+            await sim.sleep(0.5)
+        assert run.agree(["p0", "p1", "aux"])
+        assert aux.downloads <= 2  # it may begin after the first merge
+        await run.close()
+
+    sim.run(main, seed=4)
+
+
+def test_a_member_that_is_in_some_parts_of_an_average_gives_them_again() -> None:
+    """It does not, though it is no contributor: what is in an average once is in no other one."""
+    members = [Member(Contact(PeerID(bytes([number]) * 32)), True, None, b"") for number in range(3)]
+    held = [Held(part, 0, bytes([mask]), 1.0, bytes(16)) for part, mask in enumerate((0b111, 0b101))]
+    outcome = Outcome.of(Commit(bytes(16), held), members)
+    first, cut_off, last = (member.contact.peer for member in members)
+    assert outcome.contributors == (first, last)
+    assert outcome.counts(cut_off)
+    assert not outcome.counts(PeerID(bytes([9]) * 32))
+
+
+@pytest.mark.parametrize("strategy", [DiLoCo(4), Decoupled(4, fragments=1), StreamingDiLoCo(4, 1, 2, None)], ids=str)
+def test_an_interrupt_in_the_outer_step_leaves_what_was_trained_to_be_given_again(strategy: Strategy) -> None:
+    """It does not: it is in the anchor, so the parameters go back to that before the next batch counts."""
+    assert strategy.merging is not None
+    local = LocalSteps(*make_optimizer(model()), (), strategy.merging)
+    part = local.parts[0]
+    backward(list(local.trained), 0, 0, BATCH)
+    assert local.accumulate(BATCH)
+    part.contribute()
+    part.use_accumulators()
+    part.counted()
+    whole = part.optimizer.step
+
+    def half() -> None:
+        whole()
+        raise Interrupted
+
+    part.optimizer.step = half  # type: ignore[method-assign, assignment]
+    with pytest.raises(Interrupted):
+        part.step()
+    assert part.epoch == 1
+    backward(list(local.trained), 0, 1, BATCH)
+    assert not local.accumulate(BATCH)
+    assert (part.samples, part.batches) == (0, 0)
+    assert all(map(torch.equal, local.trained, part.trained))
+
+
+def test_a_peer_with_broken_parameters_keeps_the_weight_of_what_it_has_lost() -> None:
+    """It does not: its parameters are the anchor again, and nothing of them is still to be given."""
+    local = LocalSteps(*make_optimizer(model()), (), Decoupled(4, fragments=1).merging)
+    part = local.parts[0]
+    backward(list(local.trained), 0, 0, BATCH)
+    assert local.accumulate(BATCH)
+    with torch.no_grad():
+        local.trained[0][0, 0] = torch.nan
+    part.contribute()
+    for each in part.accumulators:
+        each.zero_()  # the average of the others
+    part.use_accumulators()
+    part.step()
+    assert (part.samples, part.batches) == (0, 0)
+    assert all(map(torch.equal, local.trained, part.trained))
+
+
+STRATEGIES: dict[str, tuple[Strategy, bool]] = {
+    "LocalSGD": (LocalSGD(4), True),
+    "DiLoCo": (DiLoCo(4), False),
+    "DiLoCo in seconds": (DiLoCo("2s", MEAN), True),
+    "StreamingDiLoCo that mixes": (StreamingDiLoCo(6, fragments=2, overlap=1), False),
+    "StreamingDiLoCo that keeps": (StreamingDiLoCo(6, fragments=2, overlap=2, mixing=None, outer=MEAN), True),
+    "Decoupled": (Decoupled(4, fragments=2, quorum=2, outer=MEAN), True),
+    "Decoupled in seconds": (Decoupled("2s", fragments=2, quorum=2, outer=MEAN), True),
+    "Decoupled with momentum": (Decoupled(4, fragments=2, quorum=2), False),
+}
+"""Each with whether the anchor shows which batches are in it: where no momentum moves it, and nothing is mixed."""
+
+
+def weather(name: str, seed: int, faults: int = 8) -> None:
+    """A run with so many faults, drawn from the seed; and how long its trainers stood still for a part of the model."""
+    strategy, counts = STRATEGIES[name]
+    played = play(strategy, seed, faults=faults, counts=counts)
+    slowest_s = max(trainer.slowest_s for trainer in played.run.trainers.values() if isinstance(trainer, Counted))
+    merging = strategy.merging
+    assert merging is not None
+    assert slowest_s <= (0.0 if merging.overlap is None else MOST_S), f"a trainer stood still for {slowest_s:.2f} s"
+
+
+MOST_S = 2 * SETTINGS.window_s
+"""A search for a group that breaks off once, or a round that one of its members falls silent in."""
+
+
+def test_peers_that_merge_in_bad_weather_end_with_one_state() -> None:
+    """Crashes, silence, pauses, newcomers, slow lines, partitions: no batch counts twice, one name has one state."""
+    weather("Decoupled", 0, faults=3)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_they_do_so_in_many_runs(name: str, soak: Callable[[int, int], int]) -> None:
+    """Of eight faults each, 200 in all. Trainers of Decoupled never wait; those of the others for a round at most."""
+    for seed in range(1, 1 + soak(1, 25)):
+        weather(name, seed)

@@ -215,3 +215,28 @@ def test_peers_of_any_speed_end_with_equal_bits(strategy: Strategy) -> None:
         await run.close()
 
     sim.run(main, seed=4)
+
+
+def test_a_peer_that_does_not_come_holds_up_no_merge_of_a_quorum() -> None:
+    """It says that it is there and ready: the others wait for it as long as a merge takes, and not a whole window."""
+
+    async def main() -> None:
+        run = Run(target=1)
+        names = [f"p{number}" for number in range(3)]
+        for name in names:
+            await run.add(name, strategy=Decoupled(4, fragments=1, quorum=2))
+        await sim.sleep(3.0)
+
+        async def stays_away() -> None:
+            await sim.sleep(0.2)
+
+        run.trainers["p2"].participant._average = stays_away  # type: ignore[method-assign]
+        for name in names:
+            run.swarm.spawn(name, run.trainers[name].train(BATCH, duration_s=0.5, until=lambda: False))
+        await sim.sleep(24.0)
+        times = [at for at, *_ in run.trainers["p0"].epochs]
+        assert len(times) >= 6
+        assert max(later - earlier for earlier, later in itertools.pairwise(times)) < 4 * 0.5 + 1.5
+        await run.close()
+
+    sim.run(main, seed=4)

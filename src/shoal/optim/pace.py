@@ -21,6 +21,10 @@ WAY = 1000
 """A peer that has trained for long enough since the last merge names this number, or a larger one."""
 
 
+_LEAST_GRACE_S = 0.5
+"""Processes of a busy machine come this late, however short a merge is."""
+
+
 class Pace(Protocol):
     """One peer's pace."""
 
@@ -41,6 +45,12 @@ class Pace(Protocol):
 
     def due_s(self, now: float) -> float | None:
         """The seconds until it is time for a step, whatever is trained until then; None if time does not matter."""
+
+    def patience_s(self) -> float:
+        """The longest wait for peers that are here and do not come to the round, seconds."""
+
+    def round_took(self, seconds: float) -> None:
+        """A round took so long."""
 
     def state_changed(self, epoch: int, now: float) -> None:
         """This peer has another state, of this epoch, since `now`."""
@@ -82,6 +92,13 @@ class SamplesPace:
     def due_s(self, now: float) -> None:
         """See `Pace`."""
 
+    def patience_s(self) -> float:
+        """See `Pace`: it is the search's own."""
+        return math.inf
+
+    def round_took(self, seconds: float) -> None:
+        """See `Pace`."""
+
     def state_changed(self, epoch: int, now: float) -> None:
         """See `Pace`."""
 
@@ -102,6 +119,7 @@ class MergePace:
         self._began, self._epoch = math.inf, 0
         self._called = False  # another peer says that it is time
         self._done: list[int] = []  # of the others
+        self._merge_s = 0.0
         self._enough = False
 
     def done(self, samples: int, batches: int, now: float) -> int:
@@ -154,6 +172,14 @@ class MergePace:
         if self._merging.seconds is None or (left_s := self._left_s(now)) <= 0:
             return None
         return left_s
+
+    def patience_s(self) -> float:
+        """See `Pace`. With a quorum it is what merges take: who comes later gives to the next one."""
+        return math.inf if self._merging.quorum is None else max(_LEAST_GRACE_S, self._merge_s)
+
+    def round_took(self, seconds: float) -> None:
+        """See `Pace`."""
+        self._merge_s = (self._merge_s + seconds) / 2
 
     def state_changed(self, epoch: int, now: float) -> None:
         """See `Pace`."""

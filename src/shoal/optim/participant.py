@@ -450,12 +450,13 @@ class Participant:
         name, me = self.own.name, self.core.peer_id
         said = self._said(await self._check.of(name))
         self._attendance.search()
+        began = self._now()
         result = await self._rounds.run(
             self._averager,
             tag=name.group_tag,
             gather=said,
             hopeless=lambda view: view.behind or self._outlook.alone(view),
-            expected=lambda: self._attendance.wait_for(self.view().together - {me}, self._now()),
+            expected=lambda: self._awaited(began),
             prepare=lambda _: self._contribute(name),
             apply=lambda vector: self._take_average(vector, name),
         )
@@ -468,11 +469,18 @@ class Participant:
                     self._drop_unfit()  # it counts for nothing in any round: if nobody's does, every round fails
             return
         self.last_round = result
+        self._pace.round_took(result.duration_s)
         members = [member.contact.peer for member in result.outcome.members]
         self._notices.absent(self._attendance.formed(members, self._now() - result.duration_s))
         if self.own.name == name:
             self.own.shared = True
             await self._take_step_of(result, said)
+
+    def _awaited(self, since: float) -> frozenset[PeerID]:
+        """The peers that a search which began then waits for now."""
+        if self._now() > since + self._pace.patience_s():
+            return frozenset()
+        return self._attendance.wait_for(self.view().together - {self.core.peer_id}, self._now())
 
     def _said(self, check: Check | None = None) -> Said:
         training = self.training

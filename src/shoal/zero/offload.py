@@ -1,4 +1,4 @@
-"""Offload: state, float32 copies and gradients lie on the CPU beside a device, or in files, and come in for a step.
+"""Offload: state, copies, gradients and stage 3's shards lie on the CPU beside a device, or in files, between uses.
 
 In files (`mapped`), the optimizer steps some tiles at a time, a window: meanwhile the next window is read, and the last
 one is written back. So memory for three windows is enough, however large the state is. State that the optimizer makes

@@ -42,7 +42,7 @@ class Memory(NamedTuple):
         gradients: gradients of all kinds; what `top_k` has not sent yet, too.
         state: the state of the optimizer, and its float32 copies of the parameters.
         messages: for messages under way, kept from one step to the next: about four buckets. The laws leave it out.
-        offloaded: gradients, state and copies that are in files, or on the CPU beside a device.
+        offloaded: gradients, state and copies (stage 3: shards) that are in files, or on the CPU beside a device.
     """
 
     parameters: int

@@ -99,10 +99,10 @@ def shard(  # noqa: PLR0913 (the choices of its users)
         units: stage 3: which modules are gathered together, while they run, and freed behind that: such as
             ``model.layers``, or modules of any kind. Parameters outside of them stay gathered while the model runs.
             None for the members of the model's outermost `ModuleList`s and `Sequential`s.
-        offload: where to keep what only the optimizer needs: its state, float32 copies, and in stage 2 gradients. "cpu"
-            for host memory beside a device; or the path of a folder, for files on its disk that have no name and are
-            gone when the process ends, read and written while it steps, a part at a time. Each rank may give a folder
-            of its own. None for the memory of the parameters' device.
+        offload: where to keep what only the optimizer needs: its state, float32 copies, in stage 2 gradients, and in
+            stage 3 shards and their gradients. "cpu" for host memory beside a device; or the path of a folder, for
+            files on its disk that have no name and are gone when the process ends, read and written while it steps, a
+            part at a time. Each rank may give a folder of its own. None for the memory of the parameters' device.
         top_k: stages 1 and 2: of each matrix only this share of the gradient is reduced, stepped and sent in a step,
             such as 0.01: on each rank the largest values of each tile. The rest is kept, and added to the next gradient
             (`shoal.zero.topk`). Vectors are sent whole. ``optimizer.top_k`` may be changed between steps. None for all.

@@ -4,8 +4,9 @@ Every peer has a network namespace of its own, and `benchmarks.emulator` lies be
 up and down, 40 ms for a round trip, queues of 100 ms, and no loss or 1%. Contenders take turns as in
 `benchmarks.allreduce`, whose columns these are, and beside them:
 
-- *links allow*: 2 (N - 1) / N x encoded bytes / rate, what each peer must at least send (and receive, meanwhile).
-  Nothing else: no header, no handshake, no round trip, no loss. TCP and IP headers alone take 1.036 times as long.
+- *links allow*: 2 (N - 1) / N x encoded bytes / rate, what each peer must at least send (and receive, meanwhile). With
+  ``--up``, where some send more slowly, the same with the shares that take the least time (`load_balancing`). Nothing
+  else: no header, no handshake, no round trip, no loss. TCP and IP headers alone take 1.036 times as long.
 - */ allowed*: all-reduce, and whole round, divided by that.
 
 `transport` is shoal's connections alone, with nothing averaged: all is sent at once. `sockets` is the floor: plain TCP
@@ -38,6 +39,7 @@ from benchmarks.emulator.namespaces import Emulator, NotPermitted
 from benchmarks.emulator.simulated import simulate
 from benchmarks.emulator.star import Shape
 from benchmarks.emulator.stream import streams_mbit
+from shoal.allreduce.load_balancing import balance, cost
 
 CONTENDERS = ("shoal", "hivemind", "transport", "sockets")
 COLUMNS = ("all-reduce s", "matchmaking s", "whole round s", "links allow s", "/ allowed", "round / allowed", "CPU s")
@@ -47,7 +49,9 @@ STREAM_S = 3.0
 def allowed_s(args: argparse.Namespace, compression: str) -> float:
     """What the links allow."""
     encoded = codec(compression).encoded_bytes(args.numel, torch.float32)
-    return float(2 * (args.peers - 1) / args.peers * encoded * 8e-6 / args.rate)
+    rates = [rate * 1e6 / 8 for rate in [*args.up_mbit, *[args.rate] * args.peers][: args.peers]]
+    slices = balance(args.numel, rates, [True] * args.peers)
+    return cost([size / args.numel for size in slices], rates) * encoded
 
 
 async def compare(args: argparse.Namespace, net: Emulator) -> list[tuple[str, Contender]]:
@@ -71,7 +75,7 @@ async def compare(args: argparse.Namespace, net: Emulator) -> list[tuple[str, Co
 
 def emulated(args: argparse.Namespace, shape: Shape) -> list[dict[str, Any]]:
     """The rows of one network of namespaces."""
-    with Emulator(args.peers, shape, seed=args.seed) as net:
+    with Emulator(args.peers, shape, seed=args.seed, up_mbit=args.up_mbit) as net:
         if args.streams:
             check_streams(net, args.peers)
         contenders = asyncio.run(compare(args, net))
@@ -157,6 +161,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=1, help="rounds before those that count")
     parser.add_argument("--rate", type=float, default=100.0, help="Mbit/s of each host, up and down")
+    parser.add_argument("--up", default="", help="with commas: Mbit/s up of the first hosts, in place of --rate")
     parser.add_argument("--round-trip-ms", type=float, default=40.0)
     parser.add_argument("--queue-ms", type=float, default=100.0, help="a packet that would wait longer is dropped")
     parser.add_argument("--loss", default="0,0.01", help="with commas; the part of packets that is lost")
@@ -177,6 +182,9 @@ def parse() -> argparse.Namespace:
     if "hivemind" in args.contenders and not args.hivemind_python:
         parser.error("--against hivemind needs --hivemind-python PATH (see benchmarks.allreduce)")
     args.compression = args.compression.split(",")
+    args.up_mbit = [float(rate) for rate in args.up.split(",") if rate]
+    if args.simulated and args.up_mbit:
+        parser.error("--up needs namespaces")
     args.losses = [float(loss) for loss in args.loss.split(",")]
     return args
 

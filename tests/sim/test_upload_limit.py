@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -21,22 +23,34 @@ LIMIT = 400_000
 NAMES = ("a", "b", "c")
 
 
+def averager(swarm: Swarm[Averager], limits: dict[str, float]) -> Callable[[SimHost], Coroutine[Any, Any, Averager]]:
+    """What starts a peer that averages 2 MB with two others, with the limit that is given for its host."""
+
+    async def start(host: SimHost) -> Averager:
+        if host.name in limits:
+            host.transport.uplink = Uplink(limit=UploadLimit(limits[host.name]))
+        known = [swarm.peer("a").core.endpoint.contact.addresses[0]] if host.name != "a" else []
+        core = await PeerCore.start(host.identity, host.transport, host.env, known)
+        settings = AveragerSettings(target_group_size=3, min_group_size=3)
+        return Averager(core, [torch.ones(500_000)], "run", settings, lock=TensorLock())
+
+    return start
+
+
+async def stop(*averagers: Averager) -> None:
+    """Close them, and their peers."""
+    for each in averagers:
+        await each.close()
+        await each.core.close()
+
+
 def test_all_that_a_peer_sends_stays_within_its_limit() -> None:
     """One of three peers may send 400 kB/s, in rounds, a download and calls: it does, not more, and answers at once."""
 
     async def main() -> None:
         swarm: Swarm[Averager] = Swarm()
-
-        async def start(host: SimHost) -> Averager:
-            if host.name == "a":
-                host.transport.uplink = Uplink(limit=UploadLimit(LIMIT))
-            known = [swarm.peer("a").core.endpoint.contact.addresses[0]] if host.name != "a" else []
-            core = await PeerCore.start(host.identity, host.transport, host.env, known)
-            settings = AveragerSettings(target_group_size=3, min_group_size=3)
-            return Averager(core, [torch.ones(500_000)], "run", settings, lock=TensorLock())
-
         for name in NAMES:
-            await swarm.start_peer(name, start)
+            await swarm.start_peer(name, averager(swarm, {"a": LIMIT}))
         a, b, c = (swarm.peer(name) for name in NAMES)
         box = Box(random_tensors(1, 4.0))
         StateDonor(a.core.endpoint, a.core.env, "run", box.hold, box.version)
@@ -67,9 +81,24 @@ def test_all_that_a_peer_sends_stays_within_its_limit() -> None:
         assert busy[-1] >= 0.9 * LIMIT * len(busy) / 10
         assert max(waits) < 0.1
         assert max(after - before for before, after in pairwise(busy)) < 0.2 * LIMIT
-        for averager in (a, b, c):
-            await averager.close()
-            await averager.core.close()
+        await stop(a, b, c)
+
+    run(main)
+
+
+def test_a_peer_with_a_low_limit_reduces_less() -> None:
+    """It says what it can send, so it reduces nothing where its values alone take it longest: it sends them once."""
+
+    async def main() -> None:
+        swarm: Swarm[Averager] = Swarm()
+        for name in NAMES:
+            await swarm.start_peer(name, averager(swarm, {"a": 500e3, "b": 1e6}))
+        averagers = [swarm.peer(name) for name in NAMES]
+        await asyncio.gather(*(swarm.run_on(name, swarm.peer(name).step, timeout_s=60.0) for name in NAMES))
+        slow, fast, unlimited = (each.core.endpoint.traffic[0] / 2e6 for each in averagers)
+        assert slow == pytest.approx(1.0, rel=0.05)
+        assert (fast, unlimited) == pytest.approx((1.5, 1.5), rel=0.05)  # who knows no limit counts as the fastest
+        await stop(*averagers)
 
     run(main)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.allreduce.load_balancing import balance, cost
+from shoal.allreduce.load_balancing import alike, balance, cost
 from shoal.errors import ConfigError
 
 
@@ -20,6 +20,15 @@ def test_equals_get_equal_slices() -> None:
     assert balance(2, [5.0] * 4, [True] * 4) == [1, 1, 0, 0]
     assert balance(0, [5.0] * 4, [True] * 4) == [0] * 4
     assert balance(7, [None], [True]) == [7]
+
+
+def test_measured_bandwidths_that_hardly_differ_are_equal() -> None:
+    """Those within 15% of the fastest of them; who knows none counts as the fastest, and 0 stays 0."""
+    assert alike([1.2e6, 1.1e6, 0.25e6, 1.05e6, 0.24e6]) == [1.2e6, 1.2e6, 0.25e6, 1.2e6, 0.25e6]
+    assert alike([100.0, 86.0, 84.0, 72.0, 71.0]) == [100.0, 100.0, 84.0, 84.0, 71.0]
+    assert alike([None, 5.0, 0.0, None]) == [5.0, 5.0, 0.0, 5.0]
+    assert alike([None, None]) == [None, None]
+    assert alike([0.0, None]) == [0.0, None]
 
 
 def test_of_two_each_reduces_by_its_bandwidth() -> None:

@@ -26,12 +26,15 @@ from heapq import heapify, heapreplace
 
 from shoal.errors import ConfigError
 
-__all__ = ["balance", "cost"]
+__all__ = ["alike", "balance", "cost"]
 
 _SLOWEST, _FASTEST = 1.0, 1e15
 """Bandwidths beyond these (bytes per second) count as these, so that no peer's numbers make ours overflow."""
 
 _BISECTIONS = 100
+
+_ALIKE = 0.85
+"""Bandwidths from this part of another one on count as equal to it. Measured ones vary by 7%."""
 
 
 def cost(fractions: Sequence[float], bandwidths: Sequence[float], contributes: Sequence[bool] | None = None) -> float:
@@ -41,6 +44,20 @@ def cost(fractions: Sequence[float], bandwidths: Sequence[float], contributes: S
     return max(
         ((1 + (c - 2) * x) if give else c * x) / b for x, b, give in zip(fractions, bandwidths, gives, strict=True)
     )
+
+
+def alike(bandwidths: Sequence[float | None]) -> list[float | None]:
+    """The same bandwidths, but those that differ by less than measurements do are equal.
+
+    A peer that does not know its bandwidth has never seen its line full: it counts as the fastest of the others.
+    """
+    fastest = width = max(filter(None, bandwidths), default=None)
+    equal: dict[float | None, float | None] = {0.0: 0.0, None: fastest}
+    for each in sorted(set(filter(None, bandwidths)), reverse=True):
+        if width is None or each < _ALIKE * width:
+            width = each
+        equal[each] = width
+    return [equal[each] for each in bandwidths]
 
 
 def balance(

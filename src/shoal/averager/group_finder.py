@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import msgspec
 
-from shoal.allreduce.load_balancing import balance
+from shoal.allreduce.load_balancing import alike, balance
 from shoal.allreduce.partition import first_difference
 from shoal.allreduce.vector import Vector
 from shoal.averager.directory import DhtDirectory
@@ -72,7 +72,8 @@ class GroupFinder:
         # again: the connections with them exist, and a new one takes two round trips.
         order = sorted(range(len(members)), key=lambda index: members[index].contact.peer)
         known = [members[index] for index in order]
-        kinds = tuple((member.bandwidth, member.reduces, member.contributes) for member in known)
+        widths = alike([member.bandwidth for member in known])
+        kinds = tuple((width, member.reduces, member.contributes) for width, member in zip(widths, known, strict=True))
         sizes = _shares(self._vector.layout.numel, kinds, self._settings.min_vector_size)
         slices = [size for _, size in sorted(zip(order, sizes, strict=True))]
         return slices, self._settings.part_size_bytes

@@ -236,7 +236,8 @@ class Matchmaker:
             raise ConfigError(
                 "auxiliary=True needs a peer that can be dialed, and a bandwidth other than 0: give it both"
             )
-        return Member(contact, reduces, config.bandwidth, gathered, not config.auxiliary, reference)
+        bandwidth = self._endpoint.upload_bytes_per_s if config.bandwidth is None else config.bandwidth
+        return Member(contact, reduces, bandwidth, gathered, not config.auxiliary, reference)
 
     def _feed(self, search: _Search, event: events.Event | None) -> None:
         """Hand an event (None: the begin of the search) to the machine, and carry out its actions."""

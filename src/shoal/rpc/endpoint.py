@@ -158,6 +158,11 @@ class Endpoint:
         """Bytes sent and received since the start, over all connections."""
         return self._open.traffic
 
+    @property
+    def upload_bytes_per_s(self) -> float | None:
+        """What this peer can send, bytes per second, as its line was full or is limited; None if this is not known."""
+        return self._transport.uplink.bytes_per_s
+
     def clock_offset_s(self, peer: PeerID) -> float:
         """How far the peer's wall clock is ahead of our machine's, seconds; 0.0 if unknown, or too small to tell."""
         link = self._open.link(peer)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 
 import msgspec
@@ -20,12 +21,18 @@ from shoal.averager.directory import DhtDirectory
 from shoal.averager.request import AveragingStage, StepRequest
 from shoal.averager.settings import AveragerSettings
 from shoal.core import PeerCore
-from shoal.errors import RoundFailed, SchemaMismatch
+from shoal.errors import ConfigError, RoundFailed, SchemaMismatch
 from shoal.matchmaking import Group, GroupBits, JoinTerms, Matchmaker
 from shoal.peer import PeerID
 from shoal.wire import Member
 
 __all__ = ["Expected", "GroupFinder"]
+
+_PART_S = 0.1
+"""A part is at most what the slowest member sends in this time, where that is known."""
+
+_LEAST_PART_BYTES, _SMALL_PARTS = 64 << 10, 1024
+"""For this reason no part is made smaller than this, and there are not many more of them than this."""
 
 Expected = Callable[[], frozenset[PeerID] | None]
 
@@ -76,7 +83,19 @@ class GroupFinder:
         kinds = tuple((width, member.reduces, member.contributes) for width, member in zip(widths, known, strict=True))
         sizes = _shares(self._vector.layout.numel, kinds, self._settings.min_vector_size)
         slices = [size for _, size in sorted(zip(order, sizes, strict=True))]
-        return slices, self._settings.part_size_bytes
+        return slices, self._part_bytes(widths)
+
+    def _part_bytes(self, bandwidths: Sequence[float | None]) -> int:
+        """The size of parts. On a slow line a large part comes late, and its average goes when nothing else is left."""
+        most = self._settings.part_size_bytes
+        slowest = min(filter(None, bandwidths), default=None)
+        if slowest is None:
+            return most
+        smaller = max(_LEAST_PART_BYTES, int(slowest * _PART_S), 4 * self._vector.layout.numel // _SMALL_PARTS)
+        with suppress(ConfigError):  # too many of them
+            self._vector.check_part_bytes(min(smaller, most), len(bandwidths))
+            return min(smaller, most)
+        return most
 
     async def find(self, request: StepRequest, *, tag: str, deadline: float, expected: Expected | None) -> Group | None:
         """Find a group, which its owner must `release`; None if the step is to begin later now.

@@ -540,7 +540,7 @@ class Member(Message, frozen=True):
     Attributes:
         contact: the peer, and where it can be dialed.
         reduces: it can average parts. False for a client, and for bandwidth 0.
-        bandwidth: bytes/s; None if the peer did not say.
+        bandwidth: bytes/s, as its user says or its line has carried; None if the peer knows none.
         gathered: the peer's own MessagePack value for all others.
         contributes: it has values. False for an auxiliary peer, which wants no averages either; then `reduces` is true.
         reference: the round whose average is the last that this peer holds: its values may be coded against that.
@@ -591,7 +591,7 @@ class Begin(Message, frozen=True):
         members: all members, in an order that the leader drew.
         coordinator: the index of the member whose `Commit` decides: the leader.
         slices: how many elements of the flat vector each member reduces, in order.
-        part_bytes: the upper bound of a part, as encoded: the leader's `part_size_bytes`.
+        part_bytes: the upper bound of a part, as encoded: the leader's `part_size_bytes`, or less on slow lines.
     """
 
     round_id: RoundID

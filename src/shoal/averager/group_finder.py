@@ -28,7 +28,7 @@ from shoal.wire import Member
 
 __all__ = ["Expected", "GroupFinder"]
 
-_PART_S = 0.1
+_PART_S = 0.25
 """A part is at most what the slowest member sends in this time, where that is known."""
 
 _LEAST_PART_BYTES, _SMALL_PARTS = 64 << 10, 1024

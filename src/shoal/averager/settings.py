@@ -27,7 +27,7 @@ class AveragerSettings(MatchmakingConfig, frozen=True, kw_only=True):
 
     Attributes:
         averaging_alpha: tensors move this fraction of the way to the average, 0 < alpha <= 1.
-        part_size_bytes: the vector is sent in parts of at most this size, as encoded.
+        part_size_bytes: the vector is sent in parts of at most this size, as encoded; smaller ones on slow lines.
         allreduce_timeout_s: longest time from the group to the verdict.
         silence_s: a member that sends nothing for this long, while it owes values, is left out.
         reducer_silence_s: a member that moves nothing for this long, while it owes averages, is left out by the

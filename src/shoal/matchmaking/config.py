@@ -29,7 +29,7 @@ class MatchmakingConfig(msgspec.Struct, frozen=True, kw_only=True):
             search is over. At most 1800.
         request_timeout_s: the longest wait for another peer's answer while searching; for a declared peer to join; for
             a leader's `Begin` after the end of the own window.
-        bandwidth: bytes per second of this peer; None if not known; 0 reduces nothing.
+        bandwidth: bytes per second of this peer; 0 reduces nothing; None: as measured, if it was.
         auxiliary: this peer reduces for others; its own tensors are neither read nor changed.
         client_mode: this peer cannot be dialed: it only follows, and never declares, leads or reduces.
     """

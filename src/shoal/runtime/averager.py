@@ -79,8 +79,8 @@ class DecentralizedAverager(SharesState):
         state_compression: codec for `load_state_from_peers`.
         tensor_infos: the description of each tensor by which `compression` chooses; None: shape, dtype and position.
             For tensors with the role of parameters, lossy codecs send the changes since the last average.
-        bandwidth: bytes per second of this peer: a peer with more reduces more; 0 reduces nothing; None is taken as
-            average.
+        bandwidth: bytes per second of this peer: a peer with more reduces more; 0 reduces nothing. None: what its line
+            carried while it was full, or its `upload_limit`; without either it counts as the fastest of the others.
         min_vector_size: a peer that would reduce fewer elements than this reduces none.
         auxiliary: only reduce for others: the tensors here are neither read nor changed.
         allow_state_sharing: whether others can download the state from here; None: yes, unless in client mode or

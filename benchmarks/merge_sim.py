@@ -158,7 +158,9 @@ class Scene:
         settings = RunSettings(
             run_id="run",
             target_batch_size=target,
-            averager=msgspec.structs.replace(SETTINGS, part_size_bytes=1 << 18, silence_s=5.0),
+            averager=msgspec.structs.replace(
+                SETTINGS, part_size_bytes=1 << 18, silence_s=5.0, target_group_size=args.group
+            ),
             fingerprint=run_settings(training, target, 0, merging=merging, outer=outer, grad_compression=CODEC),
             check_every=0,
         )
@@ -339,6 +341,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--fragments", default="4", help="numbers of fragments, with commas")
     parser.add_argument("--every", type=int, default=30, help="batches between two merges of a fragment")
     parser.add_argument("--quorum", type=int, default=2)
+    parser.add_argument("--group", type=int, default=None, help="the most members of a merge; default: 256")
     parser.add_argument("--batch-s", type=float, default=1.0)
     parser.add_argument("--numel", type=int, default=65536, help="parameters that are simulated")
     parser.add_argument("--half-life", type=float, default=10.0, help="minutes")

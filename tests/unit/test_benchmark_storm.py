@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.storm.judge import Fault, Lives, figures, main_line, wrong_suspicions
+from benchmarks.storm.judge import Fault, Lives, Stood, figures, main_line, stood, wrong_suspicions
 
 PLACES = {"a": 0, "b": 1, "c": 2}
 
@@ -76,3 +76,36 @@ def test_a_dead_peer_whose_place_a_restarted_one_took_over_is_rightly_found_sile
     ready = [{"peer": "1.0", "at": 0.0, "ready": "b"}, {"peer": "1.1", "at": 12.0, "ready": "b again"}]
     found = [{"peer": "0.0", "at": 20.0, "silent": silent, "decides": True} for silent in ("b", "b again")]
     assert wrong_suspicions(ready + found, places, lives, 0.0, 50.0) == (0, 1)
+
+
+def test_a_sample_counts_in_each_part_of_a_model_for_its_share() -> None:
+    """Two parts, each merged three times with 10 samples of each of two trainers."""
+    lives = Lives(2)
+    lives.begin(0, 0.0)
+    lives.begin(1, 0.0)
+    said = [
+        {**told(at + late, number, "ab", samples=20), "part": part}
+        for number, at in enumerate((1.0, 2.0, 3.0))
+        for part, late in (("run", 0.0), ("run/1", 0.5))
+    ]
+    found = figures(main_line(said, PLACES), lives, [], 0.0, 4.0)
+    assert found.rate == pytest.approx(60 / 8)
+    assert found.gaps == [0.5] * 6 + [1.0]
+
+
+def test_who_stood_still_in_step_is_compared_with_its_own_merges() -> None:
+    """Neither what a newcomer waits for its state counts, nor a call during which the trainer was stopped."""
+    lives = Lives(2)
+    for place in range(2):
+        lives.begin(place, 0.0)
+    lives.end(1, 5.0)
+    lives.begin(1, 8.0)
+    said = [
+        {"peer": "0.0", "at": 1.0, "stood_s": 0.9, "joins": True},
+        {"peer": "0.0", "at": 2.0, "stood_s": 0.3, "joins": False},
+        {"peer": "0.0", "at": 3.0, "merged_s": 0.4},
+        {"peer": "1.0", "at": 4.0, "stood_s": 0.2, "joins": False},
+        {"peer": "1.0", "at": 8.5, "stood_s": 3.5, "joins": False},
+        {"peer": "1.0", "at": 20.0, "stood_s": 9.0, "joins": False},
+    ]
+    assert stood(said, lives, 0.0, 10.0) == [Stood(0.3, 0.4), Stood(0.2, 0.0)]

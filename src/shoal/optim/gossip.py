@@ -63,6 +63,9 @@ _LEAST_ANSWER_S = 0.1
 _FOUND_S = 5.0
 """The DHT is read rarely once it has shown nobody new for so long."""
 
+_READ_BY_MERGERS = 4
+"""Peers that merge read the DHT so many times as rarely. A newcomer calls those that it finds, so they know it."""
+
 _LIVES = 1.5
 """A record lives for so many periods of writing and reading."""
 
@@ -121,6 +124,7 @@ class ProgressGossip:
         self._merges = settings.merging is not None
         # The parts of a model have the same peers. Where there are many, each says so more rarely.
         self._parts = 1 if settings.merging is None else settings.merging.fragments
+        self._read_rarely = self._parts * (_READ_BY_MERGERS if self._merges else 1)
         self.looked = asyncio.Event()
         self.enough = self.has_twin = False
         self._to_write = Changes()  # of our progress, that are to be in the DHT soon
@@ -157,7 +161,7 @@ class ProgressGossip:
             endpoint.serve(WhoTrains, self._introduce, scope=self._run_id),
             endpoint.on_lost(self._peer_lost),
         ]
-        if self._parts > 1:  # others that start now may not have written yet, and later it is looked for them rarely
+        if self._merges:  # others that start now may not have written yet, and later it is looked for them rarely
             self._found_at = asyncio.get_running_loop().time()
         self._let_words_live()
         return [self._publish_loop(), self._look_loop()]
@@ -292,7 +296,7 @@ class ProgressGossip:
         return self._parts * write_s(len(self._known.peers), self._publish_period_s)
 
     def _look_s(self) -> float:
-        return self._parts * look_s(len(self._known.peers))
+        return self._read_rarely * look_s(len(self._known.peers))
 
     async def _publish(self) -> None:
         core, mine = self._core, self._next_word()
@@ -342,7 +346,7 @@ class ProgressGossip:
             if found_lately or not self.looked.is_set():
                 pause_s = self._publish_period_s / 2
             elif len(self._known.peers) <= FEW:
-                pause_s = self._parts * self._publish_period_s / 2
+                pause_s = self._read_rarely * self._publish_period_s / 2
             else:
                 pause_s = self._about(self._look_s())
             least_s = min(pause_s, look_s(len(self._known.peers)) / 10)

@@ -33,6 +33,8 @@ SIGNATURE_BYTES = 64
 """The length of every signature."""
 
 _MAX_FILE_BYTES = 16 << 10
+_CACHED_BYTES = 1024
+"""Verdicts on longer messages are not kept: everybody may send them."""
 
 _TORSION = frozenset(
     bytes.fromhex(y)
@@ -191,8 +193,15 @@ def verify(peer_id: PeerID, context: bytes, message: bytes, signature: bytes) ->
     """
     if peer_id.raw[:31] + bytes([peer_id.raw[31] & 0x7F]) in _TORSION:
         return False
+    check = _is_signed if len(message) <= _CACHED_BYTES else _is_signed.__wrapped__
+    return check(peer_id.raw, context, message, signature)
+
+
+# The directory gives the same records again and again.
+@lru_cache(maxsize=4096)
+def _is_signed(raw: bytes, context: bytes, message: bytes, signature: bytes) -> bool:
     try:
-        _public_key(peer_id.raw).verify(signature, _signed_bytes(context, message))
+        _public_key(raw).verify(signature, _signed_bytes(context, message))
     except (InvalidSignature, ValueError):
         return False
     return True

@@ -174,7 +174,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
         for _ in range(len(ready)):
             handle = ready.popleft()
             if not handle._cancelled and (not self._gated or self._admit(handle)):
-                handle._run()
+                try:  # as `Handle._run`: a call less for each handle
+                    handle._context.run(handle._callback, *handle._args)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:  # noqa: BLE001 (raised at the end of the run)
+                    self.call_exception_handler(
+                        {"message": "exception in a callback", "exception": error, "handle": handle}
+                    )
             # From Python 3.12 on a kept traceback keeps this frame, too. It should not keep what ran in the frame.
             del handle
 

@@ -97,7 +97,7 @@ def play(
     least=st.sampled_from([2, 2, 2, 3]),
     deadline_s=st.sampled_from([None, 12.0]),
 )
-@settings(max_examples=400)
+@settings(max_examples=200)
 def test_groups_are_sound_whatever_happens(
     seed: int, weather: Weather, plans: list[PeerPlan], target: int | None, least: int, deadline_s: float | None
 ) -> None:
@@ -121,7 +121,7 @@ def test_groups_are_sound_whatever_happens(
     arrivals=st.lists(soon, min_size=2, max_size=12),
     skews=st.lists(st.sampled_from([0.0, 0.5, 2.0]), min_size=12, max_size=12),
 )
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_full_group_forms_when_all_come_and_nothing_fails(
     seed: int, latency_s: float, arrivals: list[float], skews: list[float]
 ) -> None:

@@ -56,10 +56,13 @@ def gradient(parameter: torch.Tensor) -> torch.Tensor:
 def backward(parameters: list[torch.Tensor], peer: int, number: int, size: int) -> float:
     """Set `.grad` of the parameters to the gradient of one batch; returns the loss."""
     inputs, targets = batch(peer, number, size, parameters[0].dtype)
-    loss = ((inputs @ parameters[0]).tanh() @ parameters[1] - targets).square().mean()
-    for parameter, slope in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-        parameter.grad = slope
-    return float(loss.detach())
+    first, second = (parameter.detach() for parameter in parameters)
+    hidden = (inputs @ first).tanh()
+    errors = hidden @ second - targets
+    slopes = errors * (2 / len(errors))  # written out: autograd takes half of the time of a simulated batch
+    parameters[0].grad = inputs.T @ (slopes @ second.T * (1 - hidden * hidden))
+    parameters[1].grad = hidden.T @ slopes
+    return float(errors.square().mean())
 
 
 def reference(peers: int, epochs: int, batches: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:

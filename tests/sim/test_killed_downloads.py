@@ -69,12 +69,12 @@ def kill_at(point: str, monkeypatch: pytest.MonkeyPatch, kill: Callable[[], None
 @pytest.mark.parametrize(
     ("point", "how"),
     [
-        *((point, "crash") for point in ("manifest", "chunk 2", "checked")),
         ("chunk 2", "vanish"),
+        ("checked", "crash"),
         *(
-            pytest.param(point, how, marks=pytest.mark.long)
+            pytest.param(point, how, marks=pytest.mark.long(full=point != "manifest"))
             for point, how in [
-                *((point, "crash") for point in ("chunk 1", f"chunk {CHUNKS}", "checks")),
+                *((point, "crash") for point in ("manifest", "chunk 1", "chunk 2", f"chunk {CHUNKS}", "checks")),
                 *((point, "vanish") for point in ("manifest", "checked")),
             ]
         ),

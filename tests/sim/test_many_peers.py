@@ -115,7 +115,7 @@ def measure(monkeypatch: pytest.MonkeyPatch, peers: int, latency_s: float) -> Me
     return sim.run(main, seed=peers)
 
 
-@pytest.mark.parametrize("latency_s", [0.05, 0.1])
+@pytest.mark.parametrize("latency_s", [0.1, pytest.param(0.05, marks=pytest.mark.long(full=True))])
 def test_an_epoch_ends_three_round_trips_after_its_last_sample(
     monkeypatch: pytest.MonkeyPatch, latency_s: float
 ) -> None:

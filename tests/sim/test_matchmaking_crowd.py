@@ -47,7 +47,10 @@ def set_clocks(fleet: Fleet, skew_s: float) -> None:
 # -------------------------------------------------------------------------------------------------------------- crowds
 
 
-@pytest.mark.parametrize(("latency_s", "skew_s"), [(0.002, 0.0), (0.002, 2.0), (0.02, 0.0)])
+@pytest.mark.parametrize(
+    ("latency_s", "skew_s"),
+    [(0.002, 2.0), *(pytest.param(each, 0.0, marks=pytest.mark.long(full=each < 0.02)) for each in (0.002, 0.02))],
+)
 def test_sixty_four_peers_on_one_key_in_groups_of_four(latency_s: float, skew_s: float) -> None:
     """An overcrowded key: all end in full groups, and not one after another, long before the window ends.
 
@@ -208,16 +211,18 @@ async def die_at(victim: str, at_s: float, *, visible_after_s: float) -> tuple[s
     return f"{phase}{' with followers' if leads else ''}", result, took_s
 
 
+@pytest.mark.parametrize("victims", [1, pytest.param(5, marks=pytest.mark.long)])
 @pytest.mark.parametrize("visible_after_s", [0.0, 0.1])
-def test_any_peer_dies_at_any_moment(visible_after_s: float) -> None:
-    """Every 10 ms of a search, each of five peers: the others end in one group, soon, in whatever phase it was.
+def test_any_peer_dies_at_any_moment(visible_after_s: float, victims: int) -> None:
+    """Every 10 ms of a search, one or each of five peers: the others end in one group, soon, in whatever phase it was.
 
     With a late directory there are several leaders, which ask each other and send their followers on.
     """
     seen: Counter[tuple[str, str]] = Counter()
     longest: dict[str, float] = {}
     for step in range(42):
-        for victim in names(5):
+        for number in range(victims):
+            victim = f"p{(step + number) % 5}"
             phase, result, took_s = run(die_at(victim, 0.01 * step, visible_after_s=visible_after_s), seed=step % 3)
             seen[phase, result] += 1
             longest[phase] = max(took_s, longest.get(phase, 0.0))

@@ -741,12 +741,24 @@ def check_no_internal_error(event: object) -> None:
     assert not isinstance(event, Warned) or "withdraw" in event.message, event
 
 
-@given(
+given_faults = given(
     plan=fault_plans(names(6), 10.0, kinds=(Crash, Vanish, Stall, Slow, Partition)),
     seed=st.integers(0, 2**16),
     target=st.sampled_from([None, 3, 6]),
 )
-@settings(max_examples=40)
+
+
+@given_faults
+@settings(max_examples=12)
 def test_any_faults_leave_groups_sound_and_the_rest_able(plan: FaultPlan, seed: int, target: int | None) -> None:
     """Same Begin for all members, nobody in two groups, bounded searches; afterwards the survivors form one group."""
+    run(rounds_under(plan, target=target, rounds=6), seed=seed)
+
+
+@pytest.mark.long(full=True)
+@pytest.mark.timeout(3600)
+@given_faults
+@settings(max_examples=400)
+def test_many_faults_leave_groups_sound_and_the_rest_able(plan: FaultPlan, seed: int, target: int | None) -> None:
+    """The same of many more plans."""
     run(rounds_under(plan, target=target, rounds=6), seed=seed)

@@ -108,6 +108,13 @@ class Crowd:
         await self.end()
 
 
+CROWDS = [
+    pytest.param(newcomers, download_s, marks=pytest.mark.long(full=(newcomers, download_s) != (8, 25.0)))
+    for newcomers in (3, 8)
+    for download_s in (25.0, 60.0)
+]
+
+
 def test_three_newcomers_at_once_begin_at_epoch_0_beside_a_donor_on_a_slow_line() -> None:
     """They took its patience for claims, 20 s, though it gave its state all the time; then they never came in."""
 
@@ -119,9 +126,7 @@ def test_three_newcomers_at_once_begin_at_epoch_0_beside_a_donor_on_a_slow_line(
     sim.run(main, seed=1)
 
 
-@pytest.mark.parametrize("newcomers", [3, 8])
-@pytest.mark.parametrize("download_s", [25.0, 60.0])
-@pytest.mark.long
+@pytest.mark.parametrize(("newcomers", "download_s"), CROWDS)
 def test_newcomers_get_in_beside_one_donor(newcomers: int, download_s: float, soak: Callable[[int, int], int]) -> None:
     """However many they are, and however long their downloads take."""
     for seed in range(soak(1, 10)):
@@ -200,9 +205,7 @@ def test_newcomers_whose_only_donor_dies_begin_at_epoch_0_at_once_if_they_are_th
     sim.run(main, seed=1)
 
 
-@pytest.mark.parametrize("newcomers", [3, 8])
-@pytest.mark.parametrize("download_s", [25.0, 60.0])
-@pytest.mark.long
+@pytest.mark.parametrize(("newcomers", "download_s"), CROWDS)
 def test_newcomers_wait_for_a_donor_that_died(
     newcomers: int, download_s: float, soak: Callable[[int, int], int]
 ) -> None:

@@ -67,12 +67,12 @@ def test_a_newcomer_holds_no_more_once_it_takes_part() -> None:
         for name in ("p0", "p1"):
             await run.add(name)
         tasks = [
-            asyncio.create_task(run.swarm.run_on(name, each.train, 4, duration_s=0.5, until=at_epoch(each, 30)))
+            asyncio.create_task(run.swarm.run_on(name, each.train, 4, duration_s=0.5, until=at_epoch(each, 14)))
             for name, each in run.trainers.items()
         ]
         await sim.sleep(8.0)
         late = await run.add("late")
-        await asyncio.gather(*tasks, run.swarm.run_on("late", late.train, 4, duration_s=0.5, until=at_epoch(late, 30)))
+        await asyncio.gather(*tasks, run.swarm.run_on("late", late.train, 4, duration_s=0.5, until=at_epoch(late, 14)))
         assert late.participant.takeover.downloads
         await sim.sleep(60.0)
         assert 27.9 < (live_bytes() - before) / (3 * PARAMETERS) < 28.1

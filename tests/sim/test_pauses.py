@@ -56,7 +56,9 @@ async def stop_and_go(stopped: list[str], after_s: float, duration_s: float) -> 
 WHO = {"one": ["p1"], "two": ["p0", "p2"], "all": NAMES}
 
 
-@pytest.mark.parametrize(("who", "duration_s"), [("one", 70.0), ("all", 70.0)])
+@pytest.mark.parametrize(
+    ("who", "duration_s"), [("one", 70.0), pytest.param("all", 70.0, marks=pytest.mark.long(full=True))]
+)
 def test_a_peer_that_was_stopped_goes_on_when_it_wakes(who: str, duration_s: float) -> None:
     """Its next calls go on, and all agree at the end."""
     assert sim.run(stop_and_go(WHO[who], 0.05, duration_s), seed=51) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 
 import pytest
@@ -226,6 +227,7 @@ def test_the_reference_that_all_have() -> None:
     assert common_reference([member(old), member(b"", contributes=False)]) == old
 
 
+@functools.cache
 def trained(codec: CompressionBase | None) -> tuple[list[torch.Tensor], int]:
     """Two trainers, 30 epochs at lr 1e-5: by how much the parameters moved, and how many rounds averaged them."""
     epochs, rounds = 30, [0]
@@ -253,7 +255,11 @@ def trained(codec: CompressionBase | None) -> tuple[list[torch.Tensor], int]:
     return sim.run(main, seed=30), rounds[0]
 
 
-@pytest.mark.parametrize("codec", [Float16Compression(), BFloat16Compression()], ids=lambda codec: codec.name)
+@pytest.mark.parametrize(
+    "codec",
+    [pytest.param(Float16Compression(), marks=pytest.mark.long), BFloat16Compression()],
+    ids=lambda codec: codec.name,
+)
 def test_an_optimizer_that_averages_its_state_in_16_bits_takes_small_steps(codec: CompressionBase) -> None:
     """Within 2% of what the same steps add up to without a codec."""
     (exact, rounds), (moved, coded) = trained(None), trained(codec)

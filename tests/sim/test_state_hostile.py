@@ -367,7 +367,7 @@ class Story:
                 donor.stop()
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(faults, st.integers(0, 3), st.lists(st.integers(0, 2), min_size=3, max_size=3), st.integers(0, 1 << 16))
 def test_any_faults_end_in_one_true_state_or_in_none(
     plan: list[tuple[str, str, float]], seed_of_c: int, priorities: list[int], seed: int

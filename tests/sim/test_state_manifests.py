@@ -71,7 +71,7 @@ def begin_to_ask(swarm: Swarm[Node], donor: Node, *names: str) -> None:
         swarm.spawn(name, ask(swarm.peer(name)))
 
 
-@pytest.mark.parametrize("keys", [3, 30])
+@pytest.mark.parametrize("keys", [3, 10, pytest.param(30, marks=pytest.mark.long(full=True))])
 def test_peers_that_never_download_have_the_state_copied_all_the_time(keys: int) -> None:
     """One host causes copies for a tenth of the time and five seconds, however many keys it has."""
 

@@ -103,7 +103,7 @@ def freeze(seed: int, role: str, phase_s: float) -> None:
     play(seed, scenario)
 
 
-@pytest.mark.parametrize(("role", "phase_s"), [("leader", 0.05), ("member", 0.6)])
+@pytest.mark.parametrize(("role", "phase_s"), [("leader", 0.05), pytest.param("member", 0.6, marks=pytest.mark.long)])
 def test_a_frozen_peer_costs_the_others_two_seconds_at_most(role: str, phase_s: float) -> None:
     """Any peer, at any time in an epoch; it is back within two epochs and a half of when it wakes."""
     freeze(0, role, phase_s)
@@ -215,7 +215,7 @@ def test_a_newcomer_waits_for_the_next_step_of_the_others_for_ever() -> None:
     play(1, scenario)
 
 
-@pytest.mark.parametrize("why", ["another state", "a stranger"])
+@pytest.mark.parametrize("why", [pytest.param("another state", marks=pytest.mark.long), "a stranger"])
 def test_a_peer_that_woke_does_not_know_who_came_meanwhile(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Peers that came while it stood still know it as little, and it waits for samples of which it hears nothing.
 

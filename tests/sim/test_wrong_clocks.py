@@ -64,7 +64,10 @@ class Swarm:
         [DAY_S, -DAY_S, 0.0],
         [0.0, -DAY_S],
         [0.0, 5 * HOUR_S, 0.0, -DAY_S, 0.0, 0.0, DAY_S, -3 * HOUR_S],
-        [-DAY_S, DAY_S, 2 * HOUR_S, -7 * HOUR_S, 40.0, DAY_S / 2, -100.0, 9 * HOUR_S],
+        pytest.param(
+            [-DAY_S, DAY_S, 2 * HOUR_S, -7 * HOUR_S, 40.0, DAY_S / 2, -100.0, 9 * HOUR_S],
+            marks=pytest.mark.long(full=True),
+        ),
     ],
     ids=lambda skews: "/".join(f"{skew / HOUR_S:+.2g}h" for skew in skews),
 )

@@ -56,6 +56,8 @@ CASES = {
     "two without statistics": {"own_steps": 2, "steps": 3, "without": (1, 2)},
 }
 
+SAMPLE_OF_CASES = ("after steps of its own", "bfloat16")
+
 OUTSIDE = {
     "Conda": "keeps a GaLoreProjector",
     "Kron": "torch's random numbers",
@@ -104,7 +106,9 @@ def test_newcomers_refused_by_strict_keys(name: str, case: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.long(full=case not in SAMPLE_OF_CASES)) for case in CASES]
+)
 @pytest.mark.parametrize("name", [name for name in installed("pytorch_optimizer") if name not in FAST])
 def test_every_optimizer_of_a_library_travels_or_says_why_not(name: str, case: str) -> None:
     """All that can be made from parameters alone and step without a closure."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from enum import Enum
 from pathlib import Path
@@ -56,8 +57,15 @@ def unknown_names(page: str) -> set[str]:
     by_hand = re.sub(r"<!-- generated.*?<!-- end -->", "", page, flags=re.DOTALL)
     rows = re.findall(r"^\|.*\|$", by_hand, re.MULTILINE)
     names = {name.partition("(")[0] for row in rows for name in re.findall(r"`([\w.-]+(?:\([^`]*)?)`", row)}
+    return names - words_of_the_code()
+
+
+@functools.cache
+def words_of_the_code() -> set[str]:
+    """Dotted names, and what they begin with: of `a.b.c` also `a` and `a.b`."""
     code = "".join(path.read_text(encoding="utf-8") for path in SOURCES.rglob("*.py"))
-    return {name for name in names if not re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", code)}
+    dotted = (word.split(".") for word in set(re.findall(r"[\w.-]+", code)))
+    return {".".join(parts[: count + 1]) for parts in dotted for count in range(len(parts))}
 
 
 def test_rows_that_are_written_by_hand_name_what_the_code_has() -> None:

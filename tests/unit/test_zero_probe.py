@@ -54,8 +54,11 @@ OTHERS: dict[Verdict, str] = {
 }
 """Of pytorch_optimizer, at their defaults. What raises needs a closure, second derivatives, the model, matrices or
 pairs."""
-DAILY = {"adamp", "adafactor", "came", "lamb", "lars", "novograd", "sgdp", "soap", "stableadamw"}
-"""Of those that need whole tensors, which are tried twice: the rest are among the long tests."""
+DAILY = {
+    *("adamp", "adafactor", "came", "lamb", "lars", "novograd", "sgdp", "soap", "stableadamw"),
+    *("ademamix", "adopt", "lion", "madgrad", "schedulefreeadamw", "schedulefreesgd", "tiger"),
+}
+"""Of those of which ranks may step a part: the rest are among the long tests."""
 UNBUILT = {"demo", "distributedmuon"}
 """They need another package, and a process group of their own."""
 
@@ -148,7 +151,7 @@ def test_optimizers_of_torch(name: str, verdict: Verdict) -> None:
 @pytest.mark.parametrize(
     ("name", "verdict"),
     [
-        pytest.param(*each, marks=pytest.mark.long if each[1] is Unit.TENSOR and each[0] not in DAILY else ())
+        pytest.param(*each, marks=pytest.mark.long if isinstance(each[1], Unit) and each[0] not in DAILY else ())
         for each in cases(OTHERS)
     ],
 )

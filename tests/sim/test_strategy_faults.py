@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import pytorch_optimizer
 import torch
 
 from shoal import sim
@@ -182,8 +183,8 @@ def weather(name: str, seed: int, faults: int = 8) -> None:
     assert slowest_s <= (0.0 if merging.overlap is None else MOST_S), f"a trainer stood still for {slowest_s:.2f} s"
 
 
-MOST_S = 2 * SETTINGS.window_s
-"""A search for a group that breaks off once, or a round that one of its members falls silent in."""
+MOST_S = SETTINGS.window_s + SETTINGS.allreduce_timeout_s
+"""The longest round; most end much sooner, also if one of the members is silent or on a slow line."""
 
 
 def test_peers_that_merge_in_bad_weather_end_with_one_state() -> None:
@@ -198,3 +199,41 @@ def test_they_do_so_in_many_runs(name: str, soak: Callable[[int, int], int]) -> 
     """Of eight faults each, 200 in all. Trainers of Decoupled never wait; those of the others for a round at most."""
     for seed in range(1, 1 + soak(1, 25)):
         weather(name, seed)
+
+
+def test_a_quorum_that_is_not_there_is_told_once() -> None:
+    """The peers train on, and merge what they have as soon as there are enough of them."""
+
+    async def main() -> None:
+        weather = Weather(Decoupled(4, fragments=2, quorum=3, outer=MEAN), 1, peers=2, counts=True)
+        await weather.begin()
+        await sim.sleep(32.0)
+        told = "nothing is merged, as the strategy's quorum is 3, and only 2 of the peers"
+        assert [told in warning for warning in weather.warnings] == [True, True], weather.warnings
+        weather.warnings.clear()
+        trainers = weather.run.swarm.peers.values()
+        assert all(part.epoch == 0 for trainer in trainers for part in trainer.parts)
+        await weather.add("p2")
+        while min(part.epoch for trainer in trainers for part in trainer.parts) < 2:
+            await sim.sleep(0.5)
+        await weather.run.close()
+
+    sim.run(main, seed=1)
+
+
+def test_a_state_that_is_taken_over_while_others_weights_are_in_place_comes_back() -> None:
+    """The weights before do not come back: `train` puts the anchor of the new state in place."""
+    parameters = model(torch.float32)
+    inner: Any = pytorch_optimizer.ScheduleFreeAdamW(parameters, lr=0.1)
+    local = LocalSteps(inner, None, (), DiLoCo(4, MEAN).merging)
+    part = local.parts[0]
+    values, tensors = part.export()
+    given = part.prepare({**values, "epoch": 3}, [each.clone() + 1.0 for each in tensors])
+    inner.train()
+    for number in range(2):
+        backward(parameters, 0, number, BATCH)
+        assert local.accumulate(BATCH)
+    local.evaluate()
+    part.take_over(given)
+    local.train()
+    assert all(map(torch.equal, local.trained, part.trained))

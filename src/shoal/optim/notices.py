@@ -138,6 +138,16 @@ class Notices:
                 "batch takes them long. A client cannot go on without a peer that others can dial: let one more train"
             )
 
+    def lacks(self, missing: int, quorum: int) -> None:
+        """This peer has trained for long enough, and so many others are missing for a merge. Once until they come."""
+        if self._note("lacks", bool(missing)):
+            self.warn(
+                f"run {self._run_id!r}: nothing is merged, as the strategy's quorum is {quorum}, and only "
+                f"{quorum - missing} of the peers that train can be seen here. This peer trains on, and gives what it "
+                "has to the first merge. Start more peers, see whether those that run can be reached, or give all "
+                "peers a smaller quorum"
+            )
+
     def beginning(self, beginning: Beginning, *, behind: bool) -> None:
         """A newcomer without the state of the run waits, or begins. Each is told once."""
         stance = Stance.FREE if behind else beginning.stance

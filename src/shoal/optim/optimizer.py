@@ -53,6 +53,7 @@ from shoal.optim.parts import (
     parts_of,
     places,
     prepare,
+    prepare_parts,
     saved_parts,
     take_over,
 )
@@ -820,15 +821,16 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                     "train() of the shoal.Optimizer, then load the model's state and this one"
                 )
             try:
+                parts = prepare_parts(self._training, merged)
+            except StateUnavailable as error:
+                raise ConfigError(f"state_dict['shoal'] does not fit here: {error}") from error
+            try:
                 self._training.load_optimizer(saved)
             except ValueError as error:
                 raise ConfigError(f"state_dict does not fit this optimizer: {error}") from error
             if where is not None:
                 self._training.resume(where[0].epoch, where[1])
-            try:
-                names: Sequence[StateName | None] = load_parts(self._training, merged)
-            except StateUnavailable as error:
-                raise ConfigError(f"state_dict['shoal'] does not fit here: {error}") from error
+            names = load_parts(self._training, parts)
             unchanged = where is not None and where[2] == fingerprint(self._training)
             for each, name in zip(self._participants, names or [where and where[0]], strict=False):
                 each.own.loaded(name, unchanged=unchanged)

@@ -43,6 +43,9 @@ class Pace(Protocol):
     def reaches(self, samples: int, batches: int) -> bool:
         """Whether there is enough, by what this peer has trained now, and what the others named in the last view."""
 
+    def missing(self, own: int) -> int:
+        """How many more peers it takes for a step, though this one has done enough (`own`); by the last view."""
+
     def due_s(self, now: float) -> float | None:
         """The seconds until it is time for a step, whatever is trained until then; None if time does not matter."""
 
@@ -88,6 +91,10 @@ class SamplesPace:
     def reaches(self, samples: int, batches: int) -> bool:
         """See `Pace`."""
         return samples + self._others >= self._target
+
+    def missing(self, own: int) -> int:
+        """See `Pace`."""
+        return 0
 
     def due_s(self, now: float) -> None:
         """See `Pace`."""
@@ -166,6 +173,11 @@ class MergePace:
         if self._merging.seconds is not None:
             return own >= WAY
         return own + sum(self._done) >= WAY * (1 + len(self._done))
+
+    def missing(self, own: int) -> int:
+        """See `Pace`."""
+        quorum = self._merging.quorum or 0
+        return max(0, quorum - 1 - len(self._done)) if own >= WAY else 0
 
     def due_s(self, now: float) -> float | None:
         """See `Pace`."""

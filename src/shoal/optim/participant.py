@@ -165,6 +165,7 @@ class Participant:
             *others,
             digest=lambda: self.own.name.digest,
             searches=lambda: self.phase is RunPhase.AVERAGING and self._averager.looking,
+            missing=self._missing,
         )
 
     # ------------------------------------------------------------------------------------------------ life and death
@@ -333,6 +334,15 @@ class Participant:
 
     def _settle_end(self) -> None:
         self._end.settle(self.epoch, self.own.committed, lambda: self._known.ends)
+
+    def _missing(self) -> tuple[int, int]:
+        """How many peers the next merge lacks, though this one is ready for it, and how many it takes.
+
+        It is told for the first part of the model only.
+        """
+        settings = self.settings
+        quorum = 0 if settings.merging is None or settings.fragment else settings.merging.quorum or 0
+        return (self._pace.missing(self._outlook.place().samples) if quorum else 0), quorum
 
     def _look_and_tell(self) -> SwarmView:
         view, _ = self._look()

@@ -32,6 +32,7 @@ __all__ = [
     "parts_of",
     "places",
     "prepare",
+    "prepare_parts",
     "saved_parts",
     "take_over",
 ]
@@ -132,21 +133,13 @@ def saved_parts(participants: Sequence[Participant]) -> dict[str, Any]:
     return {"parts": parts}
 
 
-def load_parts(training: TrainingState, saved: Any) -> list[StateName]:
-    """Take over what `saved_parts` gave (under the lock).
-
-    Without it the anchor of each part becomes what the parameters are: a plain optimizer's state was loaded.
-
-    Returns:
-        The name of each state; none if there was nothing to take over.
+def prepare_parts(training: TrainingState, saved: Any) -> list[Loaded]:
+    """Look at what `saved_parts` gave; nothing is changed. Empty if it gave nothing, or if nothing is merged here.
 
     Raises:
-        StateUnavailable: it does not fit here; nothing was changed.
+        StateUnavailable: it does not fit here.
     """
-    if not isinstance(training, LocalSteps):
-        return []
-    if saved is None:
-        training.begin_anew()
+    if not isinstance(training, LocalSteps) or saved is None:
         return []
     loaded = []
     try:
@@ -155,8 +148,24 @@ def load_parts(training: TrainingState, saved: Any) -> list[StateName]:
             loaded.append(Loaded(name_of({"state": state}), part.prepare(values, each["tensors"])))
     except (msgspec.MsgspecError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise StateUnavailable(f"it is not what state_dict() gave, or of other parts: {error}") from error
+    return loaded
+
+
+def load_parts(training: TrainingState, loaded: Sequence[Loaded]) -> list[StateName | None]:
+    """Take over what was prepared (under the lock).
+
+    Without it the anchor of each part becomes what the parameters are: a plain optimizer's state was loaded.
+
+    Returns:
+        The name of each state, None for one that was not saved; none if nothing is merged here.
+    """
+    if not isinstance(training, LocalSteps):
+        return []
+    if not loaded:
+        training.begin_anew()
+        return [None for _ in training.parts]
     take_over(training, loaded)
-    return [each.name for each in loaded if each.name is not None]
+    return [each.name for each in loaded]
 
 
 def take_over(training: TrainingState, loaded: Sequence[Loaded]) -> None:

@@ -115,6 +115,7 @@ class Solitude:
         gossip: tells them.
         notices: say it.
         digest: returns the digest of this peer's state.
+        missing: returns how many peers a merge lacks, though this one is ready for it, and how many it takes.
         searches: whether it has the samples for a step, and looks for the others to average with.
 
     Attributes:
@@ -131,20 +132,25 @@ class Solitude:
         *,
         digest: Callable[[], bytes],
         searches: Callable[[], bool],
+        missing: Callable[[], tuple[int, int]],
     ) -> None:
         self._core, self._run_id, self._known, self._gossip, self._notices = core, run_id, known, gossip, notices
-        self._digest, self._searches = digest, searches
+        self._digest, self._searches, self._missing = digest, searches, missing
         self._epoch: int | None = None  # of the last step, if it was taken alone
         self.told = False
 
     async def watch(self) -> None:
         """Look every now and then, for as long as the peer trains."""
         loop = asyncio.get_running_loop()
-        since = searches_since = loop.time()
+        since = searches_since = complete_at = loop.time()
         while True:
             await asyncio.sleep(_LOOK_S)
             if not self._searches():
                 searches_since = loop.time()
+            missing, quorum = self._missing()
+            if not missing:
+                complete_at = loop.time()
+            self._notices.lacks(missing if loop.time() - complete_at >= PATIENCE_S else 0, quorum)
             self._notices.waits_for(self._here() if loop.time() - searches_since >= PATIENCE_S else ())
             if self._in_company():
                 since = loop.time()

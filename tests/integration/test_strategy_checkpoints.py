@@ -1,0 +1,115 @@
+"""Checkpoints of runs that merge, as a user saves and loads them: in the middle of an interval, and of other runs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from shoal.strategies import DiLoCo, Strategy, StreamingDiLoCo
+
+
+@pytest.fixture
+def dht() -> Iterator[shoal.DHT]:
+    """A network of one."""
+    with shoal.DHT(start=True) as started:
+        yield started
+
+
+def begin(dht: shoal.DHT, model: torch.nn.Module, strategy: Strategy, **options: Any) -> shoal.Optimizer:
+    """A run that merges."""
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return shoal.Optimizer(dht=dht, run_id="run", batch_size_per_step=4, optimizer=inner, strategy=strategy, **options)
+
+
+def train(swarm: shoal.Optimizer, model: torch.nn.Module, batches: int) -> None:
+    """So many batches."""
+    for _ in range(batches):
+        swarm.zero_grad()
+        model(torch.arange(12.0).reshape(4, 3)).square().mean().backward()
+        swarm.step()
+
+
+def network(seed: int) -> torch.nn.Module:
+    """Two layers, the same for the same seed."""
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+
+
+STREAMING = StreamingDiLoCo(4, fragments=2, overlap=1)
+
+
+def states(swarm: shoal.Optimizer) -> list[tuple[int, bytes]]:
+    """Of each part."""
+    return [(each.epoch, each.state.digest) for each in swarm._participants]
+
+
+def anchors(swarm: shoal.Optimizer) -> list[torch.Tensor]:
+    """Of all parts."""
+    return [each.detach().clone() for part in swarm._participants for each in part.training.parameters]
+
+
+@pytest.mark.parametrize("strategy", [DiLoCo(4), STREAMING], ids=["1", "2"])
+def test_a_state_saved_in_the_middle_of_an_interval_is_the_last_merge(dht: shoal.DHT, strategy: Strategy) -> None:
+    """The names and the anchors come back; what was trained since is not part of it."""
+    model = network(0)
+    with begin(dht, model, strategy) as swarm:
+        train(swarm, model, 10)
+        saved, named, held = copy.deepcopy(swarm.state_dict()), states(swarm), anchors(swarm)
+        assert min(epoch for epoch, _ in named) > 0
+        train(swarm, model, 9)
+        assert states(swarm) != named
+        swarm.load_state_dict(saved)
+        assert states(swarm) == named
+        assert all(map(torch.equal, anchors(swarm), held))
+        for part in swarm._participants:
+            assert all(map(torch.equal, part.training._own, part.training.parameters))  # type: ignore[attr-defined]
+        train(swarm, model, 9)
+        assert min(epoch for epoch, _ in states(swarm)) > min(epoch for epoch, _ in named)
+
+
+def test_parts_keep_their_names_when_other_weights_are_loaded(dht: shoal.DHT) -> None:
+    """They do not: all but the first one had other bits than peers that held the state of their name."""
+    model = network(0)
+    with begin(dht, model, STREAMING) as swarm:
+        plain = torch.optim.AdamW(network(1).parameters(), lr=0.1).state_dict()
+        before = states(swarm)
+        model.load_state_dict(network(1).state_dict())
+        swarm.load_state_dict(plain)
+        assert all(now != was for now, was in zip(states(swarm), before, strict=True))
+        named = states(swarm)
+    fresh = network(1)
+    with begin(dht, fresh, STREAMING) as swarm:
+        assert states(swarm) == named
+
+
+def test_a_state_of_a_synchronous_run_begins_the_first_interval(dht: shoal.DHT) -> None:
+    """Its epochs are no merges."""
+    model = network(0)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with shoal.Optimizer(
+        dht=dht, run_id="before", batch_size_per_step=4, optimizer=inner, target_batch_size=4
+    ) as swarm:
+        train(swarm, model, 3)
+        saved = copy.deepcopy(swarm.state_dict())
+    with begin(dht, model, STREAMING) as swarm:
+        swarm.load_state_dict(saved)
+        assert [(each.epoch, each.training.epoch) for each in swarm._participants] == [(0, 0), (0, 0)]
+
+
+def test_a_state_that_does_not_fit_changes_nothing(dht: shoal.DHT) -> None:
+    """Of another number of parts: also the inner optimizer stays as it is."""
+    model, other = network(0), network(0)
+    with begin(dht, other, DiLoCo(2)) as swarm:
+        train(swarm, other, 5)
+        saved = copy.deepcopy(swarm.state_dict())
+    with begin(dht, model, STREAMING) as swarm:
+        named = states(swarm)
+        with pytest.raises(shoal.errors.ConfigError, match=r"state_dict\['shoal'\]"):
+            swarm.load_state_dict(saved)
+        assert states(swarm) == named
+        assert not swarm.state

@@ -59,6 +59,7 @@ def test_a_peer_that_lost_the_verdict_gives_the_same_batches_again(strategy: Str
         while trainer.parts[-1].epoch < 5:
             await sim.sleep(0.1)
         assert lost
+        assert not any(part.takeover.downloads for part in trainer.parts[:-1])  # these are where they should be
         await weather.end(3, 60.0)
 
     sim.run(main, seed=1)
@@ -190,6 +191,33 @@ MOST_S = SETTINGS.window_s + SETTINGS.allreduce_timeout_s
 def test_peers_that_merge_in_bad_weather_end_with_one_state() -> None:
     """Crashes, silence, pauses, newcomers, slow lines, partitions: no batch counts twice, one name has one state."""
     weather("Decoupled", 0, faults=3)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("name", ["StreamingDiLoCo that keeps", "Decoupled"])
+def test_two_halves_of_a_swarm_that_went_on_apart_end_with_one_state(
+    name: str, soak: Callable[[int, int], int]
+) -> None:
+    """Each part goes on from the better of its two states. No batch counts twice, also in what the others give up."""
+    strategy, counts = STRATEGIES[name]
+
+    async def main() -> None:
+        weather = Weather(strategy, seed, counts=counts)
+        await weather.begin()
+        await sim.sleep(8.0)
+        swarm = weather.run.swarm
+        swarm.partition([weather.rng.sample(weather.names, 2)])
+        await sim.sleep(weather.rng.uniform(6.0, 15.0))
+        states = {part.state.digest for trainer in swarm.peers.values() for part in trainer.parts}
+        apart.append(len(states) > len(swarm.peer("p0").parts))
+        swarm.heal()
+        await weather.end(3, 120.0)
+
+    apart = list[bool]()
+    for seed in range(soak(2, 25)):
+        sim.run(main, seed=seed)
+    assert any(apart)
 
 
 @pytest.mark.long

@@ -265,3 +265,16 @@ def test_a_state_that_is_taken_over_while_others_weights_are_in_place_comes_back
     part.take_over(given)
     local.train()
     assert all(map(torch.equal, local.trained, part.trained))
+
+
+def test_a_peer_whose_parameters_are_broken_trains_nothing_any_more() -> None:
+    """It goes back to the last merge, also if it is alone, and says so."""
+    local = LocalSteps(*make_optimizer(model()), (), DiLoCo(4).merging)
+    for number in range(4):
+        if number == 1:
+            with torch.no_grad():
+                local.trained[0][0, 0] = torch.nan
+        backward(list(local.trained), 0, number, BATCH)
+        assert local.accumulate(BATCH) == (number != 1)
+        assert (local.broken is None) == (number == 0)
+    assert local.parts[0].batches == 2

@@ -332,15 +332,28 @@ class LocalSteps(LocalTrainingState):
             ConfigError: see `TrainingState.accumulate`.
         """
         settled = [part.settle() for part in self.parts]
-        if any(settled) or not super().accumulate(batch_size):
+        if any(settled):
+            return False
+        left_out = self.left_out
+        if not super().accumulate(batch_size):
+            if self.left_out != left_out and self.broken is not None:
+                self.go_back()
             return False
         for part in self.parts:
             part.count(batch_size)
         self.follow_schedule()
         return True
 
+    def _why_broken(self) -> str | None:
+        if (index := not_finite([parameter.detach() for parameter in self.trained])) is None:
+            return None
+        return (
+            f"trained parameter {index} is not finite, so the batch does not count: this peer goes back to the last "
+            "merge, and trains on from there. If it comes again, lower the learning rate"
+        )
+
     def go_back(self) -> None:
-        """Let the parameters be the anchor of each part: at the end of the run."""
+        """Let the parameters be the anchor of each part: at the end of the run, or if they are of no use."""
         for part in self.parts:
             part.go_back()
 

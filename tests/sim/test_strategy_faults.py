@@ -181,8 +181,14 @@ def weather(name: str, seed: int, faults: int = 8) -> None:
     slowest_s = max(trainer.slowest_s for trainer in played.run.trainers.values() if isinstance(trainer, Counted))
     merging = strategy.merging
     assert merging is not None
-    assert slowest_s <= (0.0 if merging.overlap is None else MOST_S), f"a trainer stood still for {slowest_s:.2f} s"
+    assert slowest_s <= (FETCHED_S if merging.overlap is None else MOST_S), (
+        f"a trainer stood still for {slowest_s:.2f} s"
+    )
 
+
+FETCHED_S = 5.0
+"""A trainer that never waits for a merge stands still when a state that it lacks was fetched. On a slow line that takes
+as long as the steps which lead on from there are waited for. Without slow lines it is 0."""
 
 MOST_S = SETTINGS.window_s + SETTINGS.allreduce_timeout_s
 """The longest round; most end much sooner, also if one of the members is silent or on a slow line."""
@@ -224,7 +230,7 @@ def test_two_halves_of_a_swarm_that_went_on_apart_end_with_one_state(
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_they_do_so_in_many_runs(name: str, soak: Callable[[int, int], int]) -> None:
-    """Of eight faults each, 200 in all. Trainers of Decoupled never wait; those of the others for a round at most."""
+    """Of eight faults each, 200 in all. Trainers of Decoupled wait for no merge, others for a round at most."""
     for seed in range(1, 1 + soak(1, 25)):
         weather(name, seed)
 

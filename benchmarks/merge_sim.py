@@ -109,6 +109,7 @@ class Scene:
 
     Attributes:
         lives: begin and end of the program of each peer, local time.
+        batch_s: of each peer.
         died: how many were killed.
     """
 
@@ -119,6 +120,7 @@ class Scene:
         )
         self.rng = random.Random(f"{args.seed}/merges")
         self.lives: dict[str, tuple[float, float]] = {}
+        self.batch_s: dict[str, float] = {}
         self.died = self._number = 0
         self.told: dict[str, dict[int, dict[bytes, list[tuple[float, int, int]]]]] = defaultdict(
             lambda: defaultdict(dict)
@@ -171,7 +173,7 @@ class Scene:
             participants.append(Participant(core, part, ours, lock=lock, compression=CODEC))
         for participant in participants:
             await participant.start()
-        return Trainer(training, participants, args.batch_s * self.rng.uniform(1 - SPREAD, 1 + SPREAD))
+        return Trainer(training, participants, self.batch_s[host.name])
 
     async def add(self) -> None:
         """A newcomer; it trains, and dies some time."""
@@ -180,6 +182,7 @@ class Scene:
         known = [self.swarm.host(each).address for each in self.swarm.peers]
         entries = self.rng.sample(known, min(ENTRIES, len(known)))
         self.lives[name] = loop.time(), math.inf
+        self.batch_s[name] = self.args.batch_s * self.rng.uniform(1 - SPREAD, 1 + SPREAD)
         if not self.args.rest:
             loop.call_later(self.rng.expovariate(math.log(2) / (60 * self.args.half_life)), self.crash, name)
         trainer = await self.swarm.start_peer(name, lambda host: self.make(host, entries))
@@ -215,9 +218,10 @@ class Scene:
         """How many numbers of merges have several states."""
         return sum(len(states) > 1 for numbers in self.told.values() for states in numbers.values())
 
-    def lived_s(self, begin: float, end: float) -> float:
-        """Peer seconds."""
-        return sum(max(0.0, min(b, end) - max(a, begin)) for a, b in self.lives.values())
+    def perfect(self, begin: float, end: float) -> float:
+        """The batches that all peers had time for."""
+        lives = ((max(0.0, min(b, end) - max(a, begin)), self.batch_s[name]) for name, (a, b) in self.lives.items())
+        return sum(lived_s / batch_s for lived_s, batch_s in lives)
 
 
 class Found(NamedTuple):
@@ -267,7 +271,7 @@ async def play(args: argparse.Namespace, peers: int, fragments: int, sent: Sent,
         if len(line) < 2:
             continue
         counted_batches += sum(each.samples for each in line[1:])
-        perfect += scene.lived_s(line[0].at, line[-1].at) / args.batch_s
+        perfect += scene.perfect(line[0].at, line[-1].at)
     elements = args.numel // fragments
     encoded = elements * 4.25 / 8
     lost_s = args.every * args.batch_s / 2

@@ -31,7 +31,7 @@ from benchmarks.strategies.task import Task
 
 SEARCH_SEED, MOST_SEEDS, ENOUGH = 11, 6, 0.005
 HEADING = "4 peers, {steps} steps of {rows} windows after {begun} synchronous ones, {seeds} seeds"
-CODECS = ("blockwise:4:64", "topk:0.03:2")
+CODECS = ("blockwise:4:64", "blockwise:2:64", "topk:0.03:2")
 
 
 class Results:
@@ -107,7 +107,7 @@ def main() -> None:
     torch.set_num_threads(1)
     results, known = Results(options.json), groups(options.codecs)
     for group in options.only:
-        seeds = [SEARCH_SEED] if group == "search" else range(1, options.seeds + 1)
+        seeds = [SEARCH_SEED] if group == "search" else range(options.first_seed, options.first_seed + options.seeds)
         tasks = [Task(seed=seed, steps=options.steps, rows=options.rows, begun=options.begun) for seed in seeds]
         losses = study(known[group], tasks, results)
         print(f"\n## {group}: {HEADING.format(**{**vars(options), 'seeds': len(tasks)})}\n")

@@ -62,7 +62,8 @@ def coded(codec: str) -> list[Case]:
     found = [diloco(f"DiLoCo, H = 25, {codec}", codec=codec, **closest)]
     if codec.startswith("topk"):
         sparse: dict[str, Any] = {"codec": codec, "average_codec": "none", "decay": 0.95, "outer": LOCAL_SGD}
-        found.append(diloco(f"SparseLoCo, H = 25, {codec}", **sparse, **closest))
+        whole = diloco(f"DiLoCo, H = 25, {codec}, average whole", codec=codec, average_codec="none", **closest)
+        found += [whole, diloco(f"SparseLoCo, H = 25, {codec}", **sparse, **closest)]
     return found
 
 

@@ -53,6 +53,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Several workers (`-n 2`) do not start the processes of tests/integration at once.
     """
+    if named := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"workers (-n 2) give this test other names, with other addresses: {named[0]}")
     if config.getoption("--soak") == "sample":
         full = {item for item in items if any(mark.kwargs.get("full") for mark in item.iter_markers("long"))}
         config.hook.pytest_deselected(items=list(full))

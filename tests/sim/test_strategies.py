@@ -190,7 +190,7 @@ STRATEGIES = [
 ]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda each: type(each).__name__)
 def test_peers_of_any_speed_end_with_equal_bits(strategy: Strategy) -> None:
     """Nobody stands still for the slowest, and its batches count all the same."""
 

@@ -96,7 +96,8 @@ class Merging:
             if self.overlap and steps is not None and self.overlap >= steps:
                 raise ConfigError(f"overlap must be less than every, got {self.overlap} of {steps} steps")
         mixing = self.mixing
-        if mixing is not None and not (isinstance(mixing, int | float) and 0 <= mixing <= 1):
+        is_number = isinstance(mixing, int | float) and not isinstance(mixing, bool)
+        if mixing is not None and not (is_number and 0 <= mixing <= 1):
             raise ConfigError(f"mixing must be a number from 0 to 1, or None, got {mixing!r:.80}")
         if self.quorum is not None:
             _whole("quorum", self.quorum, 1, _MOST_QUORUM)
@@ -175,8 +176,8 @@ class StreamingDiLoCo:
         every: the mean number of batches of the peers between two merges of one part; or a time.
         fragments: the number of parts: the line is used evenly.
         overlap: the batches that a peer goes on with while a part is merged. Then it takes the merge, or waits for it.
-        mixing: the share of its own parameters that a peer keeps at a merge. None: it keeps all that it has trained
-            meanwhile.
+        mixing: the share of its own parameters that a peer keeps at a merge; the authors take 0.5. None: it keeps all
+            that it has trained meanwhile, which measured better (docs/strategies.md).
         outer: makes the outer optimizer of each part.
 
     Raises:
@@ -186,7 +187,7 @@ class StreamingDiLoCo:
     every: int | str
     fragments: int = 4
     overlap: int = 5
-    mixing: float | None = 0.5
+    mixing: float | None = None
     outer: Outer = nesterov
     merging: Merging = field(init=False, repr=False)
 

@@ -31,7 +31,7 @@ ALL: list[Strategy] = [
     LocalSGD("2s"),
     DiLoCo(5),
     DiLoCo(5, outer=partial(torch.optim.SGD, lr=0.5)),
-    StreamingDiLoCo(5, fragments=2, overlap=2),
+    StreamingDiLoCo(5, fragments=2, overlap=2, mixing=0.5),
     StreamingDiLoCo(5, fragments=2, overlap=2, mixing=None),
     Decoupled(5, fragments=2, quorum=2),
     Decoupled("2s", fragments=2, quorum=3),

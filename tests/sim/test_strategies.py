@@ -86,7 +86,7 @@ def test_a_run_equals_one_process(sizes: tuple[int, ...], strategy: Strategy, op
 @pytest.mark.parametrize(
     "strategy",
     [
-        StreamingDiLoCo(4, fragments=2, overlap=1),
+        StreamingDiLoCo(4, fragments=2, overlap=1, mixing=0.5),
         StreamingDiLoCo(4, fragments=2, overlap=2, mixing=None),
         StreamingDiLoCo(3, fragments=1, overlap=2, mixing=0.0),
         Decoupled(4, fragments=2, quorum=3),
@@ -183,7 +183,7 @@ STRATEGIES = [
     LocalSGD(4),
     DiLoCo(4, outer_sgd),
     DiLoCo("2s"),
-    StreamingDiLoCo(4, fragments=2, overlap=1),
+    StreamingDiLoCo(4, fragments=2, overlap=1, mixing=0.5),
     StreamingDiLoCo(4, fragments=2, overlap=2, mixing=None),
     Decoupled(4, fragments=2, quorum=2),
     Decoupled("2s", fragments=2, quorum=2),

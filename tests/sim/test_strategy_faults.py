@@ -165,7 +165,7 @@ STRATEGIES: dict[str, tuple[Strategy, bool]] = {
     "LocalSGD": (LocalSGD(4), True),
     "DiLoCo": (DiLoCo(4), False),
     "DiLoCo in seconds": (DiLoCo("2s", MEAN), True),
-    "StreamingDiLoCo that mixes": (StreamingDiLoCo(6, fragments=2, overlap=1), False),
+    "StreamingDiLoCo that mixes": (StreamingDiLoCo(6, fragments=2, overlap=1, mixing=0.5), False),
     "StreamingDiLoCo that keeps": (StreamingDiLoCo(6, fragments=2, overlap=2, mixing=None, outer=MEAN), True),
     "Decoupled": (Decoupled(4, fragments=2, quorum=2, outer=MEAN), True),
     "Decoupled in seconds": (Decoupled("2s", fragments=2, quorum=2, outer=MEAN), True),

@@ -12,7 +12,6 @@ from shoal import sim
 from shoal.errors import StateUnavailable
 from shoal.events import StateDownloaded
 from shoal.optim.shared_state import Misfits
-from tests.sim import optimizer_kit
 from tests.sim.optimizer_kit import Run
 
 
@@ -50,7 +49,7 @@ def test_a_misfit_costs_two_downloads_and_names_the_key(monkeypatch: pytest.Monk
     sim.run(main, seed=31)
 
 
-def test_an_option_that_does_not_fit_is_seen_before_anything_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_option_that_does_not_fit_is_seen_before_anything_is_downloaded() -> None:
     """It stands in the manifest."""
 
     def other(parameters: list[torch.Tensor], _: float) -> tuple[torch.optim.Optimizer, Any]:
@@ -62,7 +61,7 @@ def test_an_option_that_does_not_fit_is_seen_before_anything_is_downloaded(monke
         first = await run.add("p0")
         for _ in range(6):
             await run.swarm.run_on("p0", first.take_batch, 4)
-        monkeypatch.setattr(optimizer_kit, "make_optimizer", other)
+        run._make = other
         late = (await run.add("late")).participant
         await sim.sleep(3.0)
         with pytest.raises(StateUnavailable, match="option 'amsgrad' is False there and True here"):

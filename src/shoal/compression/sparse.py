@@ -152,7 +152,9 @@ class TopKCompression(PackedCompression):
             for piece in torch.split(size, list(sizes)):
                 among = piece[piece >= smallest]
                 reach = float(among.max() - among.min()) if among.numel() else 0.0
-                lost[start : start + piece.numel()] += reach * (intervals - 0.25) / intervals**2 * (1 + 2**-6)
+                # A span that has no reciprocal has no codes: all of it may be lost.
+                most = reach * (intervals - 0.25) / intervals**2 + _SMALLEST_SPAN
+                lost[start : start + piece.numel()] += most * (1 + 2**-6)
                 start += piece.numel()
         tied = (size == smallest) & (size > 0)
         return torch.where(size > smallest, lost, torch.where(tied, torch.maximum(lost, values.abs()), values.abs()))

@@ -130,7 +130,8 @@ def _why(first: _Mark, last: _Mark) -> str:
     else:
         why = (
             f"{numbers}, so its state is {'mostly ' if counted else ''}over before the batch is done. Give this "
-            "peer smaller batches, or raise target_batch_size on all, so that an epoch lasts longer"
+            "peer smaller batches, or raise target_batch_size (the strategy's every) on all, so that an epoch lasts "
+            "longer"
         )
     few = f"only {counted} of the {last.processed - first.processed}" if counted else "none of the"
     return f"{few} samples that this peer computed in the last {epochs} epochs count: {why}"

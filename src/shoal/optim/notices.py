@@ -234,8 +234,9 @@ class Notices:
                 f"the state of run {self._run_id!r} comes slowly: {received / 1e6:.1f} MB have come in {seconds:.0f} s "
                 f"from {_names(donors)}, and {missing / 1e6:.1f} MB are missing, which take at most "
                 f"{seconds * missing / received:.0f} s at this pace. Peers give a newcomer a tenth of what they send "
-                "each other in rounds, and more between rounds. If it takes too long, raise target_batch_size, so that "
-                "rounds are fewer, let more peers share the state, or give this peer a faster line"
+                "each other in rounds, and more between rounds. If it takes too long, raise target_batch_size (the "
+                "strategy's every), so that rounds are fewer, let more peers share the state, or give this peer "
+                "a faster line"
             )
 
     def downloaded(self, duration_s: float, shut_out: Collection[PeerID]) -> None:
@@ -256,8 +257,8 @@ class Notices:
             )
         else:
             advice = (
-                "Raise target_batch_size, so that an epoch lasts longer than a download and a batch, or give this peer "
-                "a faster line"
+                "Raise target_batch_size (the strategy's every), so that an epoch lasts longer than a download and a "
+                "batch, or give this peer a faster line"
             )
         self.warn(
             f"{self._downloads_in_a_row} states were downloaded in a row, the last one in {duration(duration_s)}, "

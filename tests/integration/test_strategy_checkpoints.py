@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import shoal
+from shoal.events import Warned
 from shoal.strategies import DiLoCo, Strategy, StreamingDiLoCo
 
 
@@ -113,3 +114,16 @@ def test_a_state_that_does_not_fit_changes_nothing(dht: shoal.DHT) -> None:
             swarm.load_state_dict(saved)
         assert states(swarm) == named
         assert not swarm.state
+
+
+def test_a_run_shorter_than_an_interval_says_that_nothing_was_merged(dht: shoal.DHT) -> None:
+    """Nothing told, and nothing was saved; a run that merged says nothing."""
+    warned: list[str] = []
+    dht.events.subscribe(lambda event: warned.append(event.message) if isinstance(event, Warned) else None)
+    for batches, told in ((3, 1), (5, 0)):
+        model = network(0)
+        swarm = begin(dht, model, DiLoCo(4))
+        train(swarm, model, batches)
+        swarm.shutdown()
+        assert sum("none of them was merged" in message for message in warned) == told
+        warned.clear()

@@ -980,6 +980,11 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         if not self._closed:
             with suppress(ClosedError):
                 self._last_status = self.status()
+            if isinstance(self._training, LocalSteps) and not self.local_epoch and self._participant.speed.batches:
+                self._warn(
+                    f"{self._participant.speed.batches} batches were trained, and none of them was merged: the "
+                    f"strategy merges every {self._training.merging.every}. Train longer, or merge more often"
+                )
         self._closed = True
         if not self._left and self.dht.is_alive():
             self._run(_leave_all(self._participants), self._shutdown_timeout)

@@ -160,11 +160,21 @@ def _beyond(codec: CompressionBase, mean: torch.Tensor, average: torch.Tensor, l
     while isinstance(codec, WrappedCompression):
         codec = codec.codec
     if isinstance(codec, TopKCompression):
-        last = torch.where(average == 0, mean.abs(), _SENT.error_bound(average.float()))
+        last = torch.where(average == 0, mean.abs(), _SENT.error_bound(average.float()) + _of_few_bits(codec, average))
     else:
         # It was encoded as it came out, not as it should be: the codec's steps may be a little wider there.
         last = 2 * codec.max_error(mean) + lost.max() / 4
     return (average - mean).abs() - lost - last
+
+
+def _of_few_bits(codec: TopKCompression, average: torch.Tensor) -> float:
+    """What a value that was sent in few bits may have lost, by the span of those that were decoded."""
+    sent = average[average != 0].abs()
+    if codec.bits is None or not sent.numel():
+        return 0.0
+    intervals = 1 << codec.bits - 1
+    decoded = ((intervals - 0.5) ** 2 - 0.25) / intervals**2  # the part of a span between its first and its last level
+    return 1.1 * float(sent.max() - sent.min()) / decoded * (intervals - 0.25) / intervals**2
 
 
 def _flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -7,7 +7,7 @@ behind only as long as its trainer is to stand still for that state (see `fetchi
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from shoal.core import PeerCore
 from shoal.optim.attendance import Attendance
@@ -39,6 +39,7 @@ class Outlook:
         companions: the peers of its last step.
         attendance: of the others in its rounds.
         fetching: of a better state.
+        loop: of all this; its time may be asked from any thread.
     """
 
     core: PeerCore
@@ -51,9 +52,10 @@ class Outlook:
     companions: Companions
     attendance: Attendance
     fetching: Fetching
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
     def place(self) -> Progress:
-        """This peer's own place in the swarm, as a word without a time.
+        """This peer's own place in the swarm, as a word without a time. Any thread may ask.
 
         A client names no address, though its DHT may listen: it leads no group, and gives no state.
         """
@@ -63,7 +65,7 @@ class Outlook:
             epoch=name.epoch,
             digest=name.digest,
             branch_samples=name.samples,
-            samples=self.pace.done(training.samples, training.batches, _now()),
+            samples=self.pace.done(training.samples, training.batches, self.loop.time()),
             rate=self.speed.rate,
             time=0.0,
             settings=dict(self.settings.fingerprint),

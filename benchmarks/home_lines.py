@@ -30,25 +30,19 @@ import torch
 import shoal
 from benchmarks.emulator.namespaces import Emulator, NotPermitted
 from benchmarks.emulator.star import Shape
+from benchmarks.strategies.named import named
 from shoal.compression import codec_by_name
 from shoal.events import Event, RoundFinished, Warned
-from shoal.strategies import Decoupled, DiLoCo, LocalSGD, Strategy, StreamingDiLoCo
+from shoal.strategies import Strategy
 
 SAMPLES = 8
 TENSORS = 20
 
 
-def strategy_of(args: argparse.Namespace) -> Strategy | None:
-    """The strategy of this name; None for synchronous training."""
+def strategy_of(args: argparse.Namespace) -> Strategy:
+    """The strategy of this name."""
     every = int(args.every) if str(args.every).isdecimal() else args.every
-    makes: dict[str, Any] = {
-        "local": lambda: LocalSGD(every),
-        "diloco": lambda: DiLoCo(every),
-        "streaming": lambda: StreamingDiLoCo(every, fragments=args.fragments, overlap=args.overlap),
-        "decoupled": lambda: Decoupled(every, fragments=args.fragments, quorum=args.quorum),
-    }
-    made: Strategy | None = None if args.strategy == "synchronous" else makes[args.strategy]()
-    return made
+    return named(args.strategy, every=every, fragments=args.fragments, quorum=args.quorum, overlap=args.overlap)
 
 
 def train(args: argparse.Namespace) -> None:
@@ -69,9 +63,7 @@ def train(args: argparse.Namespace) -> None:
         torch.manual_seed(0)
         parameters = [torch.nn.Parameter(torch.randn(args.numel // TENSORS) * 0.02) for _ in range(TENSORS)]
         strategy, codec = strategy_of(args), codec_by_name(args.codec)
-        options: dict[str, Any] = {"strategy": strategy}
-        if strategy is None:
-            options = {"target_batch_size": args.peers * SAMPLES}
+        target = None if strategy.merging is not None else args.peers * SAMPLES
         swarm = shoal.Optimizer(
             dht=dht,
             run_id="home",
@@ -80,7 +72,8 @@ def train(args: argparse.Namespace) -> None:
             grad_compression=codec,
             averaging_timeout=600.0,
             bandwidth=(args.rate if args.rank else args.slow_up) * 1e6 / 8,
-            **options,
+            strategy=strategy,
+            target_batch_size=target,
         )
         swarm.announce_end(args.merges)
         generator = torch.Generator().manual_seed(args.rank)

@@ -9,14 +9,15 @@ __all__ = ["NAMES", "named"]
 NAMES = ("synchronous", "local", "diloco", "streaming", "decoupled")
 
 
-def named(name: str, *, every: int, fragments: int, quorum: int) -> Strategy:
+def named(name: str, *, every: int | str, fragments: int, quorum: int, overlap: int = 5) -> Strategy:
     """The strategy of this name; those that have no parts or no quorum take none.
 
     Args:
         name: one of `NAMES`.
-        every: batches between two merges of a part.
+        every: batches between two merges of a part, or a time.
         fragments: the number of parts.
         quorum: peers that a merge takes.
+        overlap: of streaming, batches; fewer if `every` is not more.
     """
     match name:
         case "synchronous":
@@ -26,7 +27,8 @@ def named(name: str, *, every: int, fragments: int, quorum: int) -> Strategy:
         case "diloco":
             return DiLoCo(every)
         case "streaming":
-            return StreamingDiLoCo(every, fragments=fragments, overlap=max(1, min(5, every - 1)))
+            most = overlap if isinstance(every, str) else max(1, min(overlap, every - 1))
+            return StreamingDiLoCo(every, fragments=fragments, overlap=most)
         case "decoupled":
             return Decoupled(every, fragments=fragments, quorum=quorum)
     raise ValueError(f"no strategy is called {name!r}")

@@ -154,15 +154,14 @@ class GroupOptimizer(torch.optim.Optimizer):
             raise
 
     def _join(self, dht: DHT | None, optimizer: Any, options: dict[str, Any]) -> TrainingState:
-        if options.get("use_local_updates"):
+        steps_alone = {
+            "use_local_updates=True": options.get("use_local_updates"),
+            "a strategy that merges": merging_of(options.get("strategy")) is not None,
+        }
+        for name in (name for name, given in steps_alone.items() if given):
             raise ConfigError(
-                "use_local_updates=True does not work in a group: its ranks would have to get new parameters after "
-                "each batch. Leave it out, or let each process be a peer of its own, without a process group"
-            )
-        if merging_of(options.get("strategy")) is not None:
-            raise ConfigError(
-                "a strategy that merges does not work in a group: its ranks would have to get new parameters after "
-                "each batch. Leave it out, or let each process be a peer of its own, without a process group"
+                f"{name} does not work in a group: its ranks would have to get new parameters after each batch. Leave "
+                "it out, or let each process be a peer of its own, without a process group"
             )
         if options.get("auxiliary"):
             raise ConfigError("auxiliary=True does not work in a group: let that peer be a single process")

@@ -119,7 +119,8 @@ class SwarmCallback(Callback):  # type: ignore[misc]
                 "offload_optimizer=True is not for a Trainer, as the module makes its optimizer itself: leave it out"
             )
         self._dht, self._run_id, self._options = dht, run_id, options
-        self._target = target_of(target_batch_size, merging_of(options.get("strategy")))
+        self._merges = (merging := merging_of(options.get("strategy"))) is not None
+        self._target = target_of(target_batch_size, merging)
         self._batch_size, self._evaluate, self._evaluate_every = batch_size, evaluate, evaluate_every
         self._evaluation: Evaluation | None = None
         self.optimizer: Optimizer | None = None
@@ -140,7 +141,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuse what cannot work, before anything is made."""
         if stage == "fit":
-            _check_trainer(trainer, merges=merging_of(self._options.get("strategy")) is not None)
+            _check_trainer(trainer, merges=self._merges)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Put the module's optimizer into one of the swarm. Lightning loads a checkpoint into it afterwards."""
@@ -150,7 +151,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         self.optimizer = Optimizer(
             dht=self._dht,
             run_id=self._run_id,
-            target_batch_size=self._target if merging_of(self._options.get("strategy")) is None else None,
+            target_batch_size=None if self._merges else self._target,
             optimizer=inner,
             scheduler=schedule,
             model=pl_module,

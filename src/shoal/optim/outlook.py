@@ -74,7 +74,7 @@ class Outlook:
 
     def claimed(self) -> SwarmView:
         """The swarm as the others say, also where this peer goes on with a state that is not the best one."""
-        now = _now()
+        now = self.loop.time()
         return self.known.view(
             self.place(),
             now,
@@ -91,18 +91,14 @@ class Outlook:
 
     def unless_it_goes_on(self, claimed: SwarmView) -> SwarmView:
         """The view that belongs to what the others claim."""
-        goes_on = claimed.behind and not self.fetching.waits(claimed, _now())
+        goes_on = claimed.behind and not self.fetching.waits(claimed, self.loop.time())
         return replace(claimed, behind=False) if goes_on else claimed
 
     def alone(self, view: SwarmView) -> bool:
         """Whether nobody is at our state but this peer, and strangers that rounds do not wait for."""
         others = view.together - {self.core.peer_id}
-        return others == self.attendance.given_up(others, _now())
+        return others == self.attendance.given_up(others, self.loop.time())
 
     def heed_contributors(self) -> None:
         """Let those count who gave to the last steps of our state: they are believed, and rounds wait for them."""
         self.known.contributors = self.attendance.contributors = self.own.committed.samples
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

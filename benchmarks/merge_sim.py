@@ -49,7 +49,7 @@ from shoal.events import EpochAdvanced, Event, StateDownloaded
 from shoal.optim import Participant, RunSettings, TrainingState
 from shoal.optim.outer import LocalSteps
 from shoal.optim.phases import RunPhase
-from shoal.optim.settings import part_settings, run_settings
+from shoal.optim.settings import fragment_settings, run_settings
 from shoal.peer import Address
 from shoal.sim import SimHost, SimNetwork, Swarm, run, sleep
 from tests.sim.averaging_kit import SETTINGS
@@ -62,8 +62,8 @@ CODEC = BlockwiseQuantization(bits=4)
 class Trainer:
     """One simulated peer: its participants, one for each fragment, and its loop."""
 
-    def __init__(self, training: TrainingState, parts: Sequence[Participant], batch_s: float) -> None:
-        self.training, self.parts, self.batch_s = training, parts, batch_s
+    def __init__(self, training: TrainingState, fragments: Sequence[Participant], batch_s: float) -> None:
+        self.training, self.fragments, self.batch_s = training, fragments, batch_s
         self.longest_s = 0.0
 
     async def train(self) -> None:
@@ -71,28 +71,28 @@ class Trainer:
         loop = asyncio.get_running_loop()
         while True:
             await sleep(self.batch_s)
-            began, joins = loop.time(), self.parts[0].epoch == 0
+            began, joins = loop.time(), self.fragments[0].epoch == 0
             self.training.accumulate(1)
-            for part in self.parts:
-                part.speed.count(1)
+            for fragment in self.fragments:
+                fragment.speed.count(1)
             behind = []
-            for part in self.parts:
-                if part.needs_turn:
-                    behind += [part] * await self._take_turn(part)
-                elif part.has_news:
-                    part.accumulated()
-            downloads = (part.download(600.0, patient=False) for part in behind)
+            for fragment in self.fragments:
+                if fragment.needs_turn:
+                    behind += [fragment] * await self._take_turn(fragment)
+                elif fragment.has_news:
+                    fragment.accumulated()
+            downloads = (fragment.download(600.0, patient=False) for fragment in behind)
             if StateUnavailable in map(type, await asyncio.gather(*downloads, return_exceptions=True)):
                 await sleep(1.0)
             if not joins:
                 self.longest_s = max(self.longest_s, loop.time() - began)
 
-    async def _take_turn(self, part: Participant) -> bool:
-        phase = await part.decide(60.0)
-        if phase is RunPhase.STEPPING and not part.holds_back:
-            part.own.step()
-            await part.stepped()
-        return phase is RunPhase.BEHIND and part.stands_still
+    async def _take_turn(self, fragment: Participant) -> bool:
+        phase = await fragment.decide(60.0)
+        if phase is RunPhase.STEPPING and not fragment.holds_back:
+            fragment.own.step()
+            await fragment.stepped()
+        return phase is RunPhase.BEHIND and fragment.stands_still
 
 
 class Merge(NamedTuple):
@@ -154,9 +154,9 @@ class Scene:
             training = TrainingState(optimizer, None, (), unit=1)
         else:
             training = LocalSteps(optimizer, None, (), merging)
-        parts = training.parts if isinstance(training, LocalSteps) else [training]
+        fragments = training.fragments if isinstance(training, LocalSteps) else [training]
         target = self.peers * args.every if merging is None else 1
-        outer = parts[0].optimizer if merging is not None else None
+        outer = fragments[0].optimizer if merging is not None else None
         settings = RunSettings(
             run_id="run",
             target_batch_size=target,
@@ -168,9 +168,9 @@ class Scene:
         )
         lock = TensorLock()
         participants = []
-        for number, part in enumerate(parts):
-            ours = settings if merging is None else part_settings(settings, merging, number)
-            participants.append(Participant(core, part, ours, lock=lock, compression=CODEC))
+        for number, fragment in enumerate(fragments):
+            ours = settings if merging is None else fragment_settings(settings, merging, number)
+            participants.append(Participant(core, fragment, ours, lock=lock, compression=CODEC))
         for participant in participants:
             await participant.start()
         return Trainer(training, participants, self.batch_s[host.name])

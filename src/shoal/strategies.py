@@ -23,6 +23,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from shoal.errors import ConfigError
+from shoal.runtime.checks import whole
 
 __all__ = [
     "Decoupled",
@@ -53,10 +54,10 @@ class Merging:
     """The way in which peers merge.
 
     Attributes:
-        every: the mean number of batches that the peers train between two merges of a part of the model; or a time,
+        every: the mean number of batches that the peers train between two merges of a fragment of the model; or a time,
             such as `"30s"`, `"5min"`, `"1h"`.
         outer: makes the outer optimizer over the anchor.
-        fragments: the parts of the model that are merged one after another.
+        fragments: parts of the model that are merged one after another, each by itself.
         overlap: the batches that a peer goes on with while a merge is under way. 0: it waits for the merge, and goes on
             from the anchor. None: it never waits.
         mixing: the share of its own parameters that a peer keeps at a merge it has not waited for. None: it keeps all
@@ -82,7 +83,7 @@ class Merging:
         if isinstance(self.every, str):
             seconds = _seconds(self.every)
         else:
-            steps = _whole("every", self.every, 1, _MOST_STEPS, 'or a time such as "30s"')
+            steps = whole("every", self.every, most=_MOST_STEPS)
         object.__setattr__(self, "steps", steps)
         object.__setattr__(self, "seconds", seconds)
         if not callable(self.outer):
@@ -90,9 +91,9 @@ class Merging:
                 f"outer must be a function that makes a torch optimizer of parameters, such as "
                 f"functools.partial(torch.optim.SGD, lr=0.7), got {self.outer!r:.80}"
             )
-        _whole("fragments", self.fragments, 1, _MOST_FRAGMENTS)
+        whole("fragments", self.fragments, most=_MOST_FRAGMENTS)
         if self.overlap is not None:
-            _whole("overlap", self.overlap, 0, _MOST_STEPS)
+            whole("overlap", self.overlap, least=0, most=_MOST_STEPS)
             if self.overlap and steps is not None and self.overlap >= steps:
                 raise ConfigError(f"overlap must be less than every, got {self.overlap} of {steps} steps")
         mixing = self.mixing
@@ -100,7 +101,7 @@ class Merging:
         if mixing is not None and not (is_number and 0 <= mixing <= 1):
             raise ConfigError(f"mixing must be a number from 0 to 1, or None, got {mixing!r:.80}")
         if self.quorum is not None:
-            _whole("quorum", self.quorum, 1, _MOST_QUORUM)
+            whole("quorum", self.quorum, most=_MOST_QUORUM)
 
     @property
     def text(self) -> str:
@@ -170,15 +171,16 @@ class DiLoCo:
 
 @dataclass(frozen=True)
 class StreamingDiLoCo:
-    """The model is merged in parts, one after another, and peers go on while a merge is under way.
+    """The model is merged in fragments, one after another, and peers go on while a merge is under way.
 
     Args:
-        every: the mean number of batches of the peers between two merges of one part; or a time.
-        fragments: the number of parts: the line is used evenly.
-        overlap: the batches that a peer goes on with while a part is merged. Then it takes the merge, or waits for it.
+        every: the mean number of batches of the peers between two merges of one fragment; or a time.
+        fragments: the number of fragments: the line is used evenly.
+        overlap: the batches that a peer goes on with while a fragment is merged. Then it takes the merge, or waits for
+            it.
         mixing: the share of its own parameters that a peer keeps at a merge; the authors take 0.5. None: it keeps all
             that it has trained meanwhile, which measured better (docs/strategies.md).
-        outer: makes the outer optimizer of each part.
+        outer: makes the outer optimizer of each fragment.
 
     Raises:
         ConfigError: an argument is wrong; it is named.
@@ -192,7 +194,7 @@ class StreamingDiLoCo:
     merging: Merging = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _whole("overlap", self.overlap, 1, _MOST_STEPS)
+        whole("overlap", self.overlap, most=_MOST_STEPS)
         merging = Merging(
             every=self.every,
             outer=self.outer,
@@ -205,16 +207,16 @@ class StreamingDiLoCo:
 
 @dataclass(frozen=True)
 class Decoupled:
-    """The model is merged in parts, by the peers that are there, and nobody waits for anybody.
+    """The model is merged in fragments, by the peers that are there, and nobody waits for anybody.
 
-    A part is merged when `quorum` peers have trained for long enough. The others give what they have by then, and who
-    comes too late gives it to the next merge.
+    A fragment is merged when `quorum` peers have trained for long enough. The others give what they have by then. Those
+    that come too late give it to the next merge.
 
     Args:
-        every: the batches of a peer after which it is ready for the next merge of a part; or a time.
-        fragments: the number of parts.
+        every: the batches of a peer after which it is ready for the next merge of a fragment; or a time.
+        fragments: the number of fragments.
         quorum: of peers that a merge takes.
-        outer: makes the outer optimizer of each part.
+        outer: makes the outer optimizer of each fragment.
 
     Raises:
         ConfigError: an argument is wrong; it is named.
@@ -231,13 +233,6 @@ class Decoupled:
             every=self.every, outer=self.outer, fragments=self.fragments, overlap=None, quorum=self.quorum
         )
         object.__setattr__(self, "merging", merging)
-
-
-def _whole(name: str, value: object, least: int, most: int, other: str = "") -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        more = f", {other}" if other else ""
-        raise ConfigError(f"{name} must be a whole number from {least} to {most}{more}, got {value!r:.80}")
-    return value
 
 
 def _seconds(text: str) -> float:

@@ -61,15 +61,15 @@ def test_different_ones_say_so() -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: LocalSGD(0), "every must be a whole number from 1"),
+        (lambda: LocalSGD(0), "every must be a whole number of at least 1"),
         (lambda: DiLoCo("soon"), "every must be a number of steps, or a time"),
         (lambda: DiLoCo(True), "every must be a whole number"),
         (lambda: DiLoCo(10, outer="SGD"), "outer must be a function"),  # type: ignore[arg-type]
-        (lambda: StreamingDiLoCo(10, fragments=0), "fragments must be a whole number from 1"),
-        (lambda: StreamingDiLoCo(10, overlap=0), "overlap must be a whole number from 1"),
+        (lambda: StreamingDiLoCo(10, fragments=0), "fragments must be a whole number of at least 1"),
+        (lambda: StreamingDiLoCo(10, overlap=0), "overlap must be a whole number of at least 1"),
         (lambda: StreamingDiLoCo(4, overlap=4), "overlap must be less than every"),
         (lambda: StreamingDiLoCo(10, mixing=1.5), "mixing must be a number from 0 to 1"),
-        (lambda: Decoupled(10, quorum=0), "quorum must be a whole number from 1"),
+        (lambda: Decoupled(10, quorum=0), "quorum must be a whole number of at least 1"),
         (lambda: merging_of(DiLoCo), "strategy must be one of shoal.strategies"),
         (lambda: merging_of("diloco"), "strategy must be one of shoal.strategies"),
         (lambda: merging_of(DiLoCo(10), late="next"), "late does not go with a strategy that merges"),

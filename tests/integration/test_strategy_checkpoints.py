@@ -45,13 +45,13 @@ STREAMING = StreamingDiLoCo(4, fragments=2, overlap=1)
 
 
 def states(swarm: shoal.Optimizer) -> list[tuple[int, bytes]]:
-    """Of each part."""
+    """Of each fragment."""
     return [(each.epoch, each.state.digest) for each in swarm._participants]
 
 
 def anchors(swarm: shoal.Optimizer) -> list[torch.Tensor]:
-    """Of all parts."""
-    return [each.detach().clone() for part in swarm._participants for each in part.training.parameters]
+    """Of all fragments."""
+    return [each.detach().clone() for fragment in swarm._participants for each in fragment.training.parameters]
 
 
 @pytest.mark.parametrize("strategy", [DiLoCo(4), STREAMING], ids=["1", "2"])
@@ -67,13 +67,13 @@ def test_a_state_saved_in_the_middle_of_an_interval_is_the_last_merge(dht: shoal
         swarm.load_state_dict(saved)
         assert states(swarm) == named
         assert all(map(torch.equal, anchors(swarm), held))
-        for part in swarm._participants:
-            assert all(map(torch.equal, part.training._own, part.training.parameters))  # type: ignore[attr-defined]
+        for fragment in swarm._participants:
+            assert all(map(torch.equal, fragment.training._own, fragment.training.parameters))  # type: ignore[attr-defined]
         train(swarm, model, 9)
         assert min(epoch for epoch, _ in states(swarm)) > min(epoch for epoch, _ in named)
 
 
-def test_parts_keep_their_names_when_other_weights_are_loaded(dht: shoal.DHT) -> None:
+def test_fragments_keep_their_names_when_other_weights_are_loaded(dht: shoal.DHT) -> None:
     """They do not: all but the first one had other bits than peers that held the state of their name."""
     model = network(0)
     with begin(dht, model, STREAMING) as swarm:
@@ -103,7 +103,7 @@ def test_a_state_of_a_synchronous_run_begins_the_first_interval(dht: shoal.DHT) 
 
 
 def test_a_state_that_does_not_fit_changes_nothing(dht: shoal.DHT) -> None:
-    """Of another number of parts: also the inner optimizer stays as it is."""
+    """Of another number of fragments: also the inner optimizer stays as it is."""
     model, other = network(0), network(0)
     with begin(dht, other, DiLoCo(2)) as swarm:
         train(swarm, other, 5)

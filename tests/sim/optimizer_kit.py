@@ -21,7 +21,7 @@ from shoal.optim.low_rank_training import LowRankTrainingState
 from shoal.optim.offload import Offload
 from shoal.optim.outer import LocalSteps
 from shoal.optim.phases import RunPhase
-from shoal.optim.settings import part_settings
+from shoal.optim.settings import fragment_settings
 from shoal.sim import SimHost, SimNetwork, Swarm
 from shoal.strategies import Strategy
 from tests.sim.averaging_kit import SETTINGS, note_internal_error, start_core
@@ -100,7 +100,7 @@ class Trainer:
         others: Sequence[Participant] = (),
     ) -> None:
         self.index, self.parameters, self.participant = index, parameters, participant
-        self.parts = [participant, *others]
+        self.fragments = [participant, *others]
         """Of the model, if they are merged one after another."""
         self.epochs: list[tuple[float, int, int, bytes]] = []
         self.alone = 0
@@ -117,15 +117,15 @@ class Trainer:
             await sim.sleep(duration_s)
         if self.finished:
             return
-        if not all(part.at_end for part in self.parts):
+        if not all(fragment.at_end for fragment in self.fragments):
             training.accumulate(size)
-            for part in self.parts:
-                part.speed.count(size)
+            for fragment in self.fragments:
+                fragment.speed.count(size)
             self.batches_done += 1
-        for part in self.parts:
-            part.accumulated()
-            await self.take_turn(part)
-        if isinstance(training, LocalSteps) and all(part.at_end for part in self.parts):
+        for fragment in self.fragments:
+            fragment.accumulated()
+            await self.take_turn(fragment)
+        if isinstance(training, LocalSteps) and all(fragment.at_end for fragment in self.fragments):
             training.go_back()
 
     def compute(self, number: int, size: int) -> None:
@@ -135,11 +135,11 @@ class Trainer:
     @property
     def finished(self) -> bool:
         """Whether the run is over here."""
-        return all(part.finished for part in self.parts)
+        return all(fragment.finished for fragment in self.fragments)
 
-    async def take_turn(self, part: Participant | None = None) -> None:
+    async def take_turn(self, fragment: Participant | None = None) -> None:
         """Do what the participant asks for now."""
-        participant = part or self.participant
+        participant = fragment or self.participant
         phase = await participant.decide(60.0)
         if phase is RunPhase.STEPPING and not participant.holds_back:
             await self.step(participant)
@@ -240,7 +240,7 @@ class Run:
             training: TrainingState
             if strategy is not None and strategy.merging is not None:
                 local = LocalSteps(optimizer, scheduler, extra_tensors, strategy.merging)
-                return await self._add_parts(name, index, parameters, local, core, settings, lock)
+                return await self._add_fragments(name, index, parameters, local, core, settings, lock)
             if settings.use_local_updates:
                 training = LocalTrainingState(optimizer, scheduler, extra_tensors, average_opt_statistics=statistics)
             elif rank is not None:
@@ -263,7 +263,7 @@ class Run:
 
         return await self.swarm.start_peer(name, factory, client_mode=client_mode)
 
-    async def _add_parts(
+    async def _add_fragments(
         self,
         name: str,
         index: int,
@@ -274,14 +274,14 @@ class Run:
         lock: TensorLock,
     ) -> Trainer:
         """A trainer that merges."""
-        parts = []
-        for number, training in enumerate(local.parts):
-            ours = part_settings(settings, training.merging, number)
-            parts.append(Participant(core, training, ours, lock=lock, compression=self.compression))
-        trainer = self._trainer(index, parameters, parts[0], parts[1:])
+        fragments = []
+        for number, training in enumerate(local.fragments):
+            ours = fragment_settings(settings, training.merging, number)
+            fragments.append(Participant(core, training, ours, lock=lock, compression=self.compression))
+        trainer = self._trainer(index, parameters, fragments[0], fragments[1:])
         core.env.events.subscribe(lambda event: self._note(name, trainer, event))
-        for part in parts:
-            await part.start()
+        for fragment in fragments:
+            await fragment.start()
         self.trainers[name] = trainer
         return trainer
 
@@ -294,21 +294,21 @@ class Run:
     def announce_end(self, epoch: int) -> None:
         """All who are there say that the run ends at this epoch."""
         for trainer in self.swarm.peers.values():
-            for part in trainer.parts:
-                part.announce_end(epoch)
+            for fragment in trainer.fragments:
+                fragment.announce_end(epoch)
 
     async def close(self) -> None:
         """Shut all trainers down."""
         for name, trainer in self.swarm.peers.items():
-            for part in trainer.parts:
-                await self.swarm.run_on(name, part.close)
+            for fragment in trainer.fragments:
+                await self.swarm.run_on(name, fragment.close)
             await self.swarm.run_on(name, trainer.participant.core.close)
 
     def agree(self, names: list[str]) -> bool:
         """Whether these trainers hold the same parameters, bit by bit, under the same name."""
-        first = self.swarm.peer(names[0])
+        first, *others = (self.swarm.peer(name) for name in names)
         return all(
-            [part.state for part in self.swarm.peer(name).parts] == [part.state for part in first.parts]
-            and all(torch.equal(a, b) for a, b in zip(self.swarm.peer(name).parameters, first.parameters, strict=True))
-            for name in names
+            [fragment.state for fragment in other.fragments] == [fragment.state for fragment in first.fragments]
+            and all(torch.equal(a, b) for a, b in zip(other.parameters, first.parameters, strict=True))
+            for other in others
         )

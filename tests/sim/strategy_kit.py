@@ -37,7 +37,7 @@ _MOVED = 1e-9
 
 
 class Audit:
-    """All states that any peer has ever held, by part and name.
+    """All states that any peer has ever held, by fragment and name.
 
     Args:
         counts: whether each batch shows in the anchor: see this module.
@@ -49,7 +49,7 @@ class Audit:
         self._anchors: dict[tuple[int, bytes], torch.Tensor] = {}
         self._before: dict[tuple[int, bytes], tuple[int, bytes]] = {}
 
-    def look(self, part: int, participant: Participant) -> None:
+    def look(self, fragment: int, participant: Participant) -> None:
         """A peer holds this state now.
 
         Raises:
@@ -57,23 +57,23 @@ class Audit:
         """
         training, state = participant.training, participant.state
         bits = hash_of([*training.export()[1]])
-        assert self._bits.setdefault((part, state.digest), bits) == bits, f"two states of one name: {state}"
+        assert self._bits.setdefault((fragment, state.digest), bits) == bits, f"two states of one name: {state}"
         assert training.epoch == state.epoch
-        if self.counts and (part, state.digest) not in self._anchors:
-            self._anchors[part, state.digest] = _flat(training.trained)
+        if self.counts and (fragment, state.digest) not in self._anchors:
+            self._anchors[fragment, state.digest] = _flat(training.trained)
 
-    def merged(self, part: int, before: StateName, after: StateName) -> None:
+    def merged(self, fragment: int, before: StateName, after: StateName) -> None:
         """A merge led from one state to another."""
         if before != after:
-            self._before[part, after.digest] = part, before.digest
+            self._before[fragment, after.digest] = fragment, before.digest
 
-    def check(self, part: int, state: StateName) -> int:
+    def check(self, fragment: int, state: StateName) -> int:
         """How many merges that led to this state were looked at.
 
         Raises:
             AssertionError: a batch was counted in two of them.
         """
-        key, merges = (part, state.digest), 0
+        key, merges = (fragment, state.digest), 0
         moved = torch.zeros_like(self._anchors[key], dtype=torch.int)
         while (before := self._before.get(key)) is not None and key in self._anchors and before in self._anchors:
             moved += (self._anchors[key] - self._anchors[before]).abs() > _MOVED
@@ -101,18 +101,18 @@ class Counted(Trainer):
             parameter.grad = torch.zeros_like(parameter)
             parameter.grad.view(-1)[place] = -1.0
 
-    async def take_turn(self, part: Participant | None = None) -> None:
+    async def take_turn(self, fragment: Participant | None = None) -> None:
         """See `Trainer`."""
-        participant = part or self.participant
+        participant = fragment or self.participant
         before, began = participant.state, asyncio.get_running_loop().time()
         goes_on = before.epoch > 0 and not participant.at_end
-        await super().take_turn(part)
+        await super().take_turn(fragment)
         after = participant.state
         if goes_on and not participant.at_end:
             self.slowest_s = max(self.slowest_s, asyncio.get_running_loop().time() - began)
         self.turns += 1
         if participant.training.whole and (before != after or self.turns % 8 == 0):
-            self.audit.look(self.parts.index(participant), participant)
+            self.audit.look(self.fragments.index(participant), participant)
         if participant.core.endpoint.contact.addresses:
             assert after.key >= before.key, f"{participant.settings.run_id} went back from {before} to {after}"
 
@@ -120,7 +120,7 @@ class Counted(Trainer):
         """See `Trainer`."""
         before = participant.state
         participant.own.step()
-        self.audit.merged(self.parts.index(participant), before, participant.state)
+        self.audit.merged(self.fragments.index(participant), before, participant.state)
         await participant.stepped()
 
 
@@ -181,13 +181,13 @@ class Weather:
         swarm, rng = self.run.swarm, self.rng
         up = [name for name in self.names if swarm.is_alive(name)]
         down = [name for name in self.names if not swarm.is_alive(name)]
-        how = rng.choice(["crash", "vanish", "leave", "pause", "join", "client", "back", "back", "slow", "part"])
+        how = rng.choice(["crash", "vanish", "leave", "pause", "join", "client", "back", "back", "slow", "split"])
         name = rng.choice(up)
         self.log.append(f"{asyncio.get_running_loop().time():.1f} {how} {name}")
         if how in ("crash", "vanish", "leave") and len(up) > 2 and name != "p0":
             if how == "leave":
-                for part in swarm.peer(name).parts:
-                    await swarm.run_on(name, part.close)
+                for fragment in swarm.peer(name).fragments:
+                    await swarm.run_on(name, fragment.close)
             (swarm.vanish if how == "vanish" else swarm.crash)(name)
         elif how == "pause":
             swarm.stall(name, rng.uniform(0.5, 8.0))
@@ -200,7 +200,7 @@ class Weather:
                 self.train(down[0])
         elif how == "slow":
             swarm.slow(name, rng.choice([1.0, 10.0, 50.0]))
-        elif how == "part":
+        elif how == "split":
             swarm.partition([rng.sample(self.names, len(self.names) // 2)])
             await sim.sleep(rng.uniform(1.0, 8.0))
             swarm.heal()
@@ -216,16 +216,16 @@ class Weather:
         for name in swarm.peers:
             swarm.slow(name, 1.0)
         await sim.sleep(10.0)
-        last = max(part.epoch for trainer in swarm.peers.values() for part in trainer.parts)
+        last = max(fragment.epoch for trainer in swarm.peers.values() for fragment in trainer.fragments)
         self.run.announce_end(last + merges)
         limit = asyncio.get_running_loop().time() + patience_s
         while not all(trainer.finished for trainer in swarm.peers.values()):
             assert asyncio.get_running_loop().time() < limit, f"it does not end: {self._places()}"
             await sim.sleep(0.5)
         assert self.run.agree(sorted(swarm.peers)), self._places()
-        for number, part in enumerate(next(iter(swarm.peers.values())).parts):
+        for number, fragment in enumerate(next(iter(swarm.peers.values())).fragments):
             if self.audit.counts:
-                assert self.audit.check(number, part.state) > 2
+                assert self.audit.check(number, fragment.state) > 2
         assert not self.warnings, self.warnings
         assert not self.run.warnings, self.run.warnings
         await self.run.close()
@@ -233,7 +233,7 @@ class Weather:
     def _places(self) -> str:
         peers = self.run.swarm.peers.items()
         return "; ".join(
-            f"{name} {[(part.epoch, part.state.digest.hex()[:4], part.phase.value) for part in trainer.parts]}"
+            f"{name} {[(each.epoch, each.state.digest.hex()[:4], each.phase.value) for each in trainer.fragments]}"
             for name, trainer in peers
         )
 

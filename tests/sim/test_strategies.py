@@ -148,18 +148,18 @@ def test_merges_of_one_batch_without_momentum_are_synchronous_training() -> None
                 assert training.accumulate(size)
         single.use_own_mean()
         single.step()
-        parts = [each.parts[0] for each in steps]
-        weights = [part.contribute()[0] for part in parts]
+        fragments = [each.fragments[0] for each in steps]
+        weights = [fragment.contribute()[0] for fragment in fragments]
         means = [
             sum(weight * tensor for weight, tensor in zip(weights, tensors, strict=True)) / sum(weights)
-            for tensors in zip(*(part.accumulators for part in parts), strict=True)
+            for tensors in zip(*(fragment.accumulators for fragment in fragments), strict=True)
         ]
-        for part in parts:
-            for accumulator, mean in zip(part.accumulators, means, strict=True):
+        for fragment in fragments:
+            for accumulator, mean in zip(fragment.accumulators, means, strict=True):
                 accumulator.copy_(mean)
-            part.counted()
-            part.use_accumulators()
-            part.step()
+            fragment.counted()
+            fragment.use_accumulators()
+            fragment.step()
         for parameters in peers:
             for one, other in zip(parameters, alike, strict=True):
                 torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
@@ -208,7 +208,7 @@ def test_peers_of_any_speed_end_with_equal_bits(strategy: Strategy) -> None:
             await sim.sleep(0.5)
         assert run.agree(names)
         for trainer in run.trainers.values():
-            assert [part.epoch for part in trainer.parts] == [6] * len(trainer.parts)
+            assert [fragment.epoch for fragment in trainer.fragments] == [6] * len(trainer.fragments)
             assert not trainer.downloads
             assert trainer.participant.contribution.contributed > 0
         assert not run.warnings, run.warnings

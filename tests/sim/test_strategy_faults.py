@@ -55,11 +55,12 @@ def test_a_peer_that_lost_the_verdict_gives_the_same_batches_again(strategy: Str
         weather = Weather(strategy, 1, peers=3, counts=True)
         await weather.begin()
         trainer = weather.run.swarm.peer("p1")
-        lost = lose_a_verdict(trainer.parts[-1])
-        while trainer.parts[-1].epoch < 5:
+        lost = lose_a_verdict(trainer.fragments[-1])
+        while trainer.fragments[-1].epoch < 5:
             await sim.sleep(0.1)
         assert lost
-        assert not any(part.takeover.downloads for part in trainer.parts[:-1])  # these are where they should be
+        # The others are where they should be.
+        assert not any(fragment.takeover.downloads for fragment in trainer.fragments[:-1])
         await weather.end(3, 60.0)
 
     sim.run(main, seed=1)
@@ -74,7 +75,7 @@ def test_a_peer_that_lost_the_verdict_gives_the_same_batches_again(strategy: Str
     ids=["StreamingDiLoCo", "Decoupled"],
 )
 def test_an_auxiliary_peer_waits_for_batches_of_its_own_before_it_takes_a_merge(strategy: Strategy) -> None:
-    """It does not, as it has none; nor does it wait for one part of the model while another one is merged."""
+    """It does not, as it has none; nor does it wait for one fragment of the model while another one is merged."""
 
     async def main() -> None:
         run = Run(target=1)
@@ -84,9 +85,9 @@ def test_an_auxiliary_peer_waits_for_batches_of_its_own_before_it_takes_a_merge(
 
         async def help_others() -> None:
             while not aux.finished:
-                for part in aux.parts:
-                    if not part.at_end or all(each.at_end for each in aux.parts):
-                        await aux.take_turn(part)
+                for fragment in aux.fragments:
+                    if not fragment.at_end or all(each.at_end for each in aux.fragments):
+                        await aux.take_turn(fragment)
             aux.participant.training.local.go_back()  # type: ignore[attr-defined]
 
         run.swarm.spawn("aux", help_others())
@@ -122,43 +123,43 @@ def test_an_interrupt_in_the_outer_step_leaves_what_was_trained_to_be_given_agai
     """It does not: it is in the anchor, so the parameters go back to that before the next batch counts."""
     assert strategy.merging is not None
     local = LocalSteps(*make_optimizer(model()), (), strategy.merging)
-    part = local.parts[0]
+    fragment = local.fragments[0]
     backward(list(local.trained), 0, 0, BATCH)
     assert local.accumulate(BATCH)
-    part.contribute()
-    part.use_accumulators()
-    part.counted()
-    whole = part.optimizer.step
+    fragment.contribute()
+    fragment.use_accumulators()
+    fragment.counted()
+    whole = fragment.optimizer.step
 
     def half() -> None:
         whole()
         raise Interrupted
 
-    part.optimizer.step = half  # type: ignore[method-assign, assignment]
+    fragment.optimizer.step = half  # type: ignore[method-assign, assignment]
     with pytest.raises(Interrupted):
-        part.step()
-    assert part.epoch == 1
+        fragment.step()
+    assert fragment.epoch == 1
     backward(list(local.trained), 0, 1, BATCH)
     assert not local.accumulate(BATCH)
-    assert (part.samples, part.batches) == (0, 0)
-    assert all(map(torch.equal, local.trained, part.trained))
+    assert (fragment.samples, fragment.batches) == (0, 0)
+    assert all(map(torch.equal, local.trained, fragment.trained))
 
 
 def test_a_peer_with_broken_parameters_keeps_the_weight_of_what_it_has_lost() -> None:
     """It does not: its parameters are the anchor again, and nothing of them is still to be given."""
     local = LocalSteps(*make_optimizer(model()), (), Decoupled(4, fragments=1).merging)
-    part = local.parts[0]
+    fragment = local.fragments[0]
     backward(list(local.trained), 0, 0, BATCH)
     assert local.accumulate(BATCH)
     with torch.no_grad():
         local.trained[0][0, 0] = torch.nan
-    part.contribute()
-    for each in part.accumulators:
+    fragment.contribute()
+    for each in fragment.accumulators:
         each.zero_()  # the average of the others
-    part.use_accumulators()
-    part.step()
-    assert (part.samples, part.batches) == (0, 0)
-    assert all(map(torch.equal, local.trained, part.trained))
+    fragment.use_accumulators()
+    fragment.step()
+    assert (fragment.samples, fragment.batches) == (0, 0)
+    assert all(map(torch.equal, local.trained, fragment.trained))
 
 
 STRATEGIES: dict[str, tuple[Strategy, bool]] = {
@@ -175,7 +176,7 @@ STRATEGIES: dict[str, tuple[Strategy, bool]] = {
 
 
 def weather(name: str, seed: int, faults: int = 8) -> None:
-    """A run with so many faults, drawn from the seed; and how long its trainers stood still for a part of the model."""
+    """A run with so many faults, drawn from the seed; and how long its trainers stood still for a fragment."""
     strategy, counts = STRATEGIES[name]
     played = play(strategy, seed, faults=faults, counts=counts)
     slowest_s = max(trainer.slowest_s for trainer in played.run.trainers.values() if isinstance(trainer, Counted))
@@ -205,7 +206,7 @@ def test_peers_that_merge_in_bad_weather_end_with_one_state() -> None:
 def test_two_halves_of_a_swarm_that_went_on_apart_end_with_one_state(
     name: str, soak: Callable[[int, int], int]
 ) -> None:
-    """Each part goes on from the better of its two states. No batch counts twice, also in what the others give up."""
+    """Each fragment goes on from the better of its two states. No batch counts twice, nor in what others give up."""
     strategy, counts = STRATEGIES[name]
 
     async def main() -> None:
@@ -215,8 +216,8 @@ def test_two_halves_of_a_swarm_that_went_on_apart_end_with_one_state(
         swarm = weather.run.swarm
         swarm.partition([weather.rng.sample(weather.names, 2)])
         await sim.sleep(weather.rng.uniform(6.0, 15.0))
-        states = {part.state.digest for trainer in swarm.peers.values() for part in trainer.parts}
-        apart.append(len(states) > len(swarm.peer("p0").parts))
+        states = {fragment.state.digest for trainer in swarm.peers.values() for fragment in trainer.fragments}
+        apart.append(len(states) > len(swarm.peer("p0").fragments))
         swarm.heal()
         await weather.end(3, 120.0)
 
@@ -246,9 +247,9 @@ def test_a_quorum_that_is_not_there_is_told_once() -> None:
         assert [told in warning for warning in weather.warnings] == [True, True], weather.warnings
         weather.warnings.clear()
         trainers = weather.run.swarm.peers.values()
-        assert all(part.epoch == 0 for trainer in trainers for part in trainer.parts)
+        assert all(fragment.epoch == 0 for trainer in trainers for fragment in trainer.fragments)
         await weather.add("p2")
-        while min(part.epoch for trainer in trainers for part in trainer.parts) < 2:
+        while min(fragment.epoch for trainer in trainers for fragment in trainer.fragments) < 2:
             await sim.sleep(0.5)
         await weather.run.close()
 
@@ -260,17 +261,17 @@ def test_a_state_that_is_taken_over_while_others_weights_are_in_place_comes_back
     parameters = model(torch.float32)
     inner: Any = pytorch_optimizer.ScheduleFreeAdamW(parameters, lr=0.1)
     local = LocalSteps(inner, None, (), DiLoCo(4, MEAN).merging)
-    part = local.parts[0]
-    values, tensors = part.export()
-    given = part.prepare({**values, "epoch": 3}, [each.clone() + 1.0 for each in tensors])
+    fragment = local.fragments[0]
+    values, tensors = fragment.export()
+    given = fragment.prepare({**values, "epoch": 3}, [each.clone() + 1.0 for each in tensors])
     inner.train()
     for number in range(2):
         backward(parameters, 0, number, BATCH)
         assert local.accumulate(BATCH)
     local.evaluate()
-    part.take_over(given)
+    fragment.take_over(given)
     local.train()
-    assert all(map(torch.equal, local.trained, part.trained))
+    assert all(map(torch.equal, local.trained, fragment.trained))
 
 
 def test_a_peer_whose_parameters_are_broken_trains_nothing_any_more() -> None:
@@ -283,4 +284,4 @@ def test_a_peer_whose_parameters_are_broken_trains_nothing_any_more() -> None:
         backward(list(local.trained), 0, number, BATCH)
         assert local.accumulate(BATCH) == (number != 1)
         assert (local.broken is None) == (number == 0)
-    assert local.parts[0].batches == 2
+    assert local.fragments[0].batches == 2

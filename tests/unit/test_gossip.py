@@ -21,7 +21,7 @@ from shoal.errors import ClosedError, PeerTimeout
 from shoal.events import EventBus, PeerDropped, Warned
 from shoal.optim import RunSettings
 from shoal.optim.gossip import ProgressGossip
-from shoal.optim.settings import part_settings
+from shoal.optim.settings import fragment_settings
 from shoal.optim.tellers import Countdown, Order, silence_s
 from shoal.peer import Address, PeerID
 from shoal.progress import StateKey, SwarmProgress
@@ -156,7 +156,7 @@ def test_peers_that_merge_tell_how_far_they_are_near_the_merge_only() -> None:
         gossip = gossip_at(
             known,
             EventBus(),
-            settings=part_settings(SETTINGS, Merging(every=100, fragments=16), 1),
+            settings=fragment_settings(SETTINGS, Merging(every=100, fragments=16), 1),
             connected=lambda peer: True,
             reachable=lambda peer: True,
             is_silent=lambda peer: False,

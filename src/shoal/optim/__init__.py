@@ -5,8 +5,8 @@ Read `training_state` (what a peer trains: no network), then `phases` (when the 
 `own_state` (the state that a peer trains), `outlook` (the swarm as it sees it), `takeover` (of a better state),
 `state_name` (how a state is named), `gossip` (how peers tell where they stand), `shared_state` (what newcomers
 download), `checkpoint` (the same on disk) and `saving` (when it is written). With a strategy that merges: `outer` (the
-anchor and its optimizer), `pace` (when a merge is due) and `parts` (of the model, each with its participant). For loops
-that take their own steps, as with hivemind: `grad_averager`, `power_sgd`, `training_averager`, `state_averager`,
+anchor and its optimizer), `pace` (when a merge is due) and `fragments` (of the model, each with its participant). For
+loops that take their own steps, as with hivemind: `grad_averager`, `power_sgd`, `training_averager`, `state_averager`,
 `progress_tracker`; and for float16: `grad_scaler`.
 """
 

@@ -37,6 +37,18 @@ from shoal.optim.arguments import (
 from shoal.optim.batch_rows import rows_of
 from shoal.optim.checkpoint import Content, Files, Saved, copy_of
 from shoal.optim.faces import HivemindNames
+from shoal.optim.fragments import (
+    export,
+    fingerprint,
+    fragments_of,
+    load_saved,
+    name_of_all,
+    places,
+    prepare,
+    prepare_saved,
+    saved_fragments,
+    take_over,
+)
 from shoal.optim.gradient_watch import GradientWatch
 from shoal.optim.inner import make_inner, make_scheduler
 from shoal.optim.local_updates import LocalTrainingState
@@ -45,23 +57,11 @@ from shoal.optim.model import TrainedModel
 from shoal.optim.offload import Offload
 from shoal.optim.outer import LocalSteps, OuterTrainingState
 from shoal.optim.participant import Participant
-from shoal.optim.parts import (
-    export,
-    fingerprint,
-    load_parts,
-    name_of_all,
-    parts_of,
-    places,
-    prepare,
-    prepare_parts,
-    saved_parts,
-    take_over,
-)
 from shoal.optim.phases import RunPhase
 from shoal.optim.power_sgd import low_rank_options
 from shoal.optim.saving import Saver, misfit, saver_of
 from shoal.optim.schedule import ScheduleWatch, follow
-from shoal.optim.settings import RunSettings, checked_settings, part_settings, run_settings
+from shoal.optim.settings import RunSettings, checked_settings, fragment_settings, run_settings
 from shoal.optim.state_name import StateName
 from shoal.optim.status import Status
 from shoal.optim.training_state import TrainingState
@@ -343,7 +343,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 0 if local else average_state_every,
                 local_updates=tuple(options.get("average_opt_statistics", ())) if local else None,
                 merging=merging,
-                outer=parts_of(self._training)[0].optimizer if merging is not None else None,
+                outer=fragments_of(self._training)[0].optimizer if merging is not None else None,
                 model=self._model,
                 given=given,
                 **codecs,
@@ -378,7 +378,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             )
 
     def _begin_from(self, folder: Path | None, settings: Mapping[str, str]) -> list[StateName] | None:
-        """Take over the best checkpoint before this peer joins the run; the names of its parts."""
+        """Take over the best checkpoint before this peer joins the run; the names of its fragments."""
         if folder is None:
             return None
         found = self._saver.find(folder, settings)
@@ -394,21 +394,21 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         state_compression: CompressionBase | None,
         found: Sequence[StateName | None] | None,
     ) -> list[Participant]:
-        others, parts = len(core.leavers), parts_of(self._training)
+        others, fragments = len(core.leavers), fragments_of(self._training)
         participants: list[Participant] = []
         try:
-            for number, part in enumerate(parts):
+            for number, fragment in enumerate(fragments):
                 ours = settings
-                if isinstance(part, OuterTrainingState):
-                    ours = part_settings(settings, part.merging, number)
+                if isinstance(fragment, OuterTrainingState):
+                    ours = fragment_settings(settings, fragment.merging, number)
                 codecs = {"compression": compression, "state_compression": state_compression}
-                participants.append(Participant(core, part, ours, lock=self._lock, **codecs))
+                participants.append(Participant(core, fragment, ours, lock=self._lock, **codecs))
         except BaseException:
             for leave in core.leavers[others:]:  # it has made averagers, which hold the run's names
                 await leave(0.0)
             raise
         try:
-            names = found or [None for _ in parts]
+            names = found or [None for _ in fragments]
             for participant, name in zip(participants, names, strict=True):
                 if name is not None:
                     participant.own.loaded(name, unchanged=True)
@@ -428,7 +428,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
 
     @property
     def local_epoch(self) -> int:
-        """Swarm steps that went into this peer's parameters; merges of each part of the model, if peers merge."""
+        """Swarm steps that went into this peer's parameters; merges of each fragment of the model, if peers merge."""
         return min(each.epoch for each in self._participants)
 
     @property
@@ -442,7 +442,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
 
     @property
     def _participant(self) -> Participant:
-        """Of the first part of the model."""
+        """Of the first fragment of the model."""
         return self._participants[0]
 
     @property
@@ -711,9 +711,9 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         return all(each.at_end for each in self._participants)
 
     def _take_turn(self, participant: Participant) -> bool:
-        """Do what a part of the model asks for; returns whether to stand still for a better state of it."""
+        """Do what a fragment of the model asks for; returns whether to stand still for a better state of it."""
         if participant.at_end and not self._at_end:
-            return False  # other parts of the model are still trained
+            return False  # other fragments of the model are still trained
         phase = self._run(participant.decide(self.averaging_timeout), self.averaging_timeout)
         if phase is not RunPhase.STEPPING:
             return phase is RunPhase.BEHIND and participant.stands_still
@@ -729,7 +729,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         return participant.at_end and self._take_turn(participant)  # the last one: wait for the others
 
     def _download(self, behind: Sequence[Participant]) -> None:
-        """Stand still for better states of these parts of the model: for all at once, as each takes its round trips."""
+        """Stand still for better states of these fragments: for all at once, as each takes its round trips."""
         timeout_s, patient = self.load_state_timeout, self.auxiliary
 
         async def download() -> list[bool | BaseException]:
@@ -786,7 +786,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             name = {"epoch": state.epoch, "digest": state.digest.hex(), "samples": state.samples}
             where = {**name, "scheduled": training.scheduled, "fingerprint": fingerprint(training)}
             if isinstance(training, LocalSteps):
-                where["merged"] = saved_parts(self._participants)
+                where["merged"] = saved_fragments(self._participants)
             return {**training.optimizer.state_dict(), "shoal": where}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -813,7 +813,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             raise ConfigError(f"state_dict must be what state_dict() gave, got {type(state_dict).__name__}")
         saved = dict(state_dict)
         about = saved.pop("shoal", None)
-        where, merged = where_saved(about), about and about.get("merged")
+        where = where_saved(about)
+        merged = about.get("merged") if where is not None and isinstance(self._training, LocalSteps) else None
         with self._lock.acquire_in_thread():
             if self._training.evaluates and not self._training.hides_weights:
                 raise ConfigError(
@@ -821,7 +822,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                     "train() of the shoal.Optimizer, then load the model's state and this one"
                 )
             try:
-                parts = prepare_parts(self._training, merged)
+                loaded = [] if where is None or merged is None else prepare_saved(self._training, where[0], merged)
             except StateUnavailable as error:
                 raise ConfigError(f"state_dict['shoal'] does not fit here: {error}") from error
             try:
@@ -830,9 +831,11 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 raise ConfigError(f"state_dict does not fit this optimizer: {error}") from error
             if where is not None:
                 self._training.resume(where[0].epoch, where[1])
-            names = load_parts(self._training, parts)
+            names: list[StateName | None] = [where and where[0]]
+            if isinstance(self._training, LocalSteps):
+                names = load_saved(self._training, loaded)
             unchanged = where is not None and where[2] == fingerprint(self._training)
-            for each, name in zip(self._participants, names or [where and where[0]], strict=False):
+            for each, name in zip(self._participants, names, strict=True):
                 each.own.loaded(name, unchanged=unchanged)
         self._run(self._tell_loaded(), GRACE_S)
 
@@ -892,7 +895,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
 
     def _copy(self, memory: Files | None = None) -> Content:
         with self._lock.acquire_in_thread():
-            state, described = export(self._participants), places(parts_of(self._training))
+            state, described = export(self._participants), places(fragments_of(self._training))
             model = {} if self._model is None else self._model.to_save()
             settings = self._participant.settings.fingerprint
             return copy_of(self.run_id, state, self._state, settings, described, model, memory)
@@ -938,18 +941,18 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         """Take over a checkpoint, all of it or nothing (under the lock, if there is a participant already).
 
         Returns:
-            The names of the states of its parts.
+            The names of the states of its fragments.
         """
         if self._training.evaluates:
             raise ConfigError("the optimizer is in eval mode: call train() before a checkpoint is taken over")
         try:
-            loaded = prepare(parts_of(self._training), saved.values, saved.tensors)
+            loaded = prepare(fragments_of(self._training), saved.name, saved.values, saved.tensors)
         except StateUnavailable as error:
             raise misfit(saved, f"{error}") from error
-        take_over(self._training, loaded)
+        names = take_over(self._training, loaded)
         if self._model is not None:
             self._model.restore_statistics(saved.model)
-        return [each.name or saved.name for each in loaded]
+        return names
 
     def eval(self) -> None:
         """Put the weights to evaluate with in place, where the inner optimizer has such (ScheduleFree); else nothing.

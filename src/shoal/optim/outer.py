@@ -1,4 +1,4 @@
-"""The state of a part of the model that peers merge now and then: the anchor, and the optimizer that steps it.
+"""The state of a fragment of the model that peers merge now and then: the anchor, and the optimizer that steps it.
 
 It is a `TrainingState` whose parameters are the anchor, whose optimizer is the outer one, and whose gradient is the
 outer gradient: the anchor minus this peer's parameters. So a merge is a round of gradients, and the named state, which
@@ -20,26 +20,26 @@ from shoal.optim.local_updates import LocalTrainingState
 from shoal.optim.training_state import PreparedState, TrainingState, not_finite
 from shoal.strategies import Merging
 
-__all__ = ["LocalSteps", "OuterTrainingState", "fragments_of"]
+__all__ = ["LocalSteps", "OuterTrainingState"]
 
 
-def fragments_of(tensors: Sequence[torch.Tensor], fragments: int) -> list[list[int]]:
-    """The numbers of the tensors in each part, so that the parts have about equally many elements.
+def _divided(tensors: Sequence[torch.Tensor], fragments: int) -> list[list[int]]:
+    """The numbers of the tensors in each fragment, so that the fragments have about equally many elements.
 
     Raises:
-        ConfigError: there are more parts than tensors.
+        ConfigError: there are more fragments than tensors.
     """
     if fragments > len(tensors):
         raise ConfigError(
             f"fragments must be at most the number of trained tensors, got {fragments} for {len(tensors)} tensors"
         )
-    parts: list[list[int]] = [[] for _ in range(fragments)]
+    found: list[list[int]] = [[] for _ in range(fragments)]
     sizes = [0] * fragments
     for index in sorted(range(len(tensors)), key=lambda index: (-tensors[index].numel(), index)):
-        smallest = min(range(fragments), key=lambda part: (sizes[part], len(parts[part]), part))
-        parts[smallest].append(index)
+        smallest = min(range(fragments), key=lambda number: (sizes[number], len(found[number]), number))
+        found[smallest].append(index)
         sizes[smallest] += tensors[index].numel()
-    return [sorted(part) for part in parts]
+    return [sorted(each) for each in found]
 
 
 class _Trained(GradientSum):
@@ -67,14 +67,14 @@ class _Trained(GradientSum):
 
 
 class OuterTrainingState(TrainingState):
-    """The anchor of a part of the model, on one peer.
+    """The anchor of a fragment of the model, on one peer.
 
     Args:
         local: the parameters that this peer steps, and their optimizer.
         merging: the way in which peers merge.
-        part: the numbers of the trained parameters of this part.
-        frozen: parameters of the optimizer that are not trained, and belong to this part of the state.
-        extra_tensors: further tensors that belong to this part of the state.
+        fragment: the numbers of the trained parameters of this fragment.
+        frozen: parameters of the optimizer that are not trained, and belong to this fragment of the state.
+        extra_tensors: further tensors that belong to this fragment of the state.
 
     Attributes:
         merging: as given.
@@ -95,12 +95,12 @@ class OuterTrainingState(TrainingState):
         self,
         local: LocalTrainingState,
         merging: Merging,
-        part: Sequence[int],
+        fragment: Sequence[int],
         frozen: Sequence[torch.Tensor] = (),
         extra_tensors: Sequence[torch.Tensor] = (),
     ) -> None:
         self.merging, self._local = merging, local
-        self._own = [local.trained[index] for index in part]
+        self._own = [local.trained[index] for index in fragment]
         self._places = [index for index, each in enumerate(local.parameters) for own in self._own if each is own]
         anchor = [torch.nn.Parameter(each.detach().clone()) for each in self._own]
         try:
@@ -188,7 +188,7 @@ class OuterTrainingState(TrainingState):
         return [each.to(own) for each, own in zip(self.accumulators, self._own, strict=True)]
 
     def unfit(self) -> int | None:
-        """The first parameter of this part that is not finite here; None if all are."""
+        """The first parameter of this fragment that is not finite here; None if all are."""
         return not_finite(self._weights())
 
     def use_average(self, vector: Vector) -> None:
@@ -292,20 +292,20 @@ class OuterTrainingState(TrainingState):
 
 
 class LocalSteps(LocalTrainingState):
-    """The parameters of a peer that steps on its own batches, and merges them in parts.
+    """The parameters of a peer that steps on its own batches, and merges them in fragments.
 
     Args:
         optimizer: over the parameters that are trained.
         scheduler: moves with the batches, if `merging` counts batches, and with the merges otherwise; None for none.
-        extra_tensors: they belong to the state of the first part.
+        extra_tensors: they belong to the state of the first fragment.
         merging: the way in which peers merge.
 
     Attributes:
         merging: as given.
-        parts: of the model, in order.
+        fragments: of the model, in order.
 
     Raises:
-        ConfigError: there are more parts than trained tensors; or the outer optimizer is of no use.
+        ConfigError: there are more fragments than trained tensors; or the outer optimizer is of no use.
     """
 
     def __init__(
@@ -317,13 +317,13 @@ class LocalSteps(LocalTrainingState):
     ) -> None:
         super().__init__(optimizer, scheduler)
         self.merging = merging
-        self.parts = [
-            OuterTrainingState(self, merging, part, *((self._frozen, extra_tensors) if number == 0 else ()))
-            for number, part in enumerate(fragments_of(self.trained, merging.fragments))
+        self.fragments = [
+            OuterTrainingState(self, merging, fragment, *((self._frozen, extra_tensors) if number == 0 else ()))
+            for number, fragment in enumerate(_divided(self.trained, merging.fragments))
         ]
 
     def accumulate(self, batch_size: int) -> bool:
-        """Step on the gradients in `.grad`, and count the batch for the next merge of each part.
+        """Step on the gradients in `.grad`, and count the batch for the next merge of each fragment.
 
         Returns:
             Whether it counts: not if the gradients are not finite, or were computed at parameters that are no more.
@@ -331,7 +331,7 @@ class LocalSteps(LocalTrainingState):
         Raises:
             ConfigError: see `TrainingState.accumulate`.
         """
-        settled = [part.settle() for part in self.parts]
+        settled = [fragment.settle() for fragment in self.fragments]
         if any(settled):
             return False
         left_out = self.left_out
@@ -339,8 +339,8 @@ class LocalSteps(LocalTrainingState):
             if self.left_out != left_out and self.broken is not None:
                 self.go_back()
             return False
-        for part in self.parts:
-            part.count(batch_size)
+        for fragment in self.fragments:
+            fragment.count(batch_size)
         self.follow_schedule()
         return True
 
@@ -353,16 +353,16 @@ class LocalSteps(LocalTrainingState):
         )
 
     def go_back(self) -> None:
-        """Let the parameters be the anchor of each part: at the end of the run, or if they are of no use."""
-        for part in self.parts:
-            part.go_back()
+        """Let the parameters be the anchor of each fragment: at the end of the run, or if they are of no use."""
+        for fragment in self.fragments:
+            fragment.go_back()
 
     def begin_anew(self) -> None:
-        """Let the anchor of each part be what the parameters are: other weights were loaded into the model."""
-        for part in self.parts:
-            part.begin_anew()
+        """Let the anchor of each fragment be what the parameters are: other weights were loaded into the model."""
+        for fragment in self.fragments:
+            fragment.begin_anew()
 
     def follow_schedule(self) -> None:
-        """Move the schedule to where the run is: the merges of the last part are `every` batches apart."""
-        last, steps = self.parts[-1], self.merging.steps
+        """Move the schedule to where the run is: the merges of the last fragment are `every` batches apart."""
+        last, steps = self.fragments[-1], self.merging.steps
         self._move_schedule(last.epoch if steps is None else last.epoch * steps + last.batches_until(steps))

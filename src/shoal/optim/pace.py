@@ -111,13 +111,13 @@ class SamplesPace:
 
 
 class MergePace:
-    """The pace of a part of the model that is merged now and then.
+    """The pace of a fragment of the model, which is merged now and then.
 
     Others that have not contributed to the last merges count for no more peers than those that have, and this one.
 
     Args:
         merging: the way in which peers merge.
-        fragment: the number of the part. The first merges of the parts are spread over the way.
+        fragment: the number of the fragment. The first merges of the fragments are spread over the way.
     """
 
     def __init__(self, merging: Merging, fragment: int = 0) -> None:

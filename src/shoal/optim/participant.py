@@ -338,7 +338,7 @@ class Participant:
     def _missing(self) -> tuple[int, int]:
         """How many peers the next merge lacks, though this one is ready for it, and how many it takes.
 
-        It is told for the first part of the model only.
+        It is told for the first fragment of the model only.
         """
         settings = self.settings
         quorum = 0 if settings.merging is None or settings.fragment else settings.merging.quorum or 0

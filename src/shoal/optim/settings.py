@@ -19,7 +19,7 @@ from shoal.optim.training_state import TrainingState
 from shoal.strategies import Merging
 from shoal.version import __version__
 
-__all__ = ["RunSettings", "checked_settings", "part_settings", "run_settings"]
+__all__ = ["RunSettings", "checked_settings", "fragment_settings", "run_settings"]
 
 _SCHEDULED = frozenset({"lr", "betas", "momentum"})
 """Schedules change these in the groups, and a peer that resumes has others: the optimizer's first values count."""
@@ -51,7 +51,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
         catch_up_bytes: the most that a peer which is behind keeps of the steps that the others take meanwhile.
         fingerprint: named values that must be equal on all peers of the run.
         merging: the way in which peers merge; None: they average gradients.
-        fragment: the number of the part of the model that is merged.
+        fragment: the number of the fragment of the model that is merged.
     """
 
     run_id: str
@@ -79,22 +79,23 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
         return SamplesPace(self.target_batch_size) if self.merging is None else MergePace(self.merging, self.fragment)
 
 
-def part_settings(settings: RunSettings, merging: Merging, number: int) -> RunSettings:
-    """The settings of a part of the model, which is merged by itself: in a run of its own, beside the others.
+def fragment_settings(settings: RunSettings, merging: Merging, number: int) -> RunSettings:
+    """The settings of a fragment of the model, which is merged by itself: in a run of its own, beside the others.
 
-    The first part compares the settings one by one. The others compare a digest of them: they travel with each word.
+    The first fragment compares the settings one by one. The others compare a digest of them, as they travel with each
+    word.
 
     Args:
         settings: of the run.
         merging: the way in which peers merge.
-        number: of the part.
+        number: of the fragment.
     """
     name = settings.run_id if number == 0 else f"{settings.run_id}/{number}"
     least = max(settings.averager.min_group_size, merging.quorum or 0)
     compared: Mapping[str, str] = settings.fingerprint
     if number:
         listed = msgspec.json.encode(sorted(settings.fingerprint.items()))
-        compared = {"settings of the first part": hashlib.sha256(listed).hexdigest()[:16]}
+        compared = {"settings of the first fragment": hashlib.sha256(listed).hexdigest()[:16]}
     return msgspec.structs.replace(
         settings,
         run_id=name,
@@ -103,7 +104,7 @@ def part_settings(settings: RunSettings, merging: Merging, number: int) -> RunSe
         delay_grad_averaging=merging.overlap != 0,
         merging=merging,
         fragment=number,
-        fingerprint={**compared, "part": f"{number}"},
+        fingerprint={**compared, "fragment": f"{number}"},
     )
 
 
@@ -128,7 +129,7 @@ def run_settings(
         local_updates: the statistics that are averaged, too, if parameters are averaged and not gradients; else None.
         model: that is trained, if it was given.
         merging: the way in which peers merge, if they do.
-        outer: the outer optimizer of the first part then.
+        outer: the outer optimizer of the first fragment then.
         given: more of them, of the program's own; `checked_settings` has checked them.
         codecs: by the names of their arguments.
 

@@ -1,0 +1,176 @@
+"""The fragments of the model that a run has on one peer: what is merged by itself has a participant and a state.
+
+Where gradients are averaged there is one fragment, the whole model, and its state is that of the run. Where there are
+several, each has its own chain of states: a peer that misses a merge of one fragment takes part in those of the others.
+A checkpoint holds all of them together, and so does a state dict.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from shoal.errors import StateUnavailable
+from shoal.optim.outer import LocalSteps
+from shoal.optim.participant import Participant
+from shoal.optim.shared_state import name_of
+from shoal.optim.state_name import StateName
+from shoal.optim.training_state import PreparedState, TrainingState
+from shoal.state import SharedState
+from shoal.wire import MAX_SAMPLES, decode_plain, encode
+
+__all__ = [
+    "Loaded",
+    "export",
+    "fingerprint",
+    "fragments_of",
+    "load_saved",
+    "name_of_all",
+    "places",
+    "prepare",
+    "prepare_saved",
+    "saved_fragments",
+    "take_over",
+]
+
+
+class Loaded(NamedTuple):
+    """The state of one fragment, as it was read: looked at whole, and ready to be taken over."""
+
+    name: StateName
+    prepared: PreparedState
+
+
+def fragments_of(training: TrainingState) -> Sequence[TrainingState]:
+    """The states of the fragments that this training is of."""
+    return training.fragments if isinstance(training, LocalSteps) else (training,)
+
+
+def name_of_all(names: Sequence[StateName]) -> StateName:
+    """One name for the states of all fragments; that of the state if there is one. The epoch is the lowest one."""
+    if len(names) == 1:
+        return names[0]
+    digest = hashlib.sha256(b"shoal fragments" + b"".join(name.digest for name in names)).digest()
+    return StateName(min(name.epoch for name in names), digest, min(sum(each.samples for each in names), MAX_SAMPLES))
+
+
+def export(participants: Sequence[Participant]) -> SharedState:
+    """The states of all fragments as one (under the lock): what a checkpoint holds."""
+    states = [each.own.export() for each in participants]
+    if len(states) == 1:
+        return states[0]
+    fragments = [
+        {"state": state.metadata["state"], "training": state.metadata["training"], "tensors": len(state.tensors)}
+        for state in states
+    ]
+    name = name_of_all([each.state for each in participants])
+    tensors = [tensor for state in states for tensor in state.tensors]
+    metadata = {"state": list(name), "training": {"fragments": fragments}}
+    # Only the first fragment has extra tensors.
+    return SharedState(metadata=metadata, tensors=tensors, may_be_infinite=states[0].may_be_infinite)
+
+
+def places(trainings: Sequence[TrainingState]) -> list[torch.Tensor]:
+    """For each tensor of `export` the tensor of the model that it belongs to; itself where it belongs to none."""
+    found: list[torch.Tensor] = []
+    for training in trainings:
+        known, (_, tensors) = training.places(), training.export()
+        found += [*known, *tensors[len(known) :]]
+    return found
+
+
+def prepare(
+    trainings: Sequence[TrainingState], name: StateName, values: Any, tensors: Sequence[torch.Tensor]
+) -> list[Loaded]:
+    """Look at a state that `export` gave; nothing is changed.
+
+    Args:
+        trainings: of the fragments here.
+        name: of the state.
+        values: its `training`.
+        tensors: as given.
+
+    Raises:
+        StateUnavailable: it does not fit here.
+    """
+    if len(trainings) == 1:
+        return [Loaded(name, trainings[0].prepare(values, tensors))]
+    try:
+        fragments = msgspec.convert(values["fragments"], list[_Fragment])
+    except (msgspec.ValidationError, KeyError, TypeError) as error:
+        raise StateUnavailable(f"it is no state of {len(trainings)} fragments: {error}") from error
+    if len(fragments) != len(trainings) or sum(fragment.tensors for fragment in fragments) != len(tensors):
+        raise StateUnavailable(f"it is a state of {len(fragments)} fragments, and there are {len(trainings)} here")
+    loaded, begin = [], 0
+    for training, fragment in zip(trainings, fragments, strict=True):
+        end = begin + fragment.tensors
+        prepared = training.prepare(fragment.training, tensors[begin:end])
+        loaded.append(Loaded(name_of({"state": fragment.state}), prepared))
+        begin = end
+    return loaded
+
+
+class _Fragment(msgspec.Struct):
+    """One fragment in the plain values of a state of several."""
+
+    state: Any
+    training: Any
+    tensors: int
+
+
+def fingerprint(training: TrainingState) -> str:
+    """A digest of what all fragments hold, in hexadecimal."""
+    digests = [fragment.fingerprint() for fragment in fragments_of(training)]
+    return digests[0].hex() if len(digests) == 1 else hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def take_over(training: TrainingState, loaded: Sequence[Loaded]) -> list[StateName]:
+    """Take over a state that was prepared (under the lock): see `TrainingState.take_over`.
+
+    Returns:
+        The name of each fragment's state.
+    """
+    for fragment, each in zip(fragments_of(training), loaded, strict=True):
+        fragment.take_over(each.prepared)
+    if isinstance(training, LocalSteps):
+        training.go_back()
+        training.follow_schedule()
+    return [each.name for each in loaded]
+
+
+def saved_fragments(participants: Sequence[Participant]) -> dict[str, Any]:
+    """A copy of what `export` gives, for a state dict: tensors only (under the lock)."""
+    state = export(participants)
+    values = torch.frombuffer(bytearray(encode(state.metadata["training"])), dtype=torch.uint8)
+    return {"values": values, "tensors": [tensor.detach().clone() for tensor in state.tensors]}
+
+
+def prepare_saved(training: TrainingState, name: StateName, saved: Any) -> list[Loaded]:
+    """Look at what `saved_fragments` gave, as `prepare` does; nothing is changed.
+
+    Raises:
+        StateUnavailable: it does not fit here.
+    """
+    try:
+        values = decode_plain(bytes(saved["values"].numpy()))
+        return prepare(fragments_of(training), name, values, saved["tensors"])
+    except (msgspec.MsgspecError, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise StateUnavailable(f"it is not what state_dict() gave: {error}") from error
+
+
+def load_saved(training: LocalSteps, loaded: Sequence[Loaded]) -> list[StateName | None]:
+    """Take over what was prepared, if anything was (under the lock).
+
+    Else the anchor of each fragment becomes what the parameters are: a plain optimizer's state was loaded.
+
+    Returns:
+        The name of each fragment's state; None for one that was not saved.
+    """
+    if loaded:
+        return [*take_over(training, loaded)]
+    training.begin_anew()
+    return [None for _ in training.fragments]

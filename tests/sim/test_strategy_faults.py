@@ -187,9 +187,8 @@ def weather(name: str, seed: int, faults: int = 8) -> None:
     )
 
 
-FETCHED_S = 5.0
-"""A trainer that never waits for a merge stands still when a state that it lacks was fetched. On a slow line that takes
-as long as the steps which lead on from there are waited for. Without slow lines it is 0."""
+FETCHED_S = 0.1
+"""A trainer that never waits for a merge stands still for the work on a state that was fetched, and for no line."""
 
 MOST_S = SETTINGS.window_s + SETTINGS.allreduce_timeout_s
 """The longest round; most end much sooner, also if one of the members is silent or on a slow line."""

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from shoal import sim
+from shoal.clock import InlineExecutor
 from shoal.errors import StateUnavailable
 from shoal.optim.fetching import Fetching
 from shoal.optim.optimizer import Optimizer
+from shoal.optim.takeover import Takeover
 from shoal.progress import SwarmView
 from shoal.tasks import Changes
 
@@ -35,6 +39,69 @@ def test_a_fetch_that_failed_is_followed_by_a_pause(*, fails: bool, fetches: int
             fetching.observe(VIEW, 60.0, asyncio.get_running_loop().time())
             await sim.sleep(1.0)
         assert begun == fetches
+        await fetching.close()
+
+    sim.run(main)
+
+
+@pytest.mark.parametrize(("trains_on", "stands_s"), [(True, 0.0), (False, 4.0)])
+def test_a_trainer_that_waits_for_nobody_stands_still_for_what_is_here_only(
+    *, trains_on: bool, stands_s: float
+) -> None:
+    """It stood still for a step that was still on its way, 3.9 s on a slow line; the next fetch brings that one."""
+    names = iter(("first", "second"))
+    own: Any = SimpleNamespace(name="ours", committed=None)
+    takeover: Any = None
+
+    def step() -> None:
+        own.name = own.update.name
+
+    @asynccontextmanager
+    async def hold() -> AsyncIterator[bool]:
+        yield True
+
+    async def coming(state: object, committed: object, *, waits: bool) -> Any:
+        if own.name == "first":
+            if not waits:
+                return None
+            await sim.sleep(4.0)
+        name = next(names, None)
+        return None if name is None else SimpleNamespace(name=name, is_step=True)
+
+    async def give_up(took_s: float) -> None:
+        pass
+
+    @asynccontextmanager
+    async def following(contacts: object) -> AsyncIterator[None]:
+        yield
+
+    async def fetch(timeout_s: float) -> None:
+        await takeover.run(timeout_s)
+
+    async def main() -> None:
+        nonlocal takeover
+        own.step, own.hold = step, hold
+        fetching = Fetching(fetch, Changes(), on_failure=lambda error: None)
+        outlook: Any = SimpleNamespace(
+            trains_on=trains_on,
+            fetching=fetching,
+            claimed=lambda: SimpleNamespace(behind=own.name != "second"),
+            heed_contributors=lambda: None,
+        )
+        parts: dict[str, Any] = dict.fromkeys(("core", "machine", "beginning", "gossip", "states", "notices", "news"))
+        parts["core"] = SimpleNamespace(env=SimpleNamespace(executor=InlineExecutor()))
+        parts["machine"], parts["beginning"] = SimpleNamespace(), SimpleNamespace(state_taken=lambda: None)
+        catch_up: Any = SimpleNamespace(next=coming, following=following, give_up=give_up)
+        takeover = Takeover(own=own, outlook=outlook, catch_up=catch_up, **parts)
+        loop, stood_s = asyncio.get_running_loop(), 0.0
+        while own.name != "second":
+            fetching.observe(VIEW, 60.0, loop.time())
+            await sim.sleep(1.0)
+            if fetching.has_news:
+                began = loop.time()
+                await fetching.wait(VIEW, 60.0, patient=lambda: True)
+                stood_s += loop.time() - began
+        assert stood_s == stands_s
         await fetching.close()
 
     sim.run(main)

@@ -147,13 +147,17 @@ class Following:
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + patience_s
-        while (step := self._kept.get(state.digest)) is None:
+        while (step := self.kept(state)) is None:
             coming = state.digest in self._coming or state.digest in self._due
             here = any(source.at == state for source in self._sources.values())
             if not coming and not (here and loop.time() < until):
                 return None
             await self._news.next(None if coming else until - loop.time())
         return step
+
+    def kept(self, state: StateName) -> Step | None:
+        """The step that leads on from this state, if it is here."""
+        return self._kept.get(state.digest)
 
     def forget(self, state: StateName) -> None:
         """We stand at this state: the steps that lead there are kept no longer."""
@@ -357,17 +361,19 @@ class CatchUp:
         if self._following is not None:
             await self._following.first()
 
-    async def next(self, state: StateName, committed: Committed) -> Update | None:
+    async def next(self, state: StateName, committed: Committed, *, waits: bool = True) -> Update | None:
         """The update that leads on from this state, once it is here; None if nobody tells of one.
 
         Args:
             state: where we are.
             committed: the steps that led there.
+            waits: False for None if it is not here yet.
         """
         if self._following is None:
             return None
         self._following.forget(state)
-        step = await self._following.next(state, patience_s=_PATIENCE_S)
+        following = self._following
+        step = await following.next(state, patience_s=_PATIENCE_S) if waits else following.kept(state)
         if step is None:
             return None
         agreement, name = agreement_of(step.header), name_after(step.header)

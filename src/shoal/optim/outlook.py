@@ -94,6 +94,12 @@ class Outlook:
         goes_on = claimed.behind and not self.fetching.waits(claimed, self.loop.time())
         return replace(claimed, behind=False) if goes_on else claimed
 
+    @property
+    def trains_on(self) -> bool:
+        """Whether a better state is fetched while the trainer goes on, as nobody waits for anybody."""
+        merging = self.settings.merging
+        return merging is not None and merging.overlap is None and self.own.name.epoch > 0
+
     def alone(self, view: SwarmView) -> bool:
         """Whether nobody is at our state but this peer, and strangers that rounds do not wait for."""
         others = view.together - {self.core.peer_id}

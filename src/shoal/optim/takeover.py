@@ -83,7 +83,7 @@ class Takeover:
         began, self.took_over = _now(), False
         try:
             async with self.catch_up.following(self._to_follow):
-                if not await self._take_steps(began + timeout_s):
+                if not await self._take_steps(began + timeout_s) and not self._holds_up:
                     await self._take_state(began + timeout_s)
                     await self._take_steps(began + timeout_s)
         finally:
@@ -146,12 +146,21 @@ class Takeover:
         self.core.env.rng.shuffle(contacts)
         return contacts
 
+    @property
+    def _holds_up(self) -> bool:
+        """Whether the trainer stands still, and would go on otherwise: then nothing more is waited for.
+
+        What comes later is taken by another fetch, which begins at once.
+        """
+        return self.outlook.trains_on and self.outlook.fetching.has_news
+
     async def _take_steps(self, deadline: float) -> int:
         """Take the steps that lead on from our state, as far as the others tell of them; returns how many."""
         steps = 0
         while self.outlook.claimed().behind and _now() < deadline:
             before = self.own.name
-            if (update := await self.catch_up.next(before, self.own.committed)) is None:
+            update = await self.catch_up.next(before, self.own.committed, waits=not self._holds_up)
+            if update is None:
                 break
             await self.outlook.fetching.parked()
             if self.own.name != before:

@@ -8,7 +8,7 @@ is real: the inner AdamW steps, outer gradients in 4 bits with error feedback, r
 - *computes*: the time of the batches, and of the steps of the inner optimizer (the lower quartile of the calls of
   `step`), by all the time from the first batch to the last;
 - *stands*: the longest call of `step`, seconds;
-- *merge s*: the rounds, from the group to the verdict, median and longest;
+- *merge s*: the rounds, from the group to the verdict, median and longest, and how many of them left somebody out;
 - *allowed*: the same bytes by the rates of the lines, if the slowest peer reduces nothing, and sends its outer gradient
   only.
 """
@@ -51,11 +51,13 @@ def train(args: argparse.Namespace) -> None:
     with shoal.DHT(host_maddrs=f"/ip4/{args.address}/tcp/0", initial_peers=args.peer, start=True) as dht:
         print(json.dumps({"invite": str(dht.get_visible_maddrs()[0])}), flush=True)
         rounds: list[float] = []
+        left_out: list[int] = []
         warned: list[str] = []
 
         def hear(event: Event) -> None:
             if isinstance(event, RoundFinished):
                 rounds.append(event.duration_s)
+                left_out.append(len(event.left_out))
             elif isinstance(event, Warned):
                 warned.append(event.message)
 
@@ -97,6 +99,7 @@ def train(args: argparse.Namespace) -> None:
                     "computes": len(steps) * (args.batch_s + own_s) / wall_s,
                     "stands": max(steps),
                     "rounds": rounds,
+                    "left_out": sum(map(bool, left_out)),
                     "batches": len(steps),
                     "wall_s": wall_s,
                     "sent": swarm.collaboration.core.endpoint.traffic[0],
@@ -161,7 +164,8 @@ def table(args: argparse.Namespace, found: Sequence[dict[str, Any]]) -> str:
     for number, each in enumerate(found):
         rounds = each["rounds"] or [float("nan")]
         middle_s, who = statistics.median(rounds), "slow" if number == len(found) - 1 else "peer"
-        merges = f"{middle_s:.1f} / {max(rounds):.1f} ({middle_s / allowed_s:.2f} of allowed)"
+        merges = f"{middle_s:.1f} / {max(rounds):.1f} ({middle_s / allowed_s:.2f} of allowed), "
+        merges += f"{each['left_out']} of {len(each['rounds'])} left somebody out"
         lines.append(
             f"  {who} {number}: computes {each['computes']:.3f}, stands {each['stands']:.1f} s, merge s {merges}, "
             f"{each['batches']} batches in {each['wall_s']:.0f} s, epoch {each['epoch']}, "

@@ -168,7 +168,7 @@ def test_a_coordinator_that_stood_still_blames_nobody_for_it() -> None:
 class EverybodyIsLate(Stragglers):
     """As when one is slow and the rest wait for its values."""
 
-    def late(self, *_: object) -> list[int]:
+    def late(self, *_: object, **__: object) -> list[int]:
         return [0, 1, 2, 3]
 
 

@@ -269,6 +269,34 @@ def test_a_death_among_the_senders_does_not_excuse_a_slow_one() -> None:
     assert reducer.stalled(107.0) == [2]
 
 
+def test_a_slow_line_that_was_announced_is_waited_for_at_its_pace() -> None:
+    """It promised ten parts in 40 s, one in 4: who is later than that is left out, as are others that are so slow."""
+    reducer = Contributions(0, range(5), silence_s=5.0, now=100.0, promised_s=(0.0, 0.0, 0.0, 40.0, 0.0))
+    for part in range(10):
+        reducer.own(part, 0, 100.0)
+    give(reducer, 1, list(range(10)), 101.0)
+    give(reducer, 2, list(range(10)), 101.0)
+    for sender in (3, 4):
+        give(reducer, sender, [0, 1, 2, 3], 107.0)
+        reducer.heard(sender, 119.0)
+    assert reducer.stalled(119.9) == [4]
+    reducer.exclude(4)
+    assert reducer.stalled(119.9) == []
+    assert reducer.stalled(120.0) == [3]  # the fifth part was promised for now
+    give(reducer, 3, list(range(4, 9)), 120.0)
+    reducer.heard(3, 139.0)
+    assert reducer.stalled(139.9) == []
+    assert reducer.stalled(140.0) == [3]
+
+
+def test_a_slow_line_that_was_announced_is_no_excuse_for_silence() -> None:
+    """After `silence_s` nobody waits for it, as for anybody else."""
+    reducer = Contributions(0, (0, 1, 2, 3), silence_s=5.0, now=100.0, promised_s=(0.0, 0.0, 0.0, 40.0))
+    reducer.own(0, 0, 100.0)
+    reducer.heard(3, 110.0)
+    assert 3 in reducer.stalled(115.0)
+
+
 def test_the_median_goes_on_without_the_excluded() -> None:
     """Of the senders that are left."""
     reducer = rules(0, 1, 2, 3)

@@ -23,6 +23,18 @@ def test_a_reducer_that_gives_its_part_to_nobody_is_late() -> None:
     assert late(stragglers, kept, 7.0) == [3]
 
 
+def test_a_reducer_that_may_wait_for_a_slow_line_is_not_late() -> None:
+    """Others may have given that member up before: it is no fault to wait for as long as it promised."""
+    rules = coordinator()
+    rules.allowed_s = 30.0
+    for member in (0, 1, 2):
+        report(rules, member, [0, 1, 2])
+    report(rules, 3, [0, 1, 2, 3])
+    assert rules.slow(2.0) == []
+    assert rules.slow(32.9) == []
+    assert rules.slow(33.0) == [3]
+
+
 def test_a_receiver_is_late_only_when_all_parts_are_given() -> None:
     """A member that lacks a part which its reducer gives to nobody is not at fault."""
     stragglers = Stragglers(margin_s=1.0, now=0.0)

@@ -97,6 +97,7 @@ class Coordinator:
         now: time at the beginning.
 
     Attributes:
+        allowed_s: reducers may wait so long for members with slow lines (`slow_lines`), to be set before the round.
         rules: what is held, and the verdict.
         stragglers: compares the members' speeds.
     """
@@ -114,7 +115,7 @@ class Coordinator:
         now: float,
     ) -> None:
         self.rules = CommitRules(round_id, reducers, contributes, min_group_size=min_group_size)
-        self.me, self.stall_s = me, stall_s
+        self.me, self.stall_s, self.allowed_s = me, stall_s, 0.0
         self.reduces = list(reduces)
         self._told = False
         self._unreachable: list[set[int]] = [set() for _ in reduces]  # per member: those it gets no parts from
@@ -309,7 +310,7 @@ class Coordinator:
         rules, slow = self.rules, set[int]()
         if rules.verdict is not None:
             return []
-        for each in self.stragglers.late(rules.reducer, rules.held, rules.takers, now):
+        for each in self.stragglers.late(rules.reducer, rules.held, rules.takers, now, allowed_s=self.allowed_s):
             left = rules.live - slow - {each}
             if each not in rules.live or (each == self.me and not self._may_step_aside()):
                 continue
@@ -381,7 +382,13 @@ class Stragglers:
         self._complete_at: dict[int, float] = {}
 
     def late(
-        self, reducer: Sequence[int], held: Sequence[Mapping[int, object]], takers: Collection[int], now: float
+        self,
+        reducer: Sequence[int],
+        held: Sequence[Mapping[int, object]],
+        takers: Collection[int],
+        now: float,
+        *,
+        allowed_s: float = 0.0,
     ) -> list[int]:
         """The members that are late, in order.
 
@@ -390,6 +397,7 @@ class Stragglers:
             held: for each member, the parts that it holds.
             takers: the members that are to hold every part.
             now: time.
+            allowed_s: nobody is late before so much time and the margin have passed, seconds.
         """
         if self._reducer != reducer:
             self._reducer, self._moved_at = list(reducer), now  # those that are waited for now get the whole time again
@@ -397,6 +405,8 @@ class Stragglers:
         lacking = {each for each in takers if len(held[each]) < len(reducer)}
         _note(self._delivered_at, reducers - waiting, now)
         _note(self._complete_at, set(takers) - lacking, now)
+        if now < self._began + allowed_s + self._margin_s:
+            return []
         if waiting:
             return self._past_limit(waiting, self._delivered_at, len(reducers), now)
         return self._past_limit(lacking, self._complete_at, len(takers), now)

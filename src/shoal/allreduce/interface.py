@@ -25,6 +25,8 @@ class RoundOptions(msgspec.Struct, frozen=True, kw_only=True):
         reducer_silence_s: a member that makes no progress for this long, while it owes averages, is left out by the
             coordinator; more than `silence_s`, as a reducer may be waiting for a sender. None: twice as long.
         report_s: the longest time between two reports to the coordinator.
+        way_s: the time since the last round, in which members have worked for this one: so that those with slow lines
+            may be worth waiting for (`slow_lines`); 0: members are compared with each other alone.
     """
 
     min_group_size: int = 2
@@ -32,6 +34,7 @@ class RoundOptions(msgspec.Struct, frozen=True, kw_only=True):
     silence_s: float = 5.0
     reducer_silence_s: float | None = None
     report_s: float = 1.0
+    way_s: float = 0.0
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

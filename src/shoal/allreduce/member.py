@@ -9,6 +9,7 @@ others for the verdict.
 from __future__ import annotations
 
 import enum
+import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -101,6 +102,7 @@ class MemberMachine:
         reducers: for each part, the index of the member that averages it at first.
         silence_s: how long a sender may be silent that owes values.
         now: time at the beginning.
+        promised_s: see `slow_lines`.
 
     Attributes:
         rules: what is held, and the verdict.
@@ -118,11 +120,12 @@ class MemberMachine:
         *,
         silence_s: float,
         now: float,
+        promised_s: Sequence[float] = (),
     ) -> None:
         self.me, self.coordinator = me, coordinator
         self.rules = MemberRules(me, reducers, contributes=members[me].contributes)
         contributing = [index for index, member in enumerate(members) if member.contributes]
-        self.contributions = Contributions(me, contributing, silence_s=silence_s, now=now)
+        self.contributions = Contributions(me, contributing, silence_s=silence_s, now=now, promised_s=promised_s)
         self.may_learn = True
         self.round_id, self.members = round_id, members
         self._lost_sources: set[int] = set()
@@ -266,18 +269,23 @@ class Contributions:
     - when it is *far behind*: the median of the other senders passed its place longer ago than `silence_s` plus the
       time that the median needed to get there. So it would need more than twice as long as the others, plus
       `silence_s`. With two other senders the median is the slower one, so that three senders of which two are slow go
-      on together. Its contributions to parts that are done stay. A part is ready when the reducer waits for no more
-      senders.
+      on together. One that has announced a slow line, and is worth waiting for, is behind only when it is also later
+      than it promised, in proportion to what it has sent (`slow_lines`).
+
+    Its contributions to parts that are done stay. A part is ready when the reducer waits for no more senders.
 
     Args:
         me: index of the reducer in its group; its own contribution is counted like the others'.
         members: indices of all members that contribute; the reducer is among them unless it is an auxiliary member.
         silence_s: see above.
         now: time at the beginning.
+        promised_s: for each member, the time within which it sends all, if it is waited for beyond the median; else 0.
     """
 
-    def __init__(self, me: int, members: Iterable[int], *, silence_s: float, now: float) -> None:
-        self.me, self.silence_s, self._start = me, silence_s, now
+    def __init__(
+        self, me: int, members: Iterable[int], *, silence_s: float, now: float, promised_s: Sequence[float] = ()
+    ) -> None:
+        self.me, self.silence_s, self._start, self._promised_s = me, silence_s, now, promised_s
         self.senders = set(members)
         self.excluded: set[int] = set()
         self._waiting: dict[Work, set[int]] = {}
@@ -346,9 +354,15 @@ class Contributions:
         limits = {}
         for sender in owing:
             silent = self._heard[sender] + self.silence_s
-            at = passed[len(self._delivered[sender])]
-            limits[sender] = silent if at is None else min(silent, at + (at - self._start) + self.silence_s)
+            at = passed[place := len(self._delivered[sender])]
+            behind = math.inf if at is None else at + (at - self._start) + self.silence_s
+            limits[sender] = min(silent, max(behind, self._promised(sender, place)))
         return limits
+
+    def _promised(self, sender: int, place: int) -> float:
+        """Return when this sender has promised to pass this place."""
+        promised_s = self._promised_s[sender] if self._promised_s else 0.0
+        return self._start + promised_s * min(1.0, (place + 1) / len(self._others))
 
     def _passed(self, place: int) -> float | None:
         """Return when the median of the other senders passed this place; None if it has not."""

@@ -33,6 +33,7 @@ from shoal.allreduce.member import AskOthers, Blame, CutOff, Finish, MemberActio
 from shoal.allreduce.partition import Part
 from shoal.allreduce.parts import Parts
 from shoal.allreduce.segments import common_reference
+from shoal.allreduce.slow_lines import promised_s
 from shoal.allreduce.streams import DownStream, ReducerStream, SenderStream, UpStream
 from shoal.allreduce.vector import Vector
 from shoal.bounded import put_last
@@ -76,6 +77,9 @@ _ASK_PAUSE_S = 0.1
 _ARRIVAL_S = 10.0
 """A `Reduce` stream waits so long for its round to begin here."""
 
+_SHARE = 0.75
+"""Members with slow lines are waited for for this part of the longest time of a round at most: then averages follow."""
+
 _MAX_EARLY_STREAMS = 512
 """The most `Reduce` streams that wait for their rounds."""
 
@@ -111,9 +115,16 @@ class Round:
         reducers = [part.reducer for part in self.parts]
         self._table, self._options = table, options
         self._loop, self._over, self._closed = asyncio.get_running_loop(), False, False
-        now, silence_s = self._loop.time(), options.silence_s
+        self._promised_s = self._promises(vector)
         self.machine = MemberMachine(
-            self.round_id, self.me, self.coordinator, self.members, reducers, silence_s=silence_s, now=now
+            self.round_id,
+            self.me,
+            self.coordinator,
+            self.members,
+            reducers,
+            silence_s=options.silence_s,
+            now=self._loop.time(),
+            promised_s=self._promised_s,
         )
         self._parts = Parts(vector, self.parts, self.machine, self.env.executor, weight=weight)
         self._coordinating = self._new_coordinator(reducers) if self.me == self.coordinator else None
@@ -137,9 +148,29 @@ class Round:
         self._leaving = ExitStack()
         self._leaving.callback(self.endpoint.on_lost(self._peer_lost))
 
+    def _promises(self, vector: Vector) -> list[float]:
+        """How long each member is waited for, by what it has to send and the line that it has announced."""
+        members, options = self.members, self._options
+        if options.way_s <= 0:
+            return [0.0] * len(members)
+        reduced = [0] * len(members)
+        for part in self.parts:
+            reduced[part.reducer] += vector.encoded_bytes(part)
+        total, takers = sum(reduced), sum(member.contributes for member in members)
+        return promised_s(
+            [
+                (total - own) * member.contributes + own * (takers - member.contributes)
+                for own, member in zip(reduced, members, strict=True)
+            ],
+            [member.bandwidth for member in members],
+            way_s=options.way_s,
+            margin_s=options.silence_s,
+            most_s=_SHARE * options.timeout_s,
+        )
+
     def _new_coordinator(self, reducers: list[int]) -> Coordinator:
         options = self._options
-        return Coordinator(
+        coordinator = Coordinator(
             self.round_id,
             reducers,
             [member.reduces and not self.endpoint.way_shut(member.contact.peer) for member in self.members],
@@ -150,6 +181,8 @@ class Round:
             stall_s=(options.reducer_silence_s or 2 * options.silence_s) + 2 * options.report_s,
             now=self._loop.time(),
         )
+        coordinator.allowed_s = max(self._promised_s)
+        return coordinator
 
     # ----------------------------------------------------------------------------------------------------- one round
 

@@ -68,6 +68,7 @@ class Averager:
 
     Attributes:
         group_tag: only peers with the same tag meet; empty or `@` and some text without dots.
+        way_s: see `RoundOptions`: the time since the last round; set it before a step.
         sharing: the state that others can download from here.
 
     Raises:
@@ -95,7 +96,7 @@ class Averager:
         chosen = codecs or choose_codecs(compression or NoCompression(), self.tensors)
         self.vector = Vector(self.tensors, describe(self.tensors, chosen), memory)
         self.vector.check_part_bytes(settings.part_size_bytes, settings.target_group_size or MAX_GROUP_SIZE)
-        self.group_tag = ""
+        self.group_tag, self.way_s = "", 0.0
         self.sharing = StateSharing(
             core, prefix, settings, lock=lock, state=state or (lambda: SharedState(metadata=None, tensors=self.tensors))
         )
@@ -327,6 +328,7 @@ class Averager:
             timeout_s=max(0.001, min(deadline, formed + settings.allreduce_timeout_s) - loop.time()),
             silence_s=settings.silence_s,
             reducer_silence_s=settings.reducer_silence_s,
+            way_s=self.way_s,
         )
         try:
             return Round(self.core.rounds(), group, self.vector, weight=weight, options=options)

@@ -55,6 +55,9 @@ class Pace(Protocol):
     def round_took(self, seconds: float) -> None:
         """A round took so long."""
 
+    def way_s(self, now: float) -> float:
+        """The time since the last step, of which a round may take a part to wait for slow lines; 0 for none."""
+
     def state_changed(self, epoch: int, now: float) -> None:
         """This peer has another state, of this epoch, since `now`."""
 
@@ -105,6 +108,10 @@ class SamplesPace:
 
     def round_took(self, seconds: float) -> None:
         """See `Pace`."""
+
+    def way_s(self, now: float) -> float:
+        """See `Pace`: rounds follow each other closely."""
+        return 0.0
 
     def state_changed(self, epoch: int, now: float) -> None:
         """See `Pace`."""
@@ -192,6 +199,10 @@ class MergePace:
     def round_took(self, seconds: float) -> None:
         """See `Pace`."""
         self._merge_s = (self._merge_s + seconds) / 2
+
+    def way_s(self, now: float) -> float:
+        """See `Pace`."""
+        return max(0.0, now - self._began)
 
     def state_changed(self, epoch: int, now: float) -> None:
         """See `Pace`."""

@@ -374,13 +374,7 @@ class Participant:
     @property
     def stands_still(self) -> bool:
         """Whether the trainer stands still for a better state; if not, until it is here."""
-        return not self._trains_on or self._fetching.has_news
-
-    @property
-    def _trains_on(self) -> bool:
-        """Whether a better state is fetched while the trainer goes on, as nobody waits for anybody."""
-        merging = self.settings.merging
-        return merging is not None and merging.overlap is None and self.epoch > 0
+        return not self._outlook.trains_on or self._fetching.has_news
 
     @property
     def holds_back(self) -> bool:
@@ -413,9 +407,10 @@ class Participant:
             view, claimed = self._look()
             self._judge(view)
             if not machine.is_busy:
-                goes_on = claimed.behind and (self._trains_on or not view.behind)
-                begin = goes_on and (self._trains_on or machine.phase is not RunPhase.BEHIND)
-                self._fetching.idles(claimed, self._now(), idle=self._trains_on and view.behind)
+                trains_on = self._outlook.trains_on
+                goes_on = claimed.behind and (trains_on or not view.behind)
+                begin = goes_on and (trains_on or machine.phase is not RunPhase.BEHIND)
+                self._fetching.idles(claimed, self._now(), idle=trains_on and view.behind)
                 self._fetching.observe(claimed, self.settings.state_patience_s if begin else None, self._now())
             self._gossip.tell(view, now=machine.phase is RunPhase.AVERAGING)
             alone = machine.phase is RunPhase.AVERAGING and self._outlook.alone(view)
@@ -461,6 +456,7 @@ class Participant:
         said = self._said(await self._check.of(name))
         self._attendance.search()
         began = self._now()
+        self._averager.way_s = self._pace.way_s(began)
         result = await self._rounds.run(
             self._averager,
             tag=name.group_tag,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import shoal
 from shoal.events import Warned
@@ -21,7 +23,7 @@ def dht() -> Iterator[shoal.DHT]:
         yield started
 
 
-def begin(dht: shoal.DHT, model: torch.nn.Module, strategy: Strategy, **options: Any) -> shoal.Optimizer:
+def begin(dht: shoal.DHT, model: torch.nn.Module, strategy: Strategy, /, **options: Any) -> shoal.Optimizer:
     """A run that merges."""
     inner = torch.optim.AdamW(model.parameters(), lr=0.1)
     return shoal.Optimizer(dht=dht, run_id="run", batch_size_per_step=4, optimizer=inner, strategy=strategy, **options)
@@ -71,6 +73,25 @@ def test_a_state_saved_in_the_middle_of_an_interval_is_the_last_merge(dht: shoal
             assert all(map(torch.equal, fragment.training._own, fragment.training.parameters))  # type: ignore[attr-defined]
         train(swarm, model, 9)
         assert min(epoch for epoch, _ in states(swarm)) > min(epoch for epoch, _ in named)
+
+
+@pytest.mark.parametrize("strategy", [DiLoCo(4), STREAMING], ids=["1", "2"])
+def test_a_checkpoint_is_saved_and_taken_over(dht: shoal.DHT, tmp_path: Path, strategy: Strategy) -> None:
+    """Of several fragments none was ever saved: the names of their states are bytes, which JSON has not."""
+    model, other, masks = network(0), network(1), torch.tensor([-torch.inf])
+    with begin(dht, model, strategy, model=model, extra_tensors=[masks]) as swarm:
+        train(swarm, model, 10)
+        named, held = states(swarm), anchors(swarm)
+        saved = swarm.save(tmp_path)
+    options: dict[str, Any] = {"extra_tensors": [masks.clone()], "checkpoint": tmp_path, "save_every": 0}
+    with begin(dht, other, strategy, model=other, **options) as swarm:
+        assert min(epoch for epoch, _ in named) > 0
+        assert states(swarm) == named
+        assert all(map(torch.equal, anchors(swarm), held))
+        for each in swarm._participants:
+            assert all(map(torch.equal, each.training._own, each.training.trained))  # type: ignore[attr-defined]
+        weights = load_file(saved / "model.safetensors")
+        assert all(torch.equal(weights[name], each) for name, each in other.state_dict().items())
 
 
 def test_fragments_keep_their_names_when_other_weights_are_loaded(dht: shoal.DHT) -> None:

@@ -15,6 +15,7 @@ import torch
 import shoal
 from shoal.errors import ConfigError
 from shoal.events import EpochAdvanced, Warned
+from shoal.strategies import DiLoCo
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -66,6 +67,15 @@ def trainer(swarm: SwarmCallback, model: Any, args: Any, **more: Any) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_the_schedule_is_as_long_as_a_run_that_merges(arguments: Any, swarm_of: Any) -> None:
+    """The run ends with a merge: beyond the 8 steps of the schedule a cosine rose again."""
+    args = arguments(lr_scheduler_type="cosine")
+    swarm = swarm_of(tiny_model(), args, target_batch_size=None, strategy=DiLoCo(5))
+    rates = [swarm.optimizers[1].lr_lambdas[0](batch) for batch in range(11)]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[10] < 1e-12
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,12 @@ import torch
 
 from benchmarks.strategies import reference
 from shoal import sim
+from shoal.errors import ConfigError
+from shoal.events import Event, Warned
 from shoal.optim import TrainingState
 from shoal.optim.outer import LocalSteps
 from shoal.strategies import Decoupled, DiLoCo, LocalSGD, Strategy, StreamingDiLoCo
-from tests.sim.optimizer_kit import Run, backward, make_optimizer, model
+from tests.sim.optimizer_kit import Run, Trainer, backward, make_optimizer, model
 
 BATCH = 4
 MEAN = dict[str, Any](lr=1.0)
@@ -163,6 +165,93 @@ def test_merges_of_one_batch_without_momentum_are_synchronous_training() -> None
         for parameters in peers:
             for one, other in zip(parameters, alike, strict=True):
                 torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
+
+
+def _merge_alone(outer: Any) -> LocalSteps:
+    """A peer that has merged two batches with nobody."""
+    local = LocalSteps(*make_optimizer(model()), (), DiLoCo(2, outer).merging)
+    for number in range(2):
+        backward(list(local.trained), 0, number, BATCH)
+        assert local.accumulate(BATCH)
+    fragment = local.fragments[0]
+    fragment.use_own_mean()
+    fragment.counted()
+    fragment.step()
+    return local
+
+
+def test_the_groups_of_an_outer_optimizer_may_be_in_any_order() -> None:
+    """Each anchor stays that of its parameter, also in what is saved."""
+
+    def backwards(parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [each]} for each in reversed(parameters)], **NESTEROV)
+
+    one, other = _merge_alone(outer_sgd), _merge_alone(backwards)
+    assert all(map(torch.equal, one.trained, other.trained))
+    fragment = other.fragments[0]
+    assert all(map(torch.equal, fragment.places(), fragment.trained))
+
+
+@pytest.mark.parametrize("outer", [lambda given: torch.optim.SGD(given[1:]), lambda _: torch.optim.SGD(model())])
+def test_an_outer_optimizer_of_other_parameters_is_refused(outer: Any) -> None:
+    """It left some as they were, or stepped the model's own in place of the anchor."""
+    with pytest.raises(ConfigError, match="outer must make an optimizer of all"):
+        _merge_alone(outer)
+
+
+class Noisy(torch.optim.SGD):
+    """Peers take different steps from equal averages."""
+
+    def step(self, closure: Any = None) -> Any:
+        """See `SGD`."""
+        self.param_groups[0]["params"][0].grad.add_(torch.randn(()))
+        return super().step(closure)
+
+
+def test_an_outer_optimizer_that_draws_random_numbers_is_told() -> None:
+    """Only the inner one was looked at, of which nothing travels: peers ended with other bits, and nobody said so."""
+
+    async def main() -> None:
+        run = Run(target=1)
+        told: list[Event] = []
+        await run.add("p0", strategy=DiLoCo(2, partial(Noisy, lr=1.0)), events=told.append)
+        await sim.sleep(3.0)
+        work = run.trainers["p0"].train(BATCH, duration_s=0.1, until=lambda: run.trainers["p0"].participant.epoch > 1)
+        await run.swarm.run_on("p0", lambda: work)
+        warned = [each.message for each in told if isinstance(each, Warned)]
+        assert any("depend on more than its state (torch's random numbers)" in each for each in warned)
+        await run.close()
+
+    sim.run(main, seed=4)
+
+
+def test_what_is_averaged_at_the_end_of_a_run_moves_no_more() -> None:
+    """Batch norm statistics belonged to the first fragment, and moved on with the batches of the others."""
+
+    def moves(trainer: Trainer, compute: Any, extra: torch.Tensor, number: int, size: int) -> None:
+        if not all(fragment.at_end for fragment in trainer.fragments):
+            extra.add_(torch.rand(3, dtype=torch.float64))
+        compute(number, size)
+
+    async def main() -> None:
+        run = Run(target=1)
+        names = [f"p{number}" for number in range(2)]
+        for name in names:
+            extra = torch.zeros(3, dtype=torch.float64)
+            trainer = await run.add(name, strategy=StreamingDiLoCo(4, fragments=2, overlap=1), extra_tensors=[extra])
+            trainer.compute = partial(moves, trainer, trainer.compute, extra)  # type: ignore[method-assign]
+        await sim.sleep(3.0)
+        run.announce_end(2)
+        for number, name in enumerate(names):
+            work = run.trainers[name].train(BATCH, duration_s=0.1 + 0.02 * number, until=lambda: False)
+            run.swarm.spawn(name, work)
+        while not all(trainer.finished for trainer in run.trainers.values()):
+            await sim.sleep(0.5)
+        found = [run.trainers[name].fragments[-1].training.extra_tensors[0] for name in names]
+        assert torch.equal(*found)
+        await run.close()
+
+    sim.run(main, seed=4)
 
 
 def _learner(peer: int, size: int) -> reference.Peer:

@@ -21,7 +21,7 @@ import torch
 from shoal.errors import ConfigError, ShoalError
 from shoal.integrations.evaluation import Evaluation
 from shoal.integrations.metrics import SharedMean
-from shoal.integrations.trainers import Evaluate, check_evaluate, epochs_of, evaluated, evaluation_of, load_state
+from shoal.integrations.trainers import Evaluate, announce_end, check_evaluate, evaluated, evaluation_of, load_state
 from shoal.optim import Optimizer
 from shoal.optim.arguments import merging_of, target_of
 from shoal.peer import check_run_id
@@ -172,7 +172,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         """Get the state of the others."""
         swarm = self._swarm()
         if self._max_steps is not None:
-            swarm.announce_end(epochs_of(swarm, self._max_steps))
+            announce_end(swarm, self._max_steps)
         load_state(swarm)
         if swarm.finished:
             trainer.should_stop = True  # the run was over before: not a batch more

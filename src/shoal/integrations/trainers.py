@@ -12,8 +12,19 @@ from shoal.events import Warned
 from shoal.integrations.evaluation import Evaluation
 from shoal.optim import Optimizer
 from shoal.runtime.checks import whole
+from shoal.strategies import Merging
 
-__all__ = ["Evaluate", "check_evaluate", "epochs_of", "evaluated", "evaluation_of", "load_state", "warn"]
+__all__ = [
+    "Evaluate",
+    "announce_end",
+    "check_evaluate",
+    "epochs_of",
+    "evaluated",
+    "evaluation_of",
+    "length_of",
+    "load_state",
+    "warn",
+]
 
 Evaluate = Callable[[], float | Mapping[str, float]]
 
@@ -24,10 +35,28 @@ def warn(swarm: Optimizer, message: str) -> None:
     swarm.dht.loop_thread.call_soon(lambda: swarm.dht.events.emit(warning))
 
 
-def epochs_of(swarm: Optimizer, steps: int) -> int:
+def epochs_of(merging: Merging | None, steps: int) -> int:
     """The epoch at which the run ends: so many steps of the swarm; or, if peers merge, batches of each in the mean."""
-    every = None if swarm.merging is None else swarm.merging.steps
+    every = None if merging is None else merging.steps
     return steps if every is None else math.ceil(steps / every)
+
+
+def length_of(merging: Merging | None, steps: int) -> int:
+    """As many steps as a schedule counts until then: the run ends with a merge."""
+    every = None if merging is None else merging.steps
+    return steps if every is None else epochs_of(merging, steps) * every
+
+
+def announce_end(swarm: Optimizer, steps: int) -> None:
+    """Say where the run ends; and that it is later than the user may think, if it is."""
+    swarm.announce_end(epochs_of(swarm.merging, steps))
+    if (length := length_of(swarm.merging, steps)) != steps:
+        every = length // epochs_of(swarm.merging, steps)
+        warn(
+            swarm,
+            f"max_steps={steps} is no multiple of the strategy's every={every}: the run ends with a merge, at {length} "
+            "batches. A schedule of your own must be as long; give such a max_steps",
+        )
 
 
 def load_state(swarm: Optimizer) -> None:

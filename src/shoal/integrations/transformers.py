@@ -25,10 +25,12 @@ from shoal.errors import ConfigError
 from shoal.integrations.metrics import SharedMean
 from shoal.integrations.trainers import (
     Evaluate,
+    announce_end,
     check_evaluate,
     epochs_of,
     evaluated,
     evaluation_of,
+    length_of,
     load_state,
     warn,
 )
@@ -139,9 +141,10 @@ class SwarmCallback(TrainerCallback):
         makes = _maker(model, args)
         inner = optimizer if optimizer is not None else makes.create_optimizer()
         schedule = make_scheduler(inner, scheduler)
+        merging = merging_of(options.get("strategy"))
         if schedule is None:
-            schedule = makes.create_scheduler(args.max_steps, optimizer=inner)
-        merges = merging_of(options.get("strategy")) is not None
+            schedule = makes.create_scheduler(length_of(merging, args.max_steps), optimizer=inner)
+        merges = merging is not None
         clips = not merges and (args.max_grad_norm or 0) > 0
         self.optimizer = Optimizer(
             dht=dht,
@@ -164,8 +167,8 @@ class SwarmCallback(TrainerCallback):
         self._loader: Any = None
         self.optimizer.register_step_pre_hook(self._before_step)
         self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        self.epochs = epochs_of(self.optimizer, args.max_steps)
-        self._batches = args.max_steps  # of this peer, as far as the progress bar is concerned
+        self.epochs = epochs_of(merging, args.max_steps)
+        self._batches = length_of(merging, args.max_steps)  # of this peer, as far as the progress bar is concerned
         if target_batch_size is not None:
             batch = args.train_batch_size * args.gradient_accumulation_steps
             self._batches = math.ceil(self.epochs * target_batch_size / batch)
@@ -213,7 +216,7 @@ class SwarmCallback(TrainerCallback):
         self._check_trainer(args, **given)
         self._trains = self._reseed = True
         set_seed((self._seed + state.global_step) % (1 << 32))
-        self.optimizer.announce_end(self.epochs)
+        announce_end(self.optimizer, self._taken["max_steps"])
         load_state(self.optimizer)
         if state.global_step and not self.optimizer.local_epoch and not self.optimizer.state:
             warn(

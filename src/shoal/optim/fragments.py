@@ -64,14 +64,21 @@ def export(participants: Sequence[Participant]) -> SharedState:
     if len(states) == 1:
         return states[0]
     fragments = [
-        {"state": state.metadata["state"], "training": state.metadata["training"], "tensors": len(state.tensors)}
+        {
+            "state": msgspec.to_builtins(state.metadata["state"]),  # checkpoints are JSON, which has no bytes
+            "training": state.metadata["training"],
+            "tensors": len(state.tensors),
+        }
         for state in states
     ]
     name = name_of_all([each.state for each in participants])
-    tensors = [tensor for state in states for tensor in state.tensors]
+    tensors: list[torch.Tensor] = []
+    infinite: list[int] = []
+    for state in states:
+        infinite += [len(tensors) + place for place in state.may_be_infinite]
+        tensors += state.tensors
     metadata = {"state": list(name), "training": {"fragments": fragments}}
-    # Only the first fragment has extra tensors.
-    return SharedState(metadata=metadata, tensors=tensors, may_be_infinite=states[0].may_be_infinite)
+    return SharedState(metadata=metadata, tensors=tensors, may_be_infinite=infinite)
 
 
 def places(trainings: Sequence[TrainingState]) -> list[torch.Tensor]:

@@ -117,8 +117,9 @@ class Notices:
     def stepped(self, training: TrainingState) -> None:
         """The swarm's step was taken to its end. Look whether the schedule was moved, too."""
         self._downloads_in_a_row = 0
-        if training.schedule_error is not None and self._note("schedule", value=True):
-            self.warn(f"{training.schedule_error}; the learning rates stay as they are")
+        if (error := training.local.schedule_error) is not None and self._note("schedule", value=True):
+            self.warn(f"{error}; the learning rates stay as they are")
+        # If peers merge, there are two optimizers; of the inner one nothing travels.
         if training.kept_back is not None and self._note("kept back", value=True):
             self.warn(training.kept_back)
 

@@ -730,13 +730,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
 
     def _download(self, behind: Sequence[Participant]) -> None:
         """Stand still for better states of these fragments: for all at once, as each takes its round trips."""
-        timeout_s, patient = self.load_state_timeout, self.auxiliary
-
-        async def download() -> list[bool | BaseException]:
-            downloads = (each.download(timeout_s, patient=patient) for each in behind)
-            return await asyncio.gather(*downloads, return_exceptions=True)
-
-        for participant, result in zip(behind, self._run(download(), timeout_s), strict=True):
+        results = self._download_all(behind, self.load_state_timeout, patient=self.auxiliary)
+        for participant, result in zip(behind, results, strict=True):
             if isinstance(result, StateUnavailable):
                 participant.takeover.check_beginning()
                 if str(result) != self._not_taken:
@@ -744,6 +739,15 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                     self._warn(str(result))
             elif isinstance(result, BaseException):
                 raise result
+
+    def _download_all(
+        self, behind: Sequence[Participant], timeout_s: float, *, patient: bool
+    ) -> list[bool | BaseException]:
+        async def download() -> list[bool | BaseException]:
+            downloads = (each.download(timeout_s, patient=patient) for each in behind)
+            return await asyncio.gather(*downloads, return_exceptions=True)
+
+        return self._run(download(), timeout_s)
 
     def load_state_from_peers(
         self,
@@ -764,15 +768,19 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
 
         Raises:
             ConfigError: `timeout` is no number of seconds above 0.
-            StateUnavailable: there is one, and nobody gave it. Nothing was changed.
+            StateUnavailable: there is one, and nobody gave it. Nothing was changed, but for other fragments if peers
+                merge several.
             ClosedError: the optimizer or its DHT was shut down.
         """
         self._check_open()
         timeout_s = seconds("timeout", timeout, self.load_state_timeout)
         if not flag("wait", wait):
             return False  # all peers look for a better state all the time
-        taken = [self._run(each.download(timeout_s), timeout_s) for each in self._participants]
-        return any(taken)
+        results = self._download_all(self._participants, timeout_s, patient=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return any(results)
 
     # ------------------------------------------------------------------------------------------- torch's interface
 

@@ -100,14 +100,24 @@ class OuterTrainingState(TrainingState):
         extra_tensors: Sequence[torch.Tensor] = (),
     ) -> None:
         self.merging, self._local = merging, local
-        self._own = [local.trained[index] for index in fragment]
-        self._places = [index for index, each in enumerate(local.parameters) for own in self._own if each is own]
-        anchor = [torch.nn.Parameter(each.detach().clone()) for each in self._own]
+        own = [local.trained[index] for index in fragment]
+        anchor = [torch.nn.Parameter(each.detach().clone()) for each in own]
         try:
             outer = make_optimizer([*anchor, *frozen], merging.outer)
         except ConfigError as error:
             raise ConfigError(f"outer: {error}") from error
+        taken = {id(each) for group in outer.param_groups for each in group["params"]}
+        if taken != {id(each) for each in (*anchor, *frozen)}:
+            raise ConfigError(
+                "outer must make an optimizer of all parameters that it is given, which are copies of those of the "
+                "model, and of no others: give outer=lambda params: torch.optim.SGD(params, lr=0.7), for example"
+            )
         super().__init__(outer, None, extra_tensors, late=True)
+        # Its parameter groups may have them in another order.
+        self._model_of = {id(each): of_model for each, of_model in zip(anchor, own, strict=True)}
+        self._own = [self._model_of[id(each)] for each in self.trained]
+        places = {id(each): index for index, each in enumerate(local.parameters)}
+        self._places = [places[id(each)] for each in self._own]
         self._trained, self._later = _Trained(self.trained), _Trained([])
         self._sum, self._late = self._trained, self._later
         self.accumulators = self.averaged = self._trained.tensors
@@ -125,8 +135,7 @@ class OuterTrainingState(TrainingState):
 
     def places(self) -> list[torch.Tensor]:
         """The tensors of the model that those of `describe` belong to."""
-        described = self.describe()
-        return [*self._own, *described[len(self._own) :]]
+        return [self._model_of.get(id(each), each) for each in self.describe()]
 
     # ----------------------------------------------------------------------------------------------- what was trained
 
@@ -297,7 +306,8 @@ class LocalSteps(LocalTrainingState):
     Args:
         optimizer: over the parameters that are trained.
         scheduler: moves with the batches, if `merging` counts batches, and with the merges otherwise; None for none.
-        extra_tensors: they belong to the state of the first fragment.
+        extra_tensors: they belong to the state of the last fragment: what is averaged of them at the end of the run
+            must not move any more, and the other fragments have ended by then.
         merging: the way in which peers merge.
 
     Attributes:
@@ -315,10 +325,12 @@ class LocalSteps(LocalTrainingState):
         extra_tensors: Sequence[torch.Tensor],
         merging: Merging,
     ) -> None:
-        super().__init__(optimizer, scheduler)
-        self.merging = merging
+        super().__init__(optimizer, scheduler, extra_tensors)
+        self.merging, last = merging, merging.fragments - 1
         self.fragments = [
-            OuterTrainingState(self, merging, fragment, *((self._frozen, extra_tensors) if number == 0 else ()))
+            OuterTrainingState(
+                self, merging, fragment, () if number else self._frozen, () if number < last else extra_tensors
+            )
             for number, fragment in enumerate(_divided(self.trained, merging.fragments))
         ]
 

@@ -632,7 +632,7 @@ class Participant:
         run_id, samples, peers = self.settings.run_id, update.samples, update.peers
         event = EpochAdvanced(run_id=run_id, epoch=epoch, samples=samples, peers=peers, digest=digest)
         self.core.env.events.emit(event)
-        self._notices.stepped(self.training.local)
+        self._notices.stepped(self.training)
         self._settle_end()  # its members may have said where the run ends
         if self.at_end:
             self.core.env.events.emit(RunEnded(run_id=run_id, epoch=epoch))

@@ -12,10 +12,11 @@ import torch
 from benchmarks.strategies.reference import LOCAL_SGD, Outer, Strategy
 from benchmarks.strategies.study import Case
 
-__all__ = ["GROUPS", "groups"]
+__all__ = ["GROUPS", "SYNCHRONOUS", "groups"]
 
-SYNCHRONOUS_RATE, RATE = 24e-3, 8e-3
-"""Inner learning rates: of synchronous training, and between merges. The group `search` has those that were tried."""
+SYNCHRONOUS_RATE, RATE, LOCAL_RATE, OFTEN_RATE = 24e-3, 8e-3, 16e-3, 32e-3
+"""Inner learning rates: of synchronous training, of DiLoCo, and of local SGD with rare and with frequent merges. The
+group `search` has those that were tried."""
 
 
 def nesterov(rate: float, momentum: float) -> Outer:
@@ -47,24 +48,32 @@ def quality(codecs: Sequence[str]) -> list[Case]:
         SYNCHRONOUS,
         replace(BASE, against=SYNCHRONOUS.name, bar=1.02),
         diloco("DiLoCo, H = 100", 100, bar=1.04, **beside),
-        diloco("local SGD, H = 25", outer=LOCAL_SGD, **beside),
-        diloco("local SGD, H = 100", 100, outer=LOCAL_SGD, **beside),
+        diloco("local SGD, H = 25", rate=LOCAL_RATE, outer=LOCAL_SGD, **beside),
+        diloco("local SGD, H = 100", 100, rate=LOCAL_RATE, outer=LOCAL_SGD, **beside),
         diloco("streaming, P = 4, overlap 3, mixing 0.5", fragments=4, overlap=3, mixing=0.5, **closest),
         diloco("streaming, P = 4, overlap 3, keeping", fragments=4, overlap=3, **closest),
         diloco("decoupled, P = 4, 3 of 4, a peer at half speed", fragments=4, quorum=3, speeds=HALF, **closest),
-        *(case for codec in codecs for case in coded(codec)),
+        *(diloco(f"DiLoCo, H = 25, {codec}", codec=codec, **closest) for codec in codecs),
+        *sparse(closest),
     ]
 
 
-def coded(codec: str) -> list[Case]:
-    """DiLoCo with a codec; for a sparse one also as in SparseLoCo: feedback that decays, and no outer momentum."""
-    closest: dict[str, Any] = {"against": BASE.name, "bar": 1.01}
-    found = [diloco(f"DiLoCo, H = 25, {codec}", codec=codec, **closest)]
-    if codec.startswith("topk"):
-        sparse: dict[str, Any] = {"codec": codec, "average_codec": "none", "decay": 0.95, "outer": LOCAL_SGD}
-        whole = diloco(f"DiLoCo, H = 25, {codec}, average whole", codec=codec, average_codec="none", **closest)
-        found += [whole, diloco(f"SparseLoCo, H = 25, {codec}", **sparse, **closest)]
-    return found
+def sparse(beside: dict[str, Any]) -> list[Case]:
+    """The largest values in 2 bits, without an outer momentum: rare merges as in SparseLoCo, and frequent ones.
+
+    SparseLoCo's peers take all that four peers send, and their feedback decays; four times as many values of 8 bits
+    hold that. With frequent merges both halves have one codec, as `shoal.ErrorFeedback` sends them.
+    """
+    few, union, many = "topk:0.03:2", "topk:0.12:8", "topk:0.2:2"
+    plain: dict[str, Any] = {"outer": LOCAL_SGD, **beside}
+    both: dict[str, Any] = {"codec": few, "average_codec": union}
+    return [
+        diloco(f"SparseLoCo, H = 25, {few}, average {union}", decay=0.95, **both, **plain),
+        diloco(f"local SGD, H = 5, {few}, average {union}", 5, rate=OFTEN_RATE, **both, **plain),
+        diloco(f"local SGD, H = 5, {many}", 5, rate=OFTEN_RATE, codec=many, **plain),
+        diloco(f"local SGD, H = 5, {many}, by shoal's rounds", 5, rate=OFTEN_RATE, codec=many, rounds=True, **plain),
+        diloco("local SGD, H = 5", 5, rate=OFTEN_RATE, **{**plain, "bar": None}),
+    ]
 
 
 def joins() -> list[Case]:
@@ -125,10 +134,48 @@ def search() -> list[Case]:
         25: [(16e-3, *paper), (8e-3, *paper), (8e-3, *fast), (16e-3, *fast), (8e-3, *mild), (4e-3, *paper)],
         100: [(8e-3, *fast), (8e-3, *paper), (8e-3, *mild), (4e-3, *fast), (16e-3, *fast), (8e-3, *plain)],
     }
+    for every in (5, 25, 100):
+        tried[every] = [*tried.get(every, []), (16e-3, *plain), (32e-3, *plain)]
     for every, settings in tried.items():
         for rate, outer, momentum in settings:
             name = f"H = {every}, rate {rate:g}, outer {outer:g}, momentum {momentum:g}"
             found.append(diloco(name, every, rate=rate, outer=nesterov(outer, momentum)))
+    return found + sparse_search()
+
+
+def sparse_search() -> list[Case]:
+    """The largest values in 2 bits: how often, how many, and what is sent back (None: as many)."""
+    few, two, union = "topk:0.03:2", "blockwise:2:64", "topk:0.12:8"
+    plain, whole = (1.0, 0.0, 1.0), "none"
+    tried: list[tuple[int, str, str | None, float, tuple[float, float, float]]] = [
+        (1, few, None, 16e-3, plain),
+        (1, "topk:0.01:2", whole, 16e-3, plain),
+        (2, few, whole, 16e-3, plain),
+        (2, few, whole, 24e-3, plain),
+        (2, "topk:0.06:2", None, 24e-3, plain),
+        (2, "topk:0.06:2", None, 48e-3, plain),
+        (5, few, two, 32e-3, plain),
+        (5, few, two, 32e-3, (1.0, 0.0, 0.95)),
+        (5, few, union, 32e-3, plain),
+        (5, "topk:0.05:2", two, 32e-3, plain),
+        (5, "topk:0.1:2", whole, 8e-3, plain),
+        (5, "topk:0.1:2", two, 16e-3, plain),
+        (5, "topk:0.1:2", two, 32e-3, plain),
+        (5, "topk:0.1:2", None, 32e-3, plain),
+        *((5, "topk:0.2:2", None, rate, plain) for rate in (16e-3, 24e-3, 32e-3, 48e-3)),
+        *((5, "topk:0.2:2", None, 16e-3, outer) for outer in ((1.0, 0.25, 1.0), (1.0, 0.5, 1.0), (1.5, 0.0, 1.0))),
+        (10, "topk:0.2:2", None, 32e-3, plain),
+        (10, "topk:0.25:2", None, 48e-3, plain),
+        (10, "topk:0.25:2", "blockwise:4:64", 24e-3, plain),
+        (10, "topk:0.25:2", "blockwise:4:64", 8e-3, (1.0, 0.8, 1.0)),
+        *((25, few, union, rate, (1.0, 0.0, 0.95)) for rate in (16e-3, 32e-3)),
+    ]
+    found = []
+    for every, codec, average, rate, (outer, momentum, decay) in tried:
+        name = f"H = {every}, {codec}, back {average or codec}, rate {rate:g}, outer {outer:g}, momentum {momentum:g}"
+        settings: dict[str, Any] = {"codec": codec, "average_codec": average, "decay": decay}
+        name += f", decay {decay:g}" * (decay < 1)
+        found.append(diloco(name, every, rate=rate, outer=nesterov(outer, momentum), **settings))
     return found
 
 

@@ -141,6 +141,11 @@ class Strategy:
     decay: float = 1.0
     resets: bool = False
 
+    @property
+    def codecs(self) -> tuple[str, str]:
+        """Of the two halves of an all-reduce: outer gradients, and their average."""
+        return self.codec, self.codec if self.average_codec is None else self.average_codec
+
     def givers(self, steps: Sequence[float]) -> list[int]:
         """Who gives to a merge now, by the steps of each peer since it gave last; nobody if none is due."""
         done = [peer for peer, count in enumerate(steps) if count >= self.every]
@@ -238,8 +243,7 @@ class Swarm:
             anchor = [first[place] for place in places]
             ahead = strategy.every * (1 - number / len(parts)) if len(parts) > 1 else 0.0
             members = [Member(_copy(anchor), ahead, Feedback(strategy.codec, strategy.decay)) for _ in peers]
-            average_codec = strategy.codec if strategy.average_codec is None else strategy.average_codec
-            reducer = Feedback(average_codec, strategy.decay)
+            reducer = Feedback(strategy.codecs[1], strategy.decay)
             self.fragments.append(Fragment(places, anchor, strategy.outer(anchor), members, reducer))
 
     def step(self, active: Collection[int] | None = None, present: Collection[int] | None = None) -> int:
@@ -281,11 +285,18 @@ class Swarm:
         for number in givers:
             member = fragment.members[number]
             member.given = _copy(self._own(fragment, number))
-            gradients.append(member.sender.send(outer_gradient(member.base, member.given)))
+            gradients.append(outer_gradient(member.base, member.given))
             weights.append(float(member.samples))
             member.steps, member.samples = 0.0, 0
-        fragment.average = fragment.reducer.send(weighted_mean(gradients, weights))
+        fragment.average = self.average(fragment, givers, gradients, weights)
         fragment.due = self.steps + self.strategy.overlap
+
+    def average(
+        self, fragment: Fragment, givers: Sequence[int], gradients: Sequence[list[Tensor]], weights: Sequence[float]
+    ) -> list[Tensor]:
+        """The average of these peers' outer gradients, as it arrives."""
+        sent = [fragment.members[number].sender.send(each) for number, each in zip(givers, gradients, strict=True)]
+        return fragment.reducer.send(weighted_mean(sent, weights))
 
     def take(self, fragment: Fragment, takers: Sequence[int]) -> None:
         """The second half: step the anchor, which these peers take."""

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from benchmarks.strategies.reference import Feedback, Member, Peer, Strategy, Swarm
-from benchmarks.strategies.task import CONTEXT, PEERS, Task
+from benchmarks.lossy import average
+from benchmarks.strategies.reference import Feedback, Fragment, Member, Peer, Strategy, Swarm, split
+from benchmarks.strategies.task import CONTEXT, PEERS, NextToken, Task
+from shoal.allreduce.vector import Vector, describe
+from shoal.compression import ErrorFeedback, codec_by_name
 
 __all__ = ["Case", "bytes_per_token", "train"]
 
@@ -31,6 +36,9 @@ class Case:
         absences: merges that the last peer misses, before it takes part in one; and so on.
         newcomers: after each merge a newcomer replaces the next peer, and begins with these inner moments: "fresh",
             "donor" or "warm" (fresh, with a rate that rises over its first 10 steps); None: nobody leaves.
+        beta2: of the inner AdamW.
+        rounds: outer gradients are averaged by the code of shoal's rounds, in which all peers take part, instead of the
+            reference.
     """
 
     name: str
@@ -42,6 +50,29 @@ class Case:
     absences: int = 0
     newcomers: str | None = None
     beta2: float = 0.95
+    rounds: bool = False
+
+
+class Rounds(Swarm):
+    """Averages by the code of shoal's rounds, without their network: one codec for both halves, with error feedback."""
+
+    def __init__(self, peers: list[Peer], strategy: Strategy) -> None:
+        super().__init__(peers, strategy)
+        (fragment,) = self.fragments
+        codecs = [ErrorFeedback(codec_by_name(strategy.codec))] * len(fragment.anchor)
+        values = [[torch.zeros_like(tensor) for tensor in fragment.anchor] for _ in peers]
+        self._vectors = [Vector(each, describe(each, codecs)) for each in values]
+        self._rng = random.Random(0)
+
+    def average(
+        self, fragment: Fragment, givers: Sequence[int], gradients: Sequence[list[Tensor]], weights: Sequence[float]
+    ) -> list[Tensor]:
+        """By one round of all peers."""
+        for vector, each in zip(self._vectors, gradients, strict=True):
+            for tensor, value in zip(vector.tensors, each, strict=True):
+                tensor.copy_(value)
+        average(self._vectors, weights, self._rng)
+        return [tensor.clone() for tensor in self._vectors[0].tensors]
 
 
 def train(case: Case, task: Task) -> float:
@@ -52,7 +83,7 @@ def train(case: Case, task: Task) -> float:
             _set_rate(peer, task.rate_at(step / task.steps))
             peer.step()
         return task.loss(peer.parameters)
-    swarm = Swarm([task.peer(number) for number in range(PEERS)], case.strategy)
+    swarm = (Rounds if case.rounds else Swarm)([task.peer(number) for number in range(PEERS)], case.strategy)
     seen, factors, version = 0, [1.0] * PEERS, 0
     while seen < task.samples:
         active = _active(case.speeds, swarm.steps)
@@ -69,14 +100,16 @@ def train(case: Case, task: Task) -> float:
 
 
 def bytes_per_token(case: Case, task: Task) -> float:
-    """What a peer sends for each token that it trains, of an all-reduce: 2 (n - 1) / n times the encoded values."""
+    """What a peer sends for each token that it trains: the law of an all-reduce.
+
+    It is (n - 1) / n times the encoded outer gradients, to the reducers of their parts, and as many times the encoded
+    average, of which each peer reduces a part, to the others.
+    """
     strategy = case.strategy or Strategy(every=1)
-    swarm = Swarm([task.peer(0)], strategy)
-    encoded = 0
-    for fragment in swarm.fragments:
-        codec, sizes = Feedback(strategy.codec).codec, [tensor.numel() for tensor in fragment.anchor]
-        encoded += codec.pieces_bytes(sizes, torch.float32)
-    return 2 * (PEERS - 1) / PEERS * encoded / (strategy.every * task.rows * CONTEXT)
+    sizes, codecs = [tensor.numel() for tensor in NextToken().parameters()], map(codec_by_name, strategy.codecs)
+    parts = [[sizes[place] for place in places] for places in split(sizes, strategy.fragments)]
+    encoded = sum(codec.pieces_bytes(part, torch.float32) for codec in codecs for part in parts)
+    return (PEERS - 1) / PEERS * encoded / (strategy.every * task.rows * CONTEXT)
 
 
 def _set_rate(peer: Peer, rate: float) -> None:

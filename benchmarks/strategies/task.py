@@ -18,7 +18,7 @@ from torch.nn import functional
 from benchmarks.strategies.reference import Peer
 from shoal.demo.text import load_corpus
 
-__all__ = ["PEERS", "Task"]
+__all__ = ["CONTEXT", "PEERS", "NextToken", "Task"]
 
 PEERS = 4
 VOCABULARY, CONTEXT, WIDTH, HEADS, DEPTH = 256, 32, 32, 2, 1

@@ -10,8 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.strategies.cases import groups
+from benchmarks.strategies import __main__ as command
+from benchmarks.strategies.cases import SYNCHRONOUS, groups
 from benchmarks.strategies.reference import DILOCO, LOCAL_SGD, Feedback, Peer, Strategy, Swarm, split
+from benchmarks.strategies.study import Case, Rounds, bytes_per_token
+from benchmarks.strategies.task import Task
 
 FIRST = [1.0, -2.0, 0.5, 3.0]
 
@@ -60,6 +63,8 @@ def values(tensors: Sequence[Tensor]) -> list[float]:
     """Of all tensors, one after another."""
     return torch.cat(list(tensors)).tolist()
 
+
+WAYS = (Swarm, Rounds)
 
 sgd = partial(torch.optim.SGD, lr=0.02)
 adamw = partial(torch.optim.AdamW, lr=0.02)
@@ -188,3 +193,42 @@ def test_each_case_of_the_study_stands_beside_one_of_its_group() -> None:
         names = [case.name for case in cases]
         assert len(set(names)) == len(names)
         assert {case.against for case in cases} - {None} <= set(names)
+
+
+def test_each_half_of_an_all_reduce_counts_by_its_own_codec() -> None:
+    """An average that is sent whole takes half the bytes of synchronous training, whatever the outer gradients take."""
+    sent = {}
+    for average in ("none", "topk:0.01:2"):
+        strategy = Strategy(every=1, codec="topk:0.01:2", average_codec=average)
+        case = Case(name="sparse", strategy=strategy, rate=0.1)
+        sent[average] = bytes_per_token(case, Task(seed=1)) / bytes_per_token(SYNCHRONOUS, Task(seed=1))
+    assert sent["none"] == pytest.approx(0.5, abs=0.01)
+    assert sent["topk:0.01:2"] == pytest.approx(2 * (sent["none"] - 0.5))
+
+
+def test_rounds_of_shoal_average_as_the_reference_does() -> None:
+    """Without loss on the way, and with an outer optimizer that has a state."""
+    ways = [way([learner(seed, sgd) for seed in range(4)], Strategy(every=2)) for way in WAYS]
+    for swarm in ways:
+        for _ in range(8):
+            swarm.step()
+    first, second = (values(swarm.fragments[0].anchor) for swarm in ways)
+    assert first == pytest.approx(second, rel=1e-9)
+
+
+def test_the_command_prints_a_line_for_each_case(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the first seed on that is asked for; nothing is trained here."""
+    seeds = set()
+
+    def train(case: Case, task: Task) -> float:
+        seeds.add(task.seed)
+        return 1.0
+
+    monkeypatch.setattr(command, "train", train)
+    monkeypatch.setattr("sys.argv", ["strategies", "--only", "quality", "--seeds", "2", "--first-seed", "7"])
+    command.main()
+    printed = capsys.readouterr().out
+    assert seeds == {7, 8}
+    assert all(f"| {case.name} |" in printed for case in groups(command.CODECS)["quality"])

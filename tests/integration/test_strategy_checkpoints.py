@@ -148,3 +148,16 @@ def test_a_run_shorter_than_an_interval_says_that_nothing_was_merged(dht: shoal.
         swarm.shutdown()
         assert sum("none of them was merged" in message for message in warned) == told
         warned.clear()
+
+
+def test_a_peer_that_hears_of_the_end_later_ends_with_the_last_merge(dht: shoal.DHT) -> None:
+    """It was finished at once, with what it had trained since: other weights than those of all others."""
+    model = network(0)
+    with begin(dht, model, DiLoCo(4)) as swarm:
+        train(swarm, model, 6)
+        swarm.announce_end(swarm.local_epoch)
+        while not swarm.status().finished:
+            pass
+        while not swarm.finished:
+            train(swarm, model, 1)
+        assert all(map(torch.equal, model.parameters(), anchors(swarm)))

@@ -438,7 +438,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         At the end a peer has the best state that it knows, and waits some seconds, in `step`, until the others that it
         knows have it too.
         """
-        return all(each.finished for each in self._participants)
+        strays = isinstance(self._training, LocalSteps) and self._training.strays
+        return all(each.finished for each in self._participants) and not strays  # the next step goes back to the merge
 
     @property
     def _participant(self) -> Participant:

@@ -269,9 +269,14 @@ class OuterTrainingState(TrainingState):
 
     def discard(self) -> None:
         """Forget what was trained. The parameters go back to the anchor before the next batch: see `settle`."""
-        self._strays = self._strays or self._trained.samples + self._later.samples > 0
+        self._strays = self.strays
         self._given, self._counts, self._land = None, False, None
         super().discard()
+
+    @property
+    def strays(self) -> bool:
+        """Whether the parameters may be others than the anchor. Any thread may ask."""
+        return self._strays or self._trained.samples + self._later.samples > 0
 
     def settle(self) -> bool:
         """Let the parameters go back to the anchor, if what was trained was discarded (trainer, under the lock).
@@ -368,6 +373,11 @@ class LocalSteps(LocalTrainingState):
         """Let the parameters be the anchor of each fragment: at the end of the run, or if they are of no use."""
         for fragment in self.fragments:
             fragment.go_back()
+
+    @property
+    def strays(self) -> bool:
+        """Whether the parameters may be others than the anchors. Any thread may ask."""
+        return any(fragment.strays for fragment in self.fragments)
 
     def begin_anew(self) -> None:
         """Let the anchor of each fragment be what the parameters are: other weights were loaded into the model."""

@@ -28,30 +28,36 @@ import pstats
 import random
 import resource
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import pytest
 import torch
 
 from benchmarks.allreduce import write
 from benchmarks.dht_sim import LIMITS, without_gc
+from benchmarks.remembered import remembered
+from benchmarks.shared_table import shared_table
 from benchmarks.strategies.named import NAMES, named
 from benchmarks.wire_count import CONTROL, Sent, counted
 from shoal.averager import TensorLock
 from shoal.compression import BlockwiseQuantization
 from shoal.core import PeerCore
 from shoal.errors import StateUnavailable
-from shoal.events import EpochAdvanced, Event, StateDownloaded
-from shoal.optim import Participant, RunSettings, TrainingState
+from shoal.events import EpochAdvanced, Event, RoundFinished, StateDownloaded
+from shoal.optim import Participant, RunSettings, TrainingState, gossip
 from shoal.optim.outer import LocalSteps
 from shoal.optim.phases import RunPhase
 from shoal.optim.settings import fragment_settings, run_settings
 from shoal.peer import Address
 from shoal.sim import SimHost, SimNetwork, Swarm, run, sleep
+from shoal.wire import encode
 from tests.sim.averaging_kit import SETTINGS
 
 ENTRIES, RESTART_S, SPREAD = 3, 2.0, 0.2
@@ -126,6 +132,7 @@ class Scene:
             lambda: defaultdict(dict)
         )
         self.downloads: list[float] = []
+        self.rounds: list[float] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     def note(self, event: Event) -> None:
@@ -135,6 +142,8 @@ class Scene:
             self.told[event.run_id][event.epoch].setdefault(event.digest, []).append((now, event.samples, event.peers))
         elif isinstance(event, StateDownloaded):
             self.downloads.append(event.duration_s)
+        elif isinstance(event, RoundFinished):
+            self.rounds.append(event.duration_s)
 
     async def make(self, host: SimHost, entries: Sequence[Address]) -> Trainer:
         """One peer, on this host."""
@@ -161,7 +170,11 @@ class Scene:
             run_id="run",
             target_batch_size=target,
             averager=msgspec.structs.replace(
-                SETTINGS, part_size_bytes=1 << 18, silence_s=5.0, target_group_size=args.group
+                SETTINGS,
+                part_size_bytes=1 << 18,
+                silence_s=5.0,
+                target_group_size=args.group,
+                min_vector_size=args.slice,
             ),
             fingerprint=run_settings(training, target, 0, merging=merging, outer=outer, grad_compression=CODEC),
             check_every=0,
@@ -245,6 +258,9 @@ class Found(NamedTuple):
     longest_step_s: float
     download_s: float
     peer_mb: float
+    merge_s: float
+    begin_bytes: int
+    word_bytes: int
 
 
 async def play(args: argparse.Namespace, peers: int, fragments: int, sent: Sent, began: float) -> Found:
@@ -254,14 +270,18 @@ async def play(args: argparse.Namespace, peers: int, fragments: int, sent: Sent,
     scene = Scene(args, peers, fragments)
     while (have := len(scene.swarm.peers)) < peers:
         await asyncio.gather(*(scene.add() for _ in range(min(max(1, have // 2), 50, peers - have))))
-    warm_s = args.warm_up * args.every * args.batch_s
-    await sleep(warm_s)
+        said(f"{len(scene.swarm.peers)} peers", began, sent)
+    until_s = loop.time() + args.warm_up * args.every * args.batch_s
+    while loop.time() < until_s:
+        await sleep(min(5.0, until_s - loop.time()))
+        said(f"{until_s - loop.time():.0f} s of warm-up left", began, sent)
     sent.clear()
     begin, real, turns, died = loop.time(), time.perf_counter(), loop.turns, scene.died
     span_s = 60 * args.minutes
     while loop.time() < begin + span_s and time.perf_counter() - began < 60 * args.limit:
         await sleep(1.0)
         gc.collect(0)
+        said(f"{begin + span_s - loop.time():.0f} s left", began, sent)
     end, real = loop.time(), time.perf_counter() - real
     counted_batches = perfect = 0.0
     members: list[int] = []
@@ -297,6 +317,19 @@ async def play(args: argparse.Namespace, peers: int, fragments: int, sent: Sent,
         longest_step_s=max(trainer.longest_s for trainer in scene.swarm.peers.values()),
         download_s=statistics.median(scene.downloads) if scene.downloads else math.nan,
         peer_mb=(rss_mb() - before_mb) / peers,
+        merge_s=statistics.median(scene.rounds) if scene.rounds else math.nan,
+        begin_bytes=sent.begin,
+        word_bytes=max(len(encode(trainer.fragments[0].progress())) for trainer in scene.swarm.peers.values()),
+    )
+
+
+def said(where: str, began: float, sent: Sent) -> None:
+    """Say on stderr how far the simulation is."""
+    at = asyncio.get_running_loop().time()
+    kinds = " ".join(f"{kind} {count}" for kind, count in sorted(sent.messages.items()))
+    print(
+        f"{time.perf_counter() - began:7.1f} s, {at:7.1f} s there, {rss_mb():6.0f} MB: {where}; {kinds}",
+        file=sys.stderr,
     )
 
 
@@ -308,7 +341,15 @@ def rss_mb() -> float:
 def measure(args: argparse.Namespace, peers: int, fragments: int) -> Found:
     """One swarm."""
     began = time.perf_counter()
-    with without_gc(), counted() as sent:
+    with (
+        without_gc(),
+        counted() as sent,
+        remembered() if args.table else nullcontext(),
+        shared_table() if args.table else nullcontext(),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        for name in ("_ALL", "_ASKED_AT_FIRST") if args.meets is not None else ():
+            patch.setattr(gossip, name, args.meets)
         main = play(args, peers, fragments, sent, began)
         return run(main, seed=args.seed, max_turns=10**10, max_time_s=1e9)
 
@@ -320,7 +361,9 @@ def show(found: Found) -> None:
         f" {found.members:7.1f} {found.forks:5} {found.goodput:8.3f} {found.floor:6.3f} {found.law:6.2f}"
         f" {found.control:9.0f}"
         f" {found.longest_step_s:7.2f} {found.download_s:8.2f} {found.peer_mb:6.2f} {found.turns / found.real_s:9.0f}"
-        f" {found.real_s:8.1f}",
+        f" {found.real_s:8.1f}\n"
+        f"      a merge takes {found.merge_s:.2f} s; the largest Begin had {found.begin_bytes} bytes,"
+        f" a word of progress has {found.word_bytes}",
         flush=True,
     )
 
@@ -346,12 +389,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=30, help="batches between two merges of a fragment")
     parser.add_argument("--quorum", type=int, default=2)
     parser.add_argument("--group", type=int, default=None, help="the most members of a merge; default: 256")
+    parser.add_argument("--slice", type=int, default=0, help="the fewest parameters that a member averages")
     parser.add_argument("--batch-s", type=float, default=1.0)
     parser.add_argument("--numel", type=int, default=65536, help="parameters that are simulated")
     parser.add_argument("--half-life", type=float, default=10.0, help="minutes")
     parser.add_argument("--minutes", type=float, default=5.0, help="that are measured, of virtual time")
     parser.add_argument("--warm-up", type=float, default=2.0, help="times `every` batches, before it is measured")
     parser.add_argument("--limit", type=float, default=15.0, help="minutes of real time for each number of peers")
+    parser.add_argument(
+        "--meets", type=int, default=None, help="others that each peer calls when it comes; default: 64"
+    )
+    parser.add_argument("--table", action="store_true", help="one table for a DHT; what all read is read once")
     parser.add_argument("--rest", action="store_true", help="control traffic, without churn")
     parser.add_argument(
         "--model", type=int, default=10_000_000, help="parameters that control traffic is compared with"

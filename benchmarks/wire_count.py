@@ -50,11 +50,13 @@ class Sent:
     Attributes:
         bytes: by kind.
         messages: by kind; of values, their parts.
+        begin: the bytes of the largest `Begin`.
     """
 
     def __init__(self) -> None:
         self.bytes: Counter[str] = Counter()
         self.messages: Counter[str] = Counter()
+        self.begin = 0
 
     def add(self, kind: str, nbytes: int) -> None:
         """A message of this kind."""
@@ -107,6 +109,7 @@ def counted() -> Iterator[Sent]:
         kind = "values" if name in {"PartData", "PartAverage"} else _KIND_OF.get(name, "other")
         if kind != "other":
             nbytes += 0 if kind == "values" else len(framing.pack(framing.Kind.DATA, message, nbytes))
+            sent.begin = max(sent.begin, nbytes if name == "Begin" else 0)
             sent.add(kind, nbytes)
             sent.bytes["other"] -= nbytes
         await send(stream, message, payload)

@@ -20,6 +20,7 @@ all peers that can see each other end at one state, in whatever order they hear 
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -88,6 +89,8 @@ class SwarmView:
         own: of `samples`, what this peer has accumulated.
         contributors: the peers that contributed to the last steps, if there were any.
         absent: peers that no round waits for.
+        log: of a view and later ones, while all else is the same, this is the same list: the peers whose words were
+            taken in meanwhile are added to it.
     """
 
     peers: tuple[PeerID, ...]
@@ -103,6 +106,7 @@ class SwarmView:
     own: int = field(default=0, compare=False)
     contributors: Collection[PeerID] = field(default=(), compare=False)
     absent: frozenset[PeerID] = field(default=frozenset(), compare=False)
+    log: list[PeerID] | None = field(default=None, compare=False)
 
     @property
     def leaders(self) -> tuple[PeerID, ...]:
@@ -207,8 +211,10 @@ class SwarmProgress:
         self._latest = max(self._latest, progress.epoch)
         self._lost.pop(peer, None)
         self.left.pop(peer, None)
-        if self._seen is not None and (peer in self._relayed or not self._seen.takes(progress)):
-            self._seen = None
+        if self._seen is not None:
+            self._seen.until = min(self._seen.until, now + self.ttl_s)
+            if peer in self._relayed or not self._seen.takes(progress):
+                self._seen = None
         return True
 
     def relayed(self, teller: Progress, others: Iterable[Standing], now: float) -> bool:
@@ -235,9 +241,9 @@ class SwarmProgress:
                     self._seen = None
         return news
 
-    def lacks(self, others: Iterable[Standing]) -> bool:
-        """Whether a peer is not known here that another one told of."""
-        return any(other.peer not in self._known and other.peer != self._me for other in others)
+    def lacks(self, others: Iterable[Standing]) -> int:
+        """How many peers are not known here that another one told of."""
+        return sum(other.peer not in self._known and other.peer != self._me for other in others)
 
     def _said_last(self, peer: PeerID, now: float) -> Progress:
         """The last word of a known peer, said by itself or by others."""
@@ -513,6 +519,7 @@ class _Seen:
     _rate: float = 0.0
     _together: frozenset[PeerID] | None = None
     _coming: frozenset[PeerID] | None = None
+    _log: list[PeerID] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for peer in self.here:
@@ -531,7 +538,9 @@ class _Seen:
         """Add the words of a peer to what was seen; False if all has to be looked at again instead."""
         peer, own_key = progress.contact.peer, self.asked.key
         said = self.others.get(peer)
-        if said is None or bool(said.contact.addresses) != bool(progress.contact.addresses):
+        if said is None:
+            return self._adds(progress)
+        if bool(said.contact.addresses) != bool(progress.contact.addresses):
             return False
         if self.asked.at_end or _at_end(progress) or _at_end(said):
             return False
@@ -541,6 +550,7 @@ class _Seen:
             if is_ours != (key == own_key) or not StateKey.of_peer(said) < key == own_key <= self.best:
                 return False
         self.others[peer] = progress
+        self._log.append(peer)
         here, coming = peer in self.here, peer in self.coming
         if is_ours or coming:
             self._rate += max(0.0, progress.rate) - (max(0.0, said.rate) if here or coming else 0.0)
@@ -552,6 +562,26 @@ class _Seen:
             self._coming = None
             if not coming:
                 self._together = None
+        return True
+
+    def _adds(self, progress: Progress) -> bool:
+        """The same for a peer that is new here. In a large swarm somebody comes all the time."""
+        peer, asked, key = progress.contact.peer, self.asked, StateKey.of_peer(progress)
+        is_ours = progress.digest == asked.digest
+        if asked.at_end or _at_end(progress) or peer in asked.silent or peer in asked.awaited or not asked.dialed:
+            return False
+        if is_ours != (key == asked.key) or key > (asked.key if peer in self.contributors else self.best):
+            return False
+        self.others[peer] = progress
+        self._log.append(peer)
+        me, *others = self.peers
+        insort(others, peer)
+        self.peers = (me, *others)
+        if is_ours:
+            self.here.add(peer)
+            self._rate += max(0.0, progress.rate)
+            self._count(peer, progress.samples)
+            self._together = None
         return True
 
     def view(self, mine: Progress) -> SwarmView:
@@ -576,6 +606,7 @@ class _Seen:
             own=mine.samples,
             contributors=self.contributors,
             absent=self.asked.absent,
+            log=self._log,
         )
 
 

@@ -28,6 +28,7 @@ from shoal.peer import Address, PeerID
 
 __all__ = [
     "MAX_EPOCH",
+    "MAX_GROUP_SIZE",
     "MAX_SAMPLES",
     "PROTOCOL_VERSION",
     "PROTOCOL_VERSIONS",
@@ -60,6 +61,9 @@ CheckDigest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
 MAX_EPOCH, MAX_SAMPLES = 2 * 10**7, 1 << 62
 """No peer of a run has taken more swarm steps, or counts more samples: a peer that says so is wrong."""
+
+MAX_GROUP_SIZE = 1024
+"""No group is larger, whatever `target_group_size` says: this bounds `Begin`, and the contributors of an average."""
 
 PartDigest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 """16 bytes: GMAC of an encoded average, keyed by the round."""
@@ -595,9 +599,9 @@ class Begin(Message, frozen=True):
     """
 
     round_id: RoundID
-    members: Annotated[list[Member], msgspec.Meta(max_length=256)]
+    members: Annotated[list[Member], msgspec.Meta(max_length=MAX_GROUP_SIZE)]
     coordinator: int
-    slices: Annotated[list[int], msgspec.Meta(max_length=256)]
+    slices: Annotated[list[int], msgspec.Meta(max_length=MAX_GROUP_SIZE)]
     part_bytes: int
 
 
@@ -618,7 +622,7 @@ class Held(Message, frozen=True):
 
     part: int
     attempt: int
-    contributors: Annotated[bytes, msgspec.Meta(max_length=32)]
+    contributors: Annotated[bytes, msgspec.Meta(max_length=MAX_GROUP_SIZE // 8)]
     weight: float
     digest: PartDigest
 
@@ -1067,7 +1071,7 @@ class StepTaken(Message, frozen=True):
     samples: Annotated[int, msgspec.Meta(ge=0)]
     agreement: Annotated[bytes, msgspec.Meta(max_length=65536)]
     commit: Commit | None
-    slices: Annotated[list[int], msgspec.Meta(max_length=256)]
+    slices: Annotated[list[int], msgspec.Meta(max_length=MAX_GROUP_SIZE)]
     part_bytes: int
     alone: Annotated[bytes, msgspec.Meta(max_length=64)]
     alone_samples: Annotated[int, msgspec.Meta(ge=0)]

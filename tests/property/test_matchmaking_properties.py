@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.peer import PeerID
+from shoal.wire import MAX_GROUP_SIZE
 from tests.property.matchmaking_world import Node, Setup, Weather, World
 
 times = st.floats(0.0, 6.0, allow_nan=False).map(lambda value: round(value, 3))
@@ -105,7 +106,7 @@ def test_groups_are_sound_whatever_happens(
     target = None if target is None else max(target, least)
     world, nodes = play(seed, weather, plans, target=target, least=least, deadline_s=deadline_s)
     for group in world.groups:
-        assert least <= len(group.members) <= (target or 256)
+        assert least <= len(group.members) <= (target or MAX_GROUP_SIZE)
         assert any(world.nodes[peer].setup.reduces for peer in group.members)
         assert group.leader.setup.leads
     for node in nodes:

@@ -443,8 +443,9 @@ def test_strangers_and_unknown_rounds_are_refused() -> None:
     on_sim(scenario)
 
 
-def test_early_streams_are_bounded() -> None:
+def test_early_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams for rounds that have not begun wait in limited number; afterwards a real member is early again."""
+    monkeypatch.setattr("shoal.allreduce.round._MAX_EARLY_STREAMS", 512)
 
     async def scenario(net: SimNet) -> None:
         a, b, c = await three(net, 200)

@@ -165,6 +165,26 @@ def test_group_starts_soon_without_a_target() -> None:
     run(main(), seed=2)
 
 
+def test_the_leader_of_a_large_group_reduces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a connection with each member already. Of a small group it reduces its share."""
+
+    async def main(size: int) -> None:
+        fleet = Fleet.launch()
+        mates = await fleet.add(*names(size))
+        ends = await outcomes({mate.name: fleet.call(mate) for mate in mates})
+        check_agreement(ends, fleet)
+        for group in ends.values():
+            assert isinstance(group, Group)
+            assert [place for place, elements in enumerate(group.slices) if not elements] == [group.coordinator] * (
+                size > 3
+            )
+        await fleet.close()
+
+    monkeypatch.setattr("shoal.matchmaking.matchmaker.MANY", 3)
+    for size in (3, 4):
+        run(main(size), seed=size)
+
+
 def test_late_directory_does_not_split_the_group() -> None:
     """Entries that are found only 300 ms later make several leaders; they find each other and merge."""
 

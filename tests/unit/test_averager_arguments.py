@@ -93,7 +93,7 @@ def test_the_page_lists_the_methods_and_those_of_a_step() -> None:
         ({"min_vector_size": -1}, "min_vector_size must be"),
         ({"min_group_size": 0}, "min_group_size must be"),
         ({"min_group_size": True}, "min_group_size must be"),
-        ({"target_group_size": 257}, "target_group_size must be None"),
+        ({"target_group_size": 1025}, "target_group_size must be None"),
         ({"target_group_size": 1, "min_group_size": 1}, "target_group_size must be None (no limit), or a whole number"),
         ({"window_s": 1801.0}, "averaging_expiration must be at most 1800 seconds, got 1801.0"),
         ({"allreduce_timeout_s": float("inf")}, "allreduce_timeout must be a number of seconds"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
 import random
@@ -575,3 +576,31 @@ def test_an_error_of_gossip_is_a_warning_once() -> None:
     node.error = ClosedError("this peer leaves")
     asyncio.run(both())
     assert len([event for event in events if isinstance(event, Warned)]) == 4
+
+
+@pytest.mark.parametrize(("peers", "most"), [(8, 60), (1000, 6)])
+def test_a_large_swarm_in_which_somebody_comes_all_the_time_is_read_rarely(peers: int, most: int) -> None:
+    """Each of a thousand read all thousand words each second, for as long as each look found a newcomer."""
+    known, looks = SwarmProgress(ME, {}, ttl_s=1e9), []
+    for number in range(peers):
+        known.heard(progress(PeerID(number.to_bytes(32, "big")), 1.0), 0.0, direct=False)
+    gossip = gossip_at(known, EventBus())
+    gossip.looked.set()
+
+    async def look() -> dict[PeerID, float]:
+        gossip._found_at = asyncio.get_running_loop().time()
+        looks.append(gossip._found_at)
+        return {}
+
+    async def nothing(_: object) -> None:
+        """Nobody is to be asked."""
+
+    async def main() -> None:
+        for name, instead in (("_look", look), ("_ask_who_lives", nothing), ("_look_behind", nothing)):
+            setattr(gossip, name, instead)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(60.0):
+                await gossip._look_loop()
+
+    sim.run(main(), seed=1)
+    assert most / 2 < len(looks) <= most

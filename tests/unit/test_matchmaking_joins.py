@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.matchmaking.joins import fit_one_message
+from shoal.matchmaking.joins import BEGIN_OVERHEAD_BYTES, member_bytes
 from shoal.peer import Address, PeerID
 from shoal.rpc import Limits
-from shoal.wire import Begin, Contact, Member, encode
+from shoal.wire import MAX_GROUP_SIZE, Begin, Contact, Member, encode
 
 LIMIT = Limits().header_bytes
-GROUP = 256
 
 
 def member(number: int, gathered: int, host: str) -> Member:
@@ -24,10 +23,10 @@ def member(number: int, gathered: int, host: str) -> Member:
 @pytest.mark.parametrize("gathered", [1, 1000, 1700, 2900, 60_000])
 def test_a_begin_of_all_for_whom_there_is_room_fits_into_one_message(gathered: int, host: str) -> None:
     """Long addresses count as what they are; and room is not refused before it is nearly used up."""
-    members = [member(0, gathered, host)]
-    while len(members) < GROUP and fit_one_message([*members, member(len(members), gathered, host)], LIMIT):
-        members.append(member(len(members), gathered, host))
+    every = (member(number, gathered, host) for number in range(MAX_GROUP_SIZE))
+    members, room = list[Member](), LIMIT - BEGIN_OVERHEAD_BYTES
+    while (one := next(every, None)) is not None and (room := room - member_bytes(one)) >= 0:
+        members.append(one)
     nbytes = len(encode(Begin(b"x" * 16, members, 0, [1 << 60] * len(members), 1 << 23)))
     assert nbytes <= LIMIT
-    one = nbytes / len(members)
-    assert len(members) == GROUP or nbytes > LIMIT - one - 8192
+    assert len(members) == MAX_GROUP_SIZE or nbytes > LIMIT - nbytes / len(members) - 8192

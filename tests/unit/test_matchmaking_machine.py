@@ -546,6 +546,22 @@ def test_followers_look_at_each_other_while_they_wait_for_the_leader(peers: int,
     assert {*looks} <= {(peer, True) for peer in expected - {peer_id(1), peer_id(ME)}}
 
 
+def test_of_many_expected_peers_only_a_leader_looks_at_all() -> None:
+    """To look at a peer is to ask it, or to dial it: each of a thousand that search dialed all others."""
+    looks: list[PeerID] = []
+
+    def silent(peer: PeerID, _: bool) -> bool:
+        looks.append(peer)
+        return False
+
+    play = Play(expected=lambda: frozenset(map(peer_id, range(100, 140))), silent=silent)
+    play.settle()
+    play.wait(1.0)
+    assert not looks
+    play.joins(100)
+    assert {*looks} >= {*map(peer_id, range(101, 140))}
+
+
 def test_an_expected_peer_that_is_silent_is_not_waited_for() -> None:
     """The group starts at the next look with those that have joined; not before."""
     play = Play(expected=lambda: frozenset({peer_id(60), peer_id(61)}))

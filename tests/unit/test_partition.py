@@ -7,10 +7,10 @@ import zlib
 import msgspec
 import pytest
 
-from shoal.allreduce.partition import MAX_PARTS, Layout, Part, Segment, TensorSpec, first_difference
+from shoal.allreduce.partition import MAX_PARTS, Layout, Part, Segment, TensorSpec, first_difference, most_parts
 from shoal.errors import ConfigError
 from shoal.rpc import Limits
-from shoal.wire import Commit, Held, Report, encode
+from shoal.wire import MAX_GROUP_SIZE, Commit, Held, Report, encode
 
 _SIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -148,12 +148,24 @@ def test_many_members_and_tensors_of_two_kinds_in_turn_are_few_parts() -> None:
     assert 256 <= len(found.parts(slices, 1 << 20)) <= 257
 
 
-def test_the_largest_commit_and_report_fit_in_a_message() -> None:
-    """As many parts as there may be, in a group of 256: what decides the round can be sent."""
-    held = Held(MAX_PARTS - 1, 300, b"\xff" * 32, 1.5, b"d" * 16)
-    limit = Limits().header_bytes
-    assert len(encode(Commit(b"r" * 16, [held] * MAX_PARTS))) < limit
-    assert len(encode(Report([held] * MAX_PARTS, list(range(256)), 1 << 50))) < limit
+@pytest.mark.parametrize("members", [2, 256, MAX_GROUP_SIZE])
+def test_the_largest_commit_and_report_fit_in_a_message(members: int) -> None:
+    """As many parts as there may be in a group of so many: what decides the round can be sent."""
+    held = Held(MAX_PARTS - 1, members + 1, b"\xff" * ((members + 7) // 8), 1.5, b"d" * 16)
+    parts = [held] * most_parts(members)
+    assert len(encode(Commit(b"r" * 16, parts))) < Limits().header_bytes
+    assert len(encode(Report(parts, list(range(members)), 1 << 50))) < Limits().header_bytes
+
+
+def test_a_vector_of_many_parts_has_smaller_groups() -> None:
+    """The largest group whose parts fit; none is larger, however few parts there are."""
+    assert layout(spec(7)).most_members(1024) == MAX_GROUP_SIZE
+    most = layout(spec(256 * (MAX_PARTS - 255)))
+    size = most.most_members(1024)
+    most.check_part_bytes(1024, size)
+    assert size >= 256
+    with pytest.raises(ConfigError, match="larger part_size_bytes"):
+        most.check_part_bytes(1024, size + 1)
 
 
 # --------------------------------------------------------------------------------------------------------------- schema

@@ -187,12 +187,12 @@ class CommitRules:
         self.live = set(range(len(contributes)))
         self.held: list[dict[int, Held]] = [{} for _ in contributes]
         self.verdict: Commit | Abort | None = None
-        self._contributing = {member for member, values in enumerate(contributes) if values}
+        self._takers = {member for member, values in enumerate(contributes) if values}
 
     @property
     def takers(self) -> set[int]:
         """The members that are to hold every part: those that contribute, and are not left out."""
-        return self.live & self._contributing
+        return self._takers
 
     def holds(self, member: int, held: Held) -> bool:
         """Note what a member reports. False if it is of another attempt, or the round has ended for this member."""
@@ -212,6 +212,7 @@ class CommitRules:
     def leave_out(self, member: int) -> None:
         """Wait for this member no longer. The caller gives the parts that it owns other reducers."""
         self.live.discard(member)
+        self._takers = self._takers - {member}  # another set: callers may hold the one before
         if len(self.live) < self.min_group_size:
             self.abort("too few members are left")
         elif not self.takers:

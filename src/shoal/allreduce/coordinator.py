@@ -118,7 +118,7 @@ class Coordinator:
         self.me, self.stall_s, self.allowed_s = me, stall_s, 0.0
         self.reduces = list(reduces)
         self._told = False
-        self._unreachable: list[set[int]] = [set() for _ in reduces]  # per member: those it gets no parts from
+        self._unreachable: dict[int, set[int]] = {}  # per member: those it gets no parts from
         self._source: list[dict[int, int]] = [{} for _ in reduces]  # per member: part -> source other than the reducer
         self._given_at: dict[int, float] = {}  # part -> since when a member other than its reducer holds it
         self._named_at: list[dict[int, float]] = [{} for _ in reduces]  # per member: part -> when its source was named
@@ -158,10 +158,11 @@ class Coordinator:
                     self._given_at.setdefault(held.part, now)
         if report.moved_bytes > self._moved_bytes[member]:
             self._moved_bytes[member], self._progress[member] = report.moved_bytes, now
-        if member in rules.takers:
-            self._unreachable[member].update(lost for lost in report.lost if lost in rules.live and lost != member)
+        if report.lost and member in rules.takers:
+            unreachable = self._unreachable.setdefault(member, set())
+            unreachable.update(lost for lost in report.lost if lost in rules.live and lost != member)
         actions = self._replace_reducers(now) if report.lost else []
-        for other in sorted(rules.live):
+        for other in sorted(self._unreachable.keys() & rules.live):
             actions += self._help(other, now)
         return actions + self._decide()
 
@@ -250,7 +251,7 @@ class Coordinator:
     def _help(self, member: int, now: float) -> list[CoordinatorAction]:
         """Name another source for parts that `member` cannot get from its present source, as soon as there is one."""
         moved: dict[tuple[int, int], list[int]] = {}
-        rules, unreachable, sources = self.rules, self._unreachable[member], self._source[member]
+        rules, unreachable, sources = self.rules, self._unreachable.get(member, set()), self._source[member]
         for part, reducer in enumerate(rules.reducer) if unreachable else ():
             if part in rules.held[member] or sources.get(part, reducer) not in unreachable:
                 continue
@@ -267,7 +268,7 @@ class Coordinator:
         rules, actions = self.rules, list[CoordinatorAction]()
         for reducer in sorted(set(rules.reducer) & rules.live):
             others = rules.takers - {reducer}
-            if others and all(reducer in self._unreachable[other] for other in others):
+            if others and all(reducer in self._unreachable.get(other, ()) for other in others):
                 parts = [part for part, of in enumerate(rules.reducer) if of == reducer]
                 parts = [part for part in parts if not any(part in rules.held[other] for other in others)]
                 if parts and rules.verdict is None:
@@ -296,7 +297,7 @@ class Coordinator:
                 if part not in rules.held[member] and now >= limit(named_at.get(part, at), at)
             } - {member}
             if waited_for:
-                self._unreachable[member] |= waited_for
+                self._unreachable.setdefault(member, set()).update(waited_for)
                 actions += self._help(member, now)
         return actions
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import and_
 
 import msgspec
 
@@ -58,7 +60,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, commit: Commit, members: Sequence[Member]) -> Outcome:
         """The result that this verdict means for this group."""
         peers = [member.contact.peer for member in members]
-        everywhere = {i for i in range(len(members)) if all(has_member(held.contributors, i) for held in commit.parts)}
+        mask = reduce(and_, (int.from_bytes(held.contributors, "little") for held in commit.parts))
+        everywhere = {i for i in range(len(members)) if mask >> i & 1}
         missing = {i for i, member in enumerate(members) if member.contributes and i not in everywhere}
         return cls(
             commit=commit,

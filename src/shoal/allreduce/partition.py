@@ -23,12 +23,15 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from shoal.errors import ConfigError
-from shoal.wire import read
+from shoal.wire import MAX_GROUP_SIZE, read
 
-__all__ = ["MAX_PARTS", "Layout", "Part", "Segment", "TensorSpec", "first_difference"]
+__all__ = ["MAX_PARTS", "Layout", "Part", "Segment", "TensorSpec", "first_difference", "most_parts"]
 
 MAX_PARTS = 1 << 13
 """With more parts a commit would not fit in one message (`Limits.header_bytes`): choose a larger `part_size_bytes`."""
+
+_COMMIT_BYTES, _HELD_BYTES = (1 << 20) - (1 << 12), 42
+"""For this reason a large group has fewer parts: each names its contributors, a bit each, and so many bytes more."""
 
 MIN_PART_BYTES, MAX_PART_BYTES = 1 << 10, 8 << 20
 """The smallest and the largest `part_size_bytes`."""
@@ -146,8 +149,8 @@ class Layout:
         if not MIN_PART_BYTES <= part_bytes <= MAX_PART_BYTES:
             raise ConfigError(f"part_size_bytes={part_bytes} is not within {MIN_PART_BYTES}..{MAX_PART_BYTES}")
         pieces = list(self._pieces(slices, part_bytes, codecs))
-        if sum(count for *_, count in pieces) > MAX_PARTS:
-            raise ConfigError(f"more than {MAX_PARTS} parts: choose a larger part_size_bytes than {part_bytes}")
+        if sum(count for *_, count in pieces) > (most := most_parts(len(slices))):
+            raise ConfigError(f"more than {most} parts: choose a larger part_size_bytes than {part_bytes}")
         parts: list[Part] = []
         for reducer, number, start, stop, count in pieces:
             # Equal pieces rather than a short last one: the pipeline ends evenly.
@@ -159,12 +162,22 @@ class Layout:
 
     def check_part_bytes(self, part_bytes: int, members: int, codecs: Sequence[str] | None = None) -> None:
         """Raise `ConfigError` if the parts could be too many in a group of so many members, whatever the slices."""
-        count = sum(count for *_, count in self._pieces([self.numel], part_bytes, codecs)) + members - 1
-        if count > MAX_PARTS:
+        count, most = self._count(part_bytes, codecs) + members - 1, most_parts(members)
+        if count > most:
             raise ConfigError(
-                f"part_size_bytes={part_bytes} makes up to {count} parts of these tensors, there can be {MAX_PARTS}, "
+                f"part_size_bytes={part_bytes} makes up to {count} parts of these tensors, there can be {most}, "
                 f"in a group of {members}: choose a larger part_size_bytes, or fewer different codecs"
             )
+
+    def most_members(self, part_bytes: int, codecs: Sequence[str] | None = None) -> int:
+        """The most members of a group that this vector can be divided among; 1 if it has too many parts for more."""
+        count = self._count(part_bytes, codecs)
+        fit = (size for size in range(MAX_GROUP_SIZE, 1, -1) if count + size - 1 <= most_parts(size))
+        return next(fit, 1)
+
+    def _count(self, part_bytes: int, codecs: Sequence[str] | None) -> int:
+        """Return how many parts one member would own that owns all."""
+        return sum(count for *_, count in self._pieces([self.numel], part_bytes, codecs))
 
     def _sizes(self, start: int, stop: int) -> tuple[int, ...]:
         """Return how many of these elements each tensor has, without those that have none."""
@@ -197,6 +210,11 @@ class Layout:
                 yield reducer, number, start, stop
                 start = stop
                 number += start == self.segments[number].stop
+
+
+def most_parts(members: int) -> int:
+    """The most parts of a round of so many members."""
+    return min(MAX_PARTS, _COMMIT_BYTES // (_HELD_BYTES + (members + 7) // 8))
 
 
 def first_difference(mine: bytes, theirs: bytes, *, me: str, other: str) -> str | None:

@@ -21,6 +21,7 @@ their values are ready.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
@@ -45,6 +46,7 @@ from shoal.peer import PeerID
 from shoal.rpc import LOOK_S, Endpoint, Stream
 from shoal.tasks import Changes, Tasks
 from shoal.wire import (
+    MAX_GROUP_SIZE,
     Abort,
     AskVerdict,
     Assign,
@@ -80,8 +82,11 @@ _ARRIVAL_S = 10.0
 _SHARE = 0.75
 """Members with slow lines are waited for for this part of the longest time of a round at most: then averages follow."""
 
-_MAX_EARLY_STREAMS = 512
-"""The most `Reduce` streams that wait for their rounds."""
+_MAX_EARLY_STREAMS = 2 * MAX_GROUP_SIZE
+"""The most `Reduce` streams that wait for their rounds: those of all members of two."""
+
+_MANY, _REPORTS_PER_S = 32, 10_000
+"""In a group of more than this all members together send the coordinator so many reports a second at most."""
 
 _REMEMBERED_VERDICTS = 64
 """The number of rounds whose verdicts are remembered."""
@@ -275,8 +280,9 @@ class Round:
                     self._tasks.spawn(self._begin(part, attempt))
                 case Finish(part, attempt):
                     self._tasks.spawn(self._finish(part, attempt))
-                case Contribute(part, _, member) | Ask(part, _, member):
-                    self._free(part)
+                case Contribute(part, attempt, member) | Ask(part, attempt, member):
+                    if attempt or isinstance(action, Ask):  # at first nothing older can come
+                        self._free(part)
                     self._sender_to(member).put(action)
                 case Blame(member, reason):
                     self._blame(member, reason)
@@ -570,16 +576,21 @@ class Round:
     # ----------------------------------------------------------------------------------------------------------- loops
 
     async def _report_loop(self) -> None:
-        seen = 0
+        seen = moved_bytes = 0
+        counted_at, many = -math.inf, len(self.members) > _MANY
         while not self.machine.decided:
             await self._news.after(seen, self._options.report_s)  # even without news: a report carries the bytes moved
-            seen = self._news.count
-            report = self.machine.report(self._moved_bytes)
+            seen, now = self._news.count, self._loop.time()
+            if now >= counted_at + self._options.report_s / 2:  # an average that is news shows progress by itself
+                counted_at, moved_bytes = now, self._moved_bytes
+            report = self.machine.report(moved_bytes)
             if self._coordinating is not None:
                 self._tell(self._coordinating.reported(self.me, report, self._loop.time()))
                 continue
             try:
                 await self._control[self.coordinator].send(report)  # news that come meanwhile go into the next one
+                if many:
+                    await asyncio.sleep(len(self.members) / _REPORTS_PER_S)
             except PeerError as error:
                 self._control_lost(self.coordinator, error.message)
                 return

@@ -247,9 +247,16 @@ class Vector:
 
     def check_part_bytes(self, part_bytes: int, members: int) -> None:
         """See `Layout.check_part_bytes`; also where a round has nothing to code against."""
+        self.layout.check_part_bytes(part_bytes, members, self._widest_codecs)
+
+    def most_members(self, part_bytes: int) -> int:
+        """See `Layout.most_members`; also where a round has nothing to code against."""
+        return self.layout.most_members(part_bytes, self._widest_codecs)
+
+    @property
+    def _widest_codecs(self) -> list[str]:
         lossless = NoCompression().name
-        codecs = [segment.named.name if segment.reference is None else lossless for segment in self._segments]
-        self.layout.check_part_bytes(part_bytes, members, codecs)
+        return [segment.named.name if segment.reference is None else lossless for segment in self._segments]
 
     def remembers(self, part: Part) -> bool:
         """Return whether `settle` has something to do for this part."""

@@ -33,13 +33,15 @@ from shoal.core import PeerCore
 from shoal.errors import ClosedError, ConfigError, LocalError, NobodyContributes, RoundFailed, SchemaMismatch
 from shoal.events import LocalValuesRejected, PeerDropped, RoundAborted, RoundFinished, Warned
 from shoal.matchmaking import Group
-from shoal.matchmaking.config import MAX_GROUP_SIZE
 from shoal.peer import PeerID
 from shoal.state import SharedState
 from shoal.tasks import Tasks
 from shoal.wire import Member, decode_plain
 
 __all__ = ["Averager"]
+
+_LEAST_MOST_MEMBERS = 256
+"""The parts of each vector can be divided among so many members, unless `target_group_size` says how many."""
 
 _DIALED_AHEAD = 32
 """In larger groups open links cost each member more than they gain: two descriptors for each other member."""
@@ -95,7 +97,7 @@ class Averager:
         self.tensors = tuple(tensors)
         chosen = codecs or choose_codecs(compression or NoCompression(), self.tensors)
         self.vector = Vector(self.tensors, describe(self.tensors, chosen), memory)
-        self.vector.check_part_bytes(settings.part_size_bytes, settings.target_group_size or MAX_GROUP_SIZE)
+        self.vector.check_part_bytes(settings.part_size_bytes, settings.target_group_size or _LEAST_MOST_MEMBERS)
         self.group_tag, self.way_s = "", 0.0
         self.sharing = StateSharing(
             core, prefix, settings, lock=lock, state=state or (lambda: SharedState(metadata=None, tensors=self.tensors))

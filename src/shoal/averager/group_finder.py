@@ -23,6 +23,7 @@ from shoal.averager.settings import AveragerSettings
 from shoal.core import PeerCore
 from shoal.errors import ConfigError, RoundFailed, SchemaMismatch
 from shoal.matchmaking import Group, GroupBits, JoinTerms, Matchmaker
+from shoal.matchmaking.config import MANY
 from shoal.peer import PeerID
 from shoal.wire import Member
 
@@ -33,6 +34,9 @@ _PART_S = 0.25
 
 _LEAST_PART_BYTES, _SMALL_PARTS = 64 << 10, 1024
 """For this reason no part is made smaller than this, and there are not many more of them than this."""
+
+_MOST_REDUCERS = 128
+"""A group of more than `MANY` has so many reducers at most: each member has a connection with each of them."""
 
 Expected = Callable[[], frozenset[PeerID] | None]
 
@@ -57,11 +61,12 @@ class GroupFinder:
         self._me, self._clock, self._schema = core.peer_id, core.env.clock, vector.layout.schema
         self.bits = GroupBits(settings.group_bits, target_group_size=settings.target_group_size, rng=core.env.rng)
         self.looking = False
+        full_size = settings.target_group_size or vector.most_members(settings.part_size_bytes)
         self.matchmaker = Matchmaker(
             core.endpoint,
             core.env,
             DhtDirectory(core.node, core.endpoint, timeout_s=0.8 * settings.request_timeout_s),
-            settings,
+            msgspec.structs.replace(settings, target_group_size=full_size),
             prefix=prefix,
             terms=JoinTerms(self._schema, settings.settings, self._compare_schema),
             plan=self._plan,
@@ -81,7 +86,10 @@ class GroupFinder:
         known = [members[index] for index in order]
         widths = alike([member.bandwidth for member in known])
         kinds = tuple((width, member.reduces, member.contributes) for width, member in zip(widths, known, strict=True))
-        sizes = _shares(self._vector.layout.numel, kinds, self._settings.min_vector_size)
+        numel, least = self._vector.layout.numel, self._settings.min_vector_size
+        if len(members) > MANY:
+            least = max(least, -(-numel // _MOST_REDUCERS))
+        sizes = _shares(numel, kinds, least)
         slices = [size for _, size in sorted(zip(order, sizes, strict=True))]
         return slices, self._part_bytes(widths)
 

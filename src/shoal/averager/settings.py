@@ -13,7 +13,7 @@ from shoal.allreduce.partition import MAX_PART_BYTES, MIN_PART_BYTES
 from shoal.averager.timeouts import TIMEOUTS, check_timeouts
 from shoal.errors import ConfigError
 from shoal.matchmaking import MatchmakingConfig
-from shoal.matchmaking.config import MAX_GROUP_SIZE
+from shoal.wire import MAX_GROUP_SIZE
 
 __all__ = ["AveragerSettings", "check_group_bits"]
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["CLOCK_GRACE_S", "MAX_GROUP_SIZE", "SETTLE_MAX_S", "SETTLE_S", "MatchmakingConfig"]
+from shoal.wire import MAX_GROUP_SIZE
 
-MAX_GROUP_SIZE = 256
-"""No group is larger, whatever `target_group_size` says: this bounds the `Begin` message."""
+__all__ = ["CLOCK_GRACE_S", "MANY", "SETTLE_MAX_S", "SETTLE_S", "MatchmakingConfig"]
+
+MANY = 256
+"""In a group of more members the leader reduces nothing: it has a connection with each member already."""
 
 SETTLE_S = 0.05
 """The shortest quiet time after a join before a group that is not full may start."""

@@ -8,26 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from shoal.errors import LocalError, PeerError, PeerProtocolError
 from shoal.group import ControlStream
-from shoal.matchmaking.config import MAX_GROUP_SIZE
 from shoal.peer import PeerID
-from shoal.wire import Begin, Join, JoinAccepted, JoinRedirected, JoinRefused, Leave, Member, encode
+from shoal.wire import MAX_GROUP_SIZE, Begin, Join, JoinAccepted, JoinRedirected, JoinRefused, Leave, Member, encode
 
 __all__ = [
+    "BEGIN_OVERHEAD_BYTES",
     "JoinRequest",
     "JoinTerms",
     "check_join",
     "check_last_answer",
     "end_stream",
-    "fit_one_message",
+    "member_bytes",
     "receive_answer",
 ]
 
-_BEGIN_OVERHEAD_BYTES = 1 << 12
+BEGIN_OVERHEAD_BYTES = 1 << 12
+"""A `Begin` takes so many bytes, and those of its members (`member_bytes`)."""
+
 _SLICE_BYTES = 9
 _SHOWN_CHARACTERS = 120
 _TEXT_CHARACTERS = 1000
@@ -78,10 +80,12 @@ class JoinRequest:
 
     Attributes:
         begun: done once `Begin` was sent, cancelled if it could not be.
+        nbytes: that its member takes in `Begin`.
     """
 
     def __init__(self, stream: ControlStream, join: Join) -> None:
         self.stream, self.member, self.expiration = stream, join.member, join.expiration
+        self.nbytes = member_bytes(join.member)
         self.begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._outbox: asyncio.Queue[JoinAccepted | JoinRefused | JoinRedirected | Begin | None] = asyncio.Queue()
         self._released = asyncio.Event()
@@ -164,9 +168,9 @@ async def end_stream(stream: ControlStream, *, leave: bool) -> None:
 # -------------------------------------------------------------------------------------------------------------- checks
 
 
-def fit_one_message(members: Iterable[Member], limit_bytes: int) -> bool:
-    """Return whether a `Begin` that names these members fits into one message."""
-    return _BEGIN_OVERHEAD_BYTES + sum(len(encode(each)) + _SLICE_BYTES for each in members) <= limit_bytes
+def member_bytes(member: Member) -> int:
+    """The bytes that this member takes in a `Begin`."""
+    return len(encode(member)) + _SLICE_BYTES
 
 
 def _check_member(member: Member, peer: PeerID) -> None:

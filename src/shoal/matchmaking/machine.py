@@ -508,7 +508,9 @@ class GroupMachine:
         expected = self._expected() if self._expected is not None else None
         if expected is None:
             return None
-        return frozenset(p for p in expected - {self._me} if p in self._followers or not self._is_gone(p)) or None
+        looks = bool(self._followers) or len(expected) <= LOOKED_AT  # to look at a peer is to ask it, or to dial it
+        others = expected - {self._me}
+        return frozenset(p for p in others if p in self._followers or not self._is_gone(p, looks=looks)) or None
 
     def _choose_hidden(self, expected: frozenset[PeerID], now: float) -> Contact | None:
         """An expected peer to ask, as none has come here or stands in the directory: lying nodes there may hide them.
@@ -524,9 +526,9 @@ class GroupMachine:
         able.sort(key=lambda peer: (self._asked_hidden.count(peer), peer < self._me, peer))
         return next((contact for contact in map(self._contact_of, able) if contact.addresses), None)
 
-    def _is_gone(self, peer: PeerID) -> bool:
+    def _is_gone(self, peer: PeerID, *, looks: bool) -> bool:
         # One that was lost before this search may be here again.
-        return peer in self._lost_now or self._is_silent(peer, True)
+        return peer in self._lost_now or (looks and self._is_silent(peer, True))
 
     def _start(self) -> None:
         self._change_phase(SearchPhase.OVER)

@@ -37,16 +37,17 @@ from shoal.errors import (
 from shoal.events import GroupFormed, PeerDropped, Warned
 from shoal.group import ControlStream, Group
 from shoal.matchmaking import events
-from shoal.matchmaking.config import MatchmakingConfig
+from shoal.matchmaking.config import MANY, MatchmakingConfig
 from shoal.matchmaking.declarations import Memory
 from shoal.matchmaking.directory import GroupDirectory
 from shoal.matchmaking.joins import (
+    BEGIN_OVERHEAD_BYTES,
     JoinRequest,
     JoinTerms,
     check_join,
     check_last_answer,
     end_stream,
-    fit_one_message,
+    member_bytes,
     receive_answer,
 )
 from shoal.matchmaking.machine import LOOKED_AT, GroupMachine
@@ -427,8 +428,9 @@ class Matchmaker:
         if (refusal := self._terms.refusal(join, self._endpoint.peer_id)) is not None:
             self._feed(search, events.Mismatched(peer, refusal.text))
             return refusal
-        members = [search.member, join.member, *(request.member for request in search.requests.values())]
-        if not fit_one_message(members, self._endpoint.limits.header_bytes):
+        nbytes = BEGIN_OVERHEAD_BYTES + member_bytes(search.member) + member_bytes(join.member)
+        nbytes += sum(request.nbytes for request in search.requests.values())
+        if nbytes > self._endpoint.limits.header_bytes:
             return JoinRefused("full", "what the members gathered is too much for one message")
         if peer in search.requests and join.expiration < search.requests[peer].expiration:
             # Streams are not ordered among each other: this Join is an older one.
@@ -449,6 +451,8 @@ class Matchmaker:
         rng.shuffle(members)
         # In the plan a member reduces nothing if this peer has dialed it twice in vain.
         able = [each.reduces and not self._endpoint.way_shut(each.contact.peer) for each in members]
+        if len(members) > MANY and sum(able) > 1:
+            able[members.index(search.member)] = False
         try:
             slices, part_bytes = self._plan([replace(each, reduces=r) for each, r in zip(members, able, strict=True)])
         except Exception:

@@ -15,7 +15,7 @@ import msgspec
 from shoal.optim.check import Check
 from shoal.optim.options import Options, agreed
 from shoal.peer import PeerID
-from shoal.wire import Epoch, Samples, encode
+from shoal.wire import MAX_GROUP_SIZE, Epoch, Samples, encode
 
 __all__ = ["Agreement", "Contributor", "Deal", "Said", "agree", "checks_of", "deal_to"]
 
@@ -53,7 +53,7 @@ class Contributor(msgspec.Struct, frozen=True, array_like=True):
     end: Epoch | None = None
 
 
-Contributors = Annotated[list[Contributor], msgspec.Meta(max_length=256)]
+Contributors = Annotated[list[Contributor], msgspec.Meta(max_length=MAX_GROUP_SIZE)]
 
 
 class Agreement(msgspec.Struct, frozen=True, array_like=True):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+from bisect import bisect
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -33,7 +34,7 @@ from shoal.wire import Contact, Progress, ProgressTold, Standing, TellProgress, 
 
 __all__ = ["ProgressGossip"]
 
-_ALL = 256
+_ALL = 64
 """So many peers are told directly that we are here, and that we leave; a link to them shows at once when they die."""
 
 _DEAF_S = 30.0
@@ -60,8 +61,9 @@ _ASKED_AT_FIRST, _FIRST_ANSWER_S = 64, 1.5
 _LEAST_ANSWER_S = 0.1
 """Once one of them has answered, the others have so long at least: a stopped one would keep each newcomer waiting."""
 
-_FOUND_S = 5.0
-"""The DHT is read rarely once it has shown nobody new for so long."""
+_FOUND_S, _FOUND_PART = 5.0, 1 / 16
+"""The DHT is read rarely once it has shown nobody new for so long, or less than this part of the swarm. It is read
+soon where others know such a part that is not known here."""
 
 _READ_BY_MERGERS = 4
 """Peers that merge read the DHT so many times as rarely. A newcomer calls those that it finds, so they know it."""
@@ -226,7 +228,7 @@ class ProgressGossip:
         if self._core.endpoint.connected(progress.contact.peer):  # else it was lost since it said so
             self._met.add(progress.contact.peer)
             self._hear(progress)
-            if self._known.lacks(others):
+            if self._are_many(self._known.lacks(others)):
                 self._doubts.notify()
             now = asyncio.get_running_loop().time()
             if progress.digest != self._complete and self._known.relayed(progress, others, now):
@@ -344,7 +346,7 @@ class ProgressGossip:
             self._let_words_live()
             found_lately = asyncio.get_running_loop().time() < self._found_at + _FOUND_S
             if found_lately or not self.looked.is_set():
-                pause_s = self._publish_period_s / 2
+                pause_s = max(self._publish_period_s / 2, look_s(len(self._known.peers)) / 10)
             elif len(self._known.peers) <= FEW:
                 pause_s = self._read_rarely * self._publish_period_s / 2
             else:
@@ -362,7 +364,7 @@ class ProgressGossip:
 
     async def _look(self) -> dict[PeerID, float]:
         """Read the records of the run; returns when each peer that has not left wrote its own, by its own clock."""
-        written = {}
+        written, found_new = {}, 0
         with self._told_if_it_fails("the progress of the others could not be read from the DHT"):
             found = await self._core.node.get(self._key, latest=True, of_peers=True)
             entries = found.value if found is not None and isinstance(found.value, dict) else {}
@@ -374,11 +376,16 @@ class ProgressGossip:
                     elif progress.contact.peer.raw == subkey:
                         known = self._known.progress_of(progress.contact.peer) is not None
                         self._hear(progress, direct=False)
-                        if not known and self._known.progress_of(progress.contact.peer) is not None:
-                            self._found_at = asyncio.get_running_loop().time()
+                        found_new += not known and self._known.progress_of(progress.contact.peer) is not None
                         if not progress.left:
                             written[progress.contact.peer] = progress.time
+        if self._are_many(found_new):
+            self._found_at = asyncio.get_running_loop().time()
         return written
+
+    def _are_many(self, peers: int) -> bool:
+        """Whether so many new ones are a reason to read the DHT soon: in a large swarm somebody comes all the time."""
+        return peers > 0 and peers >= _FOUND_PART * len(self._known.peers)
 
     @contextmanager
     def _dropped_if_bad(self, subkey: object) -> Iterator[None]:
@@ -566,7 +573,7 @@ class ProgressGossip:
             self._note(duty.colleagues, mine, self._known.standings(mine, now, told=False))
 
     def _meet(self, view: SwarmView) -> None:
-        """Call each peer that we know of once, the next 256 in the order of their names: so a link stands.
+        """Call each peer that we know of once, the next ones in the order of their names: so a link stands.
 
         One that was silent, and is not any more, is called again: it may have missed steps, or we may.
         """
@@ -574,8 +581,9 @@ class ProgressGossip:
             return
         before, me = set(self._told_peers), self._core.peer_id
         self._told_peers = view.peers
-        others = sorted(view.peers[1:], key=lambda peer: (peer.raw < me.raw, peer.raw))
-        for peer in others[:_ALL]:
+        others = view.peers[1:]  # in this order
+        first = bisect(others, me)
+        for peer in (others[first:] + others[:first])[:_ALL]:
             if peer not in self._met or peer not in before:
                 self._met.add(peer)
                 if peer not in self._telling and self._core.endpoint.reachable(peer):

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from shoal.errors import ConfigError
 from shoal.optim.contribution import RateMeter
+from shoal.peer import PeerID
 from shoal.progress import SwarmView
 from shoal.strategies import Merging
 
@@ -117,6 +118,45 @@ class SamplesPace:
         """See `Pace`."""
 
 
+def _done(view: SwarmView, peer: PeerID) -> int | None:
+    """How far another peer is; None if it does not count."""
+    said = view.others[peer]
+    if peer not in view.together or peer in view.absent or not (said.samples > 0 or said.rate > 0):
+        return None
+    return 0 if peer in view.coming else said.samples
+
+
+class _Way:
+    """How far each of some peers is.
+
+    Attributes:
+        done: thousandths, by peer.
+        count: how many count, after `sum_up`.
+        far: how far they are in all.
+        there: how many of them have gone the whole way.
+    """
+
+    def __init__(self) -> None:
+        self.done: dict[PeerID, int] = {}
+        self.count = self.far = self.there = self._far = self._there = 0
+
+    def set(self, peer: PeerID, done: int | None) -> None:
+        """A peer is so far; None: it does not count."""
+        before = self.done.pop(peer, None)
+        if before is not None:
+            self._far, self._there = self._far - before, self._there - (before >= WAY)
+        if done is not None:
+            self.done[peer] = done
+            self._far, self._there = self._far + done, self._there + (done >= WAY)
+
+    def sum_up(self, most: int | None = None) -> None:
+        """Count all of them; of more than `most` the first ones."""
+        self.count, self.far, self.there = len(self.done), self._far, self._there
+        if most is not None and self.count > most:
+            some = [self.done[peer] for peer in sorted(self.done)[:most]]
+            self.count, self.far, self.there = most, sum(some), sum(each >= WAY for each in some)
+
+
 class MergePace:
     """The pace of a fragment of the model, which is merged now and then.
 
@@ -132,7 +172,9 @@ class MergePace:
         self._ahead = WAY - WAY * (fragment + 1) // merging.fragments
         self._began, self._epoch = math.inf, 0
         self._called = False  # another peer says that it is time
-        self._done: list[int] = []  # of the others
+        self._log: list[PeerID] | None = None  # of the last view, of which so many words were taken in
+        self._taken = 0
+        self._known, self._strange = _Way(), _Way()
         self._merge_s = 0.0
         self._enough = False
 
@@ -150,23 +192,34 @@ class MergePace:
 
     def target(self, view: SwarmView) -> int:
         """See `Pace`."""
-        return WAY * (1 + len(self._done))
+        return WAY * (1 + self._others)
 
     def rate(self, view: SwarmView, speed: RateMeter) -> float:
         """See `Pace`: the others are taken to be as fast as this peer."""
         own = speed.batches_per_s / self._merging.steps if self._merging.steps else 1 / (self._merging.seconds or 1)
         return own * self.target(view)
 
+    @property
+    def _others(self) -> int:
+        """How many others count."""
+        return self._known.count + self._strange.count
+
     def enough(self, view: SwarmView) -> bool:
         """See `Pace`."""
-        here = view.together - view.coming
-        others = [peer for peer in view.others if peer in view.together and peer not in view.absent]
-        others = [peer for peer in others if view.others[peer].samples > 0 or view.others[peer].rate > 0]
-        known = [peer for peer in others if not view.contributors or peer in view.contributors]
-        strange = sorted(set(others).difference(known))[: 1 + len(known)]
-        self._done = [view.others[peer].samples if peer in here else 0 for peer in (*known, *strange)]
+        known, strange = self._known, self._strange
+        if view.log is not None and view.log is self._log:  # a swarm of a thousand is looked at all the time
+            words = view.log[self._taken :]
+        else:
+            known, strange, words = _Way(), _Way(), list(view.others)
+        self._log, self._taken = view.log, len(view.log or ())
+        for peer in words:
+            way = known if not view.contributors or peer in view.contributors else strange
+            way.set(peer, _done(view, peer))
+        known.sum_up()
+        strange.sum_up(most=1 + known.count)
+        self._known, self._strange = known, strange  # last: other threads ask
         if self._merging.seconds is not None:
-            self._called = self._called or any(view.others[peer].samples >= WAY for peer in known if peer in here)
+            self._called = self._called or self._known.there > 0
         self._enough = self._reaches(view.own)
         return self._enough
 
@@ -176,15 +229,15 @@ class MergePace:
 
     def _reaches(self, own: int) -> bool:
         if self._merging.quorum is not None:
-            return sum(done >= WAY for done in (own, *self._done)) >= self._merging.quorum
+            return (own >= WAY) + self._known.there + self._strange.there >= self._merging.quorum
         if self._merging.seconds is not None:
             return own >= WAY
-        return own + sum(self._done) >= WAY * (1 + len(self._done))
+        return own + self._known.far + self._strange.far >= WAY * (1 + self._others)
 
     def missing(self, own: int) -> int:
         """See `Pace`."""
         quorum = self._merging.quorum or 0
-        return max(0, quorum - 1 - len(self._done)) if own >= WAY else 0
+        return max(0, quorum - 1 - self._others) if own >= WAY else 0
 
     def due_s(self, now: float) -> float | None:
         """See `Pace`."""
@@ -206,4 +259,4 @@ class MergePace:
 
     def state_changed(self, epoch: int, now: float) -> None:
         """See `Pace`."""
-        self._epoch, self._began, self._called, self._enough = epoch, now, False, False
+        self._epoch, self._began, self._called, self._enough, self._log = epoch, now, False, False, None

@@ -1,0 +1,43 @@
+"""When there is enough for a merge, as one peer counts it."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from shoal.optim.pace import WAY, MergePace
+from shoal.peer import Address, PeerID
+from shoal.progress import SwarmProgress, SwarmView
+from shoal.strategies import Merging
+from shoal.wire import Contact, Progress
+
+PEERS = [PeerID(bytes([number]) * 32) for number in range(12)]
+
+
+def said(peer: PeerID, samples: int, time: float) -> Progress:
+    """So far a peer is on its way, and still trains."""
+    contact = Contact(peer, (Address("10.0.0.1", 4000, peer),))
+    return Progress(contact, 5, b"d" * 32, 1000, samples, 1.0, time, {})
+
+
+def recounted(merging: Merging, view: SwarmView) -> tuple[bool, int]:
+    """What a pace that has seen nothing before makes of a view."""
+    pace = MergePace(merging)
+    return pace.enough(view), pace.target(view)
+
+
+@pytest.mark.parametrize("quorum", [None, 4])
+def test_a_peer_counts_the_others_again_only_when_it_heard_something(quorum: int | None) -> None:
+    """A swarm of a thousand is looked at thousands of times between two words."""
+    rng, merging = random.Random(7), Merging(every=10, overlap=None if quorum else 0, quorum=quorum)
+    known, pace = SwarmProgress(PEERS[0], {}, ttl_s=20.0), MergePace(merging)
+    known.contributors = PEERS[:5]
+    answers = set()
+    for at in range(200):
+        known.heard(said(rng.choice(PEERS[1:]), rng.randrange(2 * WAY), float(at)), float(at) / 100)
+        view = known.view(said(PEERS[0], rng.randrange(2 * WAY), 0.0), float(at) / 100)
+        assert (pace.enough(view), pace.target(view)) == recounted(merging, view)
+        answers.add(pace.enough(dataclasses.replace(view, others={})))  # nothing is read of them again
+    assert answers == {True, False}

@@ -56,6 +56,7 @@ def train(name, corpus, args, device):
         max_position_embeddings=SEQUENCE,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
+        use_cache=False,
     )
     model = BertForMaskedLM(config).to(device)
     if "ckpt" in name:

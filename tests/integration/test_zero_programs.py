@@ -186,6 +186,13 @@ def test_training_goes_on_after_a_backward_pass_that_broke_off(pool: Ranks, stag
         )
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_gradients_of_stage_1_are_in_memory_once(pool: Ranks, again: bool) -> None:
+    """Each goes to its place in the bucket when it comes, and leaves a stand-in, which has one value."""
+    for nbytes in pool.play(2, programs.beside_their_places, again):
+        assert 0 < nbytes <= 4 * len(list(cases.Odd().parameters()))
+
+
 @pytest.mark.parametrize("bucket_bytes", [1000, 300])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_activation_checkpoints_are_one_backward_pass(pool: Ranks, stage: int, bucket_bytes: int) -> None:

@@ -23,7 +23,7 @@ from shoal.errors import ConfigError, LocalError
 from shoal.zero import collectives, reduction, tiles
 from shoal.zero.flat import FlatEngine
 from shoal.zero.optimizer import ShardedOptimizer
-from shoal.zero.parameters import local
+from shoal.zero.parameters import local, unique_bytes
 from tests.integration.zero_cases import Odd, Parts, alone, loss_of, make, train
 
 State = dict[str, torch.Tensor]
@@ -520,6 +520,27 @@ def broken_off(stage: int, clears: bool) -> State:
         optimizer.step()
         optimizer.zero_grad()
     return shoal.zero.full_state_dict(model)
+
+
+def beside_their_places(again: bool) -> int:
+    """Bytes of gradients in `.grad` while the one bucket of all parameters waits for its last gradient, in stage 1.
+
+    Args:
+        again: behind a backward pass within `no_sync`.
+    """
+    model, optimizer = sharded(1)
+    found: list[int] = []
+
+    def look(_: torch.Tensor) -> None:
+        gradients = [each.grad for each in model.parameters() if each.grad is not None]
+        found.append(unique_bytes(gradients))
+
+    if again:
+        with optimizer.no_sync():
+            backward(model, 1)
+    model.embedding.weight.register_hook(look)  # type: ignore[no-untyped-call]
+    backward(model, 2)
+    return found[-1]
 
 
 @contextmanager

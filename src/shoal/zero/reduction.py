@@ -3,7 +3,8 @@
 When all gradients of a bucket are there, it is sent, while the backward pass goes on; the owner adds up in the order of
 the ranks, in float32 if the values have 16 bits. The end of a pass waits for all that is on its way.
 
-- Stage 1 keeps all gradients, each bucket's in one tensor; those of the own tiles are where the mean goes.
+- Stage 1 keeps all gradients, each bucket's in one tensor, to which they go when they come; those of the own tiles are
+  where the mean goes.
 - Stage 2 frees them as soon as they are sent; it keeps only the mean for each own tile.
 
 - Gradients of a few rows (`sparse`) are sent at the end of the pass, in both stages.
@@ -153,6 +154,8 @@ class Reduction:
             return
         for bucket in self._holders[name]:
             bucket.missing.discard(name)
+        if all(each.local is not None or self._stays(each) for each in self._holders[name]):
+            self._hold(name)  # at once: until the bucket is complete, it would be in memory beside its place
         # In the same order on all ranks, whatever the order in which gradients come.
         with self._unless_lost():
             while self._is_complete(self._launched) and self._has_room():
@@ -211,11 +214,15 @@ class Reduction:
         for bucket in self._holders[name]:
             if bucket.local is None:
                 dtype = wide_dtype(bucket.flat.dtype)
-                free = not (self._running and bucket.sent) and not self._occupied(bucket)
-                stays = self._stage == 1 and dtype == bucket.flat.dtype and free
-                bucket.local = self._staying(bucket).zero_() if stays else torch.zeros_like(bucket.flat, dtype=dtype)
-            bucket.place(bucket.local, name).add_(bucket.values(gradient, name))
+                stays = self._stays(bucket)
+                bucket.local = self._staying(bucket) if stays else torch.empty_like(bucket.flat, dtype=dtype)
+            bucket.add(bucket.local, name, gradient)
         self._stand_ins.put(name)
+
+    def _stays(self, bucket: Bucket) -> bool:
+        """Whether a bucket's sums may be where its gradients stay."""
+        alike = wide_dtype(bucket.flat.dtype) == bucket.flat.dtype
+        return self._stage == 1 and alike and not (self._running and bucket.sent) and not self._occupied(bucket)
 
     def _staying(self, bucket: Bucket) -> torch.Tensor:
         """Stage 1: where a bucket's gradients stay."""
@@ -243,18 +250,13 @@ class Reduction:
         else:
             gradients = lent = self._collectives.scratch.take(bucket.flat)
         for name in bucket.parameters:
-            gradient = self._stand_ins.loose(name)
-            if sums is None:
-                place = bucket.place(gradients, name)
-                place.zero_() if gradient is None else place.copy_(bucket.values(gradient, name))  # not used, or used
-            elif gradient is not None:
-                bucket.place(sums, name).add_(bucket.values(gradient, name))
+            bucket.add(gradients if sums is None else sums, name, self._stand_ins.loose(name))
             if bucket is self._holders[name][-1]:
                 self._stand_ins.put(name)
                 self._passes[name] = self._passes.get(name, 0) + 1
         if sums is not None and gradients is not sums:
             gradients[: sums.numel()].copy_(sums)
-        bucket.local = None
+        bucket.forget()
         pending = self._collectives.reduce_scatter(
             bucket.pieces(gradients),
             lambda index, pieces: self._add(bucket, gradients, bucket.runs[index][1], pieces),
@@ -344,7 +346,7 @@ class Reduction:
         for table in self._tables.of.values():
             table.clear()
         for bucket in self._buckets:
-            bucket.local = None
+            bucket.forget()
         for values in self._own.values():
             values.grad = None
         for forgotten in (self._totals, self._versions, self._arrivals, self._passes):
@@ -356,13 +358,10 @@ class Reduction:
             self._forget(names)
 
     def _forget(self, names: AbstractSet[str]) -> None:
-        taken = self._stand_ins.taken
         for bucket in self._buckets:
-            if bucket.local is not None:
-                for name in bucket.parameters.keys() & names:
-                    bucket.place(bucket.local, name).zero_()
-                if not bucket.parameters.keys() & taken:
-                    bucket.local = None
+            bucket.filled -= names
+            if not bucket.filled:
+                bucket.forget()
         for name in names & self._tables.of.keys():
             self._tables.of[name].clear()
         for tile, values in self._own.items():

@@ -43,11 +43,6 @@ class StandIns:
             for name, mark in zip(names, marks, strict=True)
         }
 
-    @property
-    def taken(self) -> list[str]:
-        """Names of the parameters whose gradients were taken, and not cleared since."""
-        return list(self._taken)
-
     def put(self, name: str) -> None:
         """The gradient of a parameter was taken."""
         self._parameters[name].grad = self._of[name]

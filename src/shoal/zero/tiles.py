@@ -218,6 +218,7 @@ class Bucket:
         gradients: stage 1: laid out as `flat`, where this rank's gradients stay; None until there are some.
         local: laid out as `flat`, 16-bit values in float32: sums of this rank that are not reduced yet; None while
             there are none.
+        filled: names of the parameters that have a sum in `local`; in the places of others anything may be.
         missing: names of the parameters that have no gradient of the present pass yet.
         sent: whether it was, in the present pass.
     """
@@ -232,6 +233,7 @@ class Bucket:
         self.runs: list[tuple[int, list[Tile]]] = []
         self.gradients: torch.Tensor | None = None
         self.local: torch.Tensor | None = None
+        self.filled: set[str] = set()
         self.missing, self.sent = set(parameters), False
 
     def share_out(self, plan: Plan) -> None:
@@ -253,6 +255,29 @@ class Bucket:
         """A parameter's place in a tensor that is laid out as `flat`, one-dimensional."""
         start, stop = self._range(name)
         return flat[self._offsets[name] + start : self._offsets[name] + stop]
+
+    def add(self, flat: torch.Tensor, name: str, gradient: torch.Tensor | None) -> None:
+        """Add a gradient to the parameter's sum in `flat`, if it is one of `filled`, or begin one.
+
+        Args:
+            flat: a tensor that is laid out as `flat`.
+            name: of the parameter.
+            gradient: has the parameter's shape; None for zeros.
+        """
+        place = self.place(flat, name)
+        if gradient is None:
+            if name not in self.filled:
+                place.zero_()
+        elif name in self.filled:
+            place.add_(self.values(gradient, name))
+        else:
+            place.copy_(self.values(gradient, name))
+        self.filled.add(name)
+
+    def forget(self) -> None:
+        """There are no sums that are not reduced yet."""
+        self.local = None
+        self.filled.clear()
 
     def values(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """The values that belong there of a tensor with the parameter's shape."""

@@ -122,5 +122,5 @@ def test_states_of_several_parts_are_downloaded_at_once() -> None:
 
         return asyncio.run(within())
 
-    swarm: Any = SimpleNamespace(load_state_timeout=1.0, auxiliary=False, _run=run)
-    Optimizer._download(cast(Optimizer, swarm), [cast(Any, SimpleNamespace(download=download)) for _ in range(3)])
+    swarm, waiting = cast(Optimizer, SimpleNamespace(_run=run)), cast(Any, SimpleNamespace(download=download))
+    assert Optimizer._download_all(swarm, [waiting] * 3, 1.0, patient=False) == [True] * 3

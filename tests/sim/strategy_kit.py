@@ -20,6 +20,7 @@ import msgspec
 import torch
 
 from shoal import sim
+from shoal.compression import CompressionBase
 from shoal.errors import ClosedError, PeerError
 from shoal.events import Event, Warned
 from shoal.optim import Participant
@@ -140,17 +141,22 @@ class Weather:
         strategy: of all peers.
         seed: of all chance.
         peers: at the beginning.
-        counts: whether the audit counts batches: the outer optimizer must be `MEAN`, and all that is trained be kept
-            or dropped.
+        counts: whether the audit counts batches: the outer optimizer must be `MEAN`, all that is trained be kept or
+            dropped, and the codec lose nothing.
+        codec: of the outer gradients.
     """
 
-    def __init__(self, strategy: Strategy, seed: int, *, peers: int = 4, counts: bool) -> None:
+    def __init__(
+        self, strategy: Strategy, seed: int, *, peers: int = 4, counts: bool, codec: CompressionBase | None = None
+    ) -> None:
         self.rng = random.Random(f"weather/{seed}")
         self.strategy = strategy
         self.audit, self.numbers, self.warnings = Audit(counts=counts), itertools.count(), list[str]()
         averager = msgspec.structs.replace(SETTINGS, part_size_bytes=self.rng.choice([4096, 65536]))
         network = SimNetwork(seed, latency_s=self.rng.choice([0.002, 0.02]))
-        self.run = Run(target=1, network=network, averager=averager, width=1024, make=_sgd, trainer=Counted)
+        self.run = Run(
+            target=1, network=network, averager=averager, width=2048, compression=codec, make=_sgd, trainer=Counted
+        )
         self.names = [f"p{number}" for number in range(peers)]
         self.log: list[str] = []
 
@@ -226,7 +232,8 @@ class Weather:
         for number, fragment in enumerate(next(iter(swarm.peers.values())).fragments):
             if self.audit.counts:
                 assert self.audit.check(number, fragment.state) > 2
-        assert not self.warnings, self.warnings
+        # On a line that is 50 times slower a peer may see nobody for so long that it says so.
+        assert all("nothing is merged, as the strategy's quorum" in each for each in self.warnings), self.warnings
         assert not self.run.warnings, self.run.warnings
         await self.run.close()
 
@@ -243,12 +250,14 @@ def _sgd(parameters: list[torch.Tensor], lr: float) -> tuple[torch.optim.Optimiz
     return torch.optim.SGD(parameters, lr=1.0), None
 
 
-def play(strategy: Strategy, seed: int, *, faults: int = 8, counts: bool) -> Weather:
+def play(
+    strategy: Strategy, seed: int, *, faults: int = 8, counts: bool, codec: CompressionBase | None = None
+) -> Weather:
     """A run with so many faults."""
     played: list[Weather] = []
 
     async def main() -> None:
-        weather = Weather(strategy, seed, counts=counts)
+        weather = Weather(strategy, seed, counts=counts, codec=codec)
         played.append(weather)
         try:
             await weather.begin()

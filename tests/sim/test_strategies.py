@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -329,3 +329,48 @@ def test_a_peer_that_does_not_come_holds_up_no_merge_of_a_quorum() -> None:
         await run.close()
 
     sim.run(main, seed=4)
+
+
+@pytest.mark.parametrize("strategy", [Decoupled(6, fragments=2, quorum=2), StreamingDiLoCo(6, 2, 2)], ids=str)
+def test_a_peer_that_was_away_downloads_the_fragments_that_it_lacks(strategy: Strategy) -> None:
+    """And no bytes of the others, though it was away for longer than others keep the steps."""
+
+    async def main() -> None:
+        run, names = Run(target=1, width=16384), ["p0", "p1", "p2"]
+        for name in names:
+            await run.add(name, strategy=strategy)
+        await sim.sleep(3.0)
+        trainers = [run.trainers[name] for name in names]
+
+        async def train(trainer: Trainer, until: Callable[[], bool]) -> None:
+            await trainer.train(BATCH, duration_s=0.5, until=until)
+
+        def large_one_is_ahead() -> bool:
+            return all([each.epoch for each in trainer.fragments] == [3, 2] for trainer in trainers)
+
+        await asyncio.gather(*(run.swarm.run_on(n, train, run.trainers[n], large_one_is_ahead) for n in names))
+        away = trainers[2]
+        run.swarm.stall("p2", 120.0)
+        before = away.participant.core.endpoint.traffic[1]
+
+        def merged_thrice() -> bool:
+            return all(trainer.fragments[1].epoch >= 5 for trainer in trainers[:2])
+
+        for trainer in trainers[:2]:
+            for each in trainer.fragments[:1]:
+                each._average = partial(sim.sleep, 1.0)  # type: ignore[method-assign]  # it is merged no more
+        await asyncio.gather(*(run.swarm.run_on(n, train, run.trainers[n], merged_thrice) for n in names[:2]))
+        assert away.fragments[1].epoch == 2
+        await sim.sleep(121.0)
+        while away.fragments[1].epoch < 5:
+            await sim.sleep(0.5)
+            for each in away.fragments:
+                await run.swarm.run_on("p2", away.take_turn, each)
+        received = away.participant.core.endpoint.traffic[1] - before
+        anchor = away.parameters[1].nbytes
+        assert not away.fragments[0].takeover.downloads
+        # The anchor and its momentum, and words of all kinds; the other fragment has 12 times as many bytes.
+        assert anchor < received < 4 * anchor, (received, anchor)
+        await run.close()
+
+    sim.run(main, seed=6)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import pytorch_optimizer
@@ -12,13 +13,18 @@ import torch
 
 from shoal import sim
 from shoal.allreduce.interface import Outcome
+from shoal.allreduce.round import Round
+from shoal.averager.averager import Averager
+from shoal.compression import BlockwiseQuantization, CompressionBase, ErrorFeedback, TopKCompression
+from shoal.group import Group
 from shoal.optim.outer import LocalSteps
 from shoal.optim.participant import Participant
+from shoal.optim.phases import RunPhase
 from shoal.peer import PeerID
 from shoal.strategies import Decoupled, DiLoCo, LocalSGD, Strategy, StreamingDiLoCo
 from shoal.wire import Commit, Contact, Held, Member
 from tests.sim.averaging_kit import SETTINGS
-from tests.sim.optimizer_kit import Run, backward, make_optimizer, model
+from tests.sim.optimizer_kit import Run, Trainer, backward, make_optimizer, model
 from tests.sim.strategy_kit import BATCH, MEAN, Counted, Weather, play
 from tests.sim.test_optimizer_interrupted import Interrupted
 
@@ -39,6 +45,29 @@ def lose_a_verdict(participant: Participant) -> list[int]:
     return lost
 
 
+def leave_out_of_all_but_the_first_part(trainers: Sequence[Trainer], late: Participant) -> list[bool]:
+    """The others count this peer's values in the first part of each average only; says whether they did."""
+    counted = list[bool]()
+
+    def spoil(averager: Averager) -> None:
+        begin = averager._begin_round
+
+        async def begun(group: Group, *rest: Any) -> Round:
+            round_, members = await begin(group, *rest), [member.contact.peer for member in group.members]
+            if late.core.peer_id in members[1:] and members[0] != averager.core.peer_id:
+                round_.machine.contributions.exclude(members.index(late.core.peer_id))
+                counted.append(True)
+            return round_
+
+        averager._begin_round = begun  # type: ignore[method-assign, assignment]
+
+    for trainer in trainers:
+        if trainer.fragments[-1] is not late:
+            spoil(trainer.fragments[-1]._averager)
+    return counted
+
+
+@pytest.mark.parametrize("in_part", [False, True], ids=["", "in part"])
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -48,17 +77,23 @@ def lose_a_verdict(participant: Participant) -> list[int]:
     ],
     ids=["DiLoCo", "Decoupled", "StreamingDiLoCo"],
 )
-def test_a_peer_that_lost_the_verdict_gives_the_same_batches_again(strategy: Strategy) -> None:
-    """It does not: they are in the anchor that it downloads. What it has trained since then is kept."""
+def test_a_peer_that_lost_the_verdict_gives_the_same_batches_again(strategy: Strategy, *, in_part: bool) -> None:
+    """It does not: they are in the anchor that it downloads. What it has trained since then is kept.
+
+    Nor does a peer whose values were counted in some parts of the average only.
+    """
 
     async def main() -> None:
         weather = Weather(strategy, 1, peers=3, counts=True)
         await weather.begin()
         trainer = weather.run.swarm.peer("p1")
         lost = lose_a_verdict(trainer.fragments[-1])
+        others = list(weather.run.swarm.peers.values()) if in_part else []
+        counted = leave_out_of_all_but_the_first_part(others, trainer.fragments[-1])
         while trainer.fragments[-1].epoch < 5:
             await sim.sleep(0.1)
         assert lost
+        assert counted or not in_part
         # The others are where they should be.
         assert not any(fragment.takeover.downloads for fragment in trainer.fragments[:-1])
         await weather.end(3, 60.0)
@@ -162,23 +197,47 @@ def test_a_peer_with_broken_parameters_keeps_the_weight_of_what_it_has_lost() ->
     assert all(map(torch.equal, local.trained, fragment.trained))
 
 
-STRATEGIES: dict[str, tuple[Strategy, bool]] = {
-    "LocalSGD": (LocalSGD(4), True),
-    "DiLoCo": (DiLoCo(4), False),
-    "DiLoCo in seconds": (DiLoCo("2s", MEAN), True),
-    "StreamingDiLoCo that mixes": (StreamingDiLoCo(6, fragments=2, overlap=1, mixing=0.5), False),
-    "StreamingDiLoCo that keeps": (StreamingDiLoCo(6, fragments=2, overlap=2, mixing=None, outer=MEAN), True),
-    "Decoupled": (Decoupled(4, fragments=2, quorum=2, outer=MEAN), True),
-    "Decoupled in seconds": (Decoupled("2s", fragments=2, quorum=2, outer=MEAN), True),
-    "Decoupled with momentum": (Decoupled(4, fragments=2, quorum=2), False),
+class Case(NamedTuple):
+    """What is played.
+
+    Attributes:
+        strategy: of all peers.
+        counts: whether the anchor shows which batches are in it: where no momentum moves it, nothing is mixed, and
+            values travel as they are.
+        codec: of the outer gradients.
+    """
+
+    strategy: Strategy
+    counts: bool = False
+    codec: CompressionBase | None = None
+
+
+_4_BITS = ErrorFeedback(BlockwiseQuantization(bits=4))
+_2_BITS = ErrorFeedback(BlockwiseQuantization(bits=2))
+_TOP = ErrorFeedback(TopKCompression(0.1, bits=2))
+
+STRATEGIES = {
+    "LocalSGD": Case(LocalSGD(4), counts=True),
+    "DiLoCo": Case(DiLoCo(4)),
+    "DiLoCo in seconds": Case(DiLoCo("2s", MEAN), counts=True),
+    "StreamingDiLoCo that mixes": Case(StreamingDiLoCo(6, fragments=2, overlap=1, mixing=0.5)),
+    "StreamingDiLoCo that keeps": Case(StreamingDiLoCo(6, 2, 2, mixing=None, outer=MEAN), counts=True),
+    "Decoupled": Case(Decoupled(4, fragments=2, quorum=2, outer=MEAN), counts=True),
+    "Decoupled in seconds": Case(Decoupled("2s", fragments=2, quorum=2, outer=MEAN), counts=True),
+    "Decoupled with momentum": Case(Decoupled(4, fragments=2, quorum=2)),
+    "DiLoCo in 4 bits": Case(DiLoCo(4), codec=_4_BITS),
+    "DiLoCo with top-k": Case(DiLoCo(4), codec=_TOP),
+    "StreamingDiLoCo in 2 bits": Case(StreamingDiLoCo(6, fragments=2, overlap=2), codec=_2_BITS),
+    "Decoupled in 4 bits": Case(Decoupled(4, fragments=2, quorum=2), codec=_4_BITS),
+    "Decoupled in 2 bits": Case(Decoupled(4, fragments=2, quorum=2), codec=_2_BITS),
+    "Decoupled with top-k": Case(Decoupled(4, fragments=2, quorum=2), codec=_TOP),
 }
-"""Each with whether the anchor shows which batches are in it: where no momentum moves it, and nothing is mixed."""
 
 
 def weather(name: str, seed: int, faults: int = 8) -> None:
     """A run with so many faults, drawn from the seed; and how long its trainers stood still for a fragment."""
-    strategy, counts = STRATEGIES[name]
-    played = play(strategy, seed, faults=faults, counts=counts)
+    strategy, counts, codec = STRATEGIES[name]
+    played = play(strategy, seed, faults=faults, counts=counts, codec=codec)
     slowest_s = max(trainer.slowest_s for trainer in played.run.trainers.values() if isinstance(trainer, Counted))
     merging = strategy.merging
     assert merging is not None
@@ -206,7 +265,7 @@ def test_two_halves_of_a_swarm_that_went_on_apart_end_with_one_state(
     name: str, soak: Callable[[int, int], int]
 ) -> None:
     """Each fragment goes on from the better of its two states. No batch counts twice, nor in what others give up."""
-    strategy, counts = STRATEGIES[name]
+    strategy, counts, _ = STRATEGIES[name]
 
     async def main() -> None:
         weather = Weather(strategy, seed, counts=counts)
@@ -226,13 +285,70 @@ def test_two_halves_of_a_swarm_that_went_on_apart_end_with_one_state(
     assert any(apart)
 
 
+async def split(weather: Weather) -> bool:
+    """Cut the network in two in the middle of a merge of one fragment, with a kill and a late joiner, and heal it.
+
+    Returns:
+        Whether that fragment had two states then, or more.
+    """
+    swarm, rng = weather.run.swarm, weather.rng
+    others = [name for name in weather.names if name != "p0" and swarm.is_alive(name)]  # newcomers join at p0
+    name, number = rng.choice(others), rng.randrange(len(swarm.peer("p0").fragments))
+    merging = swarm.peer(name).fragments[number]
+    while merging.phase is not RunPhase.AVERAGING or merging._averager.looking:
+        await sim.sleep(0.002)
+    await sim.sleep(rng.uniform(0.0, 0.1))
+    swarm.partition([rng.sample(others, 2)])
+    if rng.random() < 0.5:
+        swarm.crash(rng.choice(others))
+    await sim.sleep(rng.uniform(2.0, 6.0))
+    if rng.random() < 0.5:
+        weather.names.append(f"p{len(weather.names)}")
+        await weather.add(weather.names[-1])
+    await sim.sleep(rng.uniform(2.0, 8.0))
+    digests = {trainer.fragments[number].state.digest for trainer in swarm.peers.values()}
+    swarm.heal()
+    return len(digests) > 1
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("name", ["StreamingDiLoCo that keeps", "Decoupled"])
+def test_a_split_in_the_middle_of_a_merge_of_one_fragment_is_healed(
+    name: str, soak: Callable[[int, int], int], numbers: Callable[[int], Sequence[int]]
+) -> None:
+    """Split twice: a peer may come back to a side that it was on before. All end with one state, no batch twice."""
+    strategy, counts, _ = STRATEGIES[name]
+
+    async def main() -> None:
+        weather = Weather(strategy, seed, peers=5, counts=counts)
+        await weather.begin()
+        await sim.sleep(8.0)
+        for _ in range(2):
+            forked.append(await split(weather))
+            await sim.sleep(weather.rng.uniform(0.5, 4.0))
+        await weather.end(3, 120.0)
+
+    forked = list[bool]()
+    for seed in numbers(soak(2, 50)):
+        sim.run(main, seed=seed)
+    assert any(forked)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_they_do_so_in_many_runs(name: str, soak: Callable[[int, int], int]) -> None:
-    """Of eight faults each, 200 in all. Trainers of Decoupled wait for no merge, others for a round at most."""
-    for seed in range(1, 1 + soak(1, 25)):
-        weather(name, seed)
+def test_they_do_so_in_many_runs(
+    name: str, soak: Callable[[int, int], int], numbers: Callable[[int], Sequence[int]]
+) -> None:
+    """200 plans of eight faults each. Trainers of Decoupled wait for no merge, others for a round at most."""
+    for number in numbers(soak(1, 200)):
+        try:
+            weather(name, 1 + number)
+        except BaseException as error:
+            test = f"tests/sim/{Path(__file__).name} -k 'in_many_runs and {name}'"
+            error.add_note(f"again: python -m pytest -m long --plan {number} {test}")
+            raise
 
 
 def test_a_quorum_that_is_not_there_is_told_once() -> None:
@@ -271,6 +387,20 @@ def test_a_state_that_is_taken_over_while_others_weights_are_in_place_comes_back
     fragment.take_over(given)
     local.train()
     assert all(map(torch.equal, local.trained, fragment.trained))
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_what_was_trained_is_kept_if_the_state_follows_from_ours(*, follows: bool) -> None:
+    """It was kept for any state of the next epoch: on the other side of a fork it may be in that state already."""
+    local = LocalSteps(*make_optimizer(model()), (), DiLoCo(4, MEAN).merging)
+    fragment = local.fragments[0]
+    values, tensors = fragment.export()
+    given = fragment.prepare({**values, "epoch": 1}, [each.clone() + 1.0 for each in tensors])
+    backward(list(local.trained), 0, 0, BATCH)
+    assert local.accumulate(BATCH)
+    fragment.take_over(given, follows=follows)
+    assert fragment.batches == follows
+    assert all(map(torch.equal, local.trained, fragment.trained)) == (not follows)
 
 
 def test_a_peer_whose_parameters_are_broken_trains_nothing_any_more() -> None:

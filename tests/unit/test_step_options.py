@@ -11,6 +11,7 @@ import torch
 
 from shoal.errors import ConfigError
 from shoal.optim.agreement import Agreement, Contributor, Said, agree
+from shoal.optim.committed import Committed
 from shoal.optim.options import Difference, Options, agreed, apply, differences, misfit, options_of
 from shoal.peer import PeerID
 from shoal.wire import decode, decode_plain, encode
@@ -157,7 +158,10 @@ def test_a_parameter_is_absent_if_nobody_has_a_gradient_of_it(masks: tuple[bytes
 
 
 def test_who_made_a_step_is_part_of_it() -> None:
-    """In one order for all members, one sample at least, and only those whose values are in the average."""
+    """In one order for all members, one sample at least, and those whose values are in all of the average.
+
+    Those whose values are in some parts of it are named without samples.
+    """
     options = options_of(groups({"lr": 0.1}))
     words = {peer(2): Said(options, samples=7, end=9), peer(1): Said(options), peer(3): Said(options, samples=5)}
     gathered: dict[PeerID, Any] = {who: decode_plain(encode(said)) for who, said in words.items()}
@@ -167,6 +171,11 @@ def test_who_made_a_step_is_part_of_it() -> None:
     assert decode(encode(made), Agreement) == made
     assert made.digest != agree(gathered, [peer(1)]).digest
     assert made.digest == agree(dict(reversed(gathered.items())), [peer(2), peer(1)]).digest
+    in_part = agree(gathered, [peer(1), peer(2)], [peer(3), peer(4)])
+    assert in_part.contributors == [*made.contributors, Contributor(peer(3), 0)]
+    committed = Committed().after(agree(gathered, [peer(2)], [peer(3)]).contributors, 0)
+    assert committed.samples == {peer(2): 7}  # it is the only one that has weight
+    assert committed.gave_last(peer(3))
 
 
 def test_a_rate_that_is_no_number_is_never_agreed_on() -> None:

@@ -71,6 +71,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
             left_out=tuple(peers[i] for i in sorted(missing)),
         )
 
+    @property
+    def counted_in_part(self) -> tuple[PeerID, ...]:
+        """The members that count in at least one part, and are missing in another one."""
+        return tuple(peer for peer in self.left_out if self.counts(peer))
+
     def counts(self, peer: PeerID) -> bool:
         """Return whether this member counts in at least one part."""
         places = [index for index, member in enumerate(self.members) if member.contact.peer == peer]

@@ -44,7 +44,7 @@ class Contributor(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         peer: its id.
-        samples: that it had.
+        samples: that it had; 0 if its values are in some parts of the average only.
         end: where the run ends as far as it is concerned; None for nowhere.
     """
 
@@ -81,12 +81,16 @@ class Agreement(msgspec.Struct, frozen=True, array_like=True):
         return hashlib.sha256(own + self.mask + encode(self.contributors)).digest()
 
 
-def agree(gathered: Mapping[PeerID, Any], contributors: Collection[PeerID]) -> Agreement:
+def agree(
+    gathered: Mapping[PeerID, Any], contributors: Collection[PeerID], in_part: Collection[PeerID] = ()
+) -> Agreement:
     """The agreement that follows from the words of the members: the same for all of them.
 
     Args:
         gathered: plain values by member, as `StepResult.gathered`. One that is not as it should be does not count.
         contributors: the members whose values are in the average.
+        in_part: the members whose values are in some parts of it. They are named, so that one which does not learn the
+            verdict gives nothing twice; they have no weight.
     """
     said = {peer: _read(gathered[peer]) for peer in sorted(gathered)}
     read = [each for each in said.values() if each is not None]
@@ -94,9 +98,9 @@ def agree(gathered: Mapping[PeerID, Any], contributors: Collection[PeerID]) -> A
     options = agreed([each.options for each in [each for each in read if each.samples] or read])
     absent = _in_all([each.absent if each is not None else b"" for each in said.values()])
     made = [
-        Contributor(peer, max(1, each.samples), each.end)
+        Contributor(peer, max(1, each.samples) if peer in contributors else 0, each.end)
         for peer, each in said.items()
-        if each is not None and peer in contributors
+        if each is not None and (peer in contributors or peer in in_part)
     ]
     return Agreement(options, absent, made)
 

@@ -65,11 +65,11 @@ class Committed:
             in_time = each.end is not None and (each.end >= epoch or each.end == self.ends.get(each.peer))
             return each.end if in_time else None
 
-        total = sum(each.samples for each in contributors)
+        total, several = sum(each.samples for each in contributors), sum(each.samples > 0 for each in contributors) > 1
         step = [
             Contributor(
                 each.peer,
-                min(each.samples, total - each.samples) if len(contributors) > 1 else each.samples,
+                min(each.samples, total - each.samples) if several else each.samples,
                 end_of(each),
             )
             for each in contributors
@@ -77,7 +77,7 @@ class Committed:
         return Committed((*self.steps[1 - _STEPS :], step))
 
     def gave_last(self, peer: PeerID) -> bool:
-        """Whether this peer contributed to the last of them."""
+        """Whether this peer's values are in the last of them, or a part of them."""
         return bool(self.steps) and any(each.peer == peer for each in self.steps[-1])
 
     def export(self) -> bytes:

@@ -17,6 +17,7 @@ from shoal.errors import ConfigError
 from shoal.optim.gradient_sum import GradientSum
 from shoal.optim.inner import Scheduler, make_optimizer
 from shoal.optim.local_updates import LocalTrainingState
+from shoal.optim.options import Options
 from shoal.optim.training_state import PreparedState, TrainingState, not_finite
 from shoal.strategies import Merging
 
@@ -174,7 +175,7 @@ class OuterTrainingState(TrainingState):
         with torch.no_grad():
             for outer, anchor, own in zip(self.accumulators, self.trained, self._weights(), strict=True):
                 outer.copy_(anchor).sub_(own.to(outer.device))
-        return (0.0 if self._local.hides_weights else weight), 1.0
+        return (0.0 if self._strays or self._local.hides_weights else weight), 1.0
 
     def counted(self) -> None:
         """What `contribute` has given is in the average."""
@@ -205,11 +206,25 @@ class OuterTrainingState(TrainingState):
         self._land = vector.overwrite  # until then the accumulators say what was given
         self.use_accumulators()
 
+    def step(self, options: Options | None = None, absent: Collection[int] | None = None) -> None:
+        """Take the merge: see `TrainingState.step`. If it is interrupted, the parameters go back to the anchor."""
+        try:
+            super().step(options, absent)
+        except BaseException:
+            if self._strays:  # now for a program that saves its model, and with what was counted before the next batch
+                self._copy_anchor()
+            raise
+        self._strays = False
+
+    def _copy_anchor(self) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(self._own, self._anchor)
+
     def _step_from_average(self, absent: Collection[int]) -> None:
         own, mixing = self._own, self.merging.mixing
         self._sound = sound = not self._strays and self.unfit() is None
         keeps = sound and mixing is None and (self._later.batches > 0 or not self._counts)
-        self._strays = True  # if this is interrupted, the parameters go back to the anchor
+        self._strays = True  # until the whole step is taken
         with torch.no_grad():
             if keeps:  # leave of them what was trained and is in no average
                 torch._foreach_sub_(own, self._anchor)
@@ -224,7 +239,6 @@ class OuterTrainingState(TrainingState):
                 torch._foreach_lerp_(own, self._anchor, 1.0 - mixing)
             else:
                 torch._foreach_copy_(own, self._anchor)
-        self._strays = False
 
     @property
     def _anchor(self) -> list[torch.Tensor]:
@@ -243,19 +257,20 @@ class OuterTrainingState(TrainingState):
         self._trained.samples += samples
         self._trained.batches += batches
 
-    def take_over(self, prepared: PreparedState) -> None:
+    def take_over(self, prepared: PreparedState, *, follows: bool = False) -> None:
         """Take over a downloaded state. This peer's parameters become the anchor.
 
-        What it has trained since its last merge is kept if it has missed one only, and does not mix.
+        What it has trained since its last merge is kept if it has missed one only, and does not mix. A state that does
+        not follow from the one here may have it already, if this peer was on the other side of a fork before.
         """
         if evaluates := self._local.evaluates and not self._local.hides_weights:
             self._local.train()  # else that would put back the weights before
-        keeps = self.merging.mixing is None and prepared.epoch == self.epoch + 1
+        keeps = follows and self.merging.mixing is None
         keeps = keeps and not self._strays and self.unfit() is None
         before = [each.clone() for each in self._anchor] if keeps else []
         trained = self._trained.samples + self._later.samples, self._trained.batches + self._later.batches
-        super().take_over(prepared)
-        self._strays = True
+        self._strays = True  # if this is interrupted, the parameters go back to the anchor
+        super().take_over(prepared, follows=follows)
         with torch.no_grad():
             if keeps:
                 torch._foreach_sub_(self._own, before)
@@ -292,17 +307,17 @@ class OuterTrainingState(TrainingState):
     def begin_anew(self) -> None:
         """Let the anchor be what the parameters are (trainer, under the lock)."""
         self.discard()
-        self._strays = False
         with torch.no_grad():
             torch._foreach_copy_(self._anchor, self._weights())
+        self._strays = False
 
     def go_back(self) -> None:
         """Let the parameters be the anchor, and forget what was trained (trainer, under the lock)."""
-        self._strays, self._given = False, None
+        self._strays, self._given = True, None  # if this is interrupted, it is done again
         self._trained.forget()
         self._later.forget()
-        with torch.no_grad():
-            torch._foreach_copy_(self._own, self._anchor)
+        self._copy_anchor()
+        self._strays = False
 
 
 class LocalSteps(LocalTrainingState):

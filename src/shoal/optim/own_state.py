@@ -42,6 +42,7 @@ class OwnState:
     Attributes:
         name: of the state.
         committed: the last steps that led to it.
+        before: the digest of the state before the last of them; empty if it is not known.
         dealt: the samples that the last steps taken here dealt to this peer.
         shared: whether other peers hold it too, as far as this one knows.
         update: the change that the trainer makes next; None if there is none.
@@ -56,7 +57,7 @@ class OwnState:
         self.training, self.lock = training, lock
         self._core, self._notices, self._auxiliary = core, notices, auxiliary
         self.name = self._beginning()
-        self.committed = Committed()
+        self.committed, self.before = Committed(), b""
         self.dealt: tuple[Deal, ...] = ()
         self.shared = self.is_average = False
         self.update: Update | None = None
@@ -78,7 +79,7 @@ class OwnState:
 
     def export(self) -> SharedState:
         """The state as a donor gives it (under `lock`)."""
-        return share(self.training, self.name, self.committed, average=self.is_average)
+        return share(self.training, self.name, self.committed, before=self.before, average=self.is_average)
 
     def prepare(
         self, apply: Callable[[], None], name: StateName, peers: int, agreement: Agreement | None = None
@@ -129,11 +130,12 @@ class OwnState:
             # Attributes alone: no interrupt comes in between.
             if training.whole:
                 self.is_average = not update.is_step
+                self.before = self.name.digest if update.is_step else self.before
                 self.name, self.committed, self.dealt, update.taken = update.name, update.committed, dealt, True
             elif update.is_step and training.step_error is not None:
-                self.name, self.is_average, update.taken = failed, False, True
+                self.name, self.before, self.is_average, update.taken = failed, b"", False, True
             elif training.epoch != epoch or not update.is_step:
-                self.is_average = False
+                self.is_average, self.before = False, b""
                 self.name, self.committed, update.taken = interrupted, update.committed, True
 
     def loaded(self, saved: StateName | None, *, unchanged: bool = False) -> None:
@@ -151,5 +153,5 @@ class OwnState:
         else:
             self.name = (saved or self.name).after_loading(training.fingerprint())
         if self.name != before:
-            self.committed, self.is_average = Committed(), False
+            self.committed, self.before, self.is_average = Committed(), b"", False
         training.discard()

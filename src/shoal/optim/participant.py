@@ -250,8 +250,8 @@ class Participant:
         loaded, or is an average), the candidates are the live peers of the run, which peers may see differently.
         """
         steps = self.own.committed.steps
-        candidates = [each.peer for each in steps[-1]] if steps else self.view().peers
-        return elected(self.settings.run_id, self.epoch, candidates) == self.core.peer_id
+        made = [each.peer for each in steps[-1] if each.samples] if steps else []
+        return elected(self.settings.run_id, self.epoch, made or self.view().peers) == self.core.peer_id
 
     @property
     def at_end(self) -> bool:
@@ -504,7 +504,7 @@ class Participant:
             self.contribution.counted(self._given)
         if result.outcome.counts(self.core.peer_id):
             self.training.counted()
-        agreement = agree(result.gathered, result.outcome.contributors)
+        agreement = agree(result.gathered, result.outcome.contributors, result.outcome.counted_in_part)
         if (mend_from := await self._check.difference(result, self.own.name)) is not None:
             self.takeover.mend_from = mend_from
             await self.tell_loaded()

@@ -18,12 +18,14 @@ from shoal.progress import StateKey, bound
 from shoal.state import Manifest, SharedState
 from shoal.wire import encode
 
-__all__ = ["Misfits", "committed_of", "is_average", "name_of", "share", "why_not_ours"]
+__all__ = ["Misfits", "before_of", "committed_of", "is_average", "name_of", "share", "why_not_ours"]
 
 _DOWNLOADS, _REMEMBERED = 2, 64
 
 
-def share(training: TrainingState, name: StateName, committed: Committed, *, average: bool = False) -> SharedState:
+def share(
+    training: TrainingState, name: StateName, committed: Committed, *, before: bytes = b"", average: bool = False
+) -> SharedState:
     """The state that a donor gives, with the tensors by reference: hold their lock while it is read.
 
     No codec: the newcomer goes on under this name, which says that it holds the same bits.
@@ -32,6 +34,7 @@ def share(training: TrainingState, name: StateName, committed: Committed, *, ave
         training: parameters, optimizer, schedule.
         name: of the state that they are.
         committed: the last steps that led to it.
+        before: the digest of the state before the last of them; empty if it is not known.
         average: whether it is an average of states, and not what a step has led to.
 
     Raises:
@@ -41,7 +44,13 @@ def share(training: TrainingState, name: StateName, committed: Committed, *, ave
         raise ConfigError("the optimizer is in eval mode by its own eval(): call eval() of the shoal.Optimizer instead")
     values, tensors = training.export()
     return SharedState(
-        metadata={"state": list(name), "steps": committed.export(), "average": average, "training": values},
+        metadata={
+            "state": list(name),
+            "before": before,
+            "steps": committed.export(),
+            "average": average,
+            "training": values,
+        },
         tensors=tensors,
         epoch=name.epoch,
         may_be_infinite=_extra(training),
@@ -66,6 +75,12 @@ def name_of(metadata: Any) -> StateName:
 def committed_of(metadata: Any) -> Committed:
     """The last steps that led to a state, as its donor says."""
     return Committed.read(metadata.get("steps"))
+
+
+def before_of(metadata: Any) -> bytes:
+    """The digest of the state before the last step, as its donor says; empty if that is not known."""
+    before = metadata.get("before")
+    return before if isinstance(before, bytes) else b""
 
 
 def is_average(metadata: Any) -> bool:

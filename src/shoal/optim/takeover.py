@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from functools import partial
 
 from shoal.averager import Averager
 from shoal.clock import shielded
@@ -23,7 +24,7 @@ from shoal.optim.notices import Notices
 from shoal.optim.outlook import Outlook
 from shoal.optim.own_state import OwnState
 from shoal.optim.phases import PhaseMachine
-from shoal.optim.shared_state import Misfits, committed_of, is_average, name_of, why_not_ours
+from shoal.optim.shared_state import Misfits, before_of, committed_of, is_average, name_of, why_not_ours
 from shoal.peer import PeerID
 from shoal.progress import SwarmView
 from shoal.state import Donor, Intake, download_state
@@ -230,10 +231,13 @@ class Takeover:
             return  # we came further meanwhile
 
         async def take_over() -> None:
-            if name.epoch == self.own.name.epoch + 1 and committed_of(state.metadata).gave_last(self.core.peer_id):
-                await self.core.env.executor.run(self.own.training.given_is_in)
-            await self.core.env.executor.run(self.own.training.load, values, state.tensors)
-            self.own.name, self.own.committed, self.took_over = name, committed_of(state.metadata), True
+            training, committed, before = self.own.training, committed_of(state.metadata), before_of(state.metadata)
+            prepared = await self.core.env.executor.run(training.prepare, values, state.tensors)
+            follows = before == self.own.name.digest
+            if follows and committed.gave_last(self.core.peer_id):
+                await self.core.env.executor.run(training.given_is_in)
+            await self.core.env.executor.run(partial(training.take_over, prepared, follows=follows))
+            self.own.name, self.own.committed, self.own.before, self.took_over = name, committed, before, True
             self.own.is_average = is_average(state.metadata)
             self.own.followed = None if self.own.is_average else name
             self.outlook.heed_contributors()

@@ -598,10 +598,14 @@ class TrainingState:
             raise StateUnavailable(f"the state does not fit here: {error}") from error
         return PreparedState(epoch, scheduled, tensors[:fixed], optimizer)
 
-    def take_over(self, prepared: PreparedState) -> None:
+    def take_over(self, prepared: PreparedState, *, follows: bool = False) -> None:
         """Take over the prepared state. Only the schedule can fail; then it says so and stays.
 
         Between `evaluate` and `train`, the parameters are those to evaluate with of the new state afterwards.
+
+        Args:
+            prepared: as `prepare` gave it.
+            follows: whether one step led to it from the state here: then a peer that merges keeps what it has trained.
         """
         if evaluates := self._for_training is not None:
             self.train()  # else that would put back the weights before

@@ -16,6 +16,7 @@ import torch
 
 import shoal
 from shoal.compression import Float16Compression
+from shoal.errors import ClosedError
 from shoal.events import Warned
 from shoal.optim.phases import RunPhase
 
@@ -312,6 +313,25 @@ def test_step_without_any_gradient_advances_no_epoch_and_is_told(dht: shoal.DHT)
     assert sum("no parameter has a gradient" in each for each in told) == 1
     assert sum("batches are counted twice" in each for each in told) == 1
     swarm.shutdown()
+
+
+def test_a_peer_that_leaves_within_a_round_warned_of_a_closed_error(dht: shoal.DHT) -> None:
+    """As `leave_on_sigterm` lets it: its next step raises it, and that is how the loop ends."""
+    heard: list[str] = []
+    dht.events.subscribe(lambda event: heard.append(event.message) if isinstance(event, Warned) else None)
+    model = torch.nn.Linear(3, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with shoal.Optimizer(
+        dht=dht, run_id="leaves", target_batch_size=4, batch_size_per_step=4, optimizer=inner
+    ) as swarm:
+
+        async def leave() -> None:
+            swarm.collaboration._fail(ClosedError("the averager was shut down"))
+
+        dht.loop_thread.run(leave(), 5.0)
+        with pytest.raises(ClosedError, match="the averager was shut down"):
+            swarm.step()
+    assert not [message for message in heard if "ClosedError" in message]
 
 
 def test_an_auxiliary_peer_is_not_told_to_call_backward(dht: shoal.DHT) -> None:

@@ -11,8 +11,12 @@ import pytest
 import torch
 
 from shoal import sim
-from shoal.compression import BlockwiseQuantization, CompressionBase, Float16Compression
+from shoal.allreduce.vector import Vector, describe
+from shoal.compression import BlockwiseQuantization, CompressionBase, Float16Compression, NoCompression
 from shoal.events import Warned
+from shoal.optim.agreement import Agreement
+from shoal.optim.state_name import StateName
+from shoal.optim.steps import land, of_step_alone
 from shoal.sim import SimNetwork
 from tests.sim.optimizer_kit import Run, Trainer
 
@@ -337,3 +341,19 @@ def test_a_follower_waits_in_vain_for_a_step_that_its_member_is_about_to_take() 
         await run.close()
 
     sim.run(main, seed=12)
+
+
+def test_a_step_alone_was_followed_with_the_gradients_of_other_tensors() -> None:
+    """Tensors of one codec lie together in a vector: what a follower got was in the order of the parameters."""
+    codecs = [Float16Compression(), NoCompression(), Float16Compression()]
+
+    def vector(*values: float) -> Vector:
+        tensors = [torch.full((4,), value) for value in values]
+        return Vector(tensors, describe(tensors, codecs))
+
+    name, agreement = StateName.genesis(b""), Agreement(None, b"", [])
+    step = of_step_alone(name, bytes(16), b"peer", 8, vector(1.0, 2.0, 3.0), agreement)
+    follower = vector(0.0, 0.0, 0.0)
+    land(step.header, memoryview(step.data), follower)
+    follower.overwrite()
+    assert [each.tolist() for each in follower.tensors] == [[1.0] * 4, [2.0] * 4, [3.0] * 4]

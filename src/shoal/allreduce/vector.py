@@ -380,6 +380,11 @@ class Vector:
         if not _finite(result):
             raise PeerProtocolError("an average that is not finite")
 
+    def in_order(self) -> list[torch.Tensor]:
+        """The tensors in the order of their places, as `averages` has them: those of one dtype and codec together."""
+        numbers = sorted(range(len(self.tensors)), key=self.layout.offsets.__getitem__)
+        return [self.tensors[number] for number in numbers]
+
     def averages(self) -> list[memoryview]:
         """The memory of all averages, in order: a peer that was not in the round gets them as they are."""
         return [view_bytes(segment.result) for segment in self._segments]

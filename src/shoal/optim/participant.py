@@ -25,7 +25,7 @@ from shoal.averager import StepResult, TensorLock
 from shoal.clock import own_clock, seconds_text
 from shoal.compression import CompressionBase
 from shoal.core import PeerCore
-from shoal.errors import ConfigError, StateUnavailable
+from shoal.errors import ClosedError, ConfigError, StateUnavailable
 from shoal.events import EpochAdvanced, RunEnded
 from shoal.optim.agreement import Agreement, Contributor, Said, agree
 from shoal.optim.attendance import Attendance
@@ -197,7 +197,8 @@ class Participant:
         return ConfigError(f"this run is trained with other settings: {self._known.mismatch}")
 
     def _fail(self, error: BaseException) -> None:
-        self._notices.warn(f"{type(error).__name__}: {error}")
+        if not isinstance(error, ClosedError):  # else this peer leaves, by `leave_on_sigterm` for example
+            self._notices.warn(f"{type(error).__name__}: {error}")
         self.failure = error
         self._moves.notify()
 
@@ -559,7 +560,7 @@ class Participant:
             said = self._said()
             agreement = Agreement(said.options, said.absent, [Contributor(self.core.peer_id, samples, said.end)])
             self.contribution.counted(samples)
-            await self._steps.add_alone(name, chance, samples, self._averager.tensors, agreement)
+            await self._steps.add_alone(name, chance, samples, self._averager.vector, agreement)
         self.own.shared = False
         self.last_round = None  # nobody takes this step with us: for the average of the states none is waited for
         self._companions.forget()

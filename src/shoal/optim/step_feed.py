@@ -17,8 +17,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
-import torch
-
 from shoal.allreduce.vector import Vector
 from shoal.averager import Averager, StepResult
 from shoal.core import PeerCore
@@ -86,12 +84,12 @@ class StepFeed:
             self._add(await self._core.env.executor.run(of_round, name, result, vector, agreement))
 
     async def add_alone(
-        self, name: StateName, chance: bytes, samples: int, gradients: Sequence[torch.Tensor], agreement: Agreement
+        self, name: StateName, chance: bytes, samples: int, vector: Vector, agreement: Agreement
     ) -> None:
-        """This peer is about to step alone, from these gradients (call it under their lock)."""
+        """This peer is about to step alone, from the tensors of this vector (call it under their lock)."""
         if self._followers:
             peer, run = self._core.peer_id.raw, self._core.env.executor.run
-            self._add(await run(of_step_alone, name, chance, peer, samples, gradients, agreement))
+            self._add(await run(of_step_alone, name, chance, peer, samples, vector, agreement))
 
     def _add(self, step: Step | None) -> None:
         if step is not None and self._followers:

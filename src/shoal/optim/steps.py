@@ -9,11 +9,9 @@ and believed like a state that is downloaded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
-import torch
 
 from shoal.allreduce.interface import Outcome
 from shoal.allreduce.segments import common_reference
@@ -80,7 +78,7 @@ def of_round(name: StateName, result: StepResult, vector: Vector, agreement: Agr
 
 
 def of_step_alone(
-    name: StateName, chance: bytes, peer: bytes, samples: int, gradients: Sequence[torch.Tensor], agreement: Agreement
+    name: StateName, chance: bytes, peer: bytes, samples: int, vector: Vector, agreement: Agreement
 ) -> Step:
     """A copy of the gradients from which a peer steps alone.
 
@@ -89,11 +87,11 @@ def of_step_alone(
         chance: 16 random bytes that name the step.
         peer: the one that takes it.
         samples: that go into it.
-        gradients: their mean.
+        vector: of the tensors that hold their mean.
         agreement: how it is taken.
     """
     data = bytearray()
-    for each in gradients:
+    for each in vector.in_order():
         data += view_bytes(each.detach().to("cpu").contiguous())
     header = StepTaken(
         *name,

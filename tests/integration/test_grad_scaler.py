@@ -137,3 +137,35 @@ def test_a_scaled_closure_and_what_is_no_scaler() -> None:
             swarm.step(batch_size=BATCH, grad_scaler=4)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="closure must be a function, got 4"):
             swarm.step(4, grad_scaler=scaler)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("way", ["shoal's scaler.step(swarm)", "swarm.step(grad_scaler=scaler)", "with a closure"])
+def test_a_left_out_batch_with_reused_gradients_ended_the_training(way: str) -> None:
+    """Its infinite gradients stayed in `.grad`: no later batch counted, without a word, and the scale fell to 0."""
+    model = torch.nn.Linear(3, 2)
+    scaler = shoal.GradScaler("cpu", init_scale=SCALE) if "shoal" in way else torch.amp.GradScaler("cpu", SCALE)
+    with (
+        shoal.DHT(start=True) as dht,
+        shoal.Optimizer(
+            dht=dht,
+            run_id="reused",
+            target_batch_size=BATCH,
+            batch_size_per_step=BATCH,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            reuse_grad_buffers=True,
+        ) as swarm,
+    ):
+        for factor in (1.0, torch.inf, 1.0, 1.0):
+
+            def closure(factor: float = factor) -> torch.Tensor:
+                loss: torch.Tensor = model(torch.ones(BATCH, 3)).square().mean() * factor
+                scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+                return loss
+
+            if way == "with a closure":
+                swarm.step(closure, grad_scaler=scaler)
+            else:
+                closure()
+                scaler.step(swarm) if "shoal" in way else swarm.step(grad_scaler=scaler)
+            scaler.update()
+        assert (swarm.local_epoch, scaler.get_scale()) == (3, SCALE / 2)

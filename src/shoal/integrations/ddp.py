@@ -137,7 +137,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         self._batch_size, self._steps, self._within = batch_size_per_step, 0, ""
         self._outcome, self._made, self._own_schedule = _Outcome(), False, options.get("scheduler") is not None
         self._known: StateName | None = None
-        self._clears_gradients = bool(options.get("reuse_grad_buffers"))
+        self.reuse_grad_buffers = bool(options.get("reuse_grad_buffers"))
         self.peer: Optimizer | None = None
         try:
             with self._agreement.together():
@@ -285,6 +285,8 @@ class GroupOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if grad_scaler is not None:
             grad_scaler.step(self, batch_size=batch_size)
+            if self.reuse_grad_buffers:
+                self.zero_grad()  # the scaler may have left the step out
             return loss
         if self.peer is None:
             self._follow_schedule()
@@ -297,7 +299,7 @@ class GroupOptimizer(torch.optim.Optimizer):
             problem, call = error, call._replace(problem=f"{error}")
         outcome, own = self._lead(call, lambda peer, samples: peer.step(batch_size=samples))
         self._schedules.seen()
-        if self._clears_gradients:
+        if self.reuse_grad_buffers:
             self.zero_grad()  # rank 0 has done so already
         self._finish((outcome, problem or own))
         return loss

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 __all__ = ["GradScaler"]
@@ -16,6 +18,13 @@ class GradScaler(torch.amp.GradScaler):
     Call `scaler.step(swarm)` or `swarm.step(grad_scaler=scaler)`, then `scaler.update()`. Each peer scales for itself.
     A batch whose gradients are not finite does not count, and makes this peer's scale smaller.
     """
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """As torch's. With `reuse_grad_buffers` the gradients are cleared, also where the step is left out."""
+        found = super().step(optimizer, *args, **kwargs)
+        if getattr(optimizer, "reuse_grad_buffers", False):
+            optimizer.zero_grad()
+        return found
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool

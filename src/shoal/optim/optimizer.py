@@ -140,7 +140,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         auxiliary: a peer without data: it reduces for the others, takes their steps, and gives newcomers the state.
             Call `step()` in a loop, without a batch: it waits for the next step of the swarm. Others must be able to
             dial it.
-        reuse_grad_buffers: let `step` clear `.grad`, so that the loop need not call `zero_grad()`.
+        reuse_grad_buffers: let `step` clear `.grad`, so that the loop need not call `zero_grad()`. Then give a
+            `GradScaler` to `step`, or use a `shoal.GradScaler`: where torch's own leaves a step out, it clears nothing.
         max_grad_norm: clip the averaged gradient to this norm, over all parameters, before the step; None: do not. The
             same on all peers. Each peer's own gradients stay as they are.
         load_state_timeout: longest state download, seconds; None: 600. A newcomer waits so long for the state of a run
@@ -350,7 +351,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             ),
         )
         self._closed = self._left = self._told_end = False
-        self._clears_gradients, self._last_status = reuse_grad_buffers, None
+        self.reuse_grad_buffers, self._last_status = reuse_grad_buffers, None
         self._one_step = TensorLock()  # no thread keeps it, whatever interrupts it
         self._participants = self._run(
             self._begin(
@@ -596,12 +597,14 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         if not isinstance(scaler, torch.amp.GradScaler):
             raise ConfigError(f"grad_scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
         check_closure(closure)
-        if closure is None:
-            return scaler.step(self, batch_size=batch_size)
-        with torch.enable_grad():
-            loss = closure()
-        scaler.step(self, batch_size=batch_size)
-        return loss
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found = scaler.step(self, batch_size=batch_size)
+        if self.reuse_grad_buffers:
+            self.zero_grad()  # the scaler may have left the step out
+        return found if closure is None else loss
 
     def _step(self, closure: Callable[[], Any] | None, batch_size: int | None) -> Any:
         if torch.is_inference_mode_enabled():
@@ -632,7 +635,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             loss = self._count(samples, loss)
         finally:
             self._schedules.seen()
-            if self._clears_gradients:
+            if self.reuse_grad_buffers:
                 self.zero_grad()
         self._saver.at_step(self._state, self._copy, finished=self.finished)
         return loss

@@ -20,7 +20,7 @@ from shoal.strategies import LocalSGD
 from tests.integration.workers import Talk
 
 lightning = pytest.importorskip("lightning")
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateFinder, ModelCheckpoint  # noqa: E402
 
 from shoal.integrations.lightning import SwarmCallback, SwarmStrategy  # noqa: E402
 from tests.integration.lightning_peer import BATCH, Module, held  # noqa: E402
@@ -312,6 +312,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "min_steps": ({"min_steps": 3}, Module, "min_steps=3"),
     "min_epochs": ({"min_epochs": 3}, Module, "min_epochs=3"),
     "trials": ({"callbacks": [LearningRateFinder()]}, Module, "LearningRateFinder of the Trainer does not work"),
+    "averages": ({"callbacks": [EMAWeightAveraging()]}, Module, "EMAWeightAveraging of the Trainer .* evaluate a copy"),
     "two": ({}, TwoOptimizers, "returned 2 optimizers, and a run trains with one"),
     "passes": ({}, lambda: Module(schedule={}), r"\{'scheduler': ..., 'interval': 'step'\}"),
     "frequency": ({}, lambda: Module(schedule={"interval": "step", "frequency": 2}), "'frequency': 2"),

@@ -298,6 +298,16 @@ def test_one_peer_evaluates_and_the_logs_have_the_result(swarm_of: Any, argument
         swarm_of(model, arguments(), evaluate=0.5)
 
 
+def test_a_users_own_train_loss_ended_the_run(swarm_of: Any, arguments: Any) -> None:
+    """It was taken for the Trainer's summary: this peer left the run, and its next step raised `ClosedError`."""
+    model, args = tiny_model(), arguments()
+    swarm = swarm_of(model, args)
+    made = trainer(swarm, model, args)
+    swarm.optimizer.register_step_post_hook(lambda *_: made.log({"train_loss": 1.0}))
+    made.train()
+    assert swarm.optimizer.local_epoch == 8
+
+
 def test_the_arguments_are_as_before_when_the_training_is_over(swarm_of: Any, arguments: Any) -> None:
     """So is the model; and the same callback does not train once more."""
     model, args = tiny_model(), arguments(max_steps=2, max_grad_norm=0.7)

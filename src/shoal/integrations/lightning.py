@@ -30,6 +30,7 @@ from shoal.runtime.dht import DHT
 
 try:
     from lightning.pytorch import Callback
+    from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
     from lightning.pytorch.strategies import SingleDeviceStrategy
     from lightning.pytorch.utilities.data import extract_batch_size
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -315,6 +316,8 @@ def _check_trainer(trainer: Any, *, merges: bool) -> None:
     several = not isinstance(trainer.strategy, SingleDeviceStrategy)
     steps = trainer.max_steps > 0
     tries = [type(each).__name__ for each in trainer.callbacks if type(each).__name__ in _TRIES]
+    swaps = (StochasticWeightAveraging, *([WeightAveraging] if trainer.enable_validation else []))
+    others = [type(each).__name__ for each in trainer.callbacks if isinstance(each, swaps)]
     refused = {
         f"gradient_clip_val={trainer.gradient_clip_val}": (
             bool(trainer.gradient_clip_val) and not merges,
@@ -339,6 +342,10 @@ def _check_trainer(trainer: Any, *, merges: bool) -> None:
         f"callbacks with {' and '.join(tries)}": (
             bool(tries),
             "its trials would be steps of the run: use it without the swarm before, and leave it out here",
+        ),
+        f"callbacks with {' and '.join(others)}": (
+            bool(others),
+            "it puts averages into the module, and newcomers would download them: average and evaluate a copy",
         ),
         f"callbacks with {len(swarms)} SwarmCallbacks": (
             len(swarms) > 1,

@@ -312,7 +312,7 @@ class SwarmCallback(TrainerCallback):
         logs.update(more)
         if state.log_history:
             state.log_history[-1].update(more)
-        if "train_loss" in logs:  # the summary, after the last checkpoint
+        if "train_runtime" in logs:  # the summary, after the last checkpoint; users log a `train_loss` of their own
             self.optimizer.shutdown()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:

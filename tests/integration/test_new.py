@@ -71,10 +71,14 @@ def test_two_peers_run_the_program(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_file_that_exists_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And so does everything else where nothing can be written."""
+    """And so does everything else where nothing can be written, or where the program would import itself."""
     program = tmp_path / "train.py"
     program.write_text("mine")
-    for path, said in ((program, "exists, and stays as it is"), (tmp_path / "none" / "x.py", "cannot be written")):
+    for path, said in (
+        (program, "exists, and stays as it is"),
+        (tmp_path / "none" / "x.py", "cannot be written"),
+        (tmp_path / "lightning.py", "would hide the package lightning"),
+    ):
         with pytest.raises(SystemExit) as ended:
             main(["new", str(path)])
         assert ended.value.code == 2

@@ -18,6 +18,9 @@ KINDS = {
     "lightning": "Lightning's Trainer, which needs shoal[lightning]",
 }
 
+_IMPORTED = {"lightning", "shoal", "torch", "transformers"}
+"""By these programs. A file of such a name beside them would be imported instead."""
+
 
 @click.command(short_help="Write a program to start from.")
 @click.option(
@@ -30,6 +33,8 @@ def new(*, kind: str, file: Path) -> None:
     It needs no data and no download. Run it, and it prints the line with which another peer joins. Then put your own
     data and model in.
     """
+    if file.stem in _IMPORTED:
+        raise ConfigError(f"{file} would hide the package {file.stem}, which it imports: give another name")
     text = files("shoal.cli").joinpath("templates", f"{kind}.py.txt").read_text(encoding="utf-8")
     try:
         with file.open("x", encoding="utf-8") as opened:

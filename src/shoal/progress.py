@@ -87,6 +87,7 @@ class SwarmView:
         best: the key of the best state.
         others: the last words of the other peers.
         own: of `samples`, what this peer has accumulated.
+        trains: whether this peer has anything accumulated, or is about to: it has a rate.
         contributors: the peers that contributed to the last steps, if there were any.
         absent: peers that no round waits for.
         log: of a view and later ones, while all else is the same, this is the same list: the peers whose words were
@@ -104,6 +105,7 @@ class SwarmView:
     best: StateKey = field(default=StateKey(0, 0, b""), compare=False)
     others: Mapping[PeerID, Progress] = field(default_factory=dict, compare=False)
     own: int = field(default=0, compare=False)
+    trains: bool = field(default=True, compare=False)
     contributors: Collection[PeerID] = field(default=(), compare=False)
     absent: frozenset[PeerID] = field(default=frozenset(), compare=False)
     log: list[PeerID] | None = field(default=None, compare=False)
@@ -604,6 +606,7 @@ class _Seen:
             best=self.best,
             others=self.others,
             own=mine.samples,
+            trains=mine.samples > 0 or mine.rate > 0,
             contributors=self.contributors,
             absent=self.asked.absent,
             log=self._log,

@@ -118,8 +118,8 @@ class Trainer:
         if self.finished:
             return
         if not all(fragment.at_end for fragment in self.fragments):
-            training.accumulate(size)
-            for fragment in self.fragments:
+            worth = training.accumulate(size) or training.holds_average
+            for fragment in self.fragments if worth else ():
                 fragment.speed.count(size)
             self.batches_done += 1
         for fragment in self.fragments:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -374,3 +375,37 @@ def test_a_peer_that_was_away_downloads_the_fragments_that_it_lacks(strategy: St
         await run.close()
 
     sim.run(main, seed=6)
+
+
+@pytest.mark.parametrize(
+    "strategy", [DiLoCo(4), StreamingDiLoCo(4, fragments=2, overlap=2)], ids=["diloco", "streaming"]
+)
+def test_a_peer_whose_batches_are_worth_nothing_holds_up_nobody(strategy: Strategy) -> None:
+    """It takes part in each merge without a weight, and ends with the others' bits."""
+
+    async def main() -> None:
+        run = Run(target=1)
+        for name in ("p0", "p1"):
+            await run.add(name, strategy=strategy)
+        await sim.sleep(3.0)
+        broken = run.trainers["p1"]
+        compute = broken.compute
+
+        def nan(number: int, size: int) -> None:
+            compute(number, size)
+            for parameter in broken.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.fill_(math.nan)
+
+        broken.compute = nan  # type: ignore[method-assign]
+        began = asyncio.get_running_loop().time()
+        run.announce_end(6)
+        for name, trainer in run.trainers.items():
+            run.swarm.spawn(name, trainer.train(BATCH, duration_s=0.5, until=lambda: False))
+        while not all(trainer.finished for trainer in run.trainers.values()):
+            assert asyncio.get_running_loop().time() - began < 6 * 4 * 0.5 + 8.0, "somebody was held up"
+            await sim.sleep(0.5)
+        assert run.agree(["p0", "p1"])
+        await run.close()
+
+    sim.run(main, seed=4)

@@ -90,6 +90,7 @@ class OuterTrainingState(TrainingState):
     _given: tuple[int, int] | None = None  # samples and batches of the outer gradient that the accumulators hold
     _strays = False  # the parameters are of no use
     _sound = True  # they were of use when the last merge came
+    _passed = 0  # batches of the trainer since this peer gave to a merge
     _land: Callable[[], None] | None = None  # puts the average into the accumulators
 
     def __init__(
@@ -153,7 +154,7 @@ class OuterTrainingState(TrainingState):
     def waits(self) -> bool:
         """Whether the trainer has gone on for long enough while a merge is under way."""
         overlap = self.merging.overlap
-        return overlap is not None and self._later.batches >= overlap
+        return overlap is not None and self._in_round and self._passed >= overlap
 
     @property
     def holds_back(self) -> bool:
@@ -164,6 +165,10 @@ class OuterTrainingState(TrainingState):
         """A batch of so many samples was trained (trainer, under the lock)."""
         (self._later if self._in_round else self._trained).count(samples)
 
+    def pass_batch(self) -> None:
+        """The trainer gives a batch, which may count or not (trainer, under the lock)."""
+        self._passed += 1
+
     def _weights(self) -> list[torch.Tensor]:
         held = self._local.weights()
         return [held[place] for place in self._places]
@@ -171,7 +176,7 @@ class OuterTrainingState(TrainingState):
     def contribute(self) -> tuple[float, float]:
         """The outer gradient goes into a merge now: see `TrainingState.contribute`."""
         weight, _ = super().contribute()
-        self._given, self._counts = (self._trained.samples, self._trained.batches), False
+        self._given, self._counts, self._passed = (self._trained.samples, self._trained.batches), False, 0
         with torch.no_grad():
             for outer, anchor, own in zip(self.accumulators, self.trained, self._weights(), strict=True):
                 outer.copy_(anchor).sub_(own.to(outer.device))
@@ -363,6 +368,8 @@ class LocalSteps(LocalTrainingState):
         Raises:
             ConfigError: see `TrainingState.accumulate`.
         """
+        for fragment in self.fragments:
+            fragment.pass_batch()
         settled = [fragment.settle() for fragment in self.fragments]
         if any(settled):
             return False

@@ -176,7 +176,7 @@ class MergePace:
         self._taken = 0
         self._known, self._strange = _Way(), _Way()
         self._merge_s = 0.0
-        self._enough = False
+        self._trains, self._enough = True, False
 
     def done(self, samples: int, batches: int, now: float) -> int:
         """See `Pace`."""
@@ -220,6 +220,7 @@ class MergePace:
         self._known, self._strange = known, strange  # last: other threads ask
         if self._merging.seconds is not None:
             self._called = self._called or self._known.there > 0
+        self._trains = view.trains
         self._enough = self._reaches(view.own)
         return self._enough
 
@@ -232,7 +233,9 @@ class MergePace:
             return (own >= WAY) + self._known.there + self._strange.there >= self._merging.quorum
         if self._merging.seconds is not None:
             return own >= WAY
-        return own + self._known.far + self._strange.far >= WAY * (1 + self._others)
+        # A peer whose batches are worth nothing counts for nobody, nor for itself: all see the same merge as due.
+        count = self._others + (own > 0 or self._trains)
+        return count > 0 and own + self._known.far + self._strange.far >= WAY * count
 
     def missing(self, own: int) -> int:
         """See `Pace`."""

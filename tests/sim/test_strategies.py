@@ -409,3 +409,28 @@ def test_a_peer_whose_batches_are_worth_nothing_holds_up_nobody(strategy: Strate
         await run.close()
 
     sim.run(main, seed=4)
+
+
+@pytest.mark.parametrize(("every", "apart"), [(4, 1), ("6s", 2)])
+def test_all_that_was_trained_of_each_fragment_is_merged_at_the_end(every: int | str, apart: int) -> None:
+    """The first merges are spread over the way. The last ones are not: else the first fragment loses batches."""
+
+    async def main() -> None:
+        run = Run(target=1)
+        for name in ("p0", "p1"):
+            await run.add(name, strategy=StreamingDiLoCo(every, fragments=2, overlap=1))
+        await sim.sleep(3.0)
+        run.announce_end(3)
+        for name, trainer in run.trainers.items():
+            run.swarm.spawn(name, trainer.train(BATCH, duration_s=0.5, until=lambda: False))
+        while not all(trainer.finished for trainer in run.trainers.values()):
+            await sim.sleep(0.5)
+        assert run.agree(["p0", "p1"])
+        for trainer in run.trainers.values():
+            counted = [fragment.contribution.contributed for fragment in trainer.fragments]
+            assert max(counted) - min(counted) <= apart * BATCH, counted
+            assert trainer.batches_done * BATCH - min(counted) <= 3 * BATCH, counted
+        assert not any("rounds" in warning for warning in run.warnings), run.warnings
+        await run.close()
+
+    sim.run(main, seed=4)

@@ -62,6 +62,9 @@ class Pace(Protocol):
     def state_changed(self, epoch: int, now: float) -> None:
         """This peer has another state, of this epoch, since `now`."""
 
+    def ends_at(self, epoch: int | None) -> None:
+        """The run ends at this epoch, as far as it is known; None: nobody knows yet."""
+
 
 class SamplesPace:
     """The pace of synchronous training.
@@ -117,6 +120,9 @@ class SamplesPace:
     def state_changed(self, epoch: int, now: float) -> None:
         """See `Pace`."""
 
+    def ends_at(self, epoch: int | None) -> None:
+        """See `Pace`."""
+
 
 def _done(view: SwarmView, peer: PeerID) -> int | None:
     """How far another peer is; None if it does not count."""
@@ -164,13 +170,15 @@ class MergePace:
 
     Args:
         merging: the way in which peers merge.
-        fragment: the number of the fragment. The first merges of the fragments are spread over the way.
+        fragment: the number of the fragment. The first merges of the fragments are spread over the way, and the last
+            ones come together: then all that was trained is in them.
     """
 
     def __init__(self, merging: Merging, fragment: int = 0) -> None:
         self._merging = merging
         self._ahead = WAY - WAY * (fragment + 1) // merging.fragments
         self._began, self._epoch = math.inf, 0
+        self._end: int | None = None
         self._called = False  # another peer says that it is time
         self._log: list[PeerID] | None = None  # of the last view, of which so many words were taken in
         self._taken = 0
@@ -181,14 +189,19 @@ class MergePace:
     def done(self, samples: int, batches: int, now: float) -> int:
         """See `Pace`."""
         if self._merging.steps is not None:
-            return (self._ahead if self._epoch == 0 else 0) + WAY * batches // self._merging.steps
+            return max(0, self._begins_at + WAY * batches // self._merging.steps)
         # It is not told all the time how late it is: a peer says when it is time, and then it is for all.
-        return WAY if self._called or self._left_s(now) <= 0 else min(1, batches)
+        # Before its first batch a peer calls nobody: a merge of nothing fails.
+        return WAY if self._called or (batches and self._left_s(now) <= 0) else min(1, batches)
 
     def _left_s(self, now: float) -> float:
         assert self._merging.seconds is not None
-        way = WAY - self._ahead if self._epoch == 0 else WAY
-        return self._began + self._merging.seconds * way / WAY - now
+        return self._began + self._merging.seconds * (WAY - self._begins_at) / WAY - now
+
+    @property
+    def _begins_at(self) -> int:
+        """The fragment is so far ahead on its way: the first way is shorter, and the last one as much longer."""
+        return self._ahead * (self._epoch == 0) - self._ahead * (self._end == self._epoch + 1)
 
     def target(self, view: SwarmView) -> int:
         """See `Pace`."""
@@ -263,3 +276,7 @@ class MergePace:
     def state_changed(self, epoch: int, now: float) -> None:
         """See `Pace`."""
         self._epoch, self._began, self._called, self._enough, self._log = epoch, now, False, False, None
+
+    def ends_at(self, epoch: int | None) -> None:
+        """See `Pace`."""
+        self._end = epoch

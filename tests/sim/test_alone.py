@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -158,6 +159,37 @@ def test_steps_alone_for_a_few_seconds_are_no_warning() -> None:
         assert alone
         assert not warned
         assert run.swarm.peer("p2").participant.epoch >= run.swarm.peer("p0").participant.epoch - 1
+        await run.close()
+
+    sim.run(main, seed=33)
+
+
+def test_who_ends_a_run_alone_after_steps_with_others_says_so() -> None:
+    """A program that was frozen while the others ended the run made the last steps alone, and held other weights."""
+
+    async def main() -> None:
+        run = Run(target=8)
+        for name in ("p0", "p1"):
+            await run.add(name)
+        trainer, told = run.swarm.peer("p1"), list[str]()
+
+        def note(event: Event) -> None:
+            if isinstance(event, Warned) and "made its steps alone" in event.message:
+                told.append(event.message)
+
+        trainer.participant.core.env.events.subscribe(note)
+        await sim.sleep(3.0)
+        run.announce_end(12)
+        tasks = {
+            n: run.swarm.spawn(n, run.swarm.peer(n).train(4, duration_s=0.5, until=until(60.0))) for n in ("p0", "p1")
+        }
+        while trainer.participant.epoch < 6:
+            await sim.sleep(0.5)
+        run.swarm.crash("p0")
+        await asyncio.wait([tasks["p1"]])
+        assert trainer.finished
+        assert len(told) == 1
+        assert re.search(r"ended at epoch 12, and after epoch [5-8] ", told[0])
         await run.close()
 
     sim.run(main, seed=33)

@@ -130,6 +130,14 @@ class Notices:
             f"run {self._run_id!r}: training alone{made}; {'; '.join(reasons)}. This peer keeps looking for others"
         )
 
+    def ended_alone(self, together: int, end: int) -> None:
+        """The run is over, and its steps after the epoch `together` were made by this peer alone."""
+        self.warn(
+            f"run {self._run_id!r} ended at epoch {end}, and after epoch {together} this peer made its steps alone. If "
+            "the others ended it, too, while this program stood still or was cut off, they have other weights than "
+            "this peer: keep those of one of the others, or of their checkpoint"
+        )
+
     def waits_for(self, peers: Collection[PeerID]) -> None:
         """There are samples for a step, and these peers at our state do not come to a round. Once until they do."""
         if self._note("waits for", bool(peers)):

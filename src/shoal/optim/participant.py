@@ -639,6 +639,8 @@ class Participant:
         if self.at_end:
             self.core.env.events.emit(RunEnded(run_id=run_id, epoch=epoch))
         self._solitude.stepped(epoch, peers)
+        if self.at_end:
+            self._solitude.ended(epoch)
         self._machine.states_due = self._average_follows
 
     @property

@@ -137,6 +137,7 @@ class Solitude:
         self._core, self._run_id, self._known, self._gossip, self._notices = core, run_id, known, gossip, notices
         self._digest, self._searches, self._missing = digest, searches, missing
         self._epoch: int | None = None  # of the last step, if it was taken alone
+        self._together: int | None = None  # of the last step that was taken with others
         self.told = False
 
     async def watch(self) -> None:
@@ -170,11 +171,16 @@ class Solitude:
     def stepped(self, epoch: int, peers: int) -> None:
         """A step was taken by so many peers."""
         if peers > 1:
-            self.told, self._epoch = False, None
+            self.told, self._epoch, self._together = False, None, epoch
             return
         self._epoch = epoch
         others = len(self._known.peers)
         self._core.env.events.emit(SteppedAlone(run_id=self._run_id, epoch=epoch, others=others))
+
+    def ended(self, epoch: int) -> None:
+        """The run is over here. A peer that stood still while the others ended it has made its last steps alone."""
+        if self._epoch is not None and self._together is not None and not self.told:
+            self._notices.ended_alone(self._together, epoch)
 
     @property
     def reasons(self) -> tuple[str, ...]:

@@ -124,7 +124,8 @@ class Trainer:
             self.batches_done += 1
         for fragment in self.fragments:
             fragment.accumulated()
-            await self.take_turn(fragment)
+            if not fragment.at_end or all(each.at_end for each in self.fragments):
+                await self.take_turn(fragment)
         if isinstance(training, LocalSteps) and all(fragment.at_end for fragment in self.fragments):
             training.go_back()
 

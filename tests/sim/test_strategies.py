@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -226,13 +226,18 @@ def test_an_outer_optimizer_that_draws_random_numbers_is_told() -> None:
     sim.run(main, seed=4)
 
 
-def test_what_is_averaged_at_the_end_of_a_run_moves_no_more() -> None:
-    """Batch norm statistics belonged to the first fragment, and moved on with the batches of the others."""
+@pytest.mark.parametrize("slow", [0, 1])
+def test_what_is_averaged_at_the_end_of_a_run_moves_no_more(slow: int) -> None:
+    """Batch norm statistics moved on with the batches of the fragment whose last merge comes last."""
 
     def moves(trainer: Trainer, compute: Any, extra: torch.Tensor, number: int, size: int) -> None:
         if not all(fragment.at_end for fragment in trainer.fragments):
             extra.add_(torch.rand(3, dtype=torch.float64))
         compute(number, size)
+
+    async def late(average: Callable[[], Awaitable[None]]) -> None:
+        await sim.sleep(1.0)
+        await average()
 
     async def main() -> None:
         run = Run(target=1)
@@ -241,6 +246,8 @@ def test_what_is_averaged_at_the_end_of_a_run_moves_no_more() -> None:
             extra = torch.zeros(3, dtype=torch.float64)
             trainer = await run.add(name, strategy=StreamingDiLoCo(4, fragments=2, overlap=1), extra_tensors=[extra])
             trainer.compute = partial(moves, trainer, trainer.compute, extra)  # type: ignore[method-assign]
+            last = trainer.fragments[slow]
+            last._average = partial(late, last._average)  # type: ignore[method-assign]
         await sim.sleep(3.0)
         run.announce_end(2)
         for number, name in enumerate(names):

@@ -740,7 +740,11 @@ class Participant:
             self._ready(lambda: None, last, 1)
 
     def _take_states(self, counts: bytes | None) -> None:
-        self._states.vector.apply(self._states.settings.averaging_alpha)
+        alpha = self._states.settings.averaging_alpha
+        if self.at_end and alpha == 1.0:  # also where a batch of another fragment has moved them since
+            self._states.vector.overwrite()
+        else:
+            self._states.vector.apply(alpha)
         if counts is not None:
             self._counts.take(counts)
 

@@ -59,8 +59,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         full = {item for item in items if any(mark.kwargs.get("full") for mark in item.iter_markers("long"))}
         config.hook.pytest_deselected(items=list(full))
         items[:] = [item for item in items if item not in full]
-    integration = Path(__file__).parent / "integration"
+    integration, sim = Path(__file__).parent / "integration", Path(__file__).parent / "sim"
     for item in items:
+        if sim in item.path.parents:
+            # The loop of a simulation takes the exception of a signal for one of a callback, and goes on for ever.
+            item.add_marker(pytest.mark.timeout(method="thread"))
         if integration in item.path.parents:
             item.add_marker(pytest.mark.integration)
             item.add_marker(pytest.mark.xdist_group("integration"))

@@ -31,6 +31,7 @@ from shoal.peer import PeerID
 from shoal.runtime.low_latency import SWITCH_INTERVAL_S
 from shoal.runtime.pool import DaemonPool
 from shoal.runtime.thread import LoopThread
+from shoal.wire import FollowSteps
 from tests.integration import scripts
 from tests.integration.workers import LONG_S, Worker, nobody, run_python, until
 
@@ -764,10 +765,11 @@ def test_an_optimizer_that_nobody_holds_leaves_its_run() -> None:
     with shoal.DHT(start=True) as dht:
         model = torch.nn.Linear(2, 2)
         one = optimizer(dht, model)
-        tasks = one.collaboration._tasks
+        tasks, endpoint = one.collaboration._tasks, one.collaboration.core.endpoint
         del one
         gc.collect()
         until(lambda: not dht._started()._closers and not tasks)
+        until(lambda: not endpoint.serves_stream(FollowSteps, scope="run"))
         optimizer(dht, model).shutdown()
 
 

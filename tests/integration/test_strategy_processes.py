@@ -15,7 +15,7 @@ from tests.integration.merging_peer import STRATEGIES
 from tests.integration.workers import Talk
 
 MISSED = 4
-MORE = 8
+MORE = 120  # several a second: the end is to be ahead of each fragment when all have heard of it
 
 
 def heard(talk: Talk, fits: Callable[[str, Any], bool]) -> Any:

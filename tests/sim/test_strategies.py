@@ -26,6 +26,14 @@ MEAN = dict[str, Any](lr=1.0)
 NESTEROV = dict[str, Any](lr=0.7, momentum=0.9, nesterov=True)
 
 
+async def train_to_end(run: Run, *durations_s: float) -> None:
+    """Let each trainer take batches that last so long, until the run is over for all."""
+    for (name, trainer), duration_s in zip(run.trainers.items(), durations_s, strict=True):
+        run.swarm.spawn(name, trainer.train(BATCH, duration_s=duration_s, until=lambda: False))
+    while not all(trainer.finished for trainer in run.trainers.values()):
+        await sim.sleep(0.5)
+
+
 def outer_sgd(parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
     """The outer optimizer of the authors."""
     return torch.optim.SGD(parameters, **NESTEROV)
@@ -250,11 +258,7 @@ def test_what_is_averaged_at_the_end_of_a_run_moves_no_more(slow: int) -> None:
             last._average = partial(late, last._average)  # type: ignore[method-assign]
         await sim.sleep(3.0)
         run.announce_end(2)
-        for number, name in enumerate(names):
-            work = run.trainers[name].train(BATCH, duration_s=0.1 + 0.02 * number, until=lambda: False)
-            run.swarm.spawn(name, work)
-        while not all(trainer.finished for trainer in run.trainers.values()):
-            await sim.sleep(0.5)
+        await train_to_end(run, 0.1, 0.12)
         found = [run.trainers[name].fragments[-1].training.extra_tensors[0] for name in names]
         assert torch.equal(*found)
         await run.close()
@@ -298,11 +302,7 @@ def test_peers_of_any_speed_end_with_equal_bits(strategy: Strategy) -> None:
             await run.add(name, strategy=strategy)
         await sim.sleep(3.0)
         run.announce_end(6)
-        for number, name in enumerate(names):
-            work = run.trainers[name].train(BATCH, duration_s=0.1 + 0.2 * number, until=lambda: False)
-            run.swarm.spawn(name, work)
-        while not all(trainer.finished for trainer in run.trainers.values()):
-            await sim.sleep(0.5)
+        await train_to_end(run, 0.1, 0.3, 0.5)
         assert run.agree(names)
         for trainer in run.trainers.values():
             assert [fragment.epoch for fragment in trainer.fragments] == [6] * len(trainer.fragments)
@@ -428,10 +428,7 @@ def test_all_that_was_trained_of_each_fragment_is_merged_at_the_end(every: int |
             await run.add(name, strategy=StreamingDiLoCo(every, fragments=2, overlap=1))
         await sim.sleep(3.0)
         run.announce_end(3)
-        for name, trainer in run.trainers.items():
-            run.swarm.spawn(name, trainer.train(BATCH, duration_s=0.5, until=lambda: False))
-        while not all(trainer.finished for trainer in run.trainers.values()):
-            await sim.sleep(0.5)
+        await train_to_end(run, 0.5, 0.5)
         assert run.agree(["p0", "p1"])
         for trainer in run.trainers.values():
             counted = [fragment.contribution.contributed for fragment in trainer.fragments]

@@ -243,7 +243,7 @@ class OuterTrainingState(TrainingState):
             elif sound and mixing is not None:
                 torch._foreach_lerp_(own, self._anchor, 1.0 - mixing)
             else:
-                torch._foreach_copy_(own, self._anchor)
+                self._copy_anchor()
 
     @property
     def _anchor(self) -> list[torch.Tensor]:
@@ -282,7 +282,7 @@ class OuterTrainingState(TrainingState):
                 torch._foreach_add_(self._own, self._anchor)
                 self._trained.samples, self._trained.batches = trained
             else:
-                torch._foreach_copy_(self._own, self._anchor)
+                self._copy_anchor()
         self._strays = False
         if evaluates:
             self._local.evaluate()

@@ -266,6 +266,46 @@ def test_what_is_averaged_at_the_end_of_a_run_moves_no_more(slow: int) -> None:
     sim.run(main, seed=4)
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_fragment_that_is_ahead_of_the_end_ends_with_the_others(ahead: int) -> None:
+    """Merges of the other one have failed for long. The run went on for ever."""
+
+    def moves(trainer: Trainer, compute: Any, extra: torch.Tensor, number: int, size: int) -> None:
+        if not all(fragment.at_end for fragment in trainer.fragments):
+            extra.add_(torch.rand(3, dtype=torch.float64))
+        compute(number, size)
+
+    async def fails() -> None:
+        await sim.sleep(0.2)
+
+    async def main() -> None:
+        run = Run(target=1)
+        names = [f"p{number}" for number in range(3)]
+        for name in names:
+            extra = torch.zeros(3, dtype=torch.float64)
+            trainer = await run.add(name, strategy=Decoupled(4, fragments=2, quorum=2), extra_tensors=[extra])
+            trainer.compute = partial(moves, trainer, trainer.compute, extra)  # type: ignore[method-assign]
+            run.swarm.spawn(name, trainer.train(BATCH, duration_s=0.1, until=lambda: False))
+            trainer.fragments[1 - ahead]._average = fails  # type: ignore[method-assign]
+        trainers = list(run.trainers.values())
+        while trainers[0].fragments[ahead].epoch < 8:
+            await sim.sleep(0.1)
+        run.announce_end(4)
+        for trainer in trainers:
+            del trainer.fragments[1 - ahead]._average
+        while not all(trainer.finished for trainer in trainers):
+            await sim.sleep(0.5)
+        assert run.agree(names)
+        assert {trainer.fragments[1 - ahead].epoch for trainer in trainers} == {4}
+        assert len({trainer.fragments[ahead].state for trainer in trainers}) == 1
+        found = [trainer.fragments[-1].training.extra_tensors[0] for trainer in trainers]
+        assert all(torch.equal(each, found[0]) for each in found)
+        assert not run.warnings, run.warnings
+        await run.close()
+
+    sim.run(main, seed=4)
+
+
 def _learner(peer: int, size: int) -> reference.Peer:
     """A peer of the reference, with the batches and the schedule of the trainers here."""
     parameters = model()

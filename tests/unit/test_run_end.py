@@ -124,6 +124,15 @@ def test_an_end_in_the_past_is_none() -> None:
     assert settled(8, steps(*[early] * 4)) == 8, "one that wanted it over before wants it over now"
 
 
+def test_a_fragment_past_the_end_waits_for_the_last_merge_of_the_others() -> None:
+    """Then it names its next merge. Where all are past the end, the word is as it was said."""
+    end = RunEnd(ME, 10.0)
+    assert end.word(3, 3) is None
+    end.say(9, 3)
+    assert [end.word(epoch, 3) for epoch in (3, 8, 9, 12)] == [9, 9, None, None]
+    assert [end.word(12, model_epoch) for model_epoch in (7, 8, 9, 10)] == [None, 13, 13, 9]
+
+
 def test_a_peer_that_knows_no_steps_goes_by_what_most_others_say() -> None:
     """It has come to its state by a checkpoint."""
     assert settled(9, Committed(), None, {ANN: 9, BEN: 9, CAT: None}) == 9

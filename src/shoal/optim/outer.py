@@ -95,7 +95,7 @@ class OuterTrainingState(TrainingState):
 
     def __init__(
         self,
-        local: LocalTrainingState,
+        local: LocalSteps,
         merging: Merging,
         fragment: Sequence[int],
         frozen: Sequence[torch.Tensor] = (),
@@ -129,6 +129,11 @@ class OuterTrainingState(TrainingState):
 
     def _new_sum(self) -> GradientSum:
         return GradientSum([], 1)  # until the anchor is known
+
+    @property
+    def model_epoch(self) -> int:
+        """See `TrainingState.model_epoch`."""
+        return min(fragment.epoch for fragment in self._local.fragments)
 
     @property
     def local(self) -> TrainingState:

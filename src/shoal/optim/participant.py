@@ -330,7 +330,7 @@ class Participant:
             self._moves.notify()
         self._notices.ends(self.epoch if self.at_end else None, self._end.said)
         if not self.at_end:
-            self._notices.beyond(self.epoch, self._end.said)
+            self._notices.beyond(self.training.model_epoch, self._end.said)
         return view, claimed
 
     def _settle_end(self) -> None:
@@ -493,7 +493,8 @@ class Participant:
     def _said(self, check: Check | None = None) -> Said:
         training = self.training
         options = options_of(training.optimizer.param_groups, training.own_options)
-        return Said(options, training.absent(), check, training.samples, self._end.said)
+        end = self._end.word(self.epoch, training.model_epoch)
+        return Said(options, training.absent(), check, training.samples, end)
 
     def _contribute(self, name: StateName) -> tuple[float, float]:
         """Weight and factor of the accumulators at this state."""

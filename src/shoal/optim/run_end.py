@@ -57,6 +57,18 @@ class RunEnd:
         self.said = end
         self._goes_on_at = epoch if was_over and (end is None or end > epoch) else None
 
+    def word(self, epoch: int, model_epoch: int) -> int | None:
+        """The end that this peer names in a round; None for none.
+
+        Args:
+            epoch: of the fragment of the model that the round merges.
+            model_epoch: the merges that all fragments have had. Merges fail, so some fragments may be far ahead of the
+                others. One that is past the end goes on until the others come to theirs, and ends with its next merge.
+        """
+        if self.said is None or epoch < self.said or model_epoch > self.said:
+            return self.said
+        return epoch + 1 if model_epoch >= self.said - 1 else None
+
     def settle(self, epoch: int, committed: Committed, words: Callable[[], Mapping[PeerID, int | None]]) -> None:
         """Compute the epoch at which the run ends.
 

@@ -155,6 +155,11 @@ class TrainingState:
         self.evaluations = 0
         self._has_average = self._in_round = False
 
+    @property
+    def model_epoch(self) -> int:
+        """The swarm steps that went into all parameters of the model."""
+        return self.epoch
+
     def _new_sum(self) -> GradientSum:
         return GradientSum(self.trained, self._unit, torch.device("cpu") if self.steps_on_host else None)
 

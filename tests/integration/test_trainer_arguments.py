@@ -106,6 +106,15 @@ def test_an_argument_that_breaks_the_agreement_of_peers_is_refused_with_advice(
     assert args.to_dict() == before
 
 
+@pytest.mark.parametrize(("every", "words"), [(5, "batches of each peer, in the mean"), ("5s", "number of merges")])
+def test_a_missing_max_steps_is_asked_for_as_the_strategy_counts(
+    swarm_of: Any, arguments: Any, every: int | str, words: str
+) -> None:
+    """It was explained by `target_batch_size`, which such a run does not have."""
+    with pytest.raises(ConfigError, match=f"max_steps of the TrainingArguments is missing: .* {words}"):
+        swarm_of(tiny_model(), arguments(max_steps=-1), target_batch_size=None, strategy=DiLoCo(every))
+
+
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [

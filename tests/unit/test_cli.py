@@ -395,6 +395,24 @@ def test_status_shows_peers_and_totals() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("every", "ways", "sums_up"),
+    [
+        ("25 steps", ["40.0%", "120.0%"], "80.0% of the way to the next merge"),
+        ("30 s", ["-", "120.0%"], "a merge every 30 s"),
+    ],
+)
+def test_status_of_a_run_that_merges_calls_no_thousandths_samples(every: str, ways: list[str], sums_up: str) -> None:
+    """Of merges that are due at a time a peer says only that one is due: before, it has trained a batch, or none."""
+    strategy = f"{every}, fragments 1, overlap 0, mixing none, quorum none"
+    peers = [
+        progress(name, samples=n, settings={"strategy": f"every {strategy}"}) for name, n in ((b"a", 400), (b"b", 1200))
+    ]
+    first, second = shown(RunStatus("run", tuple(peers), frozenset())).splitlines()[1:3]
+    assert [line.split()[3] for line in (first, second)] == ways
+    assert f"epoch 12; {sums_up}, 60.0 samples/s" in shown(RunStatus("run", tuple(peers), frozenset()))
+
+
 def test_status_calls_identical_what_is_identical() -> None:
     """By the check of the parameters, and not by the name of the state alone."""
     first, second = bytes(16), b"x" * 16

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from typing import TYPE_CHECKING, NoReturn
 
 import click
@@ -26,6 +27,8 @@ __all__ = ["status", "summary_of", "table_of"]
 
 EXIT_NOT_FOUND = 3
 _WATCH_S = 2.0
+_TIME = re.compile(r"every \d{1,9}(\.\d{1,9})? s(?=,)")
+"""In the text of a strategy whose merges are due at a time (`Merging.text`)."""
 _ABSURD = 1e12
 """Numbers from this one on are shown rounded."""
 
@@ -113,7 +116,7 @@ def table_of(found: RunStatus) -> Table:
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("peer", "epoch", "state", "samples", "samples/s", "share"):
+    for name in ("peer", "epoch", "state", "on the way" if _merges(found) else "samples", "samples/s", "share"):
         table.add_column(name, justify="left" if name in ("peer", "state") else "right", no_wrap=True)
     table.add_column("address", overflow="fold")
     for peer in found.peers:
@@ -122,7 +125,7 @@ def table_of(found: RunStatus) -> Table:
             Text(peer.contact.peer.short()),
             str(peer.epoch),
             Text(peer.digest.hex()[:8] + ("!" if found.differs(peer) else ""), style="" if best else "yellow"),
-            _short(peer.samples),
+            _way(found, peer.samples) if _merges(found) else _short(peer.samples),
             _short(found.rate(peer)),
             f"{found.share(peer):.0%}",
             Text(_reached_by(found, peer)),
@@ -149,8 +152,10 @@ def summary_of(found: RunStatus) -> str:
     if behind:
         text += f", {behind} of them at another state"
     target = found.target_batch_size
-    if "strategy" in found.best.settings:
-        text += f"; {_short(found.samples / 10 / max(1, len(found.together)))}% of the way to the next merge"
+    if (time := _TIME.match(found.best.settings.get("strategy", ""))) is not None:
+        text += f"; a merge {time[0]}"
+    elif _merges(found):
+        text += f"; {_way(found, found.samples / max(1, len(found.together)))} of the way to the next merge"
     else:
         text += f"; {_short(found.samples)} {f'of {target} ' if target else ''}samples for the next step"
     text += f", {_short(found.samples_per_s)} samples/s"
@@ -161,6 +166,17 @@ def summary_of(found: RunStatus) -> str:
     if found.end_epoch is not None:
         text += f"; ends at epoch {found.end_epoch}"
     return text
+
+
+def _merges(found: RunStatus) -> bool:
+    """Whether peers merge what each has trained: then they say how far they are, in thousandths."""
+    return "strategy" in found.best.settings
+
+
+def _way(found: RunStatus, thousandths: float) -> str:
+    """How far a peer is on its way to the next merge. If that is due at a time, peers say only that it is."""
+    by_time = _TIME.match(found.best.settings.get("strategy", "")) is not None
+    return "-" if by_time and thousandths < 1000 else f"{_short(thousandths / 10)}%"
 
 
 def _short(number: float) -> str:

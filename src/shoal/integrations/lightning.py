@@ -333,11 +333,11 @@ def _check_trainer(trainer: Any, *, merges: bool) -> None:
         ),
         f"min_steps={trainer.min_steps}": (
             steps and bool(trainer.min_steps),
-            "the run ends at max_steps of the swarm, and then no peer goes on: leave it out",
+            "the run ends by max_steps, for all peers at once, and then none goes on: leave it out",
         ),
         f"min_epochs={trainer.min_epochs}": (
             steps and bool(trainer.min_epochs),
-            "the run ends at max_steps of the swarm, and then no peer goes on: leave it out",
+            "the run ends by max_steps, for all peers at once, and then none goes on: leave it out",
         ),
         f"callbacks with {' and '.join(tries)}": (
             bool(tries),

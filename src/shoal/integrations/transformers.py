@@ -39,6 +39,7 @@ from shoal.optim.arguments import merging_of
 from shoal.optim.inner import make_scheduler
 from shoal.runtime.checks import path
 from shoal.runtime.dht import DHT
+from shoal.strategies import Merging
 
 try:
     from accelerate.state import GradientState  # type: ignore[import-untyped]
@@ -134,14 +135,14 @@ class SwarmCallback(TrainerCallback):
                 f"{name} is not given here: the SwarmCallback takes it from the Trainer and its arguments"
             )
         check_evaluate(evaluate, evaluate_every)
-        _check(args, own_optimizer=optimizer is not None, own_schedule=scheduler is not None)
+        merging = merging_of(options.get("strategy"))
+        _check(args, merging, own_optimizer=optimizer is not None, own_schedule=scheduler is not None)
         self._model, self._args = model, args
         self._taken: dict[str, Any] = {}
         _place(model, args)
         makes = _maker(model, args)
         inner = optimizer if optimizer is not None else makes.create_optimizer()
         schedule = make_scheduler(inner, scheduler)
-        merging = merging_of(options.get("strategy"))
         if schedule is None:
             schedule = makes.create_scheduler(length_of(merging, args.max_steps), optimizer=inner)
         merges = merging is not None
@@ -356,16 +357,12 @@ def latest_checkpoint(output_dir: str) -> str | None:
 # ---------------------------------------------------------------------------------------------------------- arguments
 
 
-def _check(args: TrainingArguments, *, own_optimizer: bool, own_schedule: bool) -> None:
+def _check(args: TrainingArguments, merging: Merging | None, *, own_optimizer: bool, own_schedule: bool) -> None:
     """Raise `ConfigError` for arguments of a Trainer that cannot work in a swarm."""
     if args.max_steps == _ENDLESS:
         raise ConfigError("args belongs to another SwarmCallback, or is of its checkpoint: make new TrainingArguments")
     if args.max_steps <= 0:
-        raise ConfigError(
-            "max_steps of the TrainingArguments is missing: it is the number of steps of the swarm, at which the run "
-            "ends. num_train_epochs does not count in a swarm; P passes over N samples by all peers together are "
-            "P * N // target_batch_size steps"
-        )
+        raise ConfigError(f"max_steps of the TrainingArguments is missing: {_meaning_of_max_steps(merging)}")
     schedule, optim = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)), str(args.optim)
     optim = str(getattr(args.optim, "value", optim))
     refused = {
@@ -384,18 +381,32 @@ def _check(args: TrainingArguments, *, own_optimizer: bool, own_schedule: bool) 
         ),
         f"optim={optim!r}": (
             ("layerwise" in optim or "lomo" in optim) and not own_optimizer,
-            "it takes its steps within the backward pass, before the peers have averaged: use another one",
+            "it takes its steps within the backward pass, where no swarm sees them: use another one",
         ),
     }
     for kind in ("logging", "eval", "save"):
         steps = getattr(args, f"{kind}_steps")
         refused[f"{kind}_steps={steps}"] = (
             str(getattr(getattr(args, f"{kind}_strategy"), "value", "")) == "steps" and 0 < (steps or 0) < 1,
-            "it would be a share of max_steps, which counts steps of the swarm: give a number of batches of this peer",
+            "how many batches will be needed is not known before: give a number of batches of this peer",
         )
     for name, (applies, advice) in refused.items():
         if applies:
             raise ConfigError(f"{name} of the TrainingArguments does not work in a swarm: {advice}")
+
+
+def _meaning_of_max_steps(merging: Merging | None) -> str:
+    passes = "num_train_epochs does not count in a swarm; P passes over N samples by all peers together are"
+    if merging is None:
+        return (
+            f"it is the number of steps of the swarm, at which the run ends. {passes} P * N // target_batch_size steps"
+        )
+    if merging.steps is None:
+        return f"it is the number of merges, at which the run ends. With every={merging.every!r} they are due at a time"
+    return (
+        "it is the number of batches of each peer, in the mean, at which the run ends. "
+        f"{passes} P * N // (peers * samples of a batch) batches"
+    )
 
 
 def _place(model: torch.nn.Module, args: TrainingArguments) -> None:

@@ -229,6 +229,7 @@ class Decoupled:
     merging: Merging = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        whole("quorum", self.quorum, most=_MOST_QUORUM)
         merging = Merging(
             every=self.every, outer=self.outer, fragments=self.fragments, overlap=None, quorum=self.quorum
         )

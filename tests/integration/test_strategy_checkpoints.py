@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.optim.lr_scheduler import LinearLR
 
 import shoal
 from shoal.events import Warned
+from shoal.optim import Optimizer
+from shoal.optim.fragments import take_over
+from shoal.optim.outer import OuterTrainingState
+from shoal.optim.own_state import OwnState
+from shoal.optim.training_state import TrainingState
+from shoal.peer import PeerID
 from shoal.strategies import DiLoCo, Strategy, StreamingDiLoCo
+from tests.integration.scripts import digest
+from tests.unit.test_outer_interrupts import code, interrupt
 
 
 @pytest.fixture
@@ -58,11 +68,13 @@ def anchors(swarm: shoal.Optimizer) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("strategy", [DiLoCo(4), STREAMING], ids=["1", "2"])
 def test_a_state_saved_in_the_middle_of_an_interval_is_the_last_merge(dht: shoal.DHT, strategy: Strategy) -> None:
-    """The names and the anchors come back; what was trained since is not part of it."""
+    """The names and the anchors come back; what was trained since is not part of it. The schedule goes back, too."""
     model = network(0)
-    with begin(dht, model, strategy) as swarm:
+    with begin(dht, model, strategy, scheduler=lambda inner: LinearLR(inner, 0.1, total_iters=40)) as swarm:
         train(swarm, model, 10)
         saved, named, held = copy.deepcopy(swarm.state_dict()), states(swarm), anchors(swarm)
+        schedule: Any = swarm._training.scheduler
+        of_schedule = schedule.state_dict()
         assert min(epoch for epoch, _ in named) > 0
         train(swarm, model, 9)
         assert states(swarm) != named
@@ -71,7 +83,12 @@ def test_a_state_saved_in_the_middle_of_an_interval_is_the_last_merge(dht: shoal
         assert all(map(torch.equal, anchors(swarm), held))
         for fragment in swarm._participants:
             assert all(map(torch.equal, fragment.training._own, fragment.training.parameters))  # type: ignore[attr-defined]
-        train(swarm, model, 9)
+        schedule.load_state_dict(of_schedule)  # as Trainers do it, afterwards
+        train(swarm, model, 1)
+        batches = 4 * named[-1][0] + 1
+        assert schedule.last_epoch == batches < 10
+        assert swarm.param_groups[0]["lr"] == pytest.approx(0.1 * (0.1 + 0.9 * batches / 40))
+        train(swarm, model, 8)
         assert min(epoch for epoch, _ in states(swarm)) > min(epoch for epoch, _ in named)
 
 
@@ -161,3 +178,62 @@ def test_a_peer_that_hears_of_the_end_later_ends_with_the_last_merge(dht: shoal.
         while not swarm.finished:
             train(swarm, model, 1)
         assert all(map(torch.equal, model.parameters(), anchors(swarm)))
+
+
+LOADING = [
+    *(code(each) for each in (Optimizer._loading, Optimizer._take_over, OwnState.loading, OwnState.loaded)),
+    *(code(each) for each in (take_over, OuterTrainingState.take_over, TrainingState.take_over)),
+]
+
+
+@pytest.mark.parametrize("how", ["load_state_dict", "resume"])
+def test_what_is_half_loaded_has_no_other_states_name(dht: shoal.DHT, tmp_path: Path, how: str) -> None:
+    """Ctrl+C left half of a state under the name of the one before, and others could download it. Training goes on."""
+    model, known, place = network(0), dict[tuple[int, bytes], str](), 1
+    with begin(dht, model, STREAMING) as swarm:
+        fragments = swarm._participants
+
+        def look() -> None:
+            for number, fragment in enumerate(fragments):
+                held = digest(fragment.own.export().tensors)
+                assert known.setdefault((number, fragment.state.digest), held) == held, f"at line {place}"
+
+        train(swarm, model, 10)
+        swarm.save(tmp_path)
+        saved = copy.deepcopy(swarm.state_dict())
+        look()
+    model = network(1)
+    with begin(dht, model, STREAMING) as swarm:
+        fragments = swarm._participants
+        train(swarm, model, 5)
+        look()
+        load = partial(swarm.resume, tmp_path) if how == "resume" else partial(swarm.load_state_dict, saved)
+        while interrupt(place, LOADING, load):
+            look()
+            place += 1
+        look()
+        assert place > 30
+        swarm.load_state_dict(copy.deepcopy(swarm.state_dict()))
+        assert interrupt(place // 2, LOADING, partial(swarm.load_state_dict, saved))
+        train(swarm, model, 9)
+        look()
+        assert all(fragment.training.epoch == fragment.epoch > 0 for fragment in fragments)
+
+
+def test_a_peer_is_elected_for_the_epoch_of_the_whole_model(dht: shoal.DHT, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was for that of the first fragment, which is ahead on some peers, so two or none held themselves elected."""
+    asked: list[int] = []
+
+    def elected(_run_id: str, epoch: int, candidates: Iterable[PeerID]) -> PeerID:
+        asked.append(epoch)
+        return next(iter(candidates))
+
+    monkeypatch.setattr("shoal.optim.participant.elected", elected)
+    model, ahead = network(0), 0
+    with begin(dht, model, STREAMING) as swarm:
+        for _ in range(20):
+            train(swarm, model, 1)
+            swarm.is_elected()
+            assert asked.pop() == swarm.local_epoch
+            ahead += swarm._participants[0].epoch > swarm.local_epoch
+    assert ahead > 3

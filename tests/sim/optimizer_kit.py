@@ -127,7 +127,7 @@ class Trainer:
             if not fragment.at_end or all(each.at_end for each in self.fragments):
                 await self.take_turn(fragment)
         if isinstance(training, LocalSteps) and all(fragment.at_end for fragment in self.fragments):
-            training.go_back()
+            training.end()
 
     def compute(self, number: int, size: int) -> None:
         """Set `.grad` to the gradient of the batch of this number."""

@@ -17,6 +17,7 @@ from shoal.identity import Identity
 from shoal.optim.solitude import Circumstances
 from shoal.sim import SimHost
 from shoal.sim.loop import world_time
+from shoal.strategies import Decoupled
 from tests.sim.averaging_kit import start_core
 from tests.sim.optimizer_kit import Run, Trainer
 
@@ -75,6 +76,24 @@ def test_a_newcomer_whose_entry_dies_says_that_it_is_alone_and_goes_on_looking()
         await asyncio.wait([training, back])
         assert again.participant.epoch > alone[-1] + 5
         assert len(warned) == 1
+        await run.close()
+
+    sim.run(main, seed=31)
+
+
+def test_a_peer_says_once_that_it_is_alone_with_all_fragments_of_its_model() -> None:
+    """Each said it, by a name of a run that the user does not know; all but the first blamed the invite for that."""
+
+    async def main() -> None:
+        run, strategy = Run(target=1), Decoupled(4, fragments=2, quorum=1)
+        await run.add("entry", strategy=strategy)
+        newcomer = await run.add("newcomer", strategy=strategy)
+        _, warned = notes(newcomer)
+        await sim.sleep(0.3)
+        run.swarm.crash("entry")
+        work = newcomer.train(4, duration_s=1.0, until=until(30.0))
+        await run.swarm.run_on("newcomer", lambda: work)
+        assert [message.partition(":")[0] for message in warned] == ["run 'run'"]
         await run.close()
 
     sim.run(main, seed=31)

@@ -208,6 +208,13 @@ def test_an_outer_optimizer_of_other_parameters_is_refused(outer: Any) -> None:
         _merge_alone(outer)
 
 
+@pytest.mark.parametrize("outer", [partial(torch.optim.SGD, lr=-1.0), lambda: None], ids=["value", "type"])
+def test_an_error_within_outer_is_one_of_that_argument(outer: Any) -> None:
+    """It came as torch or Python raised it, from a function that is called again for each fragment."""
+    with pytest.raises(ConfigError, match=r"outer, which makes .* raised (ValueError: Invalid learning|TypeError)"):
+        _merge_alone(outer)
+
+
 class Noisy(torch.optim.SGD):
     """Peers take different steps from equal averages."""
 
@@ -331,9 +338,13 @@ STRATEGIES = [
 ]
 
 
+def _inner(trainer: Trainer) -> torch.optim.Optimizer:
+    return trainer.participant.training.local.optimizer
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda each: type(each).__name__)
 def test_peers_of_any_speed_end_with_equal_bits(strategy: Strategy) -> None:
-    """Nobody stands still for the slowest, and its batches count all the same."""
+    """Nobody stands still for the slowest, and its batches count all the same. Their learning rates are equal, too."""
 
     async def main() -> None:
         run = Run(target=1)
@@ -344,6 +355,8 @@ def test_peers_of_any_speed_end_with_equal_bits(strategy: Strategy) -> None:
         run.announce_end(6)
         await train_to_end(run, 0.1, 0.3, 0.5)
         assert run.agree(names)
+        rates = {_inner(trainer).param_groups[0]["lr"] for trainer in run.trainers.values()}
+        assert len(rates) == 1, rates
         for trainer in run.trainers.values():
             assert [fragment.epoch for fragment in trainer.fragments] == [6] * len(trainer.fragments)
             assert not trainer.downloads

@@ -570,14 +570,14 @@ def test_a_refused_load_state_dict_has_changed_the_optimizer(how: str, fresh: bo
     optimizer = training.optimizer
     before, groups, state = everything(training), optimizer.param_groups, optimizer.state
     with pytest.raises(ValueError, match=re.escape(LOADED[how])):
-        training.load_optimizer(damaged(saved.optimizer.state_dict(), how))
+        training.load_optimizer(training.prepare_optimizer(damaged(saved.optimizer.state_dict(), how)))
     after = everything(training)
     assert before[0] == after[0]
     assert all(map(torch.equal, before[1], after[1]))
     assert optimizer.param_groups is groups
     assert optimizer.state is state
     step(training, 2)
-    training.load_optimizer(saved.optimizer.state_dict())
+    training.load_optimizer(training.prepare_optimizer(saved.optimizer.state_dict()))
     assert optimizer.param_groups is groups
     assert groups[0]["lr"] == 0.5
     step(training, 3)
@@ -596,9 +596,9 @@ def test_statistics_of_a_larger_matrix_that_are_not_finite_were_loaded(broken: f
     saved, training = made().optimizer.state_dict(), made()
     saved["state"][0]["exp_avg_sq"][0, 0] = broken
     with pytest.raises(ValueError, match="statistic 'exp_avg_sq' of parameter 0 is not finite"):
-        training.load_optimizer(copy.deepcopy(saved))
+        training.load_optimizer(training.prepare_optimizer(copy.deepcopy(saved)))
     training.optimizer.state[training.parameters[0]]["exp_avg_sq"].fill_(broken)
-    training.load_optimizer(saved)  # it is no worse than before
+    training.load_optimizer(training.prepare_optimizer(saved))  # it is no worse than before
 
 
 def test_steps_change_the_state_dict_that_was_loaded() -> None:
@@ -608,7 +608,7 @@ def test_steps_change_the_state_dict_that_was_loaded() -> None:
     plain = torch.optim.AdamW(parameters())
     loaded = [copy.deepcopy(saved.optimizer.state_dict()) for _ in range(2)]
     plain.load_state_dict(loaded[0])
-    training.load_optimizer(loaded[1])
+    training.load_optimizer(training.prepare_optimizer(loaded[1]))
     for optimizer, given in zip((plain, training.optimizer), loaded, strict=True):
         kept = optimizer.state[optimizer.param_groups[0]["params"][0]]
         assert all(kept[name] is given["state"][0][name] for name in ("step", "exp_avg", "exp_avg_sq"))
@@ -625,7 +625,7 @@ def test_a_loaded_state_dict_leaves_the_wrapped_optimizer_with_other_groups(name
     step(saved, 0)
     optimizer: Any = training.optimizer
     groups, inner_state = optimizer.param_groups, optimizer.optimizer.state
-    training.load_optimizer(copy.deepcopy(saved.optimizer.state_dict()))
+    training.load_optimizer(training.prepare_optimizer(copy.deepcopy(saved.optimizer.state_dict())))
     assert optimizer.param_groups is groups
     assert optimizer.optimizer.param_groups is groups
     assert optimizer.optimizer.state is inner_state

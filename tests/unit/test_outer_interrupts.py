@@ -34,7 +34,7 @@ TAKE_OVER = [code(each) for each in (OuterTrainingState.take_over, TrainingState
 GO_BACK = [code(OuterTrainingState.go_back)]
 
 
-def interrupt(place: int, codes: list[CodeType], work: Callable[[], None]) -> bool:
+def interrupt(place: int, codes: list[CodeType], work: Callable[[], object]) -> bool:
     """Do the work, interrupted before the line of this number that these functions come to; False if there is none."""
     lines = 0
 

@@ -38,6 +38,7 @@ from shoal.optim.batch_rows import rows_of
 from shoal.optim.checkpoint import Content, Files, Saved, copy_of
 from shoal.optim.faces import HivemindNames
 from shoal.optim.fragments import (
+    Loaded,
     export,
     fingerprint,
     fragments_of,
@@ -56,6 +57,7 @@ from shoal.optim.low_rank_training import LowRankTrainingState
 from shoal.optim.model import TrainedModel
 from shoal.optim.offload import Offload
 from shoal.optim.outer import LocalSteps, OuterTrainingState
+from shoal.optim.own_state import Replaced
 from shoal.optim.participant import Participant
 from shoal.optim.phases import RunPhase
 from shoal.optim.power_sgd import low_rank_options
@@ -189,6 +191,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
     """
 
     _not_taken = ""  # why no better state was taken over, as it was told last
+    _untold = False  # whether nobody was told of the state that is here: it is being loaded, or was in part
     _last_status: Status | None  # once it was shut down
 
     @launched("Optimizer")
@@ -383,7 +386,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         if folder is None:
             return None
         found = self._saver.find(folder, settings)
-        names = None if found is None else self._take_over(found)
+        names = None if found is None else self._take_over(found, self._prepare(found))
         self._saver.resumed(folder, found, 0)
         return names
 
@@ -412,7 +415,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             names = found or [None for _ in fragments]
             for participant, name in zip(participants, names, strict=True):
                 if name is not None:
-                    participant.own.loaded(name, unchanged=True)
+                    participant.own.loaded(participant.own.loading(), name, unchanged=True)
                 await participant.start()
                 if name is not None:
                     await participant.tell_loaded()
@@ -487,7 +490,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         self._check_open()
 
         async def look() -> bool:
-            return self._participant.is_elected()
+            return self._participants[-1].is_elected()  # the first fragments are an epoch ahead most of the time
 
         return self._run(look(), GRACE_S)
 
@@ -621,6 +624,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 loss = closure()
         samples = self._samples_of(batch_size)
         self._check_open()
+        if self._untold:  # the loading of a state was interrupted
+            self._tell_loaded()
         self._follow_schedule()
         if self._model is not None:
             self._model.check()
@@ -670,8 +675,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             else:
                 self._training.adopt(found)
                 message = (
-                    f"{what} follows the swarm's epochs: its own step() does nothing, and its warm-up and its length "
-                    f"count {self._schedule_unit}"
+                    f"{what} is moved by the run: its own step() does nothing, and its warm-up and its length count "
+                    f"{self._schedule_unit}"
                 )
         self._warn(message)
 
@@ -707,7 +712,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             self._download(behind)
         if self._at_end and isinstance(self._training, LocalSteps):
             with self._lock.acquire_in_thread():
-                self._training.go_back()  # what was trained after the last merge is nobody else's
+                self._training.end()
         return loss
 
     @property
@@ -838,22 +843,33 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             except StateUnavailable as error:
                 raise ConfigError(f"state_dict['shoal'] does not fit here: {error}") from error
             try:
-                self._training.load_optimizer(saved)
+                optimizer = self._training.prepare_optimizer(saved)
             except ValueError as error:
                 raise ConfigError(f"state_dict does not fit this optimizer: {error}") from error
+            replaced = self._loading()
+            self._training.load_optimizer(optimizer)
             if where is not None:
                 self._training.resume(where[0].epoch, where[1])
             names: list[StateName | None] = [where and where[0]]
             if isinstance(self._training, LocalSteps):
                 names = load_saved(self._training, loaded)
             unchanged = where is not None and where[2] == fingerprint(self._training)
-            for each, name in zip(self._participants, names, strict=True):
-                each.own.loaded(name, unchanged=unchanged)
-        self._run(self._tell_loaded(), GRACE_S)
+            for each, before, name in zip(self._participants, replaced, names, strict=True):
+                each.own.loaded(before, name, unchanged=unchanged)
+        self._tell_loaded()
 
-    async def _tell_loaded(self) -> None:
-        for each in self._participants:
-            await each.tell_loaded()
+    def _loading(self) -> list[Replaced]:
+        """The state of each fragment is forgotten, as another one is loaded (under the lock)."""
+        self._untold = True
+        return [each.own.loading() for each in self._participants]
+
+    def _tell_loaded(self) -> None:
+        async def tell() -> None:
+            for each in self._participants:
+                await each.tell_loaded()
+
+        self._run(tell(), GRACE_S)
+        self._untold = False
 
     def save(self, folder: str | os.PathLike[str], *, keep: int | None = None) -> Path:
         """Save a checkpoint: what a newcomer downloads, and with `model` its buffers. Returns when it is on the disk.
@@ -893,13 +909,14 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         Call it between two steps; also after `shutdown`. `keep_checkpoints` holds.
 
         Returns:
-            The path of the checkpoint. None if `checkpoint` was not given, no step was taken, or the state is saved.
+            The path of the checkpoint. None if `checkpoint` was not given, no step was taken, or the state is saved;
+            or if a state was being loaded, and that was interrupted.
 
         Raises:
             ConfigError, LocalError: as `save`.
         """
         saver, state = self._saver, self._state
-        if saver.folder is None or not state.epoch or saver.has_saved(state):
+        if saver.folder is None or not state.epoch or self._untold or saver.has_saved(state):
             return None
         saved = self.save(saver.folder, keep=saver.keep)
         saver.last = state
@@ -941,26 +958,32 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 if saved is not None and mine.epoch and mine.key >= saved.name.key:
                     saved = None
                 if saved is not None:
-                    for each, name in zip(self._participants, self._take_over(saved), strict=True):
-                        each.own.loaded(name, unchanged=True)
+                    loaded = self._prepare(saved)
+                    replaced = self._loading()
+                    names = self._take_over(saved, loaded)
+                    for each, before, name in zip(self._participants, replaced, names, strict=True):
+                        each.own.loaded(before, name, unchanged=True)
             self._saver.resumed(place, saved, mine.epoch)
             if saved is None:
                 return None
-            self._run(self._tell_loaded(), GRACE_S)
+            self._tell_loaded()
             return saved.path
 
-    def _take_over(self, saved: Saved) -> list[StateName]:
-        """Take over a checkpoint, all of it or nothing (under the lock, if there is a participant already).
+    def _prepare(self, saved: Saved) -> list[Loaded]:
+        """Look at a checkpoint; nothing is changed."""
+        if self._training.evaluates:
+            raise ConfigError("the optimizer is in eval mode: call train() before a checkpoint is taken over")
+        try:
+            return prepare(fragments_of(self._training), saved.name, saved.values, saved.tensors)
+        except StateUnavailable as error:
+            raise misfit(saved, f"{error}") from error
+
+    def _take_over(self, saved: Saved, loaded: Sequence[Loaded]) -> list[StateName]:
+        """Take over a checkpoint (under the lock, if there is a participant already).
 
         Returns:
             The names of the states of its fragments.
         """
-        if self._training.evaluates:
-            raise ConfigError("the optimizer is in eval mode: call train() before a checkpoint is taken over")
-        try:
-            loaded = prepare(fragments_of(self._training), saved.name, saved.values, saved.tensors)
-        except StateUnavailable as error:
-            raise misfit(saved, f"{error}") from error
         names = take_over(self._training, loaded)
         if self._model is not None:
             self._model.restore_statistics(saved.model)
@@ -996,9 +1019,11 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             with suppress(ClosedError):
                 self._last_status = self.status()
             if isinstance(self._training, LocalSteps) and not self.local_epoch and self._participant.speed.batches:
+                merging, trained = self._training.merging, self._participant.speed.batches
+                every = merging.every if merging.steps is None else f"{merging.steps} batches"
                 self._warn(
-                    f"{self._participant.speed.batches} batches were trained, and none of them was merged: the "
-                    f"strategy merges every {self._training.merging.every}. Train longer, or merge more often"
+                    f"{trained} batches were trained, and none of them was merged: the strategy merges every {every}. "
+                    "Train longer, or merge more often"
                 )
         self._closed = True
         if not self._left and self.dht.is_alive():

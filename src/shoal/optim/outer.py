@@ -108,6 +108,11 @@ class OuterTrainingState(TrainingState):
             outer = make_optimizer([*anchor, *frozen], merging.outer)
         except ConfigError as error:
             raise ConfigError(f"outer: {error}") from error
+        except Exception as error:
+            raise ConfigError(
+                f"outer, which makes the outer optimizer of {len(anchor)} parameters, raised {type(error).__name__}: "
+                f"{error}"
+            ) from error
         taken = {id(each) for group in outer.param_groups for each in group["params"]}
         if taken != {id(each) for each in (*anchor, *frozen)}:
             raise ConfigError(
@@ -357,6 +362,7 @@ class LocalSteps(LocalTrainingState):
     ) -> None:
         super().__init__(optimizer, scheduler, extra_tensors)
         self.merging, last = merging, merging.fragments - 1
+        self._stands_at = self.scheduled  # the schedule, unless a state of it was loaded since
         self.fragments = [
             OuterTrainingState(
                 self, merging, fragment, () if number else self._frozen, () if number < last else extra_tensors
@@ -401,6 +407,12 @@ class LocalSteps(LocalTrainingState):
         for fragment in self.fragments:
             fragment.go_back()
 
+    def end(self) -> None:
+        """The run is over: what was trained after the last merge is nobody else's. All peers' schedules stand alike."""
+        self.go_back()
+        self._set_schedule_back(self.scheduled)
+        self.follow_schedule()
+
     @property
     def strays(self) -> bool:
         """Whether the parameters may be others than the anchors. Any thread may ask."""
@@ -412,6 +424,19 @@ class LocalSteps(LocalTrainingState):
             fragment.begin_anew()
 
     def follow_schedule(self) -> None:
-        """Move the schedule to where the run is: the merges of the last fragment are `every` batches apart."""
+        """Move the schedule to where the run is."""
+        if self.scheduled != self._stands_at:  # a state was loaded that was saved in the middle of an interval
+            self._set_schedule_back(self.merging.steps or 0)
+        self._move_schedule(self._run_is_at)
+        self._stands_at = self.scheduled
+
+    def _set_schedule_back(self, most: int) -> None:
+        """Let the schedule begin anew if it is ahead of the run, by so many steps at most."""
+        if 0 < self.scheduled - self._run_is_at <= most:
+            self._restart_schedule()
+
+    @property
+    def _run_is_at(self) -> int:
+        """So many steps of the schedule: the merges of the last fragment are `every` batches apart."""
         last, steps = self.fragments[-1], self.merging.steps
-        self._move_schedule(last.epoch if steps is None else last.epoch * steps + last.batches_until(steps))
+        return last.epoch if steps is None else last.epoch * steps + last.batches_until(steps)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import NamedTuple
 
 from shoal.averager import TensorLock
 from shoal.core import PeerCore
@@ -20,7 +21,7 @@ from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
 from shoal.state import SharedState
 
-__all__ = ["OwnState"]
+__all__ = ["OwnState", "Replaced"]
 
 _LOCK_WITHIN_S = 60.0
 """The longest wait for the parameters. What needed them is left out then, or tried again."""
@@ -29,8 +30,17 @@ _DEALS = 16
 """So many are kept for a sampler, which looks whenever it draws: a loop may call `step` several times between."""
 
 
+class Replaced(NamedTuple):
+    """The state in whose place a checkpoint is loaded: see `OwnState`."""
+
+    name: StateName
+    committed: Committed
+    before: bytes
+    is_average: bool
+
+
 class OwnState:
-    """The state of one peer. Loop only, but for `step` and `loaded`.
+    """The state of one peer. Loop only, but for `step`, `loading` and `loaded`.
 
     Args:
         core: this peer.
@@ -138,20 +148,37 @@ class OwnState:
                 self.is_average, self.before = False, b""
                 self.name, self.committed, update.taken = interrupted, update.committed, True
 
-    def loaded(self, saved: StateName | None, *, unchanged: bool = False) -> None:
+    def loading(self) -> Replaced:
+        """The user loads a checkpoint: forget the state that is here (under `lock`, in the trainer's thread).
+
+        Until `loaded` names the new one, what is here has a name of its own, which is worse than any of its epoch. So
+        if the loading is interrupted, nobody is given half of a state under the name of the one before.
+
+        Returns:
+            What is forgotten, for `loaded`.
+        """
+        replaced = Replaced(self.name, self.committed, self.before, self.is_average)
+        self.name = self.name.after_difference(self._core.env.rng.randbytes(16), self._core.peer_id.raw)
+        self.committed, self.before, self.is_average, self.update = Committed(), b"", False, None
+        self.training.discard()
+        return replaced
+
+    def loaded(self, replaced: Replaced, saved: StateName | None, *, unchanged: bool = False) -> None:
         """The user has loaded a checkpoint: name the state anew (under `lock`, in the trainer's thread).
 
         Args:
+            replaced: what `loading` gave.
             saved: the name that it was saved under; None if it has none.
             unchanged: the state now is the one that was saved, and has its name.
         """
-        training, before = self.training, self.name
+        before = replaced.name
         if saved is not None and unchanged:
-            self.name = saved
-        elif saved is None and self.name.epoch == 0:
-            self.name = self._beginning()
+            name = saved
+        elif saved is None and before.epoch == 0:
+            name = self._beginning()
         else:
-            self.name = (saved or self.name).after_loading(training.fingerprint())
-        if self.name != before:
-            self.committed, self.before, self.is_average = Committed(), b"", False
-        training.discard()
+            name = (saved or before).after_loading(self.training.fingerprint())
+        if name == before:
+            self.name, self.committed, self.before, self.is_average = replaced
+        else:
+            self.name = name

@@ -176,8 +176,10 @@ class Participant:
             self._states.sharing.enable()
         self.speed.measure(self._now())
         self._pace.state_changed(self.epoch, self._now())
-        for work in (*self._gossip.start(), self._drive(), self._solitude.watch()):
+        for work in (*self._gossip.start(), self._drive()):
             self._tasks.spawn(work)
+        if not self.settings.fragment:  # a peer is alone with all fragments of its model, and says it once
+            self._tasks.spawn(self._solitude.watch())
 
     async def check_settings(self, timeout_s: float) -> None:
         """Wait until it is known how the others train, at most so long. Later findings are told at the next step.
@@ -627,6 +629,7 @@ class Participant:
     async def tell_loaded(self) -> None:
         """After `own.loaded`: tell everybody (trainer)."""
         self.own.update, self._machine.states_due = None, False
+        self.training.epoch = self.epoch  # another one, if the loading was interrupted before the state had a name
         self._announce_other_state()
         self._happened(Event.RENAMED)
 
@@ -640,7 +643,7 @@ class Participant:
         if self.at_end:
             self.core.env.events.emit(RunEnded(run_id=run_id, epoch=epoch))
         self._solitude.stepped(epoch, peers)
-        if self.at_end:
+        if self.at_end and not self.settings.fragment:
             self._solitude.ended(epoch)
         self._machine.states_due = self._average_follows
 

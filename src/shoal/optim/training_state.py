@@ -669,18 +669,25 @@ class TrainingState:
         for group in self.optimizer.param_groups:
             if group.get("lr") is not None:
                 _set_rate(group, group.get("initial_lr", group["lr"]))
+        self.restore_rates()  # the first ones may be others: LinearLR computes each from the one before
 
-    def load_optimizer(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of the optimizer into the groups and statistics that there are.
+    def prepare_optimizer(self, state_dict: dict[str, Any]) -> Prepared:
+        """Look at a state dict of the optimizer; nothing is changed.
+
+        Raises:
+            ValueError: it does not fit, or no step can be taken from it.
+        """
+        with self._offload.on_host():
+            return self._kept.prepare_loaded(state_dict)
+
+    def load_optimizer(self, prepared: Prepared) -> None:
+        """Load what `prepare_optimizer` gave into the groups and statistics that there are.
 
         Torch replaces them. But objects that hold them (`swarm.param_groups`, a schedule of the user's own) would go on
         reading and setting the ones before, without effect.
-
-        Raises:
-            ValueError: it does not fit, or no step can be taken from it. Nothing was changed.
         """
         with self._offload.on_host():
-            self._kept.switch(self._kept.prepare_loaded(state_dict))
+            self._kept.switch(prepared)
 
 
 def _set_rate(group: dict[str, Any], rate: Any) -> None:

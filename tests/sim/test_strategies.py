@@ -392,8 +392,9 @@ def test_a_peer_that_does_not_come_holds_up_no_merge_of_a_quorum() -> None:
     sim.run(main, seed=4)
 
 
+@pytest.mark.parametrize("away_s", [120.0, pytest.param(3600.0, marks=pytest.mark.long)])
 @pytest.mark.parametrize("strategy", [Decoupled(6, fragments=2, quorum=2), StreamingDiLoCo(6, 2, 2)], ids=str)
-def test_a_peer_that_was_away_downloads_the_fragments_that_it_lacks(strategy: Strategy) -> None:
+def test_a_peer_that_was_away_downloads_the_fragments_that_it_lacks(strategy: Strategy, away_s: float) -> None:
     """And no bytes of the others, though it was away for longer than others keep the steps."""
 
     async def main() -> None:
@@ -411,7 +412,7 @@ def test_a_peer_that_was_away_downloads_the_fragments_that_it_lacks(strategy: St
 
         await asyncio.gather(*(run.swarm.run_on(n, train, run.trainers[n], large_one_is_ahead) for n in names))
         away = trainers[2]
-        run.swarm.stall("p2", 120.0)
+        run.swarm.stall("p2", away_s)
         before = away.participant.core.endpoint.traffic[1]
 
         def merged_thrice() -> bool:
@@ -422,7 +423,7 @@ def test_a_peer_that_was_away_downloads_the_fragments_that_it_lacks(strategy: St
                 each._average = partial(sim.sleep, 1.0)  # type: ignore[method-assign]  # it is merged no more
         await asyncio.gather(*(run.swarm.run_on(n, train, run.trainers[n], merged_thrice) for n in names[:2]))
         assert away.fragments[1].epoch == 2
-        await sim.sleep(121.0)
+        await sim.sleep(away_s + 1.0)
         while away.fragments[1].epoch < 5:
             await sim.sleep(0.5)
             for each in away.fragments:

@@ -49,13 +49,13 @@ def length_of(merging: Merging | None, steps: int) -> int:
 
 def announce_end(swarm: Optimizer, steps: int) -> None:
     """Say where the run ends; and that it is later than the user may think, if it is."""
-    swarm.announce_end(epochs_of(swarm.merging, steps))
-    if (length := length_of(swarm.merging, steps)) != steps:
-        every = length // epochs_of(swarm.merging, steps)
+    merging = swarm.merging
+    swarm.announce_end(epochs_of(merging, steps))
+    if merging is not None and (length := length_of(merging, steps)) != steps:
         warn(
             swarm,
-            f"max_steps={steps} is no multiple of the strategy's every={every}: the run ends with a merge, at {length} "
-            "batches. A schedule of your own must be as long; give such a max_steps",
+            f"max_steps={steps} is no multiple of the strategy's every={merging.steps}: the run ends with a merge, at "
+            f"{length} batches. A schedule of your own must be as long; give such a max_steps",
         )
 
 

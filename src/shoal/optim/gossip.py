@@ -125,8 +125,8 @@ class ProgressGossip:
         self._ttl_s = settings.ttl_s
         self._merges = settings.merging is not None
         # The fragments of a model have the same peers. Where there are many, each says so more rarely.
-        self._fragments = 1 if settings.merging is None else settings.merging.fragments
-        self._read_rarely = self._fragments * (_READ_BY_MERGERS if self._merges else 1)
+        self._fragment_count = 1 if settings.merging is None else settings.merging.fragments
+        self._read_rarely = self._fragment_count * (_READ_BY_MERGERS if self._merges else 1)
         self.looked = asyncio.Event()
         self.enough = self.has_twin = False
         self._to_write = Changes()  # of our progress, that are to be in the DHT soon
@@ -295,7 +295,7 @@ class ProgressGossip:
             await self._to_write.after(written, self._about(self._write_s()))
 
     def _write_s(self) -> float:
-        return self._fragments * write_s(len(self._known.peers), self._publish_period_s)
+        return self._fragment_count * write_s(len(self._known.peers), self._publish_period_s)
 
     def _look_s(self) -> float:
         return self._read_rarely * look_s(len(self._known.peers))
@@ -518,7 +518,7 @@ class ProgressGossip:
         near = not self._merges or self._countdown.observe(mine, view, self.target, self.rate, at)
         if self._merges and not (near and self._countdown.matters):
             place, told = place[:-1], told[:-1]
-        if place == told and view.peers == self._told_peers and at < self._told_at + self._fragments * _SILENCE_S:
+        if place == told and view.peers == self._told_peers and at < self._told_at + self._fragment_count * _SILENCE_S:
             return
         if not now and at < self._told_at + self._tell_period_s:
             self.look_again(self._told_at + self._tell_period_s)
@@ -536,7 +536,7 @@ class ProgressGossip:
         self._complete = mine.digest if self.enough and not view.coming else b""
         place, soon = (*_place(mine), *duty.keepers), self._told_at + self._tell_period_s
         matters = near and not self.enough and place != self._told_place and self._countdown.matters
-        if now >= self._told_at + self._fragments * silence_s(len(view.peers)) or (matters and now >= soon):
+        if now >= self._told_at + self._fragment_count * silence_s(len(view.peers)) or (matters and now >= soon):
             self._told_at, self._told_place = now, place
             self._countdown.told()
             self._note(duty.keepers, mine, [])

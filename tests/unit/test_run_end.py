@@ -122,6 +122,8 @@ def test_an_end_in_the_past_is_none() -> None:
     assert settled(12, Committed(), 10) == 10
     early: Words = {ME: 6, ANN: 8}
     assert settled(8, steps(*[early] * 4)) == 8, "one that wanted it over before wants it over now"
+    assert settled(8, steps({ME: 7, ANN: 8}, {ME: 6, ANN: 8}, first=6)) == 8, "by a fragment's next merge before"
+    assert settled(8, steps({ME: None, ANN: 8}, {ME: 6, ANN: 8}, first=6)) is None
 
 
 def test_a_fragment_past_the_end_waits_for_the_last_merge_of_the_others() -> None:
@@ -130,6 +132,7 @@ def test_a_fragment_past_the_end_waits_for_the_last_merge_of_the_others() -> Non
     assert end.word(3, 3) is None
     end.say(9, 3)
     assert [end.word(epoch, 3) for epoch in (3, 8, 9, 12)] == [9, 9, None, None]
+    assert [end.word(epoch, epoch) for epoch in (9, 10)] == [9, 9]
     assert [end.word(12, model_epoch) for model_epoch in (7, 8, 9, 10)] == [None, 13, 13, 9]
 
 

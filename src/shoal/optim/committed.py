@@ -59,10 +59,13 @@ class Committed:
         return median_end(self.ends, self.samples)
 
     def after(self, contributors: Sequence[Contributor], epoch: int) -> Committed:
-        """These steps and one more, from the state of this epoch. An end already over when first said is ignored."""
+        """These steps and one more, from the state of this epoch.
+
+        An end that is over is ignored, unless the peer has named one in time before.
+        """
 
         def end_of(each: Contributor) -> int | None:
-            in_time = each.end is not None and (each.end >= epoch or each.end == self.ends.get(each.peer))
+            in_time = each.end is not None and (each.end >= epoch or self.ends.get(each.peer) is not None)
             return each.end if in_time else None
 
         total, several = sum(each.samples for each in contributors), sum(each.samples > 0 for each in contributors) > 1

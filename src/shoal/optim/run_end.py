@@ -65,7 +65,7 @@ class RunEnd:
             model_epoch: the merges that all fragments have had. Merges fail, so some fragments may be far ahead of the
                 others. One that is past the end goes on until the others come to theirs, and ends with its next merge.
         """
-        if self.said is None or epoch < self.said or model_epoch > self.said:
+        if self.said is None or epoch == model_epoch or epoch < self.said or model_epoch > self.said:
             return self.said
         return epoch + 1 if model_epoch >= self.said - 1 else None
 

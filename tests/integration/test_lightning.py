@@ -55,6 +55,16 @@ def trainer_of(folder: Path, *callbacks: Any, **options: Any) -> Any:
     return lightning.Trainer(**{**quiet, "default_root_dir": folder, "callbacks": [*callbacks], **options})
 
 
+class ClipsItself(Module):
+    """A module that clips its gradients in its own way."""
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        """As users write it."""
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+
+
 def test_with_a_strategy_that_merges_steps_are_batches(dht: shoal.DHT, tmp_path: Path) -> None:
     """Lightning may clip them, and a peer alone trains as without a swarm; the run ends with a merge."""
     swarm, warned = SwarmCallback(dht=dht, run_id="run", strategy=LocalSGD(3)), warnings_of(dht)
@@ -65,6 +75,20 @@ def test_with_a_strategy_that_merges_steps_are_batches(dht: shoal.DHT, tmp_path:
     assert swarm.optimizer.local_epoch == 4
     assert [each[:32] for each in warned] == ["max_steps=11 is no multiple of t"]
     trainer_of(tmp_path, **{**options, "max_steps": 12}).fit(plain)
+    for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("made", "options"), [(Module, {"gradient_clip_val": 0.5}), (ClipsItself, {})])
+def test_local_updates_are_clipped_by_lightning(
+    dht: shoal.DHT, tmp_path: Path, made: Any, options: dict[str, Any]
+) -> None:
+    """Each batch is stepped from; the advice for clipping was `max_grad_norm`, which local updates refuse."""
+    swarm = SwarmCallback(dht=dht, run_id="run", target_batch_size=8, use_local_updates=True)
+    module, plain = made(8), made(8)
+    trainer = trainer_of(tmp_path, swarm, max_steps=4, enable_checkpointing=False, **options)
+    trainer.fit(module)
+    trainer_of(tmp_path, max_steps=trainer.global_step, enable_checkpointing=False, **options).fit(plain)
     for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
 
@@ -307,6 +331,7 @@ class Wrapped(Module):
 
 REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "clipping": ({"gradient_clip_val": 1.0}, Module, "give the SwarmCallback max_grad_norm="),
+    "own clipping": ({}, ClipsItself, "would clip each batch, .* give the SwarmCallback max_grad_norm="),
     "devices": ({"devices": 2, "strategy": "ddp"}, Module, "strategy=DDPStrategy of the Trainer .* give devices=1"),
     "fast_dev_run": ({"fast_dev_run": True}, Module, "would end the run for all peers"),
     "min_steps": ({"min_steps": 3}, Module, "min_steps=3"),

@@ -78,6 +78,12 @@ def test_the_schedule_is_as_long_as_a_run_that_merges(arguments: Any, swarm_of: 
     assert rates[10] < 1e-12
 
 
+def test_local_updates_are_clipped_by_the_trainer(arguments: Any, swarm_of: Any) -> None:
+    """Its default of 1.0 was refused with them."""
+    swarm_of(tiny_model(), args := arguments(), use_local_updates=True)
+    assert args.max_grad_norm == 1.0
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -34,6 +34,7 @@ try:
     from lightning.pytorch.strategies import SingleDeviceStrategy
     from lightning.pytorch.utilities.data import extract_batch_size
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
+    from lightning.pytorch.utilities.model_helpers import is_overridden
 except ImportError as error:
     raise ImportError(
         f"shoal.integrations.lightning needs lightning 2 ({error}): pip install 'shoal[lightning]'"
@@ -121,6 +122,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
             )
         self._dht, self._run_id, self._options = dht, run_id, options
         self._merges = (merging := merging_of(options.get("strategy"))) is not None
+        self._steps_alone = self._merges or bool(options.get("use_local_updates"))  # on the gradients of each batch
         self._target = target_of(target_batch_size, merging)
         self._batch_size, self._evaluate, self._evaluate_every = batch_size, evaluate, evaluate_every
         self._evaluation: Evaluation | None = None
@@ -142,7 +144,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuse what cannot work, before anything is made."""
         if stage == "fit":
-            _check_trainer(trainer, merges=self._merges)
+            _check_trainer(trainer, pl_module, steps_alone=self._steps_alone)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Put the module's optimizer into one of the swarm. Lightning loads a checkpoint into it afterwards."""
@@ -310,8 +312,15 @@ class SwarmStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 # ------------------------------------------------------------------------------------------------- trainer and module
 
 
-def _check_trainer(trainer: Any, *, merges: bool) -> None:
-    """Raise `ConfigError` for what of a Trainer cannot work in a swarm."""
+def _check_trainer(trainer: Any, module: Any, *, steps_alone: bool) -> None:
+    """Raise `ConfigError` for what of a Trainer, or of its module, cannot work in a swarm."""
+    clips = module.automatic_optimization and is_overridden("configure_gradient_clipping", module)
+    if clips and not steps_alone:
+        raise ConfigError(
+            "configure_gradient_clipping of the module does not work in a swarm: it would clip each batch, and not the "
+            "average of all peers. Leave it out, and give the SwarmCallback max_grad_norm=..., as on all peers; move "
+            "what is meant for the gradients of each batch into on_before_optimizer_step"
+        )
     swarms = [each for each in trainer.callbacks if isinstance(each, SwarmCallback)]
     several = not isinstance(trainer.strategy, SingleDeviceStrategy)
     steps = trainer.max_steps > 0
@@ -320,7 +329,7 @@ def _check_trainer(trainer: Any, *, merges: bool) -> None:
     others = [type(each).__name__ for each in trainer.callbacks if isinstance(each, swaps)]
     refused = {
         f"gradient_clip_val={trainer.gradient_clip_val}": (
-            bool(trainer.gradient_clip_val) and not merges,
+            bool(trainer.gradient_clip_val) and not steps_alone,
             "it would clip each batch: leave it out, and give the SwarmCallback max_grad_norm=..., as on all peers",
         ),
         f"strategy={type(trainer.strategy).__name__}": (

@@ -71,7 +71,8 @@ class SwarmCallback(TrainerCallback):
 
     - `args.max_steps` is the number of steps of the swarm: the run ends there (`Optimizer.announce_end`).
       `warmup_steps` and the schedule count the swarm's steps, too. All peers give the same.
-    - `args.max_grad_norm` clips the average of the gradients of all peers, as it clips those of a large batch.
+    - `args.max_grad_norm` clips the average of the gradients of all peers, as it clips those of a large batch; with
+      `use_local_updates` those of each batch.
     - With a `strategy` that merges, `max_steps`, `warmup_steps` and the schedule count batches of a peer, as without a
       swarm, and `max_grad_norm` clips the gradients of each batch. The run ends with the merge at which the peers have
       trained `max_steps` batches in the mean. If the strategy's `every` is a time, they count merges.
@@ -146,7 +147,8 @@ class SwarmCallback(TrainerCallback):
         if schedule is None:
             schedule = makes.create_scheduler(length_of(merging, args.max_steps), optimizer=inner)
         merges = merging is not None
-        clips = not merges and (args.max_grad_norm or 0) > 0
+        steps_alone = merges or bool(options.get("use_local_updates"))  # the Trainer clips the gradients of each batch
+        clips = not steps_alone and (args.max_grad_norm or 0) > 0
         self.optimizer = Optimizer(
             dht=dht,
             run_id=run_id,
@@ -173,7 +175,7 @@ class SwarmCallback(TrainerCallback):
         if target_batch_size is not None:
             batch = args.train_batch_size * args.gradient_accumulation_steps
             self._batches = math.ceil(self.epochs * target_batch_size / batch)
-        self._take(max_steps=_ENDLESS, **({} if merges else {"max_grad_norm": 0.0}))
+        self._take(max_steps=_ENDLESS, **({} if steps_alone else {"max_grad_norm": 0.0}))
 
     def _take(self, **values: Any) -> None:
         """Let these hold for the Trainer's own loop."""

@@ -13,7 +13,7 @@ import pytorch_optimizer
 import torch
 from transformers.optimization import Adafactor
 
-from shoal.zero.probe import Finding, Unit, finding, why_not_sharded
+from shoal.zero.probe import Finding, Unit, finding, why_not_saved, why_not_sharded
 
 EIGHT_BITS: Any = bitsandbytes.optim
 WEIGHTS = "gives a tensor other weights if it is cut into pieces"
@@ -201,6 +201,7 @@ OPTIONS: dict[str, tuple[Callable[[Any], Any], Verdict]] = {
     "without matrices": (lambda each: of_class("muon")(muon_groups(each, matrices=False)), Unit.VALUE),
     "of vectors alone": (lambda each: of_class("adamp")([value for value in each if value.ndim < 2]), Unit.VALUE),
     "around another": (lambda each: pytorch_optimizer.Lookahead(torch.optim.AdamW(each)), Unit.VALUE),
+    "around one of many attributes": (lambda each: pytorch_optimizer.OrthoGrad(of_class("lamb")(each)), Unit.TENSOR),
     "with a schedule": (lambda each: scheduled(torch.optim.AdamW(each)), Unit.VALUE),
     "clips": (lambda each: of_class("adan")(each, max_grad_norm=1.0), APART),
     "in one group": (
@@ -235,6 +236,14 @@ def test_options_decide_too(name: str) -> None:
     """Of the optimizer, and of each of its groups: what is tried is what the factory built."""
     make, verdict = OPTIONS[name]
     assert is_verdict(tried(make), verdict)
+
+
+def test_statistics_of_a_wrapped_optimizer_are_missed() -> None:
+    """Checkpoints had those of Lookahead, and none of the AdamW in it."""
+    parameters = [torch.nn.Parameter(torch.zeros(3))]
+    adamw = torch.optim.AdamW(parameters)
+    assert why_not_saved(adamw) is why_not_saved(pytorch_optimizer.OrthoGrad(adamw)) is None
+    assert "the AdamW that it wraps ('optimizer')" in (why_not_saved(pytorch_optimizer.Lookahead(adamw)) or "")
 
 
 def test_the_verdict_does_not_depend_on_the_default_dtype() -> None:

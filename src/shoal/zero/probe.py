@@ -40,7 +40,16 @@ from shoal.errors import ConfigError
 from shoal.zero.parameters import local, wide_dtype
 from shoal.zero.saved import pack
 
-__all__ = ["Finding", "Unit", "finding", "tried_in_windows", "why_not_by_rows", "why_not_lazy", "why_not_sharded"]
+__all__ = [
+    "Finding",
+    "Unit",
+    "finding",
+    "tried_in_windows",
+    "why_not_by_rows",
+    "why_not_lazy",
+    "why_not_saved",
+    "why_not_sharded",
+]
 
 
 class Unit(enum.Enum):
@@ -152,6 +161,14 @@ def _why_not(unit: Unit, inner: torch.optim.Optimizer, model: torch.nn.Module, i
                     return problem
         except Exception as error:  # noqa: BLE001 (whatever it is: it was not seen to work)
             return f"raises when it steps small tensors: {_said(error)}"
+    return None
+
+
+def why_not_saved(inner: torch.optim.Optimizer) -> str | None:
+    """Why the statistics of an optimizer would be in no checkpoint: words that follow its name. None if they are."""
+    for name, each in vars(inner).items():
+        if isinstance(each, torch.optim.Optimizer) and each.state is not inner.state:
+            return f"has statistics in the {type(each).__name__} that it wraps ({name!r}), which would not be saved"
     return None
 
 
@@ -434,13 +451,11 @@ def _copy(
     inner: torch.optim.Optimizer, model: torch.nn.Module, subjects: Sequence[_Subject], parts: Sequence[_Part]
 ) -> torch.optim.Optimizer:
     """The same optimizer, of these tensors; it has no reference to the model."""
-    made = object.__new__(type(inner))
     state: defaultdict[Any, Any] = defaultdict(dict)
     state.update(deepcopy(_common(inner)))
-    memo: dict[int, Any] = {id(inner): made, id(inner.state): state}
+    memo: dict[int, Any] = {id(inner.state): state}
     memo.update(dict.fromkeys(map(id, [*model.modules(), *model.parameters(), *model.buffers()])))
-    # A schedule puts a step of its own into the optimizer, which would step the real one.
-    made.__dict__.update({key: deepcopy(each, memo) for key, each in inner.__dict__.items() if key != "step"})
+    made = _twin(inner, memo)
     for group in made.param_groups:
         group["params"] = []
         if isinstance(rate := group.get("lr"), float | int | torch.Tensor) and not rate > _LEAST_RATE:
@@ -452,6 +467,17 @@ def _copy(
         made.param_groups[subject.group]["params"].append(tensor)
         if subject.state:
             state[tensor] = {key: _cut(each, subject.values, part) for key, each in subject.state.items()}
+    return made
+
+
+def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
+    """A copy with all attributes, also of optimizers that it wraps: torch lets `deepcopy` have three of them."""
+    made = memo[id(optimizer)] = object.__new__(type(optimizer))
+    for each in vars(optimizer).values():
+        if isinstance(each, torch.optim.Optimizer) and id(each) not in memo:
+            _twin(each, memo)
+    # A schedule puts a step of its own into the optimizer, which would step the real one.
+    vars(made).update({key: deepcopy(each, memo) for key, each in vars(optimizer).items() if key != "step"})
     return made
 
 

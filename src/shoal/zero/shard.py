@@ -25,7 +25,7 @@ from shoal.zero.offload import Offload
 from shoal.zero.optimizer import Carrier, ShardedOptimizer, described
 from shoal.zero.parameters import named_parameters
 from shoal.zero.plain import overwrite
-from shoal.zero.probe import Finding, Unit, finding, why_not_by_rows, why_not_lazy, why_not_sharded
+from shoal.zero.probe import Finding, Unit, finding, why_not_by_rows, why_not_lazy, why_not_saved, why_not_sharded
 from shoal.zero.replicas import Replicas, groups_of, process_group
 from shoal.zero.sparse import declared, tables_of
 from shoal.zero.starting import Start, numbers_of_rank_0
@@ -333,18 +333,18 @@ def _judged(inner: torch.optim.Optimizer, model: torch.nn.Module, *, cuts: bool)
     """What ranks may share out of it, for stages 1 and 2 or for stage 3. Raises `ConfigError` if nothing."""
     if cuts and isinstance(inner, torch.optim.SparseAdam):
         return Finding(Unit.VALUE, "")  # it takes no dense gradients to be tried with
-    found = finding(inner, model) if cuts else Finding(None, why_not_sharded(inner, model) or "")
+    if reason := why_not_saved(inner) or (None if cuts else why_not_sharded(inner, model)):
+        raise ConfigError(
+            f"optimizer_factory built {type(inner).__name__}, which {reason}: use another optimizer, or train without "
+            "sharding"
+        )
+    found = finding(inner, model) if cuts else Finding(None, "")
     if cuts and found.unit is None:
         raise ConfigError(
             f"optimizer_factory built {type(inner).__name__}, which {found.reason}: in stages 1 and 2 one rank alone "
             "steps a tensor, or a piece of it. Use an optimizer that treats each tensor by itself (those of "
             "torch.optim but LBFGS and SparseAdam; LAMB, LARS, Shampoo, SOAP and others), leave clipping by the norm "
             "of all gradients to optimizer.clip_grad_norm_(), or train without sharding"
-        )
-    if not cuts and found.reason:
-        raise ConfigError(
-            f"optimizer_factory built {type(inner).__name__}, which {found.reason}: use another optimizer, or train "
-            "without sharding"
         )
     return found
 

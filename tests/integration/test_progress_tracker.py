@@ -83,6 +83,7 @@ def test_the_time_of_the_next_epoch_follows_from_the_speeds() -> None:
 
         until(trained)
         assert two.local_progress.samples_per_second > 0
+        assert two.performance_ema.samples_per_second > 0
         assert one.estimated_next_update_time > shoal.get_dht_time()
         two.report_local_progress(0, 1000)
         until(lambda: one.ready_to_update_epoch)

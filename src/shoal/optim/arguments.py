@@ -78,7 +78,9 @@ def averager_settings(
         name = "averaging_expiration" if option == "min_matchmaking_time" else option
         if name not in {*TIMEOUTS, *_AVERAGER_OPTIONS}:
             known = ", ".join(sorted({*TIMEOUTS, *_AVERAGER_OPTIONS}))
-            raise ConfigError(f"averager_opts[{option!r}] has no counterpart in shoal.Optimizer; there are {known}")
+            raise ConfigError(
+                f"averager_opts[{option!r}] has no counterpart in shoal.Optimizer: leave it out; there are {known}"
+            )
         if given.get(name) is not None:
             raise ConfigError(f"{names.get(name, name)} and averager_opts[{option!r}] are one thing: give only one")
         given[name] = value

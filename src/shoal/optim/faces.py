@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -15,13 +15,7 @@ from shoal.optim.training_state import TrainingState
 if TYPE_CHECKING:
     from shoal.optim.optimizer import Optimizer
 
-__all__ = ["AveragerView", "HivemindNames", "PerformanceEMA", "TrackerView"]
-
-
-class PerformanceEMA(NamedTuple):
-    """The speed of this peer, smoothed over the last seconds."""
-
-    samples_per_second: float
+__all__ = ["AveragerView", "HivemindNames", "TrackerView"]
 
 
 class TrackerView(Tracked):
@@ -61,11 +55,6 @@ class TrackerView(Tracked):
     @property
     def _only_dials(self) -> bool:
         return self._swarm.collaboration.settings.averager.client_mode
-
-    @property
-    def performance_ema(self) -> PerformanceEMA:
-        """The speed of this peer."""
-        return PerformanceEMA(self._swarm.last_status().peers[0].samples_per_s)
 
     @property
     def own_epoch(self) -> int:

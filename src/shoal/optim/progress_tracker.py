@@ -33,7 +33,7 @@ from shoal.runtime.thread import GRACE_S
 from shoal.tasks import Changes, Tasks
 from shoal.wire import MAX_EPOCH, MAX_SAMPLES, Progress
 
-__all__ = ["GlobalTrainingProgress", "LocalTrainingProgress", "ProgressTracker", "Tracked"]
+__all__ = ["GlobalTrainingProgress", "LocalTrainingProgress", "PerformanceEMA", "ProgressTracker", "Tracked"]
 
 _OTHERS_S = 3.0
 """At the start: to learn where the others are."""
@@ -72,6 +72,12 @@ class LocalTrainingProgress:
     client_mode: bool
 
 
+class PerformanceEMA(NamedTuple):
+    """The speed of this peer, smoothed over the last seconds."""
+
+    samples_per_second: float
+
+
 class Tracked(ABC):
     """The questions to the progress of a run that follow from where all peers are, and this one."""
 
@@ -82,8 +88,18 @@ class Tracked(ABC):
 
     @property
     @abstractmethod
+    def local_progress(self) -> LocalTrainingProgress:
+        """The progress of this peer."""
+
+    @property
+    @abstractmethod
     def own_epoch(self) -> int:
         """The epoch of this peer."""
+
+    @property
+    def performance_ema(self) -> PerformanceEMA:
+        """The speed of `local_progress`, under hivemind's name."""
+        return PerformanceEMA(self.local_progress.samples_per_second)
 
     @property
     def global_epoch(self) -> int:

@@ -426,7 +426,7 @@ class LocalSteps(LocalTrainingState):
     def follow_schedule(self) -> None:
         """Move the schedule to where the run is."""
         if self.scheduled != self._stands_at:  # a state was loaded that was saved in the middle of an interval
-            self._set_schedule_back(self.merging.steps or 0)
+            self._set_schedule_back(2 * (self.merging.steps or 0))  # or of an overlap, when batches count on
         self._move_schedule(self._run_is_at)
         self._stands_at = self.scheduled
 

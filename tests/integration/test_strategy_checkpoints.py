@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch.optim.lr_scheduler import LinearLR
 
 import shoal
+from shoal.errors import ConfigError
 from shoal.events import Warned
 from shoal.optim import Optimizer
 from shoal.optim.fragments import take_over
@@ -140,15 +141,18 @@ def test_a_state_of_a_synchronous_run_begins_the_first_interval(dht: shoal.DHT) 
         assert [(each.epoch, each.training.epoch) for each in swarm._participants] == [(0, 0), (0, 0)]
 
 
-def test_a_state_that_does_not_fit_changes_nothing(dht: shoal.DHT) -> None:
-    """Of another number of fragments: also the inner optimizer stays as it is."""
+@pytest.mark.parametrize(
+    ("of", "here", "counts"), [(DiLoCo(2), STREAMING, "in 1 .* 2"), (STREAMING, DiLoCo(2), "in 2 .* 1")]
+)
+def test_a_state_that_does_not_fit_changes_nothing(dht: shoal.DHT, of: Strategy, here: Strategy, counts: str) -> None:
+    """Of another number of fragments: also the inner optimizer stays as it is. One was refused for `'epoch'`."""
     model, other = network(0), network(0)
-    with begin(dht, other, DiLoCo(2)) as swarm:
+    with begin(dht, other, of) as swarm:
         train(swarm, other, 5)
         saved = copy.deepcopy(swarm.state_dict())
-    with begin(dht, model, STREAMING) as swarm:
+    with begin(dht, model, here) as swarm:
         named = states(swarm)
-        with pytest.raises(shoal.errors.ConfigError, match=r"state_dict\['shoal'\]"):
+        with pytest.raises(ConfigError, match=rf"state_dict\['shoal'\] does not fit here: .* {counts}$"):
             swarm.load_state_dict(saved)
         assert states(swarm) == named
         assert not swarm.state
@@ -237,3 +241,15 @@ def test_a_peer_is_elected_for_the_epoch_of_the_whole_model(dht: shoal.DHT, monk
             assert asked.pop() == swarm.local_epoch
             ahead += swarm._participants[0].epoch > swarm.local_epoch
     assert ahead > 3
+
+
+def test_batch_norm_statistics_stay_when_the_run_is_over(dht: shoal.DHT) -> None:
+    """A batch that a loop computes after the last average, while it waits for the others, moved them on this peer."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    with begin(dht, model, STREAMING, extra_tensors=[*model.buffers()]) as swarm:
+        swarm.announce_end(1)
+        while not swarm.finished:
+            train(swarm, model, 1)
+        before = [buffer.clone() for buffer in model.buffers()]
+        train(swarm, model, 2)
+        assert all(map(torch.equal, model.buffers(), before))

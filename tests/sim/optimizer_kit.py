@@ -116,6 +116,7 @@ class Trainer:
         if duration_s:
             await sim.sleep(duration_s)
         if self.finished:
+            training.end(self.fragments[-1].state.digest)
             return
         if not all(fragment.at_end for fragment in self.fragments):
             worth = training.accumulate(size) or training.holds_average
@@ -126,8 +127,8 @@ class Trainer:
             fragment.accumulated()
             if not fragment.at_end or all(each.at_end for each in self.fragments):
                 await self.take_turn(fragment)
-        if isinstance(training, LocalSteps) and all(fragment.at_end for fragment in self.fragments):
-            training.end()
+        if all(fragment.at_end for fragment in self.fragments):
+            training.end(self.fragments[-1].state.digest)
 
     def compute(self, number: int, size: int) -> None:
         """Set `.grad` to the gradient of the batch of this number."""

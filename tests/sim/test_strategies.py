@@ -245,9 +245,8 @@ def test_an_outer_optimizer_that_draws_random_numbers_is_told() -> None:
 def test_what_is_averaged_at_the_end_of_a_run_moves_no_more(slow: int) -> None:
     """Batch norm statistics moved on with the batches of the fragment whose last merge comes last."""
 
-    def moves(trainer: Trainer, compute: Any, extra: torch.Tensor, number: int, size: int) -> None:
-        if not all(fragment.at_end for fragment in trainer.fragments):
-            extra.add_(torch.rand(3, dtype=torch.float64))
+    def moves(compute: Any, extra: torch.Tensor, number: int, size: int) -> None:
+        extra.add_(torch.rand(3, dtype=torch.float64))
         compute(number, size)
 
     async def late(average: Callable[[], Awaitable[None]]) -> None:
@@ -260,7 +259,7 @@ def test_what_is_averaged_at_the_end_of_a_run_moves_no_more(slow: int) -> None:
         for name in names:
             extra = torch.zeros(3, dtype=torch.float64)
             trainer = await run.add(name, strategy=StreamingDiLoCo(4, fragments=2, overlap=1), extra_tensors=[extra])
-            trainer.compute = partial(moves, trainer, trainer.compute, extra)  # type: ignore[method-assign]
+            trainer.compute = partial(moves, trainer.compute, extra)  # type: ignore[method-assign]
             last = trainer.fragments[slow]
             last._average = partial(late, last._average)  # type: ignore[method-assign]
         await sim.sleep(3.0)
@@ -277,9 +276,8 @@ def test_what_is_averaged_at_the_end_of_a_run_moves_no_more(slow: int) -> None:
 def test_a_fragment_that_is_ahead_of_the_end_ends_with_the_others(ahead: int) -> None:
     """Merges of the other one have failed for long. The run went on for ever."""
 
-    def moves(trainer: Trainer, compute: Any, extra: torch.Tensor, number: int, size: int) -> None:
-        if not all(fragment.at_end for fragment in trainer.fragments):
-            extra.add_(torch.rand(3, dtype=torch.float64))
+    def moves(compute: Any, extra: torch.Tensor, number: int, size: int) -> None:
+        extra.add_(torch.rand(3, dtype=torch.float64))
         compute(number, size)
 
     async def fails() -> None:
@@ -291,7 +289,7 @@ def test_a_fragment_that_is_ahead_of_the_end_ends_with_the_others(ahead: int) ->
         for name in names:
             extra = torch.zeros(3, dtype=torch.float64)
             trainer = await run.add(name, strategy=Decoupled(4, fragments=2, quorum=2), extra_tensors=[extra])
-            trainer.compute = partial(moves, trainer, trainer.compute, extra)  # type: ignore[method-assign]
+            trainer.compute = partial(moves, trainer.compute, extra)  # type: ignore[method-assign]
             run.swarm.spawn(name, trainer.train(BATCH, duration_s=0.1, until=lambda: False))
             trainer.fragments[1 - ahead]._average = fails  # type: ignore[method-assign]
         trainers = list(run.trainers.values())

@@ -8,7 +8,7 @@ A checkpoint holds all of them together, and so does a state dict.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -104,14 +104,17 @@ def prepare(
     Raises:
         StateUnavailable: it does not fit here.
     """
-    if len(trainings) == 1:
+    saved = values.get("fragments") if isinstance(values, Mapping) else None
+    if (count := len(saved) if isinstance(saved, list) else 1) != len(trainings):
+        raise StateUnavailable(f"it is a state of a model in {count} fragments, and here it is in {len(trainings)}")
+    if count == 1:
         return [Loaded(name, trainings[0].prepare(values, tensors))]
     try:
-        fragments = msgspec.convert(values["fragments"], list[_Fragment])
-    except (msgspec.ValidationError, KeyError, TypeError) as error:
-        raise StateUnavailable(f"it is no state of {len(trainings)} fragments: {error}") from error
-    if len(fragments) != len(trainings) or sum(fragment.tensors for fragment in fragments) != len(tensors):
-        raise StateUnavailable(f"it is a state of {len(fragments)} fragments, and there are {len(trainings)} here")
+        fragments = msgspec.convert(saved, list[_Fragment])
+    except msgspec.ValidationError as error:
+        raise StateUnavailable(f"it is no state of {count} fragments: {error}") from error
+    if sum(fragment.tensors for fragment in fragments) != len(tensors):
+        raise StateUnavailable(f"it has {len(tensors)} tensors, and its fragments have others")
     loaded, begin = [], 0
     for training, fragment in zip(trainings, fragments, strict=True):
         end = begin + fragment.tensors

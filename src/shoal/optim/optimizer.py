@@ -695,6 +695,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             if not self._told_end:
                 self._told_end = True
                 self._warn(f"the run has ended at epoch {self.local_epoch}: step() does nothing; look at `finished`")
+            self._stay_at_end()
             return loss
         if samples and not self._at_end:
             with self._lock.acquire_in_thread():
@@ -710,10 +711,14 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 self.dht.loop_thread.call_soon(participant.accumulated)
         if behind:
             self._download(behind)
-        if self._at_end and isinstance(self._training, LocalSteps):
-            with self._lock.acquire_in_thread():
-                self._training.end()
+        if self._at_end:
+            self._stay_at_end()
         return loss
+
+    def _stay_at_end(self) -> None:
+        """What a batch has changed beyond the end of the run is taken back."""
+        with self._lock.acquire_in_thread():
+            self._training.end(self._participants[-1].state.digest)
 
     @property
     def _at_end(self) -> bool:

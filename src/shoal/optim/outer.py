@@ -407,8 +407,9 @@ class LocalSteps(LocalTrainingState):
         for fragment in self.fragments:
             fragment.go_back()
 
-    def end(self) -> None:
-        """The run is over: what was trained after the last merge is nobody else's. All peers' schedules stand alike."""
+    def end(self, state: bytes) -> None:
+        """See `TrainingState.end`. What was trained after the last merge is nobody else's, as is the schedule."""
+        super().end(state)
         self.go_back()
         self._set_schedule_back(self.scheduled)
         self.follow_schedule()

@@ -153,6 +153,7 @@ class TrainingState:
             self._first_schedule = copy.deepcopy(scheduler.state_dict())
         self._for_training: list[torch.Tensor] | None = None  # the parameters, while others stand in their place
         self.evaluations = 0
+        self._ended: tuple[bytes, list[torch.Tensor]] | None = None  # see `end`
         self._has_average = self._in_round = False
 
     @property
@@ -374,6 +375,18 @@ class TrainingState:
         self._sum.forget()
         if self._late is not None:
             self._late.forget()
+
+    def end(self, state: bytes) -> None:
+        """The run is over: extra tensors stay as they are at this state (trainer, under the lock).
+
+        A loop computes a batch for each `step()`, and each one moves batch norm statistics.
+        """
+        if self._ended is None or self._ended[0] != state:
+            self._ended = state, [extra.detach().clone() for extra in self.extra_tensors]
+            return
+        with torch.no_grad():
+            for extra, kept in zip(self.extra_tensors, self._ended[1], strict=True):
+                extra.copy_(kept)
 
     def _after_step(self, own: Sequence[torch.Tensor | None], *, taken: bool) -> None:
         """Give the user's gradients back. If the step was taken, the late ones are the first of the next.

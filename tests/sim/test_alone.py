@@ -214,6 +214,36 @@ def test_who_ends_a_run_alone_after_steps_with_others_says_so() -> None:
     sim.run(main, seed=33)
 
 
+@pytest.mark.parametrize(
+    ("epoch", "told"), [(3, "after epoch [3-5] this peer made its steps alone"), (0, "training alone")]
+)
+def test_who_comes_when_the_others_are_about_to_leave_ends_the_run_alone_and_says_so(epoch: int, told: str) -> None:
+    """It took the last steps, or all of them, in less than 20 s, and held other weights in silence."""
+
+    async def main() -> None:
+        run = Run(target=8)
+        first = await run.add("p0")
+        await run.swarm.run_on("p0", lambda: first.train(4, duration_s=0.2, until=lambda: first.participant.epoch >= 3))
+        if not epoch:
+            await first.participant.close()  # its DHT is still there
+        events = list[Event]()
+        trainer = await run.add("p1", seed=1, events=events.append)
+        await sim.sleep(3.0)
+        await run.swarm.run_on(
+            "p1", lambda: trainer.train(4, duration_s=0.2, until=lambda: trainer.downloads == (epoch > 0))
+        )
+        if epoch:
+            run.swarm.crash("p0")
+        trainer.participant.announce_end(12)
+        await run.swarm.run_on("p1", lambda: trainer.train(4, duration_s=0.2, until=lambda: False))
+        assert trainer.participant.epoch == 12
+        (warned,) = [event.message for event in events if isinstance(event, Warned)]
+        assert re.search(told, warned)
+        await run.close()
+
+    sim.run(main, seed=33)
+
+
 def test_who_was_given_nobody_trains_alone_without_a_warning() -> None:
     """The first peer of a network: it is an event, and all as it should be."""
 

@@ -809,6 +809,7 @@ class Participant:
             await self.takeover.run(timeout_s)
         finally:
             if self.takeover.took_over:
+                self._solitude.took_over(self.epoch)
                 self._announce_other_state()
             if self.phase is RunPhase.STEPPING and self.own.update is None:  # also when the trainer is interrupted
                 self._happened(Event.OVERTAKEN)

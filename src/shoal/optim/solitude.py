@@ -137,7 +137,7 @@ class Solitude:
         self._core, self._run_id, self._known, self._gossip, self._notices = core, run_id, known, gossip, notices
         self._digest, self._searches, self._missing = digest, searches, missing
         self._epoch: int | None = None  # of the last step, if it was taken alone
-        self._together: int | None = None  # of the last step that was taken with others
+        self._together: int | None = None  # of the last state that this peer had with others
         self.told = False
 
     async def watch(self) -> None:
@@ -177,9 +177,20 @@ class Solitude:
         others = len(self._known.peers)
         self._core.env.events.emit(SteppedAlone(run_id=self._run_id, epoch=epoch, others=others))
 
+    def took_over(self, epoch: int) -> None:
+        """The state of others, of this epoch, was taken over."""
+        self._epoch, self._together = None, epoch
+
     def ended(self, epoch: int) -> None:
-        """The run is over here. A peer that stood still while the others ended it has made its last steps alone."""
-        if self._epoch is not None and self._together is not None and not self.told:
+        """The run is over here. A peer that stood still while the others ended it has made its last steps alone.
+
+        So has one that came when they were about to leave. A short run may end before anything else would be told.
+        """
+        if self._epoch is None or self.told:
+            return
+        if self._together is None:
+            self._tell()
+        else:
             self._notices.ended_alone(self._together, epoch)
 
     @property

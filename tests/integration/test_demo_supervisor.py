@@ -105,6 +105,7 @@ def test_run_kills_one_takes_one_in_and_ends_with_equal_weights(tmp_path: Path) 
     assert not any(lives(pid) for pid in found["pids"])
 
 
+@pytest.mark.long
 def test_two_kills_from_outside_are_survived(tmp_path: Path) -> None:
     """Two peers killed by somebody else at once: the run completes, with a newcomer as planned."""
     record = tmp_path / "run.json"
@@ -118,6 +119,7 @@ def test_two_kills_from_outside_are_survived(tmp_path: Path) -> None:
     assert len(found["weights_sha256"]) == 5 - found["killed"]
 
 
+@pytest.mark.long
 def test_kills_before_the_first_epoch_are_survived(tmp_path: Path) -> None:
     """Peers that die while they load are no reason to stop."""
     record = tmp_path / "run.json"
@@ -128,6 +130,7 @@ def test_kills_before_the_first_epoch_are_survived(tmp_path: Path) -> None:
     assert read(record)["killed"] >= 2
 
 
+@pytest.mark.long
 def test_newcomer_and_another_killed_from_outside_are_survived(tmp_path: Path) -> None:
     """The newcomer dies, and one more on top of the planned kill: the rest finishes."""
     record = tmp_path / "run.json"

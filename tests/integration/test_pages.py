@@ -57,7 +57,7 @@ def last_lines_of_two(folder: Path, code: str) -> list[str]:
     [
         (["README.md"], "epoch 60: loss"),
         pytest.param(["docs/training.md"], "epoch 60: loss", marks=pytest.mark.long),
-        (["docs/training.md", "docs/optimizer.md"], "resumed at epoch 60"),
+        pytest.param(["docs/training.md", "docs/optimizer.md"], "resumed at epoch 60", marks=pytest.mark.long),
     ],
 )
 def test_two_peers_run_the_program_of_a_page(tmp_path: Path, pages: list[str], last: str) -> None:

@@ -71,7 +71,9 @@ def test_the_second_joins_and_both_leave_in_order(tmp_path: Path) -> None:
         assert number(one, "begins at") == end
 
 
-@pytest.mark.parametrize("how", ["raise", "fork", "thread", "quiet", "handler"])
+@pytest.mark.parametrize(
+    "how", ["raise", "fork", *(pytest.param(each, marks=pytest.mark.long) for each in ("thread", "quiet", "handler"))]
+)
 def test_a_program_that_ends_in_its_own_way(tmp_path: Path, how: str) -> None:
     """It raises, forks, trains in another thread, or handles SIGTERM itself. The others are told."""
     with (

@@ -20,7 +20,7 @@ def pool() -> Iterator[Ranks]:
         yield made
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(each, marks=pytest.mark.long) for each in (1, 2)), 3])
 def test_equals_one_process_to_the_bit(pool: Ranks, stage: int) -> None:
     """Sums over the ranks of a replica, then over replicas; several micro-batches; clipping to rounding."""
     for replicas, count in ((2, 2), (2, 1), (1, 2)):

@@ -28,7 +28,7 @@ def apart(state: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> fl
     return max(float((state[name] - value).abs().max()) for name, value in wanted.items())
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_lazy_steps_equal_one_process_to_the_bit(pool: Ranks, count: int) -> None:
     """Any optimizer is a lazy one, in both stages; with several micro-batches, too."""
     jobs: list[tuple[str, int, int]] = [("momentum", 2, 1), ("adagrad", 1, 1), ("rmsprop", 2, 1)]
@@ -179,7 +179,7 @@ def test_a_table_that_is_a_head_is_dense(pool: Ranks) -> None:
         assert found == ["items.weight", "users.weight items.weight"]
 
 
-@pytest.mark.parametrize("where", ["exchange", "index"])
+@pytest.mark.parametrize("where", [pytest.param("exchange", marks=pytest.mark.long), "index"])
 def test_a_lost_rank_is_named(pool: Ranks, where: str) -> None:
     """In the middle of an exchange of rows; by an index out of range, which ends its program."""
     first, _, third = pool.outcomes(3, cases.lost, where, killed=1)

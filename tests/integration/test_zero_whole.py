@@ -39,7 +39,7 @@ def test_equals_one_process_to_the_bit(pool: Ranks, stage: int, count: int, name
 @pytest.mark.parametrize(
     ("stage", "other", "names"),
     [
-        (1, 2, SAMPLE),
+        pytest.param(1, 2, SAMPLE, marks=pytest.mark.long),
         *(pytest.param(stage, 3 - stage, programs.NAMES, marks=pytest.mark.long(full=stage == 2)) for stage in (1, 2)),
     ],
 )

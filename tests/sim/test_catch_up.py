@@ -240,7 +240,9 @@ def note(member: Trainer, names: dict[bytes, list[torch.Tensor]]) -> None:
     names.setdefault(member.participant.state.digest, parameters)
 
 
-@pytest.mark.parametrize("why", ["its line is too slow", "it may not keep so much"])
+@pytest.mark.parametrize(
+    "why", [pytest.param("its line is too slow", marks=pytest.mark.long), "it may not keep so much"]
+)
 def test_a_newcomer_that_cannot_get_in_is_told_so_with_numbers(why: str) -> None:
     """How long a download and a step take, how large one is, what the line carries, and what to change."""
 

@@ -394,7 +394,7 @@ def test_an_interrupted_average_is_not_taken_twice() -> None:
     sim.run(main, seed=7)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_peers_that_join_leave_and_crash_end_with_one_state(seed: int) -> None:
     """No epoch counts twice, and all who are there at the end agree bit by bit."""
     weather(seed)

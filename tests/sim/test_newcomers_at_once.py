@@ -139,6 +139,7 @@ def test_newcomers_get_in_beside_one_donor(newcomers: int, download_s: float, so
         sim.run(main, seed=seed)
 
 
+@pytest.mark.long
 def test_newcomers_in_different_epochs_begin_at_epoch_0_beside_a_donor_that_is_busy_with_the_first() -> None:
     """They cannot share its copy, and it has no second one: but they follow its steps, which no claim would give."""
 
@@ -150,6 +151,7 @@ def test_newcomers_in_different_epochs_begin_at_epoch_0_beside_a_donor_that_is_b
     sim.run(main, seed=1)
 
 
+@pytest.mark.long
 def test_newcomers_begin_at_epoch_0_beside_a_busy_donor_whose_epochs_last_longer_than_20_s() -> None:
     """It had no step to give them in that time. It gives its last one at once, and that is proof."""
 
@@ -196,6 +198,7 @@ async def wait_for_a_dead_donor(newcomers: int, download_s: float, dies_after_s:
     await crowd.end()
 
 
+@pytest.mark.long
 def test_newcomers_whose_only_donor_dies_begin_at_epoch_0_at_once_if_they_are_three() -> None:
     """One newcomer waited; three, of whom each saw two others at its own state, did not."""
 

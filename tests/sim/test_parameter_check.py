@@ -153,7 +153,7 @@ def test_a_check_that_ends_in_a_tie_blames_nobody() -> None:
     sim.run(main, seed=2)
 
 
-@pytest.mark.parametrize("names", [NAMES[:2], NAMES])
+@pytest.mark.parametrize("names", [pytest.param(NAMES[:2], marks=pytest.mark.long), NAMES])
 def test_a_step_that_always_differs_is_not_mended_for_ever(names: list[str]) -> None:
     """A hook on one peer only: the first, second, fourth, eighth check in a row, with what to look for.
 

@@ -39,7 +39,13 @@ async def ended_at_three() -> Run:
     return run
 
 
-@pytest.mark.parametrize("further", [{"p0": 4, "p1": 6}, {"p0": 6, "p1": 4}, {"p0": 1, "p1": 5}])
+@pytest.mark.parametrize(
+    "further",
+    [
+        {"p0": 4, "p1": 6},
+        *(pytest.param(each, marks=pytest.mark.long) for each in ({"p0": 6, "p1": 4}, {"p0": 1, "p1": 5})),
+    ],
+)
 def test_a_peer_that_downloads_waits_for_ever_at_the_end(further: Mapping[str, int]) -> None:
     """Two peers announce different ends. One has made most steps, the other came late: they ended at other epochs.
 

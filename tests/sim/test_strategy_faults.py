@@ -67,7 +67,7 @@ def leave_out_of_all_but_the_first_part(trainers: Sequence[Trainer], late: Parti
     return counted
 
 
-@pytest.mark.parametrize("in_part", [False, True], ids=["", "in part"])
+@pytest.mark.parametrize("in_part", [pytest.param(False, marks=pytest.mark.long), True], ids=["", "in part"])
 @pytest.mark.parametrize(
     "strategy",
     [

@@ -192,7 +192,12 @@ def pace(slow_s: float | None) -> tuple[int, list[bool]]:
 
 
 @pytest.mark.parametrize(
-    "epochs", [1.2, 2.0, *(pytest.param(each, marks=pytest.mark.long(full=True)) for each in (1.5, 1.9, 2.5))]
+    "epochs",
+    [
+        1.2,
+        pytest.param(2.0, marks=pytest.mark.long),
+        *(pytest.param(each, marks=pytest.mark.long(full=True)) for each in (1.5, 1.9, 2.5)),
+    ],
 )
 def test_a_peer_that_came_just_in_time_and_gave_nothing_slowed_the_others_down_for_good(epochs: float) -> None:
     """Its batch was a little shorter than the epoch and the patience: 41 or 33 epochs a minute instead of 48."""

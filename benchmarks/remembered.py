@@ -2,8 +2,8 @@
 
 In a swarm of n peers each one reads the words, records and contacts of all n, and draws the same conclusions from the
 same verdict. In one process that is n² of each, in time and memory, where a peer of its own has n. So within this
-context the results of these pure functions are remembered: signatures of records, words of progress, the members of a
-group, and the step that follows from a round. What is sent, and when, stays the same.
+context the results of these pure functions are remembered: signatures of records, words of progress, addresses, the
+members of a group, and the step that follows from a round. What is sent, and when, stays the same.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.averager import Averager
+from shoal.averager import Averager, directory
 from shoal.identity import verify
 from shoal.optim.agreement import Agreement, Contributor, agree
 from shoal.optim.committed import Committed
-from shoal.peer import PeerID
+from shoal.peer import Address, PeerID
 from shoal.wire import Member, decode, decode_plain
 
 __all__ = ["remembered"]
@@ -35,13 +35,16 @@ class _Agreed:
     def __init__(self) -> None:
         self._last: dict[tuple[object, ...], tuple[object, Agreement]] = {}
 
-    def __call__(self, gathered: Mapping[PeerID, Any], contributors: Collection[PeerID]) -> Agreement:
+    def __call__(
+        self, gathered: Mapping[PeerID, Any], contributors: Collection[PeerID], in_part: Collection[PeerID] = ()
+    ) -> Agreement:
         """See `agree`."""
-        key = (tuple(gathered), tuple(map(id, gathered.values())), tuple(contributors))
+        key = (tuple(gathered), tuple(map(id, gathered.values())), tuple(contributors), tuple(in_part))
         if key not in self._last:
             while len(self._last) >= 8:
                 del self._last[next(iter(self._last))]
-            self._last[key] = gathered, agree(gathered, contributors)  # kept with the words: their ids stay theirs
+            # Kept with the words: so their ids stay theirs.
+            self._last[key] = gathered, agree(gathered, contributors, in_part)
         return self._last[key][1]
 
 
@@ -69,6 +72,7 @@ def remembered() -> Iterator[None]:
     long: Callable[..., Any] = lru_cache(maxsize=16)(decode)
     plain: Callable[[bytes], Any] = lru_cache(maxsize=1 << 12)(decode_plain)
     steps = lru_cache(maxsize=64)(Committed.read)
+    parsed = lru_cache(maxsize=1 << 12)(directory._addresses)  # noqa: SLF001 (what each peer reads of all others)
     agreed, after = _Agreed(), _After()
 
     def on_stream(data: bytes | bytearray | memoryview, kind: Any) -> Any:
@@ -86,7 +90,11 @@ def remembered() -> Iterator[None]:
         except msgspec.MsgspecError:
             return None
 
+    def addresses(texts: Sequence[str], peer: PeerID) -> tuple[Address, ...]:
+        return parsed(tuple(texts), peer)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(directory, "_addresses", addresses)
         patch.setattr("shoal.dht.validation.verify", lru_cache(maxsize=1 << 16)(verify))
         patch.setattr("shoal.rpc.stream.decode", on_stream)
         patch.setattr("shoal.optim.gossip.decode", word)

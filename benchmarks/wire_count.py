@@ -57,11 +57,18 @@ class Sent:
         self.bytes: Counter[str] = Counter()
         self.messages: Counter[str] = Counter()
         self.begin = 0
+        self._last: tuple[object, int] = (None, 0)
 
     def add(self, kind: str, nbytes: int) -> None:
         """A message of this kind."""
         self.bytes[kind] += nbytes
         self.messages[kind] += 1
+
+    def frame_bytes(self, message: object) -> int:
+        """The bytes of a frame with this message; many in a row are the same object, as a leader's `Begin`."""
+        if message is not self._last[0]:
+            self._last = message, len(framing.pack(framing.Kind.DATA, message))
+        return self._last[1]
 
     def clear(self) -> None:
         """Begin anew."""
@@ -108,7 +115,7 @@ def counted() -> Iterator[Sent]:
         name, nbytes = type(message).__name__, framing.payload_size(payload)
         kind = "values" if name in {"PartData", "PartAverage"} else _KIND_OF.get(name, "other")
         if kind != "other":
-            nbytes += 0 if kind == "values" else len(framing.pack(framing.Kind.DATA, message, nbytes))
+            nbytes += 0 if kind == "values" else sent.frame_bytes(message)
             sent.begin = max(sent.begin, nbytes if name == "Begin" else 0)
             sent.add(kind, nbytes)
             sent.bytes["other"] -= nbytes

@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Collection, Hashable
 from concurrent.futures import Executor as ConcurrentExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import ParamSpec, Protocol, TypeVar
 
 from shoal.events import EventBus
@@ -89,7 +90,8 @@ class SharedClock:
     def __init__(self, own: Clock, *, settled: bool) -> None:
         self.own, self.settled = own, settled
         self.ahead_s = 0.0
-        self._told: dict[Hashable, tuple[str, float]] = {}
+        self._hosts: dict[str, dict[Hashable, float]] = {}  # what their peers told; the longest connected one first
+        self._host_of: dict[Hashable, str] = {}
 
     def time(self) -> float:
         return self.own.time() + self.ahead_s
@@ -101,11 +103,11 @@ class SharedClock:
         """Take in how far a peer finds the network's time ahead of our own clock; True if our time changes by that."""
         if not abs(ahead_s) <= self.FURTHEST_S:
             return False
-        self._told[peer] = host, ahead_s
-        by_host: dict[str, list[float]] = {}
-        for each, told_s in self._told.values():
-            by_host.setdefault(each, []).append(told_s)
-        votes = list(map(_middle, by_host.values()))[: self.VOTERS]
+        if self._host_of.get(peer, host) != host:
+            self.forget(peer)
+        self._host_of[peer] = host
+        self._hosts.setdefault(host, {})[peer] = ahead_s
+        votes = [_middle(told.values()) for told in islice(self._hosts.values(), self.VOTERS)]
         if self.settled:
             votes.append(self.ahead_s)
         self.settled = True
@@ -117,10 +119,13 @@ class SharedClock:
 
     def forget(self, peer: Hashable) -> None:
         """Forget the time of a peer that is no longer connected."""
-        self._told.pop(peer, None)
+        if (host := self._host_of.pop(peer, None)) is not None:
+            del self._hosts[host][peer]
+            if not self._hosts[host]:
+                del self._hosts[host]
 
 
-def _middle(values: list[float]) -> float:
+def _middle(values: Collection[float]) -> float:
     return sorted(values)[(len(values) - 1) // 2]
 
 

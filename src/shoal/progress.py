@@ -20,7 +20,7 @@ all peers that can see each other end at one state, in whatever order they hear 
 from __future__ import annotations
 
 import math
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -312,7 +312,8 @@ class SwarmProgress:
             self._lose(peer, self._known[peer].said.time)
 
     def _lose(self, peer: PeerID, said: float, wrote: float = -math.inf) -> None:
-        self._seen = None
+        if self._seen is not None and (peer in self._relayed or not self._seen.loses(peer)):
+            self._seen = None
         self._known.pop(peer, None)
         self._relayed.pop(peer, None)
         self._alive.discard(peer)
@@ -583,6 +584,24 @@ class _Seen:
             self.here.add(peer)
             self._rate += max(0.0, progress.rate)
             self._count(peer, progress.samples)
+            self._together = None
+        return True
+
+    def loses(self, peer: PeerID) -> bool:
+        """Take a peer away from what was seen; False if all has to be looked at again instead."""
+        if peer not in self.others:  # it did not count
+            return True
+        if self.best != self.asked.key or not self.asked.dialed or peer in self.coming:
+            return False
+        said = self.others.pop(peer)
+        self._log.append(peer)
+        me, *others = self.peers
+        del others[bisect_left(others, peer)]
+        self.peers = (me, *others)
+        if peer in self.here:
+            self.here.discard(peer)
+            self._rate -= max(0.0, said.rate)
+            self._count(peer, -said.samples)
             self._together = None
         return True
 

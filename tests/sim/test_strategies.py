@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -385,6 +386,31 @@ def test_a_peer_that_does_not_come_holds_up_no_merge_of_a_quorum() -> None:
         times = [at for at, *_ in run.trainers["p0"].epochs]
         assert len(times) >= 6
         assert max(later - earlier for earlier, later in itertools.pairwise(times)) < 4 * 0.5 + 1.5
+        await run.close()
+
+    sim.run(main, seed=4)
+
+
+def test_a_quorum_waits_for_as_long_as_others_come() -> None:
+    """Half a second after the last one of them, while merges are short."""
+
+    async def main() -> None:
+        run, names = Run(target=1), ["p0", "p1", "p2"]
+        for name in names:
+            await run.add(name, strategy=Decoupled(4, fragments=1, quorum=2))
+        await sim.sleep(3.0)
+        participant: Any = run.trainers["p0"].participant
+        averager = participant._averager
+        search = SimpleNamespace(joined_at=asyncio.get_running_loop().time(), meet=lambda *_, **__: None)
+        participant._averager = search
+        found = []
+        for come in (False, True, False, False):
+            if come:
+                search.joined_at = asyncio.get_running_loop().time()
+            found.append(len(participant._awaited()))
+            await sim.sleep(0.3)
+        assert found == [2, 2, 2, 0]
+        participant._averager = averager
         await run.close()
 
     sim.run(main, seed=4)

@@ -477,17 +477,20 @@ def test_nobody_is_told_more_often_than_it_can_bear() -> None:
 
 
 def test_a_slow_epoch_ends_late_and_those_who_count_may_be_silent() -> None:
-    """They are looked at when the epoch should be over since half a second."""
-    known, countdown = SwarmProgress(ME, {}, ttl_s=20.0), Countdown()
+    """They are looked at when the epoch should be over since half a second; of a merge's long way, since a tenth."""
+    known, countdown, merges = SwarmProgress(ME, {}, ttl_s=20.0), Countdown(), Countdown(merges=True)
 
     def near(samples: int, now: float, digest: bytes = b"e" * 32) -> bool:
         mine = msgspec.structs.replace(progress(ME, now), samples=samples, digest=digest)
-        return countdown.observe(mine, view := known.view(mine, now), 100, view.rate, now)
+        merges.observe(mine, view := known.view(mine, 10 * now), 100, view.rate, 10 * now)
+        return countdown.observe(mine, view, 100, view.rate, now)
 
     assert near(5, 0.0, b"d" * 32)
     assert [near(samples, samples / 10) for samples in range(6)] == [False] * 4 + [True] * 2
     assert not countdown.is_late(0.9)
     assert countdown.is_late(1.0)
+    assert not merges.is_late(5.4)
+    assert merges.is_late(5.5)
     assert not near(0, 2.0, b"f" * 32)
     assert not countdown.is_late(3.0)
 

@@ -562,6 +562,26 @@ def test_of_many_expected_peers_only_a_leader_looks_at_all() -> None:
     assert {*looks} >= {*map(peer_id, range(101, 140))}
 
 
+def test_the_time_that_others_are_waited_for_begins_anew_with_each_that_comes() -> None:
+    """Of a thousand peers 122 had come when half a second of the search was over, and they began without the others."""
+    everybody, plays = frozenset(map(peer_id, range(60, 90))), list[Play]()
+
+    def expected() -> frozenset[PeerID]:
+        return frozenset() if plays and plays[0].now > plays[0].machine.joined_at + 0.5 else everybody
+
+    plays.append(play := Play(expected=expected))
+    play.settle()
+    assert play.machine.joined_at == 0.0
+    for number in range(60, 80):
+        play.joins(number, at=0.01 * (number - 58))
+    assert play.machine.joined_at == 0.21
+    assert Start not in kinds(play.wait(0.6))
+    play.joins(80)
+    play.joins(80)
+    assert Start not in kinds(play.wait(1.0))
+    assert Start(tuple(map(peer_id, range(60, 81)))) in play.wait(1.5)
+
+
 def test_an_expected_peer_that_is_silent_is_not_waited_for() -> None:
     """The group starts at the next look with those that have joined; not before."""
     play = Play(expected=lambda: frozenset({peer_id(60), peer_id(61)}))

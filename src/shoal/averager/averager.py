@@ -130,6 +130,11 @@ class Averager:
         """Whether a step looks for a group now, rather than averages."""
         return self._finder.looking
 
+    @property
+    def joined_at(self) -> float:
+        """When a peer joined us last in this search for a group, or it began (loop time, seconds)."""
+        return self._finder.matchmaker.joined_at
+
     # ---------------------------------------------------------------------------------------------------- averaging
 
     async def step(

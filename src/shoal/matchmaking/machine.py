@@ -195,6 +195,11 @@ class GroupMachine:
         """Our place in the order."""
         return self._expiration, self._me
 
+    @property
+    def joined_at(self) -> float:
+        """When the last peer joined; when the search began if none has (loop time, seconds)."""
+        return self._poller.last_join
+
     def set_wall_clock(self, offset_s: float) -> None:
         """Take over the current offset of the wall clock: the loop's time stands still while the process is stopped."""
         self._known.wall_offset_s = offset_s

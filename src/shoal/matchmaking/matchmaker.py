@@ -17,6 +17,7 @@ it finds us again by our next declaration.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -156,6 +157,11 @@ class Matchmaker:
         self._unsubscribe = endpoint.on_lost(self._on_lost)
 
     # --------------------------------------------------------------------------------------------------- the work
+
+    @property
+    def joined_at(self) -> float:
+        """When a peer joined us last in this search, or it began (loop time, seconds); -infinity between searches."""
+        return -math.inf if self._search is None else self._search.machine.joined_at
 
     async def form_group(
         self,

@@ -154,7 +154,7 @@ class Attendance:
 
         For strangers it is one of them, and the rounds are those that any of them missed.
         """
-        patience_s = min(self._window_s, max(_WORTH_S, self._known.patience_s))
+        patience_s, members = min(self._window_s, max(_WORTH_S, self._known.patience_s)), set(members)
         late = [peer for peer, since in self._since.items() if peer not in members and now >= since + patience_s / 2]
         for peer in members:
             self._missed.pop(peer, None)

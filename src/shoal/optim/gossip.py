@@ -130,7 +130,7 @@ class ProgressGossip:
         self.looked = asyncio.Event()
         self.enough = self.has_twin = False
         self._to_write = Changes()  # of our progress, that are to be in the DHT soon
-        self.target, self.rate, self._countdown = settings.target_batch_size, 0.0, Countdown()
+        self.target, self.rate, self._countdown = settings.target_batch_size, 0.0, Countdown(merges=self._merges)
         self._duty = _Duty(b"", frozenset(), (), 0.0, Order(b"", []), [], [])
         self._told_at = float("-inf")
         self._told_place: tuple[object, ...] = ()

@@ -51,7 +51,7 @@ class Pace(Protocol):
         """The seconds until it is time for a step, whatever is trained until then; None if time does not matter."""
 
     def patience_s(self) -> float:
-        """The longest wait for peers that are here and do not come to the round, seconds."""
+        """The longest wait for peers that are here and do not come to the round, since the last one came, seconds."""
 
     def round_took(self, seconds: float) -> None:
         """A round took so long."""
@@ -126,8 +126,8 @@ class SamplesPace:
 
 def _done(view: SwarmView, peer: PeerID) -> int | None:
     """How far another peer is; None if it does not count."""
-    said = view.others[peer]
-    if peer not in view.together or peer in view.absent or not (said.samples > 0 or said.rate > 0):
+    said = view.others.get(peer)  # None: it was lost
+    if said is None or peer not in view.together or peer in view.absent or not (said.samples > 0 or said.rate > 0):
         return None
     return 0 if peer in view.coming else said.samples
 
@@ -262,7 +262,10 @@ class MergePace:
         return left_s
 
     def patience_s(self) -> float:
-        """See `Pace`. With a quorum it is what merges take: who comes later gives to the next one."""
+        """See `Pace`. With a quorum it is what merges take: who comes later gives to the next one.
+
+        A thousand peers, or peers on lines of long delays, need longer to come together than a merge of them takes.
+        """
         return math.inf if self._merging.quorum is None else max(_LEAST_GRACE_S, self._merge_s)
 
     def round_took(self, seconds: float) -> None:

@@ -459,14 +459,13 @@ class Participant:
         name, me = self.own.name, self.core.peer_id
         said = self._said(await self._check.of(name))
         self._attendance.search()
-        began = self._now()
-        self._averager.way_s = self._pace.way_s(began)
+        self._averager.way_s = self._pace.way_s(self._now())
         result = await self._rounds.run(
             self._averager,
             tag=name.group_tag,
             gather=said,
             hopeless=lambda view: view.behind or self._outlook.alone(view),
-            expected=lambda: self._awaited(began),
+            expected=self._awaited,
             prepare=lambda _: self._contribute(name),
             apply=lambda vector: self._take_average(vector, name),
         )
@@ -486,9 +485,9 @@ class Participant:
             self.own.shared = True
             await self._take_step_of(result, said)
 
-    def _awaited(self, since: float) -> frozenset[PeerID]:
-        """The peers that a search which began then waits for now."""
-        if self._now() > since + self._pace.patience_s():
+    def _awaited(self) -> frozenset[PeerID]:
+        """The peers that our search waits for now: nobody once none has come for as long as the pace allows."""
+        if self._now() > self._averager.joined_at + self._pace.patience_s():
             return frozenset()
         return self._attendance.wait_for(self.view().together - {self.core.peer_id}, self._now())
 

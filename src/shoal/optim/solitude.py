@@ -8,7 +8,7 @@ for `PATIENCE_S`. Peers that start together often take a first step each before 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from shoal.core import PeerCore
@@ -159,10 +159,10 @@ class Solitude:
                 self._tell()
 
     def _in_company(self) -> bool:
-        return bool(self._connected() if self._epoch is None else self._here())
+        return any(True for _ in self._connected()) if self._epoch is None else bool(self._here())
 
-    def _connected(self) -> list[PeerID]:
-        return [peer for peer in self._known.peers if self._core.endpoint.connected(peer)]
+    def _connected(self) -> Iterator[PeerID]:
+        return filter(self._core.endpoint.connected, self._known.peers)
 
     def _here(self) -> list[PeerID]:
         words, here = {peer: self._known.progress_of(peer) for peer in self._connected()}, self._digest()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import statistics
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
@@ -68,6 +69,9 @@ _MAX_LINKING_ANEW = 32
 CLOCKS_DIFFER_S = 10.0
 """A clock that is wrong by more than this is worth a warning."""
 
+_SWEEP_S = 1.0
+"""The allowances of hosts without links are looked through this often at most."""
+
 _LEAST_CALLS_S = 10.0
 
 _logger = logging.getLogger("shoal.rpc")
@@ -106,6 +110,7 @@ class Endpoint:
         self._reached_at: tuple[Address, ...] = ()
         self._shut_callbacks: list[Callable[[PeerID, tuple[Address, ...]], None]] = []
         self._allowances: dict[str, Allowance] = {}  # by host
+        self._swept_at = -math.inf
         self._rhythm = Rhythm(
             self._ask,
             self._open.bytes_received,
@@ -533,8 +538,10 @@ class Endpoint:
     def _allowance(self, host: str) -> Allowance:
         """The allowance of a host. It is kept for a while after the last link, or a new link would bring a new one."""
         now = asyncio.get_running_loop().time()
-        for each in [each for each, allowance in self._allowances.items() if allowance.is_over(now)]:
-            del self._allowances[each]
+        if now >= self._swept_at + _SWEEP_S:  # the leader of a large group gets a thousand links within a second
+            self._swept_at = now
+            for each in [each for each, allowance in self._allowances.items() if allowance.is_over(now)]:
+                del self._allowances[each]
         return self._allowances.setdefault(host, Allowance(self.limits.calls_per_host_s, now))
 
     def clock_told(self, link: CallLink) -> None:

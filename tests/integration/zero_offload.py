@@ -141,7 +141,7 @@ def _large(stage: int, where: str | None) -> tuple[Large, ShardedOptimizer]:
 
 
 def full_later(stage: int, folder: str) -> list[tuple[str, bool]]:
-    """The disk of rank 1 is full in the first step, and in `save`: what is said; and whether training goes on.
+    """The disk of rank 1 is full in the first step, in `load` and in `save`: what is said; whether that harms nothing.
 
     With the bits of training without offload, in a folder that is gone.
     """
@@ -157,6 +157,10 @@ def full_later(stage: int, folder: str) -> list[tuple[str, bool]]:
     model.step(optimizer, 1)
     found = [(words, optimizer.memory().offloaded > optimizer.memory().state)]
     shoal.zero.save(f"{folder}/first", model, optimizer)
+    before = _weights(model)
+    with full_disk(at=1):
+        words = said(lambda: shoal.zero.load(f"{folder}/first", model, optimizer))
+    found.append((words, same(_weights(model), before)))
     with full_disk(at=1):
         words = said(lambda: shoal.zero.save(f"{folder}/second", model, optimizer))
     whole = sorted(each.name for each in Path(folder).iterdir() if each.name[:4] != "disk") == ["first"]

@@ -39,6 +39,14 @@ def test_to_ask_for_gradients_changes_none(pool: Ranks, stage: int) -> None:
     assert all(pool.play(2, programs.asked_in_between, stage))
 
 
+def test_to_ask_for_gradients_reduces_those_of_no_sync_in_stage_3_only(pool: Ranks) -> None:
+    """FSDP2 reduces at the end of any pass, and the step is right; in the other stages it is refused."""
+    assert pool.play(2, programs.asked_behind_no_sync, 3) == [("", True)] * 2
+    for words, stepped in pool.play(2, programs.asked_behind_no_sync, 1):
+        assert "LocalError: the last backward pass was within no_sync()" in words
+        assert not stepped
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_who_changes_a_reduced_gradient_is_told(pool: Ranks, stage: int) -> None:
     """Clipping by torch among others, which on one rank would see a part of the gradients, or none."""

@@ -313,6 +313,25 @@ def asked_in_between(stage: int) -> bool:
     return same(*found)
 
 
+def asked_behind_no_sync(stage: int) -> tuple[str, bool]:
+    """A step behind a pass within `no_sync`, and `torch.autograd.grad` of an activation outside it.
+
+    Returns:
+        What it says, and whether it is that behind an ordinary pass.
+    """
+    usual, stepped = sharded(stage)
+    backward(usual)
+    stepped.step()
+    model, optimizer = sharded(stage)
+    with optimizer.no_sync():
+        backward(model)
+    embedded: list[torch.Tensor] = []
+    model.embedding.register_forward_hook(lambda *args: embedded.append(args[-1]))
+    torch.autograd.grad(loss_of(model, 1, 0), embedded)
+    words = said(optimizer.step)
+    return words, same(shoal.zero.full_state_dict(model), shoal.zero.full_state_dict(usual))
+
+
 CHANGES: dict[str, Callable[[Odd, ShardedOptimizer], object]] = {
     "more than one element of the written-to tensor": lambda model, _: torch.nn.utils.clip_grad_norm_(
         model.parameters(), 1e-3

@@ -27,6 +27,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import shoal.zero
+from shoal.zero import shard  # imported before memory is looked at, as the code of other engines
 
 BATCH, TOKENS = 2, 64
 LEARNING_RATE = 1e-3
@@ -138,7 +139,7 @@ def fsdp2(stage: int) -> Callable[[Gpt], Made]:
 
 def ours(stage: int) -> Callable[[Gpt], Made]:
     """shoal.zero."""
-    return lambda model: Made(*shoal.zero.shard(model, adam, stage=stage))
+    return lambda model: Made(*shard(model, adam, stage=stage))
 
 
 def deepspeed(stage: int) -> Callable[[Gpt], Made]:

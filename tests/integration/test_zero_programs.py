@@ -47,6 +47,12 @@ def test_to_ask_for_gradients_reduces_those_of_no_sync_in_stage_3_only(pool: Ran
         assert not stepped
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_stage_1_receives_where_gradients_stay(pool: Ranks, ranks: int) -> None:
+    """It kept memory for messages beside them. Each rank's pieces have one size here, and fit."""
+    assert pool.play(ranks, programs.received) == [(True, 0)] * ranks
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_who_changes_a_reduced_gradient_is_told(pool: Ranks, stage: int) -> None:
     """Clipping by torch among others, which on one rank would see a part of the gradients, or none."""

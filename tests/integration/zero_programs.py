@@ -572,6 +572,42 @@ def small_buckets(nbytes: int = 1000) -> Iterator[None]:
         tiles.BUCKET_BYTES = before
 
 
+def received() -> tuple[bool, int]:
+    """Stage 1 of equal layers in many buckets: whether it is as one process, and the memory for messages alone.
+
+    That is of steps with one pass: the third begins within `no_sync`, and the last adds up two passes that are reduced.
+    """
+
+    def layers() -> torch.nn.Sequential:
+        torch.manual_seed(1)
+        return torch.nn.Sequential(*[torch.nn.Linear(16, 16, bias=False) for _ in range(8)])
+
+    def loss(model: torch.nn.Module, step: int, rank: int) -> torch.Tensor:
+        made: torch.Tensor = model(torch.randn(3, 16, generator=torch.Generator().manual_seed(10 * step + rank)))
+        return made.square().sum()
+
+    def factory(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    ranks, plain = dist.get_world_size(), layers()
+    with small_buckets(2048):
+        model, optimizer = shoal.zero.shard(layers(), factory, stage=1)
+    stepped, nbytes = factory(plain.parameters()), -1
+    for step in range(6):
+        with optimizer.no_sync() if step == 2 else nullcontext():
+            torch.autograd.backward(loss(model, step, dist.get_rank()))
+        mine = [torch.autograd.grad(loss(plain, step, rank), [*plain.parameters()]) for rank in range(ranks)]
+        for each, *gradients in zip(plain.parameters(), *mine, strict=True):
+            mean = torch.stack(gradients).mean(0)
+            each.grad = mean if each.grad is None else each.grad + mean
+        nbytes = optimizer.memory().messages if step < 2 else nbytes
+        if step not in (2, 4):
+            for either in (optimizer, stepped):
+                either.step()
+                either.zero_grad()
+    return moved(model, plain.state_dict()) < 1e-6, nbytes
+
+
 class Segments(torch.nn.Module):
     """Layers, one of them twice, whose activations are computed again in the backward pass."""
 

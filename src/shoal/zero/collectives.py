@@ -77,18 +77,17 @@ class Scratch:
         self._free: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         self.nbytes = 0
 
-    def take(self, like: torch.Tensor, times: int = 1) -> torch.Tensor:
-        """One-dimensional, at least `times` as large as `like`, of its dtype and device. Anything may be in it."""
-        numel = times * like.numel()
+    def take(self, like: torch.Tensor) -> torch.Tensor:
+        """One-dimensional, at least as large as `like`, of its dtype and device. Anything may be in it."""
         free = self._free.setdefault((like.dtype, like.device), [])
-        fitting = [buffer for buffer in free if buffer.numel() >= numel]
+        fitting = [buffer for buffer in free if buffer.numel() >= like.numel()]
         if fitting:
             found = min(fitting, key=torch.Tensor.numel)
             free[:] = [buffer for buffer in free if buffer is not found]
             return found
         if free:  # a larger one in place of one that was too small
             self.nbytes -= free.pop().nbytes
-        found = torch.empty(numel, dtype=like.dtype, device=like.device)
+        found = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
         self.nbytes += found.nbytes
         return found
 
@@ -191,6 +190,7 @@ class Collectives:
         finish: Callable[[int, Sequence[torch.Tensor]], None],
         first: Callable[[], object] | None = None,
         tag: int | None = None,
+        room: Callable[[torch.Tensor], torch.Tensor | None] = lambda _: None,
     ) -> Pending:
         """Send each run to its owner; `finish` gets the values of the others for ours.
 
@@ -201,28 +201,32 @@ class Collectives:
                 when it returns.
             first: waits for what must have ended before.
             tag: its messages meet only those of the same tag; None for the model's.
+            room: finds memory to receive a piece in that is as large as the given one, of its dtype and device, and
+                that nobody needs until then; None for memory of `scratch`.
         """
         tag = self.model if tag is None else tag
         operations: list[dist.P2POp] = []
         ours: list[tuple[int, list[torch.Tensor]]] = []
-        rooms: list[torch.Tensor] = []
+        lent: list[torch.Tensor] = []
         for index, (owner, data) in enumerate(runs):
             if owner != self.rank:
                 operations.append(self._send(data, owner, tag))
                 self.traffic.reduced += data.nbytes
                 continue
-            room = self.scratch.take(data, self.ranks - 1)
-            rooms.append(room)
-            parts = iter(room[: data.numel() * (self.ranks - 1)].chunk(self.ranks - 1) if self.ranks > 1 else ())
-            pieces = [data if rank == self.rank else next(parts) for rank in range(self.ranks)]
-            operations += [self._receive(pieces[rank], rank, tag) for rank in self._others()]
+            pieces = [data] * self.ranks
+            for rank in self._others():
+                place = room(data)
+                if place is None:
+                    lent.append(place := self.scratch.take(data))
+                pieces[rank] = place[: data.numel()]
+                operations.append(self._receive(pieces[rank], rank, tag))
             ours.append((index, pieces))
 
         def finish_all() -> None:
             for index, pieces in ours:
                 finish(index, pieces)
-            for room in rooms:
-                self.scratch.give(room)
+            for each in lent:
+                self.scratch.give(each)
 
         return self._start("a reduce-scatter", operations, finish_all, first)
 

@@ -41,7 +41,9 @@ class Memory(NamedTuple):
         parameters: the parameters of the model, frozen ones too.
         gradients: gradients of all kinds; what `top_k` has not sent yet, too.
         state: the state of the optimizer, and its float32 copies of the parameters.
-        messages: for messages under way, kept from one step to the next: about four buckets. The laws leave it out.
+        messages: for messages under way, kept from one step to the next: about four buckets. In stage 1 little, as
+            places of gradients serve for it; two buckets at most, where all of them are full (behind `no_sync`). The
+            laws leave it out.
         offloaded: gradients, state and copies (stage 3: shards) that are in files, or on the CPU beside a device.
     """
 

@@ -4,7 +4,8 @@ When all gradients of a bucket are there, it is sent, while the backward pass go
 the ranks, in float32 if the values have 16 bits. The end of a pass waits for all that is on its way.
 
 - Stage 1 keeps all gradients, each bucket's in one tensor, to which they go when they come; those of the own tiles are
-  where the mean goes.
+  where the mean goes. Places of gradients that others have by now, or that have not come yet, are where pieces of
+  others are received.
 - Stage 2 frees them as soon as they are sent; it keeps only the mean for each own tile.
 
 - Gradients of a few rows (`sparse`) are sent at the end of the pass, in both stages.
@@ -43,10 +44,19 @@ _IN_FLIGHT = 2
 
 
 class _Flight(NamedTuple):
-    """A bucket that is on its way; `lent` is memory to give back."""
+    """A bucket that is on its way.
 
+    Attributes:
+        bucket: which.
+        pending: its messages.
+        lent: scratch memory to give back.
+        borrowed: places for gradients of other buckets, in which pieces of others are received.
+    """
+
+    bucket: Bucket
     pending: Pending
     lent: torch.Tensor | None
+    borrowed: list[tuple[Bucket, torch.Tensor]]
 
 
 class Reduction:
@@ -154,11 +164,11 @@ class Reduction:
             return
         for bucket in self._holders[name]:
             bucket.missing.discard(name)
-        if all(each.local is not None or self._stays(each) for each in self._holders[name]):
-            self._hold(name)  # at once: until the bucket is complete, it would be in memory beside its place
-        # In the same order on all ranks, whatever the order in which gradients come.
         with self._unless_lost():
-            while self._is_complete(self._launched) and self._has_room():
+            if all(self._has_place(bucket) for bucket in self._holders[name]):
+                self._hold(name)  # at once: until the bucket is complete, it would be in memory beside its place
+            # In the same order on all ranks, whatever the order in which gradients come.
+            while self._is_complete(self._launched) and self._landed(self._may_launch):
                 self._launch()
 
     def _begin(self) -> None:
@@ -171,13 +181,28 @@ class Reduction:
         """Whether there is such a bucket, and all its gradients are there."""
         return number < len(self._buckets) and not self._buckets[number].missing
 
-    def _has_room(self) -> bool:
-        """Whether another bucket may be sent in the middle of a pass.
+    def _may_launch(self) -> bool:
+        """Whether the next bucket may be sent."""
+        return len(self._flying) < _IN_FLIGHT and not self._lends(self._buckets[self._launched])
+
+    def _lends(self, bucket: Bucket) -> bool:
+        """Whether pieces of others are received where its gradients stay."""
+        return any(bucket is lender for flight in self._flying for lender, _ in flight.borrowed)
+
+    def _has_place(self, bucket: Bucket) -> bool:
+        """Whether a gradient can go to its bucket, in the middle of a pass."""
+        return bucket.local is not None or (self._landed(lambda: not self._lends(bucket)) and self._stays(bucket))
+
+    def _landed(self, enough: Callable[[], bool]) -> bool:
+        """Wait for buckets that are on their way until it is enough, in the middle of a pass.
 
         A rank that waits here keeps others waiting which are at a collective of the program's own in their backward
         pass, and may have no gradients for us before that: then we are better patient at the end.
+
+        Returns:
+            Whether it is.
         """
-        while len(self._flying) >= _IN_FLIGHT:
+        while not enough():
             if not self._flying[0].pending.done_within(self._patience_s):
                 self._patience_s = 0.0
                 return False
@@ -222,7 +247,8 @@ class Reduction:
     def _stays(self, bucket: Bucket) -> bool:
         """Whether a bucket's sums may be where its gradients stay."""
         alike = wide_dtype(bucket.flat.dtype) == bucket.flat.dtype
-        return self._stage == 1 and alike and not (self._running and bucket.sent) and not self._occupied(bucket)
+        used = (self._running and bucket.sent) or self._occupied(bucket) or self._lends(bucket)
+        return self._stage == 1 and alike and not used
 
     def _staying(self, bucket: Bucket) -> torch.Tensor:
         """Stage 1: where a bucket's gradients stay."""
@@ -235,9 +261,24 @@ class Reduction:
         rank = self._collectives.rank
         return any(self._own[tile].grad is not None for owner, tiles in bucket.runs if owner == rank for tile in tiles)
 
+    def _idle(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        """Stage 1: places for gradients that others have by now, or that have not come yet, with their buckets."""
+        if self._stage != 1:
+            return
+        borrowed = {place.data_ptr() for flight in self._flying for _, place in flight.borrowed}
+        going = [flight.bucket for flight in self._flying]
+        sent, coming = self._buckets[: self._launched - 1], self._buckets[self._launched :]
+        for bucket in (*sent, *reversed(coming)):
+            if bucket in going or bucket.filled:
+                continue
+            means = self._occupied(bucket)
+            for owner, place in bucket.pieces(self._staying(bucket)):
+                if place.data_ptr() not in borrowed and not (means and owner == self._collectives.rank):
+                    yield bucket, place
+
     def _launch(self) -> None:
         """Send the gradients of the next bucket to their owners."""
-        while len(self._flying) >= _IN_FLIGHT:
+        while not self._may_launch():
             self._land()
         bucket = self._buckets[self._launched]
         self._launched += 1
@@ -257,20 +298,30 @@ class Reduction:
         if sums is not None and gradients is not sums:
             gradients[: sums.numel()].copy_(sums)
         bucket.forget()
+        idle, borrowed = self._idle(), list[tuple[Bucket, torch.Tensor]]()
+
+        def room(like: torch.Tensor) -> torch.Tensor | None:
+            for lender, place in idle:
+                if place.numel() >= like.numel() and _kind(place) == _kind(like):
+                    borrowed.append((lender, place))
+                    return place
+            return None
+
         pending = self._collectives.reduce_scatter(
             bucket.pieces(gradients),
             lambda index, pieces: self._add(bucket, gradients, bucket.runs[index][1], pieces),
             self._hear,
+            room=room,
         )
         self._hear = None
-        self._flying.append(_Flight(pending, lent))
+        self._flying.append(_Flight(bucket, pending, lent, borrowed))
 
     def _land(self) -> None:
         """Wait for the bucket that was sent first."""
-        pending, lent = self._flying.popleft()
-        pending.wait()
-        if lent is not None:
-            self._collectives.scratch.give(lent)
+        flight = self._flying.popleft()
+        flight.pending.wait()
+        if flight.lent is not None:
+            self._collectives.scratch.give(flight.lent)
 
     def _add(
         self, bucket: Bucket, gradients: torch.Tensor, tiles: Sequence[Tile], pieces: Sequence[torch.Tensor]

@@ -38,6 +38,9 @@ __all__ = [
 ]
 
 BUCKET_BYTES = 25 << 20
+RUN_NUMEL = 1 << 19
+"""A run has so many values at most, unless one tile is larger: a sum of it stays in the cache, and any place will do
+to receive one."""
 ALIGNMENT = 64
 """Where torch's memory on processors begins, in bytes: products of matrices that begin elsewhere are rounded
 otherwise."""
@@ -214,7 +217,8 @@ class Bucket:
 
     Attributes:
         tiles: the tiles that lie in `flat`, in its order.
-        runs: the tiles of each owner; neighbouring tiles of one owner, with no gap between them, are one run.
+        runs: the tiles of each owner; neighbouring tiles of one owner, with no gap between them, are one run while
+            that has at most `RUN_NUMEL` values.
         gradients: stage 1: laid out as `flat`, where this rank's gradients stay; None until there are some.
         local: laid out as `flat`, 16-bit values in float32: sums of this rank that are not reduced yet; None while
             there are none.
@@ -238,11 +242,12 @@ class Bucket:
 
     def share_out(self, plan: Plan) -> None:
         """Look up the owner of each tile."""
-        self.runs, end = [], -1
+        self.runs, end, numel = [], -1, 0
         for tile in self.tiles:
-            start = self._offsets[tile.name] + tile.start
-            if start != end or self.runs[-1][0] != plan.owner(tile):
+            start, numel = self._offsets[tile.name] + tile.start, numel + tile.numel
+            if start != end or self.runs[-1][0] != plan.owner(tile) or numel > RUN_NUMEL:
                 self.runs.append((plan.owner(tile), []))
+                numel = tile.numel
             self.runs[-1][1].append(tile)
             end = start + tile.numel
 

@@ -25,6 +25,9 @@ OF_A_MODEL = {"adalomo", "adammini", "lomo"}
 OF_ITS_COURSE = {"swats"}
 """The rate of a group changes when a tensor of it has come so far: on one of the models it is seen to."""
 
+UNSAVED = {"stablespam"}
+"""They fit, and are refused because a checkpoint would lack a number."""
+
 SAMPLE = {"Adagrad", "AdamW", "Muon", "adams", "gravity", "kron", "lamb", "schedulefreeadamw", "soap"}
 """Verdicts of all kinds."""
 
@@ -51,7 +54,7 @@ def test_an_optimizer_is_refused_or_trains_as_on_one_process(
     """SGDP and AdamS trained in stages 1 and 2, and Gravity in stage 3, and differed without a word."""
     of = of_torch if name in TORCH_NAMES else of_others
     for found in pool.play(2, programs.verdicts, of, name, model, soak(8, 50)):
-        wanted = {"equal"} if isinstance(verdict, Unit) else {"refused"}
+        wanted = {"equal"} if isinstance(verdict, Unit) and name not in UNSAVED else {"refused"}
         assert set(found[:2]) == wanted or (name in OF_ITS_COURSE and set(found[:2]) == {"refused"})
         if verdict == RANDOM:
             assert found[2] == "refused"

@@ -244,6 +244,7 @@ def test_statistics_of_a_wrapped_optimizer_are_missed() -> None:
     adamw = torch.optim.AdamW(parameters)
     assert why_not_saved(adamw) is why_not_saved(pytorch_optimizer.OrthoGrad(adamw)) is None
     assert "the AdamW that it wraps ('optimizer')" in (why_not_saved(pytorch_optimizer.Lookahead(adamw)) or "")
+    assert "the number 'total_step'" in (why_not_saved(of_class("stablespam")(parameters)) or "")
 
 
 def test_the_verdict_does_not_depend_on_the_default_dtype() -> None:

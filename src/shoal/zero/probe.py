@@ -169,6 +169,10 @@ def why_not_saved(inner: torch.optim.Optimizer) -> str | None:
     for name, each in vars(inner).items():
         if isinstance(each, torch.optim.Optimizer) and each.state is not inner.state:
             return f"has statistics in the {type(each).__name__} that it wraps ({name!r}), which would not be saved"
+    own = {} if type(inner).state_dict is torch.optim.Optimizer.state_dict else inner.state_dict()
+    for name in own.keys() & vars(inner).keys():
+        if isinstance(vars(inner)[name], int | float):
+            return f"keeps the number {name!r} beside its statistics, which would not be saved"
     return None
 
 

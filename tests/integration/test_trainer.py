@@ -57,4 +57,4 @@ def test_silent_divergence_with_any_schedule_outside_shoal(paces: tuple[str, str
         assert values["schedule"] == ["LambdaLR", 100]
         assert values["rates"][0] == values["rates"][1] == pytest.approx(1e-3 * (10000 - 100) / (10000 - 10))
         warned = [value for kind, value in each if kind == "warned"]
-        assert any("the LambdaLR that was made over this optimizer follows" in value for value in warned)
+        assert any("the LambdaLR that was made over this optimizer is moved by the run" in value for value in warned)

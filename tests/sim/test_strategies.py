@@ -35,6 +35,12 @@ async def train_to_end(run: Run, *durations_s: float) -> None:
         await sim.sleep(0.5)
 
 
+def moving(compute: Callable[[int, int], None], extra: torch.Tensor, number: int, size: int) -> None:
+    """A batch that also moves a tensor, as it does with batch norm statistics."""
+    extra.add_(torch.rand(3, dtype=torch.float64))
+    compute(number, size)
+
+
 def outer_sgd(parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
     """The outer optimizer of the authors."""
     return torch.optim.SGD(parameters, **NESTEROV)
@@ -246,10 +252,6 @@ def test_an_outer_optimizer_that_draws_random_numbers_is_told() -> None:
 def test_what_is_averaged_at_the_end_of_a_run_moves_no_more(slow: int) -> None:
     """Batch norm statistics moved on with the batches of the fragment whose last merge comes last."""
 
-    def moves(compute: Any, extra: torch.Tensor, number: int, size: int) -> None:
-        extra.add_(torch.rand(3, dtype=torch.float64))
-        compute(number, size)
-
     async def late(average: Callable[[], Awaitable[None]]) -> None:
         await sim.sleep(1.0)
         await average()
@@ -260,7 +262,7 @@ def test_what_is_averaged_at_the_end_of_a_run_moves_no_more(slow: int) -> None:
         for name in names:
             extra = torch.zeros(3, dtype=torch.float64)
             trainer = await run.add(name, strategy=StreamingDiLoCo(4, fragments=2, overlap=1), extra_tensors=[extra])
-            trainer.compute = partial(moves, trainer.compute, extra)  # type: ignore[method-assign]
+            trainer.compute = partial(moving, trainer.compute, extra)  # type: ignore[method-assign]
             last = trainer.fragments[slow]
             last._average = partial(late, last._average)  # type: ignore[method-assign]
         await sim.sleep(3.0)
@@ -277,10 +279,6 @@ def test_what_is_averaged_at_the_end_of_a_run_moves_no_more(slow: int) -> None:
 def test_a_fragment_that_is_ahead_of_the_end_ends_with_the_others(ahead: int) -> None:
     """Merges of the other one have failed for long. The run went on for ever."""
 
-    def moves(compute: Any, extra: torch.Tensor, number: int, size: int) -> None:
-        extra.add_(torch.rand(3, dtype=torch.float64))
-        compute(number, size)
-
     async def fails() -> None:
         await sim.sleep(0.2)
 
@@ -290,7 +288,7 @@ def test_a_fragment_that_is_ahead_of_the_end_ends_with_the_others(ahead: int) ->
         for name in names:
             extra = torch.zeros(3, dtype=torch.float64)
             trainer = await run.add(name, strategy=Decoupled(4, fragments=2, quorum=2), extra_tensors=[extra])
-            trainer.compute = partial(moves, trainer.compute, extra)  # type: ignore[method-assign]
+            trainer.compute = partial(moving, trainer.compute, extra)  # type: ignore[method-assign]
             run.swarm.spawn(name, trainer.train(BATCH, duration_s=0.1, until=lambda: False))
             trainer.fragments[1 - ahead]._average = fails  # type: ignore[method-assign]
         trainers = list(run.trainers.values())

@@ -204,13 +204,13 @@ class DirectoryPoller:
 
     Attributes:
         declared_at: when the last declaration was stored, or failed; of a client: when the search began.
-        last_join: when the last peer joined, or the search began.
+        joined_at: when the last peer joined, or the search began.
     """
 
     def __init__(self, me: PeerID, *, leads: bool, memory: Memory, known: KnownDeclarations, now: float) -> None:
         self._me, self._leads, self._memory, self._known = me, leads, memory, known
         self._stands = self._declaring = False
-        self._declare_begun = self.declared_at = self.last_join = now
+        self._declare_begun = self.declared_at = self.joined_at = now
         self._declare_again_at = math.inf
         self._reading = self._in_doubt = False
         self._read_begun = self._last_read = -math.inf
@@ -260,7 +260,7 @@ class DirectoryPoller:
         """Read the directory if it is time to."""
         if self._reading or now < self._next_read(followers, now):
             return []
-        if max(self._read_begun, self.declared_at) >= self.last_join:
+        if max(self._read_begun, self.declared_at) >= self.joined_at:
             self._poll_s = min(2 * self._poll_s, _POLL_MAX_S)
         self._reading, self._read_begun = True, now
         return [ReadDirectory()]
@@ -280,8 +280,8 @@ class DirectoryPoller:
 
     def note_join(self, now: float) -> None:
         """Note that a peer joined."""
-        self._gaps.append(now - self.last_join)
-        self.last_join = now
+        self._gaps.append(now - self.joined_at)
+        self.joined_at = now
         self._poll_s = SETTLE_S
 
     def doubt(self) -> None:
@@ -301,7 +301,7 @@ class DirectoryPoller:
 
     def awaits_followers(self, now: float) -> bool:
         """Return whether so little time has passed that others may still be on their way to us."""
-        return now < max(self.last_join, self.declared_at) + 4 * max(SETTLE_S, self._read_s)
+        return now < max(self.joined_at, self.declared_at) + 4 * max(SETTLE_S, self._read_s)
 
     def _next_read(self, followers: Followers, now: float) -> float:
         if self._in_doubt or (self._read_begun == -math.inf and not self._leads):
@@ -321,7 +321,7 @@ class DirectoryPoller:
         else:
             gap_s = (_PRIOR_GAPS * SETTLE_S / 2 + sum(self._gaps)) / (_PRIOR_GAPS + len(self._gaps))
             quiet_s = min(max(_GAPS_WAITED * gap_s, SETTLE_S), SETTLE_MAX_S)
-        return max(self.last_join, self.declared_at) + max(quiet_s, self._read_s)
+        return max(self.joined_at, self.declared_at) + max(quiet_s, self._read_s)
 
     @property
     def _read_s(self) -> float:

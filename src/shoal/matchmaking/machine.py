@@ -198,7 +198,7 @@ class GroupMachine:
     @property
     def joined_at(self) -> float:
         """When the last peer joined; when the search began if none has (loop time, seconds)."""
-        return self._poller.last_join
+        return self._poller.joined_at
 
     def set_wall_clock(self, offset_s: float) -> None:
         """Take over the current offset of the wall clock: the loop's time stands still while the process is stopped."""

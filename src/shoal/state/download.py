@@ -355,18 +355,24 @@ class _Download:
         return Feed(*where, target, stall_s=self._limits.stall_s, may_read=self._may_read)
 
     def _choose(self) -> None:
-        """Choose a state once all donors that were asked have described theirs, or had time to."""
+        """Choose a state once all donors that were asked have described theirs, or had time to.
+
+        One that is dead or stopped keeps nobody waiting if three quarters of all describe the same state.
+        """
         if self._chosen.is_set() or not self._offers:
             return
-        if len(self._offers) < len(self._turns) and self._choose_at is not None and self._now() < self._choose_at:
-            return
+
+        def votes(manifest: Manifest) -> int:
+            return sum(manifest.same_content(other) for other in self._offers.values())
 
         def rank(offer: tuple[Donor, Manifest]) -> tuple[float, int, int]:
             donor, manifest = offer
-            votes = sum(manifest.same_content(other) for other in self._offers.values())
-            return donor.priority, manifest.epoch, votes
+            return donor.priority, manifest.epoch, votes(manifest)
 
         donor, manifest = max(self._offers.items(), key=rank)
+        settled = len(self._offers) >= len(self._turns) or 4 * votes(manifest) >= 3 * len(self._turns)
+        if not settled and self._choose_at is not None and self._now() < self._choose_at:
+            return
         self._first = donor.peer
         if self._target is None:
             self._target = Target(manifest, self._changes, self._intake)

@@ -32,10 +32,14 @@ class Fault(NamedTuple):
 
 
 class Epoch(NamedTuple):
-    """One swarm step of the main line: when it was told of first, its samples, and the places that contributed."""
+    """One swarm step of the main line: when it was told of first, its samples, and the places that contributed.
+
+    If the model is merged in parts, it is one of `part`, and its samples are that part's share of them.
+    """
 
     at: float
     number: int
+    part: str
     samples: float
     by: frozenset[int]
     loss: float
@@ -74,7 +78,8 @@ class Figures(NamedTuple):
 
     Attributes:
         epochs: of the main line.
-        rate: samples committed per second and live trainer.
+        rate: samples committed per second and live trainer, from the first step of each part to its last: a span holds
+            no whole number of steps, and a step more or less is a hundredth of a minute and a half.
         participation: contributors over those live, as each epoch was told of, summed over epochs.
         gaps: between successive epochs, seconds, sorted.
         back: for each kind, the times from the return to the first contribution, sorted.
@@ -102,12 +107,12 @@ def main_line(said: Iterable[dict[str, Any]], place_of: dict[str, int]) -> list[
             told[each["epoch"], each.get("part", "")][each["digest"]].append(each)
     parts = len({part for _, part in told})
     line = []
-    for (number, _), states in told.items():
+    for (number, part), states in told.items():
         same = max(states.values(), key=len)
         by = Counter(place_of[peer] for each in same for peer in each["by"] if peer in place_of)
         loss = sum(each["loss"] for each in same) / len(same)
         samples = same[0]["samples"] / parts
-        line.append(Epoch(min(each["at"] for each in same), number, samples, frozenset(by), loss))
+        line.append(Epoch(min(each["at"] for each in same), number, part, samples, frozenset(by), loss))
     return sorted(line, key=lambda epoch: (epoch.at, epoch.number))
 
 
@@ -135,6 +140,11 @@ def stood(said: Iterable[dict[str, Any]], lives: Lives, begin: float, end: float
     return [Stood(*each) for each in zip(longest, merges, strict=True)]
 
 
+def _rate(line: Sequence[Epoch], lives: Lives) -> float:
+    """Samples per second and live trainer, of successive steps of one part: the first one ends what is not counted."""
+    return sum(epoch.samples for epoch in line[1:]) / max(1e-9, lives.seconds(line[0].at, line[-1].at))
+
+
 def figures(line: Sequence[Epoch], lives: Lives, faults: Sequence[Fault], begin: float, end: float) -> Figures:
     """Of the time from `begin` to `end`."""
     within = [epoch for epoch in line if begin <= epoch.at < end]
@@ -155,7 +165,7 @@ def figures(line: Sequence[Epoch], lives: Lives, faults: Sequence[Fault], begin:
             never += 1
     return Figures(
         epochs=len(within),
-        rate=sum(epoch.samples for epoch in within) / max(1e-9, lives.seconds(begin, end)),
+        rate=sum(_rate([epoch for epoch in within if epoch.part == part], lives) for part in {e.part for e in within}),
         participation=took_part / max(1, sum(map(len, live))),
         gaps=sorted(b - a for a, b in pairwise(times)),
         back={kind: sorted(each) for kind, each in back.items()},

@@ -70,13 +70,14 @@ class Merging:
     """
 
     every: int | str
-    outer: Outer = nesterov
+    outer: Outer = field(default=nesterov, compare=False)
     fragments: int = 1
     overlap: int | None = 0
     mixing: float | None = None
     quorum: int | None = None
     steps: int | None = field(init=False)
     seconds: float | None = field(init=False)
+    _outer: object = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         steps = seconds = None
@@ -86,6 +87,10 @@ class Merging:
             steps = whole("every", self.every, most=_MOST_STEPS)
         object.__setattr__(self, "steps", steps)
         object.__setattr__(self, "seconds", seconds)
+        outer: object = self.outer
+        if isinstance(outer, partial):  # which is equal to no copy of it
+            outer = outer.func, outer.args, tuple(sorted(outer.keywords.items()))
+        object.__setattr__(self, "_outer", outer)
         if not callable(self.outer):
             raise ConfigError(
                 f"outer must be a function that makes a torch optimizer of parameters, such as "
@@ -162,7 +167,7 @@ class DiLoCo:
     """
 
     every: int | str
-    outer: Outer = nesterov
+    outer: Outer = field(default=nesterov, compare=False)
     merging: Merging = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -190,7 +195,7 @@ class StreamingDiLoCo:
     fragments: int = 4
     overlap: int = 5
     mixing: float | None = None
-    outer: Outer = nesterov
+    outer: Outer = field(default=nesterov, compare=False)
     merging: Merging = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -225,7 +230,7 @@ class Decoupled:
     every: int | str
     fragments: int = 4
     quorum: int = 2
-    outer: Outer = nesterov
+    outer: Outer = field(default=nesterov, compare=False)
     merging: Merging = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

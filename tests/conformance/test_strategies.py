@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,11 +44,8 @@ ALL: list[Strategy] = [
 def test_it_is_a_value(strategy: Strategy) -> None:
     """Equal ones are equal, on another machine, too; nothing of it can be changed."""
     assert isinstance(strategy, Strategy)
-    copy = pickle.loads(pickle.dumps(strategy))
-    assert repr(copy) == repr(strategy)
-    merging = merging_of(strategy)
-    if merging is not None:
-        assert copy.merging.text == merging.text
+    for same in (pickle.loads(pickle.dumps(strategy)), copy.deepcopy(strategy)):
+        assert (same, hash(same), repr(same)) == (strategy, hash(strategy), repr(strategy))
     with pytest.raises(AttributeError):
         strategy.every = 7  # type: ignore[attr-defined]
 
@@ -56,6 +54,7 @@ def test_different_ones_say_so() -> None:
     """By the text that peers compare; the outer optimizer is compared beside it."""
     texts = [merging.text for each in ALL if (merging := merging_of(each)) is not None]
     assert len(set(texts)) == len(texts) - 2  # three differ in the outer optimizer alone
+    assert len(set(ALL)) == len(ALL)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from shoal.errors import PeerUnreachable
 from shoal.identity import Identity
 from shoal.peer import Address, Invite, PeerID
 from shoal.runtime.watching import RunStatus
+from shoal.strategies import Merging
 from shoal.wire import Contact, Progress
 
 PLAN = ["plan", "--params", "1e9", "--peers", "4"]
@@ -398,16 +399,18 @@ def test_status_shows_peers_and_totals() -> None:
 @pytest.mark.parametrize(
     ("every", "ways", "sums_up"),
     [
-        ("25 steps", ["40.0%", "120.0%"], "80.0% of the way to the next merge"),
-        ("30 s", ["-", "120.0%"], "a merge every 30 s"),
+        (25, ["40.0%", "120.0%"], "80.0% of the way to the next merge"),
+        ("30s", ["-", "120.0%"], "a merge every 30 s"),
+        ("0.5s", ["-", "120.0%"], "a merge every 0.5 s"),
+        ("168h", ["-", "120.0%"], "a merge every 604800 s"),
     ],
 )
-def test_status_of_a_run_that_merges_calls_no_thousandths_samples(every: str, ways: list[str], sums_up: str) -> None:
+def test_status_of_a_run_that_merges_calls_no_thousandths_samples(
+    every: int | str, ways: list[str], sums_up: str
+) -> None:
     """Of merges that are due at a time a peer says only that one is due: before, it has trained a batch, or none."""
-    strategy = f"{every}, fragments 1, overlap 0, mixing none, quorum none"
-    peers = [
-        progress(name, samples=n, settings={"strategy": f"every {strategy}"}) for name, n in ((b"a", 400), (b"b", 1200))
-    ]
+    settings = {"strategy": Merging(every=every).text}
+    peers = [progress(name, samples=n, settings=settings) for name, n in ((b"a", 400), (b"b", 1200))]
     first, second = shown(RunStatus("run", tuple(peers), frozenset())).splitlines()[1:3]
     assert [line.split()[3] for line in (first, second)] == ways
     assert f"epoch 12; {sums_up}, 60.0 samples/s" in shown(RunStatus("run", tuple(peers), frozenset()))

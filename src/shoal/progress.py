@@ -165,8 +165,8 @@ class SwarmProgress:
         better state that a contributor is at comes before states that only other peers are at. The samples of all other
         peers together count for no more than those of this peer and the contributors. Only contributors are believed
         about others."""
-        self.left: dict[PeerID, None] = {}
-        """The peers that have left in order, and have not come back."""
+        self.left: dict[PeerID, int] = {}
+        """The peers that have left in order, and have not come back; and the epoch of each when it left."""
         self.mismatch: str | None = None
         """A sentence that says how the last live peer with other settings differs; None if there was none."""
 
@@ -266,7 +266,7 @@ class SwarmProgress:
         if progress.time <= self._last_time(peer, self._now):
             return False
         self._lose(peer, progress.time)
-        put_last(self.left, peer, None, _MAX_REMEMBERED)
+        put_last(self.left, peer, progress.epoch, _MAX_REMEMBERED)
         return True
 
     def _last_time(self, peer: PeerID, now: float, *, direct: bool = True) -> float:

@@ -183,8 +183,12 @@ def test_steps_alone_for_a_few_seconds_are_no_warning() -> None:
     sim.run(main, seed=33)
 
 
-def test_who_ends_a_run_alone_after_steps_with_others_says_so() -> None:
-    """A program that was frozen while the others ended the run made the last steps alone, and held other weights."""
+@pytest.mark.parametrize("how", ["dies", "leaves", "ends"])
+def test_who_ends_a_run_alone_after_steps_with_others_says_so(how: str) -> None:
+    """A program that was frozen while the others ended the run made the last steps alone, and held other weights.
+
+    If the other one leaves in the middle of the run, it has ended nothing.
+    """
 
     async def main() -> None:
         run = Run(target=8)
@@ -204,11 +208,16 @@ def test_who_ends_a_run_alone_after_steps_with_others_says_so() -> None:
         }
         while trainer.participant.epoch < 6:
             await sim.sleep(0.5)
+        if how == "ends":
+            run.swarm.stall("p1", 40.0)
+            await asyncio.wait([tasks["p0"]])
+        if how != "dies":
+            await run.swarm.run_on("p0", run.swarm.peer("p0").participant.close)
         run.swarm.crash("p0")
         await asyncio.wait([tasks["p1"]])
         assert trainer.finished
-        assert len(told) == 1
-        assert re.search(r"ended at epoch 12, and after epoch [5-8] ", told[0])
+        assert len(told) == (how != "leaves")
+        assert all(re.search(r"ended at epoch 12, and after epoch [5-8] ", message) for message in told)
         await run.close()
 
     sim.run(main, seed=33)

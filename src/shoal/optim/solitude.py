@@ -8,6 +8,7 @@ for `PATIENCE_S`. Peers that start together often take a first step each before 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -138,6 +139,7 @@ class Solitude:
         self._digest, self._searches, self._missing = digest, searches, missing
         self._epoch: int | None = None  # of the last step, if it was taken alone
         self._together: int | None = None  # of the last state that this peer had with others
+        self._others = frozenset[PeerID]()  # who were known then
         self.told = False
 
     async def watch(self) -> None:
@@ -171,7 +173,8 @@ class Solitude:
     def stepped(self, epoch: int, peers: int) -> None:
         """A step was taken by so many peers."""
         if peers > 1:
-            self.told, self._epoch, self._together = False, None, epoch
+            self.told = False
+            self._were_here(epoch)
             return
         self._epoch = epoch
         others = len(self._known.peers)
@@ -179,19 +182,24 @@ class Solitude:
 
     def took_over(self, epoch: int) -> None:
         """The state of others, of this epoch, was taken over."""
-        self._epoch, self._together = None, epoch
+        self._were_here(epoch)
+
+    def _were_here(self, epoch: int) -> None:
+        self._epoch, self._together, self._others = None, epoch, frozenset(self._known.peers)
 
     def ended(self, epoch: int) -> None:
         """The run is over here. A peer that stood still while the others ended it has made its last steps alone.
 
         So has one that came when they were about to leave. A short run may end before anything else would be told.
+        Those who said that they leave, and had no later state than this peer had with them, have ended nothing.
         """
         if self._epoch is None or self.told:
             return
-        if self._together is None:
+        together = self._together
+        if together is None:
             self._tell()
-        else:
-            self._notices.ended_alone(self._together, epoch)
+        elif any(self._known.left.get(peer, math.inf) > together for peer in self._others):
+            self._notices.ended_alone(together, epoch)
 
     @property
     def reasons(self) -> tuple[str, ...]:

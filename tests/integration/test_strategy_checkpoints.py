@@ -22,7 +22,7 @@ from shoal.optim.outer import OuterTrainingState
 from shoal.optim.own_state import OwnState
 from shoal.optim.training_state import TrainingState
 from shoal.peer import PeerID
-from shoal.strategies import DiLoCo, Strategy, StreamingDiLoCo
+from shoal.strategies import DiLoCo, Strategy, StreamingDiLoCo, Synchronous
 from tests.integration.scripts import digest
 from tests.unit.test_outer_interrupts import code, interrupt
 
@@ -127,18 +127,36 @@ def test_fragments_keep_their_names_when_other_weights_are_loaded(dht: shoal.DHT
         assert states(swarm) == named
 
 
-def test_a_state_of_a_synchronous_run_begins_the_first_interval(dht: shoal.DHT) -> None:
-    """Its epochs are no merges."""
+@pytest.mark.parametrize(("of", "here"), [(Synchronous(), DiLoCo(4)), (STREAMING, Synchronous())], ids=["to", "from"])
+def test_a_checkpoint_of_a_run_that_does_not_merge_is_refused(
+    dht: shoal.DHT, tmp_path: Path, of: Strategy, here: Strategy
+) -> None:
+    """Its epochs were taken for merges, its schedule moved `every` times as far, and the inner moments were gone."""
     model = network(0)
-    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
-    with shoal.Optimizer(
-        dht=dht, run_id="before", batch_size_per_step=4, optimizer=inner, target_batch_size=4
-    ) as swarm:
-        train(swarm, model, 3)
+    with begin(dht, model, of, target_batch_size=4 if of.merging is None else None) as swarm:
+        train(swarm, model, 5)
+        swarm.save(tmp_path)
+    with begin(dht, network(1), here, target_batch_size=4 if here.merging is None else None) as swarm:
+        with pytest.raises(ConfigError, match=r"it is of a run whose peers .*, and here they .* another folder$"):
+            swarm.resume(tmp_path)
+        assert swarm.local_epoch == 0
+
+
+def test_a_state_of_a_synchronous_run_begins_the_first_interval(dht: shoal.DHT) -> None:
+    """Its epochs are no merges; the schedule stood still for as many batches as it had epochs."""
+    model, warned = network(0), list[str]()
+    dht.events.subscribe(lambda event: warned.append(event.message) if isinstance(event, Warned) else None)
+    with begin(dht, model, Synchronous(), target_batch_size=4) as swarm:
+        train(swarm, model, 12)
         saved = copy.deepcopy(swarm.state_dict())
-    with begin(dht, model, STREAMING) as swarm:
+    with begin(dht, model, STREAMING, scheduler=lambda inner: LinearLR(inner, 0.1, total_iters=40)) as swarm:
         swarm.load_state_dict(saved)
         assert [(each.epoch, each.training.epoch) for each in swarm._participants] == [(0, 0), (0, 0)]
+        train(swarm, model, 1)
+        assert swarm.param_groups[0]["lr"] == pytest.approx(0.1 * (0.1 + 0.9 / 40))
+    assert [message.partition(":")[0] for message in warned if "averages gradients" in message] == [
+        "the state that was loaded is of a run that averages gradients"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -862,6 +862,11 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             for each, before, name in zip(self._participants, replaced, names, strict=True):
                 each.own.loaded(before, name, unchanged=unchanged)
         self._tell_loaded()
+        if where is not None and where[0].epoch and names[0] is None:
+            self._warn(
+                "the state that was loaded is of a run that averages gradients: its epochs are no merges, so this run "
+                "begins at epoch 0, and so does its schedule"
+            )
 
     def _loading(self) -> list[Replaced]:
         """The state of each fragment is forgotten, as another one is loaded (under the lock)."""

@@ -411,7 +411,7 @@ class LocalSteps(LocalTrainingState):
         """See `TrainingState.end`. What was trained after the last merge is nobody else's, as is the schedule."""
         super().end(state)
         self.go_back()
-        self._set_schedule_back(self.scheduled)
+        self._set_schedule_back()
         self.follow_schedule()
 
     @property
@@ -426,14 +426,14 @@ class LocalSteps(LocalTrainingState):
 
     def follow_schedule(self) -> None:
         """Move the schedule to where the run is."""
-        if self.scheduled != self._stands_at:  # a state was loaded that was saved in the middle of an interval
-            self._set_schedule_back(2 * (self.merging.steps or 0))  # or of an overlap, when batches count on
+        if self.scheduled != self._stands_at:  # a state was loaded: of the middle of an interval, or of another run
+            self._set_schedule_back()
         self._move_schedule(self._run_is_at)
         self._stands_at = self.scheduled
 
-    def _set_schedule_back(self, most: int) -> None:
-        """Let the schedule begin anew if it is ahead of the run, by so many steps at most."""
-        if 0 < self.scheduled - self._run_is_at <= most:
+    def _set_schedule_back(self) -> None:
+        """Let the schedule begin anew if it is ahead of the run."""
+        if self.scheduled > self._run_is_at:
             self._restart_schedule()
 
     @property

@@ -11,6 +11,7 @@ import concurrent.futures
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import permutations
 from pathlib import Path
 
 from shoal.averager import TensorLock
@@ -31,6 +32,9 @@ _LAST_S = 600.0
 
 _SAME = ("tensors", "optimizer", "parameter names", "frozen tensors")
 """The settings in which a checkpoint must be equal, as far as both are known; the others may have been changed."""
+
+_STEPS = {"target_batch_size": "average gradients", "strategy": "merge"}
+"""A run has one of these settings, by the way in which its peers come to an epoch."""
 
 
 class Saver:
@@ -192,6 +196,14 @@ class Saver:
             here, there = settings.get(name), saved.settings.get(name)
             if None not in (here, there) and here != there:
                 raise misfit(saved, f"{name} is {there} there and {here} here")
+        for there, here in permutations(_STEPS):
+            if there in saved.settings and here in settings and there not in settings:
+                raise misfit(
+                    saved,
+                    f"it is of a run whose peers {_STEPS[there]}, and here they {_STEPS[here]}: its epochs and its "
+                    "optimizer's state are others",
+                    do="To begin with its weights, load its model.safetensors into the model, and give",
+                )
         return saved
 
     def resumed(self, folder: Path, saved: Saved | None, epoch: int) -> None:
@@ -202,12 +214,14 @@ class Saver:
         self._emit(Resumed(run_id=self._run_id, epoch=epoch, folder=str(folder), path=path))
 
 
-def misfit(saved: Saved, why: str) -> ConfigError:
-    """The error for a checkpoint that is not of this model or optimizer."""
-    return ConfigError(
-        f"the checkpoint {saved.path} does not fit: {why}. Give the model and the optimizer that it was saved with "
-        "(and the same grad_averager_factory), or another folder"
-    )
+def misfit(
+    saved: Saved,
+    why: str,
+    *,
+    do: str = "Give the model and the optimizer that it was saved with (and the same grad_averager_factory), or",
+) -> ConfigError:
+    """The error for a checkpoint that is not of this model or optimizer, or of another kind of run."""
+    return ConfigError(f"the checkpoint {saved.path} does not fit: {why}. {do} another folder")
 
 
 def saver_of(

@@ -120,9 +120,8 @@ def test_every_mode_trains(mode: str, peers: int, clients: int) -> None:
         assert optimizer.local_progress.epoch == total_epochs
         assert optimizer.state_averager.scheduler._step_count == total_epochs + 1
         optimizer.dht.shutdown()
-    if peers == 1:
-        expected = target_batch_size * total_epochs
-        assert expected <= done[0][1] <= 1.2 * expected + 4
+    if peers == 1:  # hivemind allows 1.2 times as many
+        assert done[0][1] == target_batch_size * total_epochs
     first.shutdown()
 
 

@@ -119,14 +119,21 @@ def test_a_delayed_run_equals_one_process_that_is_one_step_late(peers: int) -> N
 
 
 def test_a_delayed_peer_alone_is_not_late() -> None:
-    """It has nothing to wait for: each step is of the state before it, as without delay."""
+    """It has nothing to wait for: each step is of the state before it, as without delay.
+
+    It went on with its batches while it looked for others before its first step: with one that takes a second, or with
+    as many as take no time.
+    """
 
     async def main() -> list[torch.Tensor]:
         run = Run(target=BATCH)
+        await run.add("stranger", run_id="other")
         trainer = await run.add("p0", **MODES["delayed"])
+        trainer.index = 0
         await sim.sleep(3.0)
         for _ in range(8):
             await trainer.take_batch(BATCH, duration_s=1.0)
+        assert trainer.participant.epoch == 8
         await run.close()
         return [parameter.detach() for parameter in trainer.parameters]
 

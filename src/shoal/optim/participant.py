@@ -142,6 +142,7 @@ class Participant:
         self._rounds = Rounds(core.env, self._look_and_tell, self._news)
         self._tasks = Tasks(self._fail)
         self._told_at = -math.inf
+        self._work = Work.WAIT  # of the background task, now
         self._asked = False  # the trainer has come to its first step
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
@@ -418,8 +419,10 @@ class Participant:
                 self._fetching.observe(claimed, self.settings.state_patience_s if begin else None, self._now())
             self._gossip.tell(view, now=machine.phase is RunPhase.AVERAGING)
             alone = machine.phase is RunPhase.AVERAGING and self._outlook.alone(view)
-            match machine.work(self._situation(view), alone=alone, nobody=len(view.peers) == 1):
+            self._work = machine.work(self._situation(view), alone=alone, nobody=len(view.peers) == 1)
+            match self._work:
                 case Work.AVERAGE_GRADIENTS:
+                    self._moves.notify()  # a trainer that goes on while gradients are averaged has waited until here
                     await self._average()
                 case Work.AVERAGE_STATES:
                     await self._average_states()
@@ -602,7 +605,8 @@ class Participant:
     def _trainer_waits(self) -> bool:
         if self._closed or self.failure is not None:
             return False
-        goes_on = self.settings.delay_grad_averaging and not self.training.waits
+        averages = self._work is Work.AVERAGE_GRADIENTS  # else it is not known yet that this peer does not step alone
+        goes_on = averages and self.settings.delay_grad_averaging and not self.training.waits
         return self._machine.trainer_waits(
             for_round=not goes_on,
             for_states=self.at_end or not self.settings.delay_state_averaging,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -190,20 +191,56 @@ def test_the_inner_optimizers_own_step_is_refused() -> None:
         inner.step()  # it is the user's again
 
 
-def test_one_inner_optimizer_given_to_two_runs_is_refused() -> None:
+def test_a_hook_of_the_inner_optimizer_is_told_that_it_comes_within_a_step() -> None:
+    """`state_dict()` in it waited for the step that it was called in, for ever."""
+    model = torch.nn.Linear(2, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    said: list[str] = []
+    with shoal.DHT(start=True) as dht, swarm_of(dht, model, optimizer=inner) as swarm:
+
+        def hook(*_: object) -> None:
+            for call in (swarm.state_dict, swarm.eval, swarm.train):
+                with pytest.raises(LocalError) as raised:
+                    call()
+                said.append(str(raised.value))
+
+        inner.register_step_post_hook(hook)
+        backward(model)
+        swarm.step()
+        assert swarm.local_epoch == 1
+    assert said == [
+        f"{name}() is called within the inner optimizer's step: call it between two steps"
+        for name in ("state_dict", "eval", "train")
+    ]
+
+
+def test_one_model_given_to_two_runs_is_refused() -> None:
     """Each run's step was undone by the other's; and one shoal.Optimizer was taken for the inner one of another."""
     model = torch.nn.Linear(2, 1)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     with shoal.DHT(start=True) as dht:
         with swarm_of(dht, model, optimizer=inner) as swarm:
-            with pytest.raises(ConfigError, match=r"in use by another shoal\.Optimizer, of run 'run'"):
-                swarm_of(dht, model, optimizer=inner, run_id="other")
+            for again in (inner, torch.optim.Adam(model.parameters())):
+                with pytest.raises(ConfigError, match=r"another shoal\.Optimizer trains, of run 'run'"):
+                    swarm_of(dht, model, optimizer=again, run_id="other")
             with pytest.raises(ConfigError, match=r"optimizer is a shoal\.Optimizer itself, of run 'run'"):
                 swarm_of(dht, model, optimizer=swarm, run_id="other")
         with swarm_of(dht, model, optimizer=inner, run_id="other") as swarm:
             backward(model)
             swarm.step()
             assert swarm.local_epoch == 1
+
+
+def test_a_model_that_was_converted_is_not_saved(tmp_path: Path) -> None:
+    """`save_last()` wrote weights of another dtype under the name of the run's state: the next start was refused."""
+    model = torch.nn.Linear(2, 1)
+    with shoal.DHT(start=True) as dht, swarm_of(dht, model, checkpoint=tmp_path, save_every=100) as swarm:
+        backward(model)
+        swarm.step()
+        model.to(torch.bfloat16)
+        with pytest.raises(ConfigError, match=r"is torch\.bfloat16 now, and was torch\.float32"):
+            swarm.save_last()
+        assert not list(tmp_path.iterdir())
 
 
 def test_a_state_loaded_into_the_inner_optimizer_is_told() -> None:

@@ -252,6 +252,25 @@ def test_what_is_too_large_for_the_parameters_dtype_is_cut() -> None:
     assert parameter.tolist() == [-65504.0 / 2] * 3
 
 
+@pytest.mark.parametrize("by_others", [True, False])
+def test_a_parameter_that_is_frozen_here_and_moved_by_others_is_told(*, by_others: bool) -> None:
+    """Nothing was said, and the layer that was to stay as it is went on to change. Frozen on all peers, it stays."""
+    training, (first, frozen) = state((3,), (2,))
+    told: list[str] = []
+    events = EventBus()
+    events.subscribe(lambda event: told.append(event.message) if isinstance(event, Warned) else None)
+    notices = Notices(events, "run")
+    frozen.requires_grad_(False)
+    for _ in range(4):
+        accumulate(training, [first], 1.0, 4)
+        training.accumulators[1].fill_(float(by_others))
+        training.use_accumulators()
+        training.step(absent=set() if by_others else {1})
+        notices.stepped(training)
+    assert frozen.tolist() == [-4.0 * by_others] * 2
+    assert [message.split(" (")[0] for message in told] == ["trained parameter 1 is frozen here"] * by_others
+
+
 def test_other_parameters_than_at_the_beginning_are_refused() -> None:
     """They would be stepped with this peer's own gradients, and the swarm's states drift apart."""
     first, frozen = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))

@@ -122,6 +122,8 @@ class Notices:
         # If peers merge, there are two optimizers; of the inner one nothing travels.
         if training.kept_back is not None and self._note("kept back", value=True):
             self.warn(training.kept_back)
+        if training.frozen_here is not None and self._note("frozen here", value=True):
+            self.warn(training.frozen_here)
 
     def alone(self, epoch: int | None, reasons: Iterable[str]) -> None:
         """This peer trains alone; `epoch` is the one that it made so, if it has made one."""

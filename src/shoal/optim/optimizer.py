@@ -7,7 +7,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack
@@ -802,8 +802,11 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         """The inner optimizer's state dict, and under `"shoal"` where the run stands; plain torch does without that.
 
         If peers merge, the anchor and the outer optimizer are under `"shoal"`, too.
+
+        Raises:
+            LocalError: a hook of the inner optimizer calls it, within a step.
         """
-        with self._lock.acquire_in_thread():
+        with self._between_steps("state_dict"):
             state, training = self._state, self._training
             name = {"epoch": state.epoch, "digest": state.digest.hex(), "samples": state.samples}
             where = {**name, "scheduled": training.scheduled, "fingerprint": fingerprint(training)}
@@ -896,7 +899,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             The path of the checkpoint, a folder in that folder.
 
         Raises:
-            ConfigError: the folder cannot be written, or the state cannot be saved (it holds NaN, for example).
+            ConfigError: the folder cannot be written, or the state cannot be saved (it holds NaN, or the model was
+                converted to another dtype).
             LocalError: `step` is running in another thread.
         """
         place = path("folder", folder)
@@ -934,6 +938,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
 
     def _copy(self, memory: Files | None = None) -> Content:
         with self._lock.acquire_in_thread():
+            self._training.check_dtypes()
             state, described = export(self._participants), places(fragments_of(self._training))
             model = {} if self._model is None else self._model.to_save()
             settings = self._participant.settings.fingerprint
@@ -1005,13 +1010,19 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         Call this one instead of the inner optimizer's: its way back rounds, and this peer's weights would differ from
         the others'. Until `train` it keeps a copy of the parameters, which newcomers are given, and `step` raises.
         """
-        with self._lock.acquire_in_thread():
+        with self._between_steps("eval"):
             self._training.evaluate()
 
     def train(self) -> None:
         """Put the weights to train with in place again, with the bits that they had."""
-        with self._lock.acquire_in_thread():
+        with self._between_steps("train"):
             self._training.train()
+
+    def _between_steps(self, caller: str) -> AbstractContextManager[bool]:
+        """Hold the lock of the parameters. Hooks of the inner optimizer would wait for themselves."""
+        if self._lock.held_by_this_thread:
+            raise LocalError(f"{caller}() is called within the inner optimizer's step: call it between two steps")
+        return self._lock.acquire_in_thread()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while it is made: the tensors of a run are fixed.
@@ -1148,10 +1159,14 @@ def _free(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
             f"optimizer is a shoal.Optimizer itself, of run {inner.run_id!r}: call its shutdown(), and give the torch "
             "optimizer that it was made with"
         )
-    other = _run_of.get(inner, lambda: None)()
-    if other is not None and not other._left and other.dht.is_alive():  # noqa: SLF001
-        raise ConfigError(
-            f"optimizer is in use by another shoal.Optimizer, of run {other.run_id!r}: make one, of other parameters, "
-            "for each run; or call shutdown() of that shoal.Optimizer first"
-        )
+    trained = {id(each) for group in inner.param_groups for each in group["params"] if each.requires_grad}
+    for made in list(_run_of.values()):
+        other = made()
+        if other is None or other._left or not other.dht.is_alive():  # noqa: SLF001
+            continue
+        if any(id(each) in trained for each in other._training.trained):  # noqa: SLF001
+            raise ConfigError(
+                f"optimizer has parameters that another shoal.Optimizer trains, of run {other.run_id!r}: make one, of "
+                "other parameters, for each run; or call shutdown() of that shoal.Optimizer first"
+            )
     return inner

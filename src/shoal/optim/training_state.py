@@ -38,6 +38,9 @@ __all__ = ["PreparedState", "TrainingState", "not_finite"]
 
 _WIDE = (torch.float32, torch.float64)
 
+_FROZEN_FOR = 3
+"""Steps in a row in which others move what is frozen here. Peers may freeze it with some batches between them."""
+
 
 class PreparedState(NamedTuple):
     """A state that was looked at whole, and can be taken over.
@@ -80,6 +83,7 @@ class TrainingState:
         schedule_error: why the schedule does not follow the epochs any more (a `OneCycleLR` has an end): the learning
             rates stay as they are; None if it does.
         kept_back: says what the optimizer keeps and newcomers cannot be given; None if nothing was seen.
+        frozen_here: says which trained parameter is frozen here only, so that the steps move it; None if none is.
         evaluations: how often weights to evaluate with were put into their place.
         stepping: whether the optimizer takes a step of the swarm now.
         steps_on_host: whether the step is taken on the CPU, wherever the parameters are.
@@ -144,6 +148,8 @@ class TrainingState:
         self.broken: str | None = None
         self.step_error: str | None = None
         self.kept_back: str | None = None
+        self.frozen_here: str | None = None
+        self._frozen_steps = 0
         self.epoch, self.whole, self.stepping = 0, True, False
         self._steps_of_schedule = 0
         self.schedule_error: str | None = None
@@ -295,23 +301,28 @@ class TrainingState:
                 f"the optimizer has {len(listed)} parameters, and had {len(known)} when the run began: make a new "
                 "shoal.Optimizer to train others"
             )
-        for index, (parameter, before, dtype) in enumerate(zip(listed, known, self._dtypes, strict=True)):
+        for index, (parameter, before) in enumerate(zip(listed, known, strict=True)):
             if parameter is not before:
                 raise ConfigError(
                     f"parameter {index} of the optimizer was replaced since the run began: make a new shoal.Optimizer "
                     "to train others"
                 )
-            if parameter.dtype is not dtype:
-                raise ConfigError(
-                    f"parameter {index} of the optimizer is {parameter.dtype} now, and was {dtype} when the run began: "
-                    "convert the model before, or make a new shoal.Optimizer"
-                )
+        self.check_dtypes()
         for parameter in self._frozen:
             if parameter.requires_grad:
                 index = next(i for i, each in enumerate(known) if each is parameter)
                 raise ConfigError(
                     f"parameter {index} of the optimizer requires a gradient, and did not when the run began: unfreeze "
                     "it before, or make a new shoal.Optimizer"
+                )
+
+    def check_dtypes(self) -> None:
+        """Raise `ConfigError` if a parameter has another dtype than when the run began: no peer can take that over."""
+        for index, (parameter, dtype) in enumerate(zip(self.parameters, self._dtypes, strict=True)):
+            if parameter.dtype is not dtype:
+                raise ConfigError(
+                    f"parameter {index} of the optimizer is {parameter.dtype} now, and was {dtype} when the run began: "
+                    "convert the model before, or make a new shoal.Optimizer"
                 )
 
     def absent(self) -> bytes:
@@ -448,11 +459,23 @@ class TrainingState:
             # A gradient that came after its peer had joined the round is in the average.
             if index < len(self.trained) and not self.accumulators[index].count_nonzero():
                 self.trained[index].grad = None
+        self._look_for_frozen()
         clip = self._clip_factor()
         self.epoch += 1
         if clip < 1:
             torch._foreach_mul_([grad for each in self.trained if (grad := each.grad) is not None], clip)
         self._step_watched()
+
+    def _look_for_frozen(self) -> None:
+        """Look whether the step is about to move what the user has frozen on this peer."""
+        pairs = enumerate(zip(self.trained, self._sum.given, strict=True))
+        moved = [i for i, (each, mine) in pairs if not (each.requires_grad or mine) and each.grad is not None]
+        self._frozen_steps = self._frozen_steps + 1 if moved else 0
+        if self._frozen_steps == _FROZEN_FOR:
+            self.frozen_here = (
+                f"trained parameter {moved[0]} is frozen here (requires_grad=False), and the swarm's steps go on to "
+                "change it, because other peers train it: freeze it on all peers, or on none"
+            )
 
     def _clip_factor(self) -> float:
         """The factor that brings the average down to `max_grad_norm`, as `torch.nn.utils.clip_grad_norm_` does."""

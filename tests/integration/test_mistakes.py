@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -290,12 +291,17 @@ def test_nothing_is_loaded_after_the_shutdown() -> None:
             swarm.load_state_dict(saved)
 
 
-def test_a_step_under_inference_mode_is_refused() -> None:
-    """It was taken, and a later step failed within torch: tensors of that mode cannot be changed outside of it."""
+def test_what_changes_tensors_under_inference_mode_is_refused(tmp_path: Path) -> None:
+    """A later step failed within torch: tensors of that mode cannot be changed outside of it."""
     model = torch.nn.Linear(2, 1)
-    with shoal.DHT(start=True) as dht, swarm_of(dht, model) as swarm:
+    with shoal.DHT(start=True) as dht:
+        with torch.inference_mode(), pytest.raises(ConfigError, match=r"shoal\.Optimizer\(\) was made within"):
+            swarm_of(dht, model)
+        swarm = swarm_of(dht, model)
+        saved = swarm.state_dict()
         backward(model)
-        with torch.inference_mode(), pytest.raises(ConfigError, match="inference_mode"):
-            swarm.step()
+        for call in (swarm.step, partial(swarm.load_state_dict, saved), partial(swarm.resume, tmp_path)):
+            with torch.inference_mode(), pytest.raises(ConfigError, match=r"called within torch\.inference_mode"):
+                call()
         swarm.step()
         assert swarm.local_epoch == 1

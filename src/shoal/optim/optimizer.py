@@ -610,8 +610,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         return found if closure is None else loss
 
     def _step(self, closure: Callable[[], Any] | None, batch_size: int | None) -> Any:
-        if torch.is_inference_mode_enabled():
-            raise ConfigError("step() was called within torch.inference_mode(), where nothing can be trained: leave it")
+        _check_mode("step() was called")
         check_closure(closure)
         if self._inner_groups is not self._training.optimizer.param_groups:
             raise ConfigError(
@@ -828,6 +827,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             ClosedError: the optimizer or its DHT was shut down.
         """
         self._check_open()
+        _check_mode("load_state_dict() was called")
         with self._one_step.acquire_in_thread(timeout_s=0.0) as alone:
             if not alone:  # the change that the step has made ready is of the state before
                 raise LocalError("load_state_dict() is called while step() is running: call it between two steps")
@@ -963,6 +963,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             ClosedError: the optimizer or its DHT was shut down.
         """
         self._check_open()
+        _check_mode("resume() was called")
         with self._one_step.acquire_in_thread(timeout_s=0.0) as alone:
             if not alone:
                 raise LocalError("resume() is called while step() is running: call it between two steps")
@@ -1073,6 +1074,11 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         return f"Optimizer(run_id={self.run_id!r}, epoch={self.local_epoch}, inner={self._training.optimizer!r})"
 
 
+def _check_mode(what: str) -> None:
+    if torch.is_inference_mode_enabled():
+        raise ConfigError(f"{what} within torch.inference_mode(), where nothing can be trained: leave it")
+
+
 async def _leave_all(participants: Sequence[Participant]) -> None:
     await asyncio.gather(*(each.close() for each in participants))
 
@@ -1126,6 +1132,7 @@ def _inner(
     params: Any, optimizer: Any, offloads: bool | None, *, local: bool
 ) -> tuple[torch.optim.Optimizer, Offload | None]:
     """The torch optimizer, and what lends its parameters host memory, if it is to step there."""
+    _check_mode("shoal.Optimizer() was made")
     if local and offloads is not None and flag("offload_optimizer", offloads):
         raise ConfigError(
             "offload_optimizer=True does not go with use_local_updates=True, which steps after each batch: all "

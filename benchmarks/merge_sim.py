@@ -102,6 +102,17 @@ class Trainer:
         return phase is RunPhase.BEHIND and fragment.stands_still
 
 
+def come_late(participant: Participant, rng: random.Random, most_s: float) -> None:
+    """Let it come late to each merge, by a time of up to `most_s` that is drawn."""
+    average = participant._average  # noqa: SLF001 (nothing else delays it)
+
+    async def averages() -> None:
+        await sleep(rng.uniform(0.0, most_s))
+        await average()
+
+    participant._average = averages  # type: ignore[method-assign]  # noqa: SLF001
+
+
 class Merge(NamedTuple):
     """A merge of the main line: when it was told of first, its number, its samples, and its members."""
 
@@ -185,6 +196,8 @@ class Scene:
         for number, fragment in enumerate(fragments):
             ours = settings if merging is None else fragment_settings(settings, merging, number)
             participants.append(Participant(core, fragment, ours, lock=lock, compression=CODEC))
+            if args.late and int(host.name[1:]) % 4 == 0:
+                come_late(participants[-1], host.env.rng, args.late)
         for participant in participants:
             await participant.start()
         return Trainer(training, participants, self.batch_s[host.name])
@@ -394,6 +407,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-s", type=float, default=1.0)
     parser.add_argument("--numel", type=int, default=65536, help="parameters that are simulated")
     parser.add_argument("--half-life", type=float, default=10.0, help="minutes")
+    parser.add_argument("--late", type=float, default=0.0, help="seconds by which every fourth peer is late, at most")
     parser.add_argument("--minutes", type=float, default=5.0, help="that are measured, of virtual time")
     parser.add_argument("--warm-up", type=float, default=2.0, help="times `every` batches, before it is measured")
     parser.add_argument("--limit", type=float, default=15.0, help="minutes of processor time for each number of peers")

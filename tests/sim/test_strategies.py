@@ -389,8 +389,36 @@ def test_a_peer_that_does_not_come_holds_up_no_merge_of_a_quorum() -> None:
     sim.run(main, seed=4)
 
 
+def test_two_that_come_late_to_a_merge_make_none_of_their_own() -> None:
+    """They did, if they were a quorum: what they gave to it was lost with their state, the worse one of two."""
+
+    async def main() -> None:
+        run, names = Run(target=1), [f"p{number}" for number in range(6)]
+        for name in names:
+            await run.add(name, strategy=Decoupled(4, fragments=1, quorum=2))
+        await sim.sleep(3.0)
+        for name in names[:2]:
+            participant = run.trainers[name].participant
+
+            async def come_late(average: Callable[[], Awaitable[None]] = participant._average) -> None:
+                await sim.sleep(1.0)
+                await average()
+
+            participant._average = come_late  # type: ignore[method-assign]
+        for number, name in enumerate(names):
+            work = run.trainers[name].train(BATCH, duration_s=2.0 + 0.01 * number, until=lambda: False)
+            run.swarm.spawn(name, work)
+        await sim.sleep(60.0)
+        told = {(epoch, digest) for trainer in run.trainers.values() for _, epoch, _, digest in trainer.epochs}
+        assert len(told) == max(epoch for epoch, _ in told) >= 5
+        assert run.trainers["p0"].participant.contribution.contributed > 0
+        await run.close()
+
+    sim.run(main, seed=4)
+
+
 def test_a_quorum_waits_for_as_long_as_others_come() -> None:
-    """Half a second after the last one of them, while merges are short."""
+    """Half a second after the last one of them, while merges are short; and for more than half of all."""
 
     async def main() -> None:
         run, names = Run(target=1), ["p0", "p1", "p2"]
@@ -399,7 +427,7 @@ def test_a_quorum_waits_for_as_long_as_others_come() -> None:
         await sim.sleep(3.0)
         participant: Any = run.trainers["p0"].participant
         averager = participant._averager
-        search = SimpleNamespace(joined_at=asyncio.get_running_loop().time(), meet=lambda *_, **__: None)
+        search = SimpleNamespace(joined_at=asyncio.get_running_loop().time(), size=1, meet=lambda *_, **__: None)
         participant._averager = search
         found = []
         for come in (False, True, False, False):
@@ -407,7 +435,9 @@ def test_a_quorum_waits_for_as_long_as_others_come() -> None:
                 search.joined_at = asyncio.get_running_loop().time()
             found.append(len(participant._awaited()))
             await sim.sleep(0.3)
-        assert found == [2, 2, 2, 0]
+        search.size = 2
+        found.append(len(participant._awaited()))
+        assert found == [2, 2, 2, 2, 0]
         participant._averager = averager
         await run.close()
 

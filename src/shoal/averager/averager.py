@@ -131,6 +131,11 @@ class Averager:
         return self._finder.looking
 
     @property
+    def size(self) -> int:
+        """The size of the group that joins us in this search, including this peer; 0 between searches."""
+        return self._finder.matchmaker.size
+
+    @property
     def joined_at(self) -> float:
         """When a peer joined us last in this search for a group, or it began (loop time, seconds)."""
         return self._finder.matchmaker.joined_at

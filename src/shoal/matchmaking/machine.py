@@ -196,6 +196,11 @@ class GroupMachine:
         return self._expiration, self._me
 
     @property
+    def size(self) -> int:
+        """The size of the group as it is now, including this peer."""
+        return self._followers.size
+
+    @property
     def joined_at(self) -> float:
         """When the last peer joined; when the search began if none has (loop time, seconds)."""
         return self._poller.joined_at

@@ -159,6 +159,11 @@ class Matchmaker:
     # --------------------------------------------------------------------------------------------------- the work
 
     @property
+    def size(self) -> int:
+        """The size of the group that joins us in this search, including this peer; 0 between searches."""
+        return 0 if self._search is None else self._search.machine.size
+
+    @property
     def joined_at(self) -> float:
         """When a peer joined us last in this search, or it began (loop time, seconds); -infinity between searches."""
         return -math.inf if self._search is None else self._search.machine.joined_at

@@ -489,10 +489,14 @@ class Participant:
             await self._take_step_of(result, said)
 
     def _awaited(self) -> frozenset[PeerID]:
-        """The peers that our search waits for now: nobody once none has come for as long as the pace allows."""
-        if self._now() > self._averager.joined_at + self._pace.patience_s():
-            return frozenset()
-        return self._attendance.wait_for(self.view().together - {self.core.peer_id}, self._now())
+        """The peers that our search waits for now: nobody once none has come for as long as the pace allows.
+
+        A smaller part of those that are here waits for the others even then: the larger part may have begun without it,
+        and soon has a better state than the one that it would make.
+        """
+        awaited = self._attendance.wait_for(self.view().together - {self.core.peer_id}, self._now())
+        late = self._now() > self._averager.joined_at + self._pace.patience_s()
+        return frozenset() if late and 2 * self._averager.size > 1 + len(awaited) else awaited
 
     def _said(self, check: Check | None = None) -> Said:
         training = self.training

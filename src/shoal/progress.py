@@ -32,7 +32,7 @@ from shoal.bounded import bound, put_last
 from shoal.peer import PeerID
 from shoal.wire import Progress, Standing
 
-__all__ = ["StateKey", "SwarmProgress", "SwarmView", "bound", "settings_difference"]
+__all__ = ["RELAYED_S", "StateKey", "SwarmProgress", "SwarmView", "bound", "settings_difference"]
 
 _SHOWN = 120
 _FIRST = "strategy", "optimizer"
@@ -41,7 +41,7 @@ _FIRST = "strategy", "optimizer"
 _MAX_REMEMBERED = 4096
 _TRIES = 2
 _ASIDE_S, _LONGEST_ASIDE_S = 60.0, 960.0
-_RELAYED_S = 3.0
+RELAYED_S = 3.0
 """A peer's word about other peers holds for so long: by then they have written it to the DHT themselves."""
 
 _ON_ITS_WAY_S = 0.5
@@ -238,7 +238,7 @@ class SwarmProgress:
             self._relayed[other.peer] = progress, now
             news = True
             if self._seen is not None:
-                self._seen.until = min(self._seen.until, now + _RELAYED_S)
+                self._seen.until = min(self._seen.until, now + RELAYED_S)
                 if not self._seen.takes(progress):
                     self._seen = None
         return news
@@ -253,7 +253,7 @@ class SwarmProgress:
         if (relayed := self._relayed.get(peer)) is None:
             return own
         progress, at = relayed
-        return progress if progress.time > own.time and now - at <= _RELAYED_S else own
+        return progress if progress.time > own.time and now - at <= RELAYED_S else own
 
     def standings(self, mine: Progress, now: float, *, told: bool = True) -> list[Standing]:
         """The known samples of the peers at the same state as this peer; unless `told`, only by their own words."""
@@ -459,7 +459,7 @@ class SwarmProgress:
     def _changes_at(self, now: float) -> float:
         """Return when the swarm looks different though nobody has said anything: local time, seconds."""
         until = [word.at + self.ttl_s for word in self._known.values()]
-        until += [at + _RELAYED_S for _, at in self._relayed.values() if now - at <= _RELAYED_S]
+        until += [at + RELAYED_S for _, at in self._relayed.values() if now - at <= RELAYED_S]
         until += [aside for _, aside in self._withheld.values() if aside > now]
         return min(until, default=math.inf)
 

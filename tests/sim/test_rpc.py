@@ -367,6 +367,31 @@ def test_a_host_that_sends_too_many_notes_is_not_read_for_a_while() -> None:
     on_sim(scenario)
 
 
+@pytest.mark.parametrize("talkers", [1, 10])
+def test_a_host_is_held_to_its_share_only_while_all_together_ask_for_too_much(talkers: int) -> None:
+    """In a swarm of hundreds a few say much of the others: their words came seconds late, though most said nothing."""
+
+    async def scenario(net: Net) -> None:
+        limits = msgspec.structs.replace(QUICK, calls_per_host_s=50.0, calls_s=100.0)
+        b = await net.peer("b", limits=limits)
+        taken, loop = list[float](), asyncio.get_running_loop()
+        b.endpoint.take_notes(Say, lambda peer, note: taken.append(loop.time()))
+        b.endpoint.serve(Say, echo)
+        hands = [ByHand(net.transport(f"h{number}"), b.contact) for number in range(20)]
+        links = [await hand.link() for hand in hands]
+        for link in links[:talkers]:
+            await link.write(note_frame("Say", encode(Say("x"))) * 600 + call_frame(1, "Say", encode(Say("x"))))
+        for link in links[:talkers]:
+            await receive(link, Reply)
+        assert len(taken) == 600 * talkers
+        least_s = (600 - 200) / 50 if talkers == 1 else (600 - 200) * talkers / 100
+        assert least_s * 0.8 < taken[-1] - taken[0] < least_s * 1.5
+        for hand in hands:
+            await hand.close()
+
+    on_sim(scenario)
+
+
 @pytest.mark.parametrize("waits", [False, True])
 def test_short_calls_with_long_replies_are_free(waits: bool) -> None:
     """A reply counts beyond 64 KiB: 20 replies with 25 kB more take 1 s each after the first, at 10 calls a second."""

@@ -25,7 +25,7 @@ from shoal.optim.gossip import ProgressGossip
 from shoal.optim.settings import fragment_settings
 from shoal.optim.tellers import Countdown, Order, silence_s
 from shoal.peer import Address, PeerID
-from shoal.progress import StateKey, SwarmProgress
+from shoal.progress import RELAYED_S, StateKey, SwarmProgress
 from shoal.strategies import Merging
 from shoal.tasks import Changes
 from shoal.wire import Contact, Progress, ProgressTold, TellProgress, decode, encode
@@ -454,6 +454,28 @@ def test_keepers_of_parts_tell_each_other_sooner_the_nearer_the_end_is() -> None
         await swarm.tell(samples=9, digest=digest, after_s=0.5)  # 200 peers make 100 samples in half a second
         swarm.say(own[2], digest=digest, samples=5)
         assert await swarm.tell(samples=9, digest=digest, after_s=0.05) == sorted(keepers(digest, other))
+
+    asyncio.run(main())
+
+
+def test_keepers_of_parts_tell_each_other_what_is_new_and_all_of_it_now_and_then() -> None:
+    """They told all of it each time: more than a peer reads from another, so what they knew of each other grew old."""
+
+    async def main() -> None:
+        swarm = Swarm(200)
+        me = swarm.peers[0]
+        digests = (bytes([n]) * 32 for n in range(256))
+        digest = next(each for each in digests if me in keepers(each, parts(each, swarm.peers)[0]))
+        own, _ = parts(digest, swarm.peers)
+
+        for peer in swarm.peers[1:]:
+            swarm.say(peer, digest=digest, samples=0)
+        counts = []
+        for number, after_s in enumerate((2.0, 1.0, 0.2, 0.2, RELAYED_S / 2)):
+            swarm.say(own[1 + number], digest=digest, samples=5)
+            assert await swarm.tell(samples=1, digest=digest, after_s=after_s)
+            counts.append(len(swarm.notes[-1][1].others))
+        assert counts == [199, 1, 1, 1, 199]
 
     asyncio.run(main())
 

@@ -27,7 +27,7 @@ from shoal.events import PeerDropped, Warned
 from shoal.optim.settings import RunSettings
 from shoal.optim.tellers import FEW, KEEPERS, Countdown, Order, look_s, silence_s, write_s
 from shoal.peer import PEER_ID_BYTES, PeerID
-from shoal.progress import StateKey, SwarmProgress, SwarmView, bound
+from shoal.progress import RELAYED_S, StateKey, SwarmProgress, SwarmView, bound
 from shoal.rpc import LOOK_S
 from shoal.tasks import Changes
 from shoal.wire import Contact, Progress, ProgressTold, Standing, TellProgress, Trainers, WhoTrains, decode, encode
@@ -146,6 +146,8 @@ class ProgressGossip:
         self._written = self._twin_wrote = float("-inf")  # in our name: when we, and another peer, wrote last
         self._complete = b""  # the state of which we know that there is enough, and that everybody is here
         self._passed_on, self._passed_at = 0, float("-inf")  # samples, and when the other keepers were told
+        self._passed: dict[PeerID, float] = {}  # the times of the words that they were told
+        self._pass_all_at = float("-inf")
         self._at = self._before = StateKey(0, 0, b"")  # our state, and the one before
         self._renamed_at = float("-inf")
         self._corrected: dict[PeerID, StateKey] = {}  # peers at worse states, and the one of ours that each was told of
@@ -570,7 +572,19 @@ class ProgressGossip:
                 self.look_again(soon)
                 return
             self._passed_at, self._passed_on = now, view.samples
-            self._note(duty.colleagues, mine, self._known.standings(mine, now, told=False))
+            self._note(duty.colleagues, mine, self._new_standings(mine, now))
+
+    def _new_standings(self, mine: Progress, now: float) -> list[Standing]:
+        """What the other keepers have not been told yet; all again before they forget it.
+
+        All of it each time would be more than a peer reads from another one (`Allowance`), and arrive ever later.
+        """
+        if now >= self._pass_all_at:
+            self._passed, self._pass_all_at = {}, now + RELAYED_S / 2
+        told = self._known.standings(mine, now, told=False)
+        new = [each for each in told if self._passed.get(each.peer) != each.time]
+        self._passed.update((each.peer, each.time) for each in new)
+        return new
 
     def _meet(self, view: SwarmView) -> None:
         """Call each peer that we know of once, the next ones in the order of their names: so a link stands.

@@ -4,6 +4,9 @@ This is pure bookkeeping. Keys are free, so a host counts with all its peers and
 limit: the
 messages of 1,000 others take 2% of a core, some 200 calls a second. TCP holds back data that is not read.
 
+All hosts together have a limit, too. Only while they are over it does each get no more than its share: in a swarm of
+hundreds a few peers say much of others for a while (the keepers of a count), and most say little.
+
 An honest peer may share a host with one that floods: behind one router, or on one machine. So each link has an equal
 share of the host's rate, and while the host is over its limit, only links that are over their own share are not read. A
 new link begins with nothing: with ever new links a host gets no more than its rate.
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-__all__ = ["Allowance", "call_cost", "reply_cost"]
+__all__ = ["Account", "Allowance", "call_cost", "reply_cost"]
 
 _BURST_S = 4.0
 """A host may spend the allowance of this time at once."""
@@ -40,7 +43,7 @@ def reply_cost(nbytes: int) -> float:
     return max(0, nbytes - _FREE_REPLY_BYTES) / _BYTES_PER_CALL
 
 
-class _Account:
+class Account:
     """How many small calls are left, and the time for which this was computed."""
 
     def __init__(self, left: float, now: float) -> None:
@@ -61,12 +64,12 @@ class Allowance:
     """
 
     def __init__(self, rate: float, now: float) -> None:
-        self._all = _Account(rate * _BURST_S, now)
-        self._links: dict[Hashable, _Account] = {}
+        self._all = Account(rate * _BURST_S, now)
+        self._links: dict[Hashable, Account] = {}
 
     def add(self, link: Hashable, now: float) -> None:
         """A link shares the allowance from now on."""
-        self._links[link] = _Account(0.0, now)
+        self._links[link] = Account(0.0, now)
 
     def remove(self, link: Hashable) -> None:
         """A link is gone."""

@@ -25,7 +25,7 @@ from shoal.clock import Env, SharedClock, seconds_text
 from shoal.errors import ClosedError, LocalError, PeerError, PeerProtocolError, PeerTimeout, PeerUnreachable
 from shoal.events import PeerConnected, PeerDropped, PeerLost, PeerSilent, Warned
 from shoal.peer import Address, PeerID
-from shoal.rpc.allowance import Allowance, call_cost, reply_cost
+from shoal.rpc.allowance import Account, Allowance, call_cost, reply_cost
 from shoal.rpc.connections import Connections
 from shoal.rpc.dialing import Dialer
 from shoal.rpc.framing import Kind, Limits, pack, read_frame
@@ -110,6 +110,7 @@ class Endpoint:
         self._reached_at: tuple[Address, ...] = ()
         self._shut_callbacks: list[Callable[[PeerID, tuple[Address, ...]], None]] = []
         self._allowances: dict[str, Allowance] = {}  # by host
+        self._all_hosts = Account(0.0, -math.inf)
         self._swept_at = -math.inf
         self._rhythm = Rhythm(
             self._ask,
@@ -530,8 +531,11 @@ class Endpoint:
         self._spend(link, reply_cost(nbytes))
 
     def _spend(self, link: CallLink, cost: float) -> float:
-        share = max(self.limits.calls_s / max(1, len(self._allowances)), _LEAST_CALLS_S)
-        rate, now = min(share, self.limits.calls_per_host_s), asyncio.get_running_loop().time()
+        limits, now = self.limits, asyncio.get_running_loop().time()
+        rate = limits.calls_per_host_s
+        self._all_hosts.spend(cost, limits.calls_s, now)
+        if self._all_hosts.left < 0.0:
+            rate = min(rate, max(limits.calls_s / max(1, len(self._allowances)), _LEAST_CALLS_S))
         allowance = self._allowances.get(link.connection.remote_host)
         return allowance.spend(link, cost, rate, now) if allowance is not None else 0.0
 

@@ -45,7 +45,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             once. A message counts as one more call for each 256 bytes. So does our reply to it beyond 64 KiB. Replies
             that we waited for count nothing. If a host asks for more, its links are not read for 0.1 to 1 s, except
             those that stay within an equal share of it for each link. A new link begins with nothing.
-        calls_s: the same for all hosts together: each gets its share, at least 10 a second.
+        calls_s: the same for all hosts together. While they ask for more, each gets its share, at least 10 a second.
         outbox_bytes: small frames that may wait on one link. Beyond it our own calls to that peer fail.
         idle_streams: idle stream connections that are kept for each peer.
         dial_timeout_s: the longest time to make one connection.

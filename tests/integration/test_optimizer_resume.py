@@ -65,6 +65,26 @@ def test_a_config_error_about_settings_appears_at_the_first_step_not_in_the_cons
     first.shutdown()
 
 
+def test_a_state_that_one_peer_loads_in_the_middle_of_a_run_is_told(dht: shoal.DHT) -> None:
+    """Which of the two states won was chance, and nothing was said."""
+    models, warned = [torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)], list[str]()
+    with shoal.DHT([dht.invite()], start=True) as there, ThreadPoolExecutor(2) as threads:
+        there.events.subscribe(lambda event: warned.append(event.message) if isinstance(event, Warned) else None)
+        swarms = [begin(each, model, "run", 2 * TARGET)[0] for each, model in zip((dht, there), models, strict=True)]
+        second = swarms[1]
+        second.load_state_dict(copy.deepcopy(second.state_dict()))
+        list(threads.map(train, swarms, models, (1, 1)))
+        saved = copy.deepcopy(second.state_dict())
+        second.load_state_dict(copy.deepcopy(saved))
+        list(threads.map(train, swarms, models, (3, 3)))
+        second.load_state_dict(saved)
+        for swarm in swarms:
+            swarm.shutdown()
+    assert [message.partition(" in the place")[0] for message in warned if "load_state_dict" in message] == [
+        "load_state_dict() at epoch 3 put a state of epoch 1"  # neither of the two loads before
+    ]
+
+
 @pytest.mark.parametrize("own_schedule", ["not loaded", "before", "after"])
 def test_a_run_goes_on_from_its_checkpoint(dht: shoal.DHT, own_schedule: str) -> None:
     """Epoch, schedule and statistics: what comes is what would have come without a break, whatever is loaded first."""

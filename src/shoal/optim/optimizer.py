@@ -854,6 +854,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 optimizer = self._training.prepare_optimizer(saved)
             except ValueError as error:
                 raise ConfigError(f"state_dict does not fit this optimizer: {error}") from error
+            shared = self._participant.own.shared
             replaced = self._loading()
             self._training.load_optimizer(optimizer)
             if where is not None:
@@ -864,7 +865,14 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             unchanged = where is not None and where[2] == fingerprint(self._training)
             for each, before, name in zip(self._participants, replaced, names, strict=True):
                 each.own.loaded(before, name, unchanged=unchanged)
+        was, now = replaced[0].name, self._participant.own.name
         self._tell_loaded()
+        if shared and now != was and now.epoch <= was.epoch:
+            self._warn(
+                f"load_state_dict() at epoch {was.epoch} put a state of epoch {now.epoch} in the place of the one "
+                "that this peer had with others: the run takes the better one for all peers, so what was loaded may "
+                "be undone. Load a state before the first step, on all peers"
+            )
         if where is not None and where[0].epoch and names[0] is None:
             self._warn(
                 "the state that was loaded is of a run that averages gradients: its epochs are no merges, so this run "

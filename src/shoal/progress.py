@@ -232,7 +232,12 @@ class SwarmProgress:
             if known is None and other.peer != self._me and other.peer not in self._lost:
                 self.named[other.peer] = teller.contact.peer
                 bound(self.named, _MAX_REMEMBERED)
-            if known is None or not self._said_last(other.peer, now).time < other.time < math.inf:
+            if known is None:
+                continue
+            said = self._said_last(other.peer, now)
+            if said is not known.said and said.time == other.time:
+                self._relayed[other.peer] = said, now  # told again: it holds for longer
+            if not said.time < other.time < math.inf:
                 continue
             progress = replace(known.said, samples=other.samples, time=other.time, **at_state)
             self._relayed[other.peer] = progress, now

@@ -457,6 +457,18 @@ def test_what_others_tell_of_a_peer_counts_until_it_says_something_itself() -> N
     assert known.view(mine, 4.0).together == {ME}
 
 
+def test_what_others_tell_of_a_peer_again_counts_for_longer() -> None:
+    """Keepers say all again every 1.5 s. What was not yet forgotten then was forgotten before the next time."""
+    known, teller, mine = swarm(), said(ANN), said(ME)
+    known.heard(said(BEN), 0.0)
+    assert known.relayed(teller, [Standing(BEN, 40, 101.0)], 0.2)
+    assert known.view(mine, 0.2).samples == 50
+    assert not known.relayed(teller, [Standing(BEN, 40, 101.0)], 3.0)
+    assert not known.relayed(teller, [Standing(BEN, 10, 100.0)], 4.0)  # an older word
+    assert known.view(mine, 5.9).samples == 50
+    assert known.view(mine, 6.1).samples == 20
+
+
 def test_another_optimizer_is_named_before_the_options_that_it_lacks() -> None:
     """SGD beside Adam said "amsgrad is not set here"."""
     here, there = {"optimizer": "SGD", "momentum": "0"}, {"optimizer": "Adam", "amsgrad": "False"}

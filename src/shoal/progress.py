@@ -42,7 +42,7 @@ _MAX_REMEMBERED = 4096
 _TRIES = 2
 _ASIDE_S, _LONGEST_ASIDE_S = 60.0, 960.0
 RELAYED_S = 3.0
-"""A peer's word about other peers holds for so long: by then they have written it to the DHT themselves."""
+"""A peer's word about other peers holds for so long, unless it is said again or they say something themselves."""
 
 _ON_ITS_WAY_S = 0.5
 """A word travels for less than this, so we know how late it is at the peer that says it."""

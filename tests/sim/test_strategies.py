@@ -41,6 +41,12 @@ def moving(compute: Callable[[int, int], None], extra: torch.Tensor, number: int
     compute(number, size)
 
 
+async def late(average: Callable[[], Awaitable[None]]) -> None:
+    """Come to a merge a second late."""
+    await sim.sleep(1.0)
+    await average()
+
+
 def outer_sgd(parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
     """The outer optimizer of the authors."""
     return torch.optim.SGD(parameters, **NESTEROV)
@@ -252,10 +258,6 @@ def test_an_outer_optimizer_that_draws_random_numbers_is_told() -> None:
 def test_what_is_averaged_at_the_end_of_a_run_moves_no_more(slow: int) -> None:
     """Batch norm statistics moved on with the batches of the fragment whose last merge comes last."""
 
-    async def late(average: Callable[[], Awaitable[None]]) -> None:
-        await sim.sleep(1.0)
-        await average()
-
     async def main() -> None:
         run = Run(target=1)
         names = [f"p{number}" for number in range(2)]
@@ -399,12 +401,7 @@ def test_two_that_come_late_to_a_merge_make_none_of_their_own() -> None:
         await sim.sleep(3.0)
         for name in names[:2]:
             participant = run.trainers[name].participant
-
-            async def come_late(average: Callable[[], Awaitable[None]] = participant._average) -> None:
-                await sim.sleep(1.0)
-                await average()
-
-            participant._average = come_late  # type: ignore[method-assign]
+            participant._average = partial(late, participant._average)  # type: ignore[method-assign]
         for number, name in enumerate(names):
             work = run.trainers[name].train(BATCH, duration_s=2.0 + 0.01 * number, until=lambda: False)
             run.swarm.spawn(name, work)
@@ -427,7 +424,7 @@ def test_a_quorum_waits_for_as_long_as_others_come() -> None:
         await sim.sleep(3.0)
         participant: Any = run.trainers["p0"].participant
         averager = participant._averager
-        search = SimpleNamespace(joined_at=asyncio.get_running_loop().time(), size=1, meet=lambda *_, **__: None)
+        search = SimpleNamespace(joined_at=asyncio.get_running_loop().time(), group_size=1, meet=lambda *_, **__: None)
         participant._averager = search
         found = []
         for come in (False, True, False, False):
@@ -435,7 +432,7 @@ def test_a_quorum_waits_for_as_long_as_others_come() -> None:
                 search.joined_at = asyncio.get_running_loop().time()
             found.append(len(participant._awaited()))
             await sim.sleep(0.3)
-        search.size = 2
+        search.group_size = 2
         found.append(len(participant._awaited()))
         assert found == [2, 2, 2, 2, 0]
         participant._averager = averager

@@ -400,6 +400,15 @@ def test_a_peer_that_does_not_know_of_a_step_is_told() -> None:
     asyncio.run(main())
 
 
+def kept_by_me() -> tuple[Swarm, bytes, list[PeerID], list[PeerID]]:
+    """A swarm of two parts, a state in which its first peer is a keeper, that peer's part, and the other one."""
+    swarm = Swarm(200)
+    digests = (bytes([n]) * 32 for n in range(256))
+    digest = next(each for each in digests if swarm.peers[0] in keepers(each, parts(each, swarm.peers)[0]))
+    own, other = parts(digest, swarm.peers)
+    return swarm, digest, own, other
+
+
 def test_a_large_state_is_divided_among_keepers_who_tell_each_other() -> None:
     """A keeper of a thousand would be told a thousand counts, and tell as many peers."""
     digest, peers = b"d" * 32, Swarm(1000).peers
@@ -414,14 +423,7 @@ def test_a_large_state_is_divided_among_keepers_who_tell_each_other() -> None:
         assert {frozenset(part) for part in mine} == {frozenset(part) for part in divided}
 
     async def main() -> None:
-        swarm = Swarm(200)
-        me = swarm.peers[0]
-        digest = next(
-            digest
-            for digest in (bytes([n]) * 32 for n in range(256))
-            if me in keepers(digest, parts(digest, swarm.peers)[0])
-        )
-        own, other = parts(digest, swarm.peers)
+        swarm, digest, own, other = kept_by_me()
         colleagues = keepers(digest, other)
         for peer in swarm.peers[1:]:
             swarm.say(peer, digest=digest, samples=0)
@@ -432,7 +434,7 @@ def test_a_large_state_is_divided_among_keepers_who_tell_each_other() -> None:
         assert told == sorted(colleagues)
         assert own[1] in {standing.peer for standing in swarm.notes[0][1].others}
         told = await swarm.tell(digest=digest, samples=1, enough=True, after_s=0.2)
-        assert told == sorted({*own, *colleagues} - {me})
+        assert told == sorted({*own, *colleagues} - {swarm.peers[0]})
 
     asyncio.run(main())
 
@@ -441,11 +443,7 @@ def test_keepers_of_parts_tell_each_other_sooner_the_nearer_the_end_is() -> None
     """They went by the samples that they knew of, and did not hurry: with 400 peers epochs of 5 s ended 0.4 s late."""
 
     async def main() -> None:
-        swarm = Swarm(200)
-        me = swarm.peers[0]
-        digests = (bytes([n]) * 32 for n in range(256))
-        digest = next(each for each in digests if me in keepers(each, parts(each, swarm.peers)[0]))
-        own, other = parts(digest, swarm.peers)
+        swarm, digest, own, other = kept_by_me()
         await swarm.tell(samples=10)
         for peer in swarm.peers[1:]:
             swarm.say(peer, digest=digest, samples=0)
@@ -462,12 +460,7 @@ def test_keepers_of_parts_tell_each_other_what_is_new_and_all_of_it_now_and_then
     """They told all of it each time: more than a peer reads from another, so what they knew of each other grew old."""
 
     async def main() -> None:
-        swarm = Swarm(200)
-        me = swarm.peers[0]
-        digests = (bytes([n]) * 32 for n in range(256))
-        digest = next(each for each in digests if me in keepers(each, parts(each, swarm.peers)[0]))
-        own, _ = parts(digest, swarm.peers)
-
+        swarm, digest, own, _ = kept_by_me()
         for peer in swarm.peers[1:]:
             swarm.say(peer, digest=digest, samples=0)
         counts = []

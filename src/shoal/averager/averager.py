@@ -131,9 +131,9 @@ class Averager:
         return self._finder.looking
 
     @property
-    def size(self) -> int:
+    def group_size(self) -> int:
         """The size of the group that joins us in this search, including this peer; 0 between searches."""
-        return self._finder.matchmaker.size
+        return self._finder.matchmaker.group_size
 
     @property
     def joined_at(self) -> float:

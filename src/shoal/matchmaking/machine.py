@@ -196,7 +196,7 @@ class GroupMachine:
         return self._expiration, self._me
 
     @property
-    def size(self) -> int:
+    def group_size(self) -> int:
         """The size of the group as it is now, including this peer."""
         return self._followers.size
 

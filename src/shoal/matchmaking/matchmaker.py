@@ -159,9 +159,9 @@ class Matchmaker:
     # --------------------------------------------------------------------------------------------------- the work
 
     @property
-    def size(self) -> int:
+    def group_size(self) -> int:
         """The size of the group that joins us in this search, including this peer; 0 between searches."""
-        return 0 if self._search is None else self._search.machine.size
+        return 0 if self._search is None else self._search.machine.group_size
 
     @property
     def joined_at(self) -> float:

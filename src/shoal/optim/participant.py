@@ -496,7 +496,7 @@ class Participant:
         """
         awaited = self._attendance.wait_for(self.view().together - {self.core.peer_id}, self._now())
         late = self._now() > self._averager.joined_at + self._pace.patience_s()
-        return frozenset() if late and 2 * self._averager.size > 1 + len(awaited) else awaited
+        return frozenset() if late and 2 * self._averager.group_size > 1 + len(awaited) else awaited
 
     def _said(self, check: Check | None = None) -> Said:
         training = self.training

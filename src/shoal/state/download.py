@@ -361,17 +361,13 @@ class _Download:
         """
         if self._chosen.is_set() or not self._offers:
             return
-
-        def votes(manifest: Manifest) -> int:
-            return sum(manifest.same_content(other) for other in self._offers.values())
-
-        def rank(offer: tuple[Donor, Manifest]) -> tuple[float, int, int]:
-            donor, manifest = offer
-            return donor.priority, manifest.epoch, votes(manifest)
-
-        donor, manifest = max(self._offers.items(), key=rank)
-        settled = len(self._offers) >= len(self._turns) or 4 * votes(manifest) >= 3 * len(self._turns)
-        if not settled and self._choose_at is not None and self._now() < self._choose_at:
+        asked, described = len(self._turns), list(self._offers.values())
+        waits = len(described) < asked and self._choose_at is not None and self._now() < self._choose_at
+        if waits and 4 * len(described) < 3 * asked:  # before they are compared: their hashes may be many
+            return
+        votes = {donor: sum(map(manifest.same_content, described)) for donor, manifest in self._offers.items()}
+        donor, manifest = max(self._offers.items(), key=lambda each: (each[0].priority, each[1].epoch, votes[each[0]]))
+        if waits and 4 * votes[donor] < 3 * asked:
             return
         self._first = donor.peer
         if self._target is None:

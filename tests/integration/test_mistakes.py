@@ -261,6 +261,20 @@ def test_a_state_loaded_into_the_inner_optimizer_is_told() -> None:
         assert swarm.local_epoch == 1
 
 
+def test_a_new_list_of_groups_is_refused() -> None:
+    """The inner optimizer went on with the list that it has, and what the new one said had no effect."""
+    model = torch.nn.Linear(2, 1)
+    with shoal.DHT(start=True) as dht, swarm_of(dht, model) as swarm:
+        groups = swarm.param_groups
+        swarm.param_groups = [{**group, "lr": 0.0} for group in groups]
+        backward(model)
+        with pytest.raises(ConfigError, match="param_groups was assigned a new list"):
+            swarm.step()
+        swarm.param_groups = groups
+        swarm.step()
+        assert swarm.local_epoch == 1
+
+
 def test_a_state_of_another_optimizer_is_refused() -> None:
     """That of Adam was loaded into SGD, whose next step then ended with a KeyError."""
     model = torch.nn.Linear(2, 1)

@@ -25,9 +25,9 @@ from shoal.core import PeerCore
 from shoal.errors import ClosedError, ConfigError, PeerError, ShoalError
 from shoal.events import PeerDropped, Warned
 from shoal.optim.settings import RunSettings
-from shoal.optim.tellers import FEW, KEEPERS, Countdown, Order, look_s, silence_s, write_s
+from shoal.optim.tellers import FEW, KEEPERS, Countdown, Order, Relay, look_s, silence_s, write_s
 from shoal.peer import PEER_ID_BYTES, PeerID
-from shoal.progress import RELAYED_S, StateKey, SwarmProgress, SwarmView, bound
+from shoal.progress import StateKey, SwarmProgress, SwarmView, bound
 from shoal.rpc import LOOK_S
 from shoal.tasks import Changes
 from shoal.wire import Contact, Progress, ProgressTold, Standing, TellProgress, Trainers, WhoTrains, decode, encode
@@ -145,9 +145,7 @@ class ProgressGossip:
         self._doubts = Changes()  # of what we know: somebody may be there who is not known here
         self._written = self._twin_wrote = float("-inf")  # in our name: when we, and another peer, wrote last
         self._complete = b""  # the state of which we know that there is enough, and that everybody is here
-        self._passed_on, self._passed_at = 0, float("-inf")  # samples, and when the other keepers were told
-        self._passed: dict[PeerID, float] = {}  # the times of the words that they were told
-        self._pass_all_at = float("-inf")
+        self._relay = Relay()
         self._at = self._before = StateKey(0, 0, b"")  # our state, and the one before
         self._renamed_at = float("-inf")
         self._corrected: dict[PeerID, StateKey] = {}  # peers at worse states, and the one of ours that each was told of
@@ -565,26 +563,14 @@ class ProgressGossip:
             self.look_again(self._tell_again_at)
             return
         self._called = b""  # somebody may have left, with the samples: when there are enough again, it is said at once
-        if duty.colleagues and near and view.samples != self._passed_on:
+        if duty.colleagues and near and view.samples != self._relay.samples:
             # The nearer the end, the sooner.
-            soon = self._passed_at + min(max(self._tell_period_s / 2, self._countdown.left_s / 2), _SILENCE_S)
+            soon = self._relay.at + min(max(self._tell_period_s / 2, self._countdown.left_s / 2), _SILENCE_S)
             if now < soon:
                 self.look_again(soon)
                 return
-            self._passed_at, self._passed_on = now, view.samples
-            self._note(duty.colleagues, mine, self._new_standings(mine, now))
-
-    def _new_standings(self, mine: Progress, now: float) -> list[Standing]:
-        """What the other keepers have not been told yet; all again before they forget it.
-
-        All of it each time would be more than a peer reads from another one (`Allowance`), and arrive ever later.
-        """
-        if now >= self._pass_all_at:
-            self._passed, self._pass_all_at = {}, now + RELAYED_S / 2
-        told = self._known.standings(mine, now, told=False)
-        new = [each for each in told if self._passed.get(each.peer) != each.time]
-        self._passed.update((each.peer, each.time) for each in new)
-        return new
+            words = self._known.standings(mine, now, told=False)
+            self._note(duty.colleagues, mine, self._relay.news(words, view.samples, now))
 
     def _meet(self, view: SwarmView) -> None:
         """Call each peer that we know of once, the next ones in the order of their names: so a link stands.

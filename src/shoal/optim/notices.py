@@ -120,10 +120,9 @@ class Notices:
         if (error := training.local.schedule_error) is not None and self._note("schedule", value=True):
             self.warn(f"{error}; the learning rates stay as they are")
         # If peers merge, there are two optimizers; of the inner one nothing travels.
-        if training.kept_back is not None and self._note("kept back", value=True):
-            self.warn(training.kept_back)
-        if training.frozen_here is not None and self._note("frozen here", value=True):
-            self.warn(training.frozen_here)
+        for kind, what in (("kept back", training.kept_back), ("frozen here", training.frozen_here)):
+            if what is not None and self._note(kind, value=True):
+                self.warn(what)
 
     def alone(self, epoch: int | None, reasons: Iterable[str]) -> None:
         """This peer trains alone; `epoch` is the one that it made so, if it has made one."""

@@ -617,6 +617,11 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 "load_state_dict of the inner optimizer was called, and other peers do not know of it: call that of "
                 "the shoal.Optimizer, after the model's"
             )
+        if self.param_groups is not self._inner_groups:
+            raise ConfigError(
+                "param_groups was assigned a new list, which the inner optimizer does not read: change the groups that "
+                "are there, as in optimizer.param_groups[0]['lr'] = 0.1"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():

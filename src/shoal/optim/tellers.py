@@ -16,14 +16,14 @@ now and then.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 
 from shoal.peer import PeerID
-from shoal.progress import SwarmView
-from shoal.wire import Progress
+from shoal.progress import RELAYED_S, SwarmView
+from shoal.wire import Progress, Standing
 
-__all__ = ["FEW", "KEEPERS", "Countdown", "Order", "look_s", "silence_s", "write_s"]
+__all__ = ["FEW", "KEEPERS", "Countdown", "Order", "Relay", "look_s", "silence_s", "write_s"]
 
 FEW = 4
 """So many others are all told directly."""
@@ -87,6 +87,31 @@ class Order:
 
 def _first(peers: Iterable[PeerID], able: Callable[[PeerID], bool]) -> list[PeerID]:
     return list(islice(filter(able, peers), KEEPERS))
+
+
+class Relay:
+    """The words of its part that a keeper passes on to the other keepers: what is new, and all before they forget it.
+
+    All of them each time would be more than a peer reads from another one (`Allowance`), and arrive ever later.
+
+    Attributes:
+        samples: of the state, when the other keepers were told last.
+        at: when that was, local time, seconds.
+    """
+
+    def __init__(self) -> None:
+        self.samples, self.at = 0, float("-inf")
+        self._told: dict[PeerID, float] = {}  # the time of each word
+        self._all_at = float("-inf")
+
+    def news(self, words: Sequence[Standing], samples: int, now: float) -> list[Standing]:
+        """The words to tell now, of all that are known, which are told then."""
+        self.samples, self.at = samples, now
+        if now >= self._all_at:
+            self._told, self._all_at = {}, now + RELAYED_S / 2
+        new = [each for each in words if self._told.get(each.peer) != each.time]
+        self._told.update((each.peer, each.time) for each in new)
+        return new
 
 
 def silence_s(peers: int) -> float:

@@ -312,6 +312,31 @@ def test_a_fragment_that_is_ahead_of_the_end_ends_with_the_others(ahead: int) ->
     sim.run(main, seed=4)
 
 
+@pytest.mark.parametrize(("announced", "what"), [(2, "the run ends here"), (1, "goes on, though this peer announced")])
+def test_an_end_that_peers_do_not_share_is_told_once_for_all_fragments(announced: int, what: str) -> None:
+    """Each fragment told it, with an epoch of its own."""
+
+    async def main() -> None:
+        run, said = Run(target=1), list[str]()
+        for number in range(3):
+            trainer = await run.add(f"p{number}", strategy=Decoupled(4, fragments=2, quorum=2))
+            run.swarm.spawn(f"p{number}", trainer.train(BATCH, duration_s=0.1, until=lambda: False))
+        await sim.sleep(3.0)
+        first, *_, last = (trainer.participant for trainer in run.trainers.values())
+        told = last if announced == 2 else first
+        told.core.env.events.subscribe(lambda event: said.append(event.message) if isinstance(event, Warned) else None)
+        end = first.epoch + 4
+        for trainer in list(run.trainers.values())[:announced]:
+            for fragment in trainer.fragments:
+                fragment.announce_end(end)
+        while not (last.finished or last.epoch > end + 2):
+            await sim.sleep(0.5)
+        assert sum(what in each for each in said) == 1, said
+        await run.close()
+
+    sim.run(main, seed=4)
+
+
 def _learner(peer: int, size: int) -> reference.Peer:
     """A peer of the reference, with the batches and the schedule of the trainers here."""
     parameters = model()

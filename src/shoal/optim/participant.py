@@ -331,9 +331,10 @@ class Participant:
         due = self._averages_last and (averages or self.own.name == self.own.followed)
         if self._end.observe(self.epoch, claimed if claimed.vouched else view, now, average_due=due):
             self._moves.notify()
-        self._notices.ends(self.epoch if self.at_end else None, self._end.said)
-        if not self.at_end:
-            self._notices.beyond(self.training.model_epoch, self._end.said)
+        if not self.settings.fragment:  # the fragments of a model end together, and it is told once
+            self._notices.ends(self.epoch if self.at_end else None, self._end.said)
+            if not self.at_end:
+                self._notices.beyond(self.training.model_epoch, self._end.said)
         return view, claimed
 
     def _settle_end(self) -> None:

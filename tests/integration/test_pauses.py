@@ -86,7 +86,7 @@ thread.stop(nothing, 5.0)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("who", ["one", "all"])
+@pytest.mark.parametrize("who", ["one", pytest.param("all", marks=pytest.mark.long(full=True))])
 def test_a_peer_that_is_stopped_for_a_second_goes_on(who: str) -> None:
     """Within a round or a batch, wherever it is."""
 
@@ -101,7 +101,9 @@ def test_a_peer_that_is_stopped_for_a_second_goes_on(who: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("who", ["one", pytest.param("all but one", marks=pytest.mark.long(full=True)), "all"])
+@pytest.mark.parametrize(
+    "who", [*(pytest.param(each, marks=pytest.mark.long(full=True)) for each in ("one", "all but one")), "all"]
+)
 def test_a_peer_that_was_stopped_dies_when_it_wakes(who: str, soak: Callable[[int, int], int]) -> None:
     """D1: `no answer from shoal's own thread within 65 s`, in four peers of five."""
 

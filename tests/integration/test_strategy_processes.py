@@ -28,7 +28,9 @@ def heard(talk: Talk, fits: Callable[[str, Any], bool]) -> Any:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(each, marks=pytest.mark.long(full=each != "Decoupled")) for each in STRATEGIES]
+)
 def test_processes_that_merge_end_with_equal_anchors(strategy: str, tmp_path: Path) -> None:
     """They share a folder: each state is saved once there, the last one too, and who comes late goes on from it."""
     talks: list[Talk] = []

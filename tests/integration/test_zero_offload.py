@@ -126,10 +126,23 @@ def run_limited(ranks: int, store: Path, *options: str) -> list[dict[str, Any] |
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["data", "cgroup"])
 @pytest.mark.parametrize(
-    ("stage", "ranks", "layers", "mib"),
-    [(2, 1, 48, 64), (2, 2, 96, 64), (3, 2, 96, 40), pytest.param(2, 1, 400, 64, marks=pytest.mark.long(full=True))],
+    ("stage", "ranks", "layers", "mib", "kind"),
+    [
+        (2, 2, 96, 64, "data"),
+        (3, 2, 96, 40, "cgroup"),
+        *(
+            pytest.param(*each, marks=pytest.mark.long(full=True))
+            for each in [
+                (2, 1, 48, 64, "data"),
+                (2, 1, 48, 64, "cgroup"),
+                (2, 2, 96, 64, "cgroup"),
+                (3, 2, 96, 40, "data"),
+                (2, 1, 400, 64, "data"),
+                (2, 1, 400, 64, "cgroup"),
+            ]
+        ),
+    ],
 )
 def test_state_that_is_larger_than_the_memory_trains_on(
     kind: str, stage: int, ranks: int, layers: int, mib: int, tmp_path: Path

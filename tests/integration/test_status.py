@@ -11,6 +11,7 @@ import torch
 
 import shoal
 from shoal.errors import ClosedError
+from shoal.strategies import StreamingDiLoCo
 from tests.integration.workers import until
 
 RUN: dict[str, Any] = {"run_id": "status", "target_batch_size": 8, "batch_size_per_step": 4}
@@ -98,6 +99,27 @@ def test_the_status_has_an_eta_once_a_speed_is_known() -> None:
             assert found.eta_s is not None
             assert found.peers[0].samples_per_s > 0
             assert 0 <= found.eta_s <= 8 / found.peers[0].samples_per_s
+
+
+def test_the_epoch_of_a_model_in_fragments_is_the_same_everywhere() -> None:
+    """The status had that of the first fragment, which is ahead of the others most of the time."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = StreamingDiLoCo(4, fragments=2, overlap=1)
+    seen = set[tuple[int, ...]]()
+    with (
+        shoal.DHT(start=True) as dht,
+        shoal.Optimizer(dht=dht, run_id="status", batch_size_per_step=4, optimizer=inner, strategy=strategy) as swarm,
+    ):
+        for _ in range(12):
+            swarm.zero_grad()
+            model(torch.randn(4, 3)).square().mean().backward()
+            swarm.step()
+            found = swarm.status()
+            assert found.epoch == found.swarm_epoch == swarm.local_epoch
+            assert swarm.is_synchronized_with_peers()
+            seen.add(tuple(fragment.epoch for fragment in swarm._participants))
+    assert any(len({*epochs}) > 1 for epochs in seen), seen
 
 
 def test_a_run_is_read_by_one_that_is_no_peer_of_it() -> None:

@@ -195,7 +195,7 @@ def test_a_peer_that_hears_of_the_end_later_ends_with_the_last_merge(dht: shoal.
     with begin(dht, model, DiLoCo(4)) as swarm:
         train(swarm, model, 6)
         swarm.announce_end(swarm.local_epoch)
-        while not swarm.status().finished:
+        while not swarm.collaboration.finished:
             pass
         while not swarm.finished:
             train(swarm, model, 1)

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack
@@ -472,8 +473,15 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         """
         self._check_open()
 
-        async def look() -> Status:
-            return self._participant.status()
+        found = self._statuses()
+        epoch, swarm_epoch = min(each.epoch for each in found), min(each.swarm_epoch for each in found)
+        return replace(found[0], epoch=epoch, swarm_epoch=swarm_epoch, finished=self.finished)
+
+    def _statuses(self) -> list[Status]:
+        """Of each fragment of the model."""
+
+        async def look() -> list[Status]:
+            return [each.status() for each in self._participants]
 
         return self._run(look(), GRACE_S)
 
@@ -519,8 +527,9 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
 
     def is_synchronized_with_peers(self) -> bool:
         """Whether no better state is known than this peer's."""
-        status = self.status()
-        return status.epoch == status.swarm_epoch and status.phase != RunPhase.BEHIND.value
+        self._check_open()
+        behind = RunPhase.BEHIND.value
+        return all(each.epoch == each.swarm_epoch and each.phase != behind for each in self._statuses())
 
     def announce_end(self, epoch: int | None) -> None:
         """Say where the run ends as far as this peer is concerned: call it on every peer.

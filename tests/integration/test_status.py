@@ -11,7 +11,7 @@ import torch
 
 import shoal
 from shoal.errors import ClosedError
-from shoal.strategies import StreamingDiLoCo
+from shoal.strategies import LocalSGD, StreamingDiLoCo
 from tests.integration.workers import until
 
 RUN: dict[str, Any] = {"run_id": "status", "target_batch_size": 8, "batch_size_per_step": 4}
@@ -120,6 +120,15 @@ def test_the_epoch_of_a_model_in_fragments_is_the_same_everywhere() -> None:
             assert swarm.is_synchronized_with_peers()
             seen.add(tuple(fragment.epoch for fragment in swarm._participants))
     assert any(len({*epochs}) > 1 for epochs in seen), seen
+
+
+def test_the_eta_of_a_merge_that_is_due_at_a_time_is_what_is_left_until_then() -> None:
+    """It was the whole time between two merges, all the while."""
+    with shoal.DHT(start=True) as dht:
+        inner = torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1)
+        with shoal.Optimizer(dht=dht, run_id="status", optimizer=inner, strategy=LocalSGD("1h")) as swarm:
+            etas = [swarm.status().eta_s or 0.0 for _ in range(2)]
+            assert 3600 > etas[0] > etas[1] > 0
 
 
 def test_a_run_is_read_by_one_that_is_no_peer_of_it() -> None:

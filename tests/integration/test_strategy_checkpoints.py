@@ -142,6 +142,22 @@ def test_a_checkpoint_of_a_run_that_does_not_merge_is_refused(
         assert swarm.local_epoch == 0
 
 
+@pytest.mark.parametrize("how", ["resume", "load_state_dict"])
+def test_a_state_of_another_outer_optimizer_is_refused(dht: shoal.DHT, tmp_path: Path, how: str) -> None:
+    """Its rate took the place of the one that was given, in silence."""
+    model = network(0)
+    with begin(dht, model, DiLoCo(4)) as swarm:
+        train(swarm, model, 5)
+        swarm.save(tmp_path)
+        saved = swarm.state_dict()
+    slower = DiLoCo(4, partial(torch.optim.SGD, lr=0.5, momentum=0.9, nesterov=True))
+    with begin(dht, network(1), slower) as swarm:
+        with pytest.raises(ConfigError, match=r"outer optimizer is SGD .* lr 0\.7, .* lr 0\.5,"):
+            swarm.resume(tmp_path) if how == "resume" else swarm.load_state_dict(saved)
+        assert swarm.local_epoch == 0
+        assert not swarm.state
+
+
 def test_a_state_of_a_synchronous_run_begins_the_first_interval(dht: shoal.DHT) -> None:
     """Its epochs are no merges; the schedule stood still for as many batches as it had epochs."""
     model, warned = network(0), list[str]()
@@ -199,6 +215,23 @@ def test_a_peer_that_hears_of_the_end_later_ends_with_the_last_merge(dht: shoal.
             pass
         while not swarm.finished:
             train(swarm, model, 1)
+        assert all(map(torch.equal, model.parameters(), anchors(swarm)))
+
+
+def test_weights_to_evaluate_with_are_those_of_the_run_at_its_end(dht: shoal.DHT) -> None:
+    """ScheduleFree computes others, from statistics that are each peer's own: peers ended with different models."""
+    kind = pytest.importorskip("pytorch_optimizer").ScheduleFreeAdamW
+    model = network(0)
+    inner = kind(model.parameters(), lr=0.1)
+    with shoal.Optimizer(dht=dht, run_id="run", batch_size_per_step=4, optimizer=inner, strategy=DiLoCo(4)) as swarm:
+        swarm.announce_end(2)
+        train(swarm, model, 6)
+        swarm.eval()
+        assert not all(map(torch.equal, model.parameters(), anchors(swarm)))
+        swarm.train()
+        while not swarm.finished:
+            train(swarm, model, 1)
+        swarm.eval()
         assert all(map(torch.equal, model.parameters(), anchors(swarm)))
 
 

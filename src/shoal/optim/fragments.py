@@ -156,18 +156,27 @@ def saved_fragments(participants: Sequence[Participant]) -> dict[str, Any]:
     """A copy of what `export` gives, for a state dict: tensors only (under the lock)."""
     state = export(participants)
     values = torch.frombuffer(bytearray(encode(state.metadata["training"])), dtype=torch.uint8)
-    return {"values": values, "tensors": [tensor.detach().clone() for tensor in state.tensors]}
+    tensors = [tensor.detach().clone() for tensor in state.tensors]
+    return {"outer": _outer_of(participants), "values": values, "tensors": tensors}
 
 
-def prepare_saved(training: TrainingState, name: StateName, saved: Any) -> list[Loaded]:
+def _outer_of(participants: Sequence[Participant]) -> str:
+    """The outer optimizer with the options that it was made with."""
+    return participants[0].settings.fingerprint["outer optimizer"]
+
+
+def prepare_saved(participants: Sequence[Participant], name: StateName, saved: Any) -> list[Loaded]:
     """Look at what `saved_fragments` gave, as `prepare` does; nothing is changed.
 
     Raises:
         StateUnavailable: it does not fit here.
     """
+    ours = _outer_of(participants)
     try:
+        if (theirs := saved.get("outer", ours)) != ours:
+            raise StateUnavailable(f"its outer optimizer is {theirs!s:.240}, and here it is {ours}")
         values = decode_plain(bytes(saved["values"].numpy()))
-        return prepare(fragments_of(training), name, values, saved["tensors"])
+        return prepare([each.training for each in participants], name, values, saved["tensors"])
     except (msgspec.MsgspecError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise StateUnavailable(f"it is not what state_dict() gave: {error}") from error
 

@@ -861,7 +861,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                     "train() of the shoal.Optimizer, then load the model's state and this one"
                 )
             try:
-                loaded = [] if where is None or merged is None else prepare_saved(self._training, where[0], merged)
+                loaded = [] if where is None or merged is None else prepare_saved(self._participants, where[0], merged)
             except StateUnavailable as error:
                 raise ConfigError(f"state_dict['shoal'] does not fit here: {error}") from error
             try:
@@ -1032,9 +1032,13 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
 
         Call this one instead of the inner optimizer's: its way back rounds, and this peer's weights would differ from
         the others'. Until `train` it keeps a copy of the parameters, which newcomers are given, and `step` raises.
+
+        Where each peer steps on its own batches, such weights are its own. So at the end of such a run `eval` changes
+        nothing: all peers keep the weights of the run.
         """
         with self._between_steps("eval"):
-            self._training.evaluate()
+            if not (isinstance(self._training, LocalTrainingState) and self._at_end):
+                self._training.evaluate()
 
     def train(self) -> None:
         """Put the weights to train with in place again, with the bits that they had."""

@@ -290,13 +290,21 @@ class Participant:
             self.progress(),
             self.settings,
             target=self._pace.target(view),
-            rate=self._pace.rate(view, self.speed),
+            eta_s=self._eta_s(view),
             phase=self.phase.value,
             last_round=self.last_round,
             contribution=self.contribution,
             finished=self.finished,
             alone_because=self._solitude.reasons,
         )
+
+    def _eta_s(self, view: SwarmView) -> float | None:
+        if self.enough:
+            return 0.0
+        if (due_s := self._pace.due_s(self._now())) is not None:
+            return due_s
+        rate, missing = self._pace.rate(view, self.speed), self._pace.target(view) - view.samples
+        return max(0.0, missing / rate) if rate > 0 else None
 
     def view(self) -> SwarmView:
         """The swarm as it is known here now; `behind` only as long as this peer stands still for a better state."""

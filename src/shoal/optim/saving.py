@@ -30,7 +30,7 @@ _EVERY, _KEEP = 10, 3
 _LAST_S = 600.0
 """The longest wait for the checkpoint at the end of a run."""
 
-_SAME = ("tensors", "optimizer", "parameter names", "frozen tensors")
+_SAME = ("tensors", "optimizer", "outer optimizer", "parameter names", "frozen tensors")
 """The settings in which a checkpoint must be equal, as far as both are known; the others may have been changed."""
 
 _STEPS = {"target_batch_size": "average gradients", "strategy": "merge"}
@@ -218,7 +218,7 @@ def misfit(
     saved: Saved,
     why: str,
     *,
-    do: str = "Give the model and the optimizer that it was saved with (and the same grad_averager_factory), or",
+    do: str = "Give the model, the optimizer and the strategy (or grad_averager_factory) that it was saved with, or",
 ) -> ConfigError:
     """The error for a checkpoint that is not of this model or optimizer, or of another kind of run."""
     return ConfigError(f"the checkpoint {saved.path} does not fit: {why}. {do} another folder")

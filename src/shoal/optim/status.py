@@ -66,7 +66,8 @@ class Status:
         samples: accumulated for the next step by all peers at this peer's state. If peers merge: how far they are on
             their way to it, each in thousandths, all together.
         target_batch_size: samples of a step. If peers merge: 1000 for each of them.
-        eta_s: seconds until there are enough, at the speed of now; None if no speed is known yet.
+        eta_s: seconds until there are enough, at the speed of now, or until it is time for a merge; None if no speed is
+            known yet.
         peers: all live peers, this one first.
         last_round: None before the first, and after a step that was taken alone.
         contributed: samples of this peer that went into steps.
@@ -102,16 +103,15 @@ def status_of(  # noqa: PLR0913 (all but three by name)
     settings: RunSettings,
     *,
     target: int,
-    rate: float,
+    eta_s: float | None,
     phase: str,
     last_round: StepResult | None,
     contribution: Contribution,
     finished: bool,
     alone_because: tuple[str, ...],
 ) -> Status:
-    """The status that belongs to this view, and to `me`, the own progress; for `target` and `rate` see `Pace`."""
+    """The status that belongs to this view, and to `me`, the own progress; for `target` see `Pace`."""
     others = [view.others[peer] for peer in view.peers if peer in view.others]
-    missing = target - view.samples
     return Status(
         run_id=settings.run_id,
         epoch=me.epoch,
@@ -119,7 +119,7 @@ def status_of(  # noqa: PLR0913 (all but three by name)
         phase=phase,
         samples=view.samples,
         target_batch_size=target,
-        eta_s=max(0.0, missing / rate) if rate > 0 else None,
+        eta_s=eta_s,
         peers=tuple(_of_peer(word, view, me) for word in (me, *others)),
         last_round=None if last_round is None else _of_round(last_round),
         contributed=contribution.contributed,

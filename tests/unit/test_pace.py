@@ -41,3 +41,27 @@ def test_a_peer_counts_the_others_again_only_when_it_heard_something(quorum: int
         assert (pace.enough(view), pace.target(view)) == recounted(merging, view)
         answers.add(pace.enough(dataclasses.replace(view, others={})))  # nothing is read of them again
     assert answers == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("own", "known", "strangers", "enough"),
+    [
+        (WAY, [], [WAY, WAY], True),  # of three that gave to the last merges two are gone
+        (0, [], [WAY, WAY], False),
+        (0, [], [WAY, WAY, WAY], False),  # a merge without anybody who gave to one
+        (0, [0, 0], [WAY] * 5, False),
+        (WAY, [0, 0], [WAY] * 5, False),
+        (WAY, [WAY, 0], [WAY], True),
+        (0, [WAY, WAY], [WAY] * 5, True),
+        (WAY, [], [0, 0, 0, WAY, WAY], True),
+    ],
+)
+def test_strangers_make_no_quorum_and_complete_one(
+    own: int, known: list[int], strangers: list[int], *, enough: bool
+) -> None:
+    """As many keys as it takes were a quorum; and two newcomers were none for the one that was left of three."""
+    swarm, pace = SwarmProgress(PEERS[0], {}, ttl_s=20.0), MergePace(Merging(every=10, overlap=None, quorum=3))
+    swarm.contributors = PEERS[:3]
+    for peer, samples in [*zip(PEERS[1:3], known, strict=False), *zip(PEERS[3:], strangers, strict=False)]:
+        swarm.heard(said(peer, samples, 1.0), 0.0)
+    assert pace.enough(swarm.view(said(PEERS[0], own, 0.0), 0.0)) is enough

@@ -156,17 +156,17 @@ class _Way:
             self._far, self._there = self._far + done, self._there + (done >= WAY)
 
     def sum_up(self, most: int | None = None) -> None:
-        """Count all of them; of more than `most` the first ones."""
+        """Count all of them; of more than `most` the first ones, whose `there` does not say which of them are."""
         self.count, self.far, self.there = len(self.done), self._far, self._there
         if most is not None and self.count > most:
-            some = [self.done[peer] for peer in sorted(self.done)[:most]]
-            self.count, self.far, self.there = most, sum(some), sum(each >= WAY for each in some)
+            self.count, self.far = most, sum(self.done[peer] for peer in sorted(self.done)[:most])
 
 
 class MergePace:
     """The pace of a fragment of the model, which is merged now and then.
 
-    Others that have not contributed to the last merges count for no more peers than those that have, and this one.
+    Others that have not contributed to the last merges count for no more peers than those that have, and this one. To a
+    quorum they add no more than these do, or what is lacking if these are too few for it.
 
     Args:
         merging: the way in which peers merge.
@@ -229,7 +229,7 @@ class MergePace:
             way = known if not view.contributors or peer in view.contributors else strange
             way.set(peer, _done(view, peer))
         known.sum_up()
-        strange.sum_up(most=1 + known.count)
+        strange.sum_up(most=max(1 + known.count, self._lacking(known)))
         self._known, self._strange = known, strange  # last: other threads ask
         if self._merging.seconds is not None:
             self._called = self._called or self._known.there > 0
@@ -237,13 +237,18 @@ class MergePace:
         self._enough = self._reaches(view.own)
         return self._enough
 
+    def _lacking(self, known: _Way) -> int:
+        """How many strangers a quorum takes, if all others and this peer are in it."""
+        return max(0, (self._merging.quorum or 0) - 1 - known.count)
+
     def reaches(self, samples: int, batches: int) -> bool:
         """See `Pace`."""
         return self._enough if self._merging.steps is None else self._reaches(self.done(samples, batches, 0.0))
 
     def _reaches(self, own: int) -> bool:
         if self._merging.quorum is not None:
-            return (own >= WAY) + self._known.there + self._strange.there >= self._merging.quorum
+            there = (own >= WAY) + self._known.there
+            return there + min(self._strange.there, max(there, self._lacking(self._known))) >= self._merging.quorum
         if self._merging.seconds is not None:
             return own >= WAY
         # A peer whose batches are worth nothing counts for nobody, nor for itself: all see the same merge as due.

@@ -44,6 +44,9 @@ _ASIDE_S, _LONGEST_ASIDE_S = 60.0, 960.0
 RELAYED_S = 3.0
 """A peer's word about other peers holds for so long, unless it is said again or they say something themselves."""
 
+_LARGEST_RATE = 1e15
+"""Samples per second. Rates are added up and taken away again: with larger ones nothing would be left of the others."""
+
 _ON_ITS_WAY_S = 0.5
 """A word travels for less than this, so we know how late it is at the peer that says it."""
 
@@ -160,6 +163,7 @@ class SwarmProgress:
         self._now, self._oldest = float("-inf"), float("inf")  # no known word is older
         self._latest = 0  # no peer has named a later epoch
         self._seen: _Seen | None = None
+        self._key: StateKey | None = None  # of the state that the swarm was seen from last
         self.contributors: Collection[PeerID] = ()
         """The peers that contributed to the last steps, if there were any. A new key costs an attacker nothing. So a
         better state that a contributor is at comes before states that only other peers are at. The samples of all other
@@ -189,7 +193,7 @@ class SwarmProgress:
         """
         self._now = max(self._now, now)
         peer = progress.contact.peer
-        if peer == self._me or not math.isfinite(progress.time) or not math.isfinite(progress.rate):
+        if peer == self._me or not math.isfinite(progress.time) or not abs(progress.rate) <= _LARGEST_RATE:
             return False
         if progress.left:
             return self._left(progress)
@@ -223,16 +227,17 @@ class SwarmProgress:
         """A peer told of other peers that are at its own state. True if it was news.
 
         Such words count only for peers that are known already, for a while, and until they say something themselves. So
-        nobody can silence a peer by speaking in its name.
+        nobody can silence a peer by speaking in its name. Nor do they take a peer from our state that says itself that
+        it is here: else one contributor could tell each of us that all others are somewhere else.
         """
-        news = False
+        news, is_here = False, StateKey.of_peer(teller) == self._key
         at_state = {"epoch": teller.epoch, "digest": teller.digest, "branch_samples": teller.branch_samples}
         for other in others if not self.contributors or teller.contact.peer in self.contributors else ():
             known = self._known.get(other.peer)
             if known is None and other.peer != self._me and other.peer not in self._lost:
                 self.named[other.peer] = teller.contact.peer
                 bound(self.named, _MAX_REMEMBERED)
-            if known is None:
+            if known is None or (not is_here and StateKey.of_peer(known.said) == self._key):
                 continue
             said = self._said_last(other.peer, now)
             if said is not known.said and said.time == other.time:
@@ -412,6 +417,7 @@ class SwarmProgress:
             silent: peers that do not count now, whatever they said.
         """
         key, dialed = StateKey.of_peer(mine), bool(mine.contact.addresses)
+        self._key = key
         asked = _Asked(
             mine.digest, key, dialed, mine.end_epoch, _at_end(mine), shared, awaited, before, frozenset(absent), silent
         )

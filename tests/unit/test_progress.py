@@ -311,7 +311,10 @@ def test_what_we_said_ourselves_is_no_news() -> None:
     assert view(known).peers == (ME,)
 
 
-@pytest.mark.parametrize("changes", [{"time": math.nan}, {"time": math.inf}, {"rate": math.nan}, {"rate": math.inf}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"time": math.nan}, {"time": math.inf}, *({"rate": rate} for rate in (math.nan, math.inf, 1e308, -1e308))],
+)
 def test_numbers_that_are_none_are_not_heard(changes: dict[str, Any]) -> None:
     """They would block what the peer says later, or spoil the sum."""
     known = swarm()
@@ -455,6 +458,22 @@ def test_what_others_tell_of_a_peer_counts_until_it_says_something_itself() -> N
     assert known.view(mine, 4.0).together == {ME, BEN}
     assert known.heard(said(BEN, time=102.0), 4.0)  # nobody is silenced by what others say in its name
     assert known.view(mine, 4.0).together == {ME}
+
+
+def test_a_contributor_told_each_peer_that_all_others_were_somewhere_else() -> None:
+    """Each of them was alone then, and went on alone. Who says itself that it is here is here."""
+    known, mine = swarm(), said(ME)
+    known.contributors = {ME, ANN, BEN}
+    known.heard(said(ANN), 0.0)
+    known.heard(said(BEN), 0.0)
+    assert known.view(mine, 0.0).together == {ME, ANN, BEN}
+    liar = said(ANN, epoch=6, digest=DIGESTS[3], branch_samples=1100, time=101.0)
+    assert not known.relayed(liar, [Standing(BEN, 0, 1e9)], 0.1)
+    assert known.view(mine, 0.1).together == {ME, ANN, BEN}
+    moved = said(ME, epoch=6, digest=DIGESTS[3], branch_samples=1100)
+    known.view(moved, 0.2)
+    assert known.relayed(liar, [Standing(BEN, 5, 1e9)], 0.3)
+    assert known.view(moved, 0.3).together == {ME, BEN}
 
 
 def test_what_others_tell_of_a_peer_again_counts_for_longer() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shoal.errors import ConfigError
+from shoal.optim import TrainingState
 from shoal.optim.agreement import Agreement, Contributor, Said, agree
 from shoal.optim.committed import Committed
 from shoal.optim.options import Difference, Options, agreed, apply, differences, misfit, options_of
@@ -189,3 +190,21 @@ def test_a_rate_that_is_no_number_is_never_agreed_on() -> None:
     assert [each.name for each in differences(bad, good)] == ["lr"]
     apply(mine, good)
     assert mine[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("betas", [[0.9, 5.0], [1.0, 1.0], [0.9, float("inf")]])
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["", "rate is a tensor"])
+def test_options_of_the_right_kind_with_which_no_step_can_be_taken(betas: Any, *, as_tensor: bool) -> None:
+    """AdamW raised an error with them, in the trainer of every peer. They are tried first; nothing here changes."""
+    parameter, rate = torch.nn.Parameter(torch.ones(3)), 0.1
+    optimizer = torch.optim.AdamW([parameter], lr=torch.tensor(rate) if as_tensor else rate)
+    training, mine = TrainingState(optimizer), options_of(optimizer.param_groups)
+    wrong = Options(mine.groups, {**mine.values, "betas": [betas]})
+    huge = Options(mine.groups, {**mine.values, "lr": [1e300]})
+    assert misfit(mine, wrong) is None
+    assert training.why_not(wrong)
+    assert training.why_not(huge)
+    assert training.why_not(Options(mine.groups, {**mine.values, "lr": [0.2]})) is None
+    assert options_of(optimizer.param_groups) == mine
+    assert torch.equal(parameter, torch.ones(3))
+    assert not optimizer.state

@@ -22,10 +22,12 @@ from shoal.optim.low_rank_training import LowRankTrainingState
 from shoal.optim.notices import Notices
 from shoal.optim.offload import Offload
 from shoal.optim.options import options_of
+from shoal.optim.outer import LocalSteps
 from shoal.optim.shared_state import share, why_not_ours
 from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
 from shoal.state import Manifest, StateTensorSpec
+from shoal.strategies import DiLoCo
 from shoal.wire import decode_plain, encode
 
 
@@ -409,6 +411,18 @@ def test_a_copy_that_is_no_better_than_ours_is_not_fetched(metadata: object, why
     manifest = Manifest(b"s" * 16, 4, metadata, (spec,), 1 << 20, (b"h" * 32,))
     found = why_not_ours(training, manifest, StateName(4, b"d" * 32, 100).key)
     assert found is None if why is None else why in (found or "")
+
+
+@pytest.mark.parametrize(("epoch", "taken"), [(200_000, True), (200_001, False)])
+def test_a_state_up_to_which_the_inner_schedule_moves_for_hours_is_not_taken(epoch: int, *, taken: bool) -> None:
+    """The last epoch of any run, times 500 batches between two merges, was 5 billion steps of the schedule."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=1.0)
+    training = LocalSteps(optimizer, None, (), DiLoCo(500).merging).fragments[0]
+    spec = StateTensorSpec((3,), torch.float32, NoCompression())
+    metadata = {"state": [epoch, b"d" * 32, 101], "training": training.export()[0]}
+    manifest = Manifest(b"s" * 16, epoch, metadata, (spec,), 1 << 20, (b"h" * 32,))
+    found = why_not_ours(training, manifest, None)
+    assert found is None if taken else "beyond any run with this strategy" in (found or "")
 
 
 @pytest.mark.parametrize("epoch", [math.inf, math.nan, -1, 2.0, "3", None, 1 << 60])

@@ -28,7 +28,7 @@ from shoal.core import PeerCore
 from shoal.errors import PeerError, PeerProtocolError
 from shoal.events import PeerDropped, duration
 from shoal.optim.committed import Committed
-from shoal.optim.options import misfit, options_of
+from shoal.optim.options import differences, misfit, options_of
 from shoal.optim.phases import Update
 from shoal.optim.state_name import StateName
 from shoal.optim.steps import Step, agreement_of, check, land, name_after, name_before, size_of
@@ -76,11 +76,24 @@ class _Source:
 
 @dataclass(slots=True)
 class _Coming:
-    """A step that is being fetched."""
+    """A step that is being fetched, or is here.
+
+    Attributes:
+        since: when it was asked for (loop time).
+        at: when more of it came last, or it was asked for (loop time).
+    """
 
     step: Step
     source: _Source
+    since: float
+    at: float
     received: int = 0
+
+    def is_late(self, until: float) -> bool:
+        """Whether it comes so slowly that it will not be here by then (loop time)."""
+        took_s = _now() - self.since
+        missing = len(self.step.data) - self.received
+        return took_s > _URGENT_S and self.received * (until - _now()) < missing * took_s
 
 
 class Following:
@@ -105,7 +118,7 @@ class Following:
         self._sources: dict[PeerID, _Source] = {}
         self._tasks = Tasks(lambda error: None)  # a failure costs no more than the member that it is about
         self._refused: set[PeerID] = set()
-        self._kept: dict[bytes, Step] = {}  # by the digest of the state before
+        self._kept: dict[bytes, _Coming] = {}  # whole, by the digest of the state before
         self._due: dict[bytes, StepTaken] = {}  # told of, and not asked for yet
         self._coming: dict[bytes, _Coming] = {}
         self._news = Changes()
@@ -117,7 +130,13 @@ class Following:
         self.giving: set[PeerID] = set()
 
     async def follow(self, contacts: Iterable[Contact]) -> None:
-        """See to it that two of these are followed, if there are as many; returns when they have greeted us."""
+        """See to it that two of these are followed, if there are as many; returns when they have greeted us.
+
+        One that owes us a step, and sends nothing of it, is followed no longer.
+        """
+        for coming in list(self._coming.values()):
+            if _now() > coming.at + _PIECE_WITHIN_S:
+                self._drop(coming.source, f"it was asked for a step, and sends nothing of it for {_PIECE_WITHIN_S:g} s")
         new = []
         for contact in contacts:
             if len(self._sources) >= _SOURCES:
@@ -138,38 +157,52 @@ class Following:
                 while self._due:
                     await self._news.next()
 
-    async def next(self, state: StateName, *, patience_s: float) -> Step | None:
-        """The step that leads on from this state: waits while it comes; None if nobody tells of one.
+    async def next(self, state: StateName, *, patience_s: float, until: float) -> Step | None:
+        """The step that leads on from this state: waits while it comes; None if nobody tells of one, or it is late.
 
         Args:
             state: where we stand.
             patience_s: how long to wait for a member that stands there too, and may be about to take one.
+            until: the end of any wait (loop time).
         """
-        loop = asyncio.get_running_loop()
-        until = loop.time() + patience_s
+        patient_until = min(until, _now() + patience_s)
         while (step := self.kept(state)) is None:
-            coming = state.digest in self._coming or state.digest in self._due
+            coming = self._coming.get(state.digest)
+            is_told = coming is not None or state.digest in self._due
             here = any(source.at == state for source in self._sources.values())
-            if not coming and not (here and loop.time() < until):
+            waits_until = until if is_told else patient_until
+            late = coming is not None and coming.is_late(until)
+            if late or not (is_told or here) or _now() >= waits_until:
                 return None
-            await self._news.next(None if coming else until - loop.time())
+            await self._news.next(min(_LOOK_AGAIN_S, waits_until - _now()))
         return step
 
     def kept(self, state: StateName) -> Step | None:
         """The step that leads on from this state, if it is here."""
-        return self._kept.get(state.digest)
+        kept = self._kept.get(state.digest)
+        return kept.step if kept is not None else None
+
+    def refuse(self, state: StateName, reason: str) -> None:
+        """The step that leads on from this state is none that can be taken: its giver is not followed any more."""
+        source = self._kept.pop(state.digest).source
+        self._drop(source, reason)
+
+    def _drop(self, source: _Source, reason: str) -> None:
+        peer = source.contact.peer
+        self._core.env.events.emit(PeerDropped(peer=peer, where="catching up", reason=reason))
+        self._refused.add(peer)
+        if source.stream is not None:
+            source.stream.abort()
 
     def forget(self, state: StateName) -> None:
         """We stand at this state: the steps that lead there are kept no longer."""
-        for digest in [digest for digest, step in self._kept.items() if name_before(step.header).key < state.key]:
+        for digest in [digest for digest, kept in self._kept.items() if name_before(kept.step.header).key < state.key]:
             del self._kept[digest]
 
     @property
     def kept_bytes(self) -> int:
         """The size of the steps that are kept or being fetched."""
-        return sum(len(step.data) for step in self._kept.values()) + sum(
-            len(coming.step.data) for coming in self._coming.values()
-        )
+        return sum(len(each.step.data) for each in (*self._kept.values(), *self._coming.values()))
 
     async def close(self) -> None:
         """Follow nobody any more, and keep nothing."""
@@ -191,8 +224,7 @@ class Following:
                 await self._hear(source, message, nbytes)
                 self._news.notify()
         except PeerProtocolError as error:
-            self._core.env.events.emit(PeerDropped(peer=peer, where="catching up", reason=error.message))
-            self._refused.add(peer)
+            self._drop(source, error.message)
         except (PeerError, TimeoutError):
             pass  # it is lost, or follows somebody itself: there are others
         finally:
@@ -230,7 +262,7 @@ class Following:
         source.at = name_after(header)
         source.tells.append(header.digest)
         self.step_bytes = max(self.step_bytes, header.nbytes)
-        last = header.epoch, asyncio.get_running_loop().time()
+        last = header.epoch, _now()
         if self.told is None or last[0] > self.told[1][0]:
             self.told = (self.told[0] if self.told else last, last)
         if not (self.missed or header.digest in self._kept or header.digest in self._coming):
@@ -252,7 +284,7 @@ class Following:
             self._miss(f"{what} (catch_up_bytes)")
             return
         assert source.stream is not None
-        self._coming[header.digest] = _Coming(Step(header, bytearray(header.nbytes)), source)
+        self._coming[header.digest] = _Coming(Step(header, bytearray(header.nbytes)), source, _now(), _now())
         with suppress(PeerError):  # then it is lost, and its own task looks for another one
             await source.stream.send(WantStep(header.digest))
 
@@ -279,13 +311,13 @@ class Following:
         assert source.stream is not None
         async with asyncio.timeout(_PIECE_WITHIN_S):
             await source.stream.readinto(memoryview(step.data)[coming.received : coming.received + nbytes])
-        coming.received += nbytes
+        coming.received, coming.at = coming.received + nbytes, _now()
         if coming.received == len(step.data):
             vector = self._vector(not step.header.agreement)
             await self._core.env.executor.run(check, step.header, memoryview(step.data), vector)
             self.giving.add(source.contact.peer)
             if self._coming.pop(message.digest, None) is not None and not self.missed:
-                self._kept[message.digest] = step
+                self._kept[message.digest] = coming
             await self._ask()
 
 
@@ -339,7 +371,7 @@ class CatchUp:
     async def following(self, contacts: Callable[[], Sequence[Contact]]) -> AsyncIterator[None]:
         """Follow two of these in the block, and afterwards until `leave`; others in place of those that are lost."""
         if self._following is None:
-            self._since, self._received_before = self._now(), self._core.endpoint.traffic[1]
+            self._since, self._received_before = _now(), self._core.endpoint.traffic[1]
             self._following = Following(self._core, self._run_id, self._vector, max_bytes=self._max_bytes)
         following = self._following
         await following.follow(contacts())
@@ -361,30 +393,41 @@ class CatchUp:
         if self._following is not None:
             await self._following.first()
 
-    async def next(self, state: StateName, committed: Committed, *, waits: bool = True) -> Update | None:
-        """The update that leads on from this state, once it is here; None if nobody tells of one.
+    async def next(self, state: StateName, committed: Committed, *, until: float) -> Update | None:
+        """The update that leads on from this state, once it is here; None if nobody tells of one that can be taken.
 
         Args:
             state: where we are.
             committed: the steps that led there.
-            waits: False for None if it is not here yet.
+            until: the end of any wait for it (loop time).
         """
         if self._following is None:
             return None
         self._following.forget(state)
         following = self._following
-        step = await following.next(state, patience_s=_PATIENCE_S) if waits else following.kept(state)
+        step = await following.next(state, patience_s=_PATIENCE_S, until=until)
         if step is None:
             return None
         agreement, name = agreement_of(step.header), name_after(step.header)
+        vector = self._vector(agreement is None)
+        try:
+            await self._core.env.executor.run(land, step.header, memoryview(step.data), vector)
+        except PeerProtocolError as error:
+            following.refuse(state, error.message)
+            return None
         if agreement is not None:
             committed = committed.after(agreement.contributors, state.epoch)
             mine = options_of(self._training.optimizer.param_groups, self._training.own_options)
             if agreement.options is not None and (why := misfit(mine, agreement.options)) is not None:
                 self._following.missed = f"their options are {why}"
                 return None
+            if agreement.options is not None and differences(mine, agreement.options):
+                why = await self._core.env.executor.run(self._training.why_not, agreement.options)
+                if why is not None:
+                    following.refuse(state, f"its options are {why}")
+                    return None
         return Update(
-            apply=partial(self._take, step),
+            apply=partial(self._take, step, vector),
             name=name,
             committed=committed,
             peers=0,
@@ -392,18 +435,20 @@ class CatchUp:
             is_step=agreement is not None,
         )
 
-    def _take(self, step: Step) -> None:
-        """Do to parameters and optimizer what the step did to those of its members (under their lock)."""
-        header, agreement = step.header, agreement_of(step.header)
-        vector = self._vector(agreement is None)
+    def _take(self, step: Step, vector: Vector) -> None:
+        """Do to parameters and optimizer what the step did to those of its members (under their lock).
+
+        Args:
+            step: its averages have landed.
+            vector: where they have.
+        """
+        agreement = agreement_of(step.header)
         if agreement is None:
             vector.copy_in()
-            land(header, memoryview(step.data), vector)
             vector.apply(self._averagers[True].settings.averaging_alpha)
         else:
             if any(each.peer == self._core.peer_id for each in agreement.contributors):
                 self._training.given_is_in()
-            land(header, memoryview(step.data), vector)
             vector.overwrite()
             self._training.use_accumulators()
             self._training.step(agreement.options, agreement.absent)
@@ -425,7 +470,7 @@ class CatchUp:
         following = self._following
         if following is None or not following.missed:
             return None
-        rate = (self._core.endpoint.traffic[1] - self._received_before) / max(self._now() - self._since, 1e-3)
+        rate = (self._core.endpoint.traffic[1] - self._received_before) / max(_now() - self._since, 1e-3)
         (epoch, since), (last, until) = following.told or ((0, 0.0), (0, 0.0))
         pace = f"takes them about {duration((until - since) / (last - epoch))} and " if last > epoch else ""
         await self.leave()
@@ -451,6 +496,6 @@ class CatchUp:
         if following is not None:
             await shielded(following.close())
 
-    @staticmethod
-    def _now() -> float:
-        return asyncio.get_running_loop().time()
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -21,13 +21,14 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
+from shoal.bounded import bound, put_last
 from shoal.core import PeerCore
 from shoal.errors import ClosedError, ConfigError, PeerError, ShoalError
 from shoal.events import PeerDropped, Warned
 from shoal.optim.settings import RunSettings
 from shoal.optim.tellers import FEW, KEEPERS, Countdown, Order, Relay, look_s, silence_s, write_s
 from shoal.peer import PEER_ID_BYTES, PeerID
-from shoal.progress import StateKey, SwarmProgress, SwarmView, bound
+from shoal.progress import StateKey, SwarmProgress, SwarmView
 from shoal.rpc import LOOK_S
 from shoal.tasks import Changes
 from shoal.wire import Contact, Progress, ProgressTold, Standing, TellProgress, Trainers, WhoTrains, decode, encode
@@ -39,6 +40,8 @@ _ALL = 64
 
 _DEAF_S = 30.0
 """A peer that could not be told is no keeper for so long."""
+
+_MOST_DEAF = 4096
 
 _CALL_TIMEOUT_S = 3.0
 """The longest time for a `TellProgress`."""
@@ -470,7 +473,7 @@ class ProgressGossip:
             known = await self._core.endpoint.call(asked, WhoTrains(self._run_id), timeout_s=_CALL_TIMEOUT_S)
         except PeerError as error:
             # Told if this peer stays alone; another one is asked at the next look.
-            self._why_deaf[asked] = error.message
+            put_last(self._why_deaf, asked, error.message, _MOST_DEAF)
             return
         for contact in known.contacts[:_ASKED_ANEW]:
             if contact.peer != self._core.peer_id and self._known.progress_of(contact.peer) is None:
@@ -658,8 +661,8 @@ class ProgressGossip:
             request = TellProgress(self._run_id, *self._what_we_know())
             told = await self._core.endpoint.call(peer, request, timeout_s=_CALL_TIMEOUT_S)
         except PeerError as error:
-            self._deaf[peer] = asyncio.get_running_loop().time() + _DEAF_S
-            self._why_deaf[peer] = error.message
+            put_last(self._deaf, peer, asyncio.get_running_loop().time() + _DEAF_S, _MOST_DEAF)
+            put_last(self._why_deaf, peer, error.message, _MOST_DEAF)
             self._duty = self._duty._replace(until=0.0)
             return
         self._deaf.pop(peer, None)

@@ -321,6 +321,15 @@ class OptimizerState:
             numbers = {name: prepared.attributes[0][name] for name in self._counted[0]}
             try_step(self._optimizer, prepared.options, prepared.states[0], numbers)
 
+    def check_step(self, options: Sequence[Mapping[str, Any]]) -> None:
+        """Look whether a step can be taken with these options of each group, from the statistics that are here.
+
+        Raises:
+            ValueError: it cannot, and can with the optimizer's own.
+        """
+        if len(self._states) == 1:  # see `_try`
+            try_step(self._optimizer, options, self._optimizer.state, {})
+
     def switch(self, prepared: Prepared) -> None:
         """Hold this from now on. Groups and statistics stay the objects that they are: schedules hold on to them."""
         for each, attributes, held in zip(self._optimizers, prepared.attributes, self._held, strict=False):

@@ -23,6 +23,9 @@ from shoal.strategies import Merging
 
 __all__ = ["LocalSteps", "OuterTrainingState"]
 
+_MOST_SCHEDULED = 100_000_000
+"""The most steps of the inner schedule to which a state of others may lead: minutes for a schedule of torch."""
+
 
 def _divided(tensors: Sequence[torch.Tensor], fragments: int) -> list[list[int]]:
     """The numbers of the tensors in each fragment, so that the fragments have about equally many elements.
@@ -139,6 +142,11 @@ class OuterTrainingState(TrainingState):
     def model_epoch(self) -> int:
         """See `TrainingState.model_epoch`."""
         return min(fragment.epoch for fragment in self._local.fragments)
+
+    @property
+    def last_epoch_taken(self) -> int:
+        """See `TrainingState.last_epoch_taken`: the schedule moves by `every` for each epoch."""
+        return min(super().last_epoch_taken, _MOST_SCHEDULED // (self.merging.steps or 1))
 
     @property
     def local(self) -> TrainingState:

@@ -531,7 +531,14 @@ class Participant:
             return
         if agreement.options is None:
             raise ConfigError(f"no step can be taken: the optimizer's option {said.options.problem()}")
-        if (why := misfit(said.options, agreement.options)) is not None:
+        why = misfit(said.options, agreement.options)
+        others = differences(said.options, agreement.options) if why is None else []
+        if others:
+            before = self.own.name
+            why = await self.core.env.executor.run(self.training.why_not, agreement.options)
+            if self.own.name != before:
+                return  # another state was taken over meanwhile, and nothing of the round belongs to it
+        if why is not None:
             self._notices.warn(f"the swarm's step is not taken here: its options are {why}")
             async with self.own.hold() as holds:
                 if holds:  # else the next state discards it
@@ -539,7 +546,7 @@ class Participant:
             self._happened(Event.MISFIT)
             return
         if said.samples:  # else its own were no proposal
-            self._notices.took_over(differences(said.options, agreement.options))
+            self._notices.took_over(others)
         step = partial(self.training.step, agreement.options, agreement.absent)
         name, members = self.own.name, [member.contact.peer for member in result.outcome.members]
         gave = [each.peer for each in agreement.contributors if each.samples]

@@ -105,6 +105,8 @@ def why_not_ours(
         theirs = name_of(manifest.metadata)
     except StateUnavailable as error:
         return str(error)
+    if theirs.epoch > training.last_epoch_taken:
+        return f"its state, of epoch {theirs.epoch}, is beyond any run with this strategy"
     if manifest.epoch != theirs.epoch:
         return f"its state is of epoch {theirs.epoch}, and offered as one of epoch {manifest.epoch}"
     if mine is not None and mine >= theirs.key:

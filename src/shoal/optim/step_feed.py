@@ -13,7 +13,7 @@ each round, so its share of the line between two rounds is bounded.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
@@ -66,6 +66,7 @@ class StepFeed:
     ) -> None:
         self._core, self._state, self._averagers = core, state, averagers
         self._followers: set[_Follower] = set()
+        self._hosts: Counter[str] = Counter()  # of the followers
         self._last: Step | None = None
         self._unserve = core.endpoint.serve_stream(FollowSteps, self._serve, scope=run_id)
 
@@ -102,10 +103,13 @@ class StepFeed:
         self._unserve()
 
     async def _serve(self, stream: Stream[_Answer, WantStep], opening: FollowSteps) -> None:
-        if len(self._followers) >= MAX_FOLLOWERS:
+        host = self._core.endpoint.hosts_of(stream.peer_id)[1]
+        # Keys are free: a host that has all other places does not get the last quarter.
+        if len(self._followers) >= MAX_FOLLOWERS or self._hosts[host] >= MAX_FOLLOWERS - MAX_FOLLOWERS // 4:
             raise PeerRefused("busy: too many peers catch up at the moment", code="busy")
         follower = _Follower(stream, self._core.pacer(), self._averagers)
         self._followers.add(follower)
+        self._hosts[host] += 1
         try:
             with Upload.of(self._core.endpoint).stream(stream):  # it is no round, to which states give way
                 state, last = await self._state(), self._last
@@ -115,6 +119,7 @@ class StepFeed:
                 await follower.run(state)
         finally:
             self._followers.discard(follower)
+            self._hosts -= Counter({host: 1})
             if not self._followers:
                 self._last = None
             await follower.close()

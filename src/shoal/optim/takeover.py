@@ -84,7 +84,8 @@ class Takeover:
         began, self.took_over = _now(), False
         try:
             async with self.catch_up.following(self._to_follow):
-                if not await self._take_steps(began + timeout_s) and not self._holds_up:
+                # A state has half of the time, however slowly a step comes.
+                if not await self._take_steps(began + timeout_s / 2) and not self._holds_up:
                     await self._take_state(began + timeout_s)
                     await self._take_steps(began + timeout_s)
         finally:
@@ -160,7 +161,8 @@ class Takeover:
         steps = 0
         while self.outlook.claimed().behind and _now() < deadline:
             before = self.own.name
-            update = await self.catch_up.next(before, self.own.committed, waits=not self._holds_up)
+            until = _now() if self._holds_up else deadline
+            update = await self.catch_up.next(before, self.own.committed, until=until)
             if update is None:
                 break
             await self.outlook.fetching.parked()
@@ -233,6 +235,7 @@ class Takeover:
         async def take_over() -> None:
             training, committed, before = self.own.training, committed_of(state.metadata), before_of(state.metadata)
             prepared = await self.core.env.executor.run(training.prepare, values, state.tensors)
+            prepared = prepared._replace(epoch=name.epoch)  # by which all is decided, whatever the values say
             follows = before == self.own.name.digest
             if follows and committed.gave_last(self.core.peer_id):
                 await self.core.env.executor.run(training.given_is_in)

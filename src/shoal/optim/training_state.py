@@ -167,6 +167,11 @@ class TrainingState:
         """The swarm steps that went into all parameters of the model."""
         return self.epoch
 
+    @property
+    def last_epoch_taken(self) -> int:
+        """No state of a later epoch is taken over from others: the schedule is moved up to it, step by step."""
+        return LAST_EPOCH_TAKEN
+
     def _new_sum(self) -> GradientSum:
         return GradientSum(self.trained, self._unit, torch.device("cpu") if self.steps_on_host else None)
 
@@ -618,6 +623,20 @@ class TrainingState:
             self._kept.check(values["optimizer"], tensors, len(self.describe()))
         except Exception as error:  # noqa: BLE001 (any error is the peer's fault)
             return str(error) or type(error).__name__
+        return None
+
+    def why_not(self, options: Options) -> str | None:
+        """The reason why the optimizer cannot step with options of others that are no `misfit`; None if none is seen.
+
+        Some are of the right kind, and no step can be taken with them: AdamW raises an error with betas of 5.
+        """
+        own = self.optimizer.param_groups
+        groups = [{name: copy.deepcopy(group[name]) for name in group.keys() - {"params"}} for group in own]
+        try:
+            apply(groups, options, self.own_options)
+            self._kept.check_step(groups)
+        except Exception as error:  # noqa: BLE001 (a rate that is a tensor cannot hold every number, for example)
+            return f"such that no step can be taken here ({str(error) or type(error).__name__})"
         return None
 
     def prepare(self, values: Any, tensors: Sequence[torch.Tensor]) -> PreparedState:

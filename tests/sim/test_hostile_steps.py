@@ -1,0 +1,142 @@
+"""A peer that is followed may lie about its steps, or never send them: that costs it its place, and nobody the run."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import pytest
+
+from shoal import sim
+from shoal.events import Event, PeerDropped
+from shoal.optim import Participant
+from shoal.optim.agreement import Agreement, Contributor
+from shoal.optim.options import Options, options_of
+from shoal.optim.step_feed import MAX_FOLLOWERS
+from shoal.rpc import Stream
+from shoal.strategies import DiLoCo
+from shoal.wire import FollowSteps, GetManifest, ManifestPending, StepBytes, StepsFrom, StepTaken, encode
+from tests.sim.optimizer_kit import Run
+from tests.sim.test_hostile_words import Liar, liar
+
+BATCH = 4
+
+
+def step_of(stranger: Liar, victim: Participant, **options: float) -> StepTaken:
+    """A step that leads on from where the victim stands; the stranger says that it has taken it alone."""
+    said, peer = options_of(victim.training.optimizer.param_groups), stranger.core.peer_id
+    values: dict[str, Any] = {**said.values, **{name: [value] for name, value in options.items()}}
+    said = Options(said.groups, values)
+    return StepTaken(
+        *victim.own.name,
+        agreement=encode(Agreement(said, b"", [Contributor(peer, 8)])),
+        commit=None,
+        slices=[],
+        part_bytes=0,
+        alone=b"c" * 16 + peer.raw,
+        alone_samples=8,
+        raw=True,
+        nbytes=sum(each.nbytes for each in victim.training.averaged),
+    )
+
+
+async def lead_on(
+    stranger: Liar, victim: Participant, data: bytes | None, pause_s: float = 0.0, **options: float
+) -> None:
+    """Let the victim follow a stranger, which tells it of a step, and gives no state.
+
+    It sends this byte again and again as the averages, each after a pause if there is one; None: nothing.
+    """
+
+    async def serve(stream: Stream[Any, Any], opening: FollowSteps) -> None:
+        step = step_of(stranger, victim, **options)
+        await stream.send(StepsFrom(*victim.own.name))
+        await stream.send(step)
+        while (asked := await stream.recv()) is not None:
+            size = 1 if pause_s else step.nbytes
+            for offset in range(0, step.nbytes if data is not None else 0, size):
+                await stream.send(StepBytes(asked[0].digest, offset), memoryview((data or b"") * size))
+                await sim.sleep(pause_s)
+
+    endpoint = stranger.core.endpoint
+    endpoint.serve_stream(FollowSteps, serve, scope="run")
+    endpoint.serve(GetManifest, lambda peer, request: ManifestPending(busy=True), scope="run_state")
+
+
+@pytest.mark.parametrize("wrong", ["averages", "options"])
+def test_a_followed_step_that_cannot_be_taken_ended_the_program(wrong: str) -> None:
+    """NaN, or a momentum that makes NaN: the error was raised in the trainer of every peer. Its giver is dropped."""
+    dropped = list[str]()
+
+    def note(event: Event) -> None:
+        if isinstance(event, PeerDropped) and event.where == "catching up":
+            dropped.append(event.reason)
+
+    async def main() -> None:
+        run = Run(target=1)
+        for name in ("p0", "p1"):
+            await run.add(name, strategy=DiLoCo(4), events=note if name == "p0" else None)
+        await sim.sleep(3.0)
+        tasks = [
+            run.swarm.spawn(name, trainer.train(BATCH, duration_s=0.5, until=lambda: False))
+            for name, trainer in run.trainers.items()
+        ]
+        await sim.sleep(6.0)
+        stranger, victim = await liar(run, "liar"), run.trainers["p0"].participant
+        if wrong == "averages":
+            await lead_on(stranger, victim, b"\xff")
+        else:
+            await lead_on(stranger, victim, b"\0", momentum=math.inf)
+        epoch = victim.epoch
+        await stranger.say(victim, epoch=epoch + 1000, digest=b"x" * 32)
+        await sim.sleep(40.0)
+        assert not any(task.done() for task in tasks)
+        assert dropped
+        assert all("not finite" in reason for reason in dropped)
+        assert victim.epoch > epoch + 2
+
+    sim.run(main, seed=3)
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 2.0], ids=["silent", "slow"])
+def test_a_newcomer_waited_for_ever_for_the_step_of_a_peer_that_it_followed(pause_s: float) -> None:
+    """The only one that names the best state sends nothing of a step, or little: the state of the others is taken."""
+
+    async def main() -> None:
+        run = Run(target=1)
+        for name in ("p0", "p1"):
+            await run.add(name, strategy=DiLoCo(8))
+        await sim.sleep(3.0)
+        for name, trainer in run.trainers.items():
+            run.swarm.spawn(name, trainer.train(BATCH, duration_s=1.0, until=lambda: False))
+        await sim.sleep(12.0)
+        new, stranger = await run.add("new", seed=9, strategy=DiLoCo(8)), await liar(run, "liar")
+        await lead_on(stranger, new.participant, b"\0" if pause_s else None, pause_s)
+        await stranger.say(new.participant, epoch=1000, digest=b"x" * 32)
+        run.swarm.spawn("new", new.train(BATCH, duration_s=1.0, until=lambda: False))
+        began = asyncio.get_running_loop().time()
+        while not new.participant.epoch:
+            assert asyncio.get_running_loop().time() < began + 20.0
+            await stranger.say(new.participant, epoch=1000, digest=b"x" * 32)
+            await sim.sleep(1.0)
+
+    sim.run(main, seed=3)
+
+
+def test_one_host_kept_all_others_from_following() -> None:
+    """Under however many keys, and as long as it likes: a quarter of the places is for others."""
+
+    async def main() -> None:
+        run = Run(target=1)
+        first = await run.add("p0", strategy=DiLoCo(4))
+        stranger, other = await liar(run, "liar"), await liar(run, "other")
+        contact, opening = first.participant.core.endpoint.contact, FollowSteps("run")
+        for _ in range(MAX_FOLLOWERS):
+            await stranger.core.endpoint.open(contact, opening, timeout_s=5.0)
+        stream = await other.core.endpoint.open(contact, opening, timeout_s=5.0)
+        received = await stream.recv()
+        assert received is not None
+        assert isinstance(received[0], StepsFrom)
+
+    sim.run(main, seed=3)

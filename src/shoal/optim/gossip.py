@@ -562,7 +562,9 @@ class ProgressGossip:
             if first or now >= self._tell_again_at:
                 self._called = mine.digest
                 self._tell_again_at = now + (LOOK_S if first else _SILENCE_S)
-                self._note([*duty.order.parts[0], *duty.colleagues], mine, self._known.standings(mine, now))
+                self._relay = Relay() if first else self._relay
+                words = self._relay.news(self._known.standings(mine, now), view.samples, now)
+                self._note([*duty.order.parts[0], *duty.colleagues], mine, words)
             self.look_again(self._tell_again_at)
             return
         self._called = b""  # somebody may have left, with the samples: when there are enough again, it is said at once

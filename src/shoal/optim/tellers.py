@@ -90,12 +90,13 @@ def _first(peers: Iterable[PeerID], able: Callable[[PeerID], bool]) -> list[Peer
 
 
 class Relay:
-    """The words of its part that a keeper passes on to the other keepers: what is new, and all before they forget it.
+    """The words of others that a keeper passes on: to the other keepers, and to all of its part once there is enough.
 
-    All of them each time would be more than a peer reads from another one (`Allowance`), and arrive ever later.
+    It tells what is new, and all of them before they are forgotten. All of them each time would be more than a peer
+    reads from another one (`Allowance`), and arrive ever later.
 
     Attributes:
-        samples: of the state, when the other keepers were told last.
+        samples: of the state, when words were passed on last.
         at: when that was, local time, seconds.
     """
 

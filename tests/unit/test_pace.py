@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
+import msgspec
 import pytest
 
 from shoal.optim.pace import WAY, MergePace
@@ -65,3 +66,18 @@ def test_strangers_make_no_quorum_and_complete_one(
     for peer, samples in [*zip(PEERS[1:3], known, strict=False), *zip(PEERS[3:], strangers, strict=False)]:
         swarm.heard(said(peer, samples, 1.0), 0.0)
     assert pace.enough(swarm.view(said(PEERS[0], own, 0.0), 0.0)) is enough
+
+
+def test_peers_at_other_states_are_not_missing_for_a_quorum() -> None:
+    """In a swarm of 256 a peer that was late said that only 20 of the peers that train can be seen."""
+    known = SwarmProgress(PEERS[0], {}, ttl_s=20.0)
+    pace = MergePace(Merging(every=10, overlap=0, quorum=5))
+    for number, peer in enumerate(PEERS[1:5]):
+        known.heard(said(peer, WAY, 1.0), 0.0)
+        view = known.view(said(PEERS[0], WAY, 0.0), 0.0)
+        assert pace.missing(WAY, view) == 3 - number
+        assert pace.missing(WAY - 1, view) == 0
+    known.heard(msgspec.structs.replace(said(PEERS[1], WAY, 2.0), digest=b"e" * 32), 0.0)
+    view = known.view(said(PEERS[0], WAY, 0.0), 0.0)
+    assert PEERS[1] not in view.together
+    assert pace.missing(WAY, view) == 0

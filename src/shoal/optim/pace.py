@@ -44,8 +44,8 @@ class Pace(Protocol):
     def reaches(self, samples: int, batches: int) -> bool:
         """Whether there is enough, by what this peer has trained now, and what the others named in the last view."""
 
-    def missing(self, own: int) -> int:
-        """How many more peers it takes for a step, though this one has done enough (`own`); by the last view."""
+    def missing(self, own: int, view: SwarmView) -> int:
+        """How many more peers that train it takes for a step, though this one has done enough (`own`)."""
 
     def due_s(self, now: float) -> float | None:
         """The seconds until it is time for a step, whatever is trained until then; None if time does not matter."""
@@ -99,7 +99,7 @@ class SamplesPace:
         """See `Pace`."""
         return samples + self._others >= self._target
 
-    def missing(self, own: int) -> int:
+    def missing(self, own: int, view: SwarmView) -> int:
         """See `Pace`."""
         return 0
 
@@ -255,10 +255,12 @@ class MergePace:
         count = self._others + (own > 0 or self._trains)
         return count > 0 and own + self._known.far + self._strange.far >= WAY * count
 
-    def missing(self, own: int) -> int:
-        """See `Pace`."""
-        quorum = self._merging.quorum or 0
-        return max(0, quorum - 1 - self._others) if own >= WAY else 0
+    def missing(self, own: int, view: SwarmView) -> int:
+        """See `Pace`. Peers at other states are not missing: they, or this one, are on the way to the better state."""
+        if self._merging.quorum is None or own < WAY:
+            return 0
+        others = sum(said.samples > 0 or said.rate > 0 for said in view.others.values())
+        return max(0, self._merging.quorum - 1 - others)
 
     def due_s(self, now: float) -> float | None:
         """See `Pace`."""

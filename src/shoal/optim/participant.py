@@ -356,7 +356,7 @@ class Participant:
         """
         settings = self.settings
         quorum = 0 if settings.merging is None or settings.fragment else settings.merging.quorum or 0
-        return (self._pace.missing(self._outlook.place().samples) if quorum else 0), quorum
+        return (self._pace.missing(self._outlook.place().samples, self.view()) if quorum else 0), quorum
 
     def _look_and_tell(self) -> SwarmView:
         view, _ = self._look()

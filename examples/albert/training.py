@@ -40,6 +40,7 @@ def parser(description):
     add("--layers", type=int, default=4, help="which share their weights, as ALBERT's do")
     add("--heads", type=int, default=2, help="of attention")
     add("--embedding", type=int, default=64, help="width of the embeddings")
+    add("--delayed", action="store_true", help="train on while gradients are averaged; lower the learning rate then")
     return found
 
 
@@ -145,7 +146,7 @@ def join(model, arguments, args, data, dht, **options):
         target_batch_size=args.target_batch_size,
         optimizer=make_lamb(model, args),
         settings={"tokenizer": data.digest},  # peers with other tokens are refused
-        delay_grad_averaging=True,  # train on while the gradients are averaged
+        delay_grad_averaging=args.delayed,
         grad_compression=Float16Compression(),
         state_averaging_compression=Float16Compression(),
         **options,

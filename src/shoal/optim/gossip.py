@@ -562,8 +562,11 @@ class ProgressGossip:
             if first or now >= self._tell_again_at:
                 self._called = mine.digest
                 self._tell_again_at = now + (LOOK_S if first else _SILENCE_S)
-                self._relay = Relay() if first else self._relay
-                words = self._relay.news(self._known.standings(mine, now), view.samples, now)
+                words = self._known.standings(mine, now)
+                if first:
+                    self._relay = Relay()  # so all is said twice
+                else:
+                    words = self._relay.news(words, view.samples, now)
                 self._note([*duty.order.parts[0], *duty.colleagues], mine, words)
             self.look_again(self._tell_again_at)
             return

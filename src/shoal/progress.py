@@ -227,18 +227,18 @@ class SwarmProgress:
         """A peer told of other peers that are at its own state. True if it was news.
 
         Such words count only for peers that are known already, for a while, and until they say something themselves. So
-        nobody can silence a peer by speaking in its name. Nor do they take a peer from our state that says itself that
-        it is here: else one contributor could tell each of us that all others are somewhere else.
+        nobody can silence a peer by speaking in its name. They count as long as we are at the teller's state: else one
+        contributor could tell each of us that all others are somewhere else.
         """
-        news, is_here = False, StateKey.of_peer(teller) == self._key
+        news, is_here = False, self._key in (None, StateKey.of_peer(teller))
         at_state = {"epoch": teller.epoch, "digest": teller.digest, "branch_samples": teller.branch_samples}
         for other in others if not self.contributors or teller.contact.peer in self.contributors else ():
             known = self._known.get(other.peer)
             if known is None and other.peer != self._me and other.peer not in self._lost:
                 self.named[other.peer] = teller.contact.peer
                 bound(self.named, _MAX_REMEMBERED)
-            if known is None or (not is_here and StateKey.of_peer(known.said) == self._key):
-                continue
+            if known is None or (not is_here and self._said_last(other.peer, now) is not known.said):
+                continue  # the second: it is told to be here, and what was told of it would be forgotten
             said = self._said_last(other.peer, now)
             if said is not known.said and said.time == other.time:
                 self._relayed[other.peer] = said, now  # told again: it holds for longer
@@ -246,8 +246,8 @@ class SwarmProgress:
                 continue
             progress = replace(known.said, samples=other.samples, time=other.time, **at_state)
             self._relayed[other.peer] = progress, now
-            news = True
-            if self._seen is not None:
+            news = news or is_here
+            if self._seen is not None and is_here:
                 self._seen.until = min(self._seen.until, now + RELAYED_S)
                 if not self._seen.takes(progress):
                     self._seen = None
@@ -263,7 +263,8 @@ class SwarmProgress:
         if (relayed := self._relayed.get(peer)) is None:
             return own
         progress, at = relayed
-        return progress if progress.time > own.time and now - at <= RELAYED_S else own
+        counts = progress.time > own.time and now - at <= RELAYED_S
+        return progress if counts and self._key in (None, StateKey.of_peer(progress)) else own
 
     def standings(self, mine: Progress, now: float, *, told: bool = True) -> list[Standing]:
         """The known samples of the peers at the same state as this peer; unless `told`, only by their own words."""

@@ -461,7 +461,7 @@ def test_what_others_tell_of_a_peer_counts_until_it_says_something_itself() -> N
 
 
 def test_a_contributor_told_each_peer_that_all_others_were_somewhere_else() -> None:
-    """Each of them was alone then, and went on alone. Who says itself that it is here is here."""
+    """Each of them was alone then, and went on alone; or it asked the others for a state that they never had."""
     known, mine = swarm(), said(ME)
     known.contributors = {ME, ANN, BEN}
     known.heard(said(ANN), 0.0)
@@ -470,9 +470,14 @@ def test_a_contributor_told_each_peer_that_all_others_were_somewhere_else() -> N
     liar = said(ANN, epoch=6, digest=DIGESTS[3], branch_samples=1100, time=101.0)
     assert not known.relayed(liar, [Standing(BEN, 0, 1e9)], 0.1)
     assert known.view(mine, 0.1).together == {ME, ANN, BEN}
+    better = said(BEN, epoch=9, digest=DIGESTS[2], branch_samples=2000, time=102.0)
+    known.heard(better, 0.1)
+    assert not known.relayed(liar, [Standing(BEN, 0, 2e9)], 0.1)
+    assert known.view(mine, 0.1).best == StateKey.of_peer(better)
+    known.heard(said(BEN, time=103.0), 0.1)
     moved = said(ME, epoch=6, digest=DIGESTS[3], branch_samples=1100)
     known.view(moved, 0.2)
-    assert known.relayed(liar, [Standing(BEN, 5, 1e9)], 0.3)
+    assert known.relayed(liar, [Standing(BEN, 5, 3e9)], 0.3)
     assert known.view(moved, 0.3).together == {ME, BEN}
 
 

@@ -60,9 +60,9 @@ def test_a_trainer_that_waits_for_nobody_stands_still_for_what_is_here_only(
     async def hold() -> AsyncIterator[bool]:
         yield True
 
-    async def coming(state: object, committed: object, *, waits: bool) -> Any:
+    async def coming(state: object, committed: object, *, until: float) -> Any:
         if own.name == "first":
-            if not waits:
+            if until <= asyncio.get_running_loop().time():
                 return None
             await sim.sleep(4.0)
         name = next(names, None)

@@ -237,9 +237,11 @@ class SwarmProgress:
             if known is None and other.peer != self._me and other.peer not in self._lost:
                 self.named[other.peer] = teller.contact.peer
                 bound(self.named, _MAX_REMEMBERED)
-            if known is None or (not is_here and self._said_last(other.peer, now) is not known.said):
-                continue  # the second: it is told to be here, and what was told of it would be forgotten
+            if known is None:
+                continue
             said = self._said_last(other.peer, now)
+            if not is_here and said is not known.said:
+                continue  # it is told to be here, and what was told of it would be forgotten
             if said is not known.said and said.time == other.time:
                 self._relayed[other.peer] = said, now  # told again: it holds for longer
             if not said.time < other.time < math.inf:

@@ -471,14 +471,13 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         Raises:
             ClosedError: the optimizer or its DHT was shut down.
         """
-        self._check_open()
-
         found = self._statuses()
         epoch, swarm_epoch = min(each.epoch for each in found), min(each.swarm_epoch for each in found)
         return replace(found[0], epoch=epoch, swarm_epoch=swarm_epoch, finished=self.finished)
 
     def _statuses(self) -> list[Status]:
         """Of each fragment of the model."""
+        self._check_open()
 
         async def look() -> list[Status]:
             return [each.status() for each in self._participants]
@@ -527,7 +526,6 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
 
     def is_synchronized_with_peers(self) -> bool:
         """Whether no better state is known than this peer's."""
-        self._check_open()
         behind = RunPhase.BEHIND.value
         return all(each.epoch == each.swarm_epoch and each.phase != behind for each in self._statuses())
 

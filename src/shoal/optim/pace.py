@@ -15,6 +15,7 @@ from shoal.optim.contribution import RateMeter
 from shoal.peer import PeerID
 from shoal.progress import SwarmView
 from shoal.strategies import Merging
+from shoal.wire import Progress
 
 __all__ = ["WAY", "MergePace", "Pace", "SamplesPace"]
 
@@ -124,10 +125,14 @@ class SamplesPace:
         """See `Pace`."""
 
 
+def _trains(said: Progress) -> bool:
+    return said.samples > 0 or said.rate > 0
+
+
 def _done(view: SwarmView, peer: PeerID) -> int | None:
     """How far another peer is; None if it does not count."""
     said = view.others.get(peer)  # None: it was lost
-    if said is None or peer not in view.together or peer in view.absent or not (said.samples > 0 or said.rate > 0):
+    if said is None or peer not in view.together or peer in view.absent or not _trains(said):
         return None
     return 0 if peer in view.coming else said.samples
 
@@ -259,8 +264,7 @@ class MergePace:
         """See `Pace`. Peers at other states are not missing: they, or this one, are on the way to the better state."""
         if self._merging.quorum is None or own < WAY:
             return 0
-        others = sum(said.samples > 0 or said.rate > 0 for said in view.others.values())
-        return max(0, self._merging.quorum - 1 - others)
+        return max(0, self._merging.quorum - 1 - sum(map(_trains, view.others.values())))
 
     def due_s(self, now: float) -> float | None:
         """See `Pace`."""

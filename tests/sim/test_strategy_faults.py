@@ -262,7 +262,7 @@ def test_peers_that_merge_in_bad_weather_end_with_one_state() -> None:
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", ["StreamingDiLoCo that keeps", "Decoupled"])
 def test_two_halves_of_a_swarm_that_went_on_apart_end_with_one_state(
-    name: str, soak: Callable[[int, int], int]
+    name: str, soak: Callable[[int, int], int], numbers: Callable[[int], Sequence[int]]
 ) -> None:
     """Each fragment goes on from the better of its two states. No batch counts twice, nor in what others give up."""
     strategy, counts, _ = STRATEGIES[name]
@@ -280,7 +280,7 @@ def test_two_halves_of_a_swarm_that_went_on_apart_end_with_one_state(
         await weather.end(3, 120.0)
 
     apart = list[bool]()
-    for seed in range(soak(2, 25)):
+    for seed in numbers(soak(2, 25)):
         sim.run(main, seed=seed)
     assert any(apart)
 

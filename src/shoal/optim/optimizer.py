@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 import weakref
@@ -84,6 +85,9 @@ T = TypeVar("T")
 _LOAD_STATE_TIMEOUT_S, _SHUTDOWN_TIMEOUT_S = 600.0, 5.0
 _OTHERS_S = 3.0
 """To learn, when the optimizer is made, which settings the others of the run have."""
+
+_NOT_TAKEN_AGAIN_S = 600.0
+"""Why a better state was not taken over is told once in this time."""
 
 _run_of: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
 """The `Optimizer` that trains with each inner optimizer."""
@@ -191,7 +195,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             told its settings within 3 s, `step` raises that.
     """
 
-    _not_taken = ""  # why no better state was taken over, as it was told last
+    _not_taken_told_at = -math.inf  # why no better state was taken over (monotonic, seconds)
     _untold = False  # whether nobody was told of the state that is here: it is being loaded, or was in part
     _last_status: Status | None  # once it was shut down
 
@@ -759,8 +763,9 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         for participant, result in zip(behind, results, strict=True):
             if isinstance(result, StateUnavailable):
                 participant.takeover.check_beginning()
-                if str(result) != self._not_taken:
-                    self._not_taken = str(result)
+                # Beside a peer that claims states and gives none, downloads of each fragment fail again and again.
+                if time.monotonic() > self._not_taken_told_at + _NOT_TAKEN_AGAIN_S:
+                    self._not_taken_told_at = time.monotonic()
                     self._warn(str(result))
             elif isinstance(result, BaseException):
                 raise result

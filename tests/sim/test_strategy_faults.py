@@ -16,6 +16,7 @@ from shoal.allreduce.interface import Outcome
 from shoal.allreduce.round import Round
 from shoal.averager.averager import Averager
 from shoal.compression import BlockwiseQuantization, CompressionBase, ErrorFeedback, TopKCompression
+from shoal.errors import RoundFailed
 from shoal.group import Group
 from shoal.optim.outer import LocalSteps
 from shoal.optim.participant import Participant
@@ -400,6 +401,51 @@ def test_what_was_trained_is_kept_if_the_state_follows_from_ours(*, follows: boo
     fragment.take_over(given, follows=follows)
     assert fragment.batches == follows
     assert all(map(torch.equal, local.trained, fragment.trained)) == (not follows)
+
+
+@pytest.mark.parametrize("by", ["a download", "the steps of others"])
+def test_what_was_trained_is_kept_for_one_merge_that_was_missed_and_not_for_two_in_a_row(by: str) -> None:
+    """It was kept each time: such a peer had ever more weight, at weights that are ever older."""
+    local = LocalSteps(*make_optimizer(model()), (), DiLoCo(4, MEAN).merging)
+    fragment = local.fragments[0]
+    for merge, kept in enumerate((1, 0, 1), 1):
+        backward(list(local.trained), 0, merge, BATCH)
+        assert local.accumulate(BATCH)
+        if by == "a download":
+            values, tensors = fragment.export()
+            given = fragment.prepare({**values, "epoch": merge}, [each.clone() + 1.0 for each in tensors])
+            fragment.take_over(given, follows=True)
+        else:
+            for each in fragment.accumulators:
+                each.fill_(-1.0)
+            fragment.use_accumulators()
+            fragment.step()
+        assert (fragment.epoch, fragment.batches) == (merge, kept)
+        assert all(map(torch.equal, local.trained, fragment.trained)) == (not kept)
+
+
+def test_a_peer_that_gets_into_no_merge_does_not_make_merges_more_frequent() -> None:
+    """It did: it kept all that it had trained, so it was far ahead on its way, and the next merge was due at once."""
+
+    async def main() -> None:
+        run = Run(target=1)
+        for name in ("p0", "p1", "p2"):
+            await run.add(name, strategy=DiLoCo(8, MEAN))
+            run.swarm.spawn(name, run.swarm.peer(name).train(BATCH, duration_s=0.5, until=lambda: False))
+        first, misses = run.swarm.peer("p0").participant, run.swarm.peer("p2")
+        await sim.sleep(15.0)
+
+        async def fails(*args: Any) -> Round:
+            raise RoundFailed("as it always does here")
+
+        misses.participant._averager._begin_round = fails  # type: ignore[method-assign, assignment]
+        before = first.epoch
+        await sim.sleep(40.0)
+        assert misses.downloads > 5
+        assert 8 <= first.epoch - before <= 12  # 10 of 8 batches each
+        await run.close()
+
+    sim.run(main, seed=1)
 
 
 def test_a_peer_whose_parameters_are_broken_trains_nothing_any_more() -> None:

@@ -94,6 +94,7 @@ class OuterTrainingState(TrainingState):
     _strays = False  # the parameters are of no use
     _sound = True  # they were of use when the last merge came
     _passed = 0  # batches of the trainer since this peer gave to a merge
+    _older = False  # what was trained is older than a merge that this peer has missed
     _land: Callable[[], None] | None = None  # puts the average into the accumulators
 
     def __init__(
@@ -211,7 +212,7 @@ class OuterTrainingState(TrainingState):
         """
         if self._given is None or self.merging.mixing is not None:
             return
-        (samples, batches), self._given = self._given, None
+        (samples, batches), self._given, self._older = self._given, None, False
         self._trained.samples = max(0, self._trained.samples - samples)
         self._trained.batches = max(0, self._trained.batches - batches)
         with torch.no_grad():
@@ -243,9 +244,17 @@ class OuterTrainingState(TrainingState):
         with torch.no_grad():
             torch._foreach_copy_(self._own, self._anchor)
 
+    @property
+    def _is_stale(self) -> bool:
+        """Whether the merge is the second one in a row that this peer has missed: of use is only what one has missed.
+
+        Kept each time, it would also be on its way ever longer, and call for merges ever sooner.
+        """
+        return self._older and not self._counts
+
     def _step_from_average(self, absent: Collection[int]) -> None:
         own, mixing = self._own, self.merging.mixing
-        self._sound = sound = not self._strays and self.unfit() is None
+        self._sound = sound = not (self._strays or self._is_stale) and self.unfit() is None
         keeps = sound and mixing is None and (self._later.batches > 0 or not self._counts)
         self._strays = True  # until the whole step is taken
         with torch.no_grad():
@@ -274,7 +283,7 @@ class OuterTrainingState(TrainingState):
                 self._later.forget()  # the parameters are the anchor
             elif self.merging.mixing is None and not self._counts:
                 samples, batches = self._trained.samples, self._trained.batches
-            self._given = None
+            self._given, self._older = None, batches > 0
         super()._after_step(own, taken=taken)
         self._counts, self._land = False, None
         self._trained.samples += samples
@@ -283,12 +292,13 @@ class OuterTrainingState(TrainingState):
     def take_over(self, prepared: PreparedState, *, follows: bool = False) -> None:
         """Take over a downloaded state. This peer's parameters become the anchor.
 
-        What it has trained since its last merge is kept if it has missed one only, and does not mix. A state that does
-        not follow from the one here may have it already, if this peer was on the other side of a fork before.
+        What it has trained since its last merge is kept if it has missed one only, and not the one before that, and
+        does not mix. A state that does not follow from the one here may have it already, if this peer was on the other
+        side of a fork before.
         """
         if evaluates := self._local.evaluates and not self._local.hides_weights:
             self._local.train()  # else that would put back the weights before
-        keeps = follows and self.merging.mixing is None
+        keeps = follows and self.merging.mixing is None and not self._older
         keeps = keeps and not self._strays and self.unfit() is None
         before = [each.clone() for each in self._anchor] if keeps else []
         trained = self._trained.samples + self._later.samples, self._trained.batches + self._later.batches
@@ -301,14 +311,14 @@ class OuterTrainingState(TrainingState):
                 self._trained.samples, self._trained.batches = trained
             else:
                 self._copy_anchor()
-        self._strays = False
+        self._strays, self._older = False, keeps and trained[1] > 0
         if evaluates:
             self._local.evaluate()
 
     def discard(self) -> None:
         """Forget what was trained. The parameters go back to the anchor before the next batch: see `settle`."""
         self._strays = self.strays
-        self._given, self._counts, self._land = None, False, None
+        self._given, self._counts, self._land, self._older = None, False, None, False
         super().discard()
 
     @property
@@ -336,7 +346,7 @@ class OuterTrainingState(TrainingState):
 
     def go_back(self) -> None:
         """Let the parameters be the anchor, and forget what was trained (trainer, under the lock)."""
-        self._strays, self._given = True, None  # if this is interrupted, it is done again
+        self._strays, self._given, self._older = True, None, False  # if this is interrupted, it is done again
         self._trained.forget()
         self._later.forget()
         self._copy_anchor()

@@ -101,8 +101,8 @@ def test_the_status_has_an_eta_once_a_speed_is_known() -> None:
             assert 0 <= found.eta_s <= 8 / found.peers[0].samples_per_s
 
 
-def test_the_epoch_of_a_model_in_fragments_is_the_same_everywhere() -> None:
-    """The status had that of the first fragment, which is ahead of the others most of the time."""
+def test_the_status_of_a_model_in_fragments_is_that_of_the_whole_model() -> None:
+    """It was that of the first fragment, which was ahead of the others most of the time, and merged first."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     strategy = StreamingDiLoCo(4, fragments=2, overlap=1)
@@ -111,12 +111,14 @@ def test_the_epoch_of_a_model_in_fragments_is_the_same_everywhere() -> None:
         shoal.DHT(start=True) as dht,
         shoal.Optimizer(dht=dht, run_id="status", batch_size_per_step=4, optimizer=inner, strategy=strategy) as swarm,
     ):
-        for _ in range(12):
+        for batches in range(1, 13):
             swarm.zero_grad()
             model(torch.randn(4, 3)).square().mean().backward()
             swarm.step()
             found = swarm.status()
-            assert found.epoch == found.swarm_epoch == swarm.local_epoch
+            assert found.epoch == found.swarm_epoch == swarm.local_epoch == (batches - 1) // 4
+            assert [(peer.epoch, peer.samples) for peer in found.peers] == [(found.epoch, found.samples)]
+            assert found.samples == found.target_batch_size * (batches - 4 * found.epoch) // 4
             assert swarm.is_synchronized_with_peers()
             seen.add(tuple(fragment.epoch for fragment in swarm._participants))
     assert any(len({*epochs}) > 1 for epochs in seen), seen

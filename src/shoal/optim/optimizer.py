@@ -476,8 +476,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             ClosedError: the optimizer or its DHT was shut down.
         """
         found = self._statuses()
-        epoch, swarm_epoch = min(each.epoch for each in found), min(each.swarm_epoch for each in found)
-        return replace(found[0], epoch=epoch, swarm_epoch=swarm_epoch, finished=self.finished)
+        swarm_epoch = min(each.swarm_epoch for each in found)
+        return replace(min(found, key=lambda each: each.epoch), swarm_epoch=swarm_epoch, finished=self.finished)
 
     def _statuses(self) -> list[Status]:
         """Of each fragment of the model."""
@@ -501,7 +501,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         self._check_open()
 
         async def look() -> bool:
-            return self._participants[-1].is_elected()  # the first fragments are an epoch ahead most of the time
+            return self._participant.is_elected()
 
         return self._run(look(), GRACE_S)
 

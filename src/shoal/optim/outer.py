@@ -43,7 +43,7 @@ def _divided(tensors: Sequence[torch.Tensor], fragments: int) -> list[list[int]]
         smallest = min(range(fragments), key=lambda number: (sizes[number], len(found[number]), number))
         found[smallest].append(index)
         sizes[smallest] += tensors[index].numel()
-    return [sorted(each) for each in found]
+    return [sorted(each) for each in reversed(found)]  # the last one, with the largest tensor, is merged first
 
 
 class _Trained(GradientSum):
@@ -456,6 +456,6 @@ class LocalSteps(LocalTrainingState):
 
     @property
     def _run_is_at(self) -> int:
-        """So many steps of the schedule: the merges of the last fragment are `every` batches apart."""
-        last, steps = self.fragments[-1], self.merging.steps
-        return last.epoch if steps is None else last.epoch * steps + last.batches_until(steps)
+        """So many steps of the schedule: the merges of the first fragment are `every` batches apart."""
+        first, steps = self.fragments[0], self.merging.steps
+        return first.epoch if steps is None else first.epoch * steps + first.batches_until(steps)

@@ -176,12 +176,13 @@ class MergePace:
     Args:
         merging: the way in which peers merge.
         fragment: the number of the fragment. The first merges of the fragments are spread over the way, and the last
-            ones come together: then all that was trained is in them.
+            ones come together: then all that was trained is in them. Only the first fragment goes the whole way from
+            the beginning, so its merges end the epochs of the model: what it tells holds for all of it.
     """
 
     def __init__(self, merging: Merging, fragment: int = 0) -> None:
         self._merging = merging
-        self._ahead = WAY - WAY * (fragment + 1) // merging.fragments
+        self._ahead = WAY * fragment // merging.fragments
         self._began, self._epoch = math.inf, 0
         self._end: int | None = None
         self._called = False  # another peer says that it is time

@@ -60,7 +60,8 @@ class Status:
     Attributes:
         run_id: the run.
         epoch: swarm steps in this peer's parameters; if fragments of the model are merged, the merges that all of
-            them have had. What follows is of the first fragment, but for `swarm_epoch` and `finished`.
+            them have had. What follows is then of the fragment whose merge ends the next epoch, but for `swarm_epoch`
+            and `finished`.
         swarm_epoch: of the best state that is known.
         phase: what this peer does: collecting, averaging, stepping, behind or ending.
         samples: accumulated for the next step by all peers at this peer's state. If peers merge: how far they are on

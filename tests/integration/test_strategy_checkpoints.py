@@ -24,6 +24,7 @@ from shoal.optim.training_state import TrainingState
 from shoal.peer import PeerID
 from shoal.strategies import DiLoCo, Strategy, StreamingDiLoCo, Synchronous
 from tests.integration.scripts import digest
+from tests.integration.workers import until
 from tests.unit.test_outer_interrupts import code, interrupt
 
 
@@ -216,6 +217,23 @@ def test_a_peer_that_hears_of_the_end_later_ends_with_the_last_merge(dht: shoal.
         while not swarm.finished:
             train(swarm, model, 1)
         assert all(map(torch.equal, model.parameters(), anchors(swarm)))
+
+
+def test_a_loop_that_looks_at_finished_is_not_told_to_do_so(dht: shoal.DHT) -> None:
+    """The last peer came to the end while a batch was computed: its step said that the loop went on after the end."""
+    warned: list[str] = []
+    dht.events.subscribe(lambda event: warned.append(event.message) if isinstance(event, Warned) else None)
+    model = network(0)
+    with begin(dht, model, DiLoCo(4)) as swarm:
+        train(swarm, model, 4)
+        swarm.announce_end(swarm.local_epoch)
+        until(lambda: swarm.finished)
+        train(swarm, model, 1)
+        swarm.status()  # what was said before is heard by then
+        assert not warned
+        train(swarm, model, 2)
+        swarm.status()
+    assert ["the run has ended" in message for message in warned] == [True]
 
 
 def test_weights_to_evaluate_with_are_those_of_the_run_at_its_end(dht: shoal.DHT) -> None:

@@ -358,7 +358,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 **codecs,
             ),
         )
-        self._closed = self._left = self._told_end = False
+        self._closed = self._left = self._over = self._told_end = False
         self.reuse_grad_buffers, self._last_status = reuse_grad_buffers, None
         self._one_step = TensorLock()  # no thread keeps it, whatever interrupts it
         self._participants = self._run(
@@ -657,7 +657,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             self._schedules.seen()
             if self.reuse_grad_buffers:
                 self.zero_grad()
-        self._saver.at_step(self._state, self._copy, finished=self.finished)
+        self._over = self.finished
+        self._saver.at_step(self._state, self._copy, finished=self._over)
         return loss
 
     def _samples_of(self, batch_size: int | None) -> int:
@@ -707,7 +708,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
     def _count(self, samples: int, loss: Any) -> Any:
         participants = self._participants
         if self.finished:
-            if not self._told_end:
+            if self._over and not self._told_end:  # else it may have ended within this batch
                 self._told_end = True
                 self._warn(f"the run has ended at epoch {self.local_epoch}: step() does nothing; look at `finished`")
             self._stay_at_end()

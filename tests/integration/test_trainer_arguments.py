@@ -78,6 +78,18 @@ def test_the_schedule_is_as_long_as_a_run_that_merges(arguments: Any, swarm_of: 
     assert rates[10] < 1e-12
 
 
+@pytest.mark.parametrize(("every", "batches"), [(5, 10), ("0.1s", 0)])
+def test_the_progress_bar_counts_batches(arguments: Any, swarm_of: Any, every: int | str, batches: int) -> None:
+    """Where merges come at a time it took their number for one of batches: it was full after the first few."""
+    seen: list[int] = []
+    bar = transformers.TrainerCallback()
+    bar.on_train_begin = lambda args, state, control, **_: seen.append(state.max_steps)
+    model, args = tiny_model(), arguments(max_steps=6)
+    swarm = swarm_of(model, args, target_batch_size=None, strategy=DiLoCo(every))
+    trainer(swarm, model, args, callbacks=[swarm, bar]).train()
+    assert seen == [batches]
+
+
 def test_local_updates_are_clipped_by_the_trainer(arguments: Any, swarm_of: Any) -> None:
     """Its default of 1.0 was refused with them."""
     swarm_of(tiny_model(), args := arguments(), use_local_updates=True)

@@ -171,7 +171,8 @@ class SwarmCallback(TrainerCallback):
         self.optimizer.register_step_pre_hook(self._before_step)
         self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         self.epochs = epochs_of(merging, args.max_steps)
-        self._batches = length_of(merging, args.max_steps)  # of this peer, as far as the progress bar is concerned
+        # Of this peer, as far as the progress bar is concerned; with 0 that counts without an end.
+        self._batches = 0 if merging is not None and merging.steps is None else length_of(merging, args.max_steps)
         if target_batch_size is not None:
             batch = args.train_batch_size * args.gradient_accumulation_steps
             self._batches = math.ceil(self.epochs * target_batch_size / batch)
@@ -230,7 +231,7 @@ class SwarmCallback(TrainerCallback):
         self._loader = given["train_dataloader"]
         self._streams = not has_length(self._loader)
         self._deal(state)
-        # For the progress bar, which reads it once: as many batches as this peer alone would need.
+        # For the progress bar, which reads it once: as many batches as this peer alone would need, if that is known.
         state.max_steps = self._batches
 
     def _deal(self, state: TrainerState) -> None:

@@ -122,6 +122,18 @@ def test_a_scaler_that_leaves_a_step_out(dht: shoal.DHT) -> None:
     swarm.shutdown()
 
 
+def test_a_step_that_is_refused_takes_no_count_away(dht: shoal.DHT) -> None:
+    """The samples of the batch were forgotten with it: the next call asked for them."""
+    model, inner = make()
+    swarm = shoal.Optimizer(dht=dht, run_id="run", target_batch_size=100, optimizer=inner, model=model)
+    torch.autograd.backward([loss_of(model, data_of(8))])
+    with pytest.raises(ConfigError, match="batch_size must be a whole number of at least 1, got 0"):
+        swarm.step(batch_size=0)
+    swarm.step()
+    assert swarm.status().samples == 8
+    swarm.shutdown()
+
+
 def test_without_a_batch_the_size_is_asked_for(dht: shoal.DHT) -> None:
     """Gradients that the model was not asked for have no known number of samples."""
     model, inner = make()

@@ -664,6 +664,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
     def _samples_of(self, batch_size: int | None) -> int:
         if self.auxiliary:
             return 0
+        if batch_size is not None:
+            whole("batch_size", batch_size, most=MOST_SAMPLES)  # a call that is refused takes no count away
         counted = 0 if self._rows is None else self._rows.take()
         samples = self.batch_size_per_step if batch_size is None else batch_size
         if samples is None:

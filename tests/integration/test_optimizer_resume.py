@@ -19,6 +19,7 @@ from shoal.compression import Float16Compression
 from shoal.errors import ClosedError
 from shoal.events import Warned
 from shoal.optim.phases import RunPhase
+from tests.integration.workers import until
 
 TARGET = 4
 
@@ -113,6 +114,26 @@ def test_a_run_goes_on_from_its_checkpoint(dht: shoal.DHT, own_schedule: str) ->
     for ours, theirs in zip(resumed.parameters(), model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     again.shutdown()
+
+
+def test_a_peer_that_comes_back_after_the_end_is_not_told_of_it_before_its_own_word(dht: shoal.DHT) -> None:
+    """Programs load their checkpoint, and announce the end then. Others had announced it meanwhile, which was told."""
+    warned: list[str] = []
+    with shoal.DHT([dht.invite()], start=True) as second:
+        second.events.subscribe(lambda event: warned.append(event.message) if isinstance(event, Warned) else None)
+        model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+        one, _ = begin(dht, model, "run")
+        train(one, model, 2)
+        one.announce_end(one.local_epoch)
+        two, _ = begin(second, other, "run")
+        other.load_state_dict(model.state_dict())
+        two.load_state_dict(copy.deepcopy(one.state_dict()))
+        until(lambda: two._at_end)
+        two.announce_end(two.local_epoch)
+        until(lambda: two.finished)
+        two.shutdown()
+        one.shutdown()
+    assert not warned
 
 
 def test_a_checkpoint_of_plain_torch_is_better_than_a_beginning(dht: shoal.DHT) -> None:

@@ -87,7 +87,7 @@ def test_a_state_saved_in_the_middle_of_an_interval_is_the_last_merge(dht: shoal
             assert all(map(torch.equal, fragment.training._own, fragment.training.parameters))  # type: ignore[attr-defined]
         schedule.load_state_dict(of_schedule)  # as Trainers do it, afterwards
         train(swarm, model, 1)
-        batches = 4 * named[-1][0] + 1
+        batches = 4 * named[0][0] + 1
         assert schedule.last_epoch == batches < 10
         assert swarm.param_groups[0]["lr"] == pytest.approx(0.1 * (0.1 + 0.9 * batches / 40))
         train(swarm, model, 8)

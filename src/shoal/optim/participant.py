@@ -340,7 +340,8 @@ class Participant:
         if self._end.observe(self.epoch, claimed if claimed.vouched else view, now, average_due=due):
             self._moves.notify()
         if not self.settings.fragment:  # the fragments of a model end together, and it is told once
-            self._notices.ends(self.epoch if self.at_end else None, self._end.said)
+            # Before its first step the program may not have come to its own word yet.
+            self._notices.ends(self.epoch if self.at_end and self._asked else None, self._end.said)
             if not self.at_end:
                 self._notices.beyond(self.training.model_epoch, self._end.said)
         return view, claimed

@@ -581,7 +581,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         Raises:
             ConfigError: no batch size; another kind of `grad_scaler`; the run is trained with other settings; or since
                 the optimizer was made, a parameter was added or unfrozen, or a state was loaded into the inner
-                optimizer.
+                optimizer; or other weights were put into the model, if peers merge.
             StateUnavailable: `require_state` was given, and no peer gave a state in time.
             LocalError: another thread is in `step` or `load_state_dict`.
             ClosedError: the optimizer or its DHT was shut down.

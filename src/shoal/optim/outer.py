@@ -326,6 +326,12 @@ class OuterTrainingState(TrainingState):
         """Whether the parameters may be others than the anchor. Any thread may ask."""
         return self._strays or self._trained.samples + self._later.samples > 0
 
+    @property
+    def moved(self) -> bool:
+        """Whether the parameters are others than the anchor, and of use, whoever has moved them (under the lock)."""
+        pairs = zip(self._weights(), self._anchor, strict=True)
+        return not all(torch.equal(own.to(anchor), anchor) for own, anchor in pairs) and self.unfit() is None
+
     def settle(self) -> bool:
         """Let the parameters go back to the anchor, if what was trained was discarded (trainer, under the lock).
 
@@ -380,6 +386,7 @@ class LocalSteps(LocalTrainingState):
     ) -> None:
         super().__init__(optimizer, scheduler, extra_tensors)
         self.merging, last = merging, merging.fragments - 1
+        self._fresh = True  # no batch was trained yet
         self._stands_at = self.scheduled  # the schedule, unless a state of it was loaded since
         self.fragments = [
             OuterTrainingState(
@@ -395,8 +402,11 @@ class LocalSteps(LocalTrainingState):
             Whether it counts: not if the gradients are not finite, or were computed at parameters that are no more.
 
         Raises:
-            ConfigError: see `TrainingState.accumulate`.
+            ConfigError: see `TrainingState.accumulate`; or the model was given other weights before its first batch.
         """
+        if self._fresh:
+            self._check_beginning()
+            self._fresh = False
         for fragment in self.fragments:
             fragment.pass_batch()
         settled = [fragment.settle() for fragment in self.fragments]
@@ -411,6 +421,15 @@ class LocalSteps(LocalTrainingState):
             fragment.count(batch_size)
         self.follow_schedule()
         return True
+
+    def _check_beginning(self) -> None:
+        """What was put into the model since the anchor was copied would pass for what this peer has trained."""
+        self.check_dtypes()
+        if any(fragment.epoch == 0 and fragment.moved for fragment in self.fragments):
+            raise ConfigError(
+                "other weights were put into the model after the shoal.Optimizer was made: put them there before it is "
+                "made. If they are of a checkpoint that has the state of the shoal.Optimizer, load that too, after them"
+            )
 
     def _why_broken(self) -> str | None:
         if (index := not_finite([parameter.detach() for parameter in self.trained])) is None:

@@ -116,6 +116,19 @@ def test_a_run_goes_on_from_its_checkpoint(dht: shoal.DHT, own_schedule: str) ->
     again.shutdown()
 
 
+def test_a_later_end_that_is_announced_at_the_end_holds_at_once(dht: shoal.DHT) -> None:
+    """`finished` was true for some milliseconds more: a loop that began anew ended."""
+    model = torch.nn.Linear(3, 2)
+    swarm, _ = begin(dht, model, "run")
+    swarm.announce_end(1)
+    train(swarm, model, 1)
+    until(lambda: swarm.finished)
+    for end in (3, None):
+        swarm.announce_end(end)
+        assert not swarm.finished
+    swarm.shutdown()
+
+
 def test_a_peer_that_comes_back_after_the_end_is_not_told_of_it_before_its_own_word(dht: shoal.DHT) -> None:
     """Programs load their checkpoint, and announce the end then. Others had announced it meanwhile, which was told."""
     warned: list[str] = []

@@ -367,6 +367,7 @@ class Participant:
     def announce_end(self, epoch: int | None) -> None:
         """Tell everybody where the run ends as far as this peer is concerned; None lifts that. See `run_end`."""
         self._end.say(epoch, self.epoch)
+        self._settle_end()
         self.accumulated()
 
     @property

@@ -90,6 +90,19 @@ def test_the_progress_bar_counts_batches(arguments: Any, swarm_of: Any, every: i
     assert seen == [batches]
 
 
+def test_a_run_that_ends_between_two_events_is_saved(
+    arguments: Any, swarm_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Trainer stopped, and did not evaluate and save as at its own end."""
+    model, args = tiny_model(), arguments(save_strategy="steps", save_steps=100)
+    swarm, over = swarm_of(model, args), list[bool]()
+    monkeypatch.setattr(type(swarm.optimizer), "finished", property(lambda _: bool(over)))
+    ends = transformers.TrainerCallback()
+    ends.on_step_end = lambda args, state, control, **_: over.extend([True] * (state.global_step == 2))
+    trainer(swarm, model, args, callbacks=[ends, swarm]).train()
+    assert [folder.name for folder in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]
+
+
 def test_local_updates_are_clipped_by_the_trainer(arguments: Any, swarm_of: Any) -> None:
     """Its default of 1.0 was refused with them."""
     swarm_of(tiny_model(), args := arguments(), use_local_updates=True)

@@ -274,16 +274,14 @@ class SwarmCallback(TrainerCallback):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """At the end of the run this batch is the last one: the Trainer evaluates and saves as at its own end."""
+        """At the end of the run this batch is the last one: the Trainer evaluates, saves and stops as at its end."""
         if self.optimizer.finished:
             state.max_steps = state.global_step + 1
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Evaluate in turn; stop with the run; end a pass over a stream where the stream ends."""
+        """Evaluate in turn; end a pass over a stream where the stream ends."""
         state.max_steps = _ENDLESS
         self._evaluated |= evaluated(self._evaluation)
-        if self.optimizer.finished:
-            control.should_training_stop = True
         self._end_pass(control)
         if self._streams:
             state.epoch = float(int(state.epoch or 0))  # the Trainer makes it a share of max_steps

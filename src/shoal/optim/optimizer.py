@@ -581,7 +581,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         Raises:
             ConfigError: no batch size; another kind of `grad_scaler`; the run is trained with other settings; or since
                 the optimizer was made, a parameter was added or unfrozen, or a state was loaded into the inner
-                optimizer; or other weights were put into the model, if peers merge.
+                optimizer.
             StateUnavailable: `require_state` was given, and no peer gave a state in time.
             LocalError: another thread is in `step` or `load_state_dict`.
             ClosedError: the optimizer or its DHT was shut down.
@@ -827,6 +827,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         """
         with self._between_steps("state_dict"):
             state, training = self._state, self._training
+            if isinstance(training, LocalSteps):
+                training.follow_model()
             name = {"epoch": state.epoch, "digest": state.digest.hex(), "samples": state.samples}
             where = {**name, "scheduled": training.scheduled, "fingerprint": fingerprint(training)}
             if isinstance(training, LocalSteps):

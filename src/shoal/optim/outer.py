@@ -9,6 +9,7 @@ merge is its own, as is its inner optimizer. See `shoal.strategies`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 
@@ -326,11 +327,15 @@ class OuterTrainingState(TrainingState):
         """Whether the parameters may be others than the anchor. Any thread may ask."""
         return self._strays or self._trained.samples + self._later.samples > 0
 
-    @property
-    def moved(self) -> bool:
-        """Whether the parameters are others than the anchor, and of use, whoever has moved them (under the lock)."""
-        pairs = zip(self._weights(), self._anchor, strict=True)
-        return not all(torch.equal(own.to(anchor), anchor) for own, anchor in pairs) and self.unfit() is None
+    def copy_weights(self) -> None:
+        """Let the anchor be what the parameters are (under the lock)."""
+        with torch.no_grad():
+            torch._foreach_copy_(self._anchor, self._weights())
+
+    def export(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        """See `TrainingState.export`."""
+        self._local.follow_model()
+        return super().export()
 
     def settle(self) -> bool:
         """Let the parameters go back to the anchor, if what was trained was discarded (trainer, under the lock).
@@ -346,8 +351,7 @@ class OuterTrainingState(TrainingState):
     def begin_anew(self) -> None:
         """Let the anchor be what the parameters are (trainer, under the lock)."""
         self.discard()
-        with torch.no_grad():
-            torch._foreach_copy_(self._anchor, self._weights())
+        self.copy_weights()
         self._strays = False
 
     def go_back(self) -> None:
@@ -402,11 +406,10 @@ class LocalSteps(LocalTrainingState):
             Whether it counts: not if the gradients are not finite, or were computed at parameters that are no more.
 
         Raises:
-            ConfigError: see `TrainingState.accumulate`; or the model was given other weights before its first batch.
+            ConfigError: see `TrainingState.accumulate`.
         """
-        if self._fresh:
-            self._check_beginning()
-            self._fresh = False
+        self.follow_model()
+        self._fresh = False
         for fragment in self.fragments:
             fragment.pass_batch()
         settled = [fragment.settle() for fragment in self.fragments]
@@ -422,14 +425,11 @@ class LocalSteps(LocalTrainingState):
         self.follow_schedule()
         return True
 
-    def _check_beginning(self) -> None:
-        """What was put into the model since the anchor was copied would pass for what this peer has trained."""
-        self.check_dtypes()
-        if any(fragment.epoch == 0 and fragment.moved for fragment in self.fragments):
-            raise ConfigError(
-                "other weights were put into the model after the shoal.Optimizer was made: put them there before it is "
-                "made. If they are of a checkpoint that has the state of the shoal.Optimizer, load that too, after them"
-            )
+    def follow_model(self) -> None:
+        """Before its first batch the model may still be given other weights, as with any optimizer (under the lock)."""
+        if self._fresh and not self.strays and all(fragment.epoch == 0 for fragment in self.fragments):
+            for fragment in self.fragments:
+                fragment.copy_weights()
 
     def _why_broken(self) -> str | None:
         if (index := not_finite([parameter.detach() for parameter in self.trained])) is None:

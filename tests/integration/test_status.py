@@ -127,8 +127,10 @@ def test_the_status_of_a_model_in_fragments_is_that_of_the_whole_model() -> None
 def test_the_eta_of_a_merge_that_is_due_at_a_time_is_what_is_left_until_then() -> None:
     """It was the whole time between two merges, all the while."""
     with shoal.DHT(start=True) as dht:
-        inner = torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1)
-        with shoal.Optimizer(dht=dht, run_id="status", optimizer=inner, strategy=LocalSGD("1h")) as swarm:
+        model = torch.nn.Linear(3, 1)
+        inner, every = torch.optim.SGD(model.parameters(), lr=0.1), LocalSGD("1h")
+        with shoal.Optimizer(dht=dht, run_id="status", batch_size_per_step=4, optimizer=inner, strategy=every) as swarm:
+            batch(swarm, model)  # until then no time is over
             etas = [swarm.status().eta_s or 0.0 for _ in range(2)]
             assert 3600 > etas[0] > etas[1] > 0
 

@@ -81,3 +81,18 @@ def test_peers_at_other_states_are_not_missing_for_a_quorum() -> None:
     view = known.view(said(PEERS[0], WAY, 0.0), 0.0)
     assert PEERS[1] not in view.together
     assert pace.missing(WAY, view) == 0
+
+
+def test_the_time_until_the_first_merge_begins_with_the_first_batch_that_somebody_trains() -> None:
+    """It began when the optimizer was made: where loading took longer, all fragments were merged at that batch."""
+    known, pace = SwarmProgress(PEERS[0], {}, ttl_s=20.0), MergePace(Merging(every="2s", overlap=None, quorum=2))
+    other = MergePace(Merging(every="2s", overlap=None, quorum=2))
+    for each in (pace, other):
+        each.state_changed(0, 0.0)
+    assert (pace.done(0, 0, 9.0), pace.due_s(9.0)) == (0, 2.0)
+    assert [pace.done(4, 1, at) for at in (9.5, 10.9, 11.1)] == [1, 1, WAY]
+    assert other.due_s(9.0) is None
+    assert other.done(0, 0, 9.0) == 0
+    known.heard(said(PEERS[1], 1, 1.0), 0.0)
+    other.enough(known.view(said(PEERS[0], 0, 0.0), 0.0))
+    assert (other.done(0, 0, 10.0), other.due_s(10.0)) == (0, 1.0)

@@ -186,6 +186,7 @@ class MergePace:
         self._began, self._epoch = math.inf, 0
         self._end: int | None = None
         self._called = False  # another peer says that it is time
+        self._waits = True  # nobody has trained a batch yet, as far as it is known
         self._log: list[PeerID] | None = None  # of the last view, of which so many words were taken in
         self._taken = 0
         self._known, self._strange = _Way(), _Way()
@@ -196,6 +197,10 @@ class MergePace:
         """See `Pace`."""
         if self._merging.steps is not None:
             return max(0, self._begins_at + WAY * batches // self._merging.steps)
+        # The first batch may come long after the optimizer was made: all first merges would be due then.
+        self._waits = self._waits and not batches
+        if self._waits:
+            self._began = now
         # It is not told all the time how late it is: a peer says when it is time, and then it is for all.
         # Before its first batch a peer calls nobody: a merge of nothing fails.
         return WAY if self._called or (batches and self._left_s(now) <= 0) else min(1, batches)
@@ -238,7 +243,8 @@ class MergePace:
         strange.sum_up(most=max(1 + known.count, self._lacking(known)))
         self._known, self._strange = known, strange  # last: other threads ask
         if self._merging.seconds is not None:
-            self._called = self._called or self._known.there > 0
+            self._called = self._called or known.there > 0
+            self._waits = self._waits and not (known.far or strange.far)
         self._trains = view.trains
         self._enough = self._reaches(view.own)
         return self._enough

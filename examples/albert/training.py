@@ -40,7 +40,8 @@ def parser(description):
     add("--layers", type=int, default=4, help="which share their weights, as ALBERT's do")
     add("--heads", type=int, default=2, help="of attention")
     add("--embedding", type=int, default=64, help="width of the embeddings")
-    add("--delayed", action="store_true", help="train on while gradients are averaged; lower the learning rate then")
+    add("--delayed", action=argparse.BooleanOptionalAction, default=True, help="train on while gradients are averaged")
+    add("--beta1", type=float, default=0.5, help="momentum of LAMB: 0.9 bears no late gradients (--delayed)")
     return found
 
 
@@ -119,7 +120,7 @@ def make_lamb(model, args):
     decayed = [each for each in model.parameters() if each.dim() > 1]
     others = [each for each in model.parameters() if each.dim() <= 1]
     groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
-    return Lamb(groups, lr=args.learning_rate, betas=(0.9, 0.999), eps=1e-6)
+    return Lamb(groups, lr=args.learning_rate, betas=(args.beta1, 0.999), eps=1e-6)
 
 
 def trainer_arguments(args, output, **options):

@@ -259,6 +259,11 @@ def test_peers_that_merge_in_bad_weather_end_with_one_state() -> None:
     weather("Decoupled", 0, faults=3)
 
 
+def test_a_peer_at_the_same_epoch_of_a_fork_asks_for_no_copy_of_an_earlier_state() -> None:
+    """It did, as steps lead on from that, and refused it; after two such tries it did not ask for a minute."""
+    weather("StreamingDiLoCo in 2 bits", 185)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", ["StreamingDiLoCo that keeps", "Decoupled"])
@@ -347,8 +352,8 @@ def test_they_do_so_in_many_runs(
         try:
             weather(name, 1 + number)
         except BaseException as error:
-            test = f"tests/sim/{Path(__file__).name} -k 'in_many_runs and {name}'"
-            error.add_note(f"again: python -m pytest -m long --plan {number} {test}")
+            test = f"tests/sim/{Path(__file__).name}::test_they_do_so_in_many_runs[{name}]"
+            error.add_note(f"again: python -m pytest -m long --plan {number} '{test}'")
             raise
 
 

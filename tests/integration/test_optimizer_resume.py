@@ -66,6 +66,42 @@ def test_a_config_error_about_settings_appears_at_the_first_step_not_in_the_cons
     first.shutdown()
 
 
+def test_a_batch_whose_step_was_interrupted_counts_once(dht: shoal.DHT, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop may call `step()` again: that counted the gradients twice, even in the next epoch."""
+
+    def interrupt(*_: object, **__: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    model = torch.nn.Linear(3, 2)
+    swarm, _ = begin(dht, model, "run", 10 * TARGET)
+    for _ in range(2):
+        swarm.zero_grad()
+        model(torch.ones(4, 3)).square().mean().backward()
+        for _ in range(2):
+            monkeypatch.setattr(swarm._saver, "at_step", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                swarm.step()
+        swarm.step()
+    assert swarm.local_progress.samples_accumulated == 2 * TARGET
+    swarm.shutdown()
+
+
+def test_gradients_from_before_a_downloaded_state_do_not_count(dht: shoal.DHT) -> None:
+    """`load_state_from_peers()` between backward and `step()`: they counted as if computed on the new weights."""
+    model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    swarm, _ = begin(dht, model, "run")
+    train(swarm, model, 1)
+    with shoal.DHT([dht.invite()], start=True) as there:
+        newcomer, _ = begin(there, other, "run")
+        other(torch.ones(4, 3)).square().mean().backward()
+        assert newcomer.load_state_from_peers()
+        newcomer.step()
+        assert newcomer.local_progress.samples_accumulated == 0
+        newcomer.shutdown()
+    swarm.shutdown()
+
+
 def test_a_state_that_one_peer_loads_in_the_middle_of_a_run_is_told(dht: shoal.DHT) -> None:
     """Which of the two states won was chance, and nothing was said."""
     models, warned = [torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)], list[str]()

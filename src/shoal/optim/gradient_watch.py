@@ -1,4 +1,6 @@
-"""Warnings about the gradients of a training loop: none, none any more, not cleared, or sparse ones that travel whole.
+"""The gradients of a training loop: those that are spent, and warnings about them.
+
+The warnings are about none, none any more, not cleared, or sparse ones that travel whole.
 
 Backward adds to `.grad`. A loop that does not clear it after `step()` counts a batch twice. This is seen when the next
 gradient of one small parameter comes: the gradient that is there must then be None, changed since, or zero. Looking for
@@ -11,8 +13,9 @@ import weakref
 from collections.abc import Sequence
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
-__all__ = ["GradientWatch"]
+__all__ = ["GradientWatch", "SpentGradients"]
 
 _SURE_AFTER = 3
 """A loop that has written zeros through `.data` so often goes on doing it."""
@@ -21,6 +24,30 @@ _GONE_AFTER = 50
 
 _MUCH = 1 << 20
 """Bytes of a parameter: below, it does not matter how its gradient travels."""
+
+
+class SpentGradients:
+    """The gradients that are in `.grad` now, and do not count when `step` comes with them.
+
+    Either a call of `step` that raised has counted them, or another state was taken over since they were computed.
+
+    Args:
+        trained: the parameters that require a gradient.
+    """
+
+    def __init__(self, trained: Sequence[torch.Tensor]) -> None:
+        self._trained = trained
+        self._spent = [
+            None if each.grad is None else (TensorWeakRef(each.grad), _version(each.grad)) for each in trained
+        ]
+
+    def are_there(self) -> bool:
+        """Whether all of them are still there, and nobody has written to one since (except through `.data`)."""
+        now = [each.grad for each in self._trained]
+        return all(
+            gradient is None if spent is None else gradient is spent[0]() and _version(gradient) == spent[1]
+            for gradient, spent in zip(now, self._spent, strict=True)
+        )
 
 
 class GradientWatch:
@@ -115,4 +142,8 @@ class GradientWatch:
 
 def _mark(gradient: torch.Tensor) -> tuple[int, int]:
     """Changes when somebody writes to it, except through `.data`."""
-    return id(gradient), 0 if gradient.is_inference() else gradient._version  # noqa: SLF001 (asks no device)
+    return id(gradient), _version(gradient)
+
+
+def _version(gradient: torch.Tensor) -> int:
+    return 0 if gradient.is_inference() else gradient._version  # noqa: SLF001 (asks no device)

@@ -52,7 +52,7 @@ from shoal.optim.fragments import (
     saved_fragments,
     take_over,
 )
-from shoal.optim.gradient_watch import GradientWatch
+from shoal.optim.gradient_watch import GradientWatch, SpentGradients
 from shoal.optim.inner import make_inner, make_scheduler
 from shoal.optim.local_updates import LocalTrainingState
 from shoal.optim.low_rank_training import LowRankTrainingState
@@ -197,6 +197,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
 
     _not_taken_told_at = -math.inf  # why no better state was taken over (monotonic, seconds)
     _untold = False  # whether nobody was told of the state that is here: it is being loaded, or was in part
+    _spent: SpentGradients | None = None
     _last_status: Status | None  # once it was shut down
 
     @launched("Optimizer")
@@ -569,9 +570,10 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         Waits only while a round goes on. Gradients computed while the swarm stepped, or on a state that is not the
         swarm's any more, are dropped; so is, with a warning, a batch whose gradients are not finite.
 
-        If it is interrupted (Ctrl+C), the next call goes on from there. If it was in the middle of the inner
-        optimizer's step, that is not repeated, and another peer's state is downloaded if there is one. It is the same
-        if the inner optimizer's step raises; that error is raised here, and the epoch does not count for this peer.
+        If it is interrupted (Ctrl+C), the next call goes on from there; gradients that were counted already count once.
+        If it was in the middle of the inner optimizer's step, that is not repeated, and another peer's state is
+        downloaded if there is one. It is the same if the inner optimizer's step raises; that error is raised here, and
+        the epoch does not count for this peer.
 
         Args:
             closure: forward and backward pass; its result is returned.
@@ -598,9 +600,15 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                     "step() is called while another step() is running, or load_state_dict(): call them from one thread "
                     "at a time"
                 )
-            gradients = torch.is_grad_enabled()
+            gradients, self._counted = torch.is_grad_enabled(), False
             try:
-                return self._step(closure, batch_size)
+                result = self._step(closure, batch_size)
+                self._spent = None
+                return result
+            except BaseException:
+                if self._counted:
+                    self._spent = SpentGradients(self._training.trained)
+                raise
             finally:
                 # `torch.no_grad` is Python code, and left open by an interrupt at its end; this is one call of C.
                 torch._C._set_grad_enabled(gradients)  # noqa: SLF001
@@ -716,10 +724,12 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             self._stay_at_end()
             return loss
         if samples and not self._at_end:
-            with self._lock.acquire_in_thread():
-                worth = self._training.accumulate(samples) or self._training.holds_average
-            for participant in participants if worth else ():
-                participant.speed.count(samples)
+            if self._spent is None or not self._spent.are_there():
+                with self._lock.acquire_in_thread():
+                    worth = self._training.accumulate(samples) or self._training.holds_average
+                for participant in participants if worth else ():
+                    participant.speed.count(samples)
+            self._counted = True
         behind = []
         for participant in participants:
             if not samples or participant.needs_turn:
@@ -789,7 +799,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
     ) -> bool:
         """Download the swarm's state if it is better than this peer's.
 
-        That is parameters, extra tensors, optimizer statistics, epoch and schedule: all of it, or nothing.
+        That is parameters, extra tensors, optimizer statistics, epoch and schedule: all of it, or nothing. Gradients
+        that are there then, of the state before, do not count.
 
         Args:
             timeout: seconds; default `load_state_timeout`.
@@ -813,6 +824,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         for result in results:
             if isinstance(result, BaseException):
                 raise result
+        if any(results):
+            self._spent = SpentGradients(self._training.trained)  # of the state before
         return any(results)
 
     # ------------------------------------------------------------------------------------------- torch's interface

@@ -83,7 +83,12 @@ def test_a_batch_whose_step_was_interrupted_counts_once(dht: shoal.DHT, monkeypa
             with pytest.raises(KeyboardInterrupt):
                 swarm.step()
         swarm.step()
-    assert swarm.local_progress.samples_accumulated == 2 * TARGET
+    monkeypatch.setattr(swarm._saver, "at_step", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        swarm.step()
+    swarm.zero_grad()
+    swarm.step()
+    assert swarm.local_progress.samples_accumulated == 3 * TARGET
     swarm.shutdown()
 
 

@@ -43,11 +43,14 @@ class SpentGradients:
 
     def are_there(self) -> bool:
         """Whether all of them are still there, and nobody has written to one since (except through `.data`)."""
-        now = [each.grad for each in self._trained]
-        return all(
-            gradient is None if spent is None else gradient is spent[0]() and _version(gradient) == spent[1]
-            for gradient, spent in zip(now, self._spent, strict=True)
-        )
+        for parameter, spent in zip(self._trained, self._spent, strict=True):
+            gradient = parameter.grad
+            if gradient is None or spent is None:
+                if (gradient, spent) != (None, None):
+                    return False
+            elif gradient is not spent[0]() or _version(gradient) != spent[1]:
+                return False
+        return True
 
 
 class GradientWatch:

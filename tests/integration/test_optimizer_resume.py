@@ -92,6 +92,36 @@ def test_a_batch_whose_step_was_interrupted_counts_once(dht: shoal.DHT, monkeypa
     swarm.shutdown()
 
 
+def test_an_interrupt_at_the_end_leaves_the_extra_tensors_of_the_run(
+    dht: shoal.DHT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch after it moved batch norm statistics, and these stayed: peers ended with different ones."""
+
+    def interrupt() -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    swarm = shoal.Optimizer(
+        dht=dht,
+        run_id="run",
+        target_batch_size=TARGET,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        model=model,
+        extra_tensors=list(model.buffers()),
+    )
+    swarm.announce_end(1)
+    monkeypatch.setattr(swarm, "_stay_at_end", interrupt)
+    model(torch.randn(TARGET, 3)).square().mean().backward()
+    with pytest.raises(KeyboardInterrupt):
+        swarm.step()
+    kept = [buffer.clone() for buffer in model.buffers()]
+    model(torch.randn(TARGET, 3)).square().mean().backward()
+    swarm.step()
+    assert all(torch.equal(*pair) for pair in zip(model.buffers(), kept, strict=True))
+    swarm.shutdown()
+
+
 def test_gradients_from_before_a_downloaded_state_do_not_count(dht: shoal.DHT) -> None:
     """`load_state_from_peers()` between backward and `step()`: they counted as if computed on the new weights."""
     model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)

@@ -608,6 +608,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             except BaseException:
                 if self._counted:
                     self._spent = SpentGradients(self._training.trained)
+                if not self._closed and self._at_end:
+                    self._stay_at_end()  # the loop may compute another batch before the next call
                 raise
             finally:
                 # `torch.no_grad` is Python code, and left open by an interrupt at its end; this is one call of C.

@@ -726,12 +726,9 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             self._stay_at_end()
             return loss
         if samples and not self._at_end:
-            if self._spent is None or not self._spent.are_there():
-                with self._lock.acquire_in_thread():
-                    worth = self._training.accumulate(samples) or self._training.holds_average
-                for participant in participants if worth else ():
-                    participant.speed.count(samples)
-            self._counted = True
+            self._accumulate(samples)
+        elif self._at_end:
+            self._stay_at_end()  # before others are given a copy
         behind = []
         for participant in participants:
             if not samples or participant.needs_turn:
@@ -744,6 +741,14 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         if self._at_end:
             self._stay_at_end()
         return loss
+
+    def _accumulate(self, samples: int) -> None:
+        if self._spent is None or not self._spent.are_there():
+            with self._lock.acquire_in_thread():
+                worth = self._training.accumulate(samples) or self._training.holds_average
+            for participant in self._participants if worth else ():
+                participant.speed.count(samples)
+        self._counted = True
 
     def _stay_at_end(self) -> None:
         """What a batch has changed beyond the end of the run is taken back."""

@@ -259,6 +259,11 @@ def test_peers_that_merge_in_bad_weather_end_with_one_state() -> None:
     weather("Decoupled", 0, faults=3)
 
 
+def test_the_sides_of_a_fork_of_one_fragment_hear_of_each_other_as_soon_as_the_network_is_whole() -> None:
+    """They found each other for another fragment, and merged this one apart until the end of the run."""
+    weather("StreamingDiLoCo in 2 bits", 48)
+
+
 def test_a_peer_at_the_same_epoch_of_a_fork_asks_for_no_copy_of_an_earlier_state() -> None:
     """It did, as steps lead on from that, and refused it; after two such tries it did not ask for a minute."""
     weather("StreamingDiLoCo in 2 bits", 185)

@@ -151,6 +151,7 @@ class ProgressGossip:
         self._relay = Relay()
         self._at = self._before = StateKey(0, 0, b"")  # our state, and the one before
         self._renamed_at = float("-inf")
+        self._lost: dict[PeerID, None] = {}  # peers whose links were lost: called as soon as there is one again
         self._corrected: dict[PeerID, StateKey] = {}  # peers at worse states, and the one of ours that each was told of
         self._outdated: set[PeerID] = set()  # peers that are being told something that is over
         self._unreadable: dict[bytes, bool] = {}  # the writers of records that cannot be read
@@ -248,6 +249,7 @@ class ProgressGossip:
         self._met.discard(peer)
         self._corrected.pop(peer, None)
         if self._known.lost(peer, asyncio.get_running_loop().time()):
+            put_last(self._lost, peer, None, _ALL)
             self._news.notify()
 
     # ------------------------------------------------------------------------------------------------ through the DHT
@@ -513,6 +515,10 @@ class ProgressGossip:
         of them together.
         """
         at = asyncio.get_running_loop().time()
+        # Another fragment of the model, or the DHT, may have found them: they may be on the other side of a fork here.
+        for peer in [peer for peer in self._lost if self._core.endpoint.connected(peer)]:
+            del self._lost[peer]
+            self._call(peer)
         if len(view.peers) - 1 > FEW:
             self._tell_keepers(view, at)
             return

@@ -130,10 +130,10 @@ def run_limited(ranks: int, store: Path, *options: str) -> list[dict[str, Any] |
     ("stage", "ranks", "layers", "mib", "kind"),
     [
         (2, 2, 96, 64, "data"),
-        (3, 2, 96, 40, "cgroup"),
         *(
             pytest.param(*each, marks=pytest.mark.long(full=True))
             for each in [
+                (3, 2, 96, 40, "cgroup"),
                 (2, 1, 48, 64, "data"),
                 (2, 1, 48, 64, "cgroup"),
                 (2, 2, 96, 64, "cgroup"),

@@ -67,8 +67,8 @@ def test_checkpoints_from_and_to_other_layouts(pool: Ranks, tmp_path: Path, stag
         assert distance([again], usual) == 0.0
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.long(full=True))])
+@pytest.mark.long(full=True)
+@pytest.mark.parametrize("stage", [2, 3])
 def test_a_lost_rank_is_named_by_all_replicas(pool: Ranks, stage: int) -> None:
     """Also by those that share nothing with it."""
     assert pool.outcomes(4, cases.lost, stage, killed=3)[:3] == [[3]] * 3

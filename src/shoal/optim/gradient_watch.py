@@ -46,7 +46,7 @@ class SpentGradients:
         for parameter, spent in zip(self._trained, self._spent, strict=True):
             gradient = parameter.grad
             if gradient is None or spent is None:
-                if (gradient, spent) != (None, None):
+                if (gradient is None) != (spent is None):
                     return False
             elif gradient is not spent[0]() or _version(gradient) != spent[1]:
                 return False

@@ -674,17 +674,17 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
     def _samples_of(self, batch_size: int | None) -> int:
         if self.auxiliary:
             return 0
-        if batch_size is not None:
-            whole("batch_size", batch_size, most=MOST_SAMPLES)  # a call that is refused takes no count away
-        counted = 0 if self._rows is None else self._rows.take()
         samples = self.batch_size_per_step if batch_size is None else batch_size
-        if samples is None:
-            samples = counted or None
-        if samples is None and self._rows is not None and all(each.grad is None for each in self._training.trained):
+        if samples is not None:
+            samples = whole("batch_size", samples, most=MOST_SAMPLES)  # first: a refused call takes no count away
+        counted = 0 if self._rows is None else self._rows.take()
+        if samples is not None:
+            return samples
+        if counted:
+            return whole("batch_size", counted, most=MOST_SAMPLES)
+        if self._rows is not None and all(each.grad is None for each in self._training.trained):
             return 1  # of nothing
-        if samples is None:
-            raise ConfigError("batch_size is missing: give it to step(), or batch_size_per_step to the optimizer")
-        return whole("batch_size", samples, most=MOST_SAMPLES)
+        raise ConfigError("batch_size is missing: give it to step(), or batch_size_per_step to the optimizer")
 
     def _check_open(self) -> None:
         if self._closed:
@@ -847,8 +847,6 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         """
         with self._between_steps("state_dict"):
             state, training = self._state, self._training
-            if isinstance(training, LocalSteps):
-                training.follow_model()
             name = {"epoch": state.epoch, "digest": state.digest.hex(), "samples": state.samples}
             where = {**name, "scheduled": training.scheduled, "fingerprint": fingerprint(training)}
             if isinstance(training, LocalSteps):

@@ -247,9 +247,9 @@ class OuterTrainingState(TrainingState):
 
     @property
     def _is_stale(self) -> bool:
-        """Whether the merge is the second one in a row that this peer has missed: of use is only what one has missed.
+        """Whether this merge is the second one in a row that this peer has missed: it drops what it has trained then.
 
-        Kept each time, it would also be on its way ever longer, and call for merges ever sooner.
+        A peer that kept it each time would be ever further on its way, and call for merges ever sooner.
         """
         return self._older and not self._counts
 
@@ -293,9 +293,9 @@ class OuterTrainingState(TrainingState):
     def take_over(self, prepared: PreparedState, *, follows: bool = False) -> None:
         """Take over a downloaded state. This peer's parameters become the anchor.
 
-        What it has trained since its last merge is kept if it has missed one only, and not the one before that, and
-        does not mix. A state that does not follow from the one here may have it already, if this peer was on the other
-        side of a fork before.
+        This peer keeps what it has trained since its last merge if it has missed one merge only, and does not mix. A
+        state that does not follow from the one here may have it already, if this peer was on the other side of a fork
+        before.
         """
         if evaluates := self._local.evaluates and not self._local.hides_weights:
             self._local.train()  # else that would put back the weights before

@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
-# Tests at a time; those of tests/integration start processes of their own, and never run beside each other.
+# Tests at a time. Those of tests/integration start processes of their own: one of ZeRO runs beside one of the others.
 JOBS ?= 2
 
 BIN := $(VENV)/bin

@@ -51,7 +51,8 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what `--soak` does, and mark everything in tests/integration as such.
 
-    Several workers (`-n 2`) do not start the processes of tests/integration at once.
+    Several workers (`-n 2`) start the processes of two tests of tests/integration at a time: one of ZeRO, whose ranks
+    talk to each other only, and one of the others.
     """
     if named := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"workers (-n 2) give this test other names, with other addresses: {named[0]}")
@@ -66,7 +67,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(method="thread"))
         if integration in item.path.parents:
             item.add_marker(pytest.mark.integration)
-            item.add_marker(pytest.mark.xdist_group("integration"))
+            kind = "zero" if item.path.name.startswith("test_zero") else "peers"
+            item.add_marker(pytest.mark.xdist_group(kind))
 
 
 def pytest_collection_finish() -> None:

@@ -64,6 +64,7 @@ class Play:
         setup: Setup | None = None,
         silent: Callable[[PeerID, bool], bool] | None = None,
         contact: Callable[[PeerID], Contact] = Contact,
+        shunned: frozenset[PeerID] = frozenset(),
     ) -> None:
         self.silent: set[PeerID] = set()
         self.now = 0.0
@@ -79,6 +80,7 @@ class Play:
             expected=expected,
             is_silent=silent or (lambda peer, soon: peer in self.silent),
             contact_of=contact,
+            shunned=shunned,
         )
         self.first = self._note(self.machine.start(0.0))
 
@@ -305,6 +307,17 @@ def test_refuses_an_earlier_peer_and_asks_it_instead() -> None:
     assert kinds(said) == [JoinRefused, AskToLead]
     assert said[0] == Answer(peer_id(3), JoinRefused("later", "you are earlier: lead me"))
     assert said[1] == AskToLead(contact_of(3), MINE)
+
+
+def test_a_peer_that_is_shunned_does_not_lead_and_may_follow() -> None:
+    """Neither by the directory, nor by its own word, nor by that of others; nor as the leader of the last group."""
+    memory = Memory(leader=contact_of(3))
+    play = Play(shunned=frozenset({peer_id(3)}), memory=memory, expected=lambda: frozenset({peer_id(3), peer_id(60)}))
+    assert AskToLead not in kinds(play.first)
+    assert AskToLead(contact_of(4), MINE) in play.settle(declared(3), declared(4))
+    assert AskToLead not in kinds(play.hear(Answered(peer_id(4), JoinRedirected(contact_of(3)))))
+    assert kinds(play.joins(3)) == [JoinRefused]
+    assert play.joins(3, expiration=MINE + 1) == [Answer(peer_id(3), JoinAccepted())]
 
 
 def test_accepts_a_client_whatever_its_expiration() -> None:

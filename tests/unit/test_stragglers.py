@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.allreduce.coordinator import Coordinator, Send, Stragglers
-from shoal.wire import Assign, Commit, Held, Report
+from shoal.wire import Assign, Commit, Gone, Held, Report
 
 REDUCER = [0, 1, 2, 3]
 ALL = {0, 1, 2, 3}
@@ -134,3 +134,17 @@ def test_nobody_is_left_out_for_slowness_where_too_few_would_be_left() -> None:
         report(rules, member, [0, 1, 2, 3])
     report(rules, 3, [3])
     assert rules.slow(1.0) == rules.slow(1000.0) == []
+
+
+def test_members_that_are_doubted_are_left_out_at_once_where_enough_others_are_left() -> None:
+    """The others are told, and average their parts; one alone, or too few, go on waiting."""
+    rules = coordinator()
+    actions = rules.doubt({3}, 0.0)
+    assert rules.rules.live == {0, 1, 2}
+    gone = [each.member for each in actions if isinstance(each, Send) and each.message == Gone(3)]
+    assert gone == [0, 1, 2]
+    assert 3 not in rules.rules.reducer
+    for least, members in ((4, {3}), (1, {1, 2, 3})):
+        rules = coordinator(least=least)
+        assert rules.doubt(members, 0.0) == []
+        assert rules.rules.live == ALL

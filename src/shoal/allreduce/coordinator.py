@@ -173,6 +173,16 @@ class Coordinator:
             actions += [Send(other, Gone(member)) for other in sorted(self.rules.live)]
         return actions
 
+    def doubt(self, members: Collection[int], now: float) -> list[CoordinatorAction]:
+        """Begin without these members, if they are not needed: they gave nothing to the last rounds."""
+        rules = self.rules
+        others = rules.live.difference(members)
+        if len(others) < max(rules.min_group_size, 2) or not others & rules.takers:
+            return []
+        return [
+            each for member in sorted(members) for each in self.gone(member, "gave nothing to the last rounds", now)
+        ]
+
     def leave_out(self, member: int, reason: str, now: float) -> list[CoordinatorAction]:
         """Wait for a member no longer: it is silent, or it gave up."""
         rules = self.rules

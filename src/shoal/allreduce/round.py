@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -102,6 +102,8 @@ class Round:
         weight: the weight of this member's values, 0 (takes part without counting) or within
             `MIN_WEIGHT`..`MAX_WEIGHT`. 0 for an auxiliary member.
         options: patience.
+        doubted: if this member coordinates, nobody waits for these, unless too few others are left. They can have the
+            averages all the same.
 
     Attributes:
         machine: this member's part, without input and output.
@@ -111,7 +113,14 @@ class Round:
     """
 
     def __init__(
-        self, table: RoundTable, group: Group, vector: Vector, *, weight: float, options: RoundOptions
+        self,
+        table: RoundTable,
+        group: Group,
+        vector: Vector,
+        *,
+        weight: float,
+        options: RoundOptions,
+        doubted: Collection[PeerID] = (),
     ) -> None:
         self.endpoint, self.env = table.endpoint, table.endpoint.env
         self.round_id, self.members = group.round_id, list(group.members)
@@ -149,6 +158,8 @@ class Round:
         self._done: asyncio.Future[None] = self._loop.create_future()
         self._news = Changes()
         self._sign = asyncio.Event()
+        self._doubted = {index for peer, index in self._index.items() if peer in doubted}
+        self._late: set[int] = set()
         self._blamed: dict[tuple[PeerID, str], None] = {}
         self._leaving = ExitStack()
         self._leaving.callback(self.endpoint.on_lost(self._peer_lost))
@@ -206,6 +217,8 @@ class Round:
         self._table.add(self)
         self._begin_control()
         self._do(self.machine.start(self._loop.time()))
+        if self._coordinating is not None and self._doubted:
+            self._tell(self._coordinating.doubt(self._doubted, self._loop.time()))
         self._reporting.spawn(self._report_loop())
         self._tasks.spawn(self._tick_loop())
         self._tasks.spawn(self._look_loop())
@@ -213,6 +226,7 @@ class Round:
             async with asyncio.timeout(self._options.timeout_s):
                 await self._done
         except TimeoutError:
+            self._late.add(self.coordinator)
             self.give_up(f"not decided within {seconds_text(self._options.timeout_s)}")
         except asyncio.CancelledError:
             self.give_up("cancelled")
@@ -254,6 +268,17 @@ class Round:
             self._closed = True
 
     # -------------------------------------------------------------------------------------------------- what happens
+
+    @property
+    def late(self) -> frozenset[PeerID]:
+        """The members that this one waited for in vain, as a reducer or as the coordinator.
+
+        Where the round fails here alone, our own line may be the bad one: then only a lost coordinator counts.
+        """
+        late = self._late - self._doubted - {self.me}
+        if self._coordinating is None and not self.machine.rules.succeeded:
+            late &= {self.coordinator}
+        return frozenset(self.members[member].contact.peer for member in late)
 
     @property
     def verdict(self) -> Verdict:
@@ -301,6 +326,7 @@ class Round:
                 case LeftOut(member, reason):
                     if member == self.me and self.machine.rules.commit is None:
                         self._step_aside()
+                    self._late.add(member)
                     self._blame(member, f"left out of the round: {reason}")
                 case Replaced(member):
                     self._blame(member, "nobody gets its averages: others average its parts")
@@ -402,6 +428,8 @@ class Round:
         if self._coordinating is not None:
             self._tell(self._coordinating.gone(member, reason, self._loop.time()))
         elif member == self.coordinator:
+            if not self.machine.decided:
+                self._late.add(member)
             self._do(self.machine.coordinator_lost(reason))
 
     async def _ask_others(self) -> None:
@@ -608,7 +636,9 @@ class Round:
             for sender, stream in self._reducing.items():
                 if stream.grew():
                     self.machine.contributions.heard(sender, now)
-            self._do(self.machine.tick(now))
+            actions = self.machine.tick(now)
+            self._late.update(action.member for action in actions if isinstance(action, Blame))
+            self._do(actions)
             if self._coordinating is not None:
                 self._tell(self._coordinating.tick(now))
 

@@ -1,14 +1,15 @@
 """The async core of an averager: matchmaking, then the all-reduce, then the commit; and the state that it shares.
 
 `Averager` is the core; `settings` has its numbers, `timeouts` their relations, `request` what one step is to do,
-`lock` the lock of the tensors, `sharing` the state for newcomers, `group_finder` the search for a group, `directory`
-the records by which groups and donors find each other in the DHT. The synchronous class that users hold is
-`shoal.DecentralizedAverager`, in `shoal.runtime`.
+`lock` the lock of the tensors, `sharing` the state for newcomers, `group_finder` the search for a group, `pauses` the
+peers that are not waited for, `directory` the records by which groups and donors find each other in the DHT. The
+synchronous class that users hold is `shoal.DecentralizedAverager`, in `shoal.runtime`.
 """
 
 from shoal.averager.averager import Averager
 from shoal.averager.directory import DhtDirectory, find_donors
 from shoal.averager.lock import TensorLock, Turn
+from shoal.averager.pauses import Pauses
 from shoal.averager.request import AveragingMode, AveragingStage, StepRequest, StepResult
 from shoal.averager.settings import AveragerSettings, check_group_bits
 from shoal.averager.sharing import StateSharing
@@ -20,6 +21,7 @@ __all__ = [
     "AveragingMode",
     "AveragingStage",
     "DhtDirectory",
+    "Pauses",
     "StateSharing",
     "StepRequest",
     "StepResult",

@@ -24,6 +24,7 @@ from shoal.allreduce.segments import RoundMemory
 from shoal.allreduce.vector import Vector, describe
 from shoal.averager.group_finder import Expected, GroupFinder
 from shoal.averager.lock import TensorLock
+from shoal.averager.pauses import Pauses
 from shoal.averager.request import AveragingStage, StepRequest, StepResult
 from shoal.averager.settings import AveragerSettings
 from shoal.averager.sharing import StateSharing
@@ -71,6 +72,8 @@ class Averager:
     Attributes:
         group_tag: only peers with the same tag meet; empty or `@` and some text without dots.
         way_s: see `RoundOptions`: the time since the last round; set it before a step.
+        idle: the members that keep rounds waiting and give nothing. While their pause lasts they lead no group of this
+            peer, and it waits for nothing of theirs.
         sharing: the state that others can download from here.
 
     Raises:
@@ -99,6 +102,7 @@ class Averager:
         self.vector = Vector(self.tensors, describe(self.tensors, chosen), memory)
         self.vector.check_part_bytes(settings.part_size_bytes, settings.target_group_size or _LEAST_MOST_MEMBERS)
         self.group_tag, self.way_s = "", 0.0
+        self.idle = Pauses(settings.window_s)
         self.sharing = StateSharing(
             core, prefix, settings, lock=lock, state=state or (lambda: SharedState(metadata=None, tensors=self.tensors))
         )
@@ -236,7 +240,11 @@ class Averager:
         """One round; None if the step was told to begin later, before there was a group."""
         loop, events = asyncio.get_running_loop(), self.core.env.events
         group = await self._finder.find(
-            attempt.request, tag=self.group_tag, deadline=deadline, expected=attempt.expected
+            attempt.request,
+            tag=self.group_tag,
+            deadline=deadline,
+            expected=attempt.expected,
+            shunned=self.idle.now(loop.time()),
         )
         if group is None:
             return None
@@ -307,18 +315,30 @@ class Averager:
         except BaseException:
             group.release()
             raise
-        orderly = False
+        outcome: Outcome | None = None
         try:
             outcome = await round_.run()
-            orderly = True
             if not self.settings.auxiliary:
                 async with self._tensors(deadline, group.round_id, "the average was agreed on, but not applied: "):
                     await shielded(self._apply(attempt.apply))
             return outcome
         finally:
             # Gives the group's streams back when nothing of the round reads them any more.
-            self._finishing = self._tasks.spawn(_finish(round_, group, orderly=orderly))
+            self._finishing = self._tasks.spawn(_finish(round_, group, orderly=outcome is not None))
             self._last_round = round_
+            self._judge(round_.late, outcome)
+
+    def _judge(self, late: frozenset[PeerID], outcome: Outcome | None) -> None:
+        """A member that round after round waits for, and that gives nothing, is waited for no longer, for a while."""
+        gave = () if outcome is None else (*outcome.contributors, *outcome.counted_in_part)
+        for peer in gave:
+            self.idle.forgive(peer)
+        for peer in sorted(late.difference(gave)):
+            if times := self.idle.failed(peer, asyncio.get_running_loop().time()):
+                self._warn(
+                    f"{peer.short()} kept {times} rounds in a row waiting, and gave nothing to them: the next ones go "
+                    "on without it. Check its line (`shoal doctor INVITE` there), and whether its process hangs"
+                )
 
     async def _begin_round(self, group: Group, attempt: _Attempt, deadline: float) -> Round:
         await self.release()
@@ -343,7 +363,8 @@ class Averager:
             way_s=self.way_s,
         )
         try:
-            return Round(self.core.rounds(), group, self.vector, weight=weight, options=options)
+            doubted = self.idle.now(formed)
+            return Round(self.core.rounds(), group, self.vector, weight=weight, options=options, doubted=doubted)
         except ConfigError as error:
             leader = group.members[group.coordinator].contact.peer
             reason = f"the group's plan does not fit: {error}"

@@ -8,7 +8,7 @@ and one search goes on as long as there is time. A search is given up when its s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import lru_cache
 
@@ -105,7 +105,15 @@ class GroupFinder:
             return min(smaller, most)
         return most
 
-    async def find(self, request: StepRequest, *, tag: str, deadline: float, expected: Expected | None) -> Group | None:
+    async def find(
+        self,
+        request: StepRequest,
+        *,
+        tag: str,
+        deadline: float,
+        expected: Expected | None,
+        shunned: Collection[PeerID] = (),
+    ) -> Group | None:
         """Find a group, which its owner must `release`; None if the step is to begin later now.
 
         Args:
@@ -113,6 +121,7 @@ class GroupFinder:
             tag: only peers with the same one meet.
             deadline: loop time at which the search ends.
             expected: the peers that the group should wait for; None starts by the usual rule.
+            shunned: peers that do not lead us.
 
         Raises:
             RoundFailed: there is none.
@@ -131,7 +140,7 @@ class GroupFinder:
         watcher = loop.create_task(give_up())
         try:
             async with scope:
-                group = await self._search(request.gathered, tag, deadline, expected)
+                group = await self._search(request.gathered, tag, deadline, expected, shunned)
         except TimeoutError:
             if not scope.expired():
                 raise
@@ -144,7 +153,9 @@ class GroupFinder:
         request.stage = AveragingStage.RUNNING_ALLREDUCE
         return group
 
-    async def _search(self, gathered: bytes, tag: str, deadline: float, expected: Expected | None) -> Group:
+    async def _search(
+        self, gathered: bytes, tag: str, deadline: float, expected: Expected | None, shunned: Collection[PeerID]
+    ) -> Group:
         loop, window_s = asyncio.get_running_loop(), self._settings.window_s
         searches = 0
         self.looking = True
@@ -160,6 +171,7 @@ class GroupFinder:
                         deadline_s=max(0.001, deadline - began),
                         one_window=bool(bits),
                         expected=expected,
+                        shunned=shunned,
                     )
                 except SchemaMismatch:
                     raise

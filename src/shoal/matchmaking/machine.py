@@ -38,7 +38,7 @@ learns of the leader, and the leader learns whether it is alive.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from shoal.matchmaking import events
 from shoal.matchmaking.config import SETTLE_MAX_S, SETTLE_S, MatchmakingConfig
@@ -136,6 +136,7 @@ class GroupMachine:
         is_silent: called every `LOOK_S` for a peer that is waited for; returns whether to stop waiting for it. The
             second argument is True for an expected member: giving up the leader costs more.
         contact_of: returns what is known of an expected peer's addresses.
+        shunned: peers that do not lead us.
 
     Attributes:
         over_at: when the search is over, whatever goes on (loop time, seconds); infinity without a deadline.
@@ -155,11 +156,15 @@ class GroupMachine:
         expected: Callable[[], frozenset[PeerID] | None] | None = None,
         is_silent: Callable[[PeerID, bool], bool] = lambda _, soon: False,
         contact_of: Callable[[PeerID], Contact] = Contact,
+        shunned: Collection[PeerID] = (),
     ) -> None:
         self._me, self._leads = member.contact.peer, bool(member.contact.addresses)
         self._config, self._memory, self._expected = config, memory, expected
         self._is_silent, self._contact_of = is_silent, contact_of
         self._known = KnownDeclarations(self._me, config, memory, wall_offset_s=wall_offset_s)
+        self._shunned = shunned
+        for peer in shunned:
+            self._known.spend(peer, math.inf)
         self._poller = DirectoryPoller(self._me, leads=self._leads, memory=memory, known=self._known, now=now)
         self._followers = Followers(member, config)
         self._out: list[events.Action] = []
@@ -213,8 +218,9 @@ class GroupMachine:
         """Begin the search; call it once, before `handle`."""
         self._begin_window(now)
         leader, expected = self._memory.leader, self._expected_members() or ()
-        if leader is not None and leader.peer in expected and not self._is_silent(leader.peer, False):
-            self._ask(leader)  # it expects us and searches now too: asking at once saves a read
+        expects_us = leader is not None and leader.peer in expected and leader.peer not in self._shunned
+        if leader is not None and expects_us and not self._is_silent(leader.peer, False):
+            self._ask(leader)  # it searches now too: asking at once saves a read
         return self._decided(now)
 
     def handle(self, event: events.Event, now: float) -> list[events.Action]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -177,6 +177,7 @@ class Matchmaker:
         deadline_s: float | None = None,
         one_window: bool = False,
         expected: Callable[[], frozenset[PeerID] | None] | None = None,
+        shunned: Collection[PeerID] = (),
     ) -> Group:
         """Find a group and agree on it. The owner of the group must `release` it.
 
@@ -187,6 +188,7 @@ class Matchmaker:
             deadline_s: see `GroupMachine`.
             one_window: see `GroupMachine`.
             expected: see `GroupMachine`.
+            shunned: see `GroupMachine`.
 
         Raises:
             RoundFailed: there is no group; says why.
@@ -213,6 +215,7 @@ class Matchmaker:
             expected=expected,
             is_silent=lambda peer, soon: endpoint.is_silent(peer, soon=soon),
             contact_of=endpoint.contact_of,
+            shunned=shunned,
         )
         search = self._search = _Search(group_key, member, machine, loop.create_future())
         self._begun.notify()

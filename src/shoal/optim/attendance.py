@@ -24,14 +24,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
+from shoal.averager import Pauses
 from shoal.peer import PeerID
-from shoal.progress import bound
 
 __all__ = ["Attendance"]
-
-_FORGIVEN = 1
-_LONGEST_WINDOWS = 64
-_MAX_REMEMBERED = 1024
 
 _STRANGERS_S = 4.0
 """Rounds wait in vain for strangers for so long in all."""
@@ -91,16 +87,18 @@ class Attendance:
     Args:
         me: this peer.
         window_s: how long a group waits for expected peers, seconds.
+        idle: the peers that came to rounds and gave nothing: they are not waited for either while their pause lasts.
 
     Attributes:
         contributors: the peers that contributed to the last steps. All others are strangers, unless there are none.
     """
 
-    def __init__(self, me: PeerID, window_s: float) -> None:
+    def __init__(self, me: PeerID, window_s: float, idle: Pauses | None = None) -> None:
         self._me, self._window_s = me, window_s
+        self._idle = idle or Pauses(window_s)
         self.contributors: Collection[PeerID] = ()
         self._since: dict[PeerID, float] = {}
-        self._missed: dict[PeerID, tuple[int, float]] = {}
+        self._missed = Pauses(window_s)
         self._known = _Account(2 * window_s, _KNOWN_PART)
         self._beside = _Account(_STRANGERS_S, _STRANGERS_PART)
         self._alone = _Account(2 * window_s, _KNOWN_PART)
@@ -137,14 +135,15 @@ class Attendance:
 
     def absent(self, peers: Collection[PeerID], now: float) -> frozenset[PeerID]:
         """The peers among these that rounds no longer wait for."""
-        gone = {peer for peer, (_, until) in self._missed.items() if until > now}
-        late = frozenset(peer for peer in peers if peer in gone) if gone else frozenset[PeerID]()
+        gone = self._missed.now(now) | self._idle.now(now)
+        late = gone.intersection(peers) if gone else gone  # of a thousand peers, each time
         return late | self._strangers_among(peers) if self._strange.left_s(now) < _WORTH_S else late
 
     def given_up(self, peers: Collection[PeerID], now: float) -> frozenset[PeerID]:
-        """The strangers among these that this search does not wait for."""
+        """The strangers among these that this search does not wait for, and those that come and give nothing."""
         spent = self._strange.over(now) or self._strange.left_s(now) < _WORTH_S
-        return self._strangers_among(peers) if spent else frozenset()
+        idle = self._idle.now(now).intersection(peers)
+        return self._strangers_among(peers) | idle if spent else idle
 
     def _strangers_among(self, peers: Collection[PeerID]) -> frozenset[PeerID]:
         return frozenset(peer for peer in peers if peer not in self.contributors) if self.contributors else frozenset()
@@ -157,15 +156,8 @@ class Attendance:
         patience_s, members = min(self._window_s, max(_WORTH_S, self._known.patience_s)), set(members)
         late = [peer for peer, since in self._since.items() if peer not in members and now >= since + patience_s / 2]
         for peer in members:
-            self._missed.pop(peer, None)
-        given_up = []
-        for peer in sorted(late):
-            missed = self._missed.pop(peer, (0, now))[0] + 1
-            windows = min(2**missed, _LONGEST_WINDOWS) if missed > _FORGIVEN else 0
-            self._missed[peer] = missed, now + windows * self._window_s
-            if windows:
-                given_up.append((peer, missed))
-        bound(self._missed, _MAX_REMEMBERED)
+            self._missed.forgive(peer)
+        given_up = [(peer, missed) for peer in sorted(late) if (missed := self._missed.failed(peer, now))]
         self._known.formed(members, now)
         if vain := self._strange.formed(members, now):
             self._vain += 1

@@ -107,7 +107,6 @@ class Participant:
         self.contribution = Contribution()
         self._given = 0
         self._counts = Counts(training.extra_tensors)
-        self._attendance = Attendance(core.peer_id, settings.averager.window_s)
         self._companions = Companions()
         self._known = SwarmProgress(
             core.peer_id, settings.fingerprint, ttl_s=settings.ttl_s, auxiliary=settings.auxiliary
@@ -119,6 +118,7 @@ class Participant:
             self._averager = self._states
         else:
             self._averager = gradient_averager(*ours, compression, lock=lock, memory=memory)
+        self._attendance = Attendance(core.peer_id, settings.averager.window_s, self._averager.idle)
         self._steps = StepFeed(core, settings.run_id, self._followed_from, (self._averager, self._states))
         self._catch_up = CatchUp(
             core, settings.run_id, training, self._averager, self._states, max_bytes=settings.catch_up_bytes

@@ -52,7 +52,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out what `--soak` does, and mark everything in tests/integration as such.
 
     Several workers (`-n 2`) start the processes of two tests of tests/integration at a time: one of ZeRO, whose ranks
-    talk to each other only, and one of the others.
+    talk to each other only, and one of the others. A file of short tests belongs to one worker: to hand out 5,000 tests
+    one by one took a minute.
     """
     if named := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"workers (-n 2) give this test other names, with other addresses: {named[0]}")
@@ -62,13 +63,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in full]
     integration, sim = Path(__file__).parent / "integration", Path(__file__).parent / "sim"
     for item in items:
+        group = None if item.get_closest_marker("long") else f"{item.path.parent.name}/{item.path.stem}"
         if sim in item.path.parents:
             # The loop of a simulation takes the exception of a signal for one of a callback, and goes on for ever.
             item.add_marker(pytest.mark.timeout(method="thread"))
         if integration in item.path.parents:
             item.add_marker(pytest.mark.integration)
-            kind = "zero" if item.path.name.startswith("test_zero") else "peers"
-            item.add_marker(pytest.mark.xdist_group(kind))
+            group = "zero" if item.path.stem.startswith("test_zero") else "peers"
+        if group is not None:
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 def pytest_collection_finish() -> None:

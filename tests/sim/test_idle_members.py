@@ -37,7 +37,14 @@ def gives_nothing(averager: Averager, first: Trainer) -> None:
     averager._begin_round = begin_nothing  # type: ignore[method-assign, assignment]
 
 
-@pytest.mark.parametrize(("strategy", "count"), [(None, 4), (None, 2), (DiLoCo(BATCHES, MEAN), 4)], ids=str)
+@pytest.mark.parametrize(
+    ("strategy", "count"),
+    [
+        pytest.param(None, 4, id="synchronous"),
+        pytest.param(None, 2, id="two"),
+        pytest.param(DiLoCo(BATCHES, MEAN), 4, id="merges", marks=pytest.mark.long),
+    ],
+)
 def test_a_member_that_gives_nothing_is_not_waited_for_in_each_round(strategy: Strategy | None, count: int) -> None:
     """It cost each round 12 s, and 120 s where it led: three peers made a sixth of their steps, with DiLoCo a tenth.
 
@@ -59,9 +66,9 @@ def test_a_member_that_gives_nothing_is_not_waited_for_in_each_round(strategy: S
             await sim.sleep(seconds)
             return first.participant.epoch - before
 
-        calm = await steps(60.0)
+        calm = await steps(30.0)
         gives_nothing(idle.participant._averager, first)
         await sim.sleep(60.0)
-        assert await steps(120.0) > 2 * 0.7 * calm * (count - 1) / count
+        assert await steps(60.0) > 2 * 0.6 * calm * (count - 1) / count
 
     sim.run(main, seed=1)

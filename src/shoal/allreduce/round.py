@@ -159,7 +159,7 @@ class Round:
         self._news = Changes()
         self._sign = asyncio.Event()
         self._doubted = {index for peer, index in self._index.items() if peer in doubted}
-        self._late: set[int] = set()
+        self._late, self._began = set[int](), self._loop.time()
         self._blamed: dict[tuple[PeerID, str], None] = {}
         self._leaving = ExitStack()
         self._leaving.callback(self.endpoint.on_lost(self._peer_lost))
@@ -271,7 +271,7 @@ class Round:
 
     @property
     def late(self) -> frozenset[PeerID]:
-        """The members that this one waited for in vain, as a reducer or as the coordinator.
+        """The members that this one waited for in vain, as a reducer or as the coordinator. Nobody waits for lost ones.
 
         Where the round fails here alone, our own line may be the bad one: then only a lost coordinator counts.
         """
@@ -326,7 +326,6 @@ class Round:
                 case LeftOut(member, reason):
                     if member == self.me and self.machine.rules.commit is None:
                         self._step_aside()
-                    self._late.add(member)
                     self._blame(member, f"left out of the round: {reason}")
                 case Replaced(member):
                     self._blame(member, "nobody gets its averages: others average its parts")
@@ -428,7 +427,7 @@ class Round:
         if self._coordinating is not None:
             self._tell(self._coordinating.gone(member, reason, self._loop.time()))
         elif member == self.coordinator:
-            if not self.machine.decided:
+            if not self.machine.decided and self._loop.time() > self._began + self._options.silence_s:
                 self._late.add(member)
             self._do(self.machine.coordinator_lost(reason))
 
@@ -640,7 +639,9 @@ class Round:
             self._late.update(action.member for action in actions if isinstance(action, Blame))
             self._do(actions)
             if self._coordinating is not None:
-                self._tell(self._coordinating.tick(now))
+                decisions = self._coordinating.tick(now)
+                self._late.update(decision.member for decision in decisions if isinstance(decision, LeftOut))
+                self._tell(decisions)
 
     async def _look_loop(self) -> None:
         """Stop waiting for silent members.

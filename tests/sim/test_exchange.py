@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -649,3 +649,49 @@ def test_reports_that_say_nothing_new_do_not_pile_up() -> None:
         machine.source_lost(1, PartAbsent(1, 0))
     assert machine.report(0) == Report([HELD], [1], 0)
     assert machine.report(0) == Report()
+
+
+# ------------------------------------------------------------------------------------------ who led badly, who was late
+
+
+async def judged(net: SimNet, weights: Sequence[float], lead: Callable[[Round], None]) -> list[Round]:
+    """The rounds of three members, after the first one has led as `lead` makes it."""
+    group = await three(net)
+    await gather_group(group)
+    rounds = [each.round(group, (400, 300, 300), weight=w) for each, w in zip(group, weights, strict=True)]
+    lead(rounds[0])
+    await asyncio.gather(*(round_.run() for round_ in rounds), return_exceptions=True)
+    for round_ in rounds:
+        await round_.close()
+    return rounds
+
+
+def test_a_coordinator_that_aborts_has_led_badly_for_those_that_gave() -> None:
+    """Else it can lead each round, and abort it at once. Where all weights are 0, there was nothing else to do."""
+
+    async def scenario(net: SimNet) -> None:
+        def lead(round_: Round) -> None:
+            asyncio.get_running_loop().call_later(0.001, round_.give_up, "no")
+
+        rounds = await judged(net, [1.0, 1.0, 0.0], lead)
+        assert [round_.led_badly for round_ in rounds] == [False, True, False]
+
+    on_sim(scenario)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_coordinator_that_decides_far_too_late_has_led_badly(late: bool) -> None:
+    """It could wait up to the end of the time of each round. The time for a member that stands still is allowed."""
+
+    async def scenario(net: SimNet) -> None:
+        def lead(round_: Round) -> None:
+            loop, coordinator = asyncio.get_running_loop(), round_._coordinating
+            assert coordinator is not None
+            decide, until = coordinator._decide, loop.time() + OPTIONS.silence_s * (5.0 if late else 2.0)
+            coordinator._decide = lambda: decide() if loop.time() >= until else []  # type: ignore[method-assign]
+
+        rounds = await judged(net, [1.0, 1.0, 1.0], lead)
+        assert all(round_.machine.rules.succeeded for round_ in rounds)
+        assert [round_.led_badly for round_ in rounds] == [False, late, late]
+
+    on_sim(scenario)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 
 from shoal import sim
 from shoal.allreduce.round import Outcome
 from shoal.averager import Averager
 from shoal.errors import RoundFailed
+from shoal.matchmaking.machine import GroupMachine
 from shoal.strategies import DiLoCo, Strategy
+from tests.sim.averaging_kit import SETTINGS, Trial
 from tests.sim.optimizer_kit import Run, Trainer
 from tests.sim.strategy_kit import MEAN
 
@@ -70,5 +74,120 @@ def test_a_member_that_gives_nothing_is_not_waited_for_in_each_round(strategy: S
         gives_nothing(idle.participant._averager, first)
         await sim.sleep(60.0)
         assert await steps(60.0) > 2 * 0.6 * calm * (count - 1) / count
+
+    sim.run(main, seed=1)
+
+
+@pytest.mark.parametrize("still", ["a", "b"])
+def test_a_peer_that_stood_still_blames_nobody(still: str) -> None:
+    """It finds that the others have left it. After two such rounds it counted on none of them, and trained alone."""
+
+    async def main() -> None:
+        trial = Trial(bandwidth_bytes_s=1e5)
+        averagers = {name: await trial.add(name, [torch.ones(100_000)]) for name in "ab"}
+        steps = [asyncio.ensure_future(trial.begin(name, allow_retries=False, timeout_s=20.0)) for name in "ab"]
+        while averagers[still]._between_rounds.is_set():
+            await sim.sleep(0.01)
+        trial.swarm.stall(still, 5.0)
+        await asyncio.gather(*steps, return_exceptions=True)
+        for each in (averagers[still].idle, averagers[still].bad_leaders):
+            assert not each._failed
+        await trial.close()
+
+    sim.run(main, seed=1)
+
+
+def leads(averager: Averager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on it declares itself earlier than all others, and asks nobody to lead."""
+    begin, memory = GroupMachine._begin_window, averager._finder.matchmaker._memory
+
+    def begin_earlier(machine: GroupMachine, now: float) -> None:
+        begin(machine, now)
+        if machine._memory is memory:
+            machine._expiration, memory.leader = machine._expiration - 2.0, None
+
+    monkeypatch.setattr(GroupMachine, "_begin_window", begin_earlier)
+
+
+def aborts(averager: Averager) -> None:
+    """From now on it gives up each round that it leads."""
+    begin: Any = averager._begin_round
+
+    async def begin_and_abort(group: Any, *rest: Any) -> Any:
+        round_ = await begin(group, *rest)
+        if group.leads:
+            asyncio.get_running_loop().call_soon(round_.give_up, "it aborts")
+        return round_
+
+    averager._begin_round = begin_and_abort  # type: ignore[method-assign, assignment]
+
+
+def does_not_come(averager: Averager) -> None:
+    """From now on it says where it stands, and is in no group."""
+
+    async def find(*_: Any, **__: Any) -> None:
+        await sim.sleep(1e9)
+
+    averager._finder.find = find  # type: ignore[method-assign]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("trouble", "count"), [("aborts", 4), ("aborts", 2), ("does not come", 2)])
+def test_a_peer_that_leads_to_nothing_does_not_stop_the_others(
+    trouble: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of these stopped all others for good."""
+
+    async def main() -> None:
+        run = Run(target=count * BATCH * BATCHES, averager=msgspec.structs.replace(SETTINGS, allreduce_timeout_s=20.0))
+        names = [f"p{number}" for number in range(count)]
+        for name in names:
+            await run.add(name)
+        first, bad, end = run.swarm.peer(names[0]), run.swarm.peer(names[-1]), asyncio.Event()
+        for name in names:
+            run.swarm.spawn(name, run.swarm.peer(name).train(BATCH, duration_s=BATCH_S, until=end.is_set))
+        await sim.sleep(10.0)
+        averager = bad.participant._averager
+        if trouble == "does not come":
+            does_not_come(averager)
+        else:
+            leads(averager, monkeypatch)
+            aborts(averager)
+        await sim.sleep(120.0)
+        before = first.participant.epoch
+        await sim.sleep(120.0)
+        assert first.participant.epoch - before > 0.4 * 120.0 / (BATCHES * BATCH_S) * (count - 1) / count
+
+    sim.run(main, seed=1)
+
+
+@pytest.mark.long
+def test_an_auxiliary_peer_is_forgiven_as_it_reduces() -> None:
+    """It has no values that could count. One pause a minute added up, until nobody gave it anything to reduce."""
+
+    async def main() -> None:
+        run = Run(target=3 * BATCH * BATCHES)
+        names = ["p0", "p1", "p2"]
+        for name in names:
+            await run.add(name)
+        helper = await run.add("aux", seed=7, auxiliary=True)
+        end = asyncio.Event()
+
+        async def help_others() -> None:
+            while not end.is_set():
+                await helper.take_turn()
+
+        run.swarm.spawn("aux", help_others())
+        for name in names:
+            run.swarm.spawn(name, run.swarm.peer(name).train(BATCH, duration_s=BATCH_S, until=end.is_set))
+        await sim.sleep(10.0)
+        first = run.swarm.peer("p0").participant
+        for _ in range(3):
+            while first.phase.value != "averaging" or first._averager.looking:
+                await sim.sleep(0.002)
+            run.swarm.stall("aux", 3.0)
+            await sim.sleep(60.0)
+        now = asyncio.get_running_loop().time()
+        assert not any(run.swarm.peer(name).participant._averager.idle.now(now - 50.0) for name in names)
 
     sim.run(main, seed=1)

@@ -314,10 +314,27 @@ def test_a_peer_that_is_shunned_does_not_lead_and_may_follow() -> None:
     memory = Memory(leader=contact_of(3))
     play = Play(shunned=frozenset({peer_id(3)}), memory=memory, expected=lambda: frozenset({peer_id(3), peer_id(60)}))
     assert AskToLead not in kinds(play.first)
-    assert AskToLead(contact_of(4), MINE) in play.settle(declared(3), declared(4))
+    mine = MINE - WINDOW_S / 5  # a head start
+    assert AskToLead(contact_of(4), mine) in play.settle(declared(3, mine), declared(4, mine))
     assert AskToLead not in kinds(play.hear(Answered(peer_id(4), JoinRedirected(contact_of(3)))))
-    assert kinds(play.joins(3)) == [JoinRefused]
-    assert play.joins(3, expiration=MINE + 1) == [Answer(peer_id(3), JoinAccepted())]
+    assert kinds(play.joins(3, expiration=mine)) == [JoinRefused]
+    assert play.joins(3, expiration=MINE) == [Answer(peer_id(3), JoinAccepted())]
+
+
+def test_a_leader_that_does_not_begin_is_not_followed_again() -> None:
+    """Neither if it declares itself anew, nor if others name it; but one that refuses us at once is."""
+    play = Play()
+    play.settle(declared(3))
+    play.hear(Answered(peer_id(3), JoinAccepted()), at=0.1)
+    play.hear(Answered(peer_id(3), JoinRefused("too-few", "the window ended")), at=WINDOW_S / 2 + 0.2)
+    assert play.machine.idled == [peer_id(3)]
+    play.others = (declared(3, MINE + 1),)
+    assert AskToLead not in kinds(play.wait(WINDOW_S - 0.1))
+    play = Play()
+    play.settle(declared(3))
+    play.hear(Answered(peer_id(3), JoinAccepted()), at=0.1)
+    play.hear(Answered(peer_id(3), JoinRefused("not-looking", "it left")), at=0.2)
+    assert play.machine.idled == []
 
 
 def test_accepts_a_client_whatever_its_expiration() -> None:

@@ -107,6 +107,8 @@ class Round:
 
     Attributes:
         machine: this member's part, without input and output.
+        led_badly: whether another member led the round, and aborted it though we gave values, was lost, or decided far
+            too late.
 
     Raises:
         ConfigError: the group's slices and parts do not fit the tensors, or the weight cannot be used.
@@ -159,7 +161,8 @@ class Round:
         self._news = Changes()
         self._sign = asyncio.Event()
         self._doubted = {index for peer, index in self._index.items() if peer in doubted}
-        self._late, self._began = set[int](), self._loop.time()
+        self._late, self._began, self._complete_at = set[int](), self._loop.time(), math.inf
+        self._gives, self.led_badly = weight > 0, False
         self._blamed: dict[tuple[PeerID, str], None] = {}
         self._leaving = ExitStack()
         self._leaving.callback(self.endpoint.on_lost(self._peer_lost))
@@ -184,6 +187,11 @@ class Round:
             most_s=_SHARE * options.timeout_s,
         )
 
+    @property
+    def _stall_s(self) -> float:
+        """A reducer may wait this long for a silent sender before it goes on without."""
+        return (self._options.reducer_silence_s or 2 * self._options.silence_s) + 2 * self._options.report_s
+
     def _new_coordinator(self, reducers: list[int]) -> Coordinator:
         options = self._options
         coordinator = Coordinator(
@@ -193,8 +201,7 @@ class Round:
             [member.contributes for member in self.members],
             self.me,
             min_group_size=options.min_group_size,
-            # A reducer may wait this long for a silent sender before it goes on without.
-            stall_s=(options.reducer_silence_s or 2 * options.silence_s) + 2 * options.report_s,
+            stall_s=self._stall_s,
             now=self._loop.time(),
         )
         coordinator.allowed_s = max(self._promised_s)
@@ -281,6 +288,11 @@ class Round:
         return frozenset(self.members[member].contact.peer for member in late)
 
     @property
+    def reduced(self) -> frozenset[PeerID]:
+        """The members that own parts, after all that were moved."""
+        return frozenset(self.members[member].contact.peer for member in set(self.machine.rules.reducer))
+
+    @property
     def verdict(self) -> Verdict:
         """The state of the verdict, as others may hear it."""
         rules = self.machine.rules
@@ -291,6 +303,8 @@ class Round:
         if self._closed:
             return
         self._sign.set()
+        if isinstance(message, Abort) and self._coordinating is None and self._gives:
+            self.led_badly = True
         self._do(self.machine.obey(message, self._loop.time()))
         if isinstance(message, Assign):
             self._parts.assigned()
@@ -427,8 +441,10 @@ class Round:
         if self._coordinating is not None:
             self._tell(self._coordinating.gone(member, reason, self._loop.time()))
         elif member == self.coordinator:
-            if not self.machine.decided and self._loop.time() > self._began + self._options.silence_s:
-                self._late.add(member)
+            if not self.machine.decided:
+                self.led_badly = self.led_badly or self._gives
+                if self._loop.time() > self._began + self._options.silence_s:
+                    self._late.add(member)
             self._do(self.machine.coordinator_lost(reason))
 
     async def _ask_others(self) -> None:
@@ -637,11 +653,21 @@ class Round:
                     self.machine.contributions.heard(sender, now)
             actions = self.machine.tick(now)
             self._late.update(action.member for action in actions if isinstance(action, Blame))
+            self._watch_coordinator(now)
             self._do(actions)
             if self._coordinating is not None:
                 decisions = self._coordinating.tick(now)
                 self._late.update(decision.member for decision in decisions if isinstance(decision, LeftOut))
                 self._tell(decisions)
+
+    def _watch_coordinator(self, now: float) -> None:
+        """Note if it decides far too late: we hold all averages, and it has had time to leave slow members out."""
+        if self._coordinating is not None or not self._gives or self.machine.rules.missing():
+            self._complete_at = math.inf
+            return
+        self._complete_at = min(self._complete_at, now)
+        patience_s = self._stall_s + 2 * (self._complete_at - self._began) + max(self._promised_s)
+        self.led_badly = self.led_badly or now > self._complete_at + patience_s
 
     async def _look_loop(self) -> None:
         """Stop waiting for silent members.

@@ -28,7 +28,7 @@ from shoal.averager.pauses import Pauses
 from shoal.averager.request import AveragingStage, StepRequest, StepResult
 from shoal.averager.settings import AveragerSettings
 from shoal.averager.sharing import StateSharing
-from shoal.clock import Backoff, shielded
+from shoal.clock import Backoff, own_clock, shielded
 from shoal.compression import CompressionBase, NoCompression, choose_codecs
 from shoal.core import PeerCore
 from shoal.errors import ClosedError, ConfigError, LocalError, NobodyContributes, RoundFailed, SchemaMismatch
@@ -50,6 +50,9 @@ _DIALED_AHEAD = 32
 _CLOSE_WITHIN_S = 10.0
 """The longest wait for the last round to let go of its memory; normally it takes less than 2 s. The next round fails
 then, and the one after that waits again."""
+
+_STILL_S = 0.5
+"""A peer that stood still for so long during a round judges nobody by it. Others wait for it for a second at most."""
 
 Prepare = Callable[[Group], tuple[float, float]]
 Apply = Callable[[Vector], None]
@@ -74,6 +77,8 @@ class Averager:
         way_s: see `RoundOptions`: the time since the last round; set it before a step.
         idle: the members that keep rounds waiting and give nothing. While their pause lasts they lead no group of this
             peer, and it waits for nothing of theirs.
+        bad_leaders: the peers that lead groups, and bring their rounds to no end, or far too late. While their pause
+            lasts they lead no group of this peer; they may be members.
         sharing: the state that others can download from here.
 
     Raises:
@@ -102,7 +107,7 @@ class Averager:
         self.vector = Vector(self.tensors, describe(self.tensors, chosen), memory)
         self.vector.check_part_bytes(settings.part_size_bytes, settings.target_group_size or _LEAST_MOST_MEMBERS)
         self.group_tag, self.way_s = "", 0.0
-        self.idle = Pauses(settings.window_s)
+        self.idle, self.bad_leaders = Pauses(settings.window_s), Pauses(settings.window_s)
         self.sharing = StateSharing(
             core, prefix, settings, lock=lock, state=state or (lambda: SharedState(metadata=None, tensors=self.tensors))
         )
@@ -239,13 +244,20 @@ class Averager:
     async def _try_once(self, attempt: _Attempt, deadline: float) -> StepResult | None:
         """One round; None if the step was told to begin later, before there was a group."""
         loop, events = asyncio.get_running_loop(), self.core.env.events
-        group = await self._finder.find(
-            attempt.request,
-            tag=self.group_tag,
-            deadline=deadline,
-            expected=attempt.expected,
-            shunned=self.idle.now(loop.time()),
-        )
+        now = loop.time()
+        try:
+            group = await self._finder.find(
+                attempt.request,
+                tag=self.group_tag,
+                deadline=deadline,
+                expected=attempt.expected,
+                shunned=self.idle.now(now) | self.bad_leaders.now(now),
+            )
+        finally:
+            matchmaker = self._finder.matchmaker
+            idled, matchmaker.idled = matchmaker.idled, []
+            for peer in idled:
+                self._led_badly(peer, self.settings.window_s)
         if group is None:
             return None
         if not any(member.contributes for member in group.members):
@@ -310,6 +322,7 @@ class Averager:
             self._between_rounds.set()
 
     async def _run_to_verdict(self, group: Group, attempt: _Attempt, deadline: float) -> Outcome:
+        formed, still_s = asyncio.get_running_loop().time(), self._still_s()
         try:
             round_ = await self._begin_round(group, attempt, deadline)
         except BaseException:
@@ -326,19 +339,38 @@ class Averager:
             # Gives the group's streams back when nothing of the round reads them any more.
             self._finishing = self._tasks.spawn(_finish(round_, group, orderly=outcome is not None))
             self._last_round = round_
-            self._judge(round_.late, outcome)
+            if self._still_s() < still_s + _STILL_S:  # else the others may have left us, not we them
+                self._judge(round_, outcome, formed)
 
-    def _judge(self, late: frozenset[PeerID], outcome: Outcome | None) -> None:
+    def _still_s(self) -> float:
+        """For how long this process has stood still: the loop's time does not count that."""
+        return own_clock(self.core.env.clock).monotonic() - asyncio.get_running_loop().time()
+
+    def _judge(self, round_: Round, outcome: Outcome | None, formed: float) -> None:
         """A member that round after round waits for, and that gives nothing, is waited for no longer, for a while."""
-        gave = () if outcome is None else (*outcome.contributors, *outcome.counted_in_part)
-        for peer in gave:
-            self.idle.forgive(peer)
-        for peer in sorted(late.difference(gave)):
-            if times := self.idle.failed(peer, asyncio.get_running_loop().time()):
+        now, late = asyncio.get_running_loop().time(), round_.late
+        gave = set[PeerID]() if outcome is None else {*outcome.contributors, *outcome.counted_in_part}
+        # One without values of its own gives the averages of its parts.
+        for peer in gave if outcome is None else gave | (round_.reduced - late - self.idle.now(now)):
+            self.idle.forgive(peer, now)
+        for peer in sorted(late - gave):
+            if times := self.idle.failed(peer, now, now - formed):
                 self._warn(
-                    f"{peer.short()} kept {times} rounds in a row waiting, and gave nothing to them: the next ones go "
-                    "on without it. Check its line (`shoal doctor INVITE` there), and whether its process hangs"
+                    f"{peer.short()} kept {times} rounds waiting, and gave nothing to them: the next ones go on "
+                    "without it. Check its line (`shoal doctor INVITE` there), and whether its process hangs"
                 )
+        leader = round_.members[round_.coordinator].contact.peer
+        if round_.led_badly:
+            self._led_badly(leader, now - formed)
+        elif outcome is not None:
+            self.bad_leaders.forgive(leader, now)
+
+    def _led_badly(self, leader: PeerID, cost_s: float) -> None:
+        if times := self.bad_leaders.failed(leader, asyncio.get_running_loop().time(), cost_s):
+            self._warn(
+                f"{leader.short()} led {times} groups, and brought them to no average, or far too late: it leads none "
+                "of the next ones here. See in its log why"
+            )
 
     async def _begin_round(self, group: Group, attempt: _Attempt, deadline: float) -> Round:
         await self.release()

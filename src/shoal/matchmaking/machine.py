@@ -139,6 +139,8 @@ class GroupMachine:
         shunned: peers that do not lead us.
 
     Attributes:
+        idled: the leaders that we followed for half of a window or longer, and that began no group: they lead us no
+            more in this search.
         over_at: when the search is over, whatever goes on (loop time, seconds); infinity without a deadline.
         phase: the state of the search.
     """
@@ -162,9 +164,11 @@ class GroupMachine:
         self._config, self._memory, self._expected = config, memory, expected
         self._is_silent, self._contact_of = is_silent, contact_of
         self._known = KnownDeclarations(self._me, config, memory, wall_offset_s=wall_offset_s)
-        self._shunned = shunned
+        self._shunned = set(shunned)
         for peer in shunned:
             self._known.spend(peer, math.inf)
+        self.idled: list[PeerID] = []
+        self._now = self._followed_at = now
         self._poller = DirectoryPoller(self._me, leads=self._leads, memory=memory, known=self._known, now=now)
         self._followers = Followers(member, config)
         self._out: list[events.Action] = []
@@ -225,7 +229,7 @@ class GroupMachine:
 
     def handle(self, event: events.Event, now: float) -> list[events.Action]:
         """The actions upon `event`. After the search is over there are none, but joins are refused."""
-        self._cause = type(event.answer if isinstance(event, events.Answered) else event).__name__
+        self._cause, self._now = type(event.answer if isinstance(event, events.Answered) else event).__name__, now
         if self.phase is not SearchPhase.OVER:
             self._take(event, now)
         elif isinstance(event, events.JoinRequested):
@@ -284,7 +288,18 @@ class GroupMachine:
 
     def _change_phase(self, phase: SearchPhase, leader: Contact | None = None) -> None:
         assert (self.phase, self._cause, phase) in TRANSITIONS, (self.phase, self._cause, phase)
+        if phase is SearchPhase.FOLLOWING:
+            self._followed_at = self._now
+        elif self.phase is SearchPhase.FOLLOWING and phase is SearchPhase.LOOKING and self._leader is not None:
+            self._judge_leader(self._leader.peer)
         self.phase, self._leader = phase, leader
+
+    def _judge_leader(self, peer: PeerID) -> None:
+        """A leader that was followed for long, and began no group, leads us no more: it would have us wait again."""
+        if self._now >= self._followed_at + self._config.window_s / 2:
+            self._shunned.add(peer)
+            self._known.spend(peer, math.inf)
+            self.idled.append(peer)
 
     def _refuse(self, peer: PeerID, code: str, text: str) -> None:
         self._out.append(Answer(peer, JoinRefused(code, text[:_TEXT_CHARACTERS])))
@@ -413,6 +428,7 @@ class GroupMachine:
                 self._known.spend(peer, expiration)
                 other = leader.peer
                 unknown = self._known.expiration_of(other) is None and not self._known.is_lost(other)
+                unknown = unknown and other not in self._shunned
                 if self.phase is SearchPhase.LOOKING and unknown and other not in {self._me, *self._followers}:
                     # If this other leader is earlier it will take us; if not, it will refuse and come to us.
                     self._asked_in_a_row.clear()
@@ -555,8 +571,8 @@ class GroupMachine:
         self._window_end = min(now + window_s, self._end)
         # Later than our last expiration: others were told between two searches that the last one is over.
         last, self._expiration = self._memory.declared, self._window_end + self._known.wall_offset_s
-        if self._memory.led:
-            self._expiration -= min(_HEAD_START_S, window_s / 10)
+        # Who shuns a peer must lead it, or at least not wait for it while it waits for us.
+        self._expiration -= (2 if self._shunned else self._memory.led) * min(_HEAD_START_S, window_s / 10)
         if 0 <= last - self._expiration < window_s:  # a larger gap means that the clock was set back
             self._expiration = last + _LATER_S
         self._memory.declared = self._expiration

@@ -145,6 +145,7 @@ class Matchmaker:
         self._endpoint, self._env, self._directory, self._config = endpoint, env, directory, config
         self._prefix, self._terms, self._plan = prefix, terms, plan
         self._memory = Memory()
+        self.idled: list[PeerID] = []  # see `GroupMachine`; of the last search
         self._companions: tuple[str, frozenset[PeerID]] = ("", frozenset())
         self._search: _Search | None = None
         self._begun = Changes()
@@ -217,6 +218,7 @@ class Matchmaker:
             contact_of=endpoint.contact_of,
             shunned=shunned,
         )
+        self.idled = machine.idled
         search = self._search = _Search(group_key, member, machine, loop.create_future())
         self._begun.notify()
         try:

@@ -140,10 +140,10 @@ class Attendance:
         return late | self._strangers_among(peers) if self._strange.left_s(now) < _WORTH_S else late
 
     def given_up(self, peers: Collection[PeerID], now: float) -> frozenset[PeerID]:
-        """The strangers among these that this search does not wait for, and those that come and give nothing."""
+        """Those among these that no search waits for now: they missed rounds or gave nothing, or they are strangers."""
         spent = self._strange.over(now) or self._strange.left_s(now) < _WORTH_S
-        idle = self._idle.now(now).intersection(peers)
-        return self._strangers_among(peers) | idle if spent else idle
+        gone = (self._missed.now(now) | self._idle.now(now)).intersection(peers)
+        return self._strangers_among(peers) | gone if spent else gone
 
     def _strangers_among(self, peers: Collection[PeerID]) -> frozenset[PeerID]:
         return frozenset(peer for peer in peers if peer not in self.contributors) if self.contributors else frozenset()
@@ -156,7 +156,7 @@ class Attendance:
         patience_s, members = min(self._window_s, max(_WORTH_S, self._known.patience_s)), set(members)
         late = [peer for peer, since in self._since.items() if peer not in members and now >= since + patience_s / 2]
         for peer in members:
-            self._missed.forgive(peer)
+            self._missed.forgive(peer, now)
         given_up = [(peer, missed) for peer in sorted(late) if (missed := self._missed.failed(peer, now))]
         self._known.formed(members, now)
         if vain := self._strange.formed(members, now):

@@ -484,7 +484,7 @@ class Participant:
             apply=lambda vector: self._take_average(vector, name),
         )
         if result is None:
-            if self._outlook.alone(self.view()):
+            if self._rounds.in_vain or self._outlook.alone(self.view()):
                 self._notices.absent(self._attendance.formed({me}, self._now()))
             async with self.own.hold() as holds:
                 if holds:

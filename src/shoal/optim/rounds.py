@@ -92,12 +92,16 @@ class Rounds:
         env: chance and events.
         look: looks at the swarm as it is now, and tells the others where we stand.
         news: reasons to look.
+
+    Attributes:
+        in_vain: whether the last round failed as no group was found in all the time that there was.
     """
 
     def __init__(self, env: Env, look: Callable[[], SwarmView], news: Changes) -> None:
         self._env, self._look, self._news = env, look, news
         self._failed: dict[str, int] = {}
         self._last: Averager | None = None
+        self.in_vain = False
 
     async def run(
         self,
@@ -118,7 +122,7 @@ class Rounds:
             options: for `Averager.step`.
         """
         settings = averager.settings
-        averager.group_tag = tag
+        averager.group_tag, self.in_vain = tag, False
 
         async def step() -> StepResult:
             if self._last is not None and self._last is not averager:
@@ -148,6 +152,7 @@ class Rounds:
             self._warn(str(error))
             await asyncio.sleep(1.0)
         except RoundFailed as error:
+            self.in_vain = error.round_id is None
             failed = self._failed[averager.prefix] = self._failed.get(averager.prefix, 0) + 1
             if failed % _TOLD_AFTER == 0:
                 self._warn(f"{failed} rounds of {averager.prefix} in a row have failed, the last one because: {error}")

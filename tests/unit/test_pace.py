@@ -68,6 +68,17 @@ def test_strangers_make_no_quorum_and_complete_one(
     assert pace.enough(swarm.view(said(PEERS[0], own, 0.0), 0.0)) is enough
 
 
+@pytest.mark.parametrize(("present", "enough"), [([], True), ([WAY], True), ([0], False), ([0, WAY], False)])
+def test_peers_that_no_round_waits_for_count_where_a_quorum_lacks_them(present: list[int], *, enough: bool) -> None:
+    """Each of two peers counted the other one no more, a minute at a time, and in turns: they never merged again."""
+    swarm, pace = SwarmProgress(PEERS[0], {}, ttl_s=20.0), MergePace(Merging(every=10, overlap=None, quorum=3))
+    absent = PEERS[1:3]
+    for peer, samples in [*((peer, WAY) for peer in absent), *zip(PEERS[3:], present, strict=False)]:
+        swarm.heard(said(peer, samples, 1.0), 0.0)
+    assert pace.enough(swarm.view(said(PEERS[0], WAY, 0.0), 0.0, absent=absent)) is enough
+    assert not pace.enough(swarm.view(said(PEERS[0], 0, 0.0), 0.0, absent=absent))
+
+
 def test_peers_at_other_states_are_not_missing_for_a_quorum() -> None:
     """In a swarm of 256 a peer that was late said that only 20 of the peers that train can be seen."""
     known = SwarmProgress(PEERS[0], {}, ttl_s=20.0)

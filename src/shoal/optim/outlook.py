@@ -101,7 +101,9 @@ class Outlook:
         return merging is not None and merging.overlap is None and self.own.name.epoch > 0
 
     def alone(self, view: SwarmView) -> bool:
-        """Whether nobody is at our state but this peer, and strangers that rounds do not wait for."""
+        """Whether nobody is at our state but this peer, and peers that rounds do not wait for. A quorum never is."""
+        if self.settings.merging is not None and (self.settings.merging.quorum or 0) > 1:
+            return False
         others = view.together - {self.core.peer_id}
         return others == self.attendance.given_up(others, self.loop.time())
 

@@ -132,7 +132,7 @@ def _trains(said: Progress) -> bool:
 def _done(view: SwarmView, peer: PeerID) -> int | None:
     """How far another peer is; None if it does not count."""
     said = view.others.get(peer)  # None: it was lost
-    if said is None or peer not in view.together or peer in view.absent or not _trains(said):
+    if said is None or peer not in view.together or not _trains(said):
         return None
     return 0 if peer in view.coming else said.samples
 
@@ -171,7 +171,9 @@ class MergePace:
     """The pace of a fragment of the model, which is merged now and then.
 
     Others that have not contributed to the last merges count for no more peers than those that have, and this one. To a
-    quorum they add no more than these do, or what is lacking if these are too few for it.
+    quorum they add no more than these do, or what is lacking if these are too few for it. Peers that no round waits for
+    do not count, unless a quorum cannot be had without them: two peers that wait for each other no more would each stay
+    alone otherwise.
 
     Args:
         merging: the way in which peers merge.
@@ -189,7 +191,7 @@ class MergePace:
         self._waits = True  # nobody has trained a batch yet, as far as it is known
         self._log: list[PeerID] | None = None  # of the last view, of which so many words were taken in
         self._taken = 0
-        self._known, self._strange = _Way(), _Way()
+        self._known, self._strange, self._absent = _Way(), _Way(), _Way()
         self._merge_s = 0.0
         self._trains, self._enough = True, False
 
@@ -230,18 +232,20 @@ class MergePace:
 
     def enough(self, view: SwarmView) -> bool:
         """See `Pace`."""
-        known, strange = self._known, self._strange
+        known, strange, absent = self._known, self._strange, self._absent
         if view.log is not None and view.log is self._log:  # a swarm of a thousand is looked at all the time
             words = view.log[self._taken :]
         else:
-            known, strange, words = _Way(), _Way(), list(view.others)
+            known, strange, absent, words = _Way(), _Way(), _Way(), list(view.others)
         self._log, self._taken = view.log, len(view.log or ())
         for peer in words:
             way = known if not view.contributors or peer in view.contributors else strange
+            way = absent if peer in view.absent else way
             way.set(peer, _done(view, peer))
         known.sum_up()
         strange.sum_up(most=max(1 + known.count, self._lacking(known)))
-        self._known, self._strange = known, strange  # last: other threads ask
+        absent.sum_up()
+        self._known, self._strange, self._absent = known, strange, absent  # last: other threads ask
         if self._merging.seconds is not None:
             self._called = self._called or known.there > 0
             self._waits = self._waits and not (known.far or strange.far)
@@ -259,8 +263,10 @@ class MergePace:
 
     def _reaches(self, own: int) -> bool:
         if self._merging.quorum is not None:
-            there = (own >= WAY) + self._known.there
-            return there + min(self._strange.there, max(there, self._lacking(self._known))) >= self._merging.quorum
+            there, more = (own >= WAY) + self._known.there, self._strange.there
+            if 1 + self._others < self._merging.quorum:
+                more += self._absent.there
+            return there + min(more, max(there, self._lacking(self._known))) >= self._merging.quorum
         if self._merging.seconds is not None:
             return own >= WAY
         # A peer whose batches are worth nothing counts for nobody, nor for itself: all see the same merge as due.

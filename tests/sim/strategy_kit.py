@@ -129,7 +129,8 @@ EXPECTED = re.compile(
     "training alone|rounds of .* in a row have failed|states were downloaded in a row|it does not come|"
     "no complete state within|named a state of epoch|none of the samples that|only .* of the .* samples that|"
     "do not come to a round|steps that the others took meanwhile is missing|the run ends here|the run is at epoch|"
-    "could not withdraw a declaration|no DHT node took the declaration|rounds in a row waiting"
+    "could not withdraw a declaration|no DHT node took the declaration|rounds waiting, and gave nothing|"
+    "brought them to no average"
 )
 """Warnings that faults give rise to."""
 

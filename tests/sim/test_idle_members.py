@@ -22,6 +22,15 @@ from tests.sim.strategy_kit import MEAN
 BATCH, BATCH_S, BATCHES = 4, 0.5, 3
 
 
+async def train_together(run: Run, count: int, *, strategy: Strategy | None = None) -> list[Trainer]:
+    """So many peers, which have trained together for 10 s."""
+    trainers = {name: await run.add(name, strategy=strategy) for name in (f"p{number}" for number in range(count))}
+    for name, trainer in trainers.items():
+        run.swarm.spawn(name, trainer.train(BATCH, duration_s=BATCH_S, until=asyncio.Event().is_set))
+    await sim.sleep(10.0)
+    return list(trainers.values())
+
+
 def gives_nothing(averager: Averager, first: Trainer) -> None:
     """From now on it comes to each group, leads some, and does nothing until the others have gone on, or for 30 s."""
     begin: Any = averager._begin_round
@@ -57,13 +66,8 @@ def test_a_member_that_gives_nothing_is_not_waited_for_in_each_round(strategy: S
 
     async def main() -> None:
         run = Run(target=count * BATCH * BATCHES if strategy is None else 1)
-        names = [f"p{number}" for number in range(count)]
-        for name in names:
-            await run.add(name, strategy=strategy)
-        first, idle, end = run.swarm.peer(names[0]), run.swarm.peer(names[-1]), asyncio.Event()
-        for name in names:
-            run.swarm.spawn(name, run.swarm.peer(name).train(BATCH, duration_s=BATCH_S, until=end.is_set))
-        await sim.sleep(10.0)
+        trainers = await train_together(run, count, strategy=strategy)
+        first, idle = trainers[0], trainers[-1]
 
         async def steps(seconds: float) -> int:
             before = first.participant.epoch
@@ -140,13 +144,8 @@ def test_a_peer_that_leads_to_nothing_does_not_stop_the_others(
 
     async def main() -> None:
         run = Run(target=count * BATCH * BATCHES, averager=msgspec.structs.replace(SETTINGS, allreduce_timeout_s=20.0))
-        names = [f"p{number}" for number in range(count)]
-        for name in names:
-            await run.add(name)
-        first, bad, end = run.swarm.peer(names[0]), run.swarm.peer(names[-1]), asyncio.Event()
-        for name in names:
-            run.swarm.spawn(name, run.swarm.peer(name).train(BATCH, duration_s=BATCH_S, until=end.is_set))
-        await sim.sleep(10.0)
+        trainers = await train_together(run, count)
+        first, bad = trainers[0], trainers[-1]
         averager = bad.participant._averager
         if trouble == "does not come":
             does_not_come(averager)

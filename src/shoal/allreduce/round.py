@@ -442,7 +442,7 @@ class Round:
             self._tell(self._coordinating.gone(member, reason, self._loop.time()))
         elif member == self.coordinator:
             if not self.machine.decided:
-                self.led_badly = self.led_badly or self._gives
+                self.led_badly |= self._gives
                 if self._loop.time() > self._began + self._options.silence_s:
                     self._late.add(member)
             self._do(self.machine.coordinator_lost(reason))
@@ -667,7 +667,7 @@ class Round:
             return
         self._complete_at = min(self._complete_at, now)
         patience_s = self._stall_s + 2 * (self._complete_at - self._began) + max(self._promised_s)
-        self.led_badly = self.led_badly or now > self._complete_at + patience_s
+        self.led_badly |= now > self._complete_at + patience_s
 
     async def _look_loop(self) -> None:
         """Stop waiting for silent members.

@@ -15,8 +15,8 @@ _LONGEST_WINDOWS = 64
 _MAX_REMEMBERED = 1024
 
 _OUTWEIGHED_S = 10.0
-"""A failure that cost a second is forgiven so many seconds later at the earliest: who fails every other time costs the
-others a tenth of their time at most."""
+"""A failure that cost a second is forgiven so many seconds later at the earliest: a peer that fails every other time
+costs the others a tenth of their time at most."""
 
 
 class _Record(NamedTuple):

@@ -571,7 +571,7 @@ class GroupMachine:
         self._window_end = min(now + window_s, self._end)
         # Later than our last expiration: others were told between two searches that the last one is over.
         last, self._expiration = self._memory.declared, self._window_end + self._known.wall_offset_s
-        # Who shuns a peer must lead it, or at least not wait for it while it waits for us.
+        # We must lead a peer that we shun, or at least not wait for it while it waits for us.
         self._expiration -= (2 if self._shunned else self._memory.led) * min(_HEAD_START_S, window_s / 10)
         if 0 <= last - self._expiration < window_s:  # a larger gap means that the clock was set back
             self._expiration = last + _LATER_S

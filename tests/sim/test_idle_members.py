@@ -94,7 +94,8 @@ def test_a_peer_that_stood_still_blames_nobody(still: str) -> None:
             await sim.sleep(0.01)
         trial.swarm.stall(still, 5.0)
         await asyncio.gather(*steps, return_exceptions=True)
-        for each in (averagers[still].idle, averagers[still].bad_leaders):
+        conduct = averagers[still].conduct
+        for each in (conduct.idle, conduct.bad_leaders):
             assert not each._failed
         await trial.close()
 
@@ -187,6 +188,6 @@ def test_an_auxiliary_peer_is_forgiven_as_it_reduces() -> None:
             run.swarm.stall("aux", 3.0)
             await sim.sleep(60.0)
         now = asyncio.get_running_loop().time()
-        assert not any(run.swarm.peer(name).participant._averager.idle.now(now - 50.0) for name in names)
+        assert not any(run.swarm.peer(name).participant._averager.conduct.idle.now(now - 50.0) for name in names)
 
     sim.run(main, seed=1)

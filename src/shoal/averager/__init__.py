@@ -1,9 +1,9 @@
 """The async core of an averager: matchmaking, then the all-reduce, then the commit; and the state that it shares.
 
 `Averager` is the core; `settings` has its numbers, `timeouts` their relations, `request` what one step is to do,
-`lock` the lock of the tensors, `sharing` the state for newcomers, `group_finder` the search for a group, `pauses` the
-peers that are not waited for, `directory` the records by which groups and donors find each other in the DHT. The
-synchronous class that users hold is `shoal.DecentralizedAverager`, in `shoal.runtime`.
+`lock` the lock of the tensors, `sharing` the state for newcomers, `group_finder` the search for a group, `conduct` the
+peers that are not counted on, `pauses` for how long, `directory` the records by which groups and donors find each other
+in the DHT. The synchronous class that users hold is `shoal.DecentralizedAverager`, in `shoal.runtime`.
 """
 
 from shoal.averager.averager import Averager

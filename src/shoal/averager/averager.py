@@ -22,9 +22,9 @@ import torch
 from shoal.allreduce.round import Outcome, Round, RoundOptions
 from shoal.allreduce.segments import RoundMemory
 from shoal.allreduce.vector import Vector, describe
+from shoal.averager.conduct import Conduct
 from shoal.averager.group_finder import Expected, GroupFinder
 from shoal.averager.lock import TensorLock
-from shoal.averager.pauses import Pauses
 from shoal.averager.request import AveragingStage, StepRequest, StepResult
 from shoal.averager.settings import AveragerSettings
 from shoal.averager.sharing import StateSharing
@@ -75,10 +75,7 @@ class Averager:
     Attributes:
         group_tag: only peers with the same tag meet; empty or `@` and some text without dots.
         way_s: see `RoundOptions`: the time since the last round; set it before a step.
-        idle: the members that keep rounds waiting and give nothing. While their pause lasts they lead no group of this
-            peer, and it waits for nothing of theirs.
-        bad_leaders: the peers that lead groups, and bring their rounds to no end, or far too late. While their pause
-            lasts they lead no group of this peer; they may be members.
+        conduct: which peers it does not count on.
         sharing: the state that others can download from here.
 
     Raises:
@@ -107,7 +104,7 @@ class Averager:
         self.vector = Vector(self.tensors, describe(self.tensors, chosen), memory)
         self.vector.check_part_bytes(settings.part_size_bytes, settings.target_group_size or _LEAST_MOST_MEMBERS)
         self.group_tag, self.way_s = "", 0.0
-        self.idle, self.bad_leaders = Pauses(settings.window_s), Pauses(settings.window_s)
+        self.conduct = Conduct(settings.window_s, self._warn)
         self.sharing = StateSharing(
             core, prefix, settings, lock=lock, state=state or (lambda: SharedState(metadata=None, tensors=self.tensors))
         )
@@ -244,20 +241,18 @@ class Averager:
     async def _try_once(self, attempt: _Attempt, deadline: float) -> StepResult | None:
         """One round; None if the step was told to begin later, before there was a group."""
         loop, events = asyncio.get_running_loop(), self.core.env.events
-        now = loop.time()
         try:
             group = await self._finder.find(
                 attempt.request,
                 tag=self.group_tag,
                 deadline=deadline,
                 expected=attempt.expected,
-                shunned=self.idle.now(now) | self.bad_leaders.now(now),
+                shunned=self.conduct.shunned(loop.time()),
             )
         finally:
             matchmaker = self._finder.matchmaker
             idled, matchmaker.idled = matchmaker.idled, []
-            for peer in idled:
-                self._led_badly(peer, self.settings.window_s)
+            self.conduct.searched(idled, loop.time())
         if group is None:
             return None
         if not any(member.contributes for member in group.members):
@@ -322,7 +317,8 @@ class Averager:
             self._between_rounds.set()
 
     async def _run_to_verdict(self, group: Group, attempt: _Attempt, deadline: float) -> Outcome:
-        formed, still_s = asyncio.get_running_loop().time(), self._still_s()
+        loop, still_s = asyncio.get_running_loop(), self._still_s()
+        formed = loop.time()
         try:
             round_ = await self._begin_round(group, attempt, deadline)
         except BaseException:
@@ -340,37 +336,11 @@ class Averager:
             self._finishing = self._tasks.spawn(_finish(round_, group, orderly=outcome is not None))
             self._last_round = round_
             if self._still_s() < still_s + _STILL_S:  # else the others may have left us, not we them
-                self._judge(round_, outcome, formed)
+                self.conduct.played(round_, outcome, formed, loop.time())
 
     def _still_s(self) -> float:
         """For how long this process has stood still: the loop's time does not count that."""
         return own_clock(self.core.env.clock).monotonic() - asyncio.get_running_loop().time()
-
-    def _judge(self, round_: Round, outcome: Outcome | None, formed: float) -> None:
-        """A member that round after round waits for, and that gives nothing, is waited for no longer, for a while."""
-        now, late = asyncio.get_running_loop().time(), round_.late
-        gave = set[PeerID]() if outcome is None else {*outcome.contributors, *outcome.counted_in_part}
-        # One without values of its own gives the averages of its parts.
-        for peer in gave if outcome is None else gave | (round_.reduced - late - self.idle.now(now)):
-            self.idle.forgive(peer, now)
-        for peer in sorted(late - gave):
-            if times := self.idle.failed(peer, now, now - formed):
-                self._warn(
-                    f"{peer.short()} kept {times} rounds waiting, and gave nothing to them: the next ones go on "
-                    "without it. Check its line (`shoal doctor INVITE` there), and whether its process hangs"
-                )
-        leader = round_.members[round_.coordinator].contact.peer
-        if round_.led_badly:
-            self._led_badly(leader, now - formed)
-        elif outcome is not None:
-            self.bad_leaders.forgive(leader, now)
-
-    def _led_badly(self, leader: PeerID, cost_s: float) -> None:
-        if times := self.bad_leaders.failed(leader, asyncio.get_running_loop().time(), cost_s):
-            self._warn(
-                f"{leader.short()} led {times} groups, and brought them to no average, or far too late: it leads none "
-                "of the next ones here. See in its log why"
-            )
 
     async def _begin_round(self, group: Group, attempt: _Attempt, deadline: float) -> Round:
         await self.release()
@@ -395,7 +365,7 @@ class Averager:
             way_s=self.way_s,
         )
         try:
-            doubted = self.idle.now(formed)
+            doubted = self.conduct.idle.now(formed)
             return Round(self.core.rounds(), group, self.vector, weight=weight, options=options, doubted=doubted)
         except ConfigError as error:
             leader = group.members[group.coordinator].contact.peer

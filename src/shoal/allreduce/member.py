@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -107,6 +107,7 @@ class MemberMachine:
     Attributes:
         rules: what is held, and the verdict.
         contributions: of the parts that are owned here.
+        unheard: the members whose values or averages did not come here in time; those that are gone are not among them.
         may_learn: whether the verdict can still come from the coordinator.
     """
 
@@ -127,6 +128,7 @@ class MemberMachine:
         contributing = [index for index, member in enumerate(members) if member.contributes]
         self.contributions = Contributions(me, contributing, silence_s=silence_s, now=now, promised_s=promised_s)
         self.may_learn = True
+        self.unheard: set[int] = set()
         self.round_id, self.members = round_id, members
         self._lost_sources: set[int] = set()
         self._asked: dict[int, int] = {}  # after the commit: part -> the member that was asked for it last
@@ -157,9 +159,15 @@ class MemberMachine:
 
     # -------------------------------------------------------------------------------------------------------- events
 
-    def start(self, now: float) -> list[MemberAction]:
-        """Send values to every reducer, and begin to average the parts that are owned here."""
+    def start(self, now: float, bad_lines: Collection[int] = ()) -> list[MemberAction]:
+        """Send values to every reducer, and begin to average the parts that are owned here.
+
+        Nothing is waited for that comes from these members by `bad_lines`.
+        """
         actions: list[MemberAction] = []
+        for member in bad_lines:
+            self.contributions.exclude(member)
+            self._lost_sources.add(member)  # if it owns parts
         for part, reducer in enumerate(self.rules.reducer):
             if reducer == self.me:
                 actions += [Average(part, 0), *self.contributions.own(part, 0, now)]
@@ -172,15 +180,18 @@ class MemberMachine:
         rules, members, actions = self.rules, len(self.members), list[MemberAction]()
         match message:
             case Assign() if 0 <= message.reducer < members and all(0 <= p < len(rules.reducer) for p in message.parts):
+                sources = list(rules.reducer)
                 for action in rules.assigned(message):
                     actions.append(action)
+                    if isinstance(action, Ask):  # somebody else has got it
+                        self.unheard.add(sources[action.part])
                     if isinstance(action, Average):
                         actions += self.contributions.own(action.part, action.attempt, now)
             case Gone(member) if 0 <= member < members and member != self.me:
                 # We may never have had a connection with it, whose end would tell.
                 if self.me != self.coordinator:  # it has said so already
                     actions.append(Blame(member, "gone: the coordinator has lost it"))
-                actions += self.contributions.exclude(member)
+                actions += self.member_lost(member)
             case Commit() if rules.commit is None and self._fits(message):
                 for part in rules.committed(message):
                     actions += self._fetch(part)
@@ -199,6 +210,11 @@ class MemberMachine:
     def averaged(self, held: Held) -> bool:
         """This part was averaged here, or received whole. False if it is not wanted (any more)."""
         return self.rules.averaged(held)
+
+    def member_lost(self, member: int) -> list[MemberAction]:
+        """A member is gone: nothing is waited for that it owes."""
+        self.unheard.discard(member)
+        return [*self.contributions.exclude(member)]
 
     def coordinator_lost(self, reason: str) -> list[MemberAction]:
         """The coordinator tells nothing any more."""
@@ -243,6 +259,7 @@ class MemberMachine:
         for sender in self.contributions.stalled(now):
             actions.append(Blame(sender, "too slow: left out of the parts that are not averaged yet"))
             actions += self.contributions.exclude(sender)
+            self.unheard.add(sender)
         return actions
 
     def report(self, moved_bytes: int) -> Report:

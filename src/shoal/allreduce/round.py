@@ -25,7 +25,7 @@ import math
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from shoal.allreduce.commit import Ask, Average, Contribute, Order
 from shoal.allreduce.coordinator import Coordinator, CoordinatorAction, LeftOut, Replaced, Send
@@ -62,7 +62,7 @@ from shoal.wire import (
     Verdict,
 )
 
-__all__ = ["Outcome", "Round", "RoundOptions", "RoundTable"]
+__all__ = ["Outcome", "Round", "RoundOptions", "RoundTable", "Seen"]
 
 _LOOK_S = LOOK_S / 2
 """A round stands still while it waits for a silent member: a finer look finds that out earlier."""
@@ -92,6 +92,21 @@ _REMEMBERED_VERDICTS = 64
 """The number of rounds whose verdicts are remembered."""
 
 
+class Seen(NamedTuple):
+    """What one member saw of the others in a round. Nobody waits for members that are lost: these are in no set."""
+
+    late: frozenset[PeerID]
+    """They kept all others waiting: this member left them out, as the coordinator, or they were it and are lost."""
+    unheard: frozenset[PeerID]
+    """Their values or averages did not come to this member in time."""
+    not_awaited: frozenset[PeerID]
+    """This member did not wait for what they give."""
+    reduced: frozenset[PeerID]
+    """They own parts, after all that were moved."""
+    led_badly: bool
+    """Another member led the round, and aborted it though we gave values, was lost, or decided far too late."""
+
+
 class Round:
     """One member's part in one round.
 
@@ -104,11 +119,11 @@ class Round:
         options: patience.
         doubted: if this member coordinates, nobody waits for these, unless too few others are left. They can have the
             averages all the same.
+        bad_lines: this member waits for no values and averages of these by the lines between them, unless that is more
+            than half of all others: then its own line may be the bad one.
 
     Attributes:
         machine: this member's part, without input and output.
-        led_badly: whether another member led the round, and aborted it though we gave values, was lost, or decided far
-            too late.
 
     Raises:
         ConfigError: the group's slices and parts do not fit the tensors, or the weight cannot be used.
@@ -123,6 +138,7 @@ class Round:
         weight: float,
         options: RoundOptions,
         doubted: Collection[PeerID] = (),
+        bad_lines: Collection[PeerID] = (),
     ) -> None:
         self.endpoint, self.env = table.endpoint, table.endpoint.env
         self.round_id, self.members = group.round_id, list(group.members)
@@ -161,8 +177,11 @@ class Round:
         self._news = Changes()
         self._sign = asyncio.Event()
         self._doubted = {index for peer, index in self._index.items() if peer in doubted}
+        self._bad_lines = {index for peer, index in self._index.items() if peer in bad_lines}
+        if 2 * len(self._bad_lines) > len(self.members) - 1:
+            self._bad_lines = set()
         self._late, self._began, self._complete_at = set[int](), self._loop.time(), math.inf
-        self._gives, self.led_badly = weight > 0, False
+        self._gives, self._led_badly = weight > 0, False
         self._blamed: dict[tuple[PeerID, str], None] = {}
         self._leaving = ExitStack()
         self._leaving.callback(self.endpoint.on_lost(self._peer_lost))
@@ -223,7 +242,7 @@ class Round:
             raise self._failure()
         self._table.add(self)
         self._begin_control()
-        self._do(self.machine.start(self._loop.time()))
+        self._do(self.machine.start(self._loop.time(), sorted(self._bad_lines)))
         if self._coordinating is not None and self._doubted:
             self._tell(self._coordinating.doubt(self._doubted, self._loop.time()))
         self._reporting.spawn(self._report_loop())
@@ -277,20 +296,22 @@ class Round:
     # -------------------------------------------------------------------------------------------------- what happens
 
     @property
-    def late(self) -> frozenset[PeerID]:
-        """The members that this one waited for in vain, as a reducer or as the coordinator. Nobody waits for lost ones.
+    def seen(self) -> Seen:
+        """What this member saw of the others, once the round is over."""
 
-        Where the round fails here alone, our own line may be the bad one: then only a lost coordinator counts.
-        """
-        late = self._late - self._doubted - {self.me}
-        if self._coordinating is None and not self.machine.rules.succeeded:
-            late &= {self.coordinator}
-        return frozenset(self.members[member].contact.peer for member in late)
+        def peers(members: Iterable[int]) -> frozenset[PeerID]:
+            return frozenset(self.members[member].contact.peer for member in members)
 
-    @property
-    def reduced(self) -> frozenset[PeerID]:
-        """The members that own parts, after all that were moved."""
-        return frozenset(self.members[member].contact.peer for member in set(self.machine.rules.reducer))
+        # Where the round fails here alone, our own line may be the bad one: then only a lost coordinator counts.
+        unheard = self.machine.unheard if self._coordinating is not None or self.machine.rules.succeeded else set()
+        away = self._doubted | {self.me}
+        return Seen(
+            late=peers(self._late - away),
+            unheard=peers(unheard - away - self._bad_lines),
+            not_awaited=peers(self._bad_lines),
+            reduced=peers(set(self.machine.rules.reducer)),
+            led_badly=self._led_badly,
+        )
 
     @property
     def verdict(self) -> Verdict:
@@ -304,7 +325,7 @@ class Round:
             return
         self._sign.set()
         if isinstance(message, Abort) and self._coordinating is None and self._gives:
-            self.led_badly = True
+            self._led_badly = True
         self._do(self.machine.obey(message, self._loop.time()))
         if isinstance(message, Assign):
             self._parts.assigned()
@@ -382,7 +403,7 @@ class Round:
         if (index := self._index.get(peer)) is not None:
             # The coordinator first: if no contributing member is left, that is the better reason.
             self._control_lost(index, reason)
-            self._do(self.machine.contributions.exclude(index))
+            self._do(self.machine.member_lost(index))
 
     # --------------------------------------------------------------------------------------------------------- control
 
@@ -442,7 +463,7 @@ class Round:
             self._tell(self._coordinating.gone(member, reason, self._loop.time()))
         elif member == self.coordinator:
             if not self.machine.decided:
-                self.led_badly |= self._gives
+                self._led_badly |= self._gives
                 if self._loop.time() > self._began + self._options.silence_s:
                     self._late.add(member)
             self._do(self.machine.coordinator_lost(reason))
@@ -651,10 +672,8 @@ class Round:
             for sender, stream in self._reducing.items():
                 if stream.grew():
                     self.machine.contributions.heard(sender, now)
-            actions = self.machine.tick(now)
-            self._late.update(action.member for action in actions if isinstance(action, Blame))
             self._watch_coordinator(now)
-            self._do(actions)
+            self._do(self.machine.tick(now))
             if self._coordinating is not None:
                 decisions = self._coordinating.tick(now)
                 self._late.update(decision.member for decision in decisions if isinstance(decision, LeftOut))
@@ -667,7 +686,7 @@ class Round:
             return
         self._complete_at = min(self._complete_at, now)
         patience_s = self._stall_s + 2 * (self._complete_at - self._began) + max(self._promised_s)
-        self.led_badly |= now > self._complete_at + patience_s
+        self._led_badly |= now > self._complete_at + patience_s
 
     async def _look_loop(self) -> None:
         """Stop waiting for silent members.

@@ -365,8 +365,15 @@ class Averager:
             way_s=self.way_s,
         )
         try:
-            doubted = self.conduct.idle.now(formed)
-            return Round(self.core.rounds(), group, self.vector, weight=weight, options=options, doubted=doubted)
+            return Round(
+                self.core.rounds(),
+                group,
+                self.vector,
+                weight=weight,
+                options=options,
+                doubted=self.conduct.idle.now(formed),
+                bad_lines=self.conduct.bad_lines.now(formed),
+            )
         except ConfigError as error:
             leader = group.members[group.coordinator].contact.peer
             reason = f"the group's plan does not fit: {error}"

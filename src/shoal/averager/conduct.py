@@ -27,10 +27,12 @@ class Conduct:
             peer, and it waits for nothing of theirs.
         bad_leaders: the peers that lead groups, and bring their rounds to no end, or far too late. While their pause
             lasts they lead no group of this peer; they may be members.
+        bad_lines: the members whose values or averages do not come here, and come to others. While their pause lasts
+            this peer does not wait for them.
     """
 
     def __init__(self, window_s: float, warn: Callable[[str], None]) -> None:
-        self.idle, self.bad_leaders = Pauses(window_s), Pauses(window_s)
+        self.idle, self.bad_leaders, self.bad_lines = (Pauses(window_s) for _ in range(3))
         self._window_s, self._warn = window_s, warn
 
     def shunned(self, now: float) -> frozenset[PeerID]:
@@ -44,19 +46,29 @@ class Conduct:
 
     def played(self, round_: Round, outcome: Outcome | None, began: float, now: float) -> None:
         """A round is over; `outcome` is None if it failed here."""
-        late, cost_s = round_.late, now - began
-        gave = set[PeerID]() if outcome is None else {*outcome.contributors, *outcome.counted_in_part}
+        seen, cost_s = round_.seen, now - began
+        gave = frozenset[PeerID]() if outcome is None else frozenset((*outcome.contributors, *outcome.counted_in_part))
+        late, unheard = seen.late | (seen.unheard - gave), (seen.unheard & gave) - seen.late
         # A member without values of its own gives the averages of its parts.
-        for peer in gave if outcome is None else gave | (round_.reduced - late - self.idle.now(now)):
+        for peer in (gave | (seen.reduced - self.idle.now(now) if outcome else gave)) - late:
             self.idle.forgive(peer, now)
-        for peer in sorted(late - gave):
+        for peer in gave - unheard - seen.not_awaited:
+            self.bad_lines.forgive(peer, now)
+        for peer in sorted(late):
             if times := self.idle.failed(peer, now, cost_s):
                 self._warn(
-                    f"{peer.short()} kept {times} rounds waiting, and gave nothing to them: the next ones go on "
-                    "without it. Check its line (`shoal doctor INVITE` there), and whether its process hangs"
+                    f"{peer.short()} kept {times} rounds waiting, and gave nothing to them, or too late: the next ones "
+                    "go on without it. Check its line (`shoal doctor INVITE` there), and whether its process hangs"
+                )
+        for peer in sorted(unheard):
+            if times := self.bad_lines.failed(peer, now, cost_s):
+                self._warn(
+                    f"what {peer.short()} gave in {times} rounds came to others in time, and not to this peer, which "
+                    "does not wait for it in the next ones. Check the line between the two: it may lose large packets "
+                    "(try a smaller MTU), or be far slower than other lines"
                 )
         leader = round_.members[round_.coordinator].contact.peer
-        if round_.led_badly:
+        if seen.led_badly:
             self._led_badly(leader, cost_s, now)
         elif outcome is not None:
             self.bad_leaders.forgive(leader, now)

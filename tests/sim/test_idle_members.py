@@ -82,6 +82,31 @@ def test_a_member_that_gives_nothing_is_not_waited_for_in_each_round(strategy: S
     sim.run(main, seed=1)
 
 
+def test_one_bad_line_between_two_members_slows_nobody_for_long() -> None:
+    """Each round waited for what the two give each other: four peers made a quarter of their steps."""
+
+    async def main() -> None:
+        run = Run(target=4 * BATCH * BATCHES, width=2000)
+        trainers = await train_together(run, 4)
+
+        async def steps(seconds: float) -> int:
+            before = trainers[1].participant.epoch
+            await sim.sleep(seconds)
+            return trainers[1].participant.epoch - before
+
+        calm = await steps(30.0)
+        run.swarm.network.set_link("p0", "p3", bandwidth_bytes_s=2e3)
+        await sim.sleep(60.0)
+        assert await steps(60.0) > 2 * 0.7 * calm
+        assert {trainer.alone for trainer in trainers} == {0}
+        for one, other in ((0, 3), (3, 0)):
+            averager = trainers[one].participant._averager
+            assert list(averager.conduct.bad_lines._failed) == [trainers[other].participant.core.peer_id]
+            assert not averager.conduct.idle._failed
+
+    sim.run(main, seed=1)
+
+
 @pytest.mark.parametrize("still", ["a", "b"])
 def test_a_peer_that_stood_still_blames_nobody(still: str) -> None:
     """It finds that the others have left it. After two such rounds it counted on none of them, and trained alone."""

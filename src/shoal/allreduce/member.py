@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import math
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -159,10 +159,10 @@ class MemberMachine:
 
     # -------------------------------------------------------------------------------------------------------- events
 
-    def start(self, now: float, bad_lines: Collection[int] = ()) -> list[MemberAction]:
+    def start(self, now: float, bad_lines: Iterable[int] = ()) -> list[MemberAction]:
         """Send values to every reducer, and begin to average the parts that are owned here.
 
-        Nothing is waited for that comes from these members by `bad_lines`.
+        Nothing is waited for that comes from members with `bad_lines` to this one.
         """
         actions: list[MemberAction] = []
         for member in bad_lines:
@@ -211,10 +211,10 @@ class MemberMachine:
         """This part was averaged here, or received whole. False if it is not wanted (any more)."""
         return self.rules.averaged(held)
 
-    def member_lost(self, member: int) -> list[MemberAction]:
+    def member_lost(self, member: int) -> list[Finish]:
         """A member is gone: nothing is waited for that it owes."""
         self.unheard.discard(member)
-        return [*self.contributions.exclude(member)]
+        return self.contributions.exclude(member)
 
     def coordinator_lost(self, reason: str) -> list[MemberAction]:
         """The coordinator tells nothing any more."""

@@ -93,14 +93,15 @@ _REMEMBERED_VERDICTS = 64
 
 
 class Seen(NamedTuple):
-    """What one member saw of the others in a round. Nobody waits for members that are lost: these are in no set."""
+    """What one member saw of the others in a round."""
 
     late: frozenset[PeerID]
-    """They kept all others waiting: this member left them out, as the coordinator, or they were it and are lost."""
+    """They kept all others waiting: this member, as the coordinator, left them out; or they were the coordinator, and
+    were lost or did not decide in time."""
     unheard: frozenset[PeerID]
     """Their values or averages did not come to this member in time."""
-    not_awaited: frozenset[PeerID]
-    """This member did not wait for what they give."""
+    bad_lines: frozenset[PeerID]
+    """This member did not wait for what they give (see `Round`)."""
     reduced: frozenset[PeerID]
     """They own parts, after all that were moved."""
     led_badly: bool
@@ -242,7 +243,7 @@ class Round:
             raise self._failure()
         self._table.add(self)
         self._begin_control()
-        self._do(self.machine.start(self._loop.time(), sorted(self._bad_lines)))
+        self._do(self.machine.start(self._loop.time(), self._bad_lines))
         if self._coordinating is not None and self._doubted:
             self._tell(self._coordinating.doubt(self._doubted, self._loop.time()))
         self._reporting.spawn(self._report_loop())
@@ -308,7 +309,7 @@ class Round:
         return Seen(
             late=peers(self._late - away),
             unheard=peers(unheard - away - self._bad_lines),
-            not_awaited=peers(self._bad_lines),
+            bad_lines=peers(self._bad_lines),
             reduced=peers(set(self.machine.rules.reducer)),
             led_badly=self._led_badly,
         )

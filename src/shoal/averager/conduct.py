@@ -47,12 +47,14 @@ class Conduct:
     def played(self, round_: Round, outcome: Outcome | None, began: float, now: float) -> None:
         """A round is over; `outcome` is None if it failed here."""
         seen, cost_s = round_.seen, now - began
-        gave = frozenset[PeerID]() if outcome is None else frozenset((*outcome.contributors, *outcome.counted_in_part))
+        gave = reduced = frozenset[PeerID]()
+        if outcome is not None:
+            gave = frozenset((*outcome.contributors, *outcome.counted_in_part))
+            reduced = seen.reduced - self.idle.now(now)  # one without values of its own gives the averages of its parts
         late, unheard = seen.late | (seen.unheard - gave), (seen.unheard & gave) - seen.late
-        # A member without values of its own gives the averages of its parts.
-        for peer in (gave | (seen.reduced - self.idle.now(now) if outcome else gave)) - late:
+        for peer in (gave | reduced) - late:
             self.idle.forgive(peer, now)
-        for peer in gave - unheard - seen.not_awaited:
+        for peer in gave - unheard - seen.bad_lines:
             self.bad_lines.forgive(peer, now)
         for peer in sorted(late):
             if times := self.idle.failed(peer, now, cost_s):

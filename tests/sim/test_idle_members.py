@@ -107,6 +107,25 @@ def test_one_bad_line_between_two_members_slows_nobody_for_long() -> None:
     sim.run(main, seed=1)
 
 
+def test_a_peer_that_the_others_reach_takes_the_lead_from_one_that_another_peer_does_not_reach() -> None:
+    """That peer was in no group, and downloaded each state, for as long as the line between the two was bad."""
+
+    async def main() -> None:
+        run = Run(target=4 * BATCH * BATCHES, width=2000)
+        trainers = await train_together(run, 4)
+        leads = [trainer.participant._averager._finder.matchmaker._memory.led for trainer in trainers]
+        leader = leads.index(True)
+        other = (leader + 1) % 4
+        run.swarm.network.set_link(f"p{leader}", f"p{other}", bandwidth_bytes_s=30.0)
+        await sim.sleep(60.0)
+        contribution = trainers[other].participant.contribution
+        before, batches = contribution.contributed, trainers[other].batches_done
+        await sim.sleep(60.0)
+        assert contribution.contributed - before > 0.8 * BATCH * (trainers[other].batches_done - batches)
+
+    sim.run(main, seed=1)
+
+
 @pytest.mark.parametrize("still", ["a", "b"])
 def test_a_peer_that_stood_still_blames_nobody(still: str) -> None:
     """It finds that the others have left it. After two such rounds it counted on none of them, and trained alone."""

@@ -42,7 +42,7 @@ from shoal.matchmaking.events import (
     Withdraw,
 )
 from shoal.peer import PeerID
-from shoal.wire import Contact, JoinAccepted, JoinRedirected, JoinRefused
+from shoal.wire import Begin, Contact, JoinAccepted, JoinRedirected, JoinRefused, Member
 from tests.property.matchmaking_world import BEGIN, Setup, contact_of, peer_id
 
 WALL_S = 1_000_000.0
@@ -319,6 +319,48 @@ def test_a_peer_that_is_shunned_does_not_lead_and_may_follow() -> None:
     assert AskToLead not in kinds(play.hear(Answered(peer_id(4), JoinRedirected(contact_of(3)))))
     assert kinds(play.joins(3, expiration=mine)) == [JoinRefused]
     assert play.joins(3, expiration=MINE) == [Answer(peer_id(3), JoinAccepted())]
+
+
+def begun_with(*numbers: int) -> Begin:
+    """A group of these members, which the first one leads."""
+    return Begin(
+        bytes(16), [Member(contact_of(number), True, None, b"") for number in numbers], 0, [1] * len(numbers), 1
+    )
+
+
+def test_takes_the_lead_for_a_peer_that_reaches_us_and_not_our_leader() -> None:
+    """Else one bad line between a leader and another peer shuts that peer out of all groups."""
+    memory, head_start_s = Memory(), WINDOW_S / 10
+    for _ in range(2):
+        assert not memory.takes_the_lead
+        play = following(1, memory=memory)
+        play.joins(60)
+        play.joins(61)
+        play.hear(Answered(peer_id(1), begun_with(1, ME, 61)))
+    assert list(memory.stranded) == [peer_id(60)]
+    memory.leader, memory.declared = contact_of(1), -math.inf  # it was a while ago
+    play = Play(memory=memory, expected=lambda: frozenset({peer_id(1), peer_id(60)}))
+    assert play.first == [Declare(MINE - 2 * head_start_s)]
+    play.joins(60)
+    assert Start((peer_id(60), peer_id(1))) in play.joins(1)
+    assert not memory.takes_the_lead
+
+
+def test_a_peer_that_comes_to_our_leader_after_all_is_not_stranded() -> None:
+    """It asked us when the last group had begun already."""
+    memory = Memory()
+    for members in ((1, ME), (1, ME, 60), (1, ME)):
+        play = following(1, memory=memory)
+        play.joins(60)
+        play.hear(Answered(peer_id(1), begun_with(*members)))
+    assert not memory.takes_the_lead
+
+
+def test_does_not_ask_a_peer_that_is_silent_already() -> None:
+    """It asks the next one at once: else each search would be over before it came to that."""
+    play = Play()
+    play.silent = {peer_id(1)}
+    assert AskToLead(contact_of(2), MINE) in play.settle(declared(1), declared(2))
 
 
 def test_a_leader_that_does_not_begin_is_not_followed_again() -> None:

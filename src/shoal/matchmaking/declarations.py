@@ -39,6 +39,8 @@ _MAX_LOST = 1024
 _MAX_NUDGES = 4
 """The most nudges at a time."""
 
+_TIMES_STRANDED, _MAX_STRANDED = 2, 64
+
 _POLL_MAX_S = 1.0
 """The longest pause between two reads of the directory."""
 
@@ -63,6 +65,7 @@ class Memory:
         declared: the latest expiration that we declared ourselves with.
         leader: the leader of the last group that waited for all expected peers; None if there is none.
         led: whether that was this peer.
+        stranded: peers that we sent on to our leader, and that did not come into its group: how many times in a row.
     """
 
     lost: dict[PeerID, float] = field(default_factory=dict)
@@ -71,6 +74,19 @@ class Memory:
     declared: float = -math.inf
     leader: Contact | None = None
     led: bool = False
+    stranded: dict[PeerID, int] = field(default_factory=dict)
+
+    @property
+    def takes_the_lead(self) -> bool:
+        """Whether a peer reaches us, and not the peer that leads us."""
+        return any(times >= _TIMES_STRANDED for times in self.stranded.values())
+
+    def followed(self, members: Container[PeerID], sent_on: Iterable[PeerID]) -> None:
+        """Our leader began a group of these members. We had sent these others on to it."""
+        for peer in sent_on:
+            times = self.stranded.pop(peer, 0) + 1
+            if peer not in members:  # once may be chance: it came when the group had begun
+                put_last(self.stranded, peer, times, _MAX_STRANDED)
 
     def lose(self, peer: PeerID, expiration: float) -> None:
         """Note that declarations of this peer up to `expiration` are dead."""

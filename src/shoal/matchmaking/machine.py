@@ -183,6 +183,7 @@ class GroupMachine:
         self._met_one = False
         self._mismatches: dict[PeerID, str] = {}
         self._lost_now: set[PeerID] = set()  # in this search
+        self._sent_on: set[PeerID] = set()  # to the leader that we follow
         self._asked_hidden: list[PeerID] = []  # beside the directory, in this search
         self._asked_hidden_at = -math.inf
         self._trouble: tuple[str, tuple[PeerID, ...]] = ("nobody else is looking for one", ())
@@ -223,6 +224,7 @@ class GroupMachine:
         self._begin_window(now)
         leader, expected = self._memory.leader, self._expected_members() or ()
         expects_us = leader is not None and leader.peer in expected and leader.peer not in self._shunned
+        expects_us = expects_us and not self._memory.takes_the_lead
         if leader is not None and expects_us and not self._is_silent(leader.peer, False):
             self._ask(leader)  # it searches now too: asking at once saves a read
         return self._decided(now)
@@ -327,6 +329,7 @@ class GroupMachine:
             if peer == self.leader:
                 self._refuse(peer, "later", "I follow you")  # its nudge and our Join have crossed
             else:
+                self._sent_on.add(peer)
                 self._out.append(Answer(peer, JoinRedirected(self._leader)))
         elif not self._leads:
             self._refuse(peer, "not-looking", "a client does not lead")
@@ -370,11 +373,13 @@ class GroupMachine:
                 self._change_phase(SearchPhase.FOLLOWING, leader)
                 self._met_one = True
                 self._out += [Answer(follower, JoinRedirected(leader)) for follower in self._followers]
+                self._sent_on = set(self._followers)
                 self._followers.clear()
             case JoinAccepted():
                 pass  # said twice
             case Begin() as begin if self.phase is SearchPhase.FOLLOWING:
                 self._change_phase(SearchPhase.OVER)
+                self._memory.followed([member.contact.peer for member in begin.members], self._sent_on)
                 self._out += [events.Enter(begin), *self._poller.withdraw()]
             case Begin():
                 self._abandon(peer, "it began without having accepted us")
@@ -457,10 +462,13 @@ class GroupMachine:
         self._lose_leader(peer, reason)
 
     def _lose_leader(self, peer: PeerID, reason: str) -> None:
+        self._lose(peer, reason)
+        self._look_again()
+
+    def _lose(self, peer: PeerID, reason: str) -> None:
         self._memory.lose(peer, self._expiration_of(peer))
         self._lost_now.add(peer)
         self._trouble = (f"the peer that was to lead is gone: {reason}", (peer,))
-        self._look_again()
 
     def _look_again(self) -> None:
         self._change_phase(SearchPhase.LOOKING)
@@ -496,8 +504,7 @@ class GroupMachine:
             self._start()
             return
         self._out += self._poller.declare(self._expiration, now)
-        earlier = self._known.earlier(self.key if self._leads else None, self._followers, now)
-        leader = self._choose_leader(earlier, now)
+        earlier, leader = self._choose_leader(now)
         may_start = self._followers.can_start and not earlier and expected is None
         if leader is not None and not self._poller.is_outdated(now):
             self._ask(leader.contact)
@@ -519,7 +526,16 @@ class GroupMachine:
             del self._followers[peer]
             self._refuse(peer, "not-looking", "it gave no sign of life while the group formed")
 
-    def _choose_leader(self, earlier: Sequence[Declaration], now: float) -> Declaration | None:
+    def _choose_leader(self, now: float) -> tuple[list[Declaration], Declaration | None]:
+        """The peers before us, and the one among them that should lead us, if any: none that is known to be silent."""
+        while True:
+            earlier = self._known.earlier(self.key if self._leads else None, self._followers, now)
+            leader = self._first_to_ask(earlier, now)
+            if leader is None or self._poller.is_outdated(now) or not self._is_silent(leader.peer, False):
+                return earlier, leader
+            self._lose(leader.peer, "it is silent")
+
+    def _first_to_ask(self, earlier: Sequence[Declaration], now: float) -> Declaration | None:
         """The peer among these that should lead us; None if there is none, or if we should rather lead.
 
         All ask the earliest one, unless there is a crowd. With several full groups before us we split by our order:
@@ -564,6 +580,7 @@ class GroupMachine:
 
     def _start(self) -> None:
         self._change_phase(SearchPhase.OVER)
+        self._memory.stranded.clear()
         self._out += [events.Start(tuple(self._followers)), *self._poller.withdraw()]
 
     def _begin_window(self, now: float) -> None:
@@ -572,7 +589,8 @@ class GroupMachine:
         # Later than our last expiration: others were told between two searches that the last one is over.
         last, self._expiration = self._memory.declared, self._window_end + self._known.wall_offset_s
         # We must lead a peer that we shun, or at least not wait for it while it waits for us.
-        self._expiration -= (2 if self._shunned else self._memory.led) * min(_HEAD_START_S, window_s / 10)
+        head_starts = 2 if self._shunned or self._memory.takes_the_lead else self._memory.led
+        self._expiration -= head_starts * min(_HEAD_START_S, window_s / 10)
         if 0 <= last - self._expiration < window_s:  # a larger gap means that the clock was set back
             self._expiration = last + _LATER_S
         self._memory.declared = self._expiration

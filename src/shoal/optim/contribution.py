@@ -66,7 +66,7 @@ class Contribution:
     """Counts a peer's samples, and finds out that none of them count, or few.
 
     Attributes:
-        contributed: samples that went into a step.
+        contributed: samples that went into a step, or into a part of one.
         dropped: samples that were computed and went into none: their state was over before they came.
     """
 

@@ -522,9 +522,8 @@ class Participant:
 
     async def _take_step_of(self, result: StepResult, said: Said) -> None:
         """The step of a round, as all its members take it; not if this peer cannot: then it falls behind."""
-        if self.core.peer_id in result.outcome.contributors:
+        if result.outcome.counts(self.core.peer_id):  # in each part, or in some, as where one line is bad
             self.contribution.counted(self._given)
-        if result.outcome.counts(self.core.peer_id):
             self.training.counted()
         agreement = agree(result.gathered, result.outcome.contributors, result.outcome.counted_in_part)
         if (mend_from := await self._check.difference(result, self.own.name)) is not None:

@@ -1,0 +1,107 @@
+"""What a peer concludes from one round after another: who is not waited for, who does not lead, which line is bad."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shoal.allreduce.round import Seen
+from shoal.averager.conduct import Conduct
+from shoal.peer import PeerID
+
+A, B, C = (PeerID(bytes([number]) * 32) for number in range(3))
+NOBODY = frozenset[PeerID]()
+WINDOW_S, ROUND_S = 5.0, 2.0
+
+
+class Rounds:
+    """Rounds of three peers, as one of them sees them; A leads."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+        self.conduct = Conduct(WINDOW_S, self.warnings.append)
+        self.now = 0.0
+
+    def play(self, *, succeeds: bool = True, **seen: Any) -> None:
+        """One round, in which this was seen; by default all three gave and own parts."""
+        all_ = frozenset({A, B, C}) if succeeds else NOBODY
+        given: dict[str, Any] = {"late": NOBODY, "unheard": NOBODY, "bad_lines": NOBODY}
+        given |= {"gave": all_, "reduced": frozenset({A, B, C})}
+        members = [SimpleNamespace(contact=SimpleNamespace(peer=peer)) for peer in (A, B, C)]
+        all_seen = Seen(**{**given, "led_badly": False, **seen})
+        round_: Any = SimpleNamespace(seen=all_seen, members=members, coordinator=0)
+        outcome: Any = object() if succeeds else None
+        self.conduct.played(round_, outcome, self.now, self.now + ROUND_S)
+        self.now += ROUND_S
+
+    def shut_out(self) -> tuple[frozenset[PeerID], frozenset[PeerID], frozenset[PeerID]]:
+        """Who is not waited for, who does not lead, and to whom the line is bad."""
+        conduct = self.conduct
+        return conduct.idle.now(self.now), conduct.bad_leaders.now(self.now), conduct.bad_lines.now(self.now)
+
+
+def test_once_is_not_enough() -> None:
+    """Any round may go wrong."""
+    rounds = Rounds()
+    rounds.play(late=frozenset({B}), gave=frozenset({A, C}))
+    rounds.play(led_badly=True, succeeds=False)
+    assert rounds.shut_out() == (NOBODY, NOBODY, NOBODY)
+    assert rounds.warnings == []
+
+
+@pytest.mark.parametrize("how", ["late", "unheard"])
+def test_a_member_that_was_waited_for_and_gave_nothing_is_idle(how: str) -> None:
+    """Whether the others left it out, or only its values did not come here: they came to nobody."""
+    rounds = Rounds()
+    for _ in range(2):
+        seen: dict[str, Any] = {how: frozenset({B}), "gave": frozenset({A, C})}
+        rounds.play(**seen)
+    assert rounds.shut_out() == (frozenset({B}), NOBODY, NOBODY)
+    assert rounds.conduct.shunned(rounds.now) == {B}
+    assert "gave nothing" in rounds.warnings[0]
+
+
+def test_a_member_that_gave_to_others_has_a_bad_line_to_us() -> None:
+    """It may lead: it does nothing wrong."""
+    rounds = Rounds()
+    for _ in range(2):
+        rounds.play(unheard=frozenset({B}))
+    assert rounds.shut_out() == (NOBODY, NOBODY, frozenset({B}))
+    assert rounds.conduct.shunned(rounds.now) == NOBODY
+    assert "the line between the two" in rounds.warnings[0]
+
+
+def test_a_line_that_is_not_waited_for_proves_nothing_until_its_pause_is_over() -> None:
+    """That its values came to others says nothing of the line to us."""
+    rounds = Rounds()
+    for _ in range(2):
+        rounds.play(unheard=frozenset({B}))
+    rounds.play(bad_lines=frozenset({B}))
+    assert rounds.shut_out() == (NOBODY, NOBODY, frozenset({B}))
+    rounds.now += 4 * WINDOW_S
+    rounds.play()
+    assert rounds.shut_out() == (NOBODY, NOBODY, NOBODY)
+
+
+def test_a_member_that_only_averages_is_forgiven() -> None:
+    """An auxiliary peer has no values that could count."""
+    rounds = Rounds()
+    rounds.play(late=frozenset({B}), gave=frozenset({A, C}))
+    rounds.now += 11 * ROUND_S  # by ten times what it cost
+    rounds.play(gave=frozenset({A, C}))
+    rounds.play(late=frozenset({B}), gave=frozenset({A, C}))
+    assert rounds.shut_out() == (NOBODY, NOBODY, NOBODY)
+
+
+def test_a_peer_that_leads_badly_may_be_a_member() -> None:
+    """Two rounds are enough; so is one search that it let go by, and one round."""
+    rounds = Rounds()
+    for _ in range(2):
+        rounds.play(led_badly=True, succeeds=False)
+    assert rounds.shut_out() == (NOBODY, frozenset({A}), NOBODY)
+    rounds = Rounds()
+    rounds.conduct.searched([A], rounds.now)
+    rounds.play(led_badly=True, succeeds=False)
+    assert rounds.conduct.shunned(rounds.now) == {A}

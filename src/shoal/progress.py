@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -38,7 +38,7 @@ _SHOWN = 120
 _FIRST = "strategy", "optimizer"
 """Of several settings that differ these are named first: others follow from them."""
 
-_MAX_REMEMBERED = 4096
+_MAX_REMEMBERED, _MAX_TELLERS = 4096, 32
 _TRIES = 2
 _ASIDE_S, _LONGEST_ASIDE_S = 60.0, 960.0
 RELAYED_S = 3.0
@@ -128,6 +128,14 @@ class _Word(NamedTuple):
     ahead: float
 
 
+class _Unheard(NamedTuple):
+    """The samples of peers that do not count here, as another peer at this state told them, and when (local time)."""
+
+    key: StateKey
+    samples: dict[PeerID, int]
+    at: float
+
+
 class _Loss(NamedTuple):
     """The loss of a peer: the local time at which it was lost.
 
@@ -158,12 +166,14 @@ class SwarmProgress:
         self._lost: dict[PeerID, _Loss] = {}
         self._withheld: dict[PeerID, tuple[int, float]] = {}  # how many times, and until when it does not count
         self._relayed: dict[PeerID, tuple[Progress, float]] = {}  # the word of others about known peers
+        self._unheard: dict[PeerID, _Unheard] = {}  # the last word of others about peers that do not count here
         self.named: dict[PeerID, PeerID] = {}
         """Peers that were not known when another peer told of them, and that one."""
         self._now, self._oldest = float("-inf"), float("inf")  # no known word is older
         self._latest = 0  # no peer has named a later epoch
         self._seen: _Seen | None = None
         self._key: StateKey | None = None  # of the state that the swarm was seen from last
+        self._silent = frozenset[PeerID]()  # at that time
         self.contributors: Collection[PeerID] = ()
         """The peers that contributed to the last steps, if there were any. A new key costs an attacker nothing. So a
         better state that a contributor is at comes before states that only other peers are at. The samples of all other
@@ -229,10 +239,15 @@ class SwarmProgress:
         Such words count only for peers that are known already, for a while, and until they say something themselves. So
         nobody can silence a peer by speaking in its name. They count as long as we are at the teller's state: else one
         contributor could tell each of us that all others are somewhere else.
+
+        Of peers that we do not hear only the samples count, as those of strangers: the line to them may be bad, while
+        the teller hears them. Else this peer would come late to each round.
         """
         news, is_here = False, self._key in (None, StateKey.of_peer(teller))
         at_state = {"epoch": teller.epoch, "digest": teller.digest, "branch_samples": teller.branch_samples}
-        for other in others if not self.contributors or teller.contact.peer in self.contributors else ():
+        others = list(others) if not self.contributors or teller.contact.peer in self.contributors else []
+        news = self._told_of_unheard(teller, others, now) and is_here
+        for other in others:
             known = self._known.get(other.peer)
             if known is None and other.peer != self._me and other.peer not in self._lost:
                 self.named[other.peer] = teller.contact.peer
@@ -254,6 +269,20 @@ class SwarmProgress:
                 if not self._seen.takes(progress):
                     self._seen = None
         return news
+
+    def _told_of_unheard(self, teller: Progress, others: Sequence[Standing], now: float) -> bool:
+        """Keep what this peer says of those that do not count here, in place of what it said before. True if news."""
+        peer, known, silent = teller.contact.peer, self._known, self._silent
+        samples = {each.peer: each.samples for each in others if each.peer not in known or each.peer in silent}
+        samples.pop(self._me, None)
+        before = self._unheard.pop(peer, None)
+        if samples:
+            self._unheard[peer] = _Unheard(StateKey.of_peer(teller), samples, now)
+            bound(self._unheard, _MAX_TELLERS)
+        if not samples and before is None:
+            return False
+        self._seen = None
+        return before is None or before.samples != samples
 
     def lacks(self, others: Iterable[Standing]) -> int:
         """How many peers are not known here that another one told of."""
@@ -325,10 +354,11 @@ class SwarmProgress:
             self._lose(peer, self._known[peer].said.time)
 
     def _lose(self, peer: PeerID, said: float, wrote: float = -math.inf) -> None:
-        if self._seen is not None and (peer in self._relayed or not self._seen.loses(peer)):
+        if self._seen is not None and (peer in self._relayed or self._unheard or not self._seen.loses(peer)):
             self._seen = None
         self._known.pop(peer, None)
         self._relayed.pop(peer, None)
+        self._unheard.pop(peer, None)
         self._alive.discard(peer)
         put_last(self._lost, peer, _Loss(said, max(said, wrote), self._now), _MAX_REMEMBERED)
 
@@ -420,7 +450,7 @@ class SwarmProgress:
             silent: peers that do not count now, whatever they said.
         """
         key, dialed = StateKey.of_peer(mine), bool(mine.contact.addresses)
-        self._key = key
+        self._key, self._silent = key, silent
         asked = _Asked(
             mine.digest, key, dialed, mine.end_epoch, _at_end(mine), shared, awaited, before, frozenset(absent), silent
         )
@@ -457,6 +487,11 @@ class SwarmProgress:
             for peer in (asked.awaited & others.keys()) - together
             if asked.before is not None and StateKey.of_peer(others[peer]) <= asked.before
         }
+        unheard: dict[PeerID, int] = {}
+        for told in self._unheard.values():
+            for peer, samples in told.samples.items() if told.key == asked.key and now - told.at <= RELAYED_S else ():
+                if peer not in others and peer not in asked.absent:
+                    unheard[peer] = max(samples, unheard.get(peer, 0))
         return _Seen(
             asked=asked,
             until=self._changes_at(now),
@@ -465,6 +500,7 @@ class SwarmProgress:
             peers=(self._me, *sorted(others, key=lambda peer: peer.raw)),
             here=together,
             coming=coming,
+            unheard=unheard,
             best=best,
             vouched=vouched,
             auxiliary=self._auxiliary,
@@ -474,6 +510,7 @@ class SwarmProgress:
         """Return when the swarm looks different though nobody has said anything: local time, seconds."""
         until = [word.at + self.ttl_s for word in self._known.values()]
         until += [at + RELAYED_S for _, at in self._relayed.values() if now - at <= RELAYED_S]
+        until += [told.at + RELAYED_S for told in self._unheard.values() if now - told.at <= RELAYED_S]
         until += [aside for _, aside in self._withheld.values() if aside > now]
         return min(until, default=math.inf)
 
@@ -516,6 +553,7 @@ class _Seen:
         others: the last words of all but this peer.
         here: those of them that are at this peer's state.
         coming: those that are on their way to it.
+        unheard: the samples of peers that do not count here, as others told them.
         best: the best state.
         vouched: see `SwarmView`.
         auxiliary: of `SwarmProgress`.
@@ -528,6 +566,7 @@ class _Seen:
     others: dict[PeerID, Progress]
     here: set[PeerID]
     coming: set[PeerID]
+    unheard: dict[PeerID, int]
     best: StateKey
     vouched: bool
     auxiliary: bool
@@ -541,6 +580,7 @@ class _Seen:
     def __post_init__(self) -> None:
         for peer in self.here:
             self._count(peer, self.others[peer].samples)
+        self._strange += sum(self.unheard.values())
         self._rate = sum(max(0.0, self.others[peer].rate) for peer in (*self.here, *self.coming))
 
     def _count(self, peer: PeerID, samples: int) -> None:
@@ -586,6 +626,8 @@ class _Seen:
         peer, asked, key = progress.contact.peer, self.asked, StateKey.of_peer(progress)
         is_ours = progress.digest == asked.digest
         if asked.at_end or _at_end(progress) or peer in asked.silent or peer in asked.awaited or not asked.dialed:
+            return False
+        if peer in self.unheard:
             return False
         if is_ours != (key == asked.key) or key > (asked.key if peer in self.contributors else self.best):
             return False

@@ -121,7 +121,7 @@ def test_a_peer_that_the_others_reach_takes_the_lead_from_one_that_another_peer_
         contribution = trainers[other].participant.contribution
         before, batches = contribution.contributed, trainers[other].batches_done
         await sim.sleep(60.0)
-        assert contribution.contributed - before > 0.8 * BATCH * (trainers[other].batches_done - batches)
+        assert contribution.contributed - before > 0.5 * BATCH * (trainers[other].batches_done - batches)
 
     sim.run(main, seed=1)
 

@@ -14,7 +14,7 @@ from shoal.peer import Address, PeerID
 from shoal.progress import StateKey, SwarmProgress, SwarmView, settings_difference
 from shoal.wire import Contact, Progress, Standing
 
-ME, ANN, BEN, CAT = (PeerID(bytes([number]) * 32) for number in (1, 2, 3, 4))
+ME, ANN, BEN, CAT, DAN = (PeerID(bytes([number]) * 32) for number in (1, 2, 3, 4, 5))
 DIGESTS = [bytes([number]) * 32 for number in range(4)]
 
 
@@ -449,15 +449,46 @@ def test_what_others_tell_of_a_peer_counts_until_it_says_something_itself() -> N
     known.heard(said(BEN), 0.0)
     mine = said(ME, epoch=6, digest=DIGESTS[3], branch_samples=1100)
     assert known.relayed(teller, [Standing(BEN, 40, 101.0), Standing(CAT, 5, 101.0), Standing(ME, 9, 200.0)], 0.0)
-    assert not known.relayed(teller, [Standing(BEN, 30, 101.0), Standing(BEN, 30, math.inf)], 0.0)
+    again = [Standing(BEN, 30, 101.0), Standing(BEN, 30, math.inf), Standing(CAT, 5, 101.0)]
+    assert not known.relayed(teller, again, 0.0)
     seen = known.view(mine, 0.0)
-    assert (seen.together, seen.samples) == (frozenset({ME, BEN}), 50)
+    assert (seen.together, seen.samples) == (frozenset({ME, BEN}), 55)
     assert known.standings(mine, 0.0) == [Standing(BEN, 40, 101.0)]
     assert known.view(mine, 3.1).together == {ME}  # by then it has told so itself
     known.relayed(teller, [Standing(BEN, 40, 1e9)], 4.0)
     assert known.view(mine, 4.0).together == {ME, BEN}
     assert known.heard(said(BEN, time=102.0), 4.0)  # nobody is silenced by what others say in its name
     assert known.view(mine, 4.0).together == {ME}
+
+
+def test_the_samples_of_a_peer_that_only_others_hear_count() -> None:
+    """Its line to us is bad. We were late in each round, as we waited for samples that the others knew of."""
+    known, mine = swarm(), said(ME)
+    for peer in (ANN, BEN, CAT):
+        known.heard(said(peer), 0.0)
+    known.contributors = {ME, ANN}
+    silent = frozenset({CAT})
+    assert known.view(mine, 0.0, silent=silent).samples == 30
+    assert known.relayed(said(ANN), [Standing(BEN, 10, 100.0), Standing(CAT, 7, 101.0)], 0.0)
+    seen = known.view(mine, 0.0, silent=silent)
+    assert (seen.samples, seen.together) == (37, frozenset({ME, ANN, BEN}))  # nobody waits for it
+    assert not known.relayed(said(BEN), [Standing(DAN, 7, 101.0)], 0.0)  # of no contributor
+    assert known.view(mine, 0.0, silent=silent, absent=[CAT]).samples == 30
+    assert known.view(said(ME, epoch=6, digest=DIGESTS[3]), 0.0, silent=silent).samples == 10  # of another state
+    assert known.view(mine, 3.1, silent=silent).samples == 30  # that was a while ago
+    known.relayed(said(ANN), [Standing(CAT, 7, 102.0)], 4.0)
+    assert known.view(mine, 4.0, silent=silent).samples == 37
+    assert known.relayed(said(ANN), [], 4.0)  # it hears it no more either
+    assert known.view(mine, 4.0, silent=silent).samples == 30
+
+
+def test_the_samples_of_unheard_peers_count_for_no_more_than_those_of_contributors() -> None:
+    """As all that strangers claim: names are free."""
+    known, mine = swarm(), said(ME)
+    known.heard(said(ANN), 0.0)
+    known.contributors = {ME, ANN}
+    known.relayed(said(ANN), [Standing(DAN, 10**6, 101.0)], 0.0)
+    assert known.view(mine, 0.0).samples == 40
 
 
 def test_a_contributor_told_each_peer_that_all_others_were_somewhere_else() -> None:

@@ -23,7 +23,7 @@ peer that another leader sent here needs about as many round trips.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from shoal.bounded import put_last
@@ -65,7 +65,8 @@ class Memory:
         declared: the latest expiration that we declared ourselves with.
         leader: the leader of the last group that waited for all expected peers; None if there is none.
         led: whether that was this peer.
-        stranded: peers that we sent on to our leader, and that did not come into its group: how many times in a row.
+        stranded: peers that we expected, or sent on to our leader, and that were not in its group: how many times in a
+            row.
     """
 
     lost: dict[PeerID, float] = field(default_factory=dict)
@@ -81,9 +82,9 @@ class Memory:
         """Whether a peer reaches us, and not the peer that leads us."""
         return any(times >= _TIMES_STRANDED for times in self.stranded.values())
 
-    def followed(self, members: Container[PeerID], sent_on: Iterable[PeerID]) -> None:
-        """Our leader began a group of these members. We had sent these others on to it."""
-        for peer in sent_on:
+    def followed(self, members: Collection[PeerID], awaited: Collection[PeerID]) -> None:
+        """Our leader began a group of these members. These live peers were awaited, here or by their own word."""
+        for peer in {*members, *awaited}:
             times = self.stranded.pop(peer, 0) + 1
             if peer not in members:  # once may be chance: it came when the group had begun
                 put_last(self.stranded, peer, times, _MAX_STRANDED)

@@ -379,7 +379,8 @@ class GroupMachine:
                 pass  # said twice
             case Begin() as begin if self.phase is SearchPhase.FOLLOWING:
                 self._change_phase(SearchPhase.OVER)
-                self._memory.followed([member.contact.peer for member in begin.members], self._sent_on)
+                awaited = self._sent_on | (self._expected_members() or frozenset())
+                self._memory.followed({member.contact.peer for member in begin.members}, awaited)
                 self._out += [events.Enter(begin), *self._poller.withdraw()]
             case Begin():
                 self._abandon(peer, "it began without having accepted us")

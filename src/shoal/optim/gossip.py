@@ -135,7 +135,7 @@ class ProgressGossip:
         self._to_write = Changes()  # of our progress, that are to be in the DHT soon
         self.target, self.rate, self._countdown = settings.target_batch_size, 0.0, Countdown(merges=self._merges)
         self._duty = _Duty(b"", frozenset(), (), 0.0, Order(b"", []), [], [])
-        self._told_at = float("-inf")
+        self._told_at, self._enough_since = float("-inf"), float("inf")
         self._told_place: tuple[object, ...] = ()
         self._told_peers: tuple[PeerID, ...] = ()
         self._waking: asyncio.TimerHandle | None = None
@@ -527,7 +527,16 @@ class ProgressGossip:
         near = not self._merges or self._countdown.observe(mine, view, self.target, self.rate, at)
         if self._merges and not (near and self._countdown.matters):
             place, told = place[:-1], told[:-1]
-        if place == told and view.peers == self._told_peers and at < self._told_at + self._fragment_count * _SILENCE_S:
+        # One that does not hear all others learns from us that there is enough. Most know it before that.
+        self._enough_since = min(self._enough_since, at) if self.enough else math.inf
+        if waits := self._told_at < self._enough_since < math.inf:
+            self.look_again(self._enough_since + LOOK_S)
+        if (
+            place == told
+            and view.peers == self._told_peers
+            and at < self._told_at + self._fragment_count * _SILENCE_S
+            and not (waits and at >= self._enough_since + LOOK_S)
+        ):
             return
         if not now and at < self._told_at + self._tell_period_s:
             self.look_again(self._told_at + self._tell_period_s)

@@ -346,10 +346,21 @@ def test_takes_the_lead_for_a_peer_that_reaches_us_and_not_our_leader() -> None:
     assert not memory.takes_the_lead
 
 
+def test_takes_the_lead_where_two_that_do_not_reach_each_other_lead_in_turns() -> None:
+    """Each is in every other group. Two groups stepped side by side, and half of the steps were thrown away."""
+    memory = Memory()
+    for leader in (1, 2, 1):
+        assert not memory.takes_the_lead
+        awaited = frozenset({peer_id(1), peer_id(2)})
+        play = following(leader, memory=memory, expected=lambda awaited=awaited: awaited)
+        play.hear(Answered(peer_id(leader), begun_with(leader, ME)))
+    assert memory.takes_the_lead
+
+
 def test_a_peer_that_comes_to_our_leader_after_all_is_not_stranded() -> None:
     """It asked us when the last group had begun already."""
     memory = Memory()
-    for members in ((1, ME), (1, ME, 60), (1, ME)):
+    for members in ((1, ME), (1, ME, 60), (1, ME, 60), (1, ME)):
         play = following(1, memory=memory)
         play.joins(60)
         play.hear(Answered(peer_id(1), begun_with(*members)))

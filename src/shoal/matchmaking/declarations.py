@@ -39,7 +39,8 @@ _MAX_LOST = 1024
 _MAX_NUDGES = 4
 """The most nudges at a time."""
 
-_TIMES_STRANDED, _MAX_STRANDED = 2, 64
+_STRANDED, _FORGOTTEN, _MAX_STRANDED = 1.25, 0.1, 64
+"""Twice of three times. Once may be chance: the peer came when the group had begun."""
 
 _POLL_MAX_S = 1.0
 """The longest pause between two reads of the directory."""
@@ -65,8 +66,8 @@ class Memory:
         declared: the latest expiration that we declared ourselves with.
         leader: the leader of the last group that waited for all expected peers; None if there is none.
         led: whether that was this peer.
-        stranded: peers that we expected, or sent on to our leader, and that were not in its group: how many times in a
-            row.
+        stranded: peers that we expected, or sent on to our leader, and that were not in its group: how often lately.
+            Each time adds one, and each group halves it.
     """
 
     lost: dict[PeerID, float] = field(default_factory=dict)
@@ -75,18 +76,19 @@ class Memory:
     declared: float = -math.inf
     leader: Contact | None = None
     led: bool = False
-    stranded: dict[PeerID, int] = field(default_factory=dict)
+    stranded: dict[PeerID, float] = field(default_factory=dict)
 
     @property
     def takes_the_lead(self) -> bool:
         """Whether a peer reaches us, and not the peer that leads us."""
-        return any(times >= _TIMES_STRANDED for times in self.stranded.values())
+        return any(times >= _STRANDED for times in self.stranded.values())
 
     def followed(self, members: Collection[PeerID], awaited: Collection[PeerID]) -> None:
         """Our leader began a group of these members. These live peers were awaited, here or by their own word."""
-        for peer in {*members, *awaited}:
-            times = self.stranded.pop(peer, 0) + 1
-            if peer not in members:  # once may be chance: it came when the group had begun
+        missing = set(awaited).difference(members)
+        for peer in {*self.stranded, *missing}:
+            times = self.stranded.pop(peer, 0.0) / 2 + (peer in missing)
+            if times > _FORGOTTEN:
                 put_last(self.stranded, peer, times, _MAX_STRANDED)
 
     def lose(self, peer: PeerID, expiration: float) -> None:

@@ -11,10 +11,10 @@ renewed their record: where the run ends for them, and that their settings diffe
 higher epoch is better. At equal epochs the key with more samples is better; at equal samples the key with the *lower*
 digest. The best state of all live peers wins: a peer at another state downloads it. A state that only clients hold does
 not count while there are others, because nobody can download it: a client that is alone with its state takes the best
-of the others. A state does not count either if its holders were asked for it twice and did not give it; they are asked
-again after a while, ever more rarely. Keys are totally ordered, and the key of a peer that can be dialed only grows. So
-all peers that can see each other end at one state, in whatever order they hear things. See
-`docs/decisions/0001-commit-and-fork-rules.md`.
+of the others, unless that is of an epoch before the last one that it had with others. A state does not count either if
+its holders were asked for it twice and did not give it; they are asked again after a while, ever more rarely. Keys are
+totally ordered, and the key of a peer that can be dialed only grows. So all peers that can see each other end at one
+state, in whatever order they hear things. See `docs/decisions/0001-commit-and-fork-rules.md`.
 """
 
 from __future__ import annotations
@@ -432,6 +432,7 @@ class SwarmProgress:
         now: float,
         *,
         shared: bool = True,
+        floor: int = 0,
         awaited: frozenset[PeerID] = frozenset(),
         before: StateKey | None = None,
         absent: Collection[PeerID] = (),
@@ -444,6 +445,8 @@ class SwarmProgress:
             now: local time, seconds.
             shared: whether others should hold this peer's state too, even if they have not said so yet. This matters
                 only for a client: its state counts for itself if it is shared.
+            floor: the epoch of the last state that this peer had with others. A client whose state does not count goes
+                back to none before that: it would lose what all have trained.
             awaited: peers that are on their way to this peer's state, unless they have named another state since.
             before: the state that the awaited peers come from.
             absent: peers that no round waits for; their samples do not count.
@@ -452,7 +455,17 @@ class SwarmProgress:
         key, dialed = StateKey.of_peer(mine), bool(mine.contact.addresses)
         self._key, self._silent = key, silent
         asked = _Asked(
-            mine.digest, key, dialed, mine.end_epoch, _at_end(mine), shared, awaited, before, frozenset(absent), silent
+            mine.digest,
+            key,
+            dialed,
+            mine.end_epoch,
+            _at_end(mine),
+            shared,
+            floor,
+            awaited,
+            before,
+            frozenset(absent),
+            silent,
         )
         seen = self._seen
         if seen is None or seen.asked != asked or now >= seen.until or seen.contributors is not self.contributors:
@@ -469,7 +482,7 @@ class SwarmProgress:
         offered = {StateKey.of_peer(progress) for progress in offering if progress.contact.addresses}
         if not offered:
             offered = {StateKey.of_peer(progress) for progress in offering[1:]}
-        if asked.shared or not offered:
+        if asked.shared or not offered or max(offered).epoch < asked.floor:
             offered.add(asked.key)
         vouchers = [asked.key] if asked.key in offered else []
         vouchers += [StateKey.of_peer(others[peer]) for peer in self.contributors if peer in others]
@@ -533,6 +546,7 @@ class _Asked(NamedTuple):
     end: int | None
     at_end: bool
     shared: bool
+    floor: int
     awaited: frozenset[PeerID]
     before: StateKey | None
     absent: frozenset[PeerID]

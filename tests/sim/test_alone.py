@@ -380,6 +380,7 @@ CALM = Circumstances(
     given_peers=True,
     connected=True,
     client=False,
+    begun_anew=None,
     only_here=False,
     clock_ahead_s=0.0,
     invited_to=("run",),
@@ -399,6 +400,7 @@ def test_each_reason_says_what_to_check() -> None:
         (replace(CALM, mismatch="lr is 1 here and 2 there"), "with other settings: lr is 1 here"),
         (replace(CALM, invited_to=("other",)), "its invite is for run 'other'"),
         (CALM, "`shoal doctor INVITE`"),
+        (replace(CALM, client=True, begun_anew=0), "are at epoch 0 only, and cannot download the state of this client"),
         (replace(CALM, elsewhere=1), "1 other peer of the run is at other states"),
         (replace(CALM, elsewhere=2), "2 other peers of the run are at other states"),
     ]
@@ -466,3 +468,31 @@ def test_a_client_whose_only_companion_trains_no_more_says_whom_it_waits_for() -
         await run.close()
 
     sim.run(main, seed=2)
+
+
+def test_clients_keep_what_they_have_trained_if_the_only_peer_that_can_be_dialed_begins_anew() -> None:
+    """They took its blank state as soon as they had stepped alone, without a word: the run was lost."""
+
+    async def main() -> None:
+        run = Run(target=24)
+        names = ["server", "c1", "c2"]
+        await run.add("server")
+        for name in names[1:]:
+            await run.add(name, client_mode=True)
+        _, warned = notes(run.swarm.peer("c1"))
+        for name in names:
+            run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=1.0, until=until(200.0)))
+        await sim.sleep(30.0)
+        before = run.swarm.peer("c1").participant.epoch
+        run.swarm.crash("server")
+        await sim.sleep(5.0)
+        again = await run.swarm.restart("server")
+        run.swarm.spawn("server", again.train(4, duration_s=1.0, until=until(200.0)))
+        for _ in range(10):
+            await sim.sleep(1.0)
+            assert all(run.swarm.peer(name).participant.epoch >= before for name in names[1:])
+        await sim.sleep(30.0)
+        assert any("start one from a checkpoint of this run" in message for message in warned)
+        await run.close()
+
+    sim.run(main, seed=31)

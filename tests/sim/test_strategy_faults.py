@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -147,10 +148,12 @@ def test_a_member_that_is_in_some_parts_of_an_average_gives_them_again() -> None
     """It does not, though it is no contributor: what is in an average once is in no other one."""
     members = [Member(Contact(PeerID(bytes([number]) * 32)), True, None, b"") for number in range(3)]
     held = [Held(part, 0, bytes([mask]), 1.0, bytes(16)) for part, mask in enumerate((0b111, 0b101))]
-    outcome = Outcome.of(Commit(bytes(16), held), members)
+    outcome = Outcome.of(Commit(bytes(16), held), members, [1, 0])
     first, cut_off, last = (member.contact.peer for member in members)
     assert outcome.contributors == (first, last)
     assert outcome.counts(cut_off)
+    assert outcome.counted_in_part == {cut_off: 0}  # it counts only in the part that it averages
+    assert Outcome.of(Commit(bytes(16), held), members, [0, 1]).counted_in_part == {cut_off: Fraction(1, 2)}
     assert not outcome.counts(PeerID(bytes([9]) * 32))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from shoal.averager.conduct import Conduct
 from shoal.peer import PeerID
 
 A, B, C = (PeerID(bytes([number]) * 32) for number in range(3))
-NOBODY = frozenset[PeerID]()
+NOBODY, ALL = frozenset[PeerID](), frozenset({A, B, C})
 WINDOW_S, ROUND_S = 5.0, 2.0
 
 
@@ -24,15 +25,15 @@ class Rounds:
         self.conduct = Conduct(WINDOW_S, self.warnings.append)
         self.now = 0.0
 
-    def play(self, *, succeeds: bool = True, **seen: Any) -> None:
+    def play(self, *, succeeds: bool = True, gave: frozenset[PeerID] = ALL, **seen: Any) -> None:
         """One round, in which this was seen; by default all three gave and own parts."""
-        all_ = frozenset({A, B, C}) if succeeds else NOBODY
-        given: dict[str, Any] = {"late": NOBODY, "unheard": NOBODY, "bad_lines": NOBODY}
-        given |= {"gave": all_, "reduced": frozenset({A, B, C})}
+        given: dict[str, Any] = {"late": NOBODY, "unheard": NOBODY, "bad_lines": NOBODY, "reduced": ALL}
         members = [SimpleNamespace(contact=SimpleNamespace(peer=peer)) for peer in (A, B, C)]
         all_seen = Seen(**{**given, "led_badly": False, **seen})
         round_: Any = SimpleNamespace(seen=all_seen, members=members, coordinator=0)
-        outcome: Any = object() if succeeds else None
+        in_part = {A: Fraction(1, 2)} if A in gave else {A: Fraction(0)}
+        outcome: Any = SimpleNamespace(contributors=sorted(gave - {A}), counted_in_part=in_part)
+        outcome = outcome if succeeds else None
         self.conduct.played(round_, outcome, self.now, self.now + ROUND_S)
         self.now += ROUND_S
 

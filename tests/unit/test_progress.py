@@ -461,6 +461,16 @@ def test_what_others_tell_of_a_peer_counts_until_it_says_something_itself() -> N
     assert known.view(mine, 4.0).together == {ME}
 
 
+def test_a_client_goes_back_to_no_state_before_the_last_one_that_it_had_with_others() -> None:
+    """The only peer that others can dial was restarted at epoch 0: all clients threw away what they had trained."""
+    known, mine = swarm(), said(ME, client=True, epoch=7)
+    known.heard(said(ANN, epoch=4), 0.0)
+    assert known.view(mine, 0.0, shared=False, floor=4).behind
+    assert not known.view(mine, 0.0, shared=False, floor=5).behind
+    known.heard(said(ANN, epoch=5, time=101.0), 0.0)
+    assert known.view(mine, 0.0, shared=False, floor=5).behind
+
+
 def test_the_samples_of_a_peer_that_only_others_hear_count() -> None:
     """Its line to us is bad. We were late in each round, as we waited for samples that the others knew of."""
     known, mine = swarm(), said(ME)

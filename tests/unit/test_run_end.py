@@ -7,16 +7,21 @@ import pytest
 from shoal.optim.agreement import Contributor
 from shoal.optim.committed import Committed
 from shoal.optim.run_end import RunEnd
-from shoal.peer import PeerID
+from shoal.peer import Address, PeerID
 from shoal.progress import SwarmView
-from shoal.wire import encode
+from shoal.wire import Contact, Progress, encode
 
 ME, OTHER = PeerID(b"1" * 32), PeerID(b"2" * 32)
 
 
-def view(*, together: bool, behind: bool = False, alone: bool = False, coming: bool = False) -> SwarmView:
+def view(
+    *, together: bool, behind: bool = False, alone: bool = False, coming: bool = False, client: bool = False
+) -> SwarmView:
     """What a peer sees of one other."""
+    contact = Contact(OTHER, () if client else (Address("10.0.0.1", 1, OTHER),))
+    word = Progress(contact, 5, bytes(32), 0, 0, 0.0, 0.0, {})
     return SwarmView(
+        others={} if alone else {OTHER: word},
         peers=(ME,) if alone else (ME, OTHER),
         together=frozenset({ME, OTHER} if together and not alone else {ME}),
         coming=frozenset({OTHER} if coming else ()),
@@ -176,6 +181,15 @@ def test_the_others_are_waited_for_but_not_for_ever() -> None:
     assert not end.over(5)
     assert not end.observe(5, view(together=False), 29.9)
     assert end.observe(5, view(together=False), 30.0)
+
+
+def test_clients_wait_for_peers_that_can_be_dialed_and_not_for_each_other() -> None:
+    """Each waited for the other one until its patience was over, as the last peer that both knew had left."""
+    for me, other in ((True, True), (True, False), (False, True)):
+        end = RunEnd(ME, 10.0)
+        announce(end, 5)
+        over = end.observe(5, view(together=False, client=other), 0.0, average_due=True, client=me)
+        assert over == (me and other)
 
 
 def test_who_is_on_its_way_to_the_last_state_is_waited_for() -> None:

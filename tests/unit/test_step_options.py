@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import msgspec
@@ -161,7 +162,8 @@ def test_a_parameter_is_absent_if_nobody_has_a_gradient_of_it(masks: tuple[bytes
 def test_who_made_a_step_is_part_of_it() -> None:
     """In one order for all members, one sample at least, and those whose values are in all of the average.
 
-    Those whose values are in some parts of it are named without samples.
+    Those whose values are in some parts of it are named with so much of their samples; with none, if that is only what
+    they have averaged themselves.
     """
     options = options_of(groups({"lr": 0.1}))
     words = {peer(2): Said(options, samples=7, end=9), peer(1): Said(options), peer(3): Said(options, samples=5)}
@@ -172,9 +174,11 @@ def test_who_made_a_step_is_part_of_it() -> None:
     assert decode(encode(made), Agreement) == made
     assert made.digest != agree(gathered, [peer(1)]).digest
     assert made.digest == agree(dict(reversed(gathered.items())), [peer(2), peer(1)]).digest
-    in_part = agree(gathered, [peer(1), peer(2)], [peer(3), peer(4)])
+    in_part = agree(gathered, [peer(1), peer(2)], {peer(3): Fraction(2, 3), peer(4): Fraction(1)})
+    assert in_part.contributors == [*made.contributors, Contributor(peer(3), 3)]
+    in_part = agree(gathered, [peer(1), peer(2)], {peer(3): Fraction(0)})
     assert in_part.contributors == [*made.contributors, Contributor(peer(3), 0)]
-    committed = Committed().after(agree(gathered, [peer(2)], [peer(3)]).contributors, 0)
+    committed = Committed().after(agree(gathered, [peer(2)], {peer(3): Fraction(0)}).contributors, 0)
     assert committed.samples == {peer(2): 7}  # it is the only one that has weight
     assert committed.gave_last(peer(3))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from functools import reduce
 from operator import and_
 
@@ -48,6 +49,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         contributors: members that count in every part.
         left_out: members that had values and are missing in at least one part; never an auxiliary member.
         weight: total weight of the first part (of all parts, if nobody was left out on the way).
+        reducers: for each part, the index of the member that was to average it at first.
     """
 
     commit: Commit
@@ -55,10 +57,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     weight: float
     contributors: tuple[PeerID, ...]
     left_out: tuple[PeerID, ...]
+    reducers: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, commit: Commit, members: Sequence[Member]) -> Outcome:
-        """The result that this verdict means for this group."""
+    def of(cls, commit: Commit, members: Sequence[Member], reducers: Sequence[int] = ()) -> Outcome:
+        """The result that this verdict means for this group, whose members were to average these parts at first."""
         peers = [member.contact.peer for member in members]
         mask = reduce(and_, (int.from_bytes(held.contributors, "little") for held in commit.parts))
         everywhere = {i for i in range(len(members)) if mask >> i & 1}
@@ -69,12 +72,22 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
             weight=commit.parts[0].weight,
             contributors=tuple(peers[i] for i in sorted(everywhere)),
             left_out=tuple(peers[i] for i in sorted(missing)),
+            reducers=tuple(reducers),
         )
 
     @property
-    def counted_in_part(self) -> tuple[PeerID, ...]:
-        """The members that count in at least one part, and are missing in another one."""
-        return tuple(peer for peer in self.left_out if self.counts(peer))
+    def counted_in_part(self) -> dict[PeerID, Fraction]:
+        """The members that count in some parts, and are missing in others; the share of the parts in which each counts.
+
+        The share is 0 if it counts in no part that another member was to average: then it has given nothing.
+        """
+        return {peer: self._share(peer) for peer in self.left_out if self.counts(peer)}
+
+    def _share(self, peer: PeerID) -> Fraction:
+        place = next(index for index, member in enumerate(self.members) if member.contact.peer == peer)
+        counts = [has_member(held.contributors, place) for held in self.commit.parts]
+        gave = any(counted and reducer != place for counted, reducer in zip(counts, self.reducers, strict=True))
+        return Fraction(sum(counts), len(counts)) if gave else Fraction(0)
 
     def counts(self, peer: PeerID) -> bool:
         """Return whether this member counts in at least one part."""

@@ -102,8 +102,6 @@ class Seen(NamedTuple):
     """Their values or averages did not come to this member in time."""
     bad_lines: frozenset[PeerID]
     """This member did not wait for what they give (see `Round`)."""
-    gave: frozenset[PeerID]
-    """They count in a part that another member averaged; nobody if the round failed here."""
     reduced: frozenset[PeerID]
     """They own parts, after all that were moved."""
     led_badly: bool
@@ -264,7 +262,7 @@ class Round:
         if not self.machine.rules.succeeded or commit is None:
             raise self._failure()
         await shielded(self._parts.settle(commit))
-        return Outcome.of(commit, self.members)
+        return Outcome.of(commit, self.members, [part.reducer for part in self.parts])
 
     async def end_streams(self) -> None:
         """The verdict is known: end our streams, so that their connections can be used again.
@@ -308,16 +306,11 @@ class Round:
         # Where the round fails here alone, our own line may be the bad one: then only a lost coordinator counts.
         unheard = self.machine.unheard if self._coordinating is not None or self.machine.rules.succeeded else set()
         away = self._doubted | {self.me}
-        rules, gave = self.machine.rules, 0
-        if rules.succeeded and rules.commit is not None:
-            for held, reducer in zip(rules.commit.parts, rules.reducer, strict=True):
-                gave |= int.from_bytes(held.contributors, "little") & ~(1 << reducer)
         return Seen(
             late=peers(self._late - away),
             unheard=peers(unheard - away - self._bad_lines),
             bad_lines=peers(self._bad_lines),
-            gave=peers(i for i in range(len(self.members)) if gave >> i & 1),
-            reduced=peers(set(rules.reducer)),
+            reduced=peers(set(self.machine.rules.reducer)),
             led_badly=self._led_badly,
         )
 

@@ -46,9 +46,12 @@ class Conduct:
 
     def played(self, round_: Round, outcome: Outcome | None, began: float, now: float) -> None:
         """A round is over; `outcome` is None if it failed here."""
-        seen, cost_s, gave = round_.seen, now - began, round_.seen.gave
-        # One without values of its own gives the averages of its parts.
-        reduced = seen.reduced - self.idle.now(now) if outcome is not None else frozenset()
+        seen, cost_s = round_.seen, now - began
+        gave = reduced = frozenset[PeerID]()
+        if outcome is not None:
+            in_part = (peer for peer, share in outcome.counted_in_part.items() if share)
+            gave = frozenset((*outcome.contributors, *in_part))
+            reduced = seen.reduced - self.idle.now(now)  # one without values of its own gives the averages of its parts
         late, unheard = seen.late | (seen.unheard - gave), (seen.unheard & gave) - seen.late
         for peer in (gave | reduced) - late:
             self.idle.forgive(peer, now)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
+from fractions import Fraction
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -44,7 +45,7 @@ class Contributor(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         peer: its id.
-        samples: that it had; 0 if its values are in some parts of the average only.
+        samples: that it had; of these the share of the parts, if its values are in some parts of the average only.
         end: where the run ends as far as it is concerned; None for nowhere.
     """
 
@@ -82,25 +83,26 @@ class Agreement(msgspec.Struct, frozen=True, array_like=True):
 
 
 def agree(
-    gathered: Mapping[PeerID, Any], contributors: Collection[PeerID], in_part: Collection[PeerID] = ()
+    gathered: Mapping[PeerID, Any], contributors: Collection[PeerID], in_part: Mapping[PeerID, Fraction] | None = None
 ) -> Agreement:
     """The agreement that follows from the words of the members: the same for all of them.
 
     Args:
         gathered: plain values by member, as `StepResult.gathered`. One that is not as it should be does not count.
         contributors: the members whose values are in the average.
-        in_part: the members whose values are in some parts of it. They are named, so that one which does not learn the
-            verdict gives nothing twice; they have no weight.
+        in_part: the share of the parts, of each member whose values are in some parts of it only. With a share of 0
+            they are named all the same, so that one which does not learn the verdict gives nothing twice.
     """
+    shares = {**(in_part or {}), **dict.fromkeys(contributors, Fraction(1))}
     said = {peer: _read(gathered[peer]) for peer in sorted(gathered)}
     read = [each for each in said.values() if each is not None]
     # Without samples a trainer may be in its first batch: a schedule that it has made is found at its first step.
     options = agreed([each.options for each in [each for each in read if each.samples] or read])
     absent = _in_all([each.absent if each is not None else b"" for each in said.values()])
     made = [
-        Contributor(peer, max(1, each.samples) if peer in contributors else 0, each.end)
+        Contributor(peer, max(1, int(each.samples * shares[peer])) if shares[peer] else 0, each.end)
         for peer, each in said.items()
-        if each is not None and (peer in contributors or peer in in_part)
+        if each is not None and peer in shares
     ]
     return Agreement(options, absent, made)
 

@@ -24,8 +24,9 @@ from shoal.tasks import Changes
 
 __all__ = ["Fetching", "Patience"]
 
-_PAUSE_S = 5.0
-"""After a fetch that failed, while the trainer goes on."""
+_FIRST_PAUSE_S, _PAUSE_S = 1.0, 5.0
+"""After a fetch that failed, while the trainer goes on: the first one since one did not, and the others. A peer that
+has just woken finds its connections lost: a second later it has new ones."""
 
 _LOOK_AGAIN_S = 1.0
 
@@ -85,7 +86,7 @@ class Fetching:
         self._vouched = False  # whether contributors claimed the state that is fetched
         self._has_news = False
         self._parked = asyncio.Event()
-        self._again_at = float("-inf")
+        self._again_at, self._pause_s = float("-inf"), _FIRST_PAUSE_S
         self._idle_since: float | None = None
 
     @property
@@ -142,7 +143,9 @@ class Fetching:
         if self._task is task:
             self._task, self._has_news = None, False
             if task.cancelled() or task.exception() is not None:  # else the others may have gone on meanwhile
-                self._again_at = asyncio.get_running_loop().time() + _PAUSE_S
+                self._again_at, self._pause_s = asyncio.get_running_loop().time() + self._pause_s, _PAUSE_S
+            else:
+                self._pause_s = _FIRST_PAUSE_S
         if not task.cancelled():
             if (error := task.exception()) is None:
                 self._patience[self._vouched].rewarded()

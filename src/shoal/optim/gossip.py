@@ -52,6 +52,9 @@ _SILENCE_S = 1.0
 _LATE_S = 0.5
 """Notes that cross a step are of the state before it. One that comes later is of a peer that has missed it."""
 
+_LATE_AGAIN_S = 30.0
+"""Where others did not know that there is enough, they are told at once for so long."""
+
 _ASKED_ANEW = 16
 """A peer that has downloaded a state calls so many: their answers say whether the others have left that state since."""
 
@@ -136,6 +139,7 @@ class ProgressGossip:
         self.target, self.rate, self._countdown = settings.target_batch_size, 0.0, Countdown(merges=self._merges)
         self._duty = _Duty(b"", frozenset(), (), 0.0, Order(b"", []), [], [])
         self._told_at, self._enough_since = float("-inf"), float("inf")
+        self._late_until = float("-inf")  # until then some of the others are expected not to know it
         self._told_place: tuple[object, ...] = ()
         self._told_peers: tuple[PeerID, ...] = ()
         self._waking: asyncio.TimerHandle | None = None
@@ -527,16 +531,9 @@ class ProgressGossip:
         near = not self._merges or self._countdown.observe(mine, view, self.target, self.rate, at)
         if self._merges and not (near and self._countdown.matters):
             place, told = place[:-1], told[:-1]
-        # One that does not hear all others learns from us that there is enough. Most know it before that.
-        self._enough_since = min(self._enough_since, at) if self.enough else math.inf
-        if waits := self._told_at < self._enough_since < math.inf:
-            self.look_again(self._enough_since + LOOK_S)
-        if (
-            place == told
-            and view.peers == self._told_peers
-            and at < self._told_at + self._fragment_count * _SILENCE_S
-            and not (waits and at >= self._enough_since + LOOK_S)
-        ):
+        late = self._others_are_late(at)
+        silence_s = self._fragment_count * _SILENCE_S
+        if place == told and view.peers == self._told_peers and at < self._told_at + silence_s and not late:
             return
         if not now and at < self._told_at + self._tell_period_s:
             self.look_again(self._told_at + self._tell_period_s)
@@ -545,6 +542,21 @@ class ProgressGossip:
         self._countdown.told()
         for peer in view.peers[1:]:
             self._call(peer)
+
+    def _others_are_late(self, now: float) -> bool:
+        """Whether to tell the others that there is enough: one that does not hear all of us may learn it from us only.
+
+        Most know it themselves, so it is told after a moment; at once for a while after that was of use.
+        """
+        self._enough_since = min(self._enough_since, now) if self.enough else math.inf
+        if not self._told_at < self._enough_since < math.inf:
+            return False
+        due = self._enough_since + (LOOK_S if now >= self._late_until else 0.0)
+        if now < due:
+            self.look_again(due)
+            return False
+        self._late_until = max(self._late_until, due + _LATE_AGAIN_S if due > self._enough_since else 0.0)
+        return True
 
     def _tell_keepers(self, view: SwarmView, now: float) -> None:
         mine = self._next_word()

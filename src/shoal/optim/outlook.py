@@ -79,6 +79,7 @@ class Outlook:
             self.place(),
             now,
             shared=self.own.shared,
+            floor=self.own.floor,
             awaited=self.companions.awaited,
             before=self.companions.before,
             absent=self.attendance.absent(self.known.peers, now),

@@ -55,6 +55,7 @@ class OwnState:
         before: the digest of the state before the last of them; empty if it is not known.
         dealt: the samples that the last steps taken here dealt to this peer.
         shared: whether other peers hold it too, as far as this one knows.
+        floor: the epoch of the last state that was shared.
         update: the change that the trainer makes next; None if there is none.
         is_average: whether the state is an average of states, and not what a step has led to.
         followed: the last state that others have still to average: this peer took their step, or downloaded the state
@@ -70,6 +71,7 @@ class OwnState:
         self.committed, self.before = Committed(), b""
         self.dealt: tuple[Deal, ...] = ()
         self.shared = self.is_average = False
+        self.floor = 0
         self.update: Update | None = None
         self.followed: StateName | None = None
 
@@ -86,6 +88,10 @@ class OwnState:
             if not has_come:
                 self._notices.held(self.lock.holder, _LOCK_WITHIN_S)
             yield has_come
+
+    def is_shared(self) -> None:
+        """Other peers hold this state, too."""
+        self.shared, self.floor = True, self.name.epoch
 
     def export(self) -> SharedState:
         """The state as a donor gives it (under `lock`)."""

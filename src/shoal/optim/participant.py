@@ -165,6 +165,7 @@ class Participant:
             settings.run_id,
             *others,
             digest=lambda: self.own.name.digest,
+            floor=lambda: self.own.floor,
             searches=lambda: self.phase is RunPhase.AVERAGING and self._averager.looking,
             missing=self._missing,
         )
@@ -337,7 +338,8 @@ class Participant:
             self._machine.states_due = True
         averages = self._machine.states_due or self.own.update is not None
         due = self._averages_last and (averages or self.own.name == self.own.followed)
-        if self._end.observe(self.epoch, claimed if claimed.vouched else view, now, average_due=due):
+        client, best = self.settings.averager.client_mode, claimed if claimed.vouched else view
+        if self._end.observe(self.epoch, best, now, average_due=due, client=client):
             self._moves.notify()
         if not self.settings.fragment:  # the fragments of a model end together, and it is told once
             # Before its first step the program may not have come to its own word yet.
@@ -496,7 +498,7 @@ class Participant:
         members = [member.contact.peer for member in result.outcome.members]
         self._notices.absent(self._attendance.formed(members, self._now() - result.duration_s))
         if self.own.name == name:
-            self.own.shared = True
+            self.own.is_shared()
             await self._take_step_of(result, said)
 
     def _awaited(self) -> frozenset[PeerID]:

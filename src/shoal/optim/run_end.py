@@ -99,19 +99,28 @@ class RunEnd:
         """Whether this peer has not waited long enough for the others at the end."""
         return self._since is None or now - self._since < self._patience_s
 
-    def observe(self, epoch: int, view: SwarmView, now: float, *, average_due: bool = False) -> bool:
+    def observe(
+        self, epoch: int, view: SwarmView, now: float, *, average_due: bool = False, client: bool = False
+    ) -> bool:
         """A peer at this epoch sees the swarm. True if it may leave now, and could not before.
 
         It may leave when all peers that it knows have its state, or when it has waited long enough for them; never
-        while there is a better state than its own. If `average_due`, the last average is not here.
+        while there is a better state than its own. If `average_due`, the last average is not here. Clients have nothing
+        to do with each other: a client waits for peers that can be dialed.
         """
         before = self.over(epoch)
         if not self.reached(epoch):
             self._since = None
         elif self._since is None:
             self._since = now
-        all_here = len(view.together) - len(view.coming) == len(view.peers)
-        all_here &= not average_due or len(view.peers) == 1
-        enough = before or all_here or not self.waits(now)
-        self._over_at = epoch if self._since is not None and not view.behind and enough else None
+        over = self._since is not None and not view.behind
+        enough = over and (
+            before or not self.waits(now) or self._all_here(view, average_due=average_due, client=client)
+        )
+        self._over_at = epoch if enough else None
         return self.over(epoch) and not before
+
+    @staticmethod
+    def _all_here(view: SwarmView, *, average_due: bool, client: bool) -> bool:
+        others = {peer for peer, word in view.others.items() if word.contact.addresses or not client}
+        return others <= view.together - view.coming and not (average_due and others)

@@ -1,8 +1,9 @@
 """Whether a peer trains alone, and why, as far as it can tell.
 
-A peer is alone while it is connected with nobody else of its run, or takes steps alone and is connected only with peers
-at other states. One that was given peers, or knows of others, is not meant to be: it says so once, when that has lasted
-for `PATIENCE_S`. Peers that start together often take a first step each before they have found one another.
+A peer is alone while it is connected with nobody else of its run, or takes steps alone (a client: looks for a group)
+and is connected only with peers at other states. One that was given peers, or knows of others, is not meant to be: it
+says so once, when that has lasted for `PATIENCE_S`. Peers that start together often take a first step each before they
+have found one another.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Circumstances:
         given_peers: whether it was told of others when it began.
         connected: whether it is connected with anybody at all.
         client: whether it only dials.
+        begun_anew: of a client: the epoch of the others, if that is before the last one that it had with others.
         only_here: whether it listens for its own machine only, though its initial peers are elsewhere.
         clock_ahead_s: how far its clock is ahead of those of the others that it is connected with.
         invited_to: the runs that its invites name.
@@ -53,6 +55,7 @@ class Circumstances:
     given_peers: bool
     connected: bool
     client: bool
+    begun_anew: int | None
     only_here: bool
     clock_ahead_s: float
     invited_to: Collection[str]
@@ -74,6 +77,11 @@ class Circumstances:
             found.append(f"the clock here is {abs(self.clock_ahead_s):.0f} s {how} those of the others: set it")
         if self.given_peers and not self.connected:
             found.append("none of its initial peers answers: check whether they run, and whether they can be reached")
+        if self.begun_anew is not None:
+            found.append(
+                f"the peers that can be dialed are at epoch {self.begun_anew} only, and cannot download the state of "
+                "this client: end them, and start one from a checkpoint of this run, or from this peer's state_dict()"
+            )
         if self.unreached:
             found.append(self._of_the_unreached())
         if self.only_here:
@@ -116,6 +124,7 @@ class Solitude:
         gossip: tells them.
         notices: say it.
         digest: returns the digest of this peer's state.
+        floor: returns the epoch of the last state that it had with others.
         missing: returns how many peers a merge lacks, though this one is ready for it, and how many it takes.
         searches: whether it has the samples for a step, and looks for the others to average with.
 
@@ -123,7 +132,7 @@ class Solitude:
         told: whether it was said, and no step was taken with others since.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (its own parts, and questions by name)
         self,
         core: PeerCore,
         run_id: str,
@@ -132,11 +141,12 @@ class Solitude:
         notices: Notices,
         *,
         digest: Callable[[], bytes],
+        floor: Callable[[], int],
         searches: Callable[[], bool],
         missing: Callable[[], tuple[int, int]],
     ) -> None:
         self._core, self._run_id, self._known, self._gossip, self._notices = core, run_id, known, gossip, notices
-        self._digest, self._searches, self._missing = digest, searches, missing
+        self._digest, self._floor, self._searches, self._missing = digest, floor, searches, missing
         self._epoch: int | None = None  # of the last step, if it was taken alone
         self._together: int | None = None  # of the last state that this peer had with others
         self._others = frozenset[PeerID]()  # who were known then
@@ -161,7 +171,9 @@ class Solitude:
                 self._tell()
 
     def _in_company(self) -> bool:
-        return any(True for _ in self._connected()) if self._epoch is None else bool(self._here())
+        # A client takes no step alone beside others: it stands still.
+        stands_still = self._core.client_mode and self._searches()
+        return bool(self._here()) if self._epoch is not None or stands_still else any(True for _ in self._connected())
 
     def _connected(self) -> Iterator[PeerID]:
         return filter(self._core.endpoint.connected, self._known.peers)
@@ -213,6 +225,9 @@ class Solitude:
 
     def _circumstances(self) -> Circumstances:
         core, endpoint = self._core, self._core.endpoint
+        words = [word for word in map(self._known.progress_of, self._connected()) if word is not None]
+        epochs = [word.epoch for word in words if word.contact.addresses]
+        anew = core.client_mode and epochs and max(epochs) < self._floor()
         listens_at = endpoint.listens_at
         return Circumstances(
             run_id=self._run_id,
@@ -221,6 +236,7 @@ class Solitude:
             given_peers=bool(core.node.initial_peers),
             connected=bool(endpoint.peers),
             client=core.client_mode,
+            begun_anew=max(epochs) if anew else None,
             only_here=bool(listens_at) and is_loopback(listens_at[0].host) and not core.begins_here,
             clock_ahead_s=endpoint.clock_ahead_s,
             invited_to=core.invited_to,

@@ -179,7 +179,7 @@ class Takeover:
                     self.outlook.heed_contributors()
             if self.own.name != update.name:
                 break
-            self.own.shared = True
+            self.own.is_shared()
             self.own.followed = update.name if update.is_step else None
             steps += 1
         return steps
@@ -252,7 +252,7 @@ class Takeover:
             self.outlook.heed_contributors()
             self.mend_from = frozenset()
             self.own.update, self.machine.states_due = None, False
-            self.own.shared = True
+            self.own.is_shared()
 
         async with self.own.hold() as holds:
             if not holds:

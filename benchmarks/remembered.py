@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -36,10 +37,10 @@ class _Agreed:
         self._last: dict[tuple[object, ...], tuple[object, Agreement]] = {}
 
     def __call__(
-        self, gathered: Mapping[PeerID, Any], contributors: Collection[PeerID], in_part: Collection[PeerID] = ()
+        self, gathered: Mapping[PeerID, Any], contributors: Collection[PeerID], in_part: Mapping[PeerID, Fraction]
     ) -> Agreement:
         """See `agree`."""
-        key = (tuple(gathered), tuple(map(id, gathered.values())), tuple(contributors), tuple(in_part))
+        key = (tuple(gathered), tuple(map(id, gathered.values())), tuple(contributors), tuple(in_part.items()))
         if key not in self._last:
             while len(self._last) >= 8:
                 del self._last[next(iter(self._last))]

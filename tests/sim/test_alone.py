@@ -496,3 +496,31 @@ def test_clients_keep_what_they_have_trained_if_the_only_peer_that_can_be_dialed
         await run.close()
 
     sim.run(main, seed=31)
+
+
+def test_a_peer_that_stood_still_over_the_end_of_a_run_with_a_quorum_ends() -> None:
+    """The others had ended the run and left: it waited for a quorum for ever."""
+
+    async def main() -> None:
+        run, strategy = Run(target=1), Decoupled(4, fragments=2, quorum=2)
+        names = ["p0", "p1", "p2"]
+        for name in names:
+            await run.add(name, strategy=strategy)
+        run.announce_end(6)
+
+        async def train(name: str) -> None:
+            await run.swarm.peer(name).train(4, duration_s=0.5, until=until(300.0))
+            if name != "p2":
+                for fragment in run.swarm.peer(name).fragments:
+                    await fragment.close()
+
+        tasks = {name: run.swarm.spawn(name, train(name)) for name in names}
+        while run.swarm.peer("p2").participant.epoch < 5:
+            await sim.sleep(0.1)
+        run.swarm.stall("p2", 8.0)
+        await asyncio.wait(tasks.values(), timeout=100.0)
+        assert all(task.done() for task in tasks.values())
+        assert run.swarm.peer("p2").participant.epoch == 6
+        await run.close()
+
+    sim.run(main, seed=5)

@@ -103,10 +103,17 @@ class Outlook:
 
     def alone(self, view: SwarmView) -> bool:
         """Whether nobody is at our state but this peer, and peers that rounds do not wait for. A quorum never is."""
-        if self.settings.merging is not None and (self.settings.merging.quorum or 0) > 1:
+        quorum = self.settings.merging is not None and (self.settings.merging.quorum or 0) > 1
+        if quorum and not self.left_behind:
             return False
         others = view.together - {self.core.peer_id}
         return others == self.attendance.given_up(others, self.loop.time())
+
+    @property
+    def left_behind(self) -> bool:
+        """Whether the others have ended the run, and left: no quorum comes any more."""
+        end, known = self.end.epoch, self.known
+        return end is not None and not known.peers and any(epoch >= end for epoch in known.left.values())
 
     def heed_contributors(self) -> None:
         """Let those count who gave to the last steps of our state: they are believed, and rounds wait for them."""

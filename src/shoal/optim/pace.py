@@ -63,8 +63,11 @@ class Pace(Protocol):
     def state_changed(self, epoch: int, now: float) -> None:
         """This peer has another state, of this epoch, since `now`."""
 
-    def ends_at(self, epoch: int | None) -> None:
-        """The run ends at this epoch, as far as it is known; None: nobody knows yet."""
+    def ends_at(self, epoch: int | None, *, left_behind: bool) -> None:
+        """The run ends at this epoch, as far as it is known; None: nobody knows yet.
+
+        If the others have ended it and left, this peer goes there alone: no quorum comes any more.
+        """
 
 
 class SamplesPace:
@@ -121,7 +124,7 @@ class SamplesPace:
     def state_changed(self, epoch: int, now: float) -> None:
         """See `Pace`."""
 
-    def ends_at(self, epoch: int | None) -> None:
+    def ends_at(self, epoch: int | None, *, left_behind: bool) -> None:
         """See `Pace`."""
 
 
@@ -187,6 +190,7 @@ class MergePace:
         self._ahead = WAY * fragment // merging.fragments
         self._began, self._epoch = math.inf, 0
         self._end: int | None = None
+        self._quorum = merging.quorum
         self._called = False  # another peer says that it is time
         self._waits = True  # nobody has trained a batch yet, as far as it is known
         self._log: list[PeerID] | None = None  # of the last view, of which so many words were taken in
@@ -255,18 +259,18 @@ class MergePace:
 
     def _lacking(self, known: _Way) -> int:
         """How many strangers a quorum takes, if all others and this peer are in it."""
-        return max(0, (self._merging.quorum or 0) - 1 - known.count)
+        return max(0, (self._quorum or 0) - 1 - known.count)
 
     def reaches(self, samples: int, batches: int) -> bool:
         """See `Pace`."""
         return self._enough if self._merging.steps is None else self._reaches(self.done(samples, batches, 0.0))
 
     def _reaches(self, own: int) -> bool:
-        if self._merging.quorum is not None:
+        if self._quorum is not None:
             there, more = (own >= WAY) + self._known.there, self._strange.there
-            if 1 + self._others < self._merging.quorum:
+            if 1 + self._others < self._quorum:
                 more += self._absent.there
-            return there + min(more, max(there, self._lacking(self._known))) >= self._merging.quorum
+            return there + min(more, max(there, self._lacking(self._known))) >= self._quorum
         if self._merging.seconds is not None:
             return own >= WAY
         # A peer whose batches are worth nothing counts for nobody, nor for itself: all see the same merge as due.
@@ -275,9 +279,9 @@ class MergePace:
 
     def missing(self, own: int, view: SwarmView) -> int:
         """See `Pace`. Peers at other states are not missing: they, or this one, are on the way to the better state."""
-        if self._merging.quorum is None or own < WAY:
+        if self._quorum is None or own < WAY:
             return 0
-        return max(0, self._merging.quorum - 1 - sum(map(_trains, view.others.values())))
+        return max(0, self._quorum - 1 - sum(map(_trains, view.others.values())))
 
     def due_s(self, now: float) -> float | None:
         """See `Pace`."""
@@ -304,6 +308,7 @@ class MergePace:
         """See `Pace`."""
         self._epoch, self._began, self._called, self._enough, self._log = epoch, now, False, False, None
 
-    def ends_at(self, epoch: int | None) -> None:
+    def ends_at(self, epoch: int | None, *, left_behind: bool) -> None:
         """See `Pace`."""
         self._end = epoch
+        self._quorum = 1 if left_behind and self._merging.quorum is not None else self._merging.quorum

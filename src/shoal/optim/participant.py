@@ -350,7 +350,7 @@ class Participant:
 
     def _settle_end(self) -> None:
         self._end.settle(self.epoch, self.own.committed, lambda: self._known.ends)
-        self._pace.ends_at(self._end.epoch)
+        self._pace.ends_at(self._end.epoch, left_behind=self._outlook.left_behind)
 
     def _missing(self) -> tuple[int, int]:
         """How many peers the next merge lacks, though this one is ready for it, and how many it takes.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import reduce
-from operator import and_
+from operator import and_, or_
 
 import msgspec
 
@@ -81,11 +81,12 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
         The share is 0 if it counts in no part that another member was to average: then it has given nothing.
         """
-        return {peer: self._share(peer) for peer in self.left_out if self.counts(peer)}
+        masks = [int.from_bytes(held.contributors, "little") for held in self.commit.parts]
+        somewhere, places = reduce(or_, masks, 0), {each.contact.peer: i for i, each in enumerate(self.members)}
+        return {peer: self._share(places[peer], masks) for peer in self.left_out if somewhere >> places[peer] & 1}
 
-    def _share(self, peer: PeerID) -> Fraction:
-        place = next(index for index, member in enumerate(self.members) if member.contact.peer == peer)
-        counts = [has_member(held.contributors, place) for held in self.commit.parts]
+    def _share(self, place: int, masks: Sequence[int]) -> Fraction:
+        counts = [mask >> place & 1 for mask in masks]
         gave = any(counted and reducer != place for counted, reducer in zip(counts, self.reducers, strict=True))
         return Fraction(sum(counts), len(counts)) if gave else Fraction(0)
 

@@ -243,7 +243,7 @@ class SwarmProgress:
         Of peers that we do not hear only the samples count, as those of strangers: the line to them may be bad, while
         the teller hears them. Else this peer would come late to each round.
         """
-        news, is_here = False, self._key in (None, StateKey.of_peer(teller))
+        is_here = self._key in (None, StateKey.of_peer(teller))
         at_state = {"epoch": teller.epoch, "digest": teller.digest, "branch_samples": teller.branch_samples}
         others = list(others) if not self.contributors or teller.contact.peer in self.contributors else []
         news = self._told_of_unheard(teller, others, now) and is_here
@@ -275,13 +275,14 @@ class SwarmProgress:
         peer, known, silent = teller.contact.peer, self._known, self._silent
         samples = {each.peer: each.samples for each in others if each.peer not in known or each.peer in silent}
         samples.pop(self._me, None)
-        before = self._unheard.pop(peer, None)
+        before, told = self._unheard.pop(peer, None), _Unheard(StateKey.of_peer(teller), samples, now)
         if samples:
-            self._unheard[peer] = _Unheard(StateKey.of_peer(teller), samples, now)
+            self._unheard[peer] = told
             bound(self._unheard, _MAX_TELLERS)
         if not samples and before is None:
             return False
-        self._seen = None
+        if before is None or (before.key, before.samples) != (told.key, samples) or now - before.at > RELAYED_S:
+            self._seen = None  # else it is told again, and a view need not be made anew
         return before is None or before.samples != samples
 
     def lacks(self, others: Iterable[Standing]) -> int:

@@ -61,7 +61,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, commit: Commit, members: Sequence[Member], reducers: Sequence[int] = ()) -> Outcome:
-        """The result that this verdict means for this group, whose members were to average these parts at first."""
+        """The result that this verdict means for this group; `reducers` as the attribute."""
         peers = [member.contact.peer for member in members]
         mask = reduce(and_, (int.from_bytes(held.contributors, "little") for held in commit.parts))
         everywhere = {i for i in range(len(members)) if mask >> i & 1}

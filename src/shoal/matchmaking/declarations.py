@@ -39,8 +39,10 @@ _MAX_LOST = 1024
 _MAX_NUDGES = 4
 """The most nudges at a time."""
 
-_STRANDED, _FORGOTTEN, _MAX_STRANDED = 1.25, 0.1, 64
+_STRANDED = 1.25
 """Twice of three times. Once may be chance: the peer came when the group had begun."""
+
+_FORGOTTEN, _MAX_STRANDED = 0.1, 64
 
 _POLL_MAX_S = 1.0
 """The longest pause between two reads of the directory."""

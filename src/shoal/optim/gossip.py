@@ -555,7 +555,8 @@ class ProgressGossip:
         if now < due:
             self.look_again(due)
             return False
-        self._late_until = max(self._late_until, due + _LATE_AGAIN_S if due > self._enough_since else 0.0)
+        if due > self._enough_since:
+            self._late_until = due + _LATE_AGAIN_S
         return True
 
     def _tell_keepers(self, view: SwarmView, now: float) -> None:

@@ -54,14 +54,25 @@ class Outlook:
     fetching: Fetching
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
-    def place(self) -> Progress:
-        """This peer's own place in the swarm, as a word without a time. Any thread may ask.
+    @property
+    def contact(self) -> Contact:
+        """This peer, as others may dial it for this run.
 
         A client names no address, though its DHT may listen: it leads no group, and gives no state.
         """
-        name, contact, training = self.own.name, self.core.endpoint.contact, self.own.training
+        contact = self.core.endpoint.contact
+        return Contact(contact.peer) if self.settings.averager.client_mode else contact
+
+    @property
+    def is_client(self) -> bool:
+        """Whether nobody can dial this peer for this run."""
+        return not self.contact.addresses
+
+    def place(self) -> Progress:
+        """This peer's own place in the swarm, as a word without a time. Any thread may ask."""
+        name, training = self.own.name, self.own.training
         return Progress(
-            contact=Contact(contact.peer) if self.settings.averager.client_mode else contact,
+            contact=self.contact,
             epoch=name.epoch,
             digest=name.digest,
             branch_samples=name.samples,

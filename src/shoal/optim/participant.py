@@ -159,13 +159,10 @@ class Participant:
             notices=self._notices,
             news=self._news,
         )
-        others = self._known, self._gossip, self._notices
         self._solitude = Solitude(
-            core,
-            settings.run_id,
-            *others,
-            digest=lambda: self.own.name.digest,
-            floor=lambda: self.own.floor,
+            self._outlook,
+            self._gossip,
+            self._notices,
             searches=lambda: self.phase is RunPhase.AVERAGING and self._averager.looking,
             missing=self._missing,
         )
@@ -338,8 +335,8 @@ class Participant:
             self._machine.states_due = True
         averages = self._machine.states_due or self.own.update is not None
         due = self._averages_last and (averages or self.own.name == self.own.followed)
-        client, best = self.settings.averager.client_mode, claimed if claimed.vouched else view
-        if self._end.observe(self.epoch, best, now, average_due=due, client=client):
+        best = claimed if claimed.vouched else view
+        if self._end.observe(self.epoch, best, now, average_due=due, client=self._outlook.is_client):
             self._moves.notify()
         if not self.settings.fragment:  # the fragments of a model end together, and it is told once
             # Before its first step the program may not have come to its own word yet.

@@ -13,12 +13,11 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from shoal.core import PeerCore
 from shoal.events import SteppedAlone
 from shoal.optim.gossip import ProgressGossip
 from shoal.optim.notices import Notices
+from shoal.optim.outlook import Outlook
 from shoal.peer import PeerID
-from shoal.progress import SwarmProgress
 from shoal.rpc.endpoint import CLOCKS_DIFFER_S
 from shoal.transport.sockets import is_loopback
 
@@ -118,13 +117,9 @@ class Solitude:
     """Looks whether a peer is alone, and says it.
 
     Args:
-        core: this peer.
-        run_id: names the run.
-        known: the progress of the others.
-        gossip: tells them.
+        outlook: of this peer.
+        gossip: tells the others its progress.
         notices: say it.
-        digest: returns the digest of this peer's state.
-        floor: returns the epoch of the last state that it had with others.
         missing: returns how many peers a merge lacks, though this one is ready for it, and how many it takes.
         searches: whether it has the samples for a step, and looks for the others to average with.
 
@@ -132,21 +127,18 @@ class Solitude:
         told: whether it was said, and no step was taken with others since.
     """
 
-    def __init__(  # noqa: PLR0913 (its own parts, and questions by name)
+    def __init__(
         self,
-        core: PeerCore,
-        run_id: str,
-        known: SwarmProgress,
+        outlook: Outlook,
         gossip: ProgressGossip,
         notices: Notices,
         *,
-        digest: Callable[[], bytes],
-        floor: Callable[[], int],
         searches: Callable[[], bool],
         missing: Callable[[], tuple[int, int]],
     ) -> None:
-        self._core, self._run_id, self._known, self._gossip, self._notices = core, run_id, known, gossip, notices
-        self._digest, self._floor, self._searches, self._missing = digest, floor, searches, missing
+        self._core, self._known, self._own = outlook.core, outlook.known, outlook.own
+        self._outlook, self._gossip, self._notices = outlook, gossip, notices
+        self._run_id, self._searches, self._missing = outlook.settings.run_id, searches, missing
         self._epoch: int | None = None  # of the last step, if it was taken alone
         self._together: int | None = None  # of the last state that this peer had with others
         self._others = frozenset[PeerID]()  # who were known then
@@ -172,14 +164,14 @@ class Solitude:
 
     def _in_company(self) -> bool:
         # A client takes no step alone beside others: it stands still.
-        stands_still = self._core.client_mode and self._searches()
+        stands_still = self._outlook.is_client and self._searches()
         return bool(self._here()) if self._epoch is not None or stands_still else any(True for _ in self._connected())
 
     def _connected(self) -> Iterator[PeerID]:
         return filter(self._core.endpoint.connected, self._known.peers)
 
     def _here(self) -> list[PeerID]:
-        words, here = {peer: self._known.progress_of(peer) for peer in self._connected()}, self._digest()
+        words, here = {peer: self._known.progress_of(peer) for peer in self._connected()}, self._own.name.digest
         return [peer for peer, word in words.items() if word is not None and word.digest == here]
 
     def stepped(self, epoch: int, peers: int) -> None:
@@ -227,7 +219,7 @@ class Solitude:
         core, endpoint = self._core, self._core.endpoint
         words = [word for word in map(self._known.progress_of, self._connected()) if word is not None]
         epochs = [word.epoch for word in words if word.contact.addresses]
-        anew = core.client_mode and epochs and max(epochs) < self._floor()
+        anew = self._outlook.is_client and epochs and max(epochs) < self._own.floor
         listens_at = endpoint.listens_at
         return Circumstances(
             run_id=self._run_id,
@@ -235,7 +227,7 @@ class Solitude:
             elsewhere=sum(map(endpoint.connected, self._known.peers)),
             given_peers=bool(core.node.initial_peers),
             connected=bool(endpoint.peers),
-            client=core.client_mode,
+            client=self._outlook.is_client,
             begun_anew=max(epochs) if anew else None,
             only_here=bool(listens_at) and is_loopback(listens_at[0].host) and not core.begins_here,
             clock_ahead_s=endpoint.clock_ahead_s,

@@ -184,11 +184,6 @@ class Takeover:
             steps += 1
         return steps
 
-    @property
-    def _is_client(self) -> bool:
-        """A client's state is nobody else's: it takes that of the others also where its own came further."""
-        return not self.outlook.place().contact.addresses
-
     def _donors(self, view: SwarmView) -> list[Donor]:
         """The peers to ask: all that say that they have a better state, those at the best one first.
 
@@ -196,7 +191,7 @@ class Takeover:
         """
         leaders = [peer for peer in view.leaders if peer in self.mend_from] or view.leaders
         useful = self.catch_up.useful_from(view.epoch)
-        if not self._is_client:  # a copy of an epoch before ours is refused, though steps may lead on from it
+        if not self.outlook.is_client:  # a copy of an epoch before ours is refused, though steps may lead on from it
             useful = max(useful, self.own.name.epoch)
         donors = [Donor(self.gossip.contact(peer), float(view.epoch + view.vouched), useful) for peer in leaders]
         if not self.mend_from:
@@ -208,7 +203,8 @@ class Takeover:
 
     async def _take_state(self, deadline: float) -> None:
         """Download the best state, and load it."""
-        view, ours = self.outlook.claimed(), None if self._is_client else self.own.name.key
+        # A client's state is nobody else's: it takes that of the others also where its own came further.
+        view, ours = self.outlook.claimed(), None if self.outlook.is_client else self.own.name.key
         donors, self._intake = self._donors(view), Intake(_now())
         telling = asyncio.get_running_loop().call_later(_SLOW_S, self._tell_pace, self._intake)
         try:

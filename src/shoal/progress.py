@@ -7,14 +7,15 @@ run of the same name. So a record that a peer wrote before it was lost does not 
 believed only of live peers, that is of peers that say them directly or have
 renewed their record: where the run ends for them, and that their settings differ.
 
-**The fork rule.** Every state has a key: (epoch, samples that went into it, digest), and of two keys the one with the
-higher epoch is better. At equal epochs the key with more samples is better; at equal samples the key with the *lower*
-digest. The best state of all live peers wins: a peer at another state downloads it. A state that only clients hold does
-not count while there are others, because nobody can download it: a client that is alone with its state takes the best
-of the others, unless that is of an epoch before the last one that it had with others. A state does not count either if
-its holders were asked for it twice and did not give it; they are asked again after a while, ever more rarely. Keys are
-totally ordered, and the key of a peer that can be dialed only grows. So all peers that can see each other end at one
-state, in whatever order they hear things. See `docs/decisions/0001-commit-and-fork-rules.md`.
+**The fork rule.** Every state has a key: (samples that went into it, epoch, digest), and of two keys the one with more
+samples is better. At equal samples the key with the higher epoch is better; at equal epochs the key with the *lower*
+digest. A state of epoch 0 is worse than any other, whatever it says that went into it. The best state of all live peers
+wins: a peer at another state downloads it. A state that only clients hold does not count while there are others,
+because nobody can download it: a client that is alone with its state takes the best of the others, unless that is worse
+than the last one that it had with others. A state does not count either if its holders were asked for it twice and did
+not give it; they are asked again after a while, ever more rarely. Keys are totally ordered, and the key of a peer that
+can be dialed only grows. So all peers that can see each other end at one state, in whatever order they hear things. See
+`docs/decisions/0001-commit-and-fork-rules.md`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from shoal.bounded import bound, put_last
 from shoal.peer import PeerID
 from shoal.wire import Progress, Standing
 
-__all__ = ["RELAYED_S", "StateKey", "SwarmProgress", "SwarmView", "bound", "settings_difference"]
+__all__ = ["NO_STATE", "RELAYED_S", "StateKey", "SwarmProgress", "SwarmView", "bound", "settings_difference"]
 
 _SHOWN = 120
 _FIRST = "strategy", "optimizer"
@@ -54,22 +55,34 @@ _INVERTED = bytes(range(255, -1, -1))
 
 
 class StateKey(NamedTuple):
-    """Orders states: the larger key is the better state."""
+    """Orders states: the larger key is the better state.
 
-    epoch: int
+    Attributes:
+        trained: whether the swarm has taken a step. Before that `samples` counts steps of an optimizer that resumes.
+        samples: that went into the state.
+        epoch: swarm steps that went into it.
+        inverted_digest: of two equal states otherwise, that with the lower digest is better.
+    """
+
+    trained: bool
     samples: int
+    epoch: int
     inverted_digest: bytes
 
     @staticmethod
     @lru_cache(maxsize=64)
     def of(epoch: int, samples: int, digest: bytes) -> StateKey:
         """The key of a state."""
-        return StateKey(epoch, samples, digest.translate(_INVERTED))
+        return StateKey(epoch > 0, samples, epoch, digest.translate(_INVERTED))
 
     @staticmethod
     def of_peer(progress: Progress) -> StateKey:
         """The key of the state that a peer is at."""
         return StateKey.of(progress.epoch, progress.branch_samples, progress.digest)
+
+
+NO_STATE = StateKey.of(0, 0, b"")
+"""Worse than every state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +118,7 @@ class SwarmView:
     epoch: int
     behind: bool
     vouched: bool = False
-    best: StateKey = field(default=StateKey(0, 0, b""), compare=False)
+    best: StateKey = field(default=NO_STATE, compare=False)
     others: Mapping[PeerID, Progress] = field(default_factory=dict, compare=False)
     own: int = field(default=0, compare=False)
     trains: bool = field(default=True, compare=False)
@@ -416,15 +429,15 @@ class SwarmProgress:
         said = {peer: self._known[peer].said for peer in self._alive}
         return {peer: each.epoch for peer, each in said.items() if each.epoch > epoch and each.contact.addresses}
 
-    def better(self, mine: Progress, now: float) -> dict[PeerID, int]:
-        """Peers that can be dialed, say they have a better state than this one, and do not refuse it; their epochs."""
+    def better(self, mine: Progress, now: float) -> dict[PeerID, StateKey]:
+        """Peers that can be dialed, say they have a better state than this one, and do not refuse it; its key."""
         said = {peer: self._said_last(peer, now) for peer in self._known}
         return {
-            peer: progress.epoch
+            peer: key
             for peer, progress in said.items()
             if progress.contact.addresses
             and self._offers(progress, now, mine.end_epoch, at_end=False)
-            and StateKey.of_peer(progress) > StateKey.of_peer(mine)
+            and (key := StateKey.of_peer(progress)) > StateKey.of_peer(mine)
         }
 
     def view(
@@ -433,7 +446,7 @@ class SwarmProgress:
         now: float,
         *,
         shared: bool = True,
-        floor: int = 0,
+        floor: StateKey = NO_STATE,
         awaited: frozenset[PeerID] = frozenset(),
         before: StateKey | None = None,
         absent: Collection[PeerID] = (),
@@ -446,8 +459,8 @@ class SwarmProgress:
             now: local time, seconds.
             shared: whether others should hold this peer's state too, even if they have not said so yet. This matters
                 only for a client: its state counts for itself if it is shared.
-            floor: the epoch of the last state that this peer had with others. A client whose state does not count goes
-                back to none before that: it would lose what all have trained.
+            floor: the last state that this peer had with others. A client whose state does not count goes back to none
+                that is worse: it would lose what all have trained.
             awaited: peers that are on their way to this peer's state, unless they have named another state since.
             before: the state that the awaited peers come from.
             absent: peers that no round waits for; their samples do not count.
@@ -483,7 +496,7 @@ class SwarmProgress:
         offered = {StateKey.of_peer(progress) for progress in offering if progress.contact.addresses}
         if not offered:
             offered = {StateKey.of_peer(progress) for progress in offering[1:]}
-        if asked.shared or not offered or max(offered).epoch < asked.floor:
+        if asked.shared or not offered or max(offered) < asked.floor:
             offered.add(asked.key)
         vouchers = [asked.key] if asked.key in offered else []
         vouchers += [StateKey.of_peer(others[peer]) for peer in self.contributors if peer in others]
@@ -547,7 +560,7 @@ class _Asked(NamedTuple):
     end: int | None
     at_end: bool
     shared: bool
-    floor: int
+    floor: StateKey
     awaited: frozenset[PeerID]
     before: StateKey | None
     absent: frozenset[PeerID]

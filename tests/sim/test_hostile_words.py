@@ -47,10 +47,14 @@ class Liar:
         self.core, self.run = core, run
 
     async def say(self, to: Participant, **changes: Any) -> None:
-        """Tell one of the good ones where we stand: as that one says of itself, but for `changes`."""
+        """Tell one of the good ones where we stand: as that one says of itself, but for `changes`.
+
+        A state of a later epoch has more samples.
+        """
         truth = to.progress()
         words: dict[str, Any] = {name: getattr(truth, name) for name in truth.__struct_fields__}
         words |= {"contact": self.core.endpoint.contact, "time": self.core.env.clock.time(), "end_epoch": None}
+        words["branch_samples"] += 1000 * max(0, changes.get("epoch", truth.epoch) - truth.epoch)
         progress = Progress(**(words | changes))
         request = TellProgress(self.run.settings.run_id, progress)
         contact: Contact = to.core.endpoint.contact

@@ -272,6 +272,45 @@ def test_a_peer_at_the_same_epoch_of_a_fork_asks_for_no_copy_of_an_earlier_state
     weather("StreamingDiLoCo in 2 bits", 185)
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [DiLoCo(4, MEAN), StreamingDiLoCo(6, fragments=2, overlap=2, mixing=None, outer=MEAN)],
+    ids=["DiLoCo", "StreamingDiLoCo"],
+)
+def test_a_peer_that_merged_alone_gives_up_its_state_for_that_of_more_samples(strategy: Strategy) -> None:
+    """It merges more often than three others together, so it has the later epoch: their samples were thrown away."""
+
+    async def main() -> None:
+        run = Run(target=1)
+        for number in range(4):
+            await run.add(f"p{number}", strategy=strategy)
+        for name, trainer in run.trainers.items():
+            batches = trainer.train(BATCH, duration_s=0.2 if name == "p3" else 0.3, until=lambda: False)
+            run.swarm.spawn(name, batches)
+        alone, others = run.trainers["p3"], [run.trainers[f"p{number}"] for number in range(3)]
+        while alone.participant.epoch < 3:
+            await sim.sleep(0.1)
+        before = alone.downloads, sum(each.downloads for each in others)
+        run.swarm.partition([["p3"]])
+        while alone.participant.epoch < others[0].participant.epoch + 4:
+            await sim.sleep(0.1)
+        ours, theirs = ([each.state for each in trainer.fragments] for trainer in (alone, others[0]))
+        assert all(mine.epoch > other.epoch for mine, other in zip(ours, theirs, strict=True))
+        assert all(mine.samples < other.samples for mine, other in zip(ours, theirs, strict=True))
+        run.swarm.heal()
+        run.announce_end(alone.participant.epoch + 4)
+        limit = asyncio.get_running_loop().time() + 60.0
+        while not all(trainer.finished for trainer in run.trainers.values()):
+            assert asyncio.get_running_loop().time() < limit
+            await sim.sleep(0.5)
+        assert run.agree(sorted(run.trainers))
+        assert alone.downloads > before[0]
+        assert sum(each.downloads for each in others) == before[1]
+        await run.close()
+
+    sim.run(main, seed=7)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", ["StreamingDiLoCo that keeps", "Decoupled"])

@@ -47,10 +47,10 @@ def view(known: SwarmProgress, now: float = 0.0, **changes: Any) -> SwarmView:
 # ------------------------------------------------------------------------------------------------------------ StateKey
 
 
-def test_states_are_ordered_by_epoch_then_samples_then_lower_digest() -> None:
+def test_states_are_ordered_by_samples_then_epoch_then_lower_digest() -> None:
     """All pairs of a grid, against the order as it is written in the documentation."""
     grid = list(itertools.product((0, 1, 2), (0, 7, 10**15), (b"\x00" * 32, b"\x00" * 31 + b"\x01", b"\xff" * 32)))
-    in_words = sorted(grid, key=lambda state: (state[0], state[1], [-byte for byte in state[2]]))
+    in_words = sorted(grid, key=lambda state: (state[0] > 0, state[1], state[0], [-byte for byte in state[2]]))
     assert sorted(grid, key=lambda state: StateKey.of(*state)) == in_words
     assert len({StateKey.of(*state) for state in grid}) == len(grid)
 
@@ -109,13 +109,15 @@ def test_samples_and_rates_of_one_state_add_up() -> None:
 @pytest.mark.parametrize(
     ("better", "worse"),
     [
-        ({"epoch": 6, "branch_samples": 0, "digest": DIGESTS[3]}, {"epoch": 5, "branch_samples": 10**9}),
+        ({"epoch": 4, "branch_samples": 1001, "digest": DIGESTS[3]}, {"epoch": 5}),
+        ({"epoch": 6, "digest": DIGESTS[3]}, {"epoch": 5}),
+        ({"epoch": 1, "branch_samples": 1, "digest": DIGESTS[3]}, {"epoch": 0, "branch_samples": 10**9}),
         ({"branch_samples": 1001, "digest": DIGESTS[3]}, {"branch_samples": 1000, "digest": DIGESTS[0]}),
         ({"digest": DIGESTS[1]}, {"digest": DIGESTS[2]}),
     ],
 )
 def test_of_two_states_one_is_behind(better: dict[str, Any], worse: dict[str, Any]) -> None:
-    """A later epoch, else more samples, else the lower digest; whoever looks finds the same."""
+    """More samples, else the later epoch, else the lower digest; one without a step is the worst. All find the same."""
     known = swarm()
     known.heard(said(ANN, **better), 0.0)
     seen = view(known, **worse)
@@ -139,7 +141,8 @@ def test_what_contributors_say_comes_before_what_strangers_say() -> None:
     known.contributors = {ANN, ME}
     seen = known.view(mine, 0.0)
     assert (seen.epoch, seen.leaders, seen.vouched) == (6, (ANN,), True)
-    assert known.better(mine, 0.0) == {ANN: 6, BEN: 999}
+    states = {ANN: StateKey.of(6, 1000, DIGESTS[2]), BEN: StateKey.of(999, 1000, DIGESTS[3])}
+    assert known.better(mine, 0.0) == states
     known.heard(said(ANN, epoch=4, time=101.0), 1.0)
     seen = known.view(mine, 1.0)
     assert (seen.epoch, seen.leaders, seen.vouched, seen.behind) == (999, (BEN,), False, True)
@@ -463,12 +466,13 @@ def test_what_others_tell_of_a_peer_counts_until_it_says_something_itself() -> N
 
 def test_a_client_goes_back_to_no_state_before_the_last_one_that_it_had_with_others() -> None:
     """The only peer that others can dial was restarted at epoch 0: all clients threw away what they had trained."""
-    known, mine = swarm(), said(ME, client=True, epoch=7)
-    known.heard(said(ANN, epoch=4), 0.0)
-    assert known.view(mine, 0.0, shared=False, floor=4).behind
-    assert not known.view(mine, 0.0, shared=False, floor=5).behind
-    known.heard(said(ANN, epoch=5, time=101.0), 0.0)
-    assert known.view(mine, 0.0, shared=False, floor=5).behind
+    known, mine = swarm(), said(ME, client=True, epoch=7, branch_samples=700)
+    before, last = StateKey.of(4, 400, DIGESTS[0]), StateKey.of(5, 500, DIGESTS[1])
+    known.heard(said(ANN, epoch=4, branch_samples=400), 0.0)
+    assert known.view(mine, 0.0, shared=False, floor=before).behind
+    assert not known.view(mine, 0.0, shared=False, floor=last).behind
+    known.heard(said(ANN, epoch=5, branch_samples=501, digest=DIGESTS[2], time=101.0), 0.0)
+    assert known.view(mine, 0.0, shared=False, floor=last).behind
 
 
 def test_the_samples_of_a_peer_that_only_others_hear_count() -> None:

@@ -28,7 +28,7 @@ from shoal.events import PeerDropped, Warned
 from shoal.optim.settings import RunSettings
 from shoal.optim.tellers import FEW, KEEPERS, Countdown, Order, Relay, look_s, silence_s, write_s
 from shoal.peer import PEER_ID_BYTES, PeerID
-from shoal.progress import StateKey, SwarmProgress, SwarmView
+from shoal.progress import NO_STATE, StateKey, SwarmProgress, SwarmView
 from shoal.rpc import LOOK_S
 from shoal.tasks import Changes
 from shoal.wire import Contact, Progress, ProgressTold, Standing, TellProgress, Trainers, WhoTrains, decode, encode
@@ -153,7 +153,7 @@ class ProgressGossip:
         self._written = self._twin_wrote = float("-inf")  # in our name: when we, and another peer, wrote last
         self._complete = b""  # the state of which we know that there is enough, and that everybody is here
         self._relay = Relay()
-        self._at = self._before = StateKey(0, 0, b"")  # our state, and the one before
+        self._at = self._before = NO_STATE  # our state, and the one before
         self._renamed_at = float("-inf")
         self._lost: dict[PeerID, None] = {}  # peers whose links were lost: called as soon as there is one again
         self._corrected: dict[PeerID, StateKey] = {}  # peers at worse states, and the one of ours that each was told of

@@ -857,9 +857,10 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         """Load a state dict of this class, or of the inner optimizer, to resume from a checkpoint.
 
         Load the model's before. With a state dict of this class the epoch and the schedule go on from where it was
-        saved; a schedule's own state may be loaded, too. The peers of a run take the best state: that of the highest
-        epoch, and before the first one that whose optimizer has taken most steps. As in plain torch the optimizer takes
-        the tensors of the dict, and its steps change them: give a `copy.deepcopy` if you need the dict afterwards.
+        saved; a schedule's own state may be loaded, too. The peers of a run take the best state: that which most
+        samples went into, and before the first epoch that whose optimizer has taken most steps. As in plain torch the
+        optimizer takes the tensors of the dict, and its steps change them: give a `copy.deepcopy` if you need the dict
+        afterwards.
 
         Raises:
             ConfigError: it is not of this optimizer, or `eval` was called and `train` was not; nothing was loaded.
@@ -907,7 +908,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 each.own.loaded(before, name, unchanged=unchanged)
         was, now = replaced[0].name, self._participant.own.name
         self._tell_loaded()
-        if shared and now != was and now.epoch <= was.epoch:
+        if shared and now != was and now.key <= was.key:
             self._warn(
                 f"load_state_dict() at epoch {was.epoch} put a state of epoch {now.epoch} in the place of the one "
                 "that this peer had with others: the run takes the better one for all peers, so what was loaded may "

@@ -19,6 +19,7 @@ from shoal.optim.phases import Update
 from shoal.optim.shared_state import share
 from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
+from shoal.progress import NO_STATE
 from shoal.state import SharedState
 
 __all__ = ["OwnState", "Replaced"]
@@ -55,7 +56,7 @@ class OwnState:
         before: the digest of the state before the last of them; empty if it is not known.
         dealt: the samples that the last steps taken here dealt to this peer.
         shared: whether other peers hold it too, as far as this one knows.
-        floor: the epoch of the last state that was shared.
+        floor: the last state that was shared.
         update: the change that the trainer makes next; None if there is none.
         is_average: whether the state is an average of states, and not what a step has led to.
         followed: the last state that others have still to average: this peer took their step, or downloaded the state
@@ -71,7 +72,7 @@ class OwnState:
         self.committed, self.before = Committed(), b""
         self.dealt: tuple[Deal, ...] = ()
         self.shared = self.is_average = False
-        self.floor = 0
+        self.floor = NO_STATE
         self.update: Update | None = None
         self.followed: StateName | None = None
 
@@ -91,7 +92,7 @@ class OwnState:
 
     def is_shared(self) -> None:
         """Other peers hold this state, too."""
-        self.shared, self.floor = True, self.name.epoch
+        self.shared, self.floor = True, self.name.key
 
     def export(self) -> SharedState:
         """The state as a donor gives it (under `lock`)."""

@@ -55,7 +55,7 @@ PHASES = {
         "takes the optimizer step, or that average",
     ),
     RunPhase.BEHIND: (
-        "another peer has a better state (a later epoch, or the winner of a fork)",
+        "another peer has a better state (more samples went into it)",
         "downloads it; if no donor gave it, tries again at its next step",
     ),
     RunPhase.ENDING: (

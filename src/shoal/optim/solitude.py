@@ -18,6 +18,7 @@ from shoal.optim.gossip import ProgressGossip
 from shoal.optim.notices import Notices
 from shoal.optim.outlook import Outlook
 from shoal.peer import PeerID
+from shoal.progress import StateKey
 from shoal.rpc.endpoint import CLOCKS_DIFFER_S
 from shoal.transport.sockets import is_loopback
 
@@ -41,7 +42,7 @@ class Circumstances:
         given_peers: whether it was told of others when it began.
         connected: whether it is connected with anybody at all.
         client: whether it only dials.
-        begun_anew: of a client: the epoch of the others, if that is before the last one that it had with others.
+        begun_anew: of a client: the epoch of the others, if their state is worse than the last one it had with others.
         only_here: whether it listens for its own machine only, though its initial peers are elsewhere.
         clock_ahead_s: how far its clock is ahead of those of the others that it is connected with.
         invited_to: the runs that its invites name.
@@ -218,8 +219,8 @@ class Solitude:
     def _circumstances(self) -> Circumstances:
         core, endpoint = self._core, self._core.endpoint
         words = [word for word in map(self._known.progress_of, self._connected()) if word is not None]
-        epochs = [word.epoch for word in words if word.contact.addresses]
-        anew = self._outlook.is_client and epochs and max(epochs) < self._own.floor
+        best = max((StateKey.of_peer(word) for word in words if word.contact.addresses), default=self._own.floor)
+        anew = self._outlook.is_client and best < self._own.floor
         listens_at = endpoint.listens_at
         return Circumstances(
             run_id=self._run_id,
@@ -228,7 +229,7 @@ class Solitude:
             given_peers=bool(core.node.initial_peers),
             connected=bool(endpoint.peers),
             client=self._outlook.is_client,
-            begun_anew=max(epochs) if anew else None,
+            begun_anew=best.epoch if anew else None,
             only_here=bool(listens_at) and is_loopback(listens_at[0].host) and not core.begins_here,
             clock_ahead_s=endpoint.clock_ahead_s,
             invited_to=core.invited_to,

@@ -97,9 +97,10 @@ class StateName(NamedTuple):
     def after_difference(self, chance: bytes, peer: bytes) -> StateName:
         """The name of parameters that others do not have under this name, or that a step which raised has left.
 
-        Worse than any of its epoch.
+        Worse than the state of this name.
         """
-        return StateName(self.epoch, hashlib.sha256(b"shoal differs" + self.digest + chance + peer).digest(), 0)
+        digest = hashlib.sha256(b"shoal differs" + self.digest + chance + peer).digest()
+        return StateName(self.epoch, digest, max(0, self.samples - 1))
 
     @property
     def key(self) -> StateKey:

@@ -192,13 +192,13 @@ class Takeover:
         leaders = [peer for peer in view.leaders if peer in self.mend_from] or view.leaders
         useful = self.catch_up.useful_from(view.epoch)
         if not self.outlook.is_client:  # a copy of an epoch before ours is refused, though steps may lead on from it
-            useful = max(useful, self.own.name.epoch)
-        donors = [Donor(self.gossip.contact(peer), float(view.epoch + view.vouched), useful) for peer in leaders]
+            useful = max(useful, min(self.own.name.epoch, view.epoch))
+        donors = [Donor(self.gossip.contact(peer), min_epoch=useful) for peer in leaders]
         if not self.mend_from:
             better = self.outlook.known.better(self.outlook.place(), _now())
-            lower = sorted(peer for peer in better if peer not in leaders)
-            # Below all epochs, in their order.
-            donors += [Donor(self.gossip.contact(peer), -1.0 / (1 + better[peer]), better[peer]) for peer in lower]
+            lower = sorted((peer, key) for peer, key in better.items() if peer not in leaders)
+            # Below the leaders, in the order of their samples.
+            donors += [Donor(self.gossip.contact(peer), -1.0 / (1 + key.samples), key.epoch) for peer, key in lower]
         return donors[:_MOST_DONORS]
 
     async def _take_state(self, deadline: float) -> None:

@@ -37,7 +37,7 @@ class Donor:
 
     Attributes:
         contact: how it is reached; a peer id alone for one that we have a link with.
-        priority: donors of higher priority (usually the epoch) are asked first; equal ones together.
+        priority: donors of higher priority are asked first; equal ones together.
         min_epoch: a state of an earlier epoch is not wanted from this one.
     """
 

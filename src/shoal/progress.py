@@ -183,7 +183,7 @@ class SwarmProgress:
         self.named: dict[PeerID, PeerID] = {}
         """Peers that were not known when another peer told of them, and that one."""
         self._now, self._oldest = float("-inf"), float("inf")  # no known word is older
-        self._latest = 0  # no peer has named a later epoch
+        self._best = NO_STATE  # no peer has named a better one
         self._seen: _Seen | None = None
         self._key: StateKey | None = None  # of the state that the swarm was seen from last
         self._silent = frozenset[PeerID]()  # at that time
@@ -237,7 +237,7 @@ class SwarmProgress:
         ahead = progress.time - now
         self._known[peer] = _Word(progress, now, ahead if before is None else max(ahead, before.ahead))
         self._oldest = min(self._oldest, now)
-        self._latest = max(self._latest, progress.epoch)
+        self._best = max(self._best, StateKey.of_peer(progress))
         self._lost.pop(peer, None)
         self.left.pop(peer, None)
         if self._seen is not None:
@@ -422,12 +422,12 @@ class SwarmProgress:
         """The peers that were asked for their state too often without success: their states do not count now."""
         return frozenset(peer for peer, (_, until) in self._withheld.items() if now < until)
 
-    def further(self, epoch: int) -> dict[PeerID, int]:
-        """Peers that are known to live, can be dialed, and say that they are at a later epoch; with their epochs."""
-        if epoch >= self._latest:  # asked whenever something is heard: so not all are looked at
+    def further(self, key: StateKey) -> dict[PeerID, int]:
+        """Peers that are known to live, can be dialed, and say they have a better state, with its epoch: at least 1."""
+        if key >= self._best:  # asked whenever something is heard: so not all are looked at
             return {}
-        said = {peer: self._known[peer].said for peer in self._alive}
-        return {peer: each.epoch for peer, each in said.items() if each.epoch > epoch and each.contact.addresses}
+        said = [self._known[peer].said for peer in self._alive if self._known[peer].said.contact.addresses]
+        return {each.contact.peer: each.epoch for each in said if each.epoch and StateKey.of_peer(each) > key}
 
     def better(self, mine: Progress, now: float) -> dict[PeerID, StateKey]:
         """Peers that can be dialed, say they have a better state than this one, and do not refuse it; its key."""

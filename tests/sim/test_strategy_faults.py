@@ -18,6 +18,7 @@ from shoal.allreduce.round import Round
 from shoal.averager.averager import Averager
 from shoal.compression import BlockwiseQuantization, CompressionBase, ErrorFeedback, TopKCompression
 from shoal.errors import RoundFailed
+from shoal.events import Event, Warned
 from shoal.group import Group
 from shoal.optim.outer import LocalSteps
 from shoal.optim.participant import Participant
@@ -279,11 +280,16 @@ def test_a_peer_at_the_same_epoch_of_a_fork_asks_for_no_copy_of_an_earlier_state
 )
 def test_a_peer_that_merged_alone_gives_up_its_state_for_that_of_more_samples(strategy: Strategy) -> None:
     """It merges more often than three others together, so it has the later epoch: their samples were thrown away."""
+    warned = list[str]()
+
+    def note(event: Event) -> None:
+        if isinstance(event, Warned):
+            warned.append(event.message)
 
     async def main() -> None:
         run = Run(target=1)
         for number in range(4):
-            await run.add(f"p{number}", strategy=strategy)
+            await run.add(f"p{number}", strategy=strategy, events=note)
         for name, trainer in run.trainers.items():
             batches = trainer.train(BATCH, duration_s=0.2 if name == "p3" else 0.3, until=lambda: False)
             run.swarm.spawn(name, batches)
@@ -306,6 +312,7 @@ def test_a_peer_that_merged_alone_gives_up_its_state_for_that_of_more_samples(st
         assert run.agree(sorted(run.trainers))
         assert alone.downloads > before[0]
         assert sum(each.downloads for each in others) == before[1]
+        assert not [message for message in warned if "did not give it" in message]
         await run.close()
 
     sim.run(main, seed=7)

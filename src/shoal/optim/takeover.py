@@ -98,7 +98,7 @@ class Takeover:
         """Whether this peer waits for the state of a run that is further than its own beginning."""
         outlook, epoch = self.outlook, self.own.name.epoch
         on_its_own = epoch > 0 and not view.behind and not outlook.end.reached(epoch)
-        self.notices.without(outlook.known.further(epoch) if on_its_own else {}, epoch)
+        self.notices.without(outlook.known.further(self.own.name.key) if on_its_own else {}, epoch)
         stance = self.stance(view)
         return stance is Stance.WAITING or (stance is Stance.GIVEN_UP and self.beginning.required)
 
@@ -109,7 +109,7 @@ class Takeover:
             return Stance.FREE
         now, giving = _now(), self._giving()
         stance = self.beginning.judge(
-            known.further(epoch),
+            known.further(self.own.name.key),
             others_here=len(view.together) - 1,
             now=now,
             refusing=known.refusing(now),

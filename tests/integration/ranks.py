@@ -6,6 +6,7 @@ A process is used again by the next test, in a new group, unless it was killed.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import itertools
 import multiprocessing
 import os
@@ -96,12 +97,16 @@ class Ranks:
                 assert pipe.recv_bytes() == b"wake it"
         if frozen is not None:
             os.kill(crew[frozen][0].pid, signal.SIGCONT)
-        for rank, (_, pipe) in enumerate(crew):
+        for rank, (process, pipe) in enumerate(crew):
             if rank == killed:
                 results.append(None)
                 continue
             assert pipe.poll(LONG_S), f"rank {rank} does not answer"
-            results.append(pickle.loads(pipe.recv_bytes()))
+            try:
+                results.append(pickle.loads(pipe.recv_bytes()))
+            except EOFError:
+                process.join(LONG_S)
+                raise AssertionError(f"rank {rank} ended with exit code {process.exitcode}; see its stderr") from None
         self._idle += [each for rank, each in enumerate(crew) if rank != killed]
         return results
 
@@ -151,6 +156,7 @@ def wake_the_frozen() -> None:
 def _serve(pipe: Connection) -> None:
     global _pipe  # noqa: PLW0603 (one for each process)
     _pipe = pipe
+    faulthandler.enable()  # an abort in C++ says at which line of Python, in each thread
     torch.set_num_threads(1)
     while True:
         try:

@@ -438,7 +438,10 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
 
     @property
     def local_epoch(self) -> int:
-        """Swarm steps that went into this peer's parameters; merges of each fragment of the model, if peers merge."""
+        """Swarm steps that went into this peer's parameters; merges of each fragment of the model, if peers merge.
+
+        It jumps when the state of others is taken over: up, as a rule; down, if theirs was trained with more samples.
+        """
         return min(each.epoch for each in self._participants)
 
     @property

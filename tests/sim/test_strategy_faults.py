@@ -318,6 +318,40 @@ def test_a_peer_that_merged_alone_gives_up_its_state_for_that_of_more_samples(st
     sim.run(main, seed=7)
 
 
+def test_a_newcomer_that_followed_the_losing_side_takes_the_better_state_at_once() -> None:
+    """The steps that it was told of led on from a later epoch, so it refused the better state as too old."""
+
+    async def main() -> None:
+        run, strategy = Run(target=1), DiLoCo(4, MEAN)
+
+        def train(name: str, duration_s: float) -> None:
+            run.swarm.spawn(name, run.trainers[name].train(BATCH, duration_s=duration_s, until=lambda: False))
+
+        for number in range(4):
+            await run.add(f"p{number}", strategy=strategy)
+        for name in list(run.trainers):
+            train(name, 0.2 if name == "p0" else 0.3)
+        first, second = run.trainers["p0"].participant, run.trainers["p1"].participant
+        while first.epoch < 3:
+            await sim.sleep(0.1)
+        run.swarm.partition([["p1", "p2", "p3"]])
+        while first.epoch < second.epoch + 6:
+            await sim.sleep(0.1)
+        new = await run.add("new", strategy=strategy)  # at p0
+        train("new", 0.6)
+        while not new.downloads:
+            await sim.sleep(0.02)
+        assert new.participant.epoch > second.epoch + 3
+        run.swarm.heal()
+        healed_at = asyncio.get_running_loop().time()
+        while len({trainer.participant.state for trainer in run.trainers.values()}) > 1:
+            await sim.sleep(0.1)
+        assert asyncio.get_running_loop().time() - healed_at < 4.0
+        await run.close()
+
+    sim.run(main, seed=1)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", ["StreamingDiLoCo that keeps", "Decoupled"])

@@ -97,7 +97,7 @@ def test_one_of_three_evaluates_and_all_get_the_result(dhts: list[shoal.DHT], tm
 
 
 def test_what_strangers_write_is_passed_over(dhts: list[shoal.DHT]) -> None:
-    """Values of another form, and of an epoch that is still to come."""
+    """Values of another form, of an epoch that is still to come, and of a state that lost against ours."""
     trainer = Trainer(dhts[0])
     trainer.evaluation._every = 2
 
@@ -109,12 +109,18 @@ def test_what_strangers_write_is_passed_over(dhts: list[shoal.DHT]) -> None:
         trainer.evaluation._read.result(60)
         return trainer.evaluation._others(5)
 
-    for value in ("text", [4], [4, {"": 1.0}], [4, {"loss": "low"}], [-1, {"loss": 1.0}], [9, {"loss": 1.0}]):
+    wrong = [4], [4, {"": 1.0}, 40], [4, {"loss": "low"}, 40], [-1, {"loss": 1.0}, 40], [4, {"loss": 1.0}, -1]
+    for value in ("text", *wrong, [9, {"loss": 1.0}, 90], [6, {"loss": 1.0}, 0]):
         store(dhts[1], value)
         assert read() is None
-    store(dhts[1], [4, {"loss": 1.0}])
+    store(dhts[1], [4, {"loss": 1.0}, 40])
     assert (found := read()) is not None
     assert (found.epoch, found.values, found.peer) == (4, {"loss": 1.0}, dhts[1].peer_id)
+    store(dhts[2], [4, {"loss": 2.0}, 39])
+    assert read() is None
+    store(dhts[2], [4, {"loss": 3.0}, 41])
+    assert (found := read()) is not None
+    assert (found.values, found.peer) == ({"loss": 3.0}, dhts[2].peer_id)
 
 
 def test_wrong_arguments_are_named(dhts: list[shoal.DHT]) -> None:

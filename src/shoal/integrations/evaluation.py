@@ -20,7 +20,7 @@ from shoal.events import Evaluated, Event, Warned
 from shoal.optim import Optimizer
 from shoal.peer import PeerID
 from shoal.runtime.checks import whole
-from shoal.wire import Epoch
+from shoal.wire import Epoch, Samples
 
 __all__ = ["Evaluation"]
 
@@ -31,7 +31,8 @@ _LOSS = "loss"
 _Values = Annotated[
     dict[Annotated[str, msgspec.Meta(min_length=1, max_length=64)], float], msgspec.Meta(max_length=_MOST_VALUES)
 ]
-_Record = tuple[Epoch, _Values]
+_Record = tuple[Epoch, _Values, Samples]
+"""With the samples that went into the state: of two results of one epoch the other one is of a state that was lost."""
 
 
 class Evaluation:
@@ -73,6 +74,7 @@ class Evaluation:
         self.latest: Evaluated | None = None
         self._key = f"{swarm.run_id}_evaluation"
         self._seen = swarm.local_epoch
+        self._newest = 0, 0  # epoch and samples of `latest`
         self._read: Any = None
 
     def after_step(self) -> Evaluated | None:
@@ -88,12 +90,19 @@ class Evaluation:
         """
         epoch, before = self._swarm.local_epoch, self._seen
         self._seen = epoch
+        if epoch < before:  # it took over the state of others, and its results were of the one that it gave up
+            self.latest, self._newest = None, (0, 0)
         if epoch // self._every > before // self._every and self._swarm.is_elected():
+            self._newest = epoch, self._samples
             return self._told(self._own(epoch))
         found = self._others(epoch)
         if epoch != before and (self.latest is None or self.latest.epoch < epoch - epoch % self._every):
             self._read = self._read or self._swarm.dht.get(self._key, latest=True, return_future=True)
         return None if found is None else self._told(found)
+
+    @property
+    def _samples(self) -> int:
+        return self._swarm.collaboration.state.samples
 
     def _own(self, epoch: int) -> Evaluated:
         """Evaluate here, and tell the others."""
@@ -107,7 +116,7 @@ class Evaluation:
         values = _checked(result)
         me = swarm.dht.peer_id
         try:
-            swarm.dht.store(self._key, [epoch, values], get_dht_time() + _TTL_S, me.to_bytes())
+            swarm.dht.store(self._key, [epoch, values, self._samples], get_dht_time() + _TTL_S, me.to_bytes())
         except ShoalError as error:
             message = f"the result of epoch {epoch} could not be stored: {error}. Other peers do not get it"
             self._emit(Warned(where="evaluation", message=message))
@@ -119,16 +128,17 @@ class Evaluation:
             return None
         read, self._read = self._read, None
         found = None if read.exception() is not None else read.result()
-        newest = self.latest
+        newest, samples_here = self.latest, self._samples
         for peer, entry in found.value.items() if found is not None and isinstance(found.value, Mapping) else ():
             try:
-                at, values = msgspec.convert(entry.value, _Record)
+                at, values, samples = msgspec.convert(entry.value, _Record)
                 result = Evaluated(run_id=self._swarm.run_id, epoch=at, peer=PeerID(peer), values=values)
             except (msgspec.ValidationError, ConfigError):
                 continue  # no peer of ours writes such a record
-            # An epoch that is still to come would hide all real results.
-            if at <= epoch + self._every and (newest is None or at > newest.epoch):
-                newest = result
+            # An epoch that is still to come would hide all real results. With fewer samples it is of a lost state.
+            may_be = at <= epoch or (at <= epoch + self._every and samples > samples_here)
+            if may_be and (at, samples) > self._newest:
+                newest, self._newest = result, (at, samples)
         return None if newest is self.latest else newest
 
     def _told(self, result: Evaluated) -> Evaluated:

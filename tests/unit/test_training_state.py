@@ -425,6 +425,21 @@ def test_a_state_up_to_which_the_inner_schedule_moves_for_hours_is_not_taken(epo
     assert found is None if taken else "beyond any run with this strategy" in (found or "")
 
 
+def test_the_inner_schedule_goes_back_with_a_state_of_an_earlier_epoch() -> None:
+    """It stood still until the run came to where it was: the peer trained with another rate than the others."""
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    training = LocalSteps(optimizer, schedule, (), DiLoCo(4).merging)
+    fragment = training.fragments[0]
+    values, tensors = fragment.export()
+    for epoch in (10, 3, 5):
+        fragment.load({**values, "epoch": epoch}, tensors)
+        accumulate(training, [parameter], 0.0, 4)
+        batches = 4 * epoch + 1
+        assert (training.scheduled, optimizer.param_groups[0]["lr"]) == (batches, 1 / (1 + batches))
+
+
 @pytest.mark.parametrize("epoch", [math.inf, math.nan, -1, 2.0, "3", None, 1 << 60])
 def test_an_epoch_that_cannot_be_is_not_taken_over(epoch: object) -> None:
     """It decides how many steps the schedule is moved: nothing is changed, and nobody waits for the end of time."""

@@ -303,6 +303,8 @@ class OuterTrainingState(TrainingState):
         keeps = keeps and not self._strays and self.unfit() is None
         before = [each.clone() for each in self._anchor] if keeps else []
         trained = self._trained.samples + self._later.samples, self._trained.batches + self._later.batches
+        if prepared.epoch < self.epoch:
+            self._local.set_schedule_back()
         self._strays = True  # if this is interrupted, the parameters go back to the anchor
         super().take_over(prepared, follows=follows)
         with torch.no_grad():
@@ -391,7 +393,8 @@ class LocalSteps(LocalTrainingState):
         super().__init__(optimizer, scheduler, extra_tensors)
         self.merging, last = merging, merging.fragments - 1
         self._fresh = True  # no batch was trained yet
-        self._stands_at = self.scheduled  # the schedule, unless a state of it was loaded since
+        # The schedule, unless a state of it was loaded since; None if it is to go back to where the run is.
+        self._stands_at: int | None = self.scheduled
         self.fragments = [
             OuterTrainingState(
                 self, merging, fragment, () if number else self._frozen, () if number < last else extra_tensors
@@ -448,7 +451,7 @@ class LocalSteps(LocalTrainingState):
         """See `TrainingState.end`. What was trained after the last merge is nobody else's, as is the schedule."""
         super().end(state)
         self.go_back()
-        self._set_schedule_back()
+        self.set_schedule_back()
         self.follow_schedule()
 
     @property
@@ -463,15 +466,15 @@ class LocalSteps(LocalTrainingState):
 
     def follow_schedule(self) -> None:
         """Move the schedule to where the run is."""
-        if self.scheduled != self._stands_at:  # a state was loaded: of the middle of an interval, or of another run
-            self._set_schedule_back()
+        # If a state was loaded it is of the middle of an interval, or of another run.
+        if self.scheduled != self._stands_at and self.scheduled > self._run_is_at:
+            self._restart_schedule()
         self._move_schedule(self._run_is_at)
         self._stands_at = self.scheduled
 
-    def _set_schedule_back(self) -> None:
-        """Let the schedule begin anew if it is ahead of the run."""
-        if self.scheduled > self._run_is_at:
-            self._restart_schedule()
+    def set_schedule_back(self) -> None:
+        """The schedule goes back if it is ahead of the run when it is moved next. Otherwise it waits for the run."""
+        self._stands_at = None
 
     @property
     def _run_is_at(self) -> int:

@@ -706,7 +706,7 @@ class TrainingState:
         self.epoch = epoch
         rates = self._rates()
         if scheduled < self.scheduled:
-            # A client that ran ahead alone goes back: its schedule begins anew.
+            # A peer that ran ahead on the worse side of a fork goes back: its schedule begins anew.
             self._restart_schedule()
         self._move_schedule_alone(scheduled, rates)
         self._resumed_rates = rates if scheduled else None

@@ -11,8 +11,8 @@ renewed their record: where the run ends for them, and that their settings diffe
 samples is better. At equal samples the key with the higher epoch is better; at equal epochs the key with the *lower*
 digest. A state of epoch 0 is worse than any other, whatever it says that went into it. The best state of all live peers
 wins: a peer at another state downloads it. A state that only clients hold does not count while there are others,
-because nobody can download it: a client that is alone with its state takes the best of the others, unless that is worse
-than the last one that it had with others. A state does not count either if its holders were asked for it twice and did
+because nobody can download it: a client that is alone with its state takes the best of the others, unless both samples
+and epoch are below those of the last one that it had with others. A state does not count either if its holders were asked for it twice and did
 not give it; they are asked again after a while, ever more rarely. Keys are totally ordered, and the key of a peer that
 can be dialed only grows. So all peers that can see each other end at one state, in whatever order they hear things. See
 `docs/decisions/0001-commit-and-fork-rules.md`.
@@ -84,6 +84,10 @@ class StateKey(NamedTuple):
     def of(epoch: int, samples: int, digest: bytes) -> StateKey:
         """The key of a state."""
         return StateKey(epoch > 0, samples, epoch, digest.translate(_INVERTED))
+
+    def is_before(self, other: StateKey) -> bool:
+        """Whether fewer samples went into this state than into the other one, and fewer epochs."""
+        return self < other and self.epoch < other.epoch
 
     @staticmethod
     def of_peer(progress: Progress) -> StateKey:
@@ -473,7 +477,7 @@ class SwarmProgress:
             shared: whether others should hold this peer's state too, even if they have not said so yet. This matters
                 only for a client: its state counts for itself if it is shared.
             floor: the last state that this peer had with others. A client whose state does not count goes back to none
-                that is worse: it would lose what all have trained.
+                that is before it: it would lose what all have trained.
             awaited: peers that are on their way to this peer's state, unless they have named another state since.
             before: the state that the awaited peers come from.
             absent: peers that no round waits for; their samples do not count.
@@ -509,7 +513,7 @@ class SwarmProgress:
         offered = {StateKey.of_peer(progress) for progress in offering if progress.contact.addresses}
         if not offered:
             offered = {StateKey.of_peer(progress) for progress in offering[1:]}
-        if asked.shared or not offered or max(offered) < asked.floor:
+        if asked.shared or not offered or max(offered).is_before(asked.floor):
             offered.add(asked.key)
         vouchers = [asked.key] if asked.key in offered else []
         vouchers += [StateKey.of_peer(others[peer]) for peer in self.contributors if peer in others]

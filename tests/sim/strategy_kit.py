@@ -130,7 +130,8 @@ EXPECTED = re.compile(
     "no complete state within|named a state of epoch|none of the samples that|only .* of the .* samples that|"
     "do not come to a round|steps that the others took meanwhile is missing|the run ends here|the run is at epoch|"
     "could not withdraw a declaration|no DHT node took the declaration|rounds waiting, and gave nothing|"
-    "brought them to no average|came to others in time, and not to this peer"
+    "brought them to no average|came to others in time, and not to this peer|this client goes back from epoch|"
+    "this peer made its steps alone"
 )
 """Warnings that faults give rise to."""
 

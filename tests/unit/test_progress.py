@@ -473,6 +473,8 @@ def test_a_client_goes_back_to_no_state_before_the_last_one_that_it_had_with_oth
     assert not known.view(mine, 0.0, shared=False, floor=last).behind
     known.heard(said(ANN, epoch=5, branch_samples=501, digest=DIGESTS[2], time=101.0), 0.0)
     assert known.view(mine, 0.0, shared=False, floor=last).behind
+    known.heard(said(ANN, epoch=6, branch_samples=450, digest=DIGESTS[3], time=102.0), 0.0)  # trained on since
+    assert known.view(mine, 0.0, shared=False, floor=last).behind
 
 
 def test_the_samples_of_a_peer_that_only_others_hear_count() -> None:

@@ -148,6 +148,13 @@ class Notices:
                 "batch takes them long. A client cannot go on without a peer that others can dial: let one more train"
             )
 
+    def goes_back(self, epoch: int, to: int) -> None:
+        """This client gives up its state for a worse one of the others."""
+        self.warn(
+            f"this client goes back from epoch {epoch} to a state of epoch {to}: the others cannot download its own, "
+            "and do not go on without it. What was trained since is lost. Let more peers train that others can dial"
+        )
+
     def lacks(self, missing: int, quorum: int) -> None:
         """This peer has trained for long enough, and so many others are missing for a merge. Once until they come."""
         if self._note("lacks", bool(missing)):

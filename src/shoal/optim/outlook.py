@@ -18,10 +18,13 @@ from shoal.optim.own_state import OwnState
 from shoal.optim.pace import Pace
 from shoal.optim.run_end import RunEnd
 from shoal.optim.settings import RunSettings
-from shoal.progress import SwarmProgress, SwarmView
+from shoal.progress import NO_STATE, StateKey, SwarmProgress, SwarmView
 from shoal.wire import Contact, Progress
 
 __all__ = ["Outlook"]
+
+STUCK_S = 60.0
+"""Others that have not come further for so long cannot go on without the client that has the better state."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,6 +56,7 @@ class Outlook:
     attendance: Attendance
     fetching: Fetching
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    _worse: tuple[StateKey, float] = (NO_STATE, 0.0)  # the best state that a client can have, and since when
 
     @property
     def contact(self) -> Contact:
@@ -96,6 +100,29 @@ class Outlook:
             absent=self.attendance.absent(self.known.peers, now),
             silent=self.core.endpoint.silent,
         )
+
+    def gives_up(self, claimed: SwarmView) -> StateKey | None:
+        """The worse state of others to which this client goes back, once; None otherwise.
+
+        Nobody can have the state that it is at. If the best one that can be had has been the same for `STUCK_S`, its
+        holders cannot go on without this peer either, as a quorum takes them all. It does not go back to a state that
+        nobody has trained: peers that have begun anew are to be started from a checkpoint.
+        """
+        own, now, words = self.own, self.loop.time(), claimed.others.values()
+        best = max((StateKey.of_peer(word) for word in words if word.contact.addresses), default=NO_STATE)
+        may_take = not own.shared and not best.is_before(own.floor)  # it needs to give nothing up
+        if (
+            not (self.is_client and best.trained and best < own.name.key)
+            or may_take
+            or self.end.reached(own.name.epoch)
+        ):
+            best = NO_STATE
+        if best != self._worse[0]:
+            self._worse = best, now
+        if best is NO_STATE or now - self._worse[1] < STUCK_S:
+            return None
+        own.shared, own.floor = False, best
+        return best
 
     def view(self) -> SwarmView:
         """The swarm as it is known here now; `behind` only as long as this peer stands still for a better state."""

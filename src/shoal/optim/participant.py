@@ -318,6 +318,9 @@ class Participant:
         companions, now = self._companions, self._now()
         self._known.expire(now)
         claimed = self._outlook.claimed()
+        if (worse := self._outlook.gives_up(claimed)) is not None:
+            self._notices.goes_back(self.epoch, worse.epoch)
+            claimed = self._outlook.claimed()
         view = self._outlook.unless_it_goes_on(claimed)
         enough = self._pace.enough(view)
         if companions.observe(view, now, enough=enough):

@@ -220,7 +220,7 @@ class Solitude:
         core, endpoint = self._core, self._core.endpoint
         words = [word for word in map(self._known.progress_of, self._connected()) if word is not None]
         best = max((StateKey.of_peer(word) for word in words if word.contact.addresses), default=self._own.floor)
-        anew = self._outlook.is_client and best < self._own.floor
+        anew = self._outlook.is_client and best.is_before(self._own.floor)
         listens_at = endpoint.listens_at
         return Circumstances(
             run_id=self._run_id,

@@ -248,7 +248,11 @@ class Member:
         self.samples, self.news = 0, Changes()
         self.known = SwarmProgress(self.peer_id, _SETTINGS, ttl_s=20.0)
         settings = RunSettings(
-            run_id="run", target_batch_size=swarm.target, averager=AveragerSettings(), ttl_s=math.inf
+            run_id="run",
+            target_batch_size=swarm.target,
+            averager=AveragerSettings(),
+            ttl_s=math.inf,
+            fingerprint=_SETTINGS,
         )
         core: Any = self
         self.gossip = ProgressGossip(core, settings, self.known, self.news, next_word=self.mine)

@@ -12,10 +12,10 @@ samples is better. At equal samples the key with the higher epoch is better; at 
 digest. A state of epoch 0 is worse than any other, whatever it says that went into it. The best state of all live peers
 wins: a peer at another state downloads it. A state that only clients hold does not count while there are others,
 because nobody can download it: a client that is alone with its state takes the best of the others, unless both samples
-and epoch are below those of the last one that it had with others. A state does not count either if its holders were asked for it twice and did
-not give it; they are asked again after a while, ever more rarely. Keys are totally ordered, and the key of a peer that
-can be dialed only grows. So all peers that can see each other end at one state, in whatever order they hear things. See
-`docs/decisions/0001-commit-and-fork-rules.md`.
+and epoch are below those of the last one that it had with others. A state does not count either if its holders were
+asked for it twice and did not give it; they are asked again after a while, ever more rarely. Keys are totally ordered,
+and the key of a peer that can be dialed only grows. So all peers that can see each other end at one state, in whatever
+order they hear things. See `docs/decisions/0001-commit-and-fork-rules.md`.
 """
 
 from __future__ import annotations

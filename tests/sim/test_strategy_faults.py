@@ -273,6 +273,11 @@ def test_a_peer_at_the_same_epoch_of_a_fork_asks_for_no_copy_of_an_earlier_state
     weather("StreamingDiLoCo in 2 bits", 185)
 
 
+def test_a_client_and_a_peer_behind_it_that_need_each_other_for_a_quorum_go_on() -> None:
+    """The one that the client had come further with was gone. Nobody could have its state, and it kept it for ever."""
+    weather("Decoupled in 4 bits", 55)
+
+
 @pytest.mark.parametrize(
     "strategy",
     [DiLoCo(4, MEAN), StreamingDiLoCo(6, fragments=2, overlap=2, mixing=None, outer=MEAN)],

@@ -111,11 +111,8 @@ class Outlook:
         own, now, words = self.own, self.loop.time(), claimed.others.values()
         best = max((StateKey.of_peer(word) for word in words if word.contact.addresses), default=NO_STATE)
         may_take = not own.shared and not best.is_before(own.floor)  # it needs to give nothing up
-        if (
-            not (self.is_client and best.trained and best < own.name.key)
-            or may_take
-            or self.end.reached(own.name.epoch)
-        ):
+        ends = self.end.reached(own.name.epoch)
+        if not (self.is_client and best.trained and best < own.name.key) or may_take or ends:
             best = NO_STATE
         if best != self._worse[0]:
             self._worse = best, now

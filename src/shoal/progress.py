@@ -20,7 +20,6 @@ order they hear things. See `docs/decisions/0001-commit-and-fork-rules.md`.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -32,18 +31,9 @@ from msgspec.structs import replace
 
 from shoal.bounded import bound, put_last
 from shoal.peer import PeerID
-from shoal.wire import Progress, Standing, encode
+from shoal.wire import Progress, Standing
 
-__all__ = [
-    "NO_STATE",
-    "RELAYED_S",
-    "StateKey",
-    "SwarmProgress",
-    "SwarmView",
-    "bound",
-    "settings_difference",
-    "settings_digest",
-]
+__all__ = ["NO_STATE", "RELAYED_S", "StateKey", "SwarmProgress", "SwarmView", "bound", "settings_difference"]
 
 _SHOWN = 120
 _FIRST = "strategy", "optimizer"
@@ -189,7 +179,6 @@ class SwarmProgress:
         self._me, self._settings, self.ttl_s, self._auxiliary = me, dict(settings), ttl_s, auxiliary
         self._known: dict[PeerID, _Word] = {}
         self._alive: set[PeerID] = set()  # of those known
-        self._settings_digest = settings_digest(settings)
         self._strangers: dict[PeerID, float] = {}  # peers with other settings: the time of their last word
         self._lost: dict[PeerID, _Loss] = {}
         self._withheld: dict[PeerID, tuple[int, float]] = {}  # how many times, and until when it does not count
@@ -235,10 +224,8 @@ class SwarmProgress:
             return False
         if progress.left:
             return self._left(progress)
-        if progress.settings_digest:
-            if progress.settings_digest != self._settings_digest:
-                return False  # its own calls, and its record in the DHT, say how they differ
-        elif (difference := settings_difference(self._settings, progress.settings)) is not None:
+        difference = settings_difference(self._settings, progress.settings)
+        if difference is not None:
             if direct or progress.time > self._strangers.get(peer, math.inf):
                 self.mismatch = difference
             self._strangers.setdefault(peer, progress.time)
@@ -731,11 +718,6 @@ class _Seen:
             absent=self.asked.absent,
             log=self._log,
         )
-
-
-def settings_digest(settings: Mapping[str, str]) -> bytes:
-    """Sixteen bytes that name the settings of a run."""
-    return hashlib.sha256(encode(sorted(settings.items()))).digest()[:16]
 
 
 def settings_difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:

@@ -832,14 +832,13 @@ class Progress(Message, frozen=True):
             thousandths.
         rate: samples per second.
         time: the wall clock of the peer's machine, which it never lets go back. It only orders the peer's own messages.
-        settings: values that must be equal in the whole run; empty where their digest stands for them.
+        settings: values that must be equal in the whole run.
         end_epoch: where the run ends, as this peer concludes; None: nowhere yet.
         left: the peer takes part no more.
         check: the last check of the parameters: its epoch, the digest of the peer's own parameters, and the digest of
             those that they were found equal to (to rounding, if arithmetic differs).
         alone: the peer is connected with nobody else of the run, or took its last step alone, and is not meant to. For
             `shoal status`.
-        settings_digest: names the settings to a peer that is known to have the same; empty elsewhere.
     """
 
     contact: Contact
@@ -854,7 +853,6 @@ class Progress(Message, frozen=True):
     left: bool = False
     check: tuple[Epoch, CheckDigest, CheckDigest] | None = None
     alone: bool = False
-    settings_digest: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
 
 
 class Standing(Message, frozen=True):

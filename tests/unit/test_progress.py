@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shoal.peer import Address, PeerID
-from shoal.progress import StateKey, SwarmProgress, SwarmView, settings_difference, settings_digest
+from shoal.progress import StateKey, SwarmProgress, SwarmView, settings_difference
 from shoal.wire import Contact, Progress, Standing
 
 ME, ANN, BEN, CAT, DAN = (PeerID(bytes([number]) * 32) for number in (1, 2, 3, 4, 5))
@@ -538,16 +538,6 @@ def test_what_others_tell_of_a_peer_again_counts_for_longer() -> None:
     assert not known.relayed(teller, [Standing(BEN, 10, 100.0)], 4.0)  # an older word
     assert known.view(mine, 5.9).samples == 50
     assert known.view(mine, 6.1).samples == 20
-
-
-def test_a_note_names_the_settings_by_their_digest() -> None:
-    """It counts as one that has them all. One with another digest is nobody's difference: calls and records name it."""
-    known = swarm(optimizer="SGD")
-    assert known.heard(said(ANN, settings={}, settings_digest=settings_digest({"optimizer": "SGD"})), 0.0)
-    assert not known.heard(said(BEN, settings={}, settings_digest=settings_digest({"optimizer": "Adam"})), 0.0)
-    assert (known.peers, known.mismatch, known.strangers) == ((ANN,), None, 0)
-    assert not known.heard(said(BEN, settings={"optimizer": "Adam"}), 0.0)
-    assert known.mismatch == "optimizer is SGD here and Adam at another peer of the run"
 
 
 def test_another_optimizer_is_named_before_the_options_that_it_lacks() -> None:

@@ -28,7 +28,7 @@ from shoal.events import PeerDropped, Warned
 from shoal.optim.settings import RunSettings
 from shoal.optim.tellers import FEW, KEEPERS, Countdown, Order, Relay, look_s, silence_s, write_s
 from shoal.peer import PEER_ID_BYTES, PeerID
-from shoal.progress import NO_STATE, StateKey, SwarmProgress, SwarmView, settings_digest
+from shoal.progress import NO_STATE, StateKey, SwarmProgress, SwarmView
 from shoal.rpc import LOOK_S
 from shoal.tasks import Changes
 from shoal.wire import Contact, Progress, ProgressTold, Standing, TellProgress, Trainers, WhoTrains, decode, encode
@@ -128,7 +128,7 @@ class ProgressGossip:
         self._core, self._run_id, self._known = core, settings.run_id, known
         self._news, self._next_word = news, next_word
         self._publish_period_s, self._tell_period_s = settings.publish_period_s, settings.tell_period_s
-        self._ttl_s, self._settings_digest = settings.ttl_s, settings_digest(settings.fingerprint)
+        self._ttl_s = settings.ttl_s
         self._merges = settings.merging is not None
         # The fragments of a model have the same peers. Where there are many, each says so more rarely.
         self._fragment_count = 1 if settings.merging is None else settings.merging.fragments
@@ -214,22 +214,22 @@ class ProgressGossip:
     def _told(self, peer: PeerID, request: TellProgress) -> ProgressTold:
         # Not a coroutine: what a peer said last must be heard before it is lost.
         self._take(peer, request)
-        return ProgressTold(*self._what_we_know(brief=request.progress.settings_digest == self._settings_digest))
+        return ProgressTold(*self._what_we_know())
 
     def _noted(self, peer: PeerID, note: TellProgress) -> None:
         self._take(peer, note)
         at_least = self._before if asyncio.get_running_loop().time() < self._renamed_at + _LATE_S else self._at
         if StateKey.of_peer(note.progress) < at_least and self._corrected.get(peer) != self._at:
             self._corrected[peer] = self._at
-            self._core.endpoint.tell([peer], TellProgress(self._run_id, self._brief(self._next_word())))
+            self._core.endpoint.tell([peer], TellProgress(self._run_id, self._next_word()))
 
     def _take(self, peer: PeerID, told: TellProgress) -> None:
         if told.progress.contact.peer != peer:
             raise PeerError("progress in another peer's name", peer)
         self._hear_directly(told.progress, told.others)
 
-    def _what_we_know(self, *, brief: bool) -> tuple[Progress, list[Standing]]:
-        mine = self._brief(self._next_word()) if brief else self._next_word()
+    def _what_we_know(self) -> tuple[Progress, list[Standing]]:
+        mine = self._next_word()
         return mine, self._known.standings(mine, asyncio.get_running_loop().time()) if self.enough else []
 
     def _hear_directly(self, progress: Progress, others: Sequence[Standing]) -> None:
@@ -652,17 +652,10 @@ class ProgressGossip:
     def _note(self, peers: Iterable[PeerID], mine: Progress, others: list[Standing]) -> None:
         """Send these a note; a peer without a link is called."""
         peers = [peer for peer in peers if peer != self._core.peer_id]
-        told = set(self._core.endpoint.tell(peers, TellProgress(self._run_id, self._brief(mine), others)))
+        told = set(self._core.endpoint.tell(peers, TellProgress(self._run_id, mine, others)))
         for peer in peers:
             if peer not in told:
                 self._call(peer)
-
-    def _brief(self, mine: Progress) -> Progress:
-        """Our word for a peer that has the same settings.
-
-        Written out they are most of a word, and a slow line carries many words.
-        """
-        return replace(mine, settings={}, settings_digest=self._settings_digest)
 
     def _call(self, peer: PeerID) -> None:
         """Tell a peer by a call: it answers where it stands itself."""
@@ -698,7 +691,7 @@ class ProgressGossip:
 
     async def _tell_one(self, peer: PeerID) -> None:
         try:
-            request = TellProgress(self._run_id, *self._what_we_know(brief=self._known.progress_of(peer) is not None))
+            request = TellProgress(self._run_id, *self._what_we_know())
             told = await self._core.endpoint.call(peer, request, timeout_s=_CALL_TIMEOUT_S)
         except PeerError as error:
             put_last(self._deaf, peer, asyncio.get_running_loop().time() + _DEAF_S, _MOST_DEAF)

@@ -108,11 +108,15 @@ class Outlook:
         holders cannot go on without this peer either, as a quorum takes them all. It does not go back to a state that
         nobody has trained: peers that have begun anew are to be started from a checkpoint.
         """
-        own, now, words = self.own, self.loop.time(), claimed.others.values()
-        best = max((StateKey.of_peer(word) for word in words if word.contact.addresses), default=NO_STATE)
+        own, now, others = self.own, self.loop.time(), claimed.others
+        here = (others[peer] for peer in claimed.together if peer in others)
+        # In a large swarm not all are looked at whenever something is heard.
+        if not self.is_client or any(word.contact.addresses for word in here) or self.end.reached(own.name.epoch):
+            self._worse = NO_STATE, now
+            return None
+        best = max((StateKey.of_peer(word) for word in others.values() if word.contact.addresses), default=NO_STATE)
         may_take = not own.shared and not best.is_before(own.floor)  # it needs to give nothing up
-        ends = self.end.reached(own.name.epoch)
-        if not (self.is_client and best.trained and best < own.name.key) or may_take or ends:
+        if not best.trained or best >= own.name.key or may_take:
             best = NO_STATE
         if best != self._worse[0]:
             self._worse = best, now

@@ -165,6 +165,8 @@ def _serve(pipe: Connection) -> None:
             return
         store = dist.FileStore(path, count)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=TIMEOUT_S))
+        # A rank that has nothing to say to the others would be gone while they are still connecting to each other.
+        dist.barrier()
         try:
             result = function(*args)
         except Exception as error:  # noqa: BLE001 (said to the test)

@@ -350,17 +350,21 @@ class CatchUp:
         self._since = self._received_before = 0.0
         self._told = False
 
-    @property
-    def from_epoch(self) -> int:
-        """From a state of this epoch, or of a later one, steps lead on."""
-        return self._following.base.epoch if self._following is not None and self._following.base is not None else 0
+    def from_epoch(self, best: int) -> int:
+        """From a state of this epoch, or of a later one, steps lead on to the best state, which is of epoch `best`.
+
+        The members that are followed may be on the side of a fork that has the later epoch, and is worse.
+        """
+        base = self._following.base if self._following is not None else None
+        return 0 if base is None else min(best, base.epoch)
 
     def useful_from(self, epoch: int) -> int:
         """A state of this epoch or of a later one is of use, where the best one is of `epoch`.
 
         The last step before that may be here or on its way. No more than that is believed.
         """
-        return max(epoch - 1, min(epoch, self.from_epoch)) if self.from_epoch else epoch
+        first = self.from_epoch(epoch)
+        return max(epoch - 1, first) if first else epoch
 
     @property
     def giving(self) -> frozenset[PeerID]:

@@ -152,7 +152,7 @@ class Notices:
         """This client gives up its state for a worse one of the others."""
         self.warn(
             f"this client goes back from epoch {epoch} to a state of epoch {to}: the others cannot download its own, "
-            "and do not go on without it. What was trained since is lost. Let more peers train that others can dial"
+            "and do not go on without it. The batches since then are lost. Let more peers train that others can dial"
         )
 
     def lacks(self, missing: int, quorum: int) -> None:

@@ -214,8 +214,7 @@ class Takeover:
                 self.states.prefix,
                 donors,
                 timeout_s=max(0.001, deadline - _now()),
-                # The members that are followed may be on the side of a fork that has the later epoch, and is worse.
-                min_epoch=min(self.catch_up.from_epoch, view.epoch),
+                min_epoch=self.catch_up.from_epoch(view.epoch),
                 accept=lambda manifest: why_not_ours(self.own.training, manifest, ours, self._misfits),
                 limits=self.states.sharing.limits,
                 may_read=self.catch_up.steps_first,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from tests.integration import zero_cases as cases
 from tests.integration import zero_programs as programs
 from tests.integration.ranks import Ranks, ranks
+from tests.integration.workers import LONG_S, environment
 
 
 @pytest.fixture(scope="module")
@@ -356,3 +359,11 @@ def test_reentrant_checkpoints_within_each_other_in_stage_3(pool: Ranks) -> None
 def test_a_layer_that_some_micro_batches_do_not_use(pool: Ranks, stage: int) -> None:
     """In bfloat16, whose sums are float32: what has waited and what has come are reduced at once."""
     assert max(pool.play(2, programs.used_in_the_last_micro_batch, stage)) < 0.02
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for threads that hardly run")
+def test_a_program_ends_well_with_threads_of_gloo_behind() -> None:
+    """They want Python's lock to let go of tensors: once Python was ending, that aborted such programs."""
+    command = [sys.executable, "-m", "tests.integration.late_threads"]
+    ended = subprocess.run(command, env=environment(), stderr=subprocess.PIPE, timeout=LONG_S, check=False)
+    assert ended.returncode == 0, ended.stderr

@@ -15,11 +15,15 @@ up.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -43,6 +47,9 @@ _logger = logging.getLogger("shoal.zero")
 _VERDICT = "shoal.zero/lost"
 _TOLD = "shoal.zero/told"
 _JOIN_S = 2.0
+_SETTLE_S = 1.0
+"""How long the end of the program waits for the threads of gloo, at most."""
+_SWITCH_S = 0.005
 
 
 class Watch:
@@ -72,6 +79,7 @@ class Watch:
             thread.start()
         # Also when the program ends: a thread that comes back from the store into a Python that is gone aborts it.
         self._end = weakref.finalize(self, _end, self._closed, threads)
+        _settle_at_exit()
 
     def close(self) -> None:
         """Stop beating."""
@@ -229,6 +237,33 @@ def _end(closed: threading.Event, threads: list[threading.Thread]) -> None:
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join(_JOIN_S)
+
+
+@functools.cache
+def _settle_at_exit() -> None:
+    atexit.register(_settle)
+
+
+def _settle() -> None:
+    """Wait until the threads of gloo have let go of the tensors of their last operations.
+
+    They take Python's lock for that, and abort a program whose Python is already ending (pytorch/pytorch#190489).
+    `destroy_process_group` ends them only if nothing else has the group: models that are sharded by rows have it, and
+    so has `torch.distributed.nn` if it is imported after the group was made.
+    """
+    for _ in range(round(_SETTLE_S / _SWITCH_S)):
+        time.sleep(_SWITCH_S)  # a thread that waits for Python's lock takes it now; then it sleeps
+        if not any(map(_runs_gloo, Path("/proc/self/task").glob("*"))):
+            return
+
+
+def _runs_gloo(task: Path) -> bool:
+    """Whether a thread of this process, by its folder in /proc of Linux, is one of gloo that does not sleep."""
+    try:
+        name, state = (task / "stat").read_text().rsplit(")", 1)
+    except OSError:  # it has ended
+        return False
+    return "(pt_gloo_runloop" in name and state.split()[0] != "S"
 
 
 def _key(rank: int) -> str:

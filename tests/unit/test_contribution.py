@@ -112,3 +112,17 @@ def test_states_that_are_loaded_at_one_epoch_are_no_epochs() -> None:
     for number in range(1, 61):
         epoch = max(3, 20 - number)
         assert contribution.state_changed(epoch, processed=number, batches=number, held=0, now=10.0 * number) is None
+
+
+def test_epochs_that_went_by_on_another_branch_are_none_of_the_count() -> None:
+    """A peer that took over a state 81 epochs on was told of 81 epochs, each of 63 ms; they took 300 ms."""
+    contribution, told = Contribution(), []
+    for number in range(1, 41):
+        epoch, now = number + 81 * (number > 15), 0.3 * number
+        if number <= 15:
+            contribution.counted(8)
+        why = contribution.state_changed(epoch, processed=8 * number, batches=number, held=0, now=now)
+        told += [why] if why else []
+    assert len(told) == 1
+    assert "in the last 17 epochs" in told[0]
+    assert "a batch takes it 300 ms, and an epoch of the swarm 300 ms" in told[0]

@@ -73,6 +73,7 @@ class Contribution:
     def __init__(self) -> None:
         self.contributed = self.dropped = 0
         self._last: _Mark | None = None
+        self._widest = 0
         self._since = self._begun = _Mark(0, 0, 0, 0, 0.0)
         self._told = False
         # States that ended with batches of ours: in vain since some counted last; since `_begun`, all and those of use.
@@ -95,8 +96,12 @@ class Contribution:
         self.dropped = max(0, processed - self.contributed - held)
         before, now_at = self._last, _Mark(epoch, self.contributed, processed, batches, now)
         self._last = now_at
-        if before is None:
+        leap = 0 if before is None else epoch - before.epoch
+        leaps, self._widest = leap > max(_LOST, 2 * self._widest), max(leap, self._widest)
+        if before is None or leaps:
+            # A stopped peer wakes, or a parted one takes over the others' state: those epochs went by while it was away.
             self._since = self._begun = now_at
+            self._lost = self._states = self._used = 0
             return None
         used = self.contributed != before.contributed
         in_vain = not used and batches != before.batches

@@ -440,6 +440,52 @@ def test_the_inner_schedule_goes_back_with_a_state_of_an_earlier_epoch() -> None
         assert (training.scheduled, optimizer.param_groups[0]["lr"]) == (batches, 1 / (1 + batches))
 
 
+class OnlySteps:
+    """A schedule without `state_dict`: the rate is one over its steps."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.last_epoch = optimizer, 0
+
+    def step(self) -> None:
+        """One step on."""
+        self.last_epoch += 1
+        self.optimizer.param_groups[0]["lr"] = 1 / (1 + self.last_epoch)
+
+
+def test_a_schedule_that_cannot_go_back_waits_for_the_run() -> None:
+    """It went on from where it was, 15 steps ahead of all others to the end, and nobody was told."""
+    (mine, here), (theirs, there) = (
+        (parameter, TrainingState(optimizer := torch.optim.SGD([parameter], lr=1.0), OnlySteps(optimizer), unit=4))
+        for parameter in (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    )
+
+    def step(parameter: torch.nn.Parameter, training: TrainingState) -> float:
+        parameter.grad = torch.ones(3)
+        training.accumulate(4)
+        training.use_own_mean()
+        training.step()
+        return float(training.optimizer.param_groups[0]["lr"])
+
+    for _ in range(40):
+        step(mine, here)
+    for _ in range(25):
+        step(theirs, there)
+    values, tensors = there.export()
+    here.load(values, [tensor.clone() for tensor in tensors])
+    assert here.schedule_waits == 15
+    events, told = EventBus(), list[str]()
+    events.subscribe(lambda event: told.append(event.message) if isinstance(event, Warned) else None)
+    notices, rates = Notices(events, "run"), list[tuple[float, float]]()
+    for _ in range(20):
+        rates.append((step(mine, here), step(theirs, there)))
+        notices.stepped(here)
+    assert here.scheduled == there.scheduled == 45
+    assert [left == right for left, right in rates] == [False] * 15 + [True] * 5
+    assert [message.split(", and this")[0] for message in told] == [
+        "the run went back, and the schedule cannot: it waits for 14 more steps of the run"
+    ]
+
+
 @pytest.mark.parametrize("epoch", [math.inf, math.nan, -1, 2.0, "3", None, 1 << 60])
 def test_an_epoch_that_cannot_be_is_not_taken_over(epoch: object) -> None:
     """It decides how many steps the schedule is moved: nothing is changed, and nobody waits for the end of time."""

@@ -99,7 +99,7 @@ class Contribution:
         leap = 0 if before is None else epoch - before.epoch
         leaps, self._widest = leap > max(_LOST, 2 * self._widest), max(leap, self._widest)
         if before is None or leaps:
-            # A stopped peer wakes, or a parted one takes over the others' state: those epochs went by while it was away.
+            # It was stopped, or parted from the others whose state it takes now: those epochs went by without it.
             self._since = self._begun = now_at
             self._lost = self._states = self._used = 0
             return None

@@ -119,6 +119,12 @@ class Notices:
         self._downloads_in_a_row = 0
         if (error := training.local.schedule_error) is not None and self._note("schedule", value=True):
             self.warn(f"{error}; the learning rates stay as they are")
+        if self._note("schedule waits", value=bool(steps := training.local.schedule_waits)):
+            self.warn(
+                f"the run went back, and the schedule cannot: it waits for {steps} more steps of the run, and this "
+                "peer's learning rates are not those of the others. Give the schedule state_dict() and "
+                "load_state_dict(), as torch's have them"
+            )
         # If peers merge, there are two optimizers; of the inner one nothing travels.
         for kind, what in (("kept back", training.kept_back), ("frozen here", training.frozen_here)):
             if what is not None and self._note(kind, value=True):

@@ -82,6 +82,7 @@ class TrainingState:
         step_error: the error that the optimizer's step raised, if the last one did; else None.
         schedule_error: why the schedule does not follow the epochs any more (a `OneCycleLR` has an end): the learning
             rates stay as they are; None if it does.
+        schedule_waits: steps of the run for which the schedule waits: the run went back, and it could not.
         kept_back: says what the optimizer keeps and newcomers cannot be given; None if nothing was seen.
         frozen_here: says which trained parameter is frozen here only, so that the steps move it; None if none is.
         evaluations: how often weights to evaluate with were put into their place.
@@ -153,6 +154,7 @@ class TrainingState:
         self.epoch, self.whole, self.stepping = 0, True, False
         self._steps_of_schedule = 0
         self.schedule_error: str | None = None
+        self.schedule_waits = 0
         self._first_schedule: dict[str, Any] | None = None
         self._resumed_rates: list[float] | None = None  # until the next step: those of a state that had a count
         if scheduler is not None and hasattr(scheduler, "state_dict"):
@@ -511,7 +513,7 @@ class TrainingState:
     @property
     def scheduled(self) -> int:
         """The steps of the schedule, by its own count, which the user may have loaded."""
-        count = getattr(self.scheduler, "last_epoch", None)
+        count = None if self._first_schedule is None else getattr(self.scheduler, "last_epoch", None)
         return max(0, count) if isinstance(count, int) else self._steps_of_schedule
 
     def adopt(self, scheduler: Scheduler) -> None:
@@ -521,6 +523,7 @@ class TrainingState:
         """
         count, rates = self.scheduled, self._rates()
         self.scheduler, self._steps_of_schedule, self.schedule_error = scheduler, 0, None
+        self.schedule_waits = 0
         self._first_schedule = copy.deepcopy(scheduler.state_dict())
         if self._resumed_rates is None:
             self._move_schedule(count)
@@ -558,7 +561,10 @@ class TrainingState:
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
             for count in range(self.scheduled, to):
                 try:
-                    advance(self.scheduler)
+                    if self.schedule_waits:
+                        self.schedule_waits -= 1
+                    else:
+                        advance(self.scheduler)
                 except Exception as error:  # noqa: BLE001 (its end, or the user's own code: the state is whole without)
                     what = f"{type(error).__name__}: {error}"
                     self.schedule_error = f"the schedule goes no further than {count} steps: {what}"
@@ -713,7 +719,11 @@ class TrainingState:
         self.discard()
 
     def _restart_schedule(self) -> None:
-        if self.scheduler is None or self._first_schedule is None:
+        if self.scheduler is None:
+            return
+        if self._first_schedule is None:
+            self.schedule_waits += self._steps_of_schedule
+            self._steps_of_schedule = 0
             return
         try:
             self.scheduler.load_state_dict(copy.deepcopy(self._first_schedule))

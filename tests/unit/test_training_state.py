@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from shoal.optim.shared_state import share, why_not_ours
 from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
 from shoal.state import Manifest, StateTensorSpec
-from shoal.strategies import DiLoCo
+from shoal.strategies import DiLoCo, StreamingDiLoCo
 from shoal.wire import decode_plain, encode
 
 
@@ -411,6 +412,28 @@ def test_a_copy_that_is_no_better_than_ours_is_not_fetched(metadata: object, why
     manifest = Manifest(b"s" * 16, 4, metadata, (spec,), 1 << 20, (b"h" * 32,))
     found = why_not_ours(training, manifest, StateName(4, b"d" * 32, 100).key)
     assert found is None if why is None else why in (found or "")
+
+
+def test_of_models_with_other_first_weights_one_has_the_better_state_of_each_fragment() -> None:
+    """Each fragment was taken of either peer: the model was put together of the first weights of both."""
+    keys = []
+    for seed in range(8):
+        torch.manual_seed(seed)
+        parameters = [torch.nn.Parameter(torch.randn(3)) for _ in range(4)]
+        training = LocalSteps(torch.optim.SGD(parameters, lr=1.0), None, (), StreamingDiLoCo(8, fragments=4).merging)
+        names = [
+            StateName.genesis(each.fingerprint(), each.steps_before(), model=each.fingerprint_of_model())
+            for each in training.fragments
+        ]
+        assert len({name.digest for name in names}) == 4
+        keys.append([name.key for name in names])
+    orders = [[keys.index(row) for row in sorted(keys, key=itemgetter(number))] for number in range(4)]
+    assert orders == [orders[0]] * 4
+    before = training.fingerprint_of_fragments()
+    with torch.no_grad():
+        parameters[0].add_(1.0)
+    training.begin_anew()
+    assert training.fingerprint_of_fragments() != before
 
 
 @pytest.mark.parametrize(("epoch", "taken"), [(200_000, True), (200_001, False)])

@@ -8,6 +8,7 @@ merge is its own, as is its inner optimizer. See `shoal.strategies`.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -339,6 +340,10 @@ class OuterTrainingState(TrainingState):
         self._local.follow_model()
         return super().export()
 
+    def fingerprint_of_model(self) -> bytes:
+        """See `TrainingState.fingerprint_of_model`."""
+        return self._local.fingerprint_of_fragments()
+
     def settle(self) -> bool:
         """Let the parameters go back to the anchor, if what was trained was discarded (trainer, under the lock).
 
@@ -393,6 +398,7 @@ class LocalSteps(LocalTrainingState):
         super().__init__(optimizer, scheduler, extra_tensors)
         self.merging, last = merging, merging.fragments - 1
         self._fresh = True  # no batch was trained yet
+        self._fingerprint: tuple[list[int], bytes] | None = None
         # The schedule, unless a state of it was loaded since; None if it is to go back to where the run is.
         self._stands_at: int | None = self.scheduled
         self.fragments = [
@@ -433,6 +439,17 @@ class LocalSteps(LocalTrainingState):
         if self._fresh and not self.strays and all(fragment.epoch == 0 for fragment in self.fragments):
             for fragment in self.fragments:
                 fragment.copy_weights()
+
+    def fingerprint_of_fragments(self) -> bytes:
+        """A digest of what all fragments hold; empty if there is only one."""
+        if len(self.fragments) == 1:
+            return b""
+        # Each fragment asks for it, and it takes a while for a large model.
+        versions = [tensor._version for each in self.fragments for tensor in each.describe()]  # noqa: SLF001
+        if self._fingerprint is None or self._fingerprint[0] != versions:
+            digests = b"".join(fragment.fingerprint() for fragment in self.fragments)
+            self._fingerprint = versions, hashlib.sha256(digests).digest()
+        return self._fingerprint[1]
 
     def _why_broken(self) -> str | None:
         if (index := not_finite([parameter.detach() for parameter in self.trained])) is None:

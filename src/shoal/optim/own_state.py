@@ -80,7 +80,7 @@ class OwnState:
         fingerprint = self.training.fingerprint()
         if self._auxiliary:
             return StateName.of_auxiliary(fingerprint)
-        return StateName.genesis(fingerprint, self.training.steps_before())
+        return StateName.genesis(fingerprint, self.training.steps_before(), model=self.training.fingerprint_of_model())
 
     @asynccontextmanager
     async def hold(self) -> AsyncIterator[bool]:

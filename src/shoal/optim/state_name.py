@@ -39,14 +39,20 @@ class StateName(NamedTuple):
     samples: Samples
 
     @classmethod
-    def genesis(cls, fingerprint: bytes, steps: int = 0) -> StateName:
+    def genesis(cls, fingerprint: bytes, steps: int = 0, *, model: bytes = b"") -> StateName:
         """Before any step of the swarm.
 
         Args:
             fingerprint: of all parameters, and of what the optimizer keeps.
             steps: that the optimizer has taken before: a peer that resumes has a better state than one that begins.
+            model: the fingerprint of the model of which these parameters are a fragment; empty if they are all of it.
+                It comes first in the digest: so among peers that begin with different weights one has the better state
+                of each fragment, and no model is put together of the first weights of several.
         """
-        return cls(0, hashlib.sha256(b"shoal genesis" + fingerprint).digest(), min(steps, MAX_SAMPLES))
+        digest = hashlib.sha256(b"shoal genesis" + fingerprint).digest()
+        if model:
+            digest = hashlib.sha256(b"shoal genesis of model" + model).digest()[:16] + digest[:16]
+        return cls(0, digest, min(steps, MAX_SAMPLES))
 
     @classmethod
     def of_auxiliary(cls, fingerprint: bytes) -> StateName:

@@ -594,6 +594,10 @@ class TrainingState:
             digest.update(view_bytes(tensor.to("cpu").contiguous()))
         return bytes(digest.digest())
 
+    def fingerprint_of_model(self) -> bytes:
+        """A digest of all fragments of the model, if this is the state of one of several; else empty."""
+        return b""
+
     def steps_before(self) -> int:
         """The number of steps that the optimizer has taken, by its statistics or its groups."""
         entries = [entry for entry in self.optimizer.state.values() if isinstance(entry, dict)]

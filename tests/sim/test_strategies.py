@@ -416,6 +416,38 @@ def test_a_peer_that_does_not_come_holds_up_no_merge_of_a_quorum() -> None:
     sim.run(main, seed=4)
 
 
+def test_of_two_that_begin_with_other_weights_one_takes_all_of_the_others_and_says_what_is_lost() -> None:
+    """Each took a fragment of the other's: nobody's model was left, and nothing was said of what the first trained."""
+    lost: list[str] = []
+
+    async def main(seeds: tuple[int, int]) -> None:
+        run, told = Run(target=1), list[str]()
+        strategy = Decoupled(4, fragments=2, quorum=2)
+        for name, seed in zip(("first", "second"), seeds, strict=True):
+            await run.add(
+                name,
+                seed=seed,
+                strategy=strategy,
+                events=lambda event: told.append(event.message) if isinstance(event, Warned) else None,
+            )
+            run.swarm.spawn(name, run.trainers[name].train(BATCH, duration_s=0.5, until=lambda: False))
+            await sim.sleep(15.0)
+        taken = [[len(each.takeover.downloads) for each in run.trainers[name].fragments] for name in run.trainers]
+        assert sorted(taken) == [[0, 0], [1, 1]], taken
+        run.announce_end(run.trainers["first"].participant.epoch + 3)
+        while not all(trainer.finished for trainer in run.trainers.values()):
+            await sim.sleep(0.5)
+        assert run.agree(["first", "second"])
+        said = [message for message in told if "the first weights of another peer" in message]
+        assert len(said) == (taken[0] == [1, 1])
+        lost.extend(said)
+        await run.close()
+
+    for seeds in ((0, 1), (1, 0)):
+        sim.run(partial(main, seeds), seed=4)
+    assert [message.split(": ")[1].split(" samples")[0] for message in lost] == ["124"], lost
+
+
 def test_two_that_come_late_to_a_merge_make_none_of_their_own() -> None:
     """They did, if they were a quorum: what they gave to it was lost with their state, the worse one of two."""
 

@@ -201,6 +201,14 @@ class Notices:
                 "they can be reached, or give require_state=True, so that it stops instead"
             )
 
+    def begins_anew(self, samples: int) -> None:
+        """The run begins with the first weights of another peer, and this one has trained its own."""
+        self.warn(
+            f"run {self._run_id!r} begins with the first weights of another peer: {samples} samples that this peer has "
+            "trained on its own first weights are lost. Give all peers the same ones, with torch.manual_seed before "
+            "the model is made or with a checkpoint"
+        )
+
     def without(self, further: Mapping[PeerID, int], epoch: int) -> None:
         """We go on from our own state, though these are further and have not given theirs. Once until none is."""
         if self._note("without", bool(further)):

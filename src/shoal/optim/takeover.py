@@ -25,6 +25,7 @@ from shoal.optim.outlook import Outlook
 from shoal.optim.own_state import OwnState
 from shoal.optim.phases import PhaseMachine
 from shoal.optim.shared_state import Misfits, before_of, committed_of, is_average, name_of, why_not_ours
+from shoal.optim.state_name import StateName
 from shoal.peer import PeerID
 from shoal.progress import SwarmView
 from shoal.state import Donor, Intake, download_state
@@ -233,6 +234,7 @@ class Takeover:
         await self.outlook.fetching.parked()
         if ours is not None and name.key <= self.own.name.key:
             return  # we came further meanwhile
+        lost = self._trained_in_vain(name)
 
         async def take_over() -> None:
             training, committed, before = self.own.training, committed_of(state.metadata), before_of(state.metadata)
@@ -260,8 +262,21 @@ class Takeover:
                 self._withheld(view.leaders)
                 raise
         self.outlook.known.note_given(state.donors)
+        if lost:
+            self.notices.begins_anew(lost)
         self.downloads.append((state.bytes_received, state.duration_s))
         self.notices.downloaded(state.duration_s, self.core.reachability.shut_out)
+
+    def _trained_in_vain(self, taken: StateName) -> int:
+        """The samples that this peer has trained on first weights of its own, if others' first weights are taken.
+
+        They are not counted if it has not had the time for a merge, as where peers start together, or if others merge.
+        """
+        merging, training = self.outlook.settings.merging, self.own.training
+        begins = taken.epoch == self.own.name.epoch == 0 and not self.outlook.settings.fragment
+        if merging is None or not begins or training.batches <= (merging.steps or 0):
+            return 0
+        return training.samples
 
     def _tell_pace(self, intake: Intake) -> None:
         received, missing = intake.received_bytes, intake.missing_bytes

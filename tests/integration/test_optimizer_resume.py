@@ -187,6 +187,53 @@ def test_a_run_goes_on_from_its_checkpoint(dht: shoal.DHT, own_schedule: str) ->
     again.shutdown()
 
 
+@pytest.mark.parametrize("kind", ["LinearLR", "StepLR"])
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_schedule_over_the_swarm_goes_on_from_the_last_merge(dht: shoal.DHT, kind: str, fragments: int) -> None:
+    """A state was saved between two merges: the run goes on from the first one, the rates went on from the second."""
+    strategy = shoal.strategies.Decoupled(10, fragments=fragments, quorum=1)
+
+    def schedule(optimizer: Any) -> torch.optim.lr_scheduler.LRScheduler:
+        if kind == "StepLR":
+            return torch.optim.lr_scheduler.StepLR(optimizer, 12)
+        return torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 0.0, total_iters=40)
+
+    def rates(way: str, saved: Any = None) -> tuple[list[float], Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        options: dict[str, Any] = {"scheduler": schedule(inner)} if way == "given" else {}
+        run_id = f"{kind} {fragments} {way} {saved is None}"
+        swarm = shoal.Optimizer(
+            dht=dht,
+            run_id=run_id,
+            strategy=strategy,
+            optimizer=inner,
+            batch_size_per_step=TARGET,
+            model=model,
+            **options,
+        )
+        with swarm:
+            kept = schedule(swarm) if way == "before" else None
+            if saved is not None:
+                swarm.load_state_dict(copy.deepcopy(saved))
+            kept = schedule(swarm) if way == "after" else kept
+            found = []
+            for _ in range(18):
+                swarm.zero_grad()
+                model(torch.ones(TARGET, 3)).square().mean().backward()
+                swarm.step()
+                found.append(round(float(inner.param_groups[0]["lr"]), 6))
+            assert (kept is None) == (way == "given")
+            return found, swarm.state_dict()
+
+    wanted, _ = rates("given", rates("given")[1])
+    assert wanted[0] > wanted[-1]
+    _, saved = rates("before")
+    for way in ("before", "after"):
+        assert rates(way, saved)[0] == wanted, way
+
+
 def test_a_later_end_that_is_announced_at_the_end_holds_at_once(dht: shoal.DHT) -> None:
     """`finished` was true for some milliseconds more: a loop that began anew ended."""
     model = torch.nn.Linear(3, 2)

@@ -401,6 +401,7 @@ class LocalSteps(LocalTrainingState):
         self._fingerprint: tuple[list[int], bytes] | None = None
         # The schedule, unless a state of it was loaded since; None if it is to go back to where the run is.
         self._stands_at: int | None = self.scheduled
+        self._begins_anew = False  # a schedule that comes begins with its own first rates
         self.fragments = [
             OuterTrainingState(
                 self, merging, fragment, () if number else self._frozen, () if number < last else extra_tensors
@@ -486,8 +487,16 @@ class LocalSteps(LocalTrainingState):
         # If a state was loaded it is of the middle of an interval, or of another run.
         if self.scheduled != self._stands_at and self.scheduled > self._run_is_at:
             self._restart_schedule()
+            self._resumed_rates, self._begins_anew = None, self.scheduler is None
         self._move_schedule(self._run_is_at)
         self._stands_at = self.scheduled
+
+    def adopt(self, scheduler: Scheduler) -> None:
+        """See `TrainingState.adopt`. Rates that were loaded do not stay if they are of a later place than the run."""
+        if self._begins_anew:
+            self.scheduler, self._begins_anew = scheduler, False
+            self.restore_rates()
+        super().adopt(scheduler)
 
     def set_schedule_back(self) -> None:
         """The schedule goes back if it is ahead of the run when it is moved next. Otherwise it waits for the run."""

@@ -724,6 +724,7 @@ class TrainingState:
 
     def _restart_schedule(self) -> None:
         if self.scheduler is None:
+            self._set_first_rates()
             return
         if self._first_schedule is None:
             self.schedule_waits += self._steps_of_schedule
@@ -735,10 +736,12 @@ class TrainingState:
             self.schedule_error = f"the schedule does not go back: {type(error).__name__}: {error}"
             return
         self._steps_of_schedule = 0
-        for group in self.optimizer.param_groups:
-            if group.get("lr") is not None:
-                _set_rate(group, group.get("initial_lr", group["lr"]))
+        self._set_first_rates()
         self.restore_rates()  # the first ones may be others: LinearLR computes each from the one before
+
+    def _set_first_rates(self) -> None:
+        for group in self._rated_groups:
+            _set_rate(group, group.get("initial_lr", group["lr"]))
 
     def prepare_optimizer(self, state_dict: dict[str, Any]) -> Prepared:
         """Look at a state dict of the optimizer; nothing is changed.

@@ -28,7 +28,7 @@ from shoal.optim.shared_state import share, why_not_ours
 from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
 from shoal.state import Manifest, StateTensorSpec
-from shoal.strategies import DiLoCo, StreamingDiLoCo
+from shoal.strategies import DiLoCo, LocalSGD, StreamingDiLoCo
 from shoal.wire import decode_plain, encode
 
 
@@ -412,6 +412,60 @@ def test_a_copy_that_is_no_better_than_ours_is_not_fetched(metadata: object, why
     manifest = Manifest(b"s" * 16, 4, metadata, (spec,), 1 << 20, (b"h" * 32,))
     found = why_not_ours(training, manifest, StateName(4, b"d" * 32, 100).key)
     assert found is None if why is None else why in (found or "")
+
+
+KEEPERS = {
+    "z": pytorch_optimizer.ScheduleFreeAdamW,
+    "lookahead_params": partial(pytorch_optimizer.Ranger21, num_iterations=100),
+    "p0": pytorch_optimizer.Prodigy,
+    "slow_params": lambda params: pytorch_optimizer.Lookahead(torch.optim.AdamW(params), k=5),
+}
+
+
+@pytest.mark.parametrize("name", KEEPERS)
+@pytest.mark.parametrize(
+    "strategy", [LocalSGD(4), DiLoCo(4), StreamingDiLoCo(4, fragments=1, overlap=2, mixing=0.5)], ids=str
+)
+def test_weights_that_the_inner_optimizer_keeps_move_with_the_parameters(name: str, strategy: Any) -> None:
+    """They stayed: the next steps of ScheduleFree and Lookahead led a newcomer back to its first weights."""
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(3, 2)), torch.nn.Parameter(torch.randn(1))]
+    training = LocalSteps(KEEPERS[name](parameters), None, (), strategy.merging)
+    fragment = training.fragments[0]
+
+    def apart() -> list[torch.Tensor]:
+        return [training.optimizer.state[each][name].view_as(each) - each.detach() for each in parameters]
+
+    def train() -> None:
+        for _ in range(4):
+            for each in parameters:
+                each.grad = torch.randn_like(each)
+            training.accumulate(4)
+
+    train()
+    before = apart()
+    values, tensors = fragment.export()
+    fragment.load({**values, "epoch": 3}, [each + 5.0 for each in tensors])
+    assert all(bool((each.detach() > 1.0).all()) for each in parameters)
+    torch.testing.assert_close(apart(), before, rtol=0, atol=1e-5)
+    train()
+    before = apart()
+    fragment.contribute()
+    fragment.use_accumulators()
+    fragment.step()
+    torch.testing.assert_close(apart(), before, rtol=0, atol=1e-5)
+
+
+def test_moments_do_not_move_with_the_parameters() -> None:
+    """They are no weights."""
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    training = LocalSteps(torch.optim.AdamW([parameter]), None, (), DiLoCo(4).merging)
+    accumulate(training, [parameter], 1.0, 4)
+    moments = {name: each.clone() for name, each in training.optimizer.state[parameter].items()}
+    values, tensors = training.fragments[0].export()
+    training.fragments[0].load({**values, "epoch": 3}, [each + 5.0 for each in tensors])
+    assert bool((parameter.detach() > 4.0).all())
+    torch.testing.assert_close(dict(training.optimizer.state[parameter]), moments, rtol=0, atol=0)
 
 
 def test_of_models_with_other_first_weights_one_has_the_better_state_of_each_fragment() -> None:

@@ -9,7 +9,8 @@ merge is its own, as is its inner optimizer. See `shoal.strategies`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from shoal.optim.inner import Scheduler, make_optimizer
 from shoal.optim.local_updates import LocalTrainingState
 from shoal.optim.options import Options
 from shoal.optim.training_state import PreparedState, TrainingState, not_finite
+from shoal.optim.trial import weight_copies
 from shoal.strategies import Merging
 
 __all__ = ["LocalSteps", "OuterTrainingState"]
@@ -217,7 +219,7 @@ class OuterTrainingState(TrainingState):
         (samples, batches), self._given, self._older = self._given, None, False
         self._trained.samples = max(0, self._trained.samples - samples)
         self._trained.batches = max(0, self._trained.batches - batches)
-        with torch.no_grad():
+        with torch.no_grad(), self._local.moving(self._own):
             torch._foreach_add_(self._own, self._outer_gradient())
 
     def _outer_gradient(self) -> list[torch.Tensor]:
@@ -243,7 +245,7 @@ class OuterTrainingState(TrainingState):
         self._strays = False
 
     def _copy_anchor(self) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), self._local.moving(self._own):
             torch._foreach_copy_(self._own, self._anchor)
 
     @property
@@ -259,7 +261,7 @@ class OuterTrainingState(TrainingState):
         self._sound = sound = not (self._strays or self._is_stale) and self.unfit() is None
         keeps = sound and mixing is None and (self._later.batches > 0 or not self._counts)
         self._strays = True  # until the whole step is taken
-        with torch.no_grad():
+        with torch.no_grad(), self._local.moving(own):
             if keeps:  # leave of them what was trained and is in no average
                 torch._foreach_sub_(own, self._anchor)
                 if self._counts and self._given is not None:
@@ -272,7 +274,7 @@ class OuterTrainingState(TrainingState):
             elif sound and mixing is not None:
                 torch._foreach_lerp_(own, self._anchor, 1.0 - mixing)
             else:
-                self._copy_anchor()
+                torch._foreach_copy_(own, self._anchor)
 
     @property
     def _anchor(self) -> list[torch.Tensor]:
@@ -308,13 +310,13 @@ class OuterTrainingState(TrainingState):
             self._local.set_schedule_back()
         self._strays = True  # if this is interrupted, the parameters go back to the anchor
         super().take_over(prepared, follows=follows)
-        with torch.no_grad():
+        with torch.no_grad(), self._local.moving(self._own):
             if keeps:
                 torch._foreach_sub_(self._own, before)
                 torch._foreach_add_(self._own, self._anchor)
                 self._trained.samples, self._trained.batches = trained
             else:
-                self._copy_anchor()
+                torch._foreach_copy_(self._own, self._anchor)
         self._strays, self._older = False, keeps and trained[1] > 0
         if evaluates:
             self._local.evaluate()
@@ -399,6 +401,8 @@ class LocalSteps(LocalTrainingState):
         self.merging, last = merging, merging.fragments - 1
         self._fresh = True  # no batch was trained yet
         self._fingerprint: tuple[list[int], bytes] | None = None
+        # The names of weights among the inner optimizer's statistics: equal ones now, or as a trial will tell.
+        self._copies, self._judged = frozenset(_equal_statistics(optimizer)), False
         # The schedule, unless a state of it was loaded since; None if it is to go back to where the run is.
         self._stands_at: int | None = self.scheduled
         self._begins_anew = False  # a schedule that comes begins with its own first rates
@@ -408,6 +412,31 @@ class LocalSteps(LocalTrainingState):
             )
             for number, fragment in enumerate(_divided(self.trained, merging.fragments))
         ]
+
+    @contextmanager
+    def moving(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Weights that the inner optimizer keeps (`z` of ScheduleFree, for one) move as these parameters do.
+
+        Its next steps would lead back to them otherwise.
+        """
+        copies = [(each, kept) for each in parameters for kept in self._copies_of(each)]
+        before = [each.clone() for each, _ in copies]
+        try:
+            yield
+        finally:
+            for (each, kept), was in zip(copies, before, strict=True):
+                moved = kept.view_as(each) + (each - was).to(kept)
+                # What was not finite has no place of its own.
+                kept.copy_(torch.where(moved.isfinite(), moved, each.to(kept)).view_as(kept))
+
+    def _copies_of(self, parameter: torch.Tensor) -> list[torch.Tensor]:
+        if not self._judged and self.optimizer.state:
+            self._copies, self._judged = self._copies | weight_copies(self.optimizer), True
+        if not self._copies or parameter not in self.optimizer.state:
+            return []
+        entry = self.optimizer.state[parameter]
+        held = [entry[name] for name in self._copies if isinstance(entry.get(name), torch.Tensor)]
+        return [each for each in held if each.is_floating_point() and each.numel() == parameter.numel()]
 
     def accumulate(self, batch_size: int) -> bool:
         """Step on the gradients in `.grad`, and count the batch for the next merge of each fragment.
@@ -507,3 +536,12 @@ class LocalSteps(LocalTrainingState):
         """So many steps of the schedule: the merges of the first fragment are `every` batches apart."""
         first, steps = self.fragments[0], self.merging.steps
         return first.epoch if steps is None else first.epoch * steps + first.batches_until(steps)
+
+
+def _equal_statistics(optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    """The names of statistics that are equal to their parameters: Lookahead keeps such from its beginning."""
+    for parameter, entry in optimizer.state.items():
+        if isinstance(parameter, torch.Tensor) and isinstance(entry, dict) and parameter.any():
+            for name, value in entry.items():
+                if isinstance(value, torch.Tensor) and torch.equal(value, parameter):
+                    yield name

@@ -11,6 +11,7 @@ An optimizer whose twin cannot be made, or which cannot step one parameter alone
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -19,9 +20,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["draws_random_numbers", "first_statistics", "needs", "try_step"]
+__all__ = ["draws_random_numbers", "first_statistics", "needs", "try_step", "weight_copies"]
 
 _GRADIENT = 1e-3
+_MOVED = 1.0
 _CROPPED = 8
 """Elements in each dimension of a parameter whose statistics are looked at for their kind alone."""
 
@@ -99,6 +101,32 @@ def first_statistics(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, Ma
             failure, statistics = _step(optimizer, parameter, _options(group), {}, corner)
             if failure is None:
                 yield numbers[id(parameter)], statistics
+
+
+def weight_copies(optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    """The names of statistics that are weights, as `z` of ScheduleFree is. Nothing is changed.
+
+    A first step is taken from a small parameter of each sort, and from the same one with all values moved. What has
+    moved by as much, element by element, is weights. A parameter that cannot be stepped so is left out.
+    """
+    found = set[str]()
+    for group in optimizer.param_groups:
+        for parameter in _of_each_sort(group, {}):
+            shape = [max(2, min(size, _CROPPED)) for size in parameter.shape] or [1]
+            small = torch.linspace(0.1, 0.9, math.prod(shape), dtype=parameter.dtype, device=parameter.device)
+            steps = [_step(optimizer, parameter, _options(group), {}, small.view(shape) + by) for by in (0.0, _MOVED)]
+            if all(failure is None for failure, _ in steps):
+                (_, here), (_, there) = steps
+                found.update(name for name in here if _has_moved(here[name], there.get(name), small.numel()))
+    return frozenset(found)
+
+
+def _has_moved(here: object, there: object, numel: int) -> bool:
+    if not isinstance(here, torch.Tensor) or not isinstance(there, torch.Tensor):
+        return False
+    if not here.is_floating_point() or not here.numel() == there.numel() == numel:
+        return False
+    return bool(((there - here - _MOVED).abs() < _MOVED / 10).all())
 
 
 def draws_random_numbers(optimizer: torch.optim.Optimizer) -> bool:

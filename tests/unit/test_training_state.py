@@ -414,7 +414,7 @@ def test_a_copy_that_is_no_better_than_ours_is_not_fetched(metadata: object, why
     assert found is None if why is None else why in (found or "")
 
 
-KEEPERS = {
+KEEPERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "z": pytorch_optimizer.ScheduleFreeAdamW,
     "lookahead_params": partial(pytorch_optimizer.Ranger21, num_iterations=100),
     "p0": pytorch_optimizer.Prodigy,
@@ -481,6 +481,7 @@ def test_of_models_with_other_first_weights_one_has_the_better_state_of_each_fra
         ]
         assert len({name.digest for name in names}) == 4
         keys.append([name.key for name in names])
+    assert {key.samples for row in keys for key in row} == {0}
     orders = [[keys.index(row) for row in sorted(keys, key=itemgetter(number))] for number in range(4)]
     assert orders == [orders[0]] * 4
     before = training.fingerprint_of_fragments()
@@ -488,6 +489,17 @@ def test_of_models_with_other_first_weights_one_has_the_better_state_of_each_fra
         parameters[0].add_(1.0)
     training.begin_anew()
     assert training.fingerprint_of_fragments() != before
+
+
+def test_who_begins_with_steps_of_the_inner_optimizer_has_the_better_state() -> None:
+    """They were counted of the outer one, which has none: of a checkpoint of plain torch and random weights one won."""
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.AdamW([parameter])
+    for _ in range(7):
+        parameter.grad = torch.ones(3)
+        optimizer.step()
+    fragment = LocalSteps(optimizer, None, (), DiLoCo(4).merging).fragments[0]
+    assert fragment.steps_before() == 7
 
 
 @pytest.mark.parametrize(("epoch", "taken"), [(200_000, True), (200_001, False)])

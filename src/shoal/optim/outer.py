@@ -342,6 +342,10 @@ class OuterTrainingState(TrainingState):
         self._local.follow_model()
         return super().export()
 
+    def steps_before(self) -> int:
+        """Of the inner optimizer: see `TrainingState.steps_before`."""
+        return self._local.steps_before()
+
     def fingerprint_of_model(self) -> bytes:
         """See `TrainingState.fingerprint_of_model`."""
         return self._local.fingerprint_of_fragments()

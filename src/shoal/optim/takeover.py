@@ -35,7 +35,8 @@ from shoal.wire import Contact
 __all__ = ["Takeover"]
 
 _MOST_DONORS = 256
-
+_MANY_BATCHES = 10
+"""A peer that loses fewer before the run's first merge is not told."""
 _SLOW_S = 20.0
 """The pace of a download is told after so long, if the rest would take longer than that."""
 
@@ -270,11 +271,11 @@ class Takeover:
     def _trained_in_vain(self, taken: StateName) -> int:
         """The samples that this peer has trained on first weights of its own, if others' first weights are taken.
 
-        They are not counted if it has not had the time for a merge, as where peers start together, or if others merge.
+        A few batches are not told, as peers that start together have trained some before they meet.
         """
         merging, training = self.outlook.settings.merging, self.own.training
         begins = taken.epoch == self.own.name.epoch == 0 and not self.outlook.settings.fragment
-        if merging is None or not begins or training.batches <= (merging.steps or 0):
+        if merging is None or not begins or training.batches < _MANY_BATCHES:
             return 0
         return training.samples
 

@@ -429,17 +429,17 @@ class LocalSteps(LocalTrainingState):
             yield
         finally:
             for (each, kept), was in zip(copies, before, strict=True):
-                moved = kept.view_as(each) + (each - was).to(kept)
+                moved = kept.reshape(each.shape) + (each - was).to(kept)
                 # What was not finite has no place of its own.
-                kept.copy_(torch.where(moved.isfinite(), moved, each.to(kept)).view_as(kept))
+                kept.copy_(torch.where(moved.isfinite(), moved, each.to(kept)).reshape(kept.shape))
 
     def _copies_of(self, parameter: torch.Tensor) -> list[torch.Tensor]:
         if not self._judged and self.optimizer.state:
             self._copies, self._judged = self._copies | weight_copies(self.optimizer), True
-        if not self._copies or parameter not in self.optimizer.state:
+        entry = self.optimizer.state.get(parameter) if self._copies else None
+        if not isinstance(entry, dict):
             return []
-        entry = self.optimizer.state[parameter]
-        held = [entry[name] for name in self._copies if isinstance(entry.get(name), torch.Tensor)]
+        held = [value for name, value in entry.items() if name in self._copies and isinstance(value, torch.Tensor)]
         return [each for each in held if each.is_floating_point() and each.numel() == parameter.numel()]
 
     def accumulate(self, batch_size: int) -> bool:

@@ -107,13 +107,16 @@ def weight_copies(optimizer: torch.optim.Optimizer) -> frozenset[str]:
     """The names of statistics that are weights, as `z` of ScheduleFree is. Nothing is changed.
 
     A first step is taken from a small parameter of each sort, and from the same one with all values moved. What has
-    moved by as much, element by element, is weights. A parameter that cannot be stepped so is left out.
+    moved by as much, element by element, is weights. A parameter that cannot be stepped so is left out. An optimizer
+    that wraps another one is not tried, as its twin might step the parameters themselves.
     """
+    if any(isinstance(each, torch.optim.Optimizer) for each in vars(optimizer).values()):
+        return frozenset({"z"})  # of a wrapper that makes any optimizer ScheduleFree
     found = set[str]()
     for group in optimizer.param_groups:
         for parameter in _of_each_sort(group, {}):
             shape = [max(2, min(size, _CROPPED)) for size in parameter.shape] or [1]
-            small = torch.linspace(0.1, 0.9, math.prod(shape), dtype=parameter.dtype, device=parameter.device)
+            small = torch.linspace(0.1, 0.9, math.prod(shape), device=parameter.device).to(parameter.dtype)
             steps = [_step(optimizer, parameter, _options(group), {}, small.view(shape) + by) for by in (0.0, _MOVED)]
             if all(failure is None for failure, _ in steps):
                 (_, here), (_, there) = steps

@@ -480,8 +480,13 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             ClosedError: the optimizer or its DHT was shut down.
         """
         found = self._statuses()
-        swarm_epoch = min(each.swarm_epoch for each in found)
-        return replace(min(found, key=lambda each: each.epoch), swarm_epoch=swarm_epoch, finished=self.finished)
+        return replace(
+            min(found, key=lambda each: each.epoch),
+            swarm_epoch=min(each.swarm_epoch for each in found),
+            contributed=min(each.contributed for each in found),
+            dropped=max(each.dropped for each in found),
+            finished=self.finished,
+        )
 
     def _statuses(self) -> list[Status]:
         """Of each fragment of the model."""

@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from shoal.errors import StateUnavailable
-from shoal.optim.outer import LocalSteps
+from shoal.optim.outer import LocalSteps, fingerprint_of
 from shoal.optim.participant import Participant
 from shoal.optim.shared_state import name_of
 from shoal.optim.state_name import StateName
@@ -134,8 +134,7 @@ class _Fragment(msgspec.Struct):
 
 def fingerprint(training: TrainingState) -> str:
     """A digest of what all fragments hold, in hexadecimal."""
-    digests = [fragment.fingerprint() for fragment in fragments_of(training)]
-    return digests[0].hex() if len(digests) == 1 else hashlib.sha256(b"".join(digests)).hexdigest()
+    return fingerprint_of(fragments_of(training)).hex()
 
 
 def take_over(training: TrainingState, loaded: Sequence[Loaded]) -> list[StateName]:

@@ -25,7 +25,7 @@ from shoal.optim.training_state import PreparedState, TrainingState, not_finite
 from shoal.optim.trial import weight_copies
 from shoal.strategies import Merging
 
-__all__ = ["LocalSteps", "OuterTrainingState"]
+__all__ = ["LocalSteps", "OuterTrainingState", "fingerprint_of"]
 
 _MOST_SCHEDULED = 100_000_000
 """The most steps of the inner schedule to which a state of others may lead: minutes for a schedule of torch."""
@@ -409,7 +409,7 @@ class LocalSteps(LocalTrainingState):
         self._copies, self._judged = frozenset(_equal_statistics(optimizer)), False
         # The schedule, unless a state of it was loaded since; None if it is to go back to where the run is.
         self._stands_at: int | None = self.scheduled
-        self._begins_anew = False  # a schedule that comes begins with its own first rates
+        self._schedule_begins_anew = False  # a schedule that comes begins with its own first rates
         self.fragments = [
             OuterTrainingState(
                 self, merging, fragment, () if number else self._frozen, () if number < last else extra_tensors
@@ -481,8 +481,7 @@ class LocalSteps(LocalTrainingState):
         # Each fragment asks for it, and it takes a while for a large model.
         versions = [tensor._version for each in self.fragments for tensor in each.describe()]  # noqa: SLF001
         if self._fingerprint is None or self._fingerprint[0] != versions:
-            digests = b"".join(fragment.fingerprint() for fragment in self.fragments)
-            self._fingerprint = versions, hashlib.sha256(digests).digest()
+            self._fingerprint = versions, fingerprint_of(self.fragments)
         return self._fingerprint[1]
 
     def _why_broken(self) -> str | None:
@@ -520,14 +519,14 @@ class LocalSteps(LocalTrainingState):
         # If a state was loaded it is of the middle of an interval, or of another run.
         if self.scheduled != self._stands_at and self.scheduled > self._run_is_at:
             self._restart_schedule()
-            self._resumed_rates, self._begins_anew = None, self.scheduler is None
+            self._resumed_rates, self._schedule_begins_anew = None, self.scheduler is None
         self._move_schedule(self._run_is_at)
         self._stands_at = self.scheduled
 
     def adopt(self, scheduler: Scheduler) -> None:
         """See `TrainingState.adopt`. Rates that were loaded do not stay if they are of a later place than the run."""
-        if self._begins_anew:
-            self.scheduler, self._begins_anew = scheduler, False
+        if self._schedule_begins_anew:
+            self.scheduler, self._schedule_begins_anew = scheduler, False
             self.restore_rates()
         super().adopt(scheduler)
 
@@ -540,6 +539,12 @@ class LocalSteps(LocalTrainingState):
         """So many steps of the schedule: the merges of the first fragment are `every` batches apart."""
         first, steps = self.fragments[0], self.merging.steps
         return first.epoch if steps is None else first.epoch * steps + first.batches_until(steps)
+
+
+def fingerprint_of(fragments: Sequence[TrainingState]) -> bytes:
+    """A digest of what all these fragments hold; of one, its own."""
+    digests = [fragment.fingerprint() for fragment in fragments]
+    return digests[0] if len(digests) == 1 else hashlib.sha256(b"".join(digests)).digest()
 
 
 def _equal_statistics(optimizer: torch.optim.Optimizer) -> Iterator[str]:

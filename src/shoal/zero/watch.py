@@ -239,7 +239,7 @@ def _end(closed: threading.Event, threads: list[threading.Thread]) -> None:
             thread.join(_JOIN_S)
 
 
-@functools.cache
+@functools.cache  # once for all groups of the program
 def _settle_at_exit() -> None:
     atexit.register(_settle)
 

@@ -276,10 +276,11 @@ class Run:
         lock: TensorLock,
     ) -> Trainer:
         """A trainer that merges."""
-        fragments = []
+        fragments: list[Participant] = []
         for number, training in enumerate(local.fragments):
             ours = fragment_settings(settings, training.merging, number)
-            fragments.append(Participant(core, training, ours, lock=lock, compression=self.compression))
+            first = fragments[0] if fragments else None
+            fragments.append(Participant(core, training, ours, lock=lock, compression=self.compression, first=first))
         trainer = self._trainer(index, parameters, fragments[0], fragments[1:])
         core.env.events.subscribe(lambda event: self._note(name, trainer, event))
         for fragment in fragments:

@@ -416,36 +416,71 @@ def test_a_peer_that_does_not_come_holds_up_no_merge_of_a_quorum() -> None:
     sim.run(main, seed=4)
 
 
-def test_of_two_that_begin_with_other_weights_one_takes_all_of_the_others_and_says_what_is_lost() -> None:
-    """Each took a fragment of the other's: nobody's model was left, and nothing was said of what the first trained."""
-    lost: list[str] = []
+BEGINNINGS = pytest.mark.parametrize(
+    "strategy", [None, Decoupled(4, fragments=2, quorum=2)], ids=["synchronous", "fragments"]
+)
 
-    async def main(seeds: tuple[int, int]) -> None:
-        run, told = Run(target=1), list[str]()
-        strategy = Decoupled(4, fragments=2, quorum=2)
-        for name, seed in zip(("first", "second"), seeds, strict=True):
+
+@BEGINNINGS
+@pytest.mark.parametrize("seeds", [(0, 1), (1, 0)])
+def test_a_newcomer_takes_the_first_weights_of_those_that_were_there(
+    strategy: Strategy | None, seeds: tuple[int, int]
+) -> None:
+    """Whichever they are. A newcomer with random weights won every second time over a model that was trained before.
+
+    And each took a fragment of the other's: nobody's model was left.
+    """
+
+    async def main() -> None:
+        run, told = Run(target=1000), list[str]()
+        for name, seed in zip(("first", "second", "third"), (*seeds, seeds[1]), strict=True):
             await run.add(
                 name,
                 seed=seed,
                 strategy=strategy,
                 events=lambda event: told.append(event.message) if isinstance(event, Warned) else None,
             )
-            run.swarm.spawn(name, run.trainers[name].train(BATCH, duration_s=0.5, until=lambda: False))
+            batch_s = 0.5 if name == "first" else 12.0  # the others are slow: else a quorum of two would merge
+            run.swarm.spawn(name, run.trainers[name].train(BATCH, duration_s=batch_s, until=lambda: False))
             await sim.sleep(15.0)
-        taken = [[len(each.takeover.downloads) for each in run.trainers[name].fragments] for name in run.trainers]
-        assert sorted(taken) == [[0, 0], [1, 1]], taken
-        run.announce_end(run.trainers["first"].participant.epoch + 3)
-        while not all(trainer.finished for trainer in run.trainers.values()):
-            await sim.sleep(0.5)
-        assert run.agree(["first", "second"])
-        said = [message for message in told if "the first weights of another peer" in message]
-        assert len(said) == (taken[0] == [1, 1])
-        lost.extend(said)
+        taken = {name: [len(each.takeover.downloads) for each in run.trainers[name].fragments] for name in run.trainers}
+        count = len(run.trainers["first"].fragments)
+        assert taken == {"first": [0] * count, "second": [1] * count, "third": [1] * count}
+        assert len({tuple(each.state for each in trainer.fragments) for trainer in run.trainers.values()}) == 1
+        assert not any("the first weights of another peer" in message for message in told)
         await run.close()
 
-    for seeds in ((0, 1), (1, 0)):
-        sim.run(partial(main, seeds), seed=4)
-    assert [message.split(": ")[1].split(" samples")[0] for message in lost] == ["124"], lost
+    sim.run(main, seed=4)
+
+
+@BEGINNINGS
+def test_of_two_that_began_apart_one_takes_all_of_the_other_and_is_told_what_is_lost(strategy: Strategy | None) -> None:
+    """Neither saw the other when it began, so both have the first rank."""
+    async def main() -> None:
+        run, lost = Run(target=1000), list[str]()
+
+        def note(name: str, event: Event) -> None:
+            if isinstance(event, Warned) and "the first weights of another peer" in event.message:
+                lost.append(name)
+                assert ": 124 samples that this peer has trained" in event.message
+
+        await run.add("entry", auxiliary=True, strategy=strategy)
+        names = ["left", "right"]
+        for name, seed in zip(names, (0, 1), strict=True):
+            await run.add(name, seed=seed, strategy=strategy, events=partial(note, name))
+            run.swarm.spawn(name, run.trainers[name].train(BATCH, duration_s=0.5, until=lambda: False))
+            if name == "left":
+                run.swarm.partition([["left"]])
+        await sim.sleep(15.0)
+        run.swarm.heal()
+        await sim.sleep(60.0)
+        taken = {name: {len(each.takeover.downloads) for each in run.trainers[name].fragments} for name in names}
+        assert sorted(taken.values(), key=sorted) == [{0}, {1}], taken
+        assert lost == [name for name in names if taken[name] == {1}]
+        await run.close()
+
+    sim.run(main, seed=4)
+
 
 
 def test_two_that_come_late_to_a_merge_make_none_of_their_own() -> None:

@@ -25,7 +25,7 @@ from shoal.optim.offload import Offload
 from shoal.optim.options import options_of
 from shoal.optim.outer import LocalSteps
 from shoal.optim.shared_state import share, why_not_ours
-from shoal.optim.state_name import StateName
+from shoal.optim.state_name import UNDECIDED, StateName
 from shoal.optim.training_state import TrainingState
 from shoal.state import Manifest, StateTensorSpec
 from shoal.strategies import DiLoCo, LocalSGD, StreamingDiLoCo
@@ -494,6 +494,32 @@ def test_of_models_with_other_first_weights_one_has_the_better_state_of_each_fra
         parameters[0].add_(1.0)
     training.begin_anew()
     assert training.fingerprint_of_fragments() != before
+
+
+def test_the_rank_of_a_beginning_is_that_of_its_weights_or_behind_all_that_are_there() -> None:
+    """A newcomer with other weights never has the better state, whatever the digests."""
+    ours, *others = (StateName.genesis(bytes([weights]), rank=UNDECIDED) for weights in range(4))
+    alone = StateName.of_auxiliary(b"")
+    assert ours.rank_among([]) == ours.rank_among([each.digest for each in (*others, ours, alone)]) == 0
+    first, second = others[0].ranked(0), others[1].ranked(1)
+    assert ours.rank_among([second.digest, first.digest, others[2].digest]) == 2
+    assert ours.rank_among([first.digest, ours.ranked(4).digest, ours.ranked(2).digest]) == 2
+    assert ours.rank_among([others[0].ranked(UNDECIDED - 1).digest]) == UNDECIDED - 1
+    for weights in range(64):
+        there, comes, auxiliary = (StateName.genesis(bytes([weights, peer]), rank=UNDECIDED) for peer in range(3))
+        there = there.ranked(there.rank_among([]))
+        assert comes.ranked(comes.rank_among([there.digest])).key < there.key
+        assert StateName.of_auxiliary(auxiliary.digest).key < comes.key < comes.ranked(0).key
+
+
+def test_a_checkpoint_without_a_step_of_the_swarm_has_the_rank_of_what_was_there() -> None:
+    """Else its rank would be any; half of a state that was loaded is worse than any proper beginning."""
+    before = StateName.genesis(b"weights", 5, rank=3)
+    loaded, differs = before.after_loading(b"others"), before.after_difference(bytes(16), b"peer")
+    assert (loaded.digest[0], loaded.samples) == (3, 5)
+    assert differs.key < before.key
+    unstepped = StateName.genesis(b"weights", rank=3)
+    assert unstepped.after_difference(bytes(16), b"peer").key < unstepped.key
 
 
 def test_who_begins_with_steps_of_the_inner_optimizer_has_the_better_state() -> None:

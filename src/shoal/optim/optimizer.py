@@ -412,7 +412,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 if isinstance(fragment, OuterTrainingState):
                     ours = fragment_settings(settings, fragment.merging, number)
                 codecs = {"compression": compression, "state_compression": state_compression}
-                participants.append(Participant(core, fragment, ours, lock=self._lock, **codecs))
+                first = participants[0] if participants else None
+                participants.append(Participant(core, fragment, ours, lock=self._lock, first=first, **codecs))
         except BaseException:
             for leave in core.leavers[others:]:  # it has made averagers, which hold the run's names
                 await leave(0.0)

@@ -17,7 +17,7 @@ from shoal.optim.committed import Committed
 from shoal.optim.notices import Notices
 from shoal.optim.phases import Update
 from shoal.optim.shared_state import share
-from shoal.optim.state_name import StateName
+from shoal.optim.state_name import UNDECIDED, StateName
 from shoal.optim.training_state import TrainingState
 from shoal.progress import NO_STATE
 from shoal.state import SharedState
@@ -51,6 +51,7 @@ class OwnState:
         auxiliary: this peer has no data, and its beginning is nothing to go on from.
 
     Attributes:
+        rank: of its beginning, see `StateName.rank_among`.
         name: of the state.
         committed: the last steps that led to it.
         before: the digest of the state before the last of them; empty if it is not known.
@@ -66,7 +67,7 @@ class OwnState:
     def __init__(
         self, core: PeerCore, training: TrainingState, lock: TensorLock, notices: Notices, *, auxiliary: bool = False
     ) -> None:
-        self.training, self.lock = training, lock
+        self.training, self.lock, self.rank = training, lock, UNDECIDED
         self._core, self._notices, self._auxiliary = core, notices, auxiliary
         self.name = self._beginning()
         self.committed, self.before = Committed(), b""
@@ -77,10 +78,19 @@ class OwnState:
         self.followed: StateName | None = None
 
     def _beginning(self) -> StateName:
-        fingerprint = self.training.fingerprint()
+        training, fingerprint = self.training, self.training.fingerprint()
         if self._auxiliary:
             return StateName.of_auxiliary(fingerprint)
-        return StateName.genesis(fingerprint, self.training.steps_before(), model=self.training.fingerprint_of_model())
+        model = training.fingerprint_of_model()
+        return StateName.genesis(fingerprint, training.steps_before(), model=model, rank=self.rank)
+
+    async def decide_rank(self, rank: int) -> None:
+        """The others are known: name the beginning by its rank. Not if the lock of the parameters does not come."""
+        async with self.hold() as holds:  # a checkpoint may be loaded now
+            if holds:
+                self.rank = rank
+                if self.name.epoch == 0 and self.name.digest[0] == UNDECIDED:
+                    self.name = self.name.ranked(rank)
 
     @asynccontextmanager
     async def hold(self) -> AsyncIterator[bool]:

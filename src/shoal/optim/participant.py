@@ -73,9 +73,11 @@ class Participant:
         lock: of accumulators, parameters and optimizer.
         compression: codec for gradients.
         state_compression: codec for averaging states.
+        first: the participant of the model's first fragment, if this is one of another. It decides the rank of all.
 
     Attributes:
         own: the state that this peer trains.
+        rank: of its beginning among those of the others, once they are known: see `StateName.rank_among`.
         takeover: takes over better states.
     """
 
@@ -88,6 +90,7 @@ class Participant:
         lock: TensorLock,
         compression: CompressionBase | None = None,
         state_compression: CompressionBase | None = None,
+        first: Participant | None = None,
     ) -> None:
         self._pace = settings.pace()
         if core.endpoint.serves_stream(FollowSteps, scope=settings.run_id):
@@ -146,6 +149,7 @@ class Participant:
         self._asked = False  # the trainer has come to its first step
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
+        self.rank: asyncio.Future[int] = asyncio.get_running_loop().create_future() if first is None else first.rank
         self._gossip = ProgressGossip(core, settings, self._known, self._news, next_word=self._next_word)
         self.takeover = Takeover(
             core=core,
@@ -417,6 +421,7 @@ class Participant:
             self.failure = misfit
             self._moves.notify()
             return
+        await self._decide_rank()
         machine = self._machine
         while True:
             self.speed.measure(self._now())
@@ -450,6 +455,19 @@ class Participant:
                         others = view.together - {self.core.peer_id}
                         self._averager.meet(others, comes=self._companions.before is None)
                     await self._news.after(seen, 1.0)
+
+    async def _decide_rank(self) -> None:
+        """Let the weights win that were there before ours, if the run has not begun. All fragments have one rank."""
+        if not self.settings.fragment:
+            others = self._outlook.claimed().others.values()
+            digests = [said.digest for said in others if said.epoch == 0]
+            self.rank.set_result(self.own.name.rank_among(digests))
+        rank = await asyncio.shield(self.rank)  # of all fragments, so one that is closed does not cancel it
+        before = self.own.name
+        while self.own.rank != rank:
+            await self.own.decide_rank(rank)
+        if self.own.name != before:
+            self._announce_other_state()
 
     def _situation(self, view: SwarmView, *, must_fetch: bool = False) -> Situation:
         return Situation(

@@ -7,6 +7,7 @@ digest; of two names the one with the larger `key` is the better state (`docs/de
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from shoal.averager import StepResult
@@ -14,7 +15,10 @@ from shoal.errors import LocalError
 from shoal.progress import StateKey
 from shoal.wire import MAX_EPOCH, MAX_SAMPLES, Digest, Epoch, Samples, encode
 
-__all__ = ["LAST_EPOCH_TAKEN", "MAX_SAMPLES_TAKEN", "StateName"]
+__all__ = ["LAST_EPOCH_TAKEN", "MAX_SAMPLES_TAKEN", "UNDECIDED", "StateName"]
+
+UNDECIDED = 254
+"""The rank of a beginning whose peer does not know the others yet. That of a peer without data is behind it."""
 
 LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN = MAX_EPOCH // 2, MAX_SAMPLES // 2
 """A state beyond these is not taken over from others, so that a run has room for as many steps as it took to get here.
@@ -39,7 +43,7 @@ class StateName(NamedTuple):
     samples: Samples
 
     @classmethod
-    def genesis(cls, fingerprint: bytes, steps: int = 0, *, model: bytes = b"") -> StateName:
+    def genesis(cls, fingerprint: bytes, steps: int = 0, *, model: bytes = b"", rank: int = 0) -> StateName:
         """Before any step of the swarm.
 
         Args:
@@ -48,11 +52,29 @@ class StateName(NamedTuple):
             model: the fingerprint of the model of which these parameters are a fragment; empty if they are all of it.
                 It comes first in the digest: so among peers that begin with different weights one has the better state
                 of each fragment, and no model is put together of the first weights of several.
+            rank: of this beginning among those with other weights: see `rank_among`.
         """
         digest = hashlib.sha256(b"shoal genesis" + fingerprint).digest()
         if model:
             digest = hashlib.sha256(b"shoal genesis of model" + model).digest()[:16] + digest[:16]
-        return cls(0, digest, min(steps, MAX_SAMPLES))
+        return cls(0, digest, min(steps, MAX_SAMPLES)).ranked(rank)
+
+    def ranked(self, rank: int) -> StateName:
+        """This beginning with another rank. It is the first byte of the digest: the lower one is the better state."""
+        return self._replace(digest=bytes([rank]) + self.digest[1:])
+
+    def rank_among(self, others: Iterable[Digest]) -> int:
+        """The rank of this beginning beside others: so the weights win that were there first, not any peer's.
+
+        Args:
+            others: the digests of the beginnings that are there. Those that are undecided came when this one did.
+
+        Returns:
+            That of the same weights if they are there, else one behind all others.
+        """
+        known = [(digest[0], digest[1:] == self.digest[1:]) for digest in others if digest[0] < UNDECIDED]
+        behind = 1 + max((rank for rank, _ in known), default=-1)
+        return min((rank for rank, same in known if same), default=min(behind, UNDECIDED - 1))
 
     @classmethod
     def of_auxiliary(cls, fingerprint: bytes) -> StateName:
@@ -62,7 +84,8 @@ class StateName(NamedTuple):
     def after_loading(self, fingerprint: bytes) -> StateName:
         """After a checkpoint was loaded that was saved under this name; `fingerprint` is of the parameters now."""
         digest = hashlib.sha256(b"shoal resumed" + self.digest + fingerprint).digest()
-        return StateName(self.epoch, digest, self.samples)
+        loaded = self._replace(digest=digest)
+        return loaded if self.epoch else loaded.ranked(self.digest[0])
 
     def after_round(self, result: StepResult, agreement: bytes) -> StateName:
         """After a swarm step from the average of a round; `agreement` is the digest of how it is taken."""
@@ -106,7 +129,8 @@ class StateName(NamedTuple):
         Worse than the state of this name.
         """
         digest = hashlib.sha256(b"shoal differs" + self.digest + chance + peer).digest()
-        return StateName(self.epoch, digest, max(0, self.samples - 1))
+        differs = StateName(self.epoch, digest, max(0, self.samples - 1))
+        return differs if self.epoch else differs.ranked(UNDECIDED - 1)
 
     @property
     def key(self) -> StateKey:

@@ -36,7 +36,7 @@ __all__ = ["Takeover"]
 
 _MOST_DONORS = 256
 _MANY_BATCHES = 10
-"""A peer that loses fewer before the run's first merge is not told."""
+"""A peer that loses fewer before the run's first step is not told."""
 _SLOW_S = 20.0
 """The pace of a download is told after so long, if the rest would take longer than that."""
 
@@ -273,11 +273,8 @@ class Takeover:
 
         A few batches are not told, as peers that start together have trained some before they meet.
         """
-        merging, training = self.outlook.settings.merging, self.own.training
         begins = taken.epoch == self.own.name.epoch == 0 and not self.outlook.settings.fragment
-        if merging is None or not begins or training.batches < _MANY_BATCHES:
-            return 0
-        return training.samples
+        return self.own.training.samples if begins and self.outlook.speed.batches >= _MANY_BATCHES else 0
 
     def _tell_pace(self, intake: Intake) -> None:
         received, missing = intake.received_bytes, intake.missing_bytes

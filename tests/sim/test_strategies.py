@@ -456,6 +456,7 @@ def test_a_newcomer_takes_the_first_weights_of_those_that_were_there(
 @BEGINNINGS
 def test_of_two_that_began_apart_one_takes_all_of_the_other_and_is_told_what_is_lost(strategy: Strategy | None) -> None:
     """Neither saw the other when it began, so both have the first rank."""
+
     async def main() -> None:
         run, lost = Run(target=1000), list[str]()
 
@@ -480,7 +481,6 @@ def test_of_two_that_began_apart_one_takes_all_of_the_other_and_is_told_what_is_
         await run.close()
 
     sim.run(main, seed=4)
-
 
 
 def test_two_that_come_late_to_a_merge_make_none_of_their_own() -> None:

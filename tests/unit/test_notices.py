@@ -61,3 +61,17 @@ def test_a_peer_with_require_state_is_not_told_that_it_will_begin() -> None:
     (message,) = [event.message for event in said if isinstance(event, Warned)]
     assert "up to 600 s (load_state_timeout), before step() raises StateUnavailable (require_state=True)" in message
     assert "epoch 0" not in message
+
+
+def test_who_says_again_and_again_what_it_does_not_give_is_not_told_each_time() -> None:
+    """A peer that changed its word every half second filled the others' logs."""
+    bus, said = EventBus(), list[Event]()
+    bus.subscribe(said.append)
+    notices = Notices(bus, "run")
+    for _ in range(25):
+        notices.without({OTHER: 3}, 2)
+        notices.without({OTHER: 3}, 2)
+        notices.without({}, 2)
+    assert len(said) == 2  # the first time, and the tenth
+    notices.without({OTHER: 3, Identity.from_seed(bytes(31) + b"1").peer_id: 4}, 2)
+    assert len(said) == 3

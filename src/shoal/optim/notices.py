@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+from shoal.bounded import put_last
 from shoal.events import EventBus, LocalValuesRejected, Warned, duration
 from shoal.optim.beginning import Beginning, Stance
 from shoal.optim.check import Verdict
@@ -18,6 +19,7 @@ _DOWNLOADS_TOLD = 4
 """A newcomer may need some downloads to catch up; a peer that never does is told why."""
 
 _OPTIONS_SHOWN = 4
+_REMEMBERED = 256
 
 
 class Notices:
@@ -33,6 +35,7 @@ class Notices:
         self._left_out = self._downloads_in_a_row = 0
         self._options_told: set[tuple[str, int]] = set()
         self._last: dict[str, object] = {}
+        self._without: dict[PeerID, int] = {}  # how many times it was one of those without which this peer goes on
 
     def warn(self, message: str) -> None:
         """Tell this."""
@@ -210,8 +213,16 @@ class Notices:
         )
 
     def without(self, further: Mapping[PeerID, int], epoch: int) -> None:
-        """We go on from our own state, though these are further and have not given theirs. Once until none is."""
-        if self._note("without", bool(further)):
+        """We go on from our own state, though these are further and have not given theirs. Once until none is.
+
+        The first, the tenth, … time for each of them: a peer may say again and again what it does not give.
+        """
+        if not self._note("without", bool(further)):
+            return
+        times = {peer: self._without.get(peer, 0) + 1 for peer in further}
+        for peer, count in times.items():
+            put_last(self._without, peer, count, _REMEMBERED)
+        if any(str(count).rstrip("0") == "1" for count in times.values()):
             self.warn(
                 f"{_names(further)} named a state of epoch {max(further.values())} and did not give it: training goes "
                 f"on from epoch {epoch} without them, so there are two runs. Check whether they can be reached from "

@@ -197,13 +197,11 @@ def test_a_run_shorter_than_an_interval_says_that_nothing_was_merged(dht: shoal.
     """Nothing told, and nothing was saved; a run that merged says nothing."""
     warned: list[str] = []
     dht.events.subscribe(lambda event: warned.append(event.message) if isinstance(event, Warned) else None)
-    alone = Decoupled(4, fragments=1, quorum=2)
-    advice = "Train longer, or merge more often", "a merge takes 2 peers"
+    alone, of_two = "merges every 4 batches. Train longer", "if 2 peers give it (its quorum)"
     for strategy, batches, told in (
-        (DiLoCo(4), 3, advice[0]),
+        (DiLoCo(4), 3, alone),
         (DiLoCo(4), 5, ""),
-        (alone, 3, advice[0]),
-        (alone, 5, advice[1]),
+        (Decoupled(4, fragments=1, quorum=2), 5, of_two),
     ):
         model = network(0)
         swarm = begin(dht, model, strategy)

@@ -1105,11 +1105,12 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             if isinstance(self._training, LocalSteps) and not self.local_epoch and self._participant.speed.batches:
                 merging, trained = self._training.merging, self._participant.speed.batches
                 every = merging.every if merging.steps is None else f"{merging.steps} batches"
-                why = f"the strategy merges every {every}. Train longer, or merge more often"
-                if self._participant.enough and (merging.quorum or 0) > 1:
-                    why = f"a merge takes {merging.quorum} peers. Start more peers, or give all a smaller quorum"
                 batches = "1 batch was" if trained == 1 else f"{trained} batches were"
-                self._warn(f"{batches} trained, and none of them was merged: {why}")
+                quorum = "" if (merging.quorum or 0) < 2 else f", if {merging.quorum} peers give it (its quorum)"
+                self._warn(
+                    f"{batches} trained, and none of them was merged: the strategy merges every {every}{quorum}. Train "
+                    f"longer, or merge more often{', or start more peers' if quorum else ''}"
+                )
         self._closed = True
         if not self._left and self.dht.is_alive():
             self._run(_leave_all(self._participants), self._shutdown_timeout)

@@ -21,7 +21,7 @@ def miss(attendance: Attendance, began: float) -> tuple[list[tuple[PeerID, int]]
 
 def test_who_missed_two_rounds_is_waited_for_ever_more_rarely() -> None:
     """Once may be chance. The others have their rounds without it, and try again now and then."""
-    attendance = Attendance(ME, 15.0)
+    attendance = Attendance(15.0)
     attendance.formed(ALL, 0.0)
     given_up, now = miss(attendance, 100.0)
     assert given_up == []
@@ -36,7 +36,7 @@ def test_who_missed_two_rounds_is_waited_for_ever_more_rarely() -> None:
 
 def test_who_comes_again_is_waited_for_again() -> None:
     """Also when it came to a round in which nobody waited for it."""
-    attendance = Attendance(ME, 15.0)
+    attendance = Attendance(15.0)
     attendance.formed(ALL, -30.0)
     _, now = miss(attendance, 0.0)
     given_up, now = miss(attendance, now)
@@ -48,7 +48,7 @@ def test_who_comes_again_is_waited_for_again() -> None:
 
 def test_who_came_to_the_run_after_the_group_had_formed_missed_nothing() -> None:
     """Those who were awaited count, not those who are there when the round is over."""
-    attendance = Attendance(ME, 15.0)
+    attendance = Attendance(15.0)
     attendance.formed(ALL, -30.0)
     for now in (0.0, 1.0, 2.0):
         assert attendance.wait_for(PRESENT, now) == PRESENT
@@ -58,7 +58,7 @@ def test_who_came_to_the_run_after_the_group_had_formed_missed_nothing() -> None
 
 def test_a_group_that_forms_at_once_without_somebody_does_not_expel_it() -> None:
     """Its leader had not heard of it; after two such chances it was not waited for, and never in time again."""
-    attendance, now = Attendance(ME, 15.0), 100.0
+    attendance, now = Attendance(15.0), 100.0
     attendance.formed(ALL, 0.0)
     for _ in range(10):
         attendance.search()
@@ -69,7 +69,7 @@ def test_a_group_that_forms_at_once_without_somebody_does_not_expel_it() -> None
 
 def test_all_strangers_have_one_account() -> None:
     """A stranger that misses rounds is waited for under no other name either; contributors are."""
-    attendance = Attendance(ME, 15.0)
+    attendance = Attendance(15.0)
     attendance.contributors = PRESENT
     strangers = [PeerID(bytes([number]) * 32) for number in range(10, 20)]
     waited_s, given_up = 0.0, []
@@ -89,7 +89,7 @@ def test_all_strangers_have_one_account() -> None:
 
 def test_claims_that_are_taken_back_are_paid_for() -> None:
     """A key that claims for two seconds in each round, and then goes: that is no missed round, but lost time."""
-    attendance, waited_s, now = Attendance(ME, 15.0), 0.0, 100.0
+    attendance, waited_s, now = Attendance(15.0), 0.0, 100.0
     attendance.contributors = PRESENT
     for number in range(10, 110):
         stranger, began = PeerID(bytes([number]) * 32), now
@@ -105,7 +105,7 @@ def test_claims_that_are_taken_back_are_paid_for() -> None:
 
 def test_keys_that_have_worked_a_little_are_bounded_together() -> None:
     """Each contributed to a round, claims for a part of a window in others, and takes that back."""
-    attendance, waited_s, now = Attendance(ME, 15.0), 0.0, 100.0
+    attendance, waited_s, now = Attendance(15.0), 0.0, 100.0
     keys = [PeerID(bytes([number]) * 32) for number in range(10, 40)]
     attendance.contributors = PRESENT.union(keys)
     for number in range(300):
@@ -121,8 +121,8 @@ def test_keys_that_have_worked_a_little_are_bounded_together() -> None:
 
 def test_a_peer_that_is_alone_waits_for_a_newcomer_on_a_slow_line() -> None:
     """It holds up nobody else: two windows, and a tenth of the time. A liar stops it no longer than that."""
-    attendance, waited_s, now = Attendance(ME, 15.0), 0.0, 100.0
-    attendance.contributors = frozenset({ME})
+    attendance, waited_s, now = Attendance(15.0), 0.0, 100.0
+    attendance.contributors, attendance.alone = frozenset({ME}), True
     others = frozenset({ABSENT})
     for _ in range(50):
         attendance.search()

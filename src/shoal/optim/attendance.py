@@ -15,7 +15,7 @@ that is all others: `_STRANGERS_S`, and a fiftieth of the time after that. The t
 it is coming, and takes it back before that is a miss, pays like any other. A newcomer that lives comes within a few
 round trips, as it was told of the round when it began, and so costs nothing.
 
-A peer that has made the last steps alone holds up nobody else: it waits for strangers for two windows, and a tenth of
+A peer beside which no other contributor is left holds up nobody else: it waits for strangers for two windows, and a tenth of
 the time after that.
 """
 
@@ -85,18 +85,19 @@ class Attendance:
     """Remembers which peers missed rounds.
 
     Args:
-        me: this peer.
         window_s: how long a group waits for expected peers, seconds.
         idle: the peers that came to rounds and gave nothing: they are not waited for either while their pause lasts.
 
     Attributes:
         contributors: the peers that contributed to the last steps. All others are strangers, unless there are none.
+        alone: no other contributor is there.
     """
 
-    def __init__(self, me: PeerID, window_s: float, idle: Pauses | None = None) -> None:
-        self._me, self._window_s = me, window_s
+    def __init__(self, window_s: float, idle: Pauses | None = None) -> None:
+        self._window_s = window_s
         self._idle = idle or Pauses(window_s)
         self.contributors: Collection[PeerID] = ()
+        self.alone = False
         self._since: dict[PeerID, float] = {}
         self._missed = Pauses(window_s)
         self._known = _Account(2 * window_s, _KNOWN_PART)
@@ -107,7 +108,7 @@ class Attendance:
     @property
     def _strange(self) -> _Account:
         """The account of strangers: beside other contributors, or beside us alone."""
-        return self._beside if any(peer != self._me for peer in self.contributors) else self._alone
+        return self._alone if self.alone else self._beside
 
     def search(self) -> None:
         """A search for a group begins."""

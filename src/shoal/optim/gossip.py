@@ -644,6 +644,8 @@ class ProgressGossip:
         if fit is not None:
             own, *rest = order.keepers(fit)
             own = own or order.first(fit)
+            # A lone contributor keeps it, too: what others pass on is believed by nobody.
+            own = list(dict.fromkeys([*order.first(known), *own]))[:KEEPERS]
         else:
             others = set(filter(able, view.peers[1:])) or set(view.peers[1:])
             own, rest = Order(digest, others.intersection(order.parts[0]) or others).first(lambda peer: True), []

@@ -156,4 +156,6 @@ class Outlook:
 
     def heed_contributors(self) -> None:
         """Let those count who gave to the last steps of our state: they are believed, and rounds wait for them."""
-        self.known.contributors = self.attendance.contributors = self.own.committed.samples
+        known, me = self.known, self.core.peer_id
+        known.contributors = self.attendance.contributors = peers = self.own.committed.samples
+        self.attendance.alone = not any(known.progress_of(peer) is not None for peer in peers if peer != me)

@@ -163,6 +163,10 @@ class _Way:
             self.done[peer] = done
             self._far, self._there = self._far + done, self._there + (done >= WAY)
 
+    def is_among(self, most: int, peer: PeerID) -> bool:
+        """Whether another peer beside these is among the first `most` of all."""
+        return sum(each < peer for each in self.done) < most
+
     def sum_up(self, most: int | None = None) -> None:
         """Count all of them; of more than `most` the first ones, whose `there` does not say which of them are."""
         self.count, self.far, self.there = len(self.done), self._far, self._there
@@ -197,7 +201,7 @@ class MergePace:
         self._taken = 0
         self._known, self._strange, self._absent = _Way(), _Way(), _Way()
         self._merge_s = 0.0
-        self._trains, self._enough = True, False
+        self._trains, self._enough, self._counts = True, False, True
 
     def done(self, samples: int, batches: int, now: float) -> int:
         """See `Pace`."""
@@ -222,7 +226,7 @@ class MergePace:
 
     def target(self, view: SwarmView) -> int:
         """See `Pace`."""
-        return WAY * (1 + self._others)
+        return WAY * (self._counts + self._others)
 
     def rate(self, view: SwarmView, speed: RateMeter) -> float:
         """See `Pace`: the others are taken to be as fast as this peer."""
@@ -247,9 +251,14 @@ class MergePace:
             way = absent if peer in view.absent else way
             way.set(peer, _done(view, peer))
         known.sum_up()
-        strange.sum_up(most=max(1 + known.count, self._lacking(known)))
         absent.sum_up()
-        self._known, self._strange, self._absent = known, strange, absent  # last: other threads ask
+        counts, most = True, max(1 + known.count, self._lacking(known))
+        if self._quorum is None and known.count and view.contributors and (me := view.peers[0]) not in view.contributors:
+            counts = strange.is_among(known.count, me)
+            most = known.count - counts
+        strange.sum_up(most)
+        # Last, as other threads ask.
+        self._known, self._strange, self._absent, self._counts = known, strange, absent, counts
         if self._merging.seconds is not None:
             self._called = self._called or known.there > 0
             self._waits = self._waits and not (known.far or strange.far)
@@ -273,9 +282,11 @@ class MergePace:
             return there + min(more, max(there, self._lacking(self._known))) >= self._quorum
         if self._merging.seconds is not None:
             return own >= WAY
-        # A peer whose batches are worth nothing counts for nobody, nor for itself: all see the same merge as due.
-        count = self._others + (own > 0 or self._trains)
-        return count > 0 and own + self._known.far + self._strange.far >= WAY * count
+        # All see the same merge as due. So a peer whose batches are worth nothing counts for nobody, nor for itself, and
+        # a stranger counts for itself if it does for the contributors.
+        counts = self._counts and (own > 0 or self._trains)
+        count = self._others + counts
+        return count > 0 and own * counts + self._known.far + self._strange.far >= WAY * count
 
     def missing(self, own: int, view: SwarmView) -> int:
         """See `Pace`. Peers at other states are not missing: they, or this one, are on the way to the better state."""

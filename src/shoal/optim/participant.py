@@ -121,7 +121,7 @@ class Participant:
             self._averager = self._states
         else:
             self._averager = gradient_averager(*ours, compression, lock=lock, memory=memory)
-        self._attendance = Attendance(core.peer_id, settings.averager.window_s, self._averager.conduct.idle)
+        self._attendance = Attendance(settings.averager.window_s, self._averager.conduct.idle)
         self._steps = StepFeed(core, settings.run_id, self._followed_from, (self._averager, self._states))
         self._catch_up = CatchUp(
             core, settings.run_id, training, self._averager, self._states, max_bytes=settings.catch_up_bytes

@@ -10,6 +10,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -20,6 +21,7 @@ from shoal.events import Event, Warned
 from shoal.optim import TrainingState
 from shoal.optim.outer import LocalSteps
 from shoal.strategies import Decoupled, DiLoCo, LocalSGD, Strategy, StreamingDiLoCo
+from shoal.wire import Progress
 from tests.sim.optimizer_kit import Run, Trainer, backward, make_optimizer, model
 
 BATCH = 4
@@ -633,3 +635,81 @@ def test_all_that_was_trained_of_each_fragment_is_merged_at_the_end(every: int |
         await run.close()
 
     sim.run(main, seed=4)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("others", [3, 6])
+def test_newcomers_of_other_speeds_give_to_each_merge(others: int, *, leaves: bool) -> None:
+    """The fastest one waited for the others once, in vain. Then it made all merges alone, and what they gave was lost.
+
+    They counted themselves beside the one that was there before, and came later than it expected. Where that one left,
+    the fastest waited for them no longer than for strangers beside a run.
+    """
+
+    async def main() -> None:
+        run, told = Run(target=1), list[str]()
+        speeds = dict(
+            zip((f"p{number}" for number in range(1, others + 1)), (0.08, 0.3, 0.33, 0.36, 0.33, 0.3), strict=False)
+        )
+        for name, batch_s in {"p0": 0.3, **speeds}.items():
+            await run.add(
+                name,
+                strategy=DiLoCo(20),
+                events=lambda event: told.append(event.message) if isinstance(event, Warned) else None,
+            )
+            run.swarm.spawn(name, run.trainers[name].train(BATCH, duration_s=batch_s, until=lambda: False))
+            while name == "p0" and run.trainers["p0"].participant.epoch < 3:
+                await sim.sleep(0.1)
+        newcomers = {name: run.trainers[name] for name in speeds}
+        while any(trainer.participant.epoch < 3 for trainer in newcomers.values()):
+            await sim.sleep(0.1)
+        if leaves:
+            await run.swarm.run_on("p0", run.trainers["p0"].participant.close)
+        await sim.sleep(45.0)
+        assert not any("does not come" in message or "none of the samples" in message for message in told), told
+        for trainer in newcomers.values():
+            status = trainer.participant.status()
+            assert trainer.alone == 0
+            assert status.dropped <= 2 * BATCH < status.contributed
+            assert len(trainer.epochs) >= 6
+        await run.close()
+
+    sim.run(main, seed=3)
+
+
+def test_a_member_that_names_better_states_keeps_nobody_out() -> None:
+    """Its steps were followed, so it seemed to give what it had named: one peer stayed behind it for good."""
+
+    async def main() -> None:
+        run, names = Run(target=1), ["p0", "p1", "p2", "liar"]
+        for name, batch_s in zip(names, (0.3, 0.3, 0.2, 0.25), strict=True):
+            if name == "liar":
+                await sim.sleep(5.0)
+            await run.add(name, strategy=StreamingDiLoCo(8, fragments=2, overlap=1))
+            run.swarm.spawn(name, run.trainers[name].train(BATCH, duration_s=batch_s, until=lambda: False))
+        for fragment in run.trainers["liar"].fragments:
+            fragment.progress = partial(_better, fragment.progress)  # type: ignore[method-assign]
+        for pause_s, name, silent_s in (
+            (2.06, "p0", 1.29),
+            (2.77, "p1", 0.67),
+            (1.09, "p2", 1.05),
+        ):  # they follow steps
+            await sim.sleep(pause_s)
+            run.swarm.partition([[name]])
+            await sim.sleep(silent_s)
+            run.swarm.heal()
+        await sim.sleep(25.0)
+        honest = [fragment for name in names[:3] for fragment in run.trainers[name].fragments]
+        before = [fragment.status().contributed for fragment in honest]
+        await sim.sleep(20.0)
+        gave = [fragment.status().contributed - earlier for fragment, earlier in zip(honest, before, strict=True)]
+        assert min(gave) > 0.5 * 20.0 / 0.3 * BATCH, gave
+        await run.close()
+
+    sim.run(main, seed=3)
+
+
+def _better(said: Callable[[], Progress]) -> Progress:
+    word = said()
+    samples = word.branch_samples + 10**6
+    return msgspec.structs.replace(word, epoch=word.epoch + 1000, branch_samples=samples, digest=bytes(32))

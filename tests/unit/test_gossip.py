@@ -622,3 +622,21 @@ def test_a_large_swarm_in_which_somebody_comes_all_the_time_is_read_rarely(peers
 
     sim.run(main(), seed=1)
     assert most / 2 < len(looks) <= most
+
+
+def test_the_only_contributor_keeps_the_count_of_those_that_came_after_it() -> None:
+    """Nobody believes what a stranger passes on: newcomers knew nothing of the one that had made the last merges."""
+
+    async def main() -> None:
+        swarm = Swarm()
+        digests = [bytes([n]) * 32 for n in range(200)]
+        for lone in swarm.peers[1:4]:
+            swarm.known.contributors = frozenset({lone})
+            digest = next(each for each in digests if lone not in keepers(each, swarm.peers))
+            for peer in swarm.peers[1:]:
+                swarm.say(peer, digest=digest)
+            told = await swarm.tell(samples=1, digest=digest, after_s=2.0)
+            assert lone in told
+            assert len(told) == (1 if swarm.peers[0] in keepers(digest, swarm.peers)[:1] else 2)
+
+    asyncio.run(main())

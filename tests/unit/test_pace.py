@@ -107,3 +107,26 @@ def test_the_time_until_the_first_merge_begins_with_the_first_batch_that_somebod
     known.heard(said(PEERS[1], 1, 1.0), 0.0)
     other.enough(known.view(said(PEERS[0], 0, 0.0), 0.0))
     assert (other.done(0, 0, 10.0), other.due_s(10.0)) == (0, 1.0)
+
+
+def test_all_peers_at_a_state_see_the_same_merge_as_due() -> None:
+    """Strangers counted themselves beside the contributors, and came later than these: a merge waited for them in vain.
+
+    Those that have nothing count neither for themselves nor for others.
+    """
+    rng, due = random.Random(3), set()
+    for _ in range(200):
+        here, way = rng.sample(PEERS, rng.randint(2, len(PEERS))), rng.randrange(WAY, 3 * WAY)
+        contributors = here[: rng.randint(1, len(here))]
+        done = {peer: rng.randint(1, way) for peer in here}
+        answers = set()
+        for me in here:
+            swarm, pace = SwarmProgress(me, {}, ttl_s=20.0), MergePace(Merging(every=10, overlap=0))
+            swarm.contributors = contributors
+            for peer in here:
+                if peer != me:
+                    swarm.heard(said(peer, done[peer], 1.0), 0.0)
+            answers.add(pace.enough(swarm.view(said(me, done[me], 0.0), 0.0)))
+        assert len(answers) == 1
+        due |= answers
+    assert due == {True, False}

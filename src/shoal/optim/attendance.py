@@ -15,8 +15,8 @@ that is all others: `_STRANGERS_S`, and a fiftieth of the time after that. The t
 it is coming, and takes it back before that is a miss, pays like any other. A newcomer that lives comes within a few
 round trips, as it was told of the round when it began, and so costs nothing.
 
-A peer beside which no other contributor is left holds up nobody else: it waits for strangers for two windows, and a tenth of
-the time after that.
+A peer beside which no other contributor is left holds up nobody else: it waits for strangers for two windows, and a
+tenth of the time after that.
 """
 
 from __future__ import annotations

@@ -253,7 +253,8 @@ class MergePace:
         known.sum_up()
         absent.sum_up()
         counts, most = True, max(1 + known.count, self._lacking(known))
-        if self._quorum is None and known.count and view.contributors and (me := view.peers[0]) not in view.contributors:
+        me, is_stranger = view.peers[0], view.contributors and view.peers[0] not in view.contributors
+        if self._quorum is None and known.count and is_stranger:
             counts = strange.is_among(known.count, me)
             most = known.count - counts
         strange.sum_up(most)
@@ -282,7 +283,7 @@ class MergePace:
             return there + min(more, max(there, self._lacking(self._known))) >= self._quorum
         if self._merging.seconds is not None:
             return own >= WAY
-        # All see the same merge as due. So a peer whose batches are worth nothing counts for nobody, nor for itself, and
+        # All see the same merge as due: a peer whose batches are worth nothing counts for nobody, nor for itself, and
         # a stranger counts for itself if it does for the contributors.
         counts = self._counts and (own > 0 or self._trains)
         count = self._others + counts

@@ -83,11 +83,13 @@ class Takeover:
         Raises:
             StateUnavailable: no donor gave it.
         """
-        began, self.took_over = _now(), False
+        began, self.took_over, claimed = _now(), False, self.outlook.claimed().best
         try:
             async with self.catch_up.following(self._to_follow):
-                # A state has half of the time, however slowly a step comes.
-                if not await self._take_steps(began + timeout_s / 2) and not self._holds_up:
+                # A state has half of the time, however slowly a step comes. It is asked for also if the steps lead to
+                # less than what was claimed: a peer that takes part, and claims to be further, would hold up this one.
+                steps = await self._take_steps(began + timeout_s / 2)
+                if (not steps or self.own.name.key < claimed) and not self._holds_up:
                     await self._take_state(began + timeout_s)
                     await self._take_steps(began + timeout_s)
         finally:

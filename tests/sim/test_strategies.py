@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import random
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -637,9 +638,30 @@ def test_all_that_was_trained_of_each_fragment_is_merged_at_the_end(every: int |
     sim.run(main, seed=4)
 
 
-@pytest.mark.parametrize("leaves", [False, True])
-@pytest.mark.parametrize("others", [3, 6])
-def test_newcomers_of_other_speeds_give_to_each_merge(others: int, *, leaves: bool) -> None:
+def _newcomers(number: int) -> tuple[Strategy, list[float], str]:
+    """A strategy, seconds for a batch of the peer that was there first and of each newcomer, and what it does then."""
+    rng = random.Random(number)
+    every = rng.choice([4, 10, 20, 40])
+    strategies: list[Strategy] = [DiLoCo(every), LocalSGD(every), StreamingDiLoCo(every, fragments=2, overlap=1)]
+    merging = rng.choice(strategies)
+    base_s = rng.choice([0.1, 0.3, 1.0])
+    speeds = [base_s * rng.choice([0.25, 1.0, 1.0, 1.2, 1.5, 2.0]) for _ in range(rng.choice([2, 3, 5, 8]))]
+    return merging, [base_s, *speeds], rng.choice(["stays", "leaves", "dies"])
+
+
+UNEQUAL = [0.3, 0.08, 0.3, 0.33, 0.36, 0.33, 0.3]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "speeds", "first"),
+    [
+        (DiLoCo(20), UNEQUAL, "stays"),
+        (DiLoCo(20), UNEQUAL, "leaves"),
+        (DiLoCo(20), UNEQUAL[:4], "dies"),
+        *(pytest.param(*_newcomers(number), marks=pytest.mark.long(full=number > 5)) for number in range(40)),
+    ],
+)
+def test_newcomers_of_other_speeds_give_to_each_merge(strategy: Strategy, speeds: list[float], first: str) -> None:
     """The fastest one waited for the others once, in vain. Then it made all merges alone, and what they gave was lost.
 
     They counted themselves beside the one that was there before, and came later than it expected. Where that one left,
@@ -648,30 +670,32 @@ def test_newcomers_of_other_speeds_give_to_each_merge(others: int, *, leaves: bo
 
     async def main() -> None:
         run, told = Run(target=1), list[str]()
-        speeds = dict(
-            zip((f"p{number}" for number in range(1, others + 1)), (0.08, 0.3, 0.33, 0.36, 0.33, 0.3), strict=False)
-        )
-        for name, batch_s in {"p0": 0.3, **speeds}.items():
+        names = [f"p{number}" for number in range(len(speeds))]
+        for name, batch_s in zip(names, speeds, strict=True):
             await run.add(
                 name,
-                strategy=DiLoCo(20),
+                strategy=strategy,
                 events=lambda event: told.append(event.message) if isinstance(event, Warned) else None,
             )
             run.swarm.spawn(name, run.trainers[name].train(BATCH, duration_s=batch_s, until=lambda: False))
             while name == "p0" and run.trainers["p0"].participant.epoch < 3:
                 await sim.sleep(0.1)
-        newcomers = {name: run.trainers[name] for name in speeds}
-        while any(trainer.participant.epoch < 3 for trainer in newcomers.values()):
+        newcomers = [run.trainers[name] for name in names[1:]]
+        while any(trainer.participant.epoch < 3 for trainer in newcomers):
             await sim.sleep(0.1)
-        if leaves:
+        if first == "leaves":
             await run.swarm.run_on("p0", run.trainers["p0"].participant.close)
-        await sim.sleep(45.0)
+        elif first == "dies":
+            run.swarm.crash("p0")
+        assert strategy.merging is not None
+        merge_s = (strategy.merging.steps or 0) * max(speeds)
+        await sim.sleep(10.0 + 6 * merge_s)  # the first ones wait for others that come late, once
         assert not any("does not come" in message or "none of the samples" in message for message in told), told
-        for trainer in newcomers.values():
+        for trainer in newcomers:
             status = trainer.participant.status()
             assert trainer.alone == 0
             assert status.dropped <= 2 * BATCH < status.contributed
-            assert len(trainer.epochs) >= 6
+            assert len(trainer.epochs) >= 5
         await run.close()
 
     sim.run(main, seed=3)

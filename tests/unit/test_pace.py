@@ -116,8 +116,8 @@ def test_all_peers_at_a_state_see_the_same_merge_as_due() -> None:
     """
     rng, due = random.Random(3), set()
     for _ in range(200):
-        here, way = rng.sample(PEERS, rng.randint(2, len(PEERS))), rng.randrange(WAY, 3 * WAY)
-        contributors = here[: rng.randint(1, len(here))]
+        here, way = rng.sample(PEERS[:-1], rng.randint(2, 11)), rng.randrange(WAY, 3 * WAY)
+        contributors = here[: rng.randint(1, len(here))] if rng.random() < 0.7 else PEERS[-1:]  # perhaps all are gone
         done = {peer: rng.randint(1, way) for peer in here}
         answers = set()
         for me in here:
@@ -130,3 +130,16 @@ def test_all_peers_at_a_state_see_the_same_merge_as_due() -> None:
         assert len(answers) == 1
         due |= answers
     assert due == {True, False}
+
+
+@pytest.mark.parametrize("contributor_is_here", [False, True])
+def test_others_that_do_nothing_keep_a_stranger_waiting_for_some_ways_only(*, contributor_is_here: bool) -> None:
+    """It does not count itself where others come first, so it could wait for these for ever."""
+    swarm, pace = SwarmProgress(PEERS[5], {}, ttl_s=20.0), MergePace(Merging(every=10, overlap=0))
+    swarm.contributors = PEERS[:1]
+    for peer in PEERS[not contributor_is_here : 4]:
+        swarm.heard(said(peer, 0, 1.0), 0.0)
+    assert not pace.enough(swarm.view(said(PEERS[5], 4 * WAY - 1, 0.0), 0.0))
+    assert not pace.reaches(0, 39)
+    assert pace.enough(swarm.view(said(PEERS[5], 4 * WAY, 0.0), 0.0))
+    assert pace.reaches(0, 40)

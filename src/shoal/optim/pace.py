@@ -23,6 +23,9 @@ WAY = 1000
 """A peer that has trained for long enough since the last merge names this number, or a larger one."""
 
 
+_MOST_WAYS = 4
+"""A peer that does not count itself waits for so many ways at most: others may claim that they do nothing."""
+
 _LEAST_GRACE_S = 0.5
 """Processes of a busy machine come this late, however short a merge is."""
 
@@ -177,8 +180,9 @@ class _Way:
 class MergePace:
     """The pace of a fragment of the model, which is merged now and then.
 
-    Others that have not contributed to the last merges count for no more peers than those that have, and this one. To a
-    quorum they add no more than these do, or what is lacking if these are too few for it. Peers that no round waits for
+    Strangers, that have not contributed to the last merges, count for no more peers than the contributors that are
+    here; the two first ones where none is. All peers count the same ones, and come to a merge together. To a quorum
+    strangers add no more than these do, or what is lacking if these are too few for it. Peers that no round waits for
     do not count, unless a quorum cannot be had without them: two peers that wait for each other no more would each stay
     alone otherwise.
 
@@ -254,9 +258,10 @@ class MergePace:
         absent.sum_up()
         counts, most = True, max(1 + known.count, self._lacking(known))
         me, is_stranger = view.peers[0], view.contributors and view.peers[0] not in view.contributors
-        if self._quorum is None and known.count and is_stranger:
-            counts = strange.is_among(known.count, me)
-            most = known.count - counts
+        if self._quorum is None and is_stranger:
+            among = known.count or 2  # as a contributor counts them; without one as a peer that counts itself
+            counts = strange.is_among(among, me)
+            most = among - counts
         strange.sum_up(most)
         # Last, as other threads ask.
         self._known, self._strange, self._absent, self._counts = known, strange, absent, counts
@@ -283,6 +288,8 @@ class MergePace:
             return there + min(more, max(there, self._lacking(self._known))) >= self._quorum
         if self._merging.seconds is not None:
             return own >= WAY
+        if not self._counts and own >= _MOST_WAYS * WAY:
+            return True
         # All see the same merge as due: a peer whose batches are worth nothing counts for nobody, nor for itself, and
         # a stranger counts for itself if it does for the contributors.
         counts = self._counts and (own > 0 or self._trains)

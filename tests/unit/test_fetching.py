@@ -15,6 +15,7 @@ from shoal.clock import InlineExecutor
 from shoal.errors import StateUnavailable
 from shoal.optim.fetching import Fetching
 from shoal.optim.optimizer import Optimizer
+from shoal.optim.state_name import StateName
 from shoal.optim.takeover import Takeover
 from shoal.progress import SwarmView
 from shoal.tasks import Changes
@@ -52,8 +53,9 @@ def test_a_trainer_that_waits_for_nobody_stands_still_for_what_is_here_only(
     *, trains_on: bool, stands_s: float
 ) -> None:
     """It stood still for a step that was still on its way, 3.9 s on a slow line; the next fetch brings that one."""
-    names = iter(("first", "second"))
-    own: Any = SimpleNamespace(name="ours", committed=None, is_shared=lambda: None)
+    ours, first, second = (StateName(epoch, bytes(32), epoch) for epoch in (1, 2, 3))
+    names = iter((first, second))
+    own: Any = SimpleNamespace(name=ours, committed=None, is_shared=lambda: None)
     takeover: Any = None
 
     def step() -> None:
@@ -64,7 +66,7 @@ def test_a_trainer_that_waits_for_nobody_stands_still_for_what_is_here_only(
         yield True
 
     async def coming(state: object, committed: object, *, until: float) -> Any:
-        if own.name == "first":
+        if own.name == first:
             if until <= asyncio.get_running_loop().time():
                 return None
             await sim.sleep(4.0)
@@ -88,7 +90,7 @@ def test_a_trainer_that_waits_for_nobody_stands_still_for_what_is_here_only(
         outlook: Any = SimpleNamespace(
             trains_on=trains_on,
             fetching=fetching,
-            claimed=lambda: SimpleNamespace(behind=own.name != "second"),
+            claimed=lambda: SimpleNamespace(behind=own.name != second, best=second.key),
             heed_contributors=lambda: None,
         )
         parts: dict[str, Any] = dict.fromkeys(("core", "machine", "beginning", "gossip", "states", "notices", "news"))
@@ -97,7 +99,7 @@ def test_a_trainer_that_waits_for_nobody_stands_still_for_what_is_here_only(
         catch_up: Any = SimpleNamespace(next=coming, following=following, give_up=give_up)
         takeover = Takeover(own=own, outlook=outlook, catch_up=catch_up, **parts)
         loop, stood_s = asyncio.get_running_loop(), 0.0
-        while own.name != "second":
+        while own.name != second:
             fetching.observe(VIEW, 60.0, loop.time())
             await sim.sleep(1.0)
             if fetching.has_news:

@@ -658,7 +658,7 @@ UNEQUAL = [0.3, 0.08, 0.3, 0.33, 0.36, 0.33, 0.3]
         (DiLoCo(20), UNEQUAL, "stays"),
         (DiLoCo(20), UNEQUAL, "leaves"),
         (DiLoCo(20), UNEQUAL[:4], "dies"),
-        *(pytest.param(*_newcomers(number), marks=pytest.mark.long(full=number > 5)) for number in range(40)),
+        *(pytest.param(*_newcomers(number), marks=pytest.mark.long(full=number > 1)) for number in range(40)),
     ],
 )
 def test_newcomers_of_other_speeds_give_to_each_merge(strategy: Strategy, speeds: list[float], first: str) -> None:

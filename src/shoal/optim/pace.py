@@ -257,8 +257,8 @@ class MergePace:
         known.sum_up()
         absent.sum_up()
         counts, most = True, max(1 + known.count, self._lacking(known))
-        me, is_stranger = view.peers[0], view.contributors and view.peers[0] not in view.contributors
-        if self._quorum is None and is_stranger:
+        me = view.peers[0]
+        if self._quorum is None and view.contributors and me not in view.contributors:  # a stranger itself
             among = known.count or 2  # as a contributor counts them; without one as a peer that counts itself
             counts = strange.is_among(among, me)
             most = among - counts

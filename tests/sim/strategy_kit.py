@@ -161,6 +161,7 @@ class Weather:
             target=1, network=network, averager=averager, width=2048, compression=codec, make=_sgd, trainer=Counted
         )
         self.names = [f"p{number}" for number in range(peers)]
+        self.batch_s: dict[str, float] = {}
         self.log: list[str] = []
 
     async def begin(self) -> None:
@@ -202,8 +203,8 @@ class Weather:
         trainer = self.run.swarm.peer(name)
         assert isinstance(trainer, Counted)
         trainer.audit, trainer.numbers = self.audit, self.numbers
-        batch_s = self.rng.uniform(0.2, 0.6)
-        self.run.swarm.spawn(name, trainer.train(BATCH, duration_s=batch_s, until=lambda: False))
+        self.batch_s[name] = self.rng.uniform(0.2, 0.6)
+        self.run.swarm.spawn(name, trainer.train(BATCH, duration_s=self.batch_s[name], until=lambda: False))
 
     async def fault(self) -> None:
         """Something goes wrong."""
@@ -234,6 +235,37 @@ class Weather:
             await sim.sleep(rng.uniform(1.0, 8.0))
             swarm.heal()
 
+    def calm(self) -> None:
+        """No more faults."""
+        swarm = self.run.swarm
+        swarm.heal()
+        for name in swarm.peers:
+            swarm.slow(name, 1.0)
+
+    async def check_fairness(self, calm_s: float = 30.0) -> None:
+        """After so long a calm, merges take the batches of each peer for as long again: it drops three in ten at most.
+
+        A merge may come without a peer whose batch takes longer than half of the time between two merges.
+
+        Raises:
+            AssertionError: a peer trains for nothing.
+        """
+        self.calm()
+        await sim.sleep(calm_s)
+        peers = self.run.swarm.peers
+        before = {name: [each.status() for each in trainer.fragments] for name, trainer in peers.items()}
+        await sim.sleep(calm_s)
+        for name, trainer in peers.items():
+            for number, (old, fragment) in enumerate(zip(before[name], trainer.fragments, strict=True)):
+                new = fragment.status()
+                merges, given = new.epoch - old.epoch, new.contributed - old.contributed
+                lost = new.dropped - old.dropped
+                told = f"{name}, fragment {number}: of {given + lost} samples {lost} were lost in {merges} merges"
+                assert merges, told
+                if self.batch_s[name] <= calm_s / merges / 2:
+                    assert given, told
+                    assert lost <= 0.3 * (given + lost), told
+
     async def end(self, merges: int, patience_s: float) -> None:
         """No more faults; the run ends after so many more merges. All have equal parameters then.
 
@@ -241,9 +273,7 @@ class Weather:
             AssertionError: they have not; or one of the other promises was broken.
         """
         swarm = self.run.swarm
-        swarm.heal()
-        for name in swarm.peers:
-            swarm.slow(name, 1.0)
+        self.calm()
         await sim.sleep(10.0)
         last = max(fragment.epoch for trainer in swarm.peers.values() for fragment in trainer.fragments)
         self.run.announce_end(last + merges)

@@ -434,6 +434,39 @@ def test_a_split_in_the_middle_of_a_merge_of_one_fragment_is_healed(
     assert any(forked)
 
 
+def fair(name: str, seed: int) -> None:
+    """Eight faults; then each peer's batches count again."""
+    strategy, counts, codec = STRATEGIES[name]
+
+    async def main() -> None:
+        weather = Weather(strategy, seed, counts=counts, codec=codec)
+        await weather.begin()
+        await sim.sleep(8.0)
+        for _ in range(8):
+            await weather.fault()
+            await sim.sleep(weather.rng.uniform(0.5, 4.0))
+        await weather.check_fairness()
+        await weather.run.close()
+
+    sim.run(main, seed=seed)
+
+
+def test_a_peer_trains_for_nothing_after_faults() -> None:
+    """It does not: once the network is whole again, merges take what each peer gives."""
+    fair("Decoupled", 1)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("name", ["LocalSGD", "DiLoCo in seconds", "StreamingDiLoCo that keeps", "Decoupled"])
+def test_no_peer_trains_for_nothing_in_many_runs(
+    name: str, soak: Callable[[int, int], int], numbers: Callable[[int], Sequence[int]]
+) -> None:
+    """What the audit of batches does not show: a peer that is in no merge breaks no promise about them."""
+    for seed in numbers(soak(1, 50)):
+        fair(name, 1 + seed)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", STRATEGIES)

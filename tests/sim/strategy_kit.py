@@ -153,7 +153,8 @@ class Weather:
     ) -> None:
         self.rng = random.Random(f"weather/{seed}")
         self.strategy = strategy
-        self.audit, self.numbers, self.warnings = Audit(counts=counts), itertools.count(), list[str]()
+        self.audit, self.warnings = Audit(counts=counts), list[str]()
+        self.numbers: Iterator[int] = itertools.count()
         self.lacking = list[str]()  # rightly said that the quorum is not there
         averager = msgspec.structs.replace(SETTINGS, part_size_bytes=self.rng.choice([4096, 65536]))
         network = SimNetwork(seed, latency_s=self.rng.choice([0.002, 0.02]))

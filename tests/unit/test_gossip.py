@@ -637,6 +637,36 @@ def test_the_only_contributor_keeps_the_count_of_those_that_came_after_it() -> N
                 swarm.say(peer, digest=digest)
             told = await swarm.tell(samples=1, digest=digest, after_s=2.0)
             assert lone in told
-            assert len(told) == (1 if swarm.peers[0] in keepers(digest, swarm.peers)[:1] else 2)
+            assert len(told) == (1 if swarm.peers[0] == keepers(digest, swarm.peers)[0] else 2)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("of_own", "of_other", "keeps", "colleagues"),
+    [
+        pytest.param(0, 0, (0, 1), (0, 1), id="nobody contributed"),
+        pytest.param(1, 0, (0, 1), (0, 1), id="one"),
+        pytest.param(3, 0, (0, 1), (), id="peers of one part"),
+        pytest.param(0, 3, (), (0, 1), id="peers of the other part"),
+        pytest.param(80, 80, (0, 1), (0, 1), id="most peers"),
+    ],
+)
+def test_each_part_of_a_large_state_has_keepers_of_its_own(
+    of_own: int, of_other: int, keeps: tuple[int, ...], colleagues: tuple[int, ...]
+) -> None:
+    """The first contributors of the whole state kept the count of each part: two peers were told by a thousand."""
+
+    async def main() -> None:
+        swarm, digest, own, other = kept_by_me()
+        for peer in swarm.peers[1:]:
+            swarm.say(peer, digest=digest, samples=0)
+        swarm.known.contributors = frozenset([*own[:of_own], *other[:of_other]])
+        await swarm.tell(samples=1, digest=digest, after_s=2.0)
+        duty = swarm.gossip._duty
+        assert duty.order.parts == [own, other]
+        # A part without contributors has those of the other one.
+        assert duty.keepers == ([own[number] for number in keeps] or other[:2])
+        assert duty.colleagues == [other[number] for number in colleagues]
 
     asyncio.run(main())

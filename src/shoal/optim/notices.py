@@ -73,7 +73,7 @@ class Notices:
         if training.broken is not None:
             if is_news:
                 self.warn(training.broken)
-        elif not before or len(str(before)) < len(str(self._left_out)):
+        elif _passes_a_power_of_ten(before, self._left_out):
             what = "1 batch was" if self._left_out == 1 else f"{self._left_out} batches were"
             self.warn(f"{what} left out, because gradients are not finite, or too large to be summed")
 
@@ -219,10 +219,10 @@ class Notices:
         """
         if not self._note("without", bool(further)):
             return
-        times = {peer: self._without.get(peer, 0) + 1 for peer in further}
-        for peer, count in times.items():
-            put_last(self._without, peer, count, _REMEMBERED)
-        if any(str(count).rstrip("0") == "1" for count in times.values()):
+        before = {peer: self._without.get(peer, 0) for peer in further}
+        for peer, times in before.items():
+            put_last(self._without, peer, times + 1, _REMEMBERED)
+        if any(_passes_a_power_of_ten(times, times + 1) for times in before.values()):
             self.warn(
                 f"{_names(further)} named a state of epoch {max(further.values())} and did not give it: training goes "
                 f"on from epoch {epoch} without them, so there are two runs. Check whether they can be reached from "
@@ -312,6 +312,11 @@ def _of_a_tie(verdict: Verdict) -> str:
     if not verdict.is_tie:
         return ""
     return ". Equally many peers hold either, so the wrong parameters may be those that are kept: look at both sides"
+
+
+def _passes_a_power_of_ten(before: int, now: int) -> bool:
+    """Whether a count that was lower before has now come to 1, 10, 100, …: what goes on is told ever less often."""
+    return len(str(now)) > (len(str(before)) if before else 0)
 
 
 def _names(peers: Iterable[PeerID]) -> str:

@@ -77,7 +77,7 @@ class Participant:
 
     Attributes:
         own: the state that this peer trains.
-        rank: of its beginning among those of the others, once they are known: see `StateName.rank_among`.
+        model_rank: of the model's beginning, once the others are known: all fragments take it, see `StateName`.
         takeover: takes over better states.
     """
 
@@ -149,7 +149,9 @@ class Participant:
         self._asked = False  # the trainer has come to its first step
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
-        self.rank: asyncio.Future[int] = asyncio.get_running_loop().create_future() if first is None else first.rank
+        self.model_rank: asyncio.Future[int] = (
+            asyncio.get_running_loop().create_future() if first is None else first.model_rank
+        )
         self._gossip = ProgressGossip(core, settings, self._known, self._news, next_word=self._next_word)
         self.takeover = Takeover(
             core=core,
@@ -461,8 +463,8 @@ class Participant:
         if not self.settings.fragment:
             others = self._outlook.claimed().others.values()
             digests = [said.digest for said in others if said.epoch == 0]
-            self.rank.set_result(self.own.name.rank_among(digests))
-        rank = await asyncio.shield(self.rank)  # of all fragments, so one that is closed does not cancel it
+            self.model_rank.set_result(self.own.name.rank_among(digests))
+        rank = await asyncio.shield(self.model_rank)  # of all fragments, so one that is closed does not cancel it
         before = self.own.name
         while self.own.rank != rank:
             await self.own.decide_rank(rank)

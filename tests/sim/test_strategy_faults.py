@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -441,12 +440,7 @@ def fair(name: str, seed: int) -> None:
 
     async def main() -> None:
         weather = Weather(strategy, seed, counts=False, codec=codec)
-        weather.numbers = itertools.cycle(range(2048))  # a long run has more batches than the model has numbers
-        await weather.begin()
-        await sim.sleep(8.0)
-        for _ in range(8):
-            await weather.fault()
-            await sim.sleep(weather.rng.uniform(0.5, 4.0))
+        await weather.pass_over(8)
         await weather.check_fairness()
         await weather.run.close()
 

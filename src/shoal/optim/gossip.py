@@ -640,14 +640,14 @@ class ProgressGossip:
         def known(peer: PeerID) -> bool:
             return peer in contributors and able(peer)
 
-        contributor = order.first(known)
-        if len(contributor) == KEEPERS:
+        first = order.first(known)
+        if len(first) == KEEPERS:
             own, *rest = order.keepers(known)
-            own = own or contributor
+            own = own or first
         elif len(order.first(able)) == KEEPERS:
             own, *rest = order.keepers(able)
             # A lone contributor keeps it, too: what others pass on is believed by nobody.
-            own = list(dict.fromkeys([*contributor, *(own or order.first(able))]))[:KEEPERS]
+            own = list(dict.fromkeys([*first, *(own or order.first(able))]))[:KEEPERS]
         else:
             others = set(filter(able, view.peers[1:])) or set(view.peers[1:])
             own, rest = Order(digest, others.intersection(order.parts[0]) or others).first(lambda peer: True), []

@@ -1,17 +1,19 @@
 """What does a storm cost? ``python -m benchmarks.storm --peers 16 --faults-per-hour 600 --minutes 10``.
 
-Real processes train one model together, each at a pace that a timer sets; first in calm, which is the reference, then
-in a storm: at random moments one that is live, drawn at random, is killed (SIGKILL) and starts anew a second later
-with three live peers as its entries, or is stopped (SIGSTOP) for 10 s, or its line is cut for 10 s without a word to
-anybody. Each has a network namespace of its own; where these cannot be made (they need root) there are no cuts, and
-that is said. Everything of shoal is at its defaults.
+Real processes train one model together, each at a pace that a timer sets; first in calm, then in a storm: at random
+moments one that is live, drawn at random, is killed (SIGKILL) and starts anew a second later with three live peers as
+its entries, or is stopped (SIGSTOP) for 10 s, or its line is cut for 10 s without a word to anybody; then in calm
+again. The reference is the mean of both calms: how much a machine does changes from minute to minute. Each trainer has
+a network namespace of its own; where these cannot be made (they need root) there are no cuts, and that is said.
+Everything of shoal is at its defaults.
 
 - *Live*: neither killed, stopped nor cut off, and in the network.
-- *Goodput*: samples committed per second and live trainer, in the storm over those in the calm.
+- *Goodput*: samples committed per second and live trainer, in the storm over those in the calm. Their numbers in both
+  calms are printed beside it: if they differ by a tenth, the goodput is known to a twentieth.
 - *Participation*: contributors over live trainers, at each epoch.
 - *Back*: from the first packet, the waking or the healing to the first contribution.
 - *Wrong suspicions*: how often one that was live, for two seconds at least, was found silent by one that was live: in
-  calm and storm, those of the last coordinator apart. ``--busy`` and ``--hold-gil`` make that harder.
+  the first calm and in the storm, those of the last coordinator apart. ``--busy`` and ``--hold-gil`` make that harder.
 - *Stand-still*: the longest time without an epoch, above the longest of the calm; the 99th percentile beside it.
 - *In `step`*: the longest time that one that was live stood still in a call of `step`, beside the longest of its own
   merges, search and round together; first of the one that stood longest, then of the worst beside its own merges.
@@ -45,7 +47,7 @@ from typing import Any
 from benchmarks.allreduce import ROOT, write
 from benchmarks.emulator.namespaces import NotPermitted
 from benchmarks.emulator.switched import Switched
-from benchmarks.storm.judge import Fault, Figures, Lives, Stood, figures, main_line, stood, wrong_suspicions
+from benchmarks.storm.judge import Fault, Figures, Lives, Stood, both, figures, main_line, stood, wrong_suspicions
 from benchmarks.strategies.named import NAMES
 
 KINDS = ("kill", "stop", "cut")
@@ -232,7 +234,7 @@ def gusts(args: argparse.Namespace, rng: random.Random) -> Iterator[tuple[float,
 
 
 def storm(swarm: Swarm, args: argparse.Namespace, rng: random.Random) -> tuple[list[Fault], float, float]:
-    """Let it blow; returns the faults, when it began and when it ended."""
+    """Let it blow, until all are back; returns the faults, when it began, and when the last one could have struck."""
     began = time.monotonic()
     ends = began + 60 * args.minutes
     faults: list[Fault] = []
@@ -259,16 +261,22 @@ def storm(swarm: Swarm, args: argparse.Namespace, rng: random.Random) -> tuple[l
                 down_s = {"kill": RESTART_S, "stop": STOP_S, "cut": CUT_S}[kind]
                 heapq.heappush(to_lift, (fault.at + down_s, len(faults) + len(to_lift), fault))
             after_s, kind = next(coming)
-    faults += [fault for _, _, fault in to_lift]
+    for due, _, fault in sorted(to_lift):
+        time.sleep(max(0.0, due - time.monotonic()))
+        if fault.kind == "kill":
+            swarm.start(fault.place, rng)
+        else:
+            swarm.lift(fault.kind, fault.place)
+        faults.append(fault)
     faults += [fault._replace(back_at=swarm.first_packet(fault.place, life)) for fault, life in restarted]
     return sorted(faults), began, ends
 
 
 def calm(swarm: Swarm, args: argparse.Namespace) -> tuple[float, float, float]:
     """Wait until all take part, then watch; returns when that began, when it ended, and the CPU seconds in it."""
-    limit = time.monotonic() + WARM_UP_S
-    while time.monotonic() < limit:
-        last = {each["epoch"]: len(each["by"]) for each in swarm.epochs()}
+    since = time.monotonic()
+    while time.monotonic() < since + WARM_UP_S:
+        last = {each["epoch"]: len(each["by"]) for each in swarm.epochs() if each["at"] >= since}
         if len(last) >= 6 and all(by == args.peers for by in list(last.values())[-3:]):
             break
         time.sleep(0.5)
@@ -301,6 +309,7 @@ def describe(still: Figures, wild: Figures, faults: list[Fault]) -> dict[str, An
         "gap": {"calm worst": still.gaps[-1], "storm worst": wild.gaps[-1], "storm p99": percentile(wild.gaps, 0.99)},
         "faults": dict(Counter(fault.kind for fault in faults)),
         "calm": {"participation": still.participation, "rate": still.rate, "epochs": still.epochs},
+        "rate": wild.rate,
         "epochs": wild.epochs,
     }
 
@@ -325,7 +334,11 @@ def show(found: dict[str, Any], minutes: float, strategy: str) -> bool:
         f"storm: {sum(faults.values())} faults ({per_hour:.0f} an hour: "
         f"{', '.join(f'{count} {kind}' for kind, count in faults.items())}), {found['epochs']} epochs"
     )
-    print(f"  goodput        {found['goodput']:.3f} (floor {found['floor']:.3f})")
+    before, after = (calm["rate"] for calm in found["calms"])
+    print(
+        f"  goodput        {found['goodput']:.3f} (floor {found['floor']:.3f}): {found['rate']:.1f} samples a second and "
+        f"trainer, {before:.1f} in the calm before it and {after:.1f} after it"
+    )
     print(f"  participation  {found['participation']:.3f} (calm {found['calm']['participation']:.3f})")
     each = ", ".join(f"{kind} {back[kind][0]:.1f} (worst {back[kind][1]:.1f})" for kind in KINDS if kind in back)
     print(
@@ -338,7 +351,7 @@ def show(found: dict[str, Any], minutes: float, strategy: str) -> bool:
         flush=True,
     )
     for span, (members, coordinators) in found["wrong"].items():
-        rounds = found["calm"]["epochs"] if span == "calm" else found["epochs"]
+        rounds = found["calms"][0]["epochs"] if span == "calm" else found["epochs"]
         print(
             f"  in {span}: {members} members and {coordinators} coordinators wrongly found silent in {rounds} rounds",
             flush=True,
@@ -365,18 +378,18 @@ def play(args: argparse.Namespace, network: Switched | None) -> dict[str, Any]:
         cores = cpu_s / (calm_ended - calm_began)
         print(f"calm: {args.peers} trainers use {cores:.2f} of {os.cpu_count()} cores", flush=True)
         faults, began, ended = storm(swarm, args, rng)
+        after = calm(swarm, args)[:2]
     finally:
         swarm.end()
     line = main_line(swarm.said, swarm.place_of)
-    still = figures(line, swarm.lives, [], calm_began, calm_ended)
-    in_step = [stood(swarm.said, swarm.lives, *span) for span in ((calm_began, calm_ended), (began, ended))]
+    calms = [figures(line, swarm.lives, [], *span) for span in ((calm_began, calm_ended), after)]
     wild = figures(line, swarm.lives, faults, began, ended)
-    wrong = [
-        wrong_suspicions(swarm.said, swarm.place_of, swarm.lives, *span)
-        for span in ((calm_began, calm_ended), (began, ended))
-    ]
-    found = describe(still, wild, faults) | {"cores": cores, "wrong": {"calm": wrong[0], "storm": wrong[1]}}
-    found["in step"] = {"calm": in_step[0], "storm": in_step[1]}
+    found = describe(both(*calms), wild, faults) | {"cores": cores, "calms": [each._asdict() for each in calms]}
+    spans = {"calm": (calm_began, calm_ended), "storm": (began, ended)}
+    found["wrong"] = {
+        name: wrong_suspicions(swarm.said, swarm.place_of, swarm.lives, *span) for name, span in spans.items()
+    }
+    found["in step"] = {name: stood(swarm.said, swarm.lives, *span) for name, span in spans.items()}
     killed = sum(fault.kind == "kill" for fault in faults)
     lost_s = killed * min(args.every * args.batch_s, ended - began) / 2
     found["floor"] = 1.0 - lost_s / max(1e-9, swarm.lives.seconds(began, ended))
@@ -403,7 +416,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--peers", type=int, default=16)
     parser.add_argument("--faults-per-hour", type=float, default=600.0)
     parser.add_argument("--minutes", type=float, default=10.0, help="of storm")
-    parser.add_argument("--calm", type=float, default=1.5, help="minutes of calm before it")
+    parser.add_argument("--calm", type=float, default=1.5, help="minutes of calm before it, and after it")
     parser.add_argument("--kinds", default="65:25:10", help="weights of kills, stops and cuts")
     parser.add_argument("--epoch-s", type=float, default=1.0, help="about how long an epoch takes with all trainers")
     parser.add_argument("--batch-s", type=float, default=None, help="seconds of a batch; default: a fifth of an epoch")

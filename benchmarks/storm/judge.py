@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-__all__ = ["Epoch", "Fault", "Figures", "Lives", "Stood", "figures", "main_line", "stood", "wrong_suspicions"]
+__all__ = ["Epoch", "Fault", "Figures", "Lives", "Stood", "both", "figures", "main_line", "stood", "wrong_suspicions"]
 
 
 class Fault(NamedTuple):
@@ -170,6 +170,18 @@ def figures(line: Sequence[Epoch], lives: Lives, faults: Sequence[Fault], begin:
         gaps=sorted(b - a for a, b in pairwise(times)),
         back={kind: sorted(each) for kind, each in back.items()},
         never=never,
+    )
+
+
+def both(one: Figures, other: Figures) -> Figures:
+    """Two spans of calm of about equal length as one: rate and participation are means."""
+    return Figures(
+        epochs=one.epochs + other.epochs,
+        rate=(one.rate + other.rate) / 2,
+        participation=(one.participation + other.participation) / 2,
+        gaps=sorted(one.gaps + other.gaps),
+        back={},
+        never=0,
     )
 
 

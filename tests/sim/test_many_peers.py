@@ -17,13 +17,14 @@ from msgspec.structs import replace
 from shoal import sim
 from shoal.dht import DhtNode
 from shoal.events import Event, RoundFinished
+from shoal.optim import tellers
 from shoal.optim.agreement import Contributor
 from shoal.optim.committed import Committed
 from shoal.optim.gossip import ProgressGossip
 from shoal.peer import Address, PeerID
 from shoal.rpc import Endpoint
 from shoal.sim import SimNetwork
-from shoal.wire import Contact, Message
+from shoal.wire import Contact, Message, TellProgress
 from tests.sim.optimizer_kit import Run, backward
 
 EPOCHS, BATCHES, BATCH_S = 6, 5, 0.2
@@ -37,17 +38,19 @@ class Measured(NamedTuple):
         round_s: what the round itself takes.
         told_s: direct messages of progress that one peer sends in a second, answers included.
         words_s: times that one peer reads or writes the progress in the DHT in a second.
+        keepers: peers that are told the counts of others, of one state.
     """
 
     overhead_s: float
     round_s: float
     told_s: float
     words_s: float
+    keepers: float
 
 
 def measure(monkeypatch: pytest.MonkeyPatch, peers: int, latency_s: float) -> Measured:
     """Epochs of a second, to which each peer has five batches; then it waits for the step."""
-    told, words, rounds = [0], [0], list[float]()
+    told, words, rounds, keepers = [0], [0], list[float](), dict[bytes, set[PeerID]]()
     tell_one, tell = ProgressGossip._tell_one, Endpoint.tell
 
     async def called(gossip: ProgressGossip, peer: PeerID) -> None:
@@ -57,6 +60,8 @@ def measure(monkeypatch: pytest.MonkeyPatch, peers: int, latency_s: float) -> Me
     def noted(endpoint: Endpoint, peers: Iterable[PeerID], message: Message) -> list[PeerID]:
         reached = tell(endpoint, peers, message)
         told[0] += len(reached)
+        if isinstance(message, TellProgress) and not message.others:
+            keepers.setdefault(message.progress.digest, set()).update(reached)
         return reached
 
     store, get = DhtNode.store, DhtNode.get
@@ -110,7 +115,13 @@ def measure(monkeypatch: pytest.MonkeyPatch, peers: int, latency_s: float) -> Me
         told_s, words_s = (count[0] / (loop.time() - began) / peers for count in (told, words))
         await run.close()
         overheads = [statistics.median(stepped[epoch]) - last[epoch] for epoch in range(2, EPOCHS)]
-        return Measured(statistics.median(overheads), statistics.median(rounds[2 * peers :]), told_s, words_s)
+        return Measured(
+            statistics.median(overheads),
+            statistics.median(rounds[2 * peers :]),
+            told_s,
+            words_s,
+            statistics.median(map(len, keepers.values())),
+        )
 
     return sim.run(main, seed=peers)
 
@@ -129,6 +140,16 @@ def test_sixteen_peers_tell_little(monkeypatch: pytest.MonkeyPatch) -> None:
     found = measure(monkeypatch, 16, 0.02)
     assert found.told_s <= 8.0
     assert found.words_s <= 1.0  # it was twice that, 10 calls each time
+    assert found.keepers <= 3.0
+
+
+def test_the_peers_of_a_divided_state_tell_keepers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four parts of four; two peers kept the count of all parts, so of a thousand peers all told the same two."""
+    whole = measure(monkeypatch, 16, 0.02)
+    monkeypatch.setattr(tellers, "_PART", 4)
+    found = measure(monkeypatch, 16, 0.02)
+    assert found.keepers >= 6.0, found
+    assert found.overhead_s <= 1.2 * whole.overhead_s, (found, whole)
 
 
 @pytest.mark.long(full=True)

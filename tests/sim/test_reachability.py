@@ -23,8 +23,8 @@ HIDDEN = "hidden"
 class Cores:
     """A swarm of cores, which notes what each one warns of."""
 
-    def __init__(self) -> None:
-        self.swarm: Swarm[PeerCore] = Swarm(network=SimNetwork(1))
+    def __init__(self, network: SimNetwork | None = None) -> None:
+        self.swarm: Swarm[PeerCore] = Swarm(network=network or SimNetwork(1))
         self.warned: dict[str, list[str]] = {}
         self.first: Address | None = None
 
@@ -218,6 +218,35 @@ def test_a_peer_that_wakes_while_it_is_dialed_is_not_taken_for_one_that_nobody_c
         cores.swarm.network.unstall("b")
         await sim.sleep(3.0)
         assert not a.endpoint.way_shut(b.peer_id)
+        assert a.endpoint.contact_of(b.peer_id).addresses
+
+    sim.run(main)
+
+
+def test_a_peer_that_was_dialed_while_it_was_cut_off_can_be_dialed_once_it_is_back() -> None:
+    """It comes back with a new link. All streams to it failed until the second dial, so a round waited for seconds."""
+
+    async def main() -> None:
+        cores = Cores(SimNetwork(1, backs_off=True))
+        a, b = await cores.add("a"), await cores.add("b")
+        await sim.sleep(5.0)
+        link = a.endpoint._open.link(b.peer_id)
+        assert link is not None
+        cores.swarm.network.partition([["b"]])
+
+        async def look() -> None:
+            while True:
+                b.endpoint.is_silent(a.peer_id)
+                await asyncio.sleep(0.25)
+
+        cores.swarm.spawn("b", look())
+        await sim.sleep(0.5)
+        await cores.swarm.run_on("a", dial_ahead, a, b)
+        await sim.sleep(1.6)
+        assert not a.endpoint.contact_of(b.peer_id).addresses  # there is doubt
+        cores.swarm.network.heal()
+        while a.endpoint._open.link(b.peer_id) is link:
+            await sim.sleep(0.01)
         assert a.endpoint.contact_of(b.peer_id).addresses
 
     sim.run(main)

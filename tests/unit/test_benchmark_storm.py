@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.storm.judge import Fault, Lives, Stood, figures, main_line, stood, wrong_suspicions
+from benchmarks.storm.judge import Fault, Lives, Stood, both, figures, main_line, stood, wrong_suspicions
 
 PLACES = {"a": 0, "b": 1, "c": 2}
 
@@ -109,3 +109,16 @@ def test_who_stood_still_in_step_is_compared_with_its_own_merges() -> None:
         {"peer": "1.0", "at": 20.0, "stood_s": 9.0, "joins": False},
     ]
     assert stood(said, lives, 0.0, 10.0) == [Stood(0.3, 0.4), Stood(0.2, 0.0)]
+
+
+def test_two_calms_are_looked_at_as_one() -> None:
+    """Rate and participation are means, so a slow minute before the storm does not make the storm look fast."""
+    lives = Lives(3)
+    for place in range(3):
+        lives.begin(place, 0.0)
+    line = main_line([told(at, int(at), "abc") for at in (1.0, 2.0, 3.0, 11.0, 13.0, 15.0)], PLACES)
+    before, after = figures(line, lives, [], 0.0, 4.0), figures(line, lives, [], 10.0, 16.0)
+    found = both(before, after)
+    assert (before.rate, after.rate) == pytest.approx((20 / 6, 20 / 12))
+    assert found.rate == pytest.approx(2.5)
+    assert (found.epochs, found.participation, found.gaps[-1]) == (6, 1.0, 2.0)

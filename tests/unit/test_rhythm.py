@@ -134,6 +134,24 @@ def test_an_outage_is_no_rhythm() -> None:
     assert took_s <= LEAST_S + 2 * LOOK_S
 
 
+def test_a_cut_of_our_own_line_raises_no_limit() -> None:
+    """All others answer at once when it is over. Silent peers were looked at rarely, so each cut raised the limit."""
+    world = World()
+    others = [peer(number) for number in range(15)]
+    for _ in range(3):
+        world.now += 10.0
+        cut_at = world.now
+        while not all([world.rhythm.is_silent(each, world.now) for each in others]):
+            world.now += LOOK_S
+        world.now = cut_at + 9.0
+        for each in others:
+            world.received[each] += 1
+            assert not world.rhythm.is_silent(each, world.now)
+    world.now += 10.0
+    took_s = [world.silent_after(each) for each in (peer(0), peer(99))]
+    assert all(each is not None and each <= LEAST_S + 2 * LOOK_S for each in took_s), took_s
+
+
 def test_the_others_answers_count_too_but_for_the_slowest_two() -> None:
     """On a slow line or a busy machine all answer late: who was never asked before is given as long."""
     world = World()

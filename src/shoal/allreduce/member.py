@@ -229,7 +229,7 @@ class MemberMachine:
         rules = self.rules
         if (commit := rules.commit) is None:
             self._lost_sources.add(member)
-            return [Blame(member, "its averages stopped")] if absent is None else []
+            return []
         actions: list[MemberAction] = []
         for part in [absent.part] if absent is not None else rules.missing():
             old = absent is not None and absent.attempt != commit.parts[part].attempt

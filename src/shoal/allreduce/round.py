@@ -542,6 +542,7 @@ class Round:
             if isinstance(error, PeerProtocolError):
                 self._blame(reducer, error.message)
             if not sender.retired:
+                self._blame(reducer, f"its averages stopped: {error.message}")
                 self._do(self.machine.source_lost(reducer, None))
 
     async def _answered(

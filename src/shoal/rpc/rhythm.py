@@ -52,11 +52,23 @@ _MAX_PEERS = 4096
 class _Pulse:
     """The measurements of one peer."""
 
-    __slots__ = ("acked", "answers", "asked", "heard_at", "looked_at", "quiet_s", "received", "silent", "waited_s")
+    __slots__ = (
+        "acked",
+        "answers",
+        "asked",
+        "asked_at",
+        "heard_at",
+        "looked_at",
+        "quiet_s",
+        "received",
+        "silent",
+        "waited_s",
+    )
 
     def __init__(self, received: int) -> None:
         self.received, self.heard_at, self.looked_at = received, float("-inf"), float("-inf")
         self.asked = self.silent = False
+        self.asked_at = float("-inf")
         self.acked = 0
         self.waited_s = self.quiet_s = 0.0  # since it was asked, and since its machine took something, if that is later
         self.answers: deque[float] = deque(maxlen=_OWN_ANSWERS)
@@ -107,11 +119,11 @@ class Rhythm:
             # Nobody has looked for so long that it may be back, and has had no reason to say so.
             pulse.silent = False
             self._silent.discard(peer)
-            self._begin(peer, pulse)
+            self._begin(peer, pulse, now)
         elif pulse.asked:
             self._wait(peer, pulse, min(now - pulse.looked_at, LOOK_S), SOON_S if soon else LEAST_S)
         elif now - pulse.heard_at >= _QUIET_S:
-            self._begin(peer, pulse)
+            self._begin(peer, pulse, now)
         pulse.looked_at = now
         return pulse.silent
 
@@ -124,9 +136,9 @@ class Rhythm:
         self._pulses.pop(peer, None)
         self._silent.discard(peer)
 
-    def _begin(self, peer: PeerID, pulse: _Pulse, waited_s: float = 0.0) -> None:
-        pulse.asked, pulse.acked = self._ask(peer), self._acked(peer)
-        pulse.waited_s = pulse.quiet_s = waited_s
+    def _begin(self, peer: PeerID, pulse: _Pulse, now: float) -> None:
+        pulse.asked, pulse.acked, pulse.asked_at = self._ask(peer), self._acked(peer), now
+        pulse.waited_s = pulse.quiet_s = 0.0
 
     def _wait(self, peer: PeerID, pulse: _Pulse, step_s: float, least_s: float) -> None:
         """It was asked, and has said nothing since."""
@@ -134,7 +146,7 @@ class Rhythm:
         pulse.quiet_s += step_s
         if pulse.silent:
             if pulse.waited_s >= 2 * self._most_s:
-                self._begin(peer, pulse, self._most_s)  # there may be a way now
+                pulse.asked, pulse.waited_s = self._ask(peer), self._most_s  # there may be a way now
             return
         acked = self._acked(peer)
         if acked >= pulse.acked + _TAKEN_BYTES:
@@ -148,7 +160,10 @@ class Rhythm:
     def _heard(self, peer: PeerID, pulse: _Pulse, received: int, now: float) -> None:
         if received > pulse.received and pulse.asked:
             took_s = pulse.waited_s + min(now - pulse.looked_at, LOOK_S)
-            if took_s <= _SLACK * max(LEAST_S, self._limit_s(pulse)):
+            # By the clock, too, as a silent peer is looked at rarely: after a cut of ten seconds the answers of all
+            # others seemed to have taken little more than one, and each cut raised the limit.
+            by_clock_s = now - pulse.asked_at
+            if took_s <= _SLACK * max(LEAST_S, self._limit_s(pulse)) and by_clock_s <= self._most_s:
                 pulse.answers.append(took_s)
                 self._answers.append(took_s)
         if received > pulse.received:

@@ -4,7 +4,7 @@ A peer behind a router or a firewall that lets nobody in has links that it made 
 stream to it waits in vain. So a dial that fails, or takes long, puts the way to that peer in *doubt*; a second dial a
 moment later decides. Its failure counts only if the peer answers on its link before that dial and after it: so a peer
 that is dead, frozen or cut off, or wakes meanwhile, is not meant. While there is doubt, and once the way is *shut*,
-dialing fails at once.
+dialing fails at once. A doubt is void when the peer has another link than at the first dial: it was cut off then.
 
 A shut way is tried again ever more rarely, in the background, so that no round pays for it. It is forgotten when the
 peer names other addresses or its link is lost. Only a peer's own attempts count here: the word of others shuts no way.
@@ -35,10 +35,10 @@ _MAX_DOUBTS = 256
 class _Way:
     """The way to one peer."""
 
-    __slots__ = ("addresses", "shut")
+    __slots__ = ("addresses", "link", "shut")
 
-    def __init__(self, addresses: tuple[Address, ...]) -> None:
-        self.addresses, self.shut = addresses, False
+    def __init__(self, addresses: tuple[Address, ...], link: CallLink | None) -> None:
+        self.addresses, self.link, self.shut = addresses, link, False
 
 
 class Ways:
@@ -70,7 +70,10 @@ class Ways:
     def closed(self, peer: PeerID, addresses: tuple[Address, ...]) -> bool:
         """Whether this peer should not be dialed at these addresses now."""
         way = self._ways.get(peer)
-        return way is not None and set(addresses) <= set(way.addresses)
+        return way is not None and self._holds(peer, way) and set(addresses) <= set(way.addresses)
+
+    def _holds(self, peer: PeerID, way: _Way) -> bool:
+        return way.shut or self._link(peer) is way.link
 
     def shut(self, peer: PeerID) -> bool:
         """Whether two dials have failed, and none has succeeded since."""
@@ -87,7 +90,7 @@ class Ways:
         Raises:
             PeerUnreachable, PeerTimeout, PeerRefused: as `Transport.dial`.
         """
-        way = _Way(addresses)
+        way = _Way(addresses, self._link(peer))
         doubt = asyncio.get_running_loop().call_later(_DOUBT_S, self._doubt, peer, way)
         try:
             connection = await self._transport.dial(peer, addresses, timeout_s=self._dial_timeout_s)
@@ -104,7 +107,10 @@ class Ways:
         return connection
 
     def _doubt(self, peer: PeerID, way: _Way) -> None:
-        if self._link(peer) is not None and peer not in self._ways and len(self._ways) < _MAX_DOUBTS:
+        if way.link is None or not self._holds(peer, way):
+            return
+        known = self._ways.get(peer)
+        if (known is None or not self._holds(peer, known)) and len(self._ways) < _MAX_DOUBTS:
             self._ways[peer] = way
             self._tasks.spawn(self._try_again(peer, way))
 
@@ -115,7 +121,8 @@ class Ways:
             await asyncio.sleep(pause_s)
             if self._ways.get(peer) is not way:
                 return
-            if (link := self._link(peer)) is None:
+            link = self._link(peer)
+            if link is None or not self._holds(peer, way):
                 break
             if not way.shut and not await _lives(link):
                 break  # dead or frozen, as far as can be told

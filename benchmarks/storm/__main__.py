@@ -336,8 +336,8 @@ def show(found: dict[str, Any], minutes: float, strategy: str) -> bool:
     )
     before, after = (calm["rate"] for calm in found["calms"])
     print(
-        f"  goodput        {found['goodput']:.3f} (floor {found['floor']:.3f}): {found['rate']:.1f} samples a second and "
-        f"trainer, {before:.1f} in the calm before it and {after:.1f} after it"
+        f"  goodput        {found['goodput']:.3f} (floor {found['floor']:.3f}): {found['rate']:.1f} samples a second "
+        f"and trainer, {before:.1f} in the calm before it and {after:.1f} after it"
     )
     print(f"  participation  {found['participation']:.3f} (calm {found['calm']['participation']:.3f})")
     each = ", ".join(f"{kind} {back[kind][0]:.1f} (worst {back[kind][1]:.1f})" for kind in KINDS if kind in back)

@@ -237,7 +237,7 @@ def test_a_peer_that_was_dialed_while_it_was_cut_off_can_be_dialed_once_it_is_ba
         async def look() -> None:
             while True:
                 b.endpoint.is_silent(a.peer_id)
-                await asyncio.sleep(0.25)
+                await sim.sleep(0.25)
 
         cores.swarm.spawn("b", look())
         await sim.sleep(0.5)

@@ -185,9 +185,13 @@ class Swarm:
             os.kill(self._pid[place], signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
         return at
 
-    def lift(self, kind: str, place: int) -> float:
-        """End what was done to it, but a kill; returns when."""
-        if kind == "cut":
+    def bring_back(self, fault: Fault, rng: random.Random) -> float | None:
+        """End what was done to it; returns when it was back, None for one that starts anew."""
+        place = fault.place
+        if fault.kind == "kill":
+            self.start(place, rng)
+            return None
+        if fault.kind == "cut":
             assert self._network is not None
             self._network.heal(place)
         else:
@@ -247,11 +251,11 @@ def storm(swarm: Swarm, args: argparse.Namespace, rng: random.Random) -> tuple[l
         time.sleep(max(0.0, due - time.monotonic()))
         if to_lift and to_lift[0][0] <= due:
             _, _, fault = heapq.heappop(to_lift)
+            back_at = swarm.bring_back(fault, rng)
             if fault.kind == "kill":
-                swarm.start(fault.place, rng)
                 restarted.append((fault, swarm.life(fault.place)))
             else:
-                faults.append(fault._replace(back_at=swarm.lift(fault.kind, fault.place)))
+                faults.append(fault._replace(back_at=back_at))
         elif due >= ends:
             break
         else:
@@ -263,11 +267,8 @@ def storm(swarm: Swarm, args: argparse.Namespace, rng: random.Random) -> tuple[l
             after_s, kind = next(coming)
     for due, _, fault in sorted(to_lift):
         time.sleep(max(0.0, due - time.monotonic()))
-        if fault.kind == "kill":
-            swarm.start(fault.place, rng)
-        else:
-            swarm.lift(fault.kind, fault.place)
-        faults.append(fault)
+        swarm.bring_back(fault, rng)
+        faults.append(fault)  # it was not back within the storm
     faults += [fault._replace(back_at=swarm.first_packet(fault.place, life)) for fault, life in restarted]
     return sorted(faults), began, ends
 

@@ -73,6 +73,7 @@ class Ways:
         return way is not None and self._holds(peer, way) and set(addresses) <= set(way.addresses)
 
     def _holds(self, peer: PeerID, way: _Way) -> bool:
+        """Whether this doubt is not void. A way that is shut stays so with another link, as clients make many."""
         return way.shut or self._link(peer) is way.link
 
     def shut(self, peer: PeerID) -> bool:

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 import shoal
+from benchmarks.allreduce import exit_on_sigterm
 from benchmarks.emulator.namespaces import Emulator, NotPermitted
 from benchmarks.emulator.star import Shape
 from benchmarks.strategies.named import named
@@ -200,6 +201,7 @@ def main() -> int:
     if args.child is not None:
         train(argparse.Namespace(**json.loads(args.child)))
         return 0
+    exit_on_sigterm()
     lines = f"{args.rate:g} Mbit/s, one {args.slow_up:g} up, {args.round_trip_ms:g} ms, loss {args.loss:.0%}"
     print(f"{args.peers} peers, {lines}; batches of {args.batch_s:g} s, {args.numel:,} parameters", flush=True)
     for name in args.strategy.split(","):

@@ -37,7 +37,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.allreduce import ROOT, aligned, processor, spread, write
+from benchmarks.allreduce import ROOT, aligned, exit_on_sigterm, processor, spread, write
 from benchmarks.emulator.namespaces import Emulator
 from benchmarks.emulator.star import Shape
 from shoal.zero.laws import Sizes, costs_of
@@ -268,6 +268,7 @@ def computing(count: int) -> Iterator[None]:
 
 def main() -> int:
     args = parse()
+    exit_on_sigterm()
     everything = []
     for ranks in (int(text) for text in args.ranks.split(",")):
         with placed(ranks, args) as places, computing(args.busy):

@@ -44,7 +44,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.allreduce import ROOT, write
+from benchmarks.allreduce import ROOT, exit_on_sigterm, write
 from benchmarks.emulator.namespaces import NotPermitted
 from benchmarks.emulator.switched import Switched
 from benchmarks.storm.judge import Fault, Figures, Lives, Stood, both, figures, main_line, stood, wrong_suspicions
@@ -444,6 +444,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
+    exit_on_sigterm()
     with contextlib.ExitStack() as stack:
         network = None
         try:

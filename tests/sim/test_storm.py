@@ -13,7 +13,7 @@ import pytest
 
 from shoal import sim
 from shoal.averager import AveragerSettings
-from shoal.events import EpochAdvanced, Event, RoundFinished
+from shoal.events import EpochAdvanced, Event, GroupFormed, RoundFinished
 from shoal.optim.gossip import ProgressGossip
 from shoal.peer import PeerID
 from shoal.rpc import Endpoint
@@ -169,6 +169,33 @@ def test_two_that_fall_silent_at_once_are_waited_for_one_after_the_other() -> No
         assert storm.gaps(began, loop.time())[-1] <= calm[-1] + 1.5
 
     play(5, scenario)
+
+
+def test_members_that_lost_their_coordinator_wait_for_the_verdict_of_one_that_stands_still() -> None:
+    """They do not: a member stands still within a round, and then the coordinator, before it has found that out."""
+
+    async def scenario(storm: Storm) -> None:
+        loop, swarm = asyncio.get_running_loop(), storm.run.swarm
+        leads = {name: swarm.peer(name).participant._averager._finder.matchmaker._memory.led for name in storm.names}
+        leader = next(name for name, led in leads.items() if led)
+        member = next(name for name, led in leads.items() if not led)
+        calm = storm.gaps(4.0, loop.time())
+        formed = asyncio.Event()
+
+        def note(event: Event) -> None:
+            if isinstance(event, GroupFormed):
+                formed.set()
+
+        swarm.host(member).env.events.subscribe(note)
+        await formed.wait()
+        began = loop.time()
+        swarm.stall(member, 10.0)
+        await sim.sleep(0.3)
+        swarm.stall(leader, 10.0)
+        await sim.sleep(8.0)
+        assert storm.gaps(began, loop.time())[-1] <= calm[-1] + 1.8
+
+    play(7, scenario)
 
 
 def test_a_killed_peer_counts_again_by_what_it_wrote_to_the_dht_before() -> None:

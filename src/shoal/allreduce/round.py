@@ -51,6 +51,7 @@ from shoal.wire import (
     AskVerdict,
     Assign,
     Commit,
+    Contact,
     Held,
     Leave,
     PartAbsent,
@@ -470,23 +471,31 @@ class Round:
             self._do(self.machine.coordinator_lost(reason))
 
     async def _ask_others(self) -> None:
+        """Ask the others for the verdict, until one knows it, or none of them can learn it any more.
+
+        Each is asked by itself, and a silent one counts as gone: one that stands still would hold up all.
+        """
         others = [m.contact for i, m in enumerate(self.members) if i not in (self.me, self.coordinator)]
-        hope = True
-        while hope and not self.machine.decided:
-            hope = False
-            calls = (self.endpoint.call(c, AskVerdict(self.round_id), timeout_s=_ASK_TIMEOUT_S) for c in others)
-            for verdict in await asyncio.gather(*calls, return_exceptions=True):
-                if isinstance(verdict, BaseException):
-                    if not isinstance(verdict, PeerError):
-                        raise verdict
-                elif verdict.commit is not None and not self.machine.decided:
-                    self.obey(verdict.commit)
-                else:
-                    hope = hope or verdict.may_learn
-            if hope and not self.machine.decided:
-                await asyncio.sleep(_ASK_PAUSE_S)
-        if not self.machine.decided:
-            self.give_up("outcome unknown: the coordinator was lost before its verdict came")
+        may_learn = {contact.peer: True for contact in others}
+        for contact in others:
+            self._tasks.spawn(self._ask(contact, may_learn))
+        while not self.machine.decided:
+            if not [peer for peer, may in may_learn.items() if may and not self.endpoint.is_silent(peer)]:
+                self.give_up("outcome unknown: the coordinator was lost before its verdict came")
+                return
+            await asyncio.sleep(_ASK_PAUSE_S)
+
+    async def _ask(self, contact: Contact, may_learn: dict[PeerID, bool]) -> None:
+        """Ask one of the others for the verdict, as long as it is unknown; note whether that one may still learn it."""
+        while not self.machine.decided:
+            try:
+                verdict = await self.endpoint.call(contact, AskVerdict(self.round_id), timeout_s=_ASK_TIMEOUT_S)
+            except PeerError:
+                verdict = Verdict(None, may_learn=False)
+            if verdict.commit is not None and not self.machine.decided:
+                self.obey(verdict.commit)
+            may_learn[contact.peer] = verdict.may_learn
+            await asyncio.sleep(_ASK_PAUSE_S)
 
     async def _end_control(self) -> None:
         """All was said: end the streams in order."""

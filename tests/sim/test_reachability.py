@@ -93,6 +93,24 @@ def test_who_can_be_reached_is_known_to_all_whom_it_met() -> None:
     sim.run(main)
 
 
+@pytest.mark.parametrize("after_s", [0.12, 0.2])
+def test_a_newcomer_waits_for_a_peer_that_froze_just_now(after_s: float) -> None:
+    """It waits no longer than for any silent peer, whether it asks that one or tells it where it listens."""
+
+    async def main() -> None:
+        cores = Cores()
+        for number in range(5):
+            await cores.add(f"p{number}")
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        loop.call_later(after_s, cores.swarm.stall, "p2", 20.0)
+        newcomer = await cores.add("new")
+        assert loop.time() - began < 2.0
+        assert not newcomer.client_mode
+
+    sim.run(main)
+
+
 def test_nobody_is_made_to_dial_anybody_else() -> None:
     """The question names a port of the asker's own machine: at others, and at its own port, nothing is dialed."""
 

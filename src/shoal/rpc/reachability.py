@@ -19,21 +19,24 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from shoal.bounded import put_last
-from shoal.errors import ConfigError, PeerError, PeerRefused
+from shoal.errors import ClosedError, ConfigError, PeerError, PeerRefused
 from shoal.events import Warned
 from shoal.peer import Address, PeerID
 from shoal.rpc.endpoint import Endpoint
 from shoal.rpc.rate_limiter import RateLimiter
+from shoal.rpc.rhythm import LOOK_S
 from shoal.tasks import Tasks
 from shoal.wire import Ballast, DialBack, DialedBack, Noted, NoWayIn, Whereabouts
 
 __all__ = ["Reachability", "Verdict"]
+
+T = TypeVar("T")
 
 _DIAL_S = 3.0
 _ANSWER_S = 4.0
@@ -126,7 +129,7 @@ class Reachability:
 
         If nobody answers, this counts as yes the first time, and changes nothing later.
         """
-        answers = await asyncio.gather(*(self._ask(peer) for peer in self._whom_to_ask()))
+        answers = await self._of_each(self._ask, self._whom_to_ask())
         tried = [answer for answer in answers if answer is not None]
         if not tried and self.verdict is not None:
             return self.verdict
@@ -142,8 +145,20 @@ class Reachability:
             if not told:
                 self._endpoint.env.events.emit(Warned(where="reachability", message=self._unreachable(verdict)))
         if self._endpoint.contact != before:
-            await asyncio.gather(*map(self._tell, self._endpoint.peers))
+            await self._of_each(self._tell, self._endpoint.peers)
         return verdict
+
+    async def _of_each(self, call: Callable[[PeerID], Coroutine[Any, Any, T]], peers: Iterable[PeerID]) -> list[T]:
+        """Call these peers at once; returns what came of it. A silent one is not waited for: it may have vanished."""
+        calls = {peer: self._tasks.spawn(call(peer)) for peer in peers}
+        try:
+            while due := [each for peer, each in calls.items() if not (each.done() or self._endpoint.is_silent(peer))]:
+                await asyncio.wait(due, timeout=LOOK_S)
+        except BaseException:
+            for each in calls.values():
+                each.cancel()
+            raise
+        return [each.result() for each in calls.values() if each.done()]
 
     def watch(self, look_around: Callable[[], Awaitable[None]], on_opened: Callable[[], None]) -> None:
         """Ask again now and then while others cannot dial us.
@@ -183,7 +198,7 @@ class Reachability:
             return None
         try:
             answer = await self._endpoint.call(peer, DialBack(listens_at[0].port), timeout_s=_ANSWER_S)
-        except PeerError:
+        except (PeerError, ClosedError):
             return None
         with suppress(ConfigError):
             return peer, Address(answer.host, 1, peer).host, answer.reached
@@ -198,7 +213,7 @@ class Reachability:
         return (Address(host, port, self._endpoint.peer_id),) if 2 * votes > len(verdict.reached) else ()
 
     async def _tell(self, peer: PeerID) -> None:
-        with suppress(PeerError):
+        with suppress(PeerError, ClosedError):
             await self._endpoint.call(peer, Whereabouts(self._endpoint.contact), timeout_s=_TELL_S)
 
     def _unreachable(self, verdict: Verdict) -> str:

@@ -201,6 +201,7 @@ def test_a_run_shorter_than_an_interval_says_that_nothing_was_merged(dht: shoal.
     for strategy, batches, told in (
         (DiLoCo(4), 3, alone),
         (DiLoCo(4), 5, ""),
+        (StreamingDiLoCo(8, fragments=2, overlap=1), 7, ""),  # only the second fragment was merged
         (Decoupled(4, fragments=1, quorum=2), 5, of_two),
     ):
         model = network(0)

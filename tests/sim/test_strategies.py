@@ -19,7 +19,7 @@ from benchmarks.strategies import reference
 from shoal import sim
 from shoal.errors import ConfigError
 from shoal.events import Event, Warned
-from shoal.optim import TrainingState
+from shoal.optim import Participant, TrainingState
 from shoal.optim.outer import LocalSteps
 from shoal.strategies import Decoupled, DiLoCo, LocalSGD, Strategy, StreamingDiLoCo
 from shoal.wire import Progress
@@ -354,7 +354,7 @@ def _learner(peer: int, size: int) -> reference.Peer:
     return reference.Peer(parameters, inner, learn)
 
 
-STRATEGIES = [
+STRATEGIES: list[Strategy] = [
     LocalSGD(4),
     DiLoCo(4, outer_sgd),
     DiLoCo("2s"),
@@ -392,6 +392,64 @@ def test_peers_of_any_speed_end_with_equal_bits(strategy: Strategy) -> None:
         await run.close()
 
     sim.run(main, seed=4)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [LocalSGD("2s"), StreamingDiLoCo("2s", fragments=2, overlap=1), Decoupled("2s", fragments=2, quorum=2)],
+    ids=lambda each: type(each).__name__,
+)
+def test_merges_by_time_follow_each_other_at_once(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do not: before it was told of a step of its trainer, a peer said at the new state that a merge was due."""
+    stepped = Participant.stepped
+
+    async def is_told_late(self: Participant) -> None:
+        if self.own.update is not None and self.own.update.taken:
+            await sim.sleep(0.1)
+        await stepped(self)
+
+    monkeypatch.setattr(Participant, "stepped", is_told_late)
+
+    async def main() -> None:
+        run = Run(target=1)
+        for name in ("p0", "p1", "p2"):
+            await run.add(name, strategy=strategy)
+        await sim.sleep(3.0)
+        run.announce_end(8)
+        await train_to_end(run, 0.1, 0.11, 0.13)
+        for trainer in run.trainers.values():
+            times = [at for at, *_ in trainer.epochs]
+            assert min(later - earlier for earlier, later in itertools.pairwise(times)) > 1.5, times
+        await run.close()
+
+    sim.run(main, seed=4)
+
+
+@pytest.mark.parametrize(
+    "strategy", [each for each in STRATEGIES if each.merging and each.merging.steps], ids=lambda e: type(e).__name__
+)
+def test_the_schedule_goes_beyond_the_end_of_the_run(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not: a peer that trains on while the last merge is under way had rates below 0 by then."""
+    move, moved = LocalSteps._move_schedule, set[int]()
+
+    def note(self: LocalSteps, to: int) -> None:
+        moved.add(to)
+        move(self, to)
+
+    monkeypatch.setattr(LocalSteps, "_move_schedule", note)
+
+    async def main() -> None:
+        run = Run(target=1)
+        for name in ("p0", "p1"):
+            await run.add(name, strategy=strategy)
+        await sim.sleep(3.0)
+        run.announce_end(3)
+        await train_to_end(run, 0.1, 0.3)
+        assert [trainer.participant.training.local.scheduled for trainer in run.trainers.values()] == [3 * 4] * 2
+        await run.close()
+
+    sim.run(main, seed=4)
+    assert max(moved) == 3 * 4
 
 
 def test_a_peer_that_does_not_come_holds_up_no_merge_of_a_quorum() -> None:

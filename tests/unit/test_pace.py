@@ -100,13 +100,14 @@ def test_the_time_until_the_first_merge_begins_with_the_first_batch_that_somebod
     other = MergePace(Merging(every="2s", overlap=None, quorum=2))
     for each in (pace, other):
         each.state_changed(0, 0.0)
-    assert (pace.done(0, 0, 9.0), pace.due_s(9.0)) == (0, 2.0)
-    assert [pace.done(4, 1, at) for at in (9.5, 10.9, 11.1)] == [1, 1, WAY]
+    assert (pace.done(0, 0, 9.0, 0), pace.due_s(9.0)) == (0, 2.0)
+    assert [pace.done(4, 1, at, 0) for at in (9.5, 10.9, 11.1)] == [1, 1, WAY]
+    assert [pace.done(4, batches, 11.1, 1) for batches in (0, 1)] == [0, 1]  # the trainer has just merged
     assert other.due_s(9.0) is None
-    assert other.done(0, 0, 9.0) == 0
+    assert other.done(0, 0, 9.0, 0) == 0
     known.heard(said(PEERS[1], 1, 1.0), 0.0)
     other.enough(known.view(said(PEERS[0], 0, 0.0), 0.0))
-    assert (other.done(0, 0, 10.0), other.due_s(10.0)) == (0, 1.0)
+    assert (other.done(0, 0, 10.0, 0), other.due_s(10.0)) == (0, 1.0)
 
 
 def test_all_peers_at_a_state_see_the_same_merge_as_due() -> None:

@@ -28,10 +28,11 @@ class Notices:
     Args:
         events: where they go.
         run_id: names the run.
+        fragment: of the model. What holds for all of the model is told for the first one alone.
     """
 
-    def __init__(self, events: EventBus, run_id: str) -> None:
-        self._events, self._run_id = events, run_id
+    def __init__(self, events: EventBus, run_id: str, *, fragment: int = 0) -> None:
+        self._events, self._run_id, self._tells_of_model = events, run_id, not fragment
         self._left_out = self._downloads_in_a_row = 0
         self._options_told: set[tuple[str, int]] = set()
         self._last: dict[str, object] = {}
@@ -65,7 +66,7 @@ class Notices:
         Where the parameters themselves are the reason, that is told instead, once.
         """
         before, self._left_out = self._left_out, training.left_out
-        if self._left_out == before:
+        if self._left_out == before or not self._tells_of_model:
             return
         reason = "gradients that are not finite, or too large to be summed: their batch is left out"
         self.rejected(training.left_out_for, reason)
@@ -120,18 +121,22 @@ class Notices:
     def stepped(self, training: TrainingState) -> None:
         """The swarm's step was taken to its end. Look whether the schedule was moved, too."""
         self._downloads_in_a_row = 0
-        if (error := training.local.schedule_error) is not None and self._note("schedule", value=True):
+        if self._tells_of_model:
+            self._look_at_schedule(training.local)
+        # If peers merge, there are two optimizers; of the inner one nothing travels.
+        for kind, what in (("kept back", training.kept_back), ("frozen here", training.frozen_here)):
+            if what is not None and self._note(kind, value=True):
+                self.warn(what)
+
+    def _look_at_schedule(self, training: TrainingState) -> None:
+        if (error := training.schedule_error) is not None and self._note("schedule", value=True):
             self.warn(f"{error}; the learning rates stay as they are")
-        if self._note("schedule waits", value=bool(steps := training.local.schedule_waits)):
+        if self._note("schedule waits", value=bool(steps := training.schedule_waits)):
             self.warn(
                 f"the run went back, and the schedule cannot: it waits for {steps} more steps of the run, and this "
                 "peer's learning rates are not those of the others. Give the schedule state_dict() and "
                 "load_state_dict(), as torch's have them"
             )
-        # If peers merge, there are two optimizers; of the inner one nothing travels.
-        for kind, what in (("kept back", training.kept_back), ("frozen here", training.frozen_here)):
-            if what is not None and self._note(kind, value=True):
-                self.warn(what)
 
     def alone(self, epoch: int | None, reasons: Iterable[str]) -> None:
         """This peer trains alone; `epoch` is the one that it made so, if it has made one."""

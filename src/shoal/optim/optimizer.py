@@ -1102,7 +1102,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         if not self._closed:
             with suppress(ClosedError):
                 self._last_status = self.status()
-            if isinstance(self._training, LocalSteps) and not self.local_epoch and self._participant.speed.batches:
+            merged = any(each.epoch for each in self._participants)
+            if isinstance(self._training, LocalSteps) and not merged and self._participant.speed.batches:
                 merging, trained = self._training.merging, self._participant.speed.batches
                 every = merging.every if merging.steps is None else f"{merging.steps} batches"
                 batches = "1 batch was" if trained == 1 else f"{trained} batches were"

@@ -158,6 +158,11 @@ class OuterTrainingState(TrainingState):
         """The parameters that this peer steps, and their optimizer."""
         return self._local
 
+    def ends_at(self, epoch: int | None) -> None:
+        """See `TrainingState.ends_at`."""
+        if self is self._local.fragments[0]:
+            self._local.end_epoch = epoch
+
     def places(self) -> list[torch.Tensor]:
         """The tensors of the model that those of `describe` belong to."""
         return [self._model_of.get(id(each), each) for each in self.describe()]
@@ -389,6 +394,7 @@ class LocalSteps(LocalTrainingState):
     Attributes:
         merging: as given.
         fragments: of the model, in order.
+        end_epoch: where the run ends, as far as it is known; None: nobody knows yet.
 
     Raises:
         ConfigError: there are more fragments than trained tensors; or the outer optimizer is of no use.
@@ -403,6 +409,7 @@ class LocalSteps(LocalTrainingState):
     ) -> None:
         super().__init__(optimizer, scheduler, extra_tensors)
         self.merging, last = merging, merging.fragments - 1
+        self.end_epoch: int | None = None
         self._fresh = True  # no batch was trained yet
         self._fingerprint: tuple[list[int], bytes] | None = None
         # The names of weights among the inner optimizer's statistics: equal ones now, or as a trial will tell.
@@ -536,9 +543,16 @@ class LocalSteps(LocalTrainingState):
 
     @property
     def _run_is_at(self) -> int:
-        """So many steps of the schedule: the merges of the first fragment are `every` batches apart."""
+        """So many steps of the schedule: the merges of the first fragment are `every` batches apart.
+
+        A peer that does not wait trains on while its last merge is under way. The schedule is over by then: a rate may
+        have fallen to 0, and would go on below that.
+        """
         first, steps = self.fragments[0], self.merging.steps
-        return first.epoch if steps is None else first.epoch * steps + first.batches_until(steps)
+        if steps is None:
+            return first.epoch
+        at = first.epoch * steps + first.batches_until(steps)
+        return at if self.end_epoch is None else min(at, max(first.epoch, self.end_epoch) * steps)
 
 
 def fingerprint_of(fragments: Sequence[TrainingState]) -> bytes:

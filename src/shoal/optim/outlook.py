@@ -80,7 +80,7 @@ class Outlook:
             epoch=name.epoch,
             digest=name.digest,
             branch_samples=name.samples,
-            samples=self.pace.done(training.samples, training.batches, self.loop.time()),
+            samples=self.pace.done(training.samples, training.batches, self.loop.time(), name.epoch),
             rate=self.speed.rate,
             time=0.0,
             settings=dict(self.settings.fingerprint),

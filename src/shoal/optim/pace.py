@@ -33,8 +33,11 @@ _LEAST_GRACE_S = 0.5
 class Pace(Protocol):
     """One peer's pace."""
 
-    def done(self, samples: int, batches: int, now: float) -> int:
-        """What this peer names: it has trained so much since its state began, and it is `now` (local time, seconds)."""
+    def done(self, samples: int, batches: int, now: float, epoch: int) -> int:
+        """What this peer names: so much was trained since its state of this epoch began.
+
+        `now` is local time, seconds. The trainer may just have taken a step of which the pace is not told yet.
+        """
 
     def target(self, view: SwarmView) -> int:
         """About how much all peers of the view together name when there is enough."""
@@ -45,7 +48,7 @@ class Pace(Protocol):
     def enough(self, view: SwarmView) -> bool:
         """Whether there is enough for a step, as far as it is known."""
 
-    def reaches(self, samples: int, batches: int) -> bool:
+    def reaches(self, samples: int, batches: int, epoch: int) -> bool:
         """Whether there is enough, by what this peer has trained now, and what the others named in the last view."""
 
     def missing(self, own: int, view: SwarmView) -> int:
@@ -85,7 +88,7 @@ class SamplesPace:
             raise ConfigError(f"target_batch_size must be at least 1, got {target_batch_size}")
         self._target, self._others = target_batch_size, 0
 
-    def done(self, samples: int, batches: int, now: float) -> int:
+    def done(self, samples: int, batches: int, now: float, epoch: int) -> int:
         """See `Pace`."""
         return samples
 
@@ -102,7 +105,7 @@ class SamplesPace:
         self._others = view.samples - view.own
         return view.samples >= self._target
 
-    def reaches(self, samples: int, batches: int) -> bool:
+    def reaches(self, samples: int, batches: int, epoch: int) -> bool:
         """See `Pace`."""
         return samples + self._others >= self._target
 
@@ -207,10 +210,12 @@ class MergePace:
         self._merge_s = 0.0
         self._trains, self._enough, self._counts = True, False, True
 
-    def done(self, samples: int, batches: int, now: float) -> int:
+    def done(self, samples: int, batches: int, now: float, epoch: int) -> int:
         """See `Pace`."""
         if self._merging.steps is not None:
-            return max(0, self._begins_at + WAY * batches // self._merging.steps)
+            return max(0, self._begins_at(epoch) + WAY * batches // self._merging.steps)
+        if epoch != self._epoch:  # what is known of the time is of the way before: on it, others would merge again
+            return min(1, batches)
         # The first batch may come long after the optimizer was made: all first merges would be due then.
         self._waits = self._waits and not batches
         if self._waits:
@@ -221,12 +226,11 @@ class MergePace:
 
     def _left_s(self, now: float) -> float:
         assert self._merging.seconds is not None
-        return self._began + self._merging.seconds * (WAY - self._begins_at) / WAY - now
+        return self._began + self._merging.seconds * (WAY - self._begins_at(self._epoch)) / WAY - now
 
-    @property
-    def _begins_at(self) -> int:
+    def _begins_at(self, epoch: int) -> int:
         """The fragment is so far ahead on its way: the first way is shorter, and the last one as much longer."""
-        return self._ahead * (self._epoch == 0) - self._ahead * (self._end == self._epoch + 1)
+        return self._ahead * (epoch == 0) - self._ahead * (self._end == epoch + 1)
 
     def target(self, view: SwarmView) -> int:
         """See `Pace`."""
@@ -276,9 +280,11 @@ class MergePace:
         """How many strangers a quorum takes, if all others and this peer are in it."""
         return max(0, (self._quorum or 0) - 1 - known.count)
 
-    def reaches(self, samples: int, batches: int) -> bool:
+    def reaches(self, samples: int, batches: int, epoch: int) -> bool:
         """See `Pace`."""
-        return self._enough if self._merging.steps is None else self._reaches(self.done(samples, batches, 0.0))
+        if self._merging.steps is None:
+            return self._enough and epoch == self._epoch
+        return self._reaches(self.done(samples, batches, 0.0, epoch))
 
     def _reaches(self, own: int) -> bool:
         if self._quorum is not None:

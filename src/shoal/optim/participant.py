@@ -100,7 +100,7 @@ class Participant:
             )
         self.core, self.training, self.settings = core, training, settings
         self._machine = PhaseMachine(auxiliary=settings.auxiliary)
-        self._notices = Notices(core.env.events, settings.run_id)
+        self._notices = Notices(core.env.events, settings.run_id, fragment=settings.fragment)
         self.own = OwnState(core, training, lock, self._notices, auxiliary=settings.auxiliary)
         self._end = RunEnd(core.peer_id, settings.end_patience_s)
         self.last_round: StepResult | None = None
@@ -357,6 +357,7 @@ class Participant:
     def _settle_end(self) -> None:
         self._end.settle(self.epoch, self.own.committed, lambda: self._known.ends)
         self._pace.ends_at(self._end.epoch, left_behind=self._outlook.left_behind)
+        self.training.ends_at(self._end.epoch)
 
     def _missing(self) -> tuple[int, int]:
         """How many peers the next merge lacks, though this one is ready for it, and how many it takes.
@@ -381,7 +382,7 @@ class Participant:
     @property
     def enough(self) -> bool:
         """Whether there is enough for a step, as far as it is known. Any thread may ask."""
-        return self._pace.reaches(self.training.samples, self.training.batches)
+        return self._pace.reaches(self.training.samples, self.training.batches, self.epoch)
 
     @property
     def needs_turn(self) -> bool:

@@ -213,6 +213,9 @@ class TrainingState:
         """The parameters that this peer's batches are computed with: this object, unless peers merge (see `outer`)."""
         return self
 
+    def ends_at(self, epoch: int | None) -> None:
+        """The run ends at this epoch, as far as it is known; None: nobody knows yet. Any thread may say so."""
+
     @property
     def batches(self) -> int:
         """Batches that were trained since the last merge; 0 where batches only accumulate gradients."""
@@ -735,7 +738,7 @@ class TrainingState:
         except Exception as error:  # noqa: BLE001 (the user's own code)
             self.schedule_error = f"the schedule does not go back: {type(error).__name__}: {error}"
             return
-        self._steps_of_schedule = 0
+        self._steps_of_schedule, self.schedule_error = 0, None
         self._set_first_rates()
         self.restore_rates()  # the first ones may be others: LinearLR computes each from the one before
 

@@ -39,6 +39,9 @@ _SHOWN = 120
 _FIRST = "strategy", "optimizer"
 """Of several settings that differ these are named first: others follow from them."""
 
+_OF_MODEL = "parameter names", "frozen tensors"
+"""These are known only where the optimizer was given the model."""
+
 _MAX_REMEMBERED, _MAX_TELLERS = 4096, 32
 _TRIES = 2
 _ASIDE_S, _LONGEST_ASIDE_S = 60.0, 960.0
@@ -727,5 +730,7 @@ def settings_difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> s
     for name in sorted({*mine, *theirs}, key=lambda name: (*(name != first for first in _FIRST), name)):
         if mine.get(name) != theirs.get(name):
             here, there = mine.get(name, "not set"), theirs.get(name, "not set")
-            return f"{name[:_SHOWN]} is {here[:_SHOWN]} here and {there[:_SHOWN]} at another peer of the run"
+            of_model = name in _OF_MODEL and (name in mine) != (name in theirs)
+            cure = ": give model= on all peers, or on none" if of_model else ""
+            return f"{name[:_SHOWN]} is {here[:_SHOWN]} here and {there[:_SHOWN]} at another peer of the run{cure}"
     return None

@@ -424,6 +424,7 @@ def test_the_first_setting_that_differs_is_named() -> None:
     )
     assert settings_difference({"lr": "0.1"}, {}) == "lr is 0.1 here and not set at another peer of the run"
     assert settings_difference({}, {"lr": "0.1"}) == "lr is not set here and 0.1 at another peer of the run"
+    assert (settings_difference({}, {"frozen tensors": "none"}) or "").endswith("give model= on all peers, or on none")
 
 
 def test_a_long_setting_is_cut() -> None:

@@ -693,7 +693,10 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             return whole("batch_size", counted, most=MOST_SAMPLES)
         if self._rows is not None and all(each.grad is None for each in self._training.trained):
             return 1  # of nothing
-        raise ConfigError("batch_size is missing: give it to step(), or batch_size_per_step to the optimizer")
+        cure = "give it to step(), or batch_size_per_step to the optimizer"
+        if self._rows is not None:
+            cure = f"the model was given no tensor with rows. Leave out a batch that is empty, or {cure}"
+        raise ConfigError(f"batch_size is missing: {cure}")
 
     def _check_open(self) -> None:
         if self._closed:

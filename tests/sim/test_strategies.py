@@ -18,7 +18,7 @@ import torch
 from benchmarks.strategies import reference
 from shoal import sim
 from shoal.errors import ConfigError
-from shoal.events import Event, Warned
+from shoal.events import EpochAdvanced, Event, Warned
 from shoal.optim import Participant, TrainingState
 from shoal.optim.outer import LocalSteps
 from shoal.strategies import Decoupled, DiLoCo, LocalSGD, Strategy, StreamingDiLoCo
@@ -691,6 +691,37 @@ def test_all_that_was_trained_of_each_fragment_is_merged_at_the_end(every: int |
             assert max(counted) - min(counted) <= apart * BATCH, counted
             assert trainer.batches_done * BATCH - min(counted) <= 3 * BATCH, counted
         assert not any("rounds" in warning for warning in run.warnings), run.warnings
+        await run.close()
+
+    sim.run(main, seed=4)
+
+
+@pytest.mark.parametrize("every", ["2s", 20])
+def test_fragments_for_which_a_quorum_was_lacking_stay_together(every: int | str) -> None:
+    """They do not: all were merged at the moment when it came. Yet the last merges are together, with all batches."""
+
+    async def main() -> None:
+        run, at = Run(target=1), dict[str, list[float]]()
+        await run.add("p0", strategy=Decoupled(every, fragments=2, quorum=2))
+        loop, first = asyncio.get_running_loop(), run.trainers["p0"]
+
+        def note(event: Event) -> None:
+            if isinstance(event, EpochAdvanced):
+                at.setdefault(event.run_id, []).append(loop.time())
+
+        first.participant.core.env.events.subscribe(note)
+        run.swarm.spawn("p0", first.train(BATCH, duration_s=0.1, until=lambda: False))
+        await sim.sleep(9.0)
+        await run.add("p1", strategy=Decoupled(every, fragments=2, quorum=2))
+        run.announce_end(7)
+        run.swarm.spawn("p1", run.trainers["p1"].train(BATCH, duration_s=0.1, until=lambda: False))
+        while not all(trainer.finished for trainer in run.trainers.values()):
+            await sim.sleep(0.5)
+        counted = [fragment.contribution.contributed for fragment in first.fragments]
+        assert max(counted) - min(counted) <= 2 * BATCH, counted
+        assert max(times[-1] for times in at.values()) - min(times[-1] for times in at.values()) < 0.4
+        fifth = sorted(times[4] for times in at.values())
+        assert min(later - earlier for earlier, later in itertools.pairwise(fifth)) > 0.5
         await run.close()
 
     sim.run(main, seed=4)

@@ -141,6 +141,28 @@ def test_others_that_do_nothing_keep_a_stranger_waiting_for_some_ways_only(*, co
     for peer in PEERS[not contributor_is_here : 4]:
         swarm.heard(said(peer, 0, 1.0), 0.0)
     assert not pace.enough(swarm.view(said(PEERS[5], 4 * WAY - 1, 0.0), 0.0))
-    assert not pace.reaches(0, 39)
+    assert not pace.reaches(0, 39, 0)
     assert pace.enough(swarm.view(said(PEERS[5], 4 * WAY, 0.0), 0.0))
-    assert pace.reaches(0, 40)
+    assert pace.reaches(0, 40, 0)
+
+
+def test_fragments_that_were_overdue_are_merged_one_after_another_again_and_end_together() -> None:
+    """By time. A quorum was lacking, so all were merged at once, and stayed so; the last merges came apart then."""
+    merging = Merging(every="8s", overlap=None, quorum=2, fragments=4)
+    first = MergePace(merging)
+    paces = [first, *(MergePace(merging, number, first) for number in (1, 2, 3))]
+    for pace in paces:
+        pace.state_changed(0, 0.0)
+        pace.done(4, 1, 0.0, 0)
+    assert [pace.due_s(0.0) for pace in paces] == [8.0, 6.0, 4.0, 2.0]
+    for pace in paces:
+        pace.state_changed(1, 20.0)
+    assert [pace.due_s(20.0) for pace in paces] == [8.0, 14.0, 12.0, 10.0]
+    for pace, at in ((first, 28.0), (paces[3], 30.0), (paces[2], 32.1), (paces[1], 33.9)):
+        pace.state_changed(2, at)
+    assert [pace.due_s(34.0) for pace in paces] == pytest.approx([2.0, 8.0, 6.0, 4.0])
+    for pace in paces:
+        pace.ends_at(3, left_behind=False)
+    assert [pace.due_s(34.0) for pace in paces] == pytest.approx([2.0] * 4)
+    first.state_changed(3, 36.0)
+    assert [pace.done(4, 1, 36.5, 2) for pace in paces[1:]] == [WAY] * 3

@@ -26,6 +26,9 @@ WAY = 1000
 _MOST_WAYS = 4
 """A peer that does not count itself waits for so many ways at most: others may claim that they do nothing."""
 
+_LEAST_WAY = 0.75
+"""A way by time is at least this part of a whole one."""
+
 _LEAST_GRACE_S = 0.5
 """Processes of a busy machine come this late, however short a merge is."""
 
@@ -194,12 +197,18 @@ class MergePace:
         fragment: the number of the fragment. The first merges of the fragments are spread over the way, and the last
             ones come together: then all that was trained is in them. Only the first fragment goes the whole way from
             the beginning, so its merges end the epochs of the model: what it tells holds for all of it.
+        first: the pace of the first fragment, if this is of another one. By time the fragments keep their places
+            beside it: all that are overdue, as a quorum was lacking, are merged at the same moment.
+
+    Attributes:
+        epoch: of the state that this peer has.
+        began: since when it has it, or a little later or earlier, local time, seconds.
     """
 
-    def __init__(self, merging: Merging, fragment: int = 0) -> None:
-        self._merging = merging
+    def __init__(self, merging: Merging, fragment: int = 0, first: MergePace | None = None) -> None:
+        self._merging, self._first = merging, first
         self._ahead = WAY * fragment // merging.fragments
-        self._began, self._epoch = math.inf, 0
+        self.began, self.epoch = math.inf, 0
         self._end: int | None = None
         self._quorum = merging.quorum
         self._called = False  # another peer says that it is time
@@ -214,19 +223,23 @@ class MergePace:
         """See `Pace`."""
         if self._merging.steps is not None:
             return max(0, self._begins_at(epoch) + WAY * batches // self._merging.steps)
-        if epoch != self._epoch:  # what is known of the time is of the way before: on it, others would merge again
+        if epoch != self.epoch:  # what is known of the time is of the way before: on it, others would merge again
             return min(1, batches)
         # The first batch may come long after the optimizer was made: all first merges would be due then.
         self._waits = self._waits and not batches
         if self._waits:
-            self._began = now
+            self.began = now
         # It is not told all the time how late it is: a peer says when it is time, and then it is for all.
         # Before its first batch a peer calls nobody: a merge of nothing fails.
-        return WAY if self._called or (batches and self._left_s(now) <= 0) else min(1, batches)
+        return WAY if self._called or (batches and self.left_s(now) <= 0) else min(1, batches)
 
-    def _left_s(self, now: float) -> float:
-        assert self._merging.seconds is not None
-        return self._began + self._merging.seconds * (WAY - self._begins_at(self._epoch)) / WAY - now
+    def left_s(self, now: float) -> float:
+        """The seconds until the next merge is due, if merges go by time; less than 0 if it is overdue."""
+        seconds, first = self._merging.seconds, self._first
+        assert seconds is not None
+        if first is not None and self._end == self.epoch + 1:
+            return first.left_s(now) + seconds * (self.epoch - first.epoch)
+        return self.began + seconds * (WAY - self._begins_at(self.epoch)) / WAY - now
 
     def _begins_at(self, epoch: int) -> int:
         """The fragment is so far ahead on its way: the first way is shorter, and the last one as much longer."""
@@ -283,7 +296,7 @@ class MergePace:
     def reaches(self, samples: int, batches: int, epoch: int) -> bool:
         """See `Pace`."""
         if self._merging.steps is None:
-            return self._enough and epoch == self._epoch
+            return self._enough and epoch == self.epoch
         return self._reaches(self.done(samples, batches, 0.0, epoch))
 
     def _reaches(self, own: int) -> bool:
@@ -310,7 +323,7 @@ class MergePace:
 
     def due_s(self, now: float) -> float | None:
         """See `Pace`."""
-        if self._merging.seconds is None or (left_s := self._left_s(now)) <= 0:
+        if self._merging.seconds is None or (left_s := self.left_s(now)) <= 0:
             return None
         return left_s
 
@@ -327,11 +340,21 @@ class MergePace:
 
     def way_s(self, now: float) -> float:
         """See `Pace`."""
-        return max(0.0, now - self._began)
+        return max(0.0, now - self.began)
 
     def state_changed(self, epoch: int, now: float) -> None:
         """See `Pace`."""
-        self._epoch, self._began, self._called, self._enough, self._log = epoch, now, False, False, None
+        began = now + self._out_of_place_s(now) if epoch else now
+        self.epoch, self.began, self._called, self._enough, self._log = epoch, began, False, False, None
+
+    def _out_of_place_s(self, now: float) -> float:
+        """How much later than in a whole way the next merge is to come, so that fragments are not merged at once."""
+        seconds, first = self._merging.seconds, self._first
+        if seconds is None or first is None or math.isinf(first.began):
+            return 0.0
+        later_s = (first.began - seconds * self._ahead / WAY - now) % seconds
+        # A merge that comes much too early would have too few batches in it.
+        return later_s if later_s <= _LEAST_WAY * seconds else later_s - seconds
 
     def ends_at(self, epoch: int | None, *, left_behind: bool) -> None:
         """See `Pace`."""

@@ -41,6 +41,7 @@ from shoal.optim.notices import Notices
 from shoal.optim.options import differences, misfit, options_of
 from shoal.optim.outlook import Outlook
 from shoal.optim.own_state import OwnState
+from shoal.optim.pace import Pace
 from shoal.optim.parameter_check import ParameterCheck
 from shoal.optim.phases import Event, PhaseMachine, RunPhase, Situation, Update, Work
 from shoal.optim.rounds import Counts, Rounds, gradient_averager, state_averager
@@ -76,6 +77,7 @@ class Participant:
         first: the participant of the model's first fragment, if this is one of another. It decides the rank of all.
 
     Attributes:
+        pace: how far it is on its way to the next step.
         own: the state that this peer trains.
         model_rank: of the model's beginning, once the others are known: all fragments take it, see `StateName`.
         takeover: takes over better states.
@@ -92,7 +94,7 @@ class Participant:
         state_compression: CompressionBase | None = None,
         first: Participant | None = None,
     ) -> None:
-        self._pace = settings.pace()
+        self.pace: Pace = settings.pace(None if first is None else first.pace)
         if core.endpoint.serves_stream(FollowSteps, scope=settings.run_id):
             raise ConfigError(
                 f"run {settings.run_id!r} is trained by another shoal.Optimizer of this DHT: call its shutdown() first "
@@ -132,7 +134,7 @@ class Participant:
         self._outlook = Outlook(
             core=core,
             settings=settings,
-            pace=self._pace,
+            pace=self.pace,
             own=self.own,
             speed=self.speed,
             end=self._end,
@@ -180,7 +182,7 @@ class Participant:
         if not self.settings.averager.client_mode:
             self._states.sharing.enable()
         self.speed.measure(self._now())
-        self._pace.state_changed(self.epoch, self._now())
+        self.pace.state_changed(self.epoch, self._now())
         for work in (*self._gossip.start(), self._drive()):
             self._tasks.spawn(work)
         if not self.settings.fragment:  # a peer is alone with all fragments of its model, and says it once
@@ -293,7 +295,7 @@ class Participant:
             view,
             self.progress(),
             self.settings,
-            target=self._pace.target(view),
+            target=self.pace.target(view),
             eta_s=self._eta_s(view),
             phase=self.phase.value,
             last_round=self.last_round,
@@ -305,9 +307,9 @@ class Participant:
     def _eta_s(self, view: SwarmView) -> float | None:
         if self.enough:
             return 0.0
-        if (due_s := self._pace.due_s(self._now())) is not None:
+        if (due_s := self.pace.due_s(self._now())) is not None:
             return due_s
-        rate, missing = self._pace.rate(view, self.speed), self._pace.target(view) - view.samples
+        rate, missing = self.pace.rate(view, self.speed), self.pace.target(view) - view.samples
         return max(0.0, missing / rate) if rate > 0 else None
 
     def view(self) -> SwarmView:
@@ -328,15 +330,15 @@ class Participant:
             self._notices.goes_back(self.epoch, worse.epoch)
             claimed = self._outlook.claimed()
         view = self._outlook.unless_it_goes_on(claimed)
-        enough = self._pace.enough(view)
+        enough = self.pace.enough(view)
         if companions.observe(view, now, enough=enough):
             return self._look()
         if view.coming and companions.until is not None:
             self._gossip.look_again(companions.until)
-        if (due_s := self._pace.due_s(now)) is not None:
+        if (due_s := self.pace.due_s(now)) is not None:
             self._gossip.look_again(now + due_s)
-        self._gossip.enough, self._gossip.target = enough, self._pace.target(view)
-        self._gossip.rate = self._pace.rate(view, self.speed)
+        self._gossip.enough, self._gossip.target = enough, self.pace.target(view)
+        self._gossip.rate = self.pace.rate(view, self.speed)
         if len(view.peers) > 1:
             self._machine.found()
         self._settle_end()
@@ -356,7 +358,7 @@ class Participant:
 
     def _settle_end(self) -> None:
         self._end.settle(self.epoch, self.own.committed, lambda: self._known.ends)
-        self._pace.ends_at(self._end.epoch, left_behind=self._outlook.left_behind)
+        self.pace.ends_at(self._end.epoch, left_behind=self._outlook.left_behind)
         self.training.ends_at(self._end.epoch)
 
     def _missing(self) -> tuple[int, int]:
@@ -366,7 +368,7 @@ class Participant:
         """
         settings = self.settings
         quorum = 0 if settings.merging is None or settings.fragment else settings.merging.quorum or 0
-        return (self._pace.missing(self._outlook.place().samples, self.view()) if quorum else 0), quorum
+        return (self.pace.missing(self._outlook.place().samples, self.view()) if quorum else 0), quorum
 
     def _look_and_tell(self) -> SwarmView:
         view, _ = self._look()
@@ -382,7 +384,7 @@ class Participant:
     @property
     def enough(self) -> bool:
         """Whether there is enough for a step, as far as it is known. Any thread may ask."""
-        return self._pace.reaches(self.training.samples, self.training.batches, self.epoch)
+        return self.pace.reaches(self.training.samples, self.training.batches, self.epoch)
 
     @property
     def needs_turn(self) -> bool:
@@ -478,7 +480,7 @@ class Participant:
             must_fetch=must_fetch,
             at_end=self.at_end,
             may_leave=self.finished,
-            enough=self._pace.enough(view),
+            enough=self.pace.enough(view),
         )
 
     def _judge(self, view: SwarmView) -> None:
@@ -496,7 +498,7 @@ class Participant:
         name, me = self.own.name, self.core.peer_id
         said = self._said(await self._check.of(name))
         self._attendance.search()
-        self._averager.way_s = self._pace.way_s(self._now())
+        self._averager.way_s = self.pace.way_s(self._now())
         result = await self._rounds.run(
             self._averager,
             tag=name.group_tag,
@@ -515,7 +517,7 @@ class Participant:
                     self._drop_unfit()  # it counts for nothing in any round: if nobody's does, every round fails
             return
         self.last_round = result
-        self._pace.round_took(result.duration_s)
+        self.pace.round_took(result.duration_s)
         members = [member.contact.peer for member in result.outcome.members]
         self._notices.absent(self._attendance.formed(members, self._now() - result.duration_s))
         if self.own.name == name:
@@ -529,7 +531,7 @@ class Participant:
         and soon has a better state than the one that it would make.
         """
         awaited = self._attendance.wait_for(self.view().together - {self.core.peer_id}, self._now())
-        late = self._now() > self._averager.joined_at + self._pace.patience_s()
+        late = self._now() > self._averager.joined_at + self.pace.patience_s()
         return frozenset() if late and 2 * self._averager.group_size > 1 + len(awaited) else awaited
 
     def _said(self, check: Check | None = None) -> Said:
@@ -727,7 +729,7 @@ class Participant:
     def _announce_state(self, *, expected: bool = False) -> None:
         """The state has another name: donors offer the new one, the others are told now, unless they expect it."""
         speed, held = self.speed, self.training.samples
-        self._pace.state_changed(self.epoch, self._now())
+        self.pace.state_changed(self.epoch, self._now())
         why = self.contribution.state_changed(
             self.epoch, processed=speed.processed, batches=speed.batches, held=held, now=self._now()
         )

@@ -74,9 +74,11 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     merging: Merging | None = None
     fragment: int = 0
 
-    def pace(self) -> Pace:
-        """What tells when there is enough for a step."""
-        return SamplesPace(self.target_batch_size) if self.merging is None else MergePace(self.merging, self.fragment)
+    def pace(self, first: Pace | None = None) -> Pace:
+        """What tells when there is enough for a step. `first` is that of the model's first fragment, of another one."""
+        if self.merging is None:
+            return SamplesPace(self.target_batch_size)
+        return MergePace(self.merging, self.fragment, first if isinstance(first, MergePace) else None)
 
 
 def fragment_settings(settings: RunSettings, merging: Merging, number: int) -> RunSettings:

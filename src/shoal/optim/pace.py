@@ -202,7 +202,8 @@ class MergePace:
 
     Attributes:
         epoch: of the state that this peer has.
-        began: since when it has it, or a little later or earlier, local time, seconds.
+        began: when its way began, local time, seconds: as it got that state, or so much later or earlier as brings the
+            fragment back to its place beside the first one.
     """
 
     def __init__(self, merging: Merging, fragment: int = 0, first: MergePace | None = None) -> None:

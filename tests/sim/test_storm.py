@@ -60,6 +60,11 @@ class Storm:
         swarm.host(name).env.events.subscribe(note)
         swarm.spawn(name, trainer.train(BATCH, duration_s=BATCH_S, until=lambda: False))
 
+    def one_that(self, *, leads: bool) -> str:
+        """The first peer that led the last search; or that did not."""
+        finders = {name: self.run.swarm.peer(name).participant._averager._finder for name in self.names}
+        return next(name for name, finder in finders.items() if finder.matchmaker._memory.led == leads)
+
     def gaps(self, begin: float, end: float) -> list[float]:
         """Times between epochs, sorted."""
         times = sorted(at for at, _ in self.epochs.values())
@@ -86,8 +91,7 @@ def freeze(seed: int, role: str, phase_s: float) -> None:
 
     async def scenario(storm: Storm) -> None:
         loop, swarm = asyncio.get_running_loop(), storm.run.swarm
-        leaders = {name: swarm.peer(name).participant._averager._finder.matchmaker._memory.led for name in storm.names}
-        frozen = next(name for name, led in leaders.items() if led == (role == "leader"))
+        frozen = storm.one_that(leads=role == "leader")
         calm = storm.gaps(4.0, loop.time())
         last = max(at for at, _ in storm.epochs.values())
         await sim.sleep(max(0.0, last + statistics.median(calm) + phase_s - loop.time()))
@@ -156,9 +160,7 @@ def test_two_that_fall_silent_at_once_are_waited_for_one_after_the_other() -> No
 
     async def scenario(storm: Storm) -> None:
         loop, swarm = asyncio.get_running_loop(), storm.run.swarm
-        leads = {name: swarm.peer(name).participant._averager._finder.matchmaker._memory.led for name in storm.names}
-        leader = next(name for name, led in leads.items() if led)
-        member = next(name for name, led in leads.items() if not led)
+        leader, member = storm.one_that(leads=True), storm.one_that(leads=False)
         calm = storm.gaps(4.0, loop.time())
         last = max(at for at, _ in storm.epochs.values())
         await sim.sleep(last + statistics.median(calm) + 1.0 - loop.time())
@@ -176,9 +178,7 @@ def test_members_that_lost_their_coordinator_wait_for_the_verdict_of_one_that_st
 
     async def scenario(storm: Storm) -> None:
         loop, swarm = asyncio.get_running_loop(), storm.run.swarm
-        leads = {name: swarm.peer(name).participant._averager._finder.matchmaker._memory.led for name in storm.names}
-        leader = next(name for name, led in leads.items() if led)
-        member = next(name for name, led in leads.items() if not led)
+        leader, member = storm.one_that(leads=True), storm.one_that(leads=False)
         calm = storm.gaps(4.0, loop.time())
         formed = asyncio.Event()
 

@@ -28,7 +28,7 @@ class Notices:
     Args:
         events: where they go.
         run_id: names the run.
-        fragment: of the model. What holds for all of the model is told for the first one alone.
+        fragment: of the model. Only the notices of the first one tell what holds for all of the model.
     """
 
     def __init__(self, events: EventBus, run_id: str, *, fragment: int = 0) -> None:

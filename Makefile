@@ -33,13 +33,14 @@ albert-demo: $(EXAMPLES_READY)  ## ALBERT by Hugging Face's Trainer: one trainer
 	@$(BIN)/python -m examples.albert $(ARGS)
 
 test: $(DEV_READY)  ## all tests but the long ones (ARGS="tests/unit -k peer"; JOBS=0: one after another)
-	@$(PYTEST) -n $(JOBS) --dist loadgroup $(ARGS)
+	@$(PYTEST) -n $(JOBS) --dist loadgroup $(or $(ARGS),--situations=note)
 
 test-long: $(DEV_READY)  ## the long tests at full size: hours
 	@$(PYTEST) -m long --soak=full $(ARGS)
 
 test-long-sample: $(DEV_READY)  ## the long tests at a size for every commit: minutes
-	@$(PYTEST) -m long --soak=sample -n $(JOBS) --dist loadgroup $(ARGS) || [ $$? -eq 5 ]  # 5: no long tests
+	@$(PYTEST) -m long --soak=sample -n $(JOBS) --dist loadgroup $(or $(ARGS),--situations=require) \
+		|| [ $$? -eq 5 ]  # 5: no long tests
 
 lint: $(DEV_READY)  ## ruff, mypy, import contracts: changes nothing
 	@failed=0; \

@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.situations import Situations
+
 # Before torch is imported, here or in a child process: many peers share few cores, and sums keep one order.
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -28,18 +30,25 @@ settings.register_profile("long", settings.get_profile("default"), derandomize=F
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--soak`, `--shard` and `--plan`."""
+    """Add `--soak`, `--shard`, `--plan` and `--situations`."""
     parser.addoption(
         "--soak", choices=("sample", "full"), default="sample", help="size of the tests marked long (-m long)"
     )
     parser.addoption("--shard", default="1/1", help="I/N: every Nth of the numbered plans, from the Ith on")
     parser.addoption("--plan", type=int, help="only the numbered plan of this number")
+    parser.addoption(
+        "--situations",
+        choices=("count", "note", "require"),
+        default="count",
+        help="rare situations in simulations: keep the counts; or add those kept, and fail if one was not reached",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the hypothesis profile (`--hypothesis-profile` comes later and wins); see to it that Ctrl+C works."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell sets it for what it runs in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    config.pluginmanager.register(Situations(config.getoption("--situations")))
     settings.load_profile("long" if config.getoption("--soak") == "full" else "default")
 
 

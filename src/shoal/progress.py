@@ -31,6 +31,7 @@ from msgspec.structs import replace
 
 from shoal.bounded import bound, put_last
 from shoal.peer import PeerID
+from shoal.sometimes import sometimes
 from shoal.wire import Progress, Standing
 
 __all__ = ["NO_STATE", "RELAYED_S", "StateKey", "SwarmProgress", "SwarmView", "bound", "settings_difference"]
@@ -328,6 +329,7 @@ class SwarmProgress:
         self._strangers.pop(peer, None)
         if progress.time <= self._last_time(peer, self._now):
             return False
+        sometimes("a peer leaves the run in order")
         self._lose(peer, progress.time)
         put_last(self.left, peer, progress.epoch, _MAX_REMEMBERED)
         return True

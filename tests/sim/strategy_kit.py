@@ -25,7 +25,7 @@ from shoal.errors import ClosedError, PeerError
 from shoal.events import Event, Warned
 from shoal.optim import Participant
 from shoal.optim.state_name import StateName
-from shoal.sim import SimNetwork
+from shoal.sim import SimNetwork, Whims
 from shoal.strategies import Strategy
 from tests.sim.averaging_kit import SETTINGS
 from tests.sim.fault_kit import hash_of
@@ -250,7 +250,8 @@ class Weather:
             swarm.heal()
 
     def calm(self) -> None:
-        """No more faults."""
+        """No more faults, and no more whims."""
+        sim.calm()
         swarm = self.run.swarm
         swarm.heal()
         for name in swarm.peers:
@@ -317,9 +318,15 @@ def _sgd(parameters: list[torch.Tensor], lr: float) -> tuple[torch.optim.Optimiz
 
 
 def play(
-    strategy: Strategy, seed: int, *, faults: int = 8, counts: bool, codec: CompressionBase | None = None
+    strategy: Strategy,
+    seed: int,
+    *,
+    faults: int = 8,
+    counts: bool,
+    codec: CompressionBase | None = None,
+    whims: Whims | None = None,
 ) -> Weather:
-    """A run with so many faults."""
+    """A run with so many faults, and these whims until they end."""
     played: list[Weather] = []
 
     async def main() -> None:
@@ -332,5 +339,5 @@ def play(
             error.add_note("\n".join(weather.log))
             raise
 
-    sim.run(main, seed=seed)
+    sim.run(main, seed=seed, whims=whims)
     return played[0]

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from shoal.sometimes import sometimes
 from shoal.wire import Abort, Assign, Commit, Gone, Held
 
 __all__ = ["Ask", "Average", "CommitRules", "Contribute", "MemberRules", "Order", "PartAction"]
@@ -110,6 +111,7 @@ class MemberRules:
         if not self.wants(held.part, held.attempt):
             return False
         if self.commit is not None and held.digest != self.commit.parts[held.part].digest:
+            sometimes("an average comes that is not the committed one")
             return False
         self.attempt[held.part] = held.attempt
         self.held[held.part] = held
@@ -144,12 +146,14 @@ class MemberRules:
                 held = self.held[part]
                 self.attempt[part] = due.attempt
                 if held is not None and held.digest != due.digest:
+                    sometimes("a member holds another average than the committed one")
                     self.held[part] = None
         return self.missing() if self.commit is not None else []
 
     def give_up(self, reason: str) -> bool:
         """Fail, for good; the first reason stays. False if the round has succeeded already."""
         if self.succeeded:
+            sometimes("a round is given up after it has succeeded here")
             return False
         self.failed = self.failed or reason
         return True
@@ -214,8 +218,10 @@ class CommitRules:
         self.live.discard(member)
         self._takers = self._takers - {member}  # another set: callers may hold the one before
         if len(self.live) < self.min_group_size:
+            sometimes("too few members of a round are left")
             self.abort("too few members are left")
         elif not self.takers:
+            sometimes("no member of a round that contributes is left")
             self.abort("no member that contributes values is left")
 
     def assign(self, part: int, attempt: int, reducer: int) -> None:

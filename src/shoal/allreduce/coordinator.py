@@ -25,6 +25,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from shoal.allreduce.commit import CommitRules, Order
+from shoal.sometimes import sometimes
 from shoal.wire import Abort, Assign, Commit, Gone, Report
 
 __all__ = [
@@ -150,6 +151,7 @@ class Coordinator:
         rules = self.rules
         self._heard[member] = now
         if rules.verdict is not None or member not in rules.live:
+            sometimes("a report comes too late to count")
             return []
         for held in report.held:
             if rules.holds(member, held):
@@ -202,13 +204,18 @@ class Coordinator:
         for member in self._owing():
             if now - self._progress[member] >= self.stall_s and self._may_leave_out(member):
                 actions += self.leave_out(member, "no progress", now)
+        if any(isinstance(each, LeftOut) and each.member == self.me for each in actions):
+            sometimes("a coordinator that hears nobody leaves itself out")
         actions += self._hurry(now)
         for member in self.slow(now):
+            sometimes("a member is left out because it is slow")
             actions += self.leave_out(member, "far slower than the others", now)
         return actions
 
     def give_up(self, reason: str) -> list[CoordinatorAction]:
         """The coordinator itself cannot go on (its deadline, or its caller cancelled)."""
+        if self.rules.verdict is None:
+            sometimes("a coordinator gives its round up before the verdict")
         self.rules.abort(reason)
         return self._decide()
 
@@ -240,10 +247,13 @@ class Coordinator:
         rules = self.rules
         able = sorted(member for member in rules.live if self.reduces[member])
         if not able:
+            sometimes("the last member that can reduce is lost")
             return None, 0
         holders = [member for member in able if part in rules.held[member]]
         if holders:
+            sometimes("a reducer is lost, and another member holds its part")
             return holders[part % len(holders)], rules.attempt[part]
+        sometimes("a part is averaged again by another member")
         self._turn += 1
         return able[self._turn % len(able)], rules.attempt[part] + 1
 
@@ -268,6 +278,7 @@ class Coordinator:
             others = sorted(rules.live - unreachable - {member})
             holders = [other for other in others if self.reduces[other] and part in rules.held[other]]
             if holders:
+                sometimes("a member that cannot get a part is named another source")
                 sources[part] = holders[part % len(holders)]
                 self._named_at[member][part] = now
                 moved.setdefault((rules.attempt[part], sources[part]), []).append(part)
@@ -282,6 +293,7 @@ class Coordinator:
                 parts = [part for part, of in enumerate(rules.reducer) if of == reducer]
                 parts = [part for part in parts if not any(part in rules.held[other] for other in others)]
                 if parts and rules.verdict is None:
+                    sometimes("nobody gets parts from a reducer that lives")
                     self.reduces[reducer] = False
                     actions += [Replaced(reducer), *self._move(parts, now)]
         return actions
@@ -307,6 +319,7 @@ class Coordinator:
                 if part not in rules.held[member] and now >= limit(named_at.get(part, at), at)
             } - {member}
             if waited_for:
+                sometimes("a member waits for a part far longer than another had to")
                 self._unreachable.setdefault(member, set()).update(waited_for)
                 actions += self._help(member, now)
         return actions
@@ -326,6 +339,8 @@ class Coordinator:
             if each not in rules.live or (each == self.me and not self._may_step_aside()):
                 continue
             if len(left) >= max(rules.min_group_size, 2) and left & rules.takers:
+                if each == self.me:
+                    sometimes("a coordinator is far slower than the others, and steps aside")
                 slow.add(each)
         return sorted(slow)
 

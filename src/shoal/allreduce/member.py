@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from shoal.allreduce.commit import Ask, Average, Contribute, MemberRules, Order, PartAction
 from shoal.allreduce.interface import is_sound
+from shoal.sometimes import sometimes
 from shoal.wire import Abort, Assign, Commit, Gone, Held, Member, PartAbsent, Report
 
 __all__ = [
@@ -166,6 +167,7 @@ class MemberMachine:
         """
         actions: list[MemberAction] = []
         for member in bad_lines:
+            sometimes("a member with a bad line is not waited for")
             self.contributions.exclude(member)
             self._lost_sources.add(member)  # if it owns parts
         for part, reducer in enumerate(self.rules.reducer):
@@ -221,6 +223,10 @@ class MemberMachine:
         if not self.may_learn or self.me == self.coordinator:
             return []
         self.may_learn = False
+        if self.decided:
+            sometimes("a coordinator is lost after its verdict is known here")
+        if not self.decided:
+            sometimes("a coordinator is lost before its verdict is known here")
         asks = [] if self.decided else [AskOthers()]
         return [Blame(self.coordinator, f"lost, and it was to decide: {reason}"), *asks]
 
@@ -247,7 +253,10 @@ class MemberMachine:
         order = sorted(range(count), key=lambda i: (not members[i].contributes, i == reducer, (i + part) % count))
         sources = [i for i in order if i != self.me and members[i].reduces]
         turn = sources.index(self._asked[part]) + 1 if part in self._asked else 0
+        if turn:
+            sometimes("a committed average is asked for a second time, elsewhere")
         if turn >= len(sources):
+            sometimes("nobody can give an average that was committed")
             self.give_up("committed, but nobody who holds the averages could be reached")
             return []
         self._asked[part] = sources[turn]
@@ -257,6 +266,7 @@ class MemberMachine:
         """Time passes: senders that are silent, or far behind the others, are waited for no longer."""
         actions: list[MemberAction] = []
         for sender in self.contributions.stalled(now):
+            sometimes("a sender is too slow for a reducer")
             actions.append(Blame(sender, "too slow: left out of the parts that are not averaged yet"))
             actions += self.contributions.exclude(sender)
             self.unheard.add(sender)
@@ -338,6 +348,7 @@ class Contributions:
         """A contribution is complete and added (`counts`: its weight is above 0). Returns the parts that are ready."""
         work = (part, attempt)
         if not self.expects(part, attempt, sender):
+            sometimes("a contribution does not count any more")
             return []
         self._waiting[work].discard(sender)
         if counts:

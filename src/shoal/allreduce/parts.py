@@ -20,6 +20,7 @@ from shoal.allreduce.vector import NO_DIGEST, PartDigests, Vector
 from shoal.clock import Executor, shielded
 from shoal.errors import PeerProtocolError
 from shoal.peer import PeerID
+from shoal.sometimes import sometimes
 from shoal.tasks import Changes
 from shoal.transport.base import Buffer
 from shoal.wire import Commit, Held, PartAbsent, PartAverage, PartData
@@ -121,6 +122,7 @@ class Parts:
         try:
             async with self._work.locks[number]:
                 if self._machine.rules.attempt[number] != attempt:
+                    sometimes("a part has another reducer before its sum has begun")
                     return []  # it has another reducer already
                 await self._work.light(part, self._vector.begin_sum, part, self._weight)
         finally:
@@ -152,6 +154,7 @@ class Parts:
             raise PeerProtocolError(f"{nbytes} bytes for part {part.number}", peer)
         rules, contributions = self._machine.rules, self._machine.contributions
         while message.attempt > rules.attempt[part.number] and not self._over:
+            sometimes("values come for an attempt that their reducer has not heard of")
             await self._assignments.next()  # the sender heard of the new attempt before us
         data = await read(nbytes)
         if not contributions.expects(*work, sender):
@@ -185,8 +188,10 @@ class Parts:
         contributors = _mask(contributions.contributors[number, attempt], self._members)
         async with self._work.locks[number]:
             if rules.attempt[number] != attempt or not rules.wants(number, attempt):
+                sometimes("a part has another reducer when its sum is complete")
                 return None  # it has another reducer by now
             if not any(contributors) and contributions.cut_off(number, attempt):
+                sometimes("a reducer gets no values from anybody")
                 return CutOff("no values with a weight came: members that contribute are lost or too slow")
             total, digest = self._weights[number, attempt], NO_DIGEST
             if any(contributors):
@@ -231,6 +236,7 @@ class Parts:
                     rules.expect(part.number, held.attempt)
                     await self._land_in_place(sender, stream, part, nbytes)
                     return self._machine.averaged(held)
+        sometimes("an average comes that is held already")
         await stream.readinto(sender.scratch(nbytes))
         return False
 

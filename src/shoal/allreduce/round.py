@@ -44,6 +44,7 @@ from shoal.events import PeerDropped, Warned
 from shoal.group import ControlStream, Group
 from shoal.peer import PeerID
 from shoal.rpc import LOOK_S, Endpoint, Stream
+from shoal.sometimes import sometimes
 from shoal.tasks import Changes, Tasks
 from shoal.wire import (
     MAX_GROUP_SIZE,
@@ -254,9 +255,11 @@ class Round:
             async with asyncio.timeout(self._options.timeout_s):
                 await self._done
         except TimeoutError:
+            sometimes("a round is not decided in time")
             self._late.add(self.coordinator)
             self.give_up(f"not decided within {seconds_text(self._options.timeout_s)}")
         except asyncio.CancelledError:
+            sometimes("a round is cancelled by its caller")
             self.give_up("cancelled")
             raise
         commit = self.machine.rules.commit
@@ -481,6 +484,7 @@ class Round:
             self._tasks.spawn(self._ask(contact, may_learn))
         while not self.machine.decided:
             if not [peer for peer, may in may_learn.items() if may and not self.endpoint.is_silent(peer)]:
+                sometimes("nobody can tell the verdict of a coordinator that is lost")
                 self.give_up("outcome unknown: the coordinator was lost before its verdict came")
                 return
             await asyncio.sleep(_ASK_PAUSE_S)
@@ -493,6 +497,7 @@ class Round:
             except PeerError:
                 verdict = Verdict(None, may_learn=False)
             if verdict.commit is not None and not self.machine.decided:
+                sometimes("another member tells the verdict of a coordinator that is lost")
                 self.obey(verdict.commit)
             may_learn[contact.peer] = verdict.may_learn
             await asyncio.sleep(_ASK_PAUSE_S)
@@ -615,6 +620,7 @@ class Round:
         if held is not None and held.attempt >= message.attempt:
             served.offer(part)
         elif rules.reducer[part] != self.me or rules.failed is not None or rules.commit is not None:
+            sometimes("an average is asked for where it will never be")
             served.refuse(part, message.attempt)
         # otherwise it is made here, and given to everybody when it is done
 
@@ -712,8 +718,10 @@ class Round:
                 peer = self.members[index].contact.peer
                 if not self._done.done() and self.endpoint.is_silent(peer):
                     if committed:
+                        sometimes("a member falls silent that was asked for a committed average")
                         self._do(self.machine.source_lost(index, None))
                     else:
+                        sometimes("a member falls silent in a round")
                         others.discard(index)
                         self._peer_lost(peer, "silent")
             await asyncio.sleep(_LOOK_S)
@@ -783,6 +791,7 @@ class RoundTable:
         """A member may hear of the beginning before we do."""
         if round_id in self._verdicts or self._early >= _MAX_EARLY_STREAMS:
             raise PeerRefused("this round is over, or too many wait")
+        sometimes("values come before their round has begun here")
         self._early += 1
         try:
             async with asyncio.timeout(_ARRIVAL_S):

@@ -35,6 +35,7 @@ from shoal.errors import ClosedError, ConfigError, LocalError, NobodyContributes
 from shoal.events import LocalValuesRejected, PeerDropped, RoundAborted, RoundFinished, Warned
 from shoal.matchmaking import Group
 from shoal.peer import PeerID
+from shoal.sometimes import sometimes
 from shoal.state import SharedState
 from shoal.tasks import Tasks
 from shoal.wire import Member, decode_plain
@@ -418,6 +419,8 @@ class Averager:
         """Hold the tensors' lock; at `until` (loop time) raise `RoundFailed` with `but` and the lock's holder."""
         async with self.lock.acquire(max(0.0, until - asyncio.get_running_loop().time())) as has_come:
             if not has_come:
+                if but:
+                    sometimes("the tensors are held for too long after an average was agreed on")
                 reason = f"{but}no access to the tensors in time: {self.lock.holder or 'somebody'} held them"
                 raise RoundFailed(reason, round_id=round_id)
             yield

@@ -46,6 +46,7 @@ from shoal.matchmaking.declarations import DirectoryPoller, KnownDeclarations, M
 from shoal.matchmaking.events import TRANSITIONS, Answer, Declaration, SearchPhase
 from shoal.peer import PeerID
 from shoal.rpc.rhythm import LOOK_S
+from shoal.sometimes import sometimes
 from shoal.wire import Begin, Contact, JoinAccepted, JoinRedirected, JoinRefused, Member
 
 __all__ = ["LOOKED_AT", "GroupMachine"]
@@ -299,6 +300,7 @@ class GroupMachine:
     def _judge_leader(self, peer: PeerID) -> None:
         """A leader that was followed for long, and began no group, leads us no more: it would have us wait again."""
         if self._now >= self._followed_at + self._config.window_s / 2:
+            sometimes("a leader was followed for long, and began no group")
             self._shunned.add(peer)
             self._known.spend(peer, math.inf)
             self.idled.append(peer)
@@ -320,6 +322,7 @@ class GroupMachine:
         self._lost_now.discard(peer)
         self._known.hear(asker, now)
         if self.phase is SearchPhase.FOLLOWING and peer == self.leader and asker.key > self.key:
+            sometimes("a peer is asked to lead by its own leader")
             # It has declared anew, so it no longer leads us; its message about that is on the way.
             self._out.append(events.LeaveLeader(peer))
             self._look_again()
@@ -337,11 +340,13 @@ class GroupMachine:
             self._followers.pop(peer, None)
             self._refuse(peer, "later", "you are earlier: lead me")
         elif not has_place and (self._followers.contributes or not event.contributes):
+            sometimes("a group is full when one more peer asks")
             self._refuse(peer, "full", full)
         else:
             if peer not in self._followers:
                 self._poller.note_join(now)
             if not has_place:  # nobody has values yet: one that has takes the place of an auxiliary peer
+                sometimes("a peer with values takes the place of an auxiliary one")
                 last, _ = self._followers.popitem()
                 self._refuse(last, "full", full)
             self._followers[peer] = event
@@ -366,12 +371,15 @@ class GroupMachine:
             return  # the answer of a peer that we no longer ask
         match event.answer:
             case JoinAccepted() if peer in self._followers:
+                sometimes("a peer would lead the one that it follows")
                 self._abandon(peer, "it follows us and would lead us")
             case JoinAccepted() if self.phase is SearchPhase.ASKING:
                 # Our declaration stands until Begin: we send on peers that ask us, and can be found if we lose our
                 # leader.
                 self._change_phase(SearchPhase.FOLLOWING, leader)
                 self._met_one = True
+                if self._followers:
+                    sometimes("a leader with followers finds an earlier one, and sends them on")
                 self._out += [Answer(follower, JoinRedirected(leader)) for follower in self._followers]
                 self._sent_on = set(self._followers)
                 self._followers.clear()
@@ -409,6 +417,7 @@ class GroupMachine:
         self._met_one = True
         unfit = leader.peer in self._asked_in_a_row or leader.peer == self._me or leader.peer in self._followers
         if unfit or len(self._asked_in_a_row) >= _MAX_HOPS or self._known.is_set_aside(leader.peer, now):
+            sometimes("peers are sent in a circle")
             # One of us knows less than the other; the next messages mend that.
             self._trouble = ("sent in a circle, or to a peer that is gone or has no place", (peer, leader.peer))
             self._known.pause(peer, now + 2 * SETTLE_S)
@@ -448,6 +457,7 @@ class GroupMachine:
             late = "did not begin" if follows else "gave no answer"
             self._fail(f"{self._waited(now)}: the peer that was asked to lead {late}", (peer,))
         elif follows and now >= self._follow_end:
+            sometimes("followers leave a leader that does not begin")
             self._abandon(peer, "it did not begin in time")
         else:
             # Look at the other followers: if our leader is silent, the next one is not to wait for silent ones as well.
@@ -455,6 +465,7 @@ class GroupMachine:
             for other in expected - {self._me, peer} if len(expected) <= LOOKED_AT else ():
                 self._is_silent(other, True)
             if self._is_silent(peer, False):
+                sometimes("followers leave a leader that is silent")
                 self._abandon(peer, "it is silent")
 
     def _abandon(self, peer: PeerID, reason: str) -> None:
@@ -510,6 +521,7 @@ class GroupMachine:
         if leader is not None and not self._poller.is_outdated(now):
             self._ask(leader.contact)
         elif (hidden := self._choose_hidden(expected or frozenset(), now)) is not None:
+            sometimes("an expected peer that the directory does not show is asked")
             self._asked_hidden_at = now
             self._asked_hidden.append(hidden.peer)
             self._ask(hidden)
@@ -524,6 +536,7 @@ class GroupMachine:
         if self._expected is None or len(self._followers) > LOOKED_AT:
             return
         for peer in [peer for peer in self._followers if self._is_silent(peer, True)]:
+            sometimes("a follower falls silent while its group forms")
             del self._followers[peer]
             self._refuse(peer, "not-looking", "it gave no sign of life while the group formed")
 
@@ -610,6 +623,7 @@ class GroupMachine:
             self._fail(self._mismatches[peers[0]], peers, mismatch=True)
         elif now < self._end:
             if group:
+                sometimes("a window ends with too few peers")
                 self._trouble = (too_few, ())
             self._refuse_followers("too-few", too_few)
             self._begin_window(now)

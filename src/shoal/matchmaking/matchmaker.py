@@ -54,6 +54,7 @@ from shoal.matchmaking.joins import (
 from shoal.matchmaking.machine import LOOKED_AT, GroupMachine
 from shoal.peer import PeerID
 from shoal.rpc import LOOK_S, Endpoint
+from shoal.sometimes import sometimes
 from shoal.tasks import Changes, Tasks
 from shoal.wire import Begin, Contact, Join, JoinAccepted, JoinRedirected, JoinRefused, Member
 
@@ -419,6 +420,7 @@ class Matchmaker:
             await stream.send(refusal)
             return
         if peer in search.requests:
+            sometimes("a peer asks again before its last question is over")
             self._answer(search, peer, JoinRefused("replaced", "you have asked again"))
             self._feed(search, events.JoinEnded(peer))
         request = search.requests[peer] = JoinRequest(stream, join)
@@ -508,6 +510,7 @@ class Matchmaker:
             await asyncio.wait(begun, timeout=min(self._config.request_timeout_s, left_s))
             for sent, stream in begun.items():
                 if not sent.done():
+                    sometimes("a follower cannot be told that its group begins")
                     stream.abort()
 
     # ---------------------------------------------------------------------------------------------- between searches

@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from shoal.peer import PeerID
 from shoal.progress import bound
+from shoal.sometimes import sometimes
 
 __all__ = ["Beginning", "Stance"]
 
@@ -117,5 +118,6 @@ class Beginning:
             self._since = now
         in_time = now < self.until(now)
         if others_here and others_here + refused > len(self._named) and not (given and in_time):
+            sometimes("newcomers begin together beside a run that does not give its state")
             return Stance.FREE
         return Stance.WAITING if naming >= 2 or in_time else Stance.GIVEN_UP

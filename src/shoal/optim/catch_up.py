@@ -36,6 +36,7 @@ from shoal.optim.training_state import TrainingState
 from shoal.peer import PeerID
 from shoal.progress import StateKey
 from shoal.rpc import Stream
+from shoal.sometimes import sometimes
 from shoal.tasks import Changes, Tasks
 from shoal.wire import Contact, FollowSteps, StepBytes, StepGone, StepsFrom, StepTaken, WantStep
 
@@ -272,6 +273,7 @@ class Following:
     async def _ask(self) -> None:
         """Ask each member that sends nothing for the oldest step that is due, of those that it tells of."""
         if any(all(digest not in source.tells for source in self._sources.values()) for digest in self._due):
+            sometimes("a step is kept by nobody when it is due")
             self._miss("the members that were followed are gone, or kept it no longer when it was due")
         for source in list(self._sources.values()):
             digest = next((digest for digest in source.tells if digest in self._due), None)
@@ -281,6 +283,7 @@ class Following:
     async def _want(self, source: _Source, header: StepTaken) -> None:
         if self.kept_bytes + header.nbytes > self._max_bytes:
             what = f"{self.kept_bytes} bytes of {len(self._kept)} steps are kept, and at most {self._max_bytes} may be"
+            sometimes("a peer that catches up has no room for another step")
             self._miss(f"{what} (catch_up_bytes)")
             return
         assert source.stream is not None
@@ -292,6 +295,7 @@ class Following:
         """Ask other members for steps that this one was to send, and does not tell of any more."""
         for digest, coming in list(self._coming.items()):
             if coming.source is source and digest not in source.tells:
+                sometimes("the sender of a step is lost, and another one is asked for it")
                 self._due[digest] = self._coming.pop(digest).step.header
         await self._ask()
 
@@ -417,6 +421,7 @@ class CatchUp:
         try:
             await self._core.env.executor.run(land, step.header, memoryview(step.data), vector)
         except PeerProtocolError as error:
+            sometimes("a step that was fetched cannot be taken")
             following.refuse(state, error.message)
             return None
         if agreement is not None:

@@ -23,6 +23,7 @@ from shoal.optim.local_updates import LocalTrainingState
 from shoal.optim.options import Options
 from shoal.optim.training_state import PreparedState, TrainingState, not_finite
 from shoal.optim.trial import weight_copies
+from shoal.sometimes import sometimes
 from shoal.strategies import Merging
 
 __all__ = ["LocalSteps", "OuterTrainingState", "fingerprint_of"]
@@ -221,6 +222,7 @@ class OuterTrainingState(TrainingState):
         """
         if self._given is None or self.merging.mixing is not None:
             return
+        sometimes("a merge has in it what this peer gave, though it missed the verdict")
         (samples, batches), self._given, self._older = self._given, None, False
         self._trained.samples = max(0, self._trained.samples - samples)
         self._trained.batches = max(0, self._trained.batches - batches)
@@ -263,6 +265,8 @@ class OuterTrainingState(TrainingState):
 
     def _step_from_average(self, absent: Collection[int]) -> None:
         own, mixing = self._own, self.merging.mixing
+        if self._is_stale:
+            sometimes("a peer misses two merges in a row")
         self._sound = sound = not (self._strays or self._is_stale) and self.unfit() is None
         keeps = sound and mixing is None and (self._later.batches > 0 or not self._counts)
         self._strays = True  # until the whole step is taken
@@ -309,6 +313,8 @@ class OuterTrainingState(TrainingState):
             self._local.train()  # else that would put back the weights before
         keeps = follows and self.merging.mixing is None and not self._older
         keeps = keeps and not self._strays and self.unfit() is None
+        if keeps and self._trained.batches:
+            sometimes("what a peer trained is kept over a state that it downloads")
         before = [each.clone() for each in self._anchor] if keeps else []
         trained = self._trained.samples + self._later.samples, self._trained.batches + self._later.batches
         if prepared.epoch < self.epoch:

@@ -19,6 +19,7 @@ from shoal.optim.pace import Pace
 from shoal.optim.run_end import RunEnd
 from shoal.optim.settings import RunSettings
 from shoal.progress import NO_STATE, StateKey, SwarmProgress, SwarmView
+from shoal.sometimes import sometimes
 from shoal.wire import Contact, Progress
 
 __all__ = ["Outlook"]
@@ -122,6 +123,7 @@ class Outlook:
             self._worse = best, now
         if best is NO_STATE or now - self._worse[1] < STUCK_S:
             return None
+        sometimes("a client goes back to a state that others can have")
         own.shared, own.floor = False, best
         return best
 

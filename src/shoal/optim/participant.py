@@ -55,6 +55,7 @@ from shoal.optim.takeover import Takeover
 from shoal.optim.training_state import TrainingState
 from shoal.peer import PeerID
 from shoal.progress import StateKey, SwarmProgress, SwarmView
+from shoal.sometimes import sometimes
 from shoal.tasks import Changes, Tasks
 from shoal.wire import FollowSteps, Progress
 
@@ -552,6 +553,7 @@ class Participant:
             self.training.counted()
         agreement = agree(result.gathered, result.outcome.contributors, result.outcome.counted_in_part)
         if (mend_from := await self._check.difference(result, self.own.name)) is not None:
+            sometimes("a check finds that our parameters differ")
             self.takeover.mend_from = mend_from
             await self.tell_loaded()
             return
@@ -565,6 +567,7 @@ class Participant:
             if self.own.name != before:
                 return  # another state was taken over meanwhile, and nothing of the round belongs to it
         if why is not None:
+            sometimes("the options of the swarm's step cannot be set here")
             self._notices.warn(f"the swarm's step is not taken here: its options are {why}")
             async with self.own.hold() as holds:
                 if holds:  # else the next state discards it
@@ -589,6 +592,7 @@ class Participant:
         """Forget the accumulators if they are not finite, so that no epoch is made of them; True if so."""
         if (bad := self.training.unfit()) is None:
             return False
+        sometimes("accumulated gradients are not finite, and are dropped")
         self.training.discard()
         reason = "gradients that are not finite: they are dropped"
         self._notices.rejected(bad, reason)
@@ -598,6 +602,7 @@ class Participant:
         name = self.own.name
         async with self.own.hold() as holds:
             if not holds or self.own.name != name:
+                sometimes("a state is taken over while a step alone is due")
                 return  # another state was taken over while we waited, and what was accumulated is forgotten
             if self._drop_unfit():
                 self._happened(Event.UNFIT)
@@ -667,6 +672,7 @@ class Participant:
         self.own.update = None
         self._companions.state_changed(self._now(), step=update.is_step)
         if self.own.name != update.name:
+            sometimes("a step of the swarm is interrupted")
             self._notices.interrupted(self.training.step_error if update.is_step else None)
         elif update.is_step:
             self._advanced(update)
@@ -785,9 +791,11 @@ class Participant:
         alive = {member.contact.peer for member in members} & set(view.peers) - {self.core.peer_id}
         if alive:
             if not view.behind and self._end.waits(self._now()):
+                sometimes("the last average of the states is tried again")
                 self._machine.states_due = True
                 await self._news.next(1.0)
         elif len(view.peers) > 1:
+            sometimes("nobody is left for the last average of the states")
             # Those who followed our last step, or were given a copy, have not what differs by design as it is now.
             last = name.after_last_average_alone(self.core.env.rng.randbytes(16), self.core.peer_id.raw)
             self._ready(lambda: None, last, 1)

@@ -28,6 +28,7 @@ from shoal.optim.shared_state import Misfits, before_of, committed_of, is_averag
 from shoal.optim.state_name import StateName
 from shoal.peer import PeerID
 from shoal.progress import SwarmView
+from shoal.sometimes import sometimes
 from shoal.state import Donor, Intake, download_state
 from shoal.tasks import Changes
 from shoal.wire import Contact
@@ -236,6 +237,7 @@ class Takeover:
 
         await self.outlook.fetching.parked()
         if ours is not None and name.key <= self.own.name.key:
+            sometimes("a peer comes further while it downloads a state")
             return  # we came further meanwhile
         lost = self._trained_in_vain(name)
 
@@ -244,6 +246,7 @@ class Takeover:
             prepared = await self.core.env.executor.run(training.prepare, values, state.tensors)
             prepared = prepared._replace(epoch=name.epoch)  # by which all is decided, whatever the values say
             follows = before == self.own.name.digest
+            _note_fork(self.own, name, follows=follows)
             if follows and committed.gave_last(self.core.peer_id):
                 await self.core.env.executor.run(training.given_is_in)
             await self.core.env.executor.run(partial(training.take_over, prepared, follows=follows))
@@ -284,8 +287,16 @@ class Takeover:
             self.notices.slow(intake.donors, received, missing, _SLOW_S)
 
     def _withheld(self, peers: Iterable[PeerID]) -> None:
+        sometimes("a peer names a better state, and does not give it")
         self.outlook.known.note_withheld(peers, _now())
         self.news.notify()
+
+
+def _note_fork(own: OwnState, taken: StateName, *, follows: bool) -> None:
+    if own.name.epoch and own.shared and not follows:
+        sometimes("a peer gives up steps of its own for those of a fork")
+    if taken.samples == own.name.samples:
+        sometimes("the digests decide between two states of equal weight")
 
 
 def _now() -> float:

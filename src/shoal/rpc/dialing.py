@@ -20,6 +20,7 @@ from shoal.rpc.connections import Connections
 from shoal.rpc.framing import Kind, Limits, pack
 from shoal.rpc.link import CallLink
 from shoal.rpc.ways import Ways
+from shoal.sometimes import sometimes
 from shoal.tasks import Tasks
 from shoal.transport.base import Connection, Transport
 from shoal.wire import Contact, Hello
@@ -175,6 +176,7 @@ class Dialer:
             with suppress(TimeoutError):
                 async with asyncio.timeout(limit_s):
                     await link.heard.wait()
+                    sometimes("a peer whose links were stuck is reached by a new one")
                     for old in stuck:
                         if old.stuck:
                             old.abort()  # calls that wait for an answer there fail now, and are made again
@@ -224,6 +226,7 @@ class Dialer:
         try:
             connection = await self._result(dialing)
         except asyncio.CancelledError:
+            sometimes("the caller of a dial is cancelled, and the connection is kept")
             # A dial takes four round trips. The caller no longer needs this connection, but the next stream does.
             dialing.add_done_callback(self._keep)
             raise

@@ -31,6 +31,7 @@ from shoal.peer import Address, PeerID
 from shoal.rpc.endpoint import Endpoint
 from shoal.rpc.rate_limiter import RateLimiter
 from shoal.rpc.rhythm import LOOK_S
+from shoal.sometimes import sometimes
 from shoal.tasks import Tasks
 from shoal.wire import Ballast, DialBack, DialedBack, Noted, NoWayIn, Whereabouts
 
@@ -269,6 +270,7 @@ class Reachability:
         tried = frozenset(self._endpoint.contact.addresses) & frozenset(request.addresses)
         if not tried:
             return Noted()
+        sometimes("a peer hears that another one cannot dial it")
         put_last(self._shut_out, peer, (now, tried), _MAX_KEPT)
         busy = self._looking is not None and not self._looking.done()
         if not busy and now >= self._looked_at + _LOOK_AGAIN_S:

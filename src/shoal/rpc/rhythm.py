@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable
 
 from shoal.peer import PeerID
+from shoal.sometimes import sometimes
 
 __all__ = ["LEAST_S", "LOOK_S", "SOON_S", "Rhythm"]
 
@@ -167,6 +168,8 @@ class Rhythm:
                 pulse.answers.append(took_s)
                 self._answers.append(took_s)
         if received > pulse.received:
+            if pulse.silent:
+                sometimes("a peer that was found silent is heard again")
             pulse.heard_at, pulse.asked, pulse.silent = now, False, False
             self._silent.discard(peer)
         pulse.received = received  # less than before: a connection was closed, which is no word from it

@@ -19,6 +19,7 @@ from contextlib import suppress
 from shoal.errors import PeerError
 from shoal.peer import Address, PeerID
 from shoal.rpc.link import CallLink
+from shoal.sometimes import sometimes
 from shoal.tasks import Tasks
 from shoal.transport.base import Connection, Transport
 
@@ -135,6 +136,7 @@ class Ways:
                 if not way.shut:
                     if not await _lives(link):
                         break  # it was frozen while it was dialed
+                    sometimes("a peer lives that cannot be dialed")
                     way.shut = True
                     self._on_shut(peer, way.addresses)
                 pause_s, next_pause_s = next_pause_s, min(2 * next_pause_s, _LONGEST_PAUSE_S)

@@ -32,6 +32,7 @@ from typing import Any, NoReturn, TypeVar, TypeVarTuple
 from shoal.clock import LONGEST_TURN_S
 from shoal.errors import ClosedError, SimulationError
 from shoal.sim.owner import OWNER, Handle, Owner, Task, Tasks, Timer
+from shoal.sim.whims import Mischief
 
 __all__ = ["VirtualLoop", "world_time"]
 
@@ -58,9 +59,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
         max_time_s: virtual time at which the run is given up.
         max_turns: turns of the loop after which the run is given up.
         max_turns_at_one_instant: turns without time passing that count as a loop without progress.
+        mischief: the whims of the run; None for none.
 
     Attributes:
         seed: the seed of the simulation.
+        mischief: as given.
         turns: the number of turns that the loop has made.
         failures: exceptions of callbacks, and of tasks and futures that nobody awaited, in the order of their notice.
         owners: all owners that ever had a task.
@@ -75,8 +78,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         max_time_s: float = MAX_TIME_S,
         max_turns: int = MAX_TURNS,
         max_turns_at_one_instant: int = MAX_TURNS_AT_ONE_INSTANT,
+        mischief: Mischief | None = None,
     ) -> None:
         super().__init__()
+        self.mischief = mischief
         self.set_debug(enabled=False)
         self.set_exception_handler(_note_failure)
         self.seed = seed
@@ -131,6 +136,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
             raise RuntimeError(_CLOSED)
         timer = Timer(when, callback, args, self, context)
         owner = OWNER.get()
+        if self.mischief is not None:
+            when += self.mischief.timer_late_s()
         self._push(when if owner is None or not owner.stood_s else when + owner.stood_s + _ROUNDING_S, timer)
         return timer
 
@@ -171,6 +178,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.turns += 1
         if self.turns > self._turn_limit:
             self._give_up_turning()
+        if self.mischief is not None and self.mischief.whims.other_order and len(ready) > 1:
+            self._reorder(self.mischief)
         for _ in range(len(ready)):
             handle = ready.popleft()
             if not handle._cancelled and (not self._gated or self._admit(handle)):
@@ -184,6 +193,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
                     )
             # From Python 3.12 on a kept traceback keeps this frame, too. It should not keep what ran in the frame.
             del handle
+
+    def _reorder(self, mischief: Mischief) -> None:
+        """Let the owners of what is ready take turns in another order; each keeps the order of its own."""
+        owners = list(dict.fromkeys(handle.owner() for handle in self._ready))
+        place = dict(zip(owners, mischief.shuffled(len(owners)), strict=True))
+        ordered = sorted(self._ready, key=lambda handle: place[handle.owner()])
+        self._ready.clear()
+        self._ready.extend(ordered)
 
     def _jump(self) -> None:
         """Move the clock to the next timer that will run."""

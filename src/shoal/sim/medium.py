@@ -81,6 +81,7 @@ class Medium:
         "deliveries",
         "log",
         "loop",
+        "mischief",
         "rng",
         "small_bytes",
         "window_bytes",
@@ -97,6 +98,7 @@ class Medium:
         log: bool,
     ) -> None:
         self.loop, self.rng, self.window_bytes = loop, rng, window_bytes
+        self.mischief = loop.mischief if isinstance(loop, VirtualLoop) else None
         self.small_bytes = SMALL_BYTES if fair else 0
         self._backs_off = backs_off
         self.deliveries = self.delivered_bytes = 0
@@ -115,8 +117,10 @@ class Medium:
         return world_time(self.loop)
 
     def delay_s(self, link: Link, nbytes: int, slowness: float) -> float:
-        """The time of flight of a segment: latency, jitter, and the delay of a lost packet."""
+        """The time of flight of a segment: latency, jitter, the delay of a lost packet, and whims."""
         latency_s = delay_s = link.latency_s * slowness
+        if self.mischief is not None:
+            delay_s += self.mischief.late_s()
         if link.jitter_s:
             delay_s += self.rng.random() * link.jitter_s
         if link.loss and self.rng.random() > (1.0 - link.loss) ** (1 + nbytes // _PACKET_BYTES):

@@ -9,6 +9,7 @@ The model, per direction of a pipe (a `Flow`):
 - At most `window_bytes` (and one segment) are in flight or unread at the other side. The rest waits in the sender's
   queue, and so the writer waits. Credit comes back after one latency, a quarter of the window at a time.
 - Jitter and losses delay; nothing is lost, and nothing overtakes within a pipe.
+- Whims (`shoal.sim.whims`) deliver bytes in pieces or late, and break a pipe now and then.
 - A closed path (partition, stall, a machine that is gone) holds bytes that would leave or arrive. It ends nothing. When
   it opens again, all bytes come in order.
 - When a host gets slower or faster, so do bytes under way: their remaining time is stretched.
@@ -330,7 +331,14 @@ class Flow:
             self._medium.delivered(self.src, self.dst, item)
             self._acks.append((self._medium.time() + self._ack_s(), len(item)))
             self._note_acks()
-            self.receiver.user.data_received(item)
+            if (mischief := self._medium.mischief) is None or self.src is self.dst:
+                self.receiver.user.data_received(item)
+                return
+            for piece in mischief.pieces(item):
+                if self.receiver.open:
+                    self.receiver.user.data_received(piece)
+            if self.receiver.open and mischief.breaks():
+                self.receiver.abort("the connection broke")
 
     def reopen(self, *, at_once: bool) -> None:
         """Let bytes move on, as the path may be open again: at once, or after one more latency."""

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from shoal.errors import ConfigError, SimulationError
 from shoal.sim.loop import MAX_TIME_S, MAX_TURNS, MAX_TURNS_AT_ONE_INSTANT, VirtualLoop
+from shoal.sim.whims import Mischief, Whims
+from shoal.sometimes import counted
 
-__all__ = ["run", "sleep"]
+__all__ = ["calm", "run", "sleep"]
 
 T = TypeVar("T")
 
@@ -26,6 +29,7 @@ def run(
     main: Callable[[], Coroutine[Any, Any, T]] | Coroutine[Any, Any, T],
     *,
     seed: int = 0,
+    whims: Whims | None = None,
     max_time_s: float = MAX_TIME_S,
     max_turns: int = MAX_TURNS,
     max_turns_at_one_instant: int = MAX_TURNS_AT_ONE_INSTANT,
@@ -35,6 +39,7 @@ def run(
     Args:
         main: a coroutine, or a function without arguments that makes one.
         seed: the source of all chance in the simulation (`Swarm` takes it from the loop). A failure names it.
+        whims: of hosts and network, until `calm`; None for none. A failure names them.
         max_time_s: virtual seconds after which the run fails.
         max_turns: turns of the loop after which the run fails.
         max_turns_at_one_instant: turns without time passing after which the run fails.
@@ -52,17 +57,22 @@ def run(
         coroutine.close()
         raise ConfigError("shoal.sim.run cannot be called while an event loop runs in this thread")
     loop = VirtualLoop(
-        seed=seed, max_time_s=max_time_s, max_turns=max_turns, max_turns_at_one_instant=max_turns_at_one_instant
+        seed=seed,
+        max_time_s=max_time_s,
+        max_turns=max_turns,
+        max_turns_at_one_instant=max_turns_at_one_instant,
+        mischief=None if whims is None else Mischief(whims, random.Random(f"{seed}/whims")),
     )
     error: BaseException | None = None
-    try:
-        result = loop.run_until_complete(loop.create_task(coroutine, name="main"))
-    except BaseException as raised:  # noqa: BLE001 (raised again below, with other failures)
-        error = raised
-    _wind_down(loop)
+    with counted():
+        try:
+            result = loop.run_until_complete(loop.create_task(coroutine, name="main"))
+        except BaseException as raised:  # noqa: BLE001 (raised again below, with other failures)
+            error = raised
+        _wind_down(loop)
     error = _account(loop, error)
     if error is not None:
-        error.add_note(f"simulation seed: {seed}")
+        error.add_note(f"simulation seed: {seed}" if whims is None else f"simulation seed: {seed}; {whims}")
         try:
             raise error
         finally:
@@ -81,6 +91,19 @@ async def sleep(delay_s: float) -> None:
     await asyncio.sleep(delay_s)
 
 
+def calm() -> None:
+    """End the whims of the simulation that runs.
+
+    Raises:
+        SimulationError: the running loop is not virtual.
+    """
+    loop = asyncio.get_running_loop()
+    if not isinstance(loop, VirtualLoop):
+        raise SimulationError("shoal.sim.calm is for simulations only: run this under shoal.sim.run")
+    if loop.mischief is not None:
+        loop.mischief.calm()
+
+
 def _account(loop: VirtualLoop, error: BaseException | None) -> BaseException | None:
     """The error of the run, from the exception of `main` and unseen failures."""
     failures = list({id(failure): failure for failure in loop.failures if failure is not error}.values())
@@ -97,6 +120,8 @@ def _account(loop: VirtualLoop, error: BaseException | None) -> BaseException | 
 
 def _wind_down(loop: VirtualLoop) -> None:
     """Cancel all remaining tasks and let them unwind, for a bounded time; then close."""
+    if loop.mischief is not None:
+        loop.mischief.calm()
     for owner in loop.owners:
         loop.thaw(owner)
     loop.set_limits(loop.time() + 5 * _WIND_DOWN_S, loop.turns + _WIND_DOWN_TURNS, _WIND_DOWN_TURNS)

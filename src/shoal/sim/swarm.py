@@ -33,6 +33,7 @@ from shoal.identity import SEED_BYTES, Identity
 from shoal.peer import Address, PeerID
 from shoal.sim.loop import VirtualLoop, world_time
 from shoal.sim.network import SimNetwork
+from shoal.sim.whims import SlowExecutor
 from shoal.transport.memory import MemoryTransport
 
 __all__ = ["SimClock", "SimHost", "Swarm"]
@@ -234,7 +235,7 @@ class Swarm(Generic[PeerT]):
         env = Env(
             clock=SimClock(self._loop, epoch_s=self._epoch_s, skew_s=skew_s),
             rng=random.Random(f"{self.seed}/{name}/{life}"),
-            executor=InlineExecutor(),
+            executor=InlineExecutor() if self._loop.mischief is None else SlowExecutor(self._loop.mischief),
             events=EventBus(),
         )
         identity = self.identity(name)

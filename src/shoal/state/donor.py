@@ -17,6 +17,7 @@ from shoal.errors import ClosedError, ConfigError, LocalError, PeerProtocolError
 from shoal.events import PeerDropped, StateServed, Warned
 from shoal.peer import PeerID
 from shoal.rpc import Endpoint, Stream
+from shoal.sometimes import sometimes
 from shoal.state.pace import Pacer
 from shoal.state.snapshot import HoldState, ShareLimits, Snapshot, SnapshotStore
 from shoal.state.upload import Upload
@@ -122,6 +123,7 @@ class StateDonor:
     async def _show(self, peer: PeerID, request: GetManifest) -> ManifestReply | ManifestPending:
         self._check_enabled()
         if self._busy(peer):
+            sometimes("a donor is asked for its state while it is busy")
             return ManifestPending(busy=True)
         self._upload.watch()
         host = self._endpoint.hosts_of(peer)[1]
@@ -145,6 +147,7 @@ class StateDonor:
         self._check_enabled()
         snapshot = self._store.find(opening.snapshot)
         if snapshot is None:
+            sometimes("a copy of the state is gone when its chunks are asked for")
             raise PeerRefused("this snapshot is gone: ask for the manifest again")
         if self._busy(peer):
             raise PeerRefused("busy: too many receivers at the moment")

@@ -44,6 +44,7 @@ from shoal.errors import (
 from shoal.events import PeerDropped, StateDownloaded
 from shoal.peer import PeerID
 from shoal.rpc import Endpoint
+from shoal.sometimes import sometimes
 from shoal.state.arrivals import HOPE, Intake
 from shoal.state.candidates import Candidates, Donor
 from shoal.state.feed import END_WITHIN_S, Feed, MayRead, Target
@@ -282,9 +283,11 @@ class _Download:
         feeding = [task for task, donor in self._turns.items() if target is not None and donor.peer in target.feeds]
         if feeding and self._candidates.ready_at(None) is not None:
             for task in feeding:
+                sometimes("a donor is too slow for a state to come in time")
                 task.cancel()
             self._looked = now, received
         elif now >= since + _HOPELESS_S:
+            sometimes("all donors are too slow for a state to come in time")
             raise StateUnavailable(self.describe("no donor gives a state fast enough"))
 
     async def _turn(self, donor: Donor) -> None:
@@ -307,12 +310,17 @@ class _Download:
             self._drop(donor.peer, error.message)
         except PeerError as error:
             brought = feed is not None and feed.chunks_brought > 0
+            if brought:
+                sometimes("a donor is lost that gave a part of the state")
+            if self._target is not None and not self._target.plan.missing:
+                sometimes("a donor is lost when only chunks under way are missing")
             if isinstance(error, PeerRefused) and feed is not None and not brought:
                 candidates.refused(donor, error.message, self._now())
             else:
                 candidates.failed(donor, error.message, self._now(), brought_chunks=brought)
 
     def _drop(self, peer: PeerID, reason: str) -> None:
+        sometimes("a donor breaks the protocol")
         self._candidates.dropped(peer, reason)
         self._intake.dropped(peer)
         self._env.events.emit(PeerDropped(peer=peer, where="state download", reason=reason))
@@ -373,6 +381,7 @@ class _Download:
         if self._target is None:
             self._target = Target(manifest, self._changes, self._intake)
         else:
+            sometimes("another state is fetched in place of one that has no donor left")
             self._target.move_to(manifest)
         self._choose_at = None
         self._offers.clear()
@@ -399,6 +408,7 @@ class _Download:
         except MemoryError as error:
             raise NoMemoryForState(str(error) or "this machine has no memory to decode the state") from error
         except PeerProtocolError as error:
+            sometimes("a complete state has bad values")
             self._spoiled.append(manifest)
             for peer, theirs in self._described.items():
                 if theirs.same_content(manifest):

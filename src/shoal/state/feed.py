@@ -26,6 +26,7 @@ from shoal.compression import populate
 from shoal.errors import PeerError, PeerProtocolError, PeerTimeout
 from shoal.peer import PeerID
 from shoal.rpc import LOOK_S, Endpoint, Stream
+from shoal.sometimes import sometimes
 from shoal.state.arrivals import MIN_AHEAD, ArrivalRate, Intake, Line
 from shoal.state.assembly import Assembly
 from shoal.state.manifest import Manifest, chunk_hash
@@ -124,6 +125,7 @@ class Target:
         async with self._claiming:
             owner = self.plan.owner(chunk)
             if owner is not None and owner != peer and owner in self.feeds:
+                sometimes("a second donor is faster with a chunk than the first")
                 await self.feeds[owner].yield_place(chunk)
             if self.plan.is_verified(chunk):
                 return False
@@ -244,6 +246,7 @@ class Feed:
         due_s, chunk = max(late, default=(0.0, -1))
         if due_s <= _FASTER * self._rate.takes_s(len(self._queue) + 1):
             return []
+        sometimes("a late chunk is asked for from a second donor")
         self._plan.double(self._peer, chunk)
         return [chunk]
 

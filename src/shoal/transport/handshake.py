@@ -32,10 +32,13 @@ from shoal.transport.connection import TcpConnection
 from shoal.transport.sealed import KEY_BYTES
 from shoal.wire import read
 
-__all__ = ["MAX_FRAME_BYTES", "Versions", "greet_as_client", "greet_as_server"]
+__all__ = ["MAX_FRAME_BYTES", "OTHER_VERSION", "Versions", "greet_as_client", "greet_as_server"]
 
 MAX_FRAME_BYTES = 1024
 """The longest frame before a connection is authenticated."""
+
+OTHER_VERSION = "version"
+"""The code of a refusal: the two sides speak no common version."""
 
 _CONTEXT = b"transport"
 _NONCE_BYTES = 32
@@ -205,7 +208,8 @@ async def greet_as_server(
         clear: send data as it is, if the client wants that too; otherwise it is sealed.
 
     Raises:
-        PeerRefused: the client was told no; the connection is closed.
+        PeerRefused: the client was told no; the connection is closed. Its `code` is `OTHER_VERSION` if the two speak no
+            common version.
         PeerProtocolError: it sent what the protocol does not allow.
         PeerUnreachable: it does not speak TLS 1.3, or is gone.
     """
@@ -216,7 +220,8 @@ async def greet_as_server(
     if hello.wanted != identity.peer_id.raw:
         raise await _refuse(connection, "the peer that was dialed is not the one that answers here", client, versions)
     if version is None:
-        raise await _refuse(connection, f"protocol version {offered} is not spoken here", client, versions)
+        reason = f"protocol version {offered} is not spoken here"
+        raise await _refuse(connection, reason, client, versions, code=OTHER_VERSION)
     channel = _Channel(version, certificate, client, identity.peer_id, hello.nonce, os.urandom(_NONCE_BYTES))
     signature = identity.sign(_CONTEXT, channel.message(b"server"))
     key, clear = os.urandom(KEY_BYTES), clear and hello.clear
@@ -261,14 +266,17 @@ async def _expect(connection: TcpConnection, kind: type[F], peer_id: PeerID | No
     if isinstance(frame, _Refusal):
         reason = "".join(letter if letter.isprintable() else "?" for letter in frame.reason)
         theirs = Versions(frame.min_version, frame.max_version)
-        raise PeerRefused(f"{reason} (it speaks protocol version {theirs}, this side {ours})", peer_id)
+        cure = "" if ours.common(theirs) else ": install the same version of shoal on both"
+        raise PeerRefused(f"{reason} (it speaks protocol version {theirs}, this side {ours}{cure})", peer_id)
     if not isinstance(frame, kind):
         raise PeerProtocolError(f"sent {type(frame).__name__} where {kind.__name__} was expected", peer_id)
     return frame
 
 
-async def _refuse(connection: TcpConnection, reason: str, client: PeerID, ours: Versions) -> PeerRefused:
+async def _refuse(
+    connection: TcpConnection, reason: str, client: PeerID, ours: Versions, *, code: str = "refused"
+) -> PeerRefused:
     """Refuse, and close. Returns the error to raise; the caller then drops the socket."""
     await _send(connection, _Refusal(reason, *ours))
     await connection.close()
-    return PeerRefused(f"told no: {reason}", client)
+    return PeerRefused(f"told no: {reason}", client, code=code)

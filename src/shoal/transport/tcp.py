@@ -38,7 +38,7 @@ from shoal.peer import Address, PeerID
 from shoal.transport.base import Acceptor
 from shoal.transport.certificate import client_context, server_context
 from shoal.transport.connection import TcpConnection
-from shoal.transport.handshake import Versions, greet_as_client, greet_as_server
+from shoal.transport.handshake import OTHER_VERSION, Versions, greet_as_client, greet_as_server
 from shoal.transport.layers import Scratch
 from shoal.transport.sockets import (
     NO_ADDRESS,
@@ -173,7 +173,7 @@ class TcpTransport:
         self._listeners: list[socket.socket] = []
         self.peer_id, self.addresses = identity.peer_id, tuple[Address, ...]()
         self._guessed = announce_host is None and all_interfaces(host)
-        self._closed = self._crowded = False
+        self._closed = self._crowded = self._told_of_version = False
 
     @property
     def connections(self) -> int:
@@ -294,6 +294,18 @@ class TcpTransport:
         del self._pending[oldest]
         oldest.abort("too many unauthenticated connections")
 
+    def _tell_of_version(self, host: str, refusal: PeerRefused) -> None:
+        """Warn of a peer of another version, once: anybody can dial, and say anything."""
+        if not self._told_of_version:
+            self._told_of_version = True
+            _logger.warning(
+                "a peer at %s dialed this one, and was %s; this one speaks version %s. If it is meant to take part, "
+                "install the same version of shoal on both (further ones are not told)",
+                host,
+                refusal.message,
+                self._versions,
+            )
+
     async def _authenticate(self, connection: TcpConnection, certificate: bytes, acceptor: Acceptor) -> None:
         try:
             async with asyncio.timeout(self._limits.auth_timeout_s):
@@ -307,6 +319,8 @@ class TcpTransport:
                 )
         except (PeerError, TimeoutError) as error:
             _logger.debug("an incoming connection did not authenticate: %s", str(error) or "not in time")
+            if isinstance(error, PeerRefused) and error.code == OTHER_VERSION:
+                self._tell_of_version(connection.remote_host, error)
             return
         except Exception:
             _logger.exception("the greeting failed")  # our own mistake: the connection goes all the same

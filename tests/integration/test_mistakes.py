@@ -15,6 +15,7 @@ import torch
 
 import shoal
 from shoal.errors import ClosedError, ConfigError, LocalError
+from shoal.events import Warned
 
 
 def swarm_of(dht: shoal.DHT, model: torch.nn.Module, **options: Any) -> shoal.Optimizer:
@@ -303,6 +304,23 @@ def test_nothing_is_loaded_after_the_shutdown() -> None:
             saved = swarm.state_dict()
         with pytest.raises(ClosedError):
             swarm.load_state_dict(saved)
+
+
+def test_a_loop_that_goes_on_after_the_end_is_told() -> None:
+    """At the hundredth step: a program of two optimizers, as a GAN's, goes on until both runs have ended."""
+    model, told = torch.nn.Linear(2, 1), list[str]()
+    with shoal.DHT(start=True) as dht:
+        dht.events.subscribe(lambda event: told.append(event.message) if isinstance(event, Warned) else None)
+        with swarm_of(dht, model) as swarm:
+            swarm.announce_end(2)
+            while not swarm.finished:
+                backward(model)
+                swarm.step()
+                swarm.zero_grad()
+            for calls in range(1, 150):
+                swarm.step()
+                assert len(told) == (calls >= 100), calls
+    assert "the run has ended at epoch 2: step() does nothing" in told[0]
 
 
 def test_what_changes_tensors_under_inference_mode_is_refused(tmp_path: Path) -> None:

@@ -86,6 +86,9 @@ _LOAD_STATE_TIMEOUT_S, _SHUTDOWN_TIMEOUT_S = 600.0, 5.0
 _OTHERS_S = 3.0
 """To learn, when the optimizer is made, which settings the others of the run have."""
 
+_GOES_ON = 100
+"""A program that calls `step` so often after the end is told. With two optimizers one run ends before the other."""
+
 _NOT_TAKEN_AGAIN_S = 600.0
 """Why a better state was not taken over is told once in this time."""
 
@@ -199,6 +202,9 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
     _untold = False  # whether nobody was told of the state that is here: it is being loaded, or was in part
     _spent: SpentGradients | None = None
     _last_status: Status | None  # once it was shut down
+
+    _past_end = 0
+    """Calls of `step` since the run has ended."""
 
     @launched("Optimizer")
     def __init__(  # noqa: PLR0913 (all by name; the names that users of hivemind know)
@@ -359,7 +365,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 **codecs,
             ),
         )
-        self._closed = self._left = self._over = self._told_end = False
+        self._closed = self._left = False
         self.reuse_grad_buffers, self._last_status = reuse_grad_buffers, None
         self._one_step = TensorLock()  # no thread keeps it, whatever interrupts it
         self._participants = self._run(
@@ -676,8 +682,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             self._schedules.seen()
             if self.reuse_grad_buffers:
                 self.zero_grad()
-        self._over = self.finished
-        self._saver.at_step(self._state, self._copy, finished=self._over)
+        self._saver.at_step(self._state, self._copy, finished=self.finished)
         return loss
 
     def _samples_of(self, batch_size: int | None) -> int:
@@ -732,8 +737,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
     def _count(self, samples: int, loss: Any) -> Any:
         participants = self._participants
         if self.finished:
-            if self._over and not self._told_end:  # else it may have ended within this batch
-                self._told_end = True
+            self._past_end += 1
+            if self._past_end == _GOES_ON:
                 self._warn(f"the run has ended at epoch {self.local_epoch}: step() does nothing; look at `finished`")
             self._stay_at_end()
             return loss

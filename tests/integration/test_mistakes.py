@@ -318,7 +318,9 @@ def test_a_loop_that_goes_on_after_the_end_is_told() -> None:
                 swarm.step()
                 swarm.zero_grad()
             for calls in range(1, 150):
+                backward(model)
                 swarm.step()
+                swarm.zero_grad()
                 assert len(told) == (calls >= 100), calls
     assert "the run has ended at epoch 2: step() does nothing" in told[0]
 

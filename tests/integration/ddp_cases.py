@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import shoal
-from shoal.errors import LocalError, RankLost
+from shoal.errors import LocalError, RankLost, StateUnavailable
 from shoal.integrations.ddp import GroupOptimizer
 from tests.integration.ranks import die_here
 from tests.integration.scripts import digest
@@ -158,9 +158,27 @@ class Group:
         self.close()
 
 
+def refuse(*_: object) -> None:
+    """In place of what takes a state over."""
+    raise StateUnavailable("the state does not fit here: it is too square")
+
+
+def train_with_an_empty_group() -> Any:
+    """A model without biases, in two groups of parameters: with weight decay, and without."""
+    model = torch.nn.Linear(8, 1, bias=False, dtype=torch.float64)
+    groups: list[dict[str, Any]] = [{"params": [model.weight]}, {"params": [], "weight_decay": 0.0}]
+    inner = torch.optim.AdamW(groups, lr=1e-2)
+    with Group(optimizer=inner) as group:
+        group.model = model
+        group.train(3)
+        return [group.swarm.local_epoch, held(model, inner)]
+
+
 def wrong(case: str) -> None:
     """Things that a group refuses on all ranks."""
     rank = dist.get_rank()
+    model, empty = make()[0], torch.zeros(0, dtype=torch.float64, requires_grad=True)
+    beside_empty: list[torch.Tensor] = [*model.parameters(), empty]
     refused: dict[str, dict[str, Any]] = {
         "dht on rank 1": {"dht": object()} if rank else {},
         "no dht": {} if rank else {"dht": None},
@@ -170,6 +188,7 @@ def wrong(case: str) -> None:
         "rank 0's argument": {} if rank else {"averaging_timeout": -1},
         "other model": {"optimizer": torch.optim.AdamW(torch.nn.Linear(8 + rank, 1).parameters())},
         "unknown": {"warm_up": 3},
+        "gradients beside an empty parameter": {"optimizer": torch.optim.AdamW(beside_empty)},
     }
     options = refused.get(case, {})
     if case == "batch size missing":
@@ -190,6 +209,14 @@ def wrong(case: str) -> None:
             if group.dht is not None:
                 group.dht.shutdown()
             group.step()
+        elif case == "gradients beside an empty parameter":
+            empty.grad = torch.zeros(0, dtype=torch.float64)
+            group.model = model
+            group.step(seed=rank)
+        elif case == "a state":
+            if rank:
+                group.swarm._training.load = refuse  # type: ignore[method-assign, assignment]
+            group.train(1)
         elif case == "group of parameters":
             group.swarm.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
         elif case == "copy":

@@ -48,8 +48,10 @@ REFUSED = {
     "unknown": ("ConfigError", "warm_up"),
     "batch size missing": ("ConfigError", "batch_size is missing"),
     "gradients": ("ConfigError", "give each rank's model to DistributedDataParallel"),
+    "gradients beside an empty parameter": ("ConfigError", "the ranks of the group have different gradients"),
     "calls": ("LocalError", r"different things (rank 0 step(), rank 1 load_state_from_peers())"),
     "closed": ("ClosedError", "shut down"),
+    "a state": ("StateUnavailable", "the state does not fit here: it is too square"),
     "group of parameters": ("ConfigError", "parameters cannot be added"),
     "copy": ("LocalError", "cannot be copied"),
 }
@@ -107,6 +109,13 @@ def test_a_group_trains_to_the_end(processes: Ranks) -> None:
 def test_a_group_counts_its_batches(processes: Ranks) -> None:
     """Without a number, with the model: each rank's rows are counted, and nothing if there was no batch."""
     assert processes.play(2, cases.count_the_batches) == [[8, 12, 12], [None, None, None]]
+
+
+def test_a_group_with_an_empty_parameter_group_trains(processes: Ranks) -> None:
+    """Rank 1 raised "list index out of range", and rank 0 waited until the group's timeout."""
+    here, there = processes.play(2, cases.train_with_an_empty_group)
+    assert here == there
+    assert here[0] == 3
 
 
 def test_a_group_joins_late(processes: Ranks) -> None:

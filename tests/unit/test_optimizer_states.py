@@ -104,6 +104,26 @@ def test_newcomers_refused_by_strict_keys(name: str, case: str) -> None:
     bit_equal_after(name, **CASES[case])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("name", FAST)
+def test_an_empty_parameter_group_makes_every_state_untakeable(name: str, first: bool) -> None:
+    """Such as "no weight decay for biases" of a model without biases: a newcomer raised "list index out of range"."""
+    make, shapes = optimizer_by_name(name), shapes_for(name)
+    trainings = []
+    for _ in range(2):
+        groups: list[Any] = [{"params": parameters(shapes=shapes)}, {"params": [], "lr": 0.003}]
+        trainings.append(TrainingState(make(groups[::-1] if first else groups)))
+    donor, newcomer = trainings
+    step(donor, 0)
+    take_over(newcomer, donor)
+    for training in trainings:
+        step(training, 1)
+    assert_equal(newcomer, donor)
+    loaded = donor.prepare_optimizer(donor.optimizer.state_dict())
+    donor.load_optimizer(loaded)
+    assert_equal(newcomer, donor)
+
+
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(

@@ -237,15 +237,9 @@ class GroupOptimizer(torch.optim.Optimizer):
         return said[0]
 
     def _exchange(self, change: _Change) -> None:
-        """Send the state from rank 0; take it over on the others."""
-        if self.peer is not None:
-            tensors = [each.contiguous() for each in self._training.export()[1]]
-        else:
-            device = self._training.parameters[0].device
-            tensors = [
-                torch.empty(shape, dtype=dtype, device="cpu" if kind == "cpu" else device)
-                for shape, dtype, kind in change.tensors
-            ]
+        """Send the state from rank 0; take it over on the others. A rank that cannot is named on all."""
+        with self._agreement.together():
+            tensors = self._to_exchange(change)
         works: list[Any] = []
         with self._watch.named(self._watch.turn("to get the state of rank 0")):
             for tensor in tensors:
@@ -255,8 +249,19 @@ class GroupOptimizer(torch.optim.Optimizer):
                     works.append(dist.broadcast(octets, dist.get_global_rank(group, 0), group, async_op=True))
             for work in works:
                 work.wait()
-        if self.peer is None:
-            self._training.load(change.values, tensors)
+        with self._agreement.together():
+            if self.peer is None:
+                self._training.load(change.values, tensors)
+
+    def _to_exchange(self, change: _Change) -> list[torch.Tensor]:
+        """The tensors of the state, and the memory for them on the ranks that get it."""
+        if self.peer is not None:
+            return [each.contiguous() for each in self._training.export()[1]]
+        device = self._training.parameters[0].device
+        return [
+            torch.empty(shape, dtype=dtype, device="cpu" if kind == "cpu" else device)
+            for shape, dtype, kind in change.tensors
+        ]
 
     # ---------------------------------------------------------------------------------------------------------- step
 
@@ -330,6 +335,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         gradients = [gradient for each in self._training.trained if (gradient := each.grad) is not None]
         if not gradients:
             return "none"
+        gradients = [each for each in gradients if each.numel()] or gradients  # an empty one is equal on all
         smallest = min(gradients, key=torch.Tensor.numel).detach().to_dense().cpu().contiguous()
         return hashlib.sha256(view_bytes(smallest)).hexdigest()
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from shoal.allreduce.vector import check_tensors
 from shoal.clock import seconds_text
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.errors import ConfigError, LocalError, RoundFailed
@@ -328,6 +329,7 @@ def _checked(parameters: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     if isinstance(parameters, Iterable) and not isinstance(parameters, torch.Tensor):
         listed = tuple(parameters)
         if listed and all(isinstance(each, torch.Tensor) and each.requires_grad for each in listed):
+            check_tensors({f"parameters[{index}]": each for index, each in enumerate(listed)})
             return listed
     raise ConfigError(
         f"parameters must be tensors that require a gradient, at least one, got {parameters!r:.80}: give a list, or "

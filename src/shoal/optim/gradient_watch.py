@@ -9,6 +9,7 @@ zeros costs a wait for the device, so it is done a few times only.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 
@@ -68,7 +69,8 @@ class GradientWatch:
         self._zeroed = 0
         self._without: list[int | None] = [None] * len(trained)  # steps in a row; None: it never had one
         self._gone_told = False
-        self._watched = watched = min(trained, key=torch.Tensor.numel)
+        # One with elements: many losses have no use for an empty one, so its gradient never comes.
+        self._watched = watched = min(trained, key=lambda each: each.numel() or math.inf)
         me, parameter = weakref.ref(self), weakref.ref(watched)
 
         def coming(_gradient: torch.Tensor) -> None:

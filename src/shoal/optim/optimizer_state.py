@@ -248,7 +248,7 @@ class OptimizerState:
         prepared = self.check(values, tensors, first)
         for group, options in zip(self._optimizer.param_groups, prepared.options, strict=True):
             for name, value in options.items():
-                if value is not group.get(name):
+                if group["params"] and value is not group.get(name):  # a group may have none, and is never stepped then
                     options[name] = _moved(value, group["params"][0].device)
             on_host = _ON_HOST if not (group.get("capturable") or group.get("fused")) else ()
             for state, parameter in product(prepared.states, group["params"]):

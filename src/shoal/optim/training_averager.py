@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shoal.allreduce.vector import check_tensors
 from shoal.averager import TensorLock
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.errors import ConfigError, LocalError, StateUnavailable
@@ -20,6 +21,13 @@ from shoal.runtime.dht import DHT
 from shoal.runtime.pool import DaemonPool
 
 __all__ = ["TrainingAverager"]
+
+_CALLED = {
+    TensorRole.PARAMETER: "parameter",
+    TensorRole.GRADIENT: "gradient",
+    TensorRole.OPTIMIZER: "statistic",
+    TensorRole.UNSPECIFIED: "extra tensor",
+}
 
 
 class TrainingAverager(DecentralizedAverager):
@@ -92,6 +100,7 @@ class TrainingAverager(DecentralizedAverager):
         local = list(self._local())
         if not local:
             raise ConfigError("there is nothing to average: set average_parameters or average_gradients to True")
+        check_tensors({f"{_CALLED[role]} {key!r}": tensor for tensor, key, role in local})
         infos = [CompressionInfo.from_tensor(tensor, key, role) for tensor, key, role in local]
         copies = [torch.zeros(each.shape, dtype=each.dtype, device=each.device) for each, *_ in local]
         super().__init__(copies, dht, start=start, prefix=prefix, **{"tensor_infos": infos, **options})

@@ -430,6 +430,41 @@ def test_memory_that_is_given_twice_is_refused() -> None:
     assert vector_of(columns).layout.numel == 24
 
 
+def test_a_tied_convolution_in_channels_last_is_not_averaged_twice() -> None:
+    """Only contiguous tensors were looked at: peers with 1.0 and 3.0 ended with 3.0 and 1.0."""
+    kernel = torch.zeros(4, 3, 3, 3).to(memory_format=torch.channels_last)
+    matrix = torch.zeros(4, 6)
+    for first, second in [
+        (kernel, kernel.detach()),
+        (kernel, kernel[1:2]),
+        (kernel, kernel.permute(1, 0, 2, 3)),
+        (matrix, matrix.t()),
+        (matrix.t(), matrix[1]),
+        (matrix[:, ::2], matrix[:, 1:3]),
+        (matrix[:, ::2], matrix.view(-1)[8:]),
+        (matrix, matrix.view(torch.float64)),
+        (matrix.view(torch.float16)[:, 3:9:2], matrix[2]),
+    ]:
+        others = [torch.zeros(2), matrix.new_zeros(3, 3).t()]
+        for pair in ([first, second], [second, first]):
+            with pytest.raises(ConfigError, match=r"averaged_tensors\[1\] and averaged_tensors\[3\] share memory"):
+                vector_of([others[0], pair[0], others[1], pair[1]])
+
+
+def test_tensors_that_lie_between_one_another_share_nothing() -> None:
+    """Columns, every second element, and tensors of two dtypes in one memory."""
+    matrix = torch.zeros(6, 6)
+    flat = torch.zeros(24)
+    for apart in (
+        [matrix[:, :3], matrix[:, 3:]],
+        [matrix[:, ::2], matrix[:, 1::2].t()],
+        [matrix.view(-1)[::2], matrix.view(-1)[1::2]],
+        [flat.as_strided((2, 3), (3, 2)), flat[1:2], flat[8:].view(torch.float16)],
+        [matrix[:, :2].view(torch.float64), matrix[:, 2:]],
+    ):
+        assert vector_of(apart).layout.numel == sum(each.numel() for each in apart)
+
+
 @pytest.mark.parametrize(
     ("tensor", "refused"),
     [

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 import torch
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -31,6 +30,7 @@ from shoal.compression import (
     dtype_name,
     view_bytes,
 )
+from shoal.compression.memory import overlaps, repeats_itself
 from shoal.errors import ConfigError, PeerProtocolError
 from shoal.transport.base import Buffer
 
@@ -67,7 +67,10 @@ class PartDigests:
 
 
 def check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise `ConfigError` for a tensor that cannot be averaged; `tensors` are by the names that the user knows."""
+    """Raise `ConfigError` for a tensor that cannot be averaged; `tensors` are by the names that the user knows.
+
+    Nor can memory that is given twice: the average would be applied to it twice.
+    """
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise ConfigError(f"{name} is {type(tensor).__name__}, not a torch.Tensor")
@@ -77,12 +80,14 @@ def check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
             )
         if tensor.layout is not torch.strided or tensor.is_meta:
             raise ConfigError(f"{name} is sparse or on the meta device: give a dense tensor")
-        if _repeats_itself(tensor):
+        if repeats_itself(tensor):
             raise ConfigError(
                 f"{name} has elements that share memory (as by expand): they cannot be set one by one; give the "
                 "tensor that it was made of"
             )
-    _check_apart(tensors)
+    for first, second in overlaps(list(tensors.values())):
+        names = list(tensors)
+        raise ConfigError(f"{names[first]} and {names[second]} share memory (tied weights?): give it once")
 
 
 def describe(tensors: Sequence[torch.Tensor], codecs: Sequence[CompressionBase]) -> Layout:
@@ -97,33 +102,6 @@ def describe(tensors: Sequence[torch.Tensor], codecs: Sequence[CompressionBase])
         for tensor, codec in zip(tensors, codecs, strict=True)
     ]
     return Layout(specs, encoded_bytes)
-
-
-def _repeats_itself(tensor: torch.Tensor) -> bool:
-    """Return whether two of the tensor's elements may share memory."""
-    reach = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
-        if stride < reach:
-            return tensor.numel() > 0
-        reach += stride * (size - 1)
-    return False
-
-
-def _check_apart(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise `ConfigError` for memory that is given twice: the average would be applied to it twice.
-
-    Views that share memory with gaps in it (columns of a matrix) may be disjoint.
-    """
-    names = list(tensors)
-    whole = sorted(
-        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.itemsize, index)
-        for index, tensor in enumerate(tensors.values())
-        if tensor.numel() and tensor.is_contiguous()
-    )
-    for (device, _, stop, one), (next_device, start, _, other) in pairwise(whole):
-        if device == next_device and start < stop:
-            first, second = sorted((one, other))
-            raise ConfigError(f"{names[first]} and {names[second]} share memory (tied weights?): give it once")
 
 
 def encoded_bytes(dtype: str, codec: str, count: int) -> int:

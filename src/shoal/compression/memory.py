@@ -8,15 +8,27 @@ and of format `B`.
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from shoal.errors import ConfigError
 
-__all__ = ["DTYPES", "allocate", "as_tensor", "dtype_by_name", "dtype_name", "populate", "view_bytes"]
+__all__ = [
+    "DTYPES",
+    "allocate",
+    "as_tensor",
+    "dtype_by_name",
+    "dtype_name",
+    "overlaps",
+    "populate",
+    "repeats_itself",
+    "view_bytes",
+]
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -109,3 +121,85 @@ def as_tensor(data: bytes | bytearray | memoryview, dtype: torch.dtype) -> torch
     if tensor.data_ptr() % dtype.itemsize:
         return torch.frombuffer(view, dtype=torch.uint8).clone().view(dtype)
     return tensor
+
+
+class _Extent(NamedTuple):
+    """The addresses from a tensor's first element to its last one, which may have gaps between them."""
+
+    device: str
+    start: int
+    stop: int
+    position: int
+
+
+def repeats_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements of a tensor share memory, as those of an expanded one do."""
+    dims = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    reach = 1
+    for stride, size in dims:
+        if stride < reach:
+            break
+        reach += stride * (size - 1)
+    else:
+        return False
+    if not tensor.numel() or dims[0][0] == 0:
+        return tensor.numel() > 0
+    places = torch.zeros(1, dtype=torch.int64)
+    for stride, size in dims:
+        places = (places.unsqueeze(1) + stride * torch.arange(size)).view(-1)
+    in_order = places.sort().values
+    return bool((in_order[1:] == in_order[:-1]).any())
+
+
+def overlaps(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
+    """The pairs of tensors that share memory, by their positions: the earlier one first.
+
+    It is exact for any strides: the columns of a matrix lie between one another and share nothing, while a matrix and
+    its transpose do. Tensors on the meta device share memory if they are of one storage.
+
+    Args:
+        tensors: strided ones of any dtype and device.
+    """
+    together: list[_Extent] = []
+    stop = 0
+    for extent in sorted(_extent(index, each) for index, each in enumerate(tensors) if each.numel()):
+        if together and (extent.device != together[0].device or extent.start >= stop):
+            yield from _meetings(tensors, together)
+            together = []
+        stop = max(stop, extent.stop) if together else extent.stop
+        together.append(extent)
+    yield from _meetings(tensors, together)
+
+
+def _extent(index: int, tensor: torch.Tensor) -> _Extent:
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start, device = tensor.data_ptr(), str(tensor.device)
+    if tensor.is_meta:  # which has no addresses
+        storage = tensor.untyped_storage()
+        start, device = int(tensor.storage_offset()) * tensor.itemsize, f"meta {storage._cdata}"  # noqa: SLF001
+    return _Extent(device, start, start + (steps + 1) * tensor.itemsize, index)
+
+
+def _meetings(tensors: Sequence[torch.Tensor], extents: Sequence[_Extent]) -> Iterator[tuple[int, int]]:
+    """The pairs that share memory, of tensors whose extents hang together."""
+    if len(extents) < 2:
+        return
+    first, last = extents[0].start, max(each.stop for each in extents)
+    unit = math.gcd(*(tensors[each.position].itemsize for each in extents), *(each.start - first for each in extents))
+    taken = torch.zeros((last - first) // unit, dtype=torch.bool)
+    for number, extent in enumerate(extents):
+        place = _place(taken, tensors[extent.position], extent.start - first, unit)
+        if bool(place.any()) and len(extents) == 2:
+            one, other = sorted(each.position for each in extents)
+            yield one, other
+        elif bool(place.any()):
+            for before in extents[:number]:
+                yield from _meetings(tensors, (before, extent))
+        place.fill_(True)
+
+
+def _place(taken: torch.Tensor, tensor: torch.Tensor, start: int, unit: int) -> torch.Tensor:
+    """The units of memory that belong to a tensor."""
+    width = tensor.itemsize // unit
+    dims = [(size, width * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
+    return taken.as_strided([*(size for size, _ in dims), width], [*(stride for _, stride in dims), 1], start // unit)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from shoal.compression.memory import overlaps
 from shoal.zero.fsdp import is_sharded, missing, roots
 from shoal.zero.offload import problem_of
 from shoal.zero.parameters import hooks_of, local, named_parameters, wide_dtype
@@ -162,33 +162,13 @@ def _of_dtypes(model: torch.nn.Module, dtype: object) -> Iterator[str]:
         )
 
 
-class _Extent(NamedTuple):
-    device: str
-    start: int
-    stop: int
-    name: str
-    moves: bool
-
-
 def _overlaps(model: torch.nn.Module) -> Iterator[str]:
     """Tensors that share memory with a parameter without being it: moving them apart would change the model."""
-    tensors = [*named_parameters(model), *model.named_buffers()]
-    one, *extents = sorted(_extent(name, tensor) for name, tensor in tensors if tensor.numel())
-    for other in extents:
-        if one.device == other.device and other.start < one.stop and (one.moves or other.moves):
+    named = [*named_parameters(model), *model.named_buffers()]
+    for one, other in overlaps([tensor for _, tensor in named]):
+        if isinstance(named[one][1], torch.nn.Parameter):  # they come before the buffers
             yield (
-                f"{one.name} and {other.name} share memory but are different tensors, which no stage can carry: tie "
-                "parameters by assigning the same one to both, and compute in forward what a buffer has of a parameter"
+                f"{named[one][0]} and {named[other][0]} share memory but are different tensors, which no stage can "
+                "carry: tie parameters by assigning the same one to both, and compute in forward what a buffer has of "
+                "a parameter"
             )
-        one = max(one, other, key=lambda each: (each.device, each.stop))
-
-
-def _extent(name: str, tensor: torch.Tensor) -> _Extent:
-    steps = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    device = str(tensor.device)
-    if tensor.is_meta:  # which has no addresses
-        storage = tensor.untyped_storage()
-        start, device = int(tensor.storage_offset()) * tensor.itemsize, f"meta {storage._cdata}"  # noqa: SLF001
-    stop = start + (steps + 1) * tensor.itemsize
-    return _Extent(device, start, stop, name, isinstance(tensor, torch.nn.Parameter))

@@ -76,7 +76,9 @@ class RoundMemory:
         # Each tensor may be a segment of its own.
         sizes = [sum(each.numel() * each.itemsize + _ALIGNED for each in tensors) for tensors in lists]
         # Not zeros: the system gives memory when it is first written.
-        self._local, self._result = (torch.empty(max(sizes, default=0), dtype=torch.uint8) for _ in range(2))
+        self._local, self._result = (
+            torch.empty(max(sizes, default=0), dtype=torch.uint8, device="cpu") for _ in range(2)
+        )
 
     def take(self, start: int, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Two tensors of so many elements from this byte on, and where the next ones begin."""
@@ -207,7 +209,7 @@ class SegmentBuffers(NamedTuple):
         if isinstance(codec, Differences):
             reference = Reference(segment.start, torch.zeros_like(local))
         if isinstance(codec.codec if isinstance(codec, Differences) else codec, ErrorFeedback):
-            kept = torch.zeros(local.numel(), dtype=sum_dtype(dtype))
+            kept = torch.zeros(local.numel(), dtype=sum_dtype(dtype), device=local.device)
             # Half: decoded values may be a little larger than the encoded ones, and others would refuse them.
             residual = Residual(dtype, segment.start, kept, limit=LARGEST[kept.dtype] / 2)
         return cls(segment.start, dtype, codec, local, result, residual, reference)

@@ -269,7 +269,11 @@ class Vector:
         """
         segment = self._segments[part.segment]
         mine, result = segment.own_values(part), segment.piece(segment.result, part)
-        sums = result if result.dtype == sum_dtype(segment.dtype) else torch.empty(part.numel, dtype=torch.float32)
+        sums = (
+            result
+            if result.dtype == sum_dtype(segment.dtype)
+            else torch.empty(part.numel, dtype=torch.float32, device="cpu")
+        )
         if not weight:
             sums.zero_()
         elif sums.dtype == mine.dtype:

@@ -255,7 +255,7 @@ class CompressionBase(ABC):
         view = self._checked(data, numel, dtype, sizes)
         if len(sizes) > 1 and self.has_scales:
             return self._decode_pieces(view, dtype, tuple(sizes))
-        return self._decode(view, numel, dtype) if numel else torch.empty(0, dtype=dtype)
+        return self._decode(view, numel, dtype) if numel else torch.empty(0, dtype=dtype, device="cpu")
 
     def decode_into(
         self, data: bytes | bytearray | memoryview, dtype: torch.dtype, out: torch.Tensor, sizes: Sequence[int] = ()

@@ -25,8 +25,9 @@ def write_numbers(numbers: torch.Tensor, bits: int, out: torch.Tensor) -> None:
         bits: of each number.
         out: bytes for as many numbers, or for more, which are 0.
     """
-    planes = torch.zeros(bits, 8 * (out.numel() // bits), dtype=torch.uint8)
-    planes[:, : numbers.numel()] = (numbers >> torch.arange(bits, dtype=numbers.dtype)[:, None]).bitwise_and_(1)
+    planes = torch.zeros(bits, 8 * (out.numel() // bits), dtype=torch.uint8, device="cpu")
+    shifts = torch.arange(bits, dtype=numbers.dtype, device="cpu")
+    planes[:, : numbers.numel()] = (numbers >> shifts[:, None]).bitwise_and_(1)
     eight = planes.view(torch.int64)
     # The lowest byte gets the bits of all eight: bit i of it, the one of byte i, is 7 i bits further up.
     for shift in (7, 14, 28):
@@ -39,10 +40,12 @@ def read_numbers(data: torch.Tensor, bits: int) -> torch.Tensor:
     planes = _bits_of_bytes().index_select(0, data.to(torch.int32)).view(torch.uint8).view(bits, -1)
     if bits == 1:
         return planes.view(-1)
-    return (planes.to(torch.int32) << torch.arange(bits, dtype=torch.int32)[:, None]).sum(dim=0, dtype=torch.int32)
+    shifts = torch.arange(bits, dtype=torch.int32, device="cpu")
+    return (planes.to(torch.int32) << shifts[:, None]).sum(dim=0, dtype=torch.int32)
 
 
 @cache
 def _bits_of_bytes() -> torch.Tensor:
     """The eight bits of each byte, as bytes of one int64."""
-    return ((torch.arange(256)[:, None] >> torch.arange(8)) & 1).to(torch.uint8).view(torch.int64).view(-1)
+    numbers = torch.arange(256, dtype=torch.int64, device="cpu")
+    return ((numbers[:, None] >> numbers[:8]) & 1).to(torch.uint8).view(torch.int64).view(-1)

@@ -60,7 +60,7 @@ _LEVELS = {
 _FARTHEST = {8: 0.5, 4: 17.5, 2: 77.0}
 """The steps that a value may be away from the nearest level."""
 
-_TOP = torch.tensor(127.0)
+_TOP = torch.tensor(127.0, dtype=torch.float32, device="cpu")
 """The largest code. It is a tensor: dividing by a number takes three times as long."""
 
 
@@ -122,12 +122,12 @@ class BlockwiseQuantization(PackedCompression):
 
     def _write_codes(self, steps: torch.Tensor, out: torch.Tensor) -> None:
         """Write the codes of the nearest levels, several in a byte."""
-        steps_of_bytes = torch.zeros(out.numel() * (8 // self.bits), dtype=torch.int8)
+        steps_of_bytes = torch.zeros(out.numel() * (8 // self.bits), dtype=torch.int8, device="cpu")
         steps_of_bytes[: steps.numel()].copy_(steps)
         if self.bits == 4:
             _gather(_pack_table(4), steps_of_bytes, out=out)
             return
-        pairs = torch.empty(2 * out.numel(), dtype=torch.uint8)
+        pairs = torch.empty(2 * out.numel(), dtype=torch.uint8, device="cpu")
         _gather(_pack_table(2), steps_of_bytes, out=pairs)
         torch.add(pairs[::2], pairs[1::2], alpha=16, out=out)
 
@@ -143,9 +143,9 @@ class BlockwiseQuantization(PackedCompression):
     def _steps(self, codes: torch.Tensor) -> torch.Tensor:
         """The levels of all codes in these bytes."""
         if self.bits == 4:
-            quads = torch.zeros(-(-codes.numel() // 2) * 2, dtype=torch.int8)
+            quads = torch.zeros(-(-codes.numel() // 2) * 2, dtype=torch.int8, device="cpu")
             quads[: codes.numel()].copy_(codes)
-            unpacked = torch.empty(quads.numel() // 2, dtype=torch.int32)
+            unpacked = torch.empty(quads.numel() // 2, dtype=torch.int32, device="cpu")
             _gather(_unpack_table(4), quads, out=unpacked)
         else:
             unpacked = _unpack_table(2).index_select(0, codes.view(torch.uint8).to(torch.int32))
@@ -177,8 +177,8 @@ def _gather(table: torch.Tensor, pairs: torch.Tensor, *, out: torch.Tensor) -> N
 @cache
 def _pack_table(bits: int) -> torch.Tensor:
     """The codes of the nearest levels, the first one lowest, for each pair of steps from -128 to 127, little-endian."""
-    levels = torch.tensor(_LEVELS[bits])
-    steps = torch.arange(256).to(torch.int8).to(torch.int64)
+    levels = torch.tensor(_LEVELS[bits], dtype=torch.int64, device="cpu")
+    steps = torch.arange(256, dtype=torch.int64, device="cpu").to(torch.int8).to(torch.int64)
     nearest = torch.bucketize(steps * 2, levels[1:] + levels[:-1]).to(torch.uint8)
     return (nearest[None, :] + (nearest[:, None] << bits)).view(-1)
 
@@ -186,7 +186,8 @@ def _pack_table(bits: int) -> torch.Tensor:
 @cache
 def _unpack_table(bits: int) -> torch.Tensor:
     """The four levels that each byte of codes (2 bits) or pair of bytes, little-endian (4 bits), stands for."""
-    levels, codes = torch.tensor(_LEVELS[bits], dtype=torch.int8), torch.arange(1 << 4 * bits)
+    levels = torch.tensor(_LEVELS[bits], dtype=torch.int8, device="cpu")
+    codes = torch.arange(1 << 4 * bits, dtype=torch.int64, device="cpu")
     four = [levels[(codes >> shift) % (1 << bits)] for shift in range(0, 4 * bits, bits)]
     return torch.stack(four, dim=1).view(torch.int32).view(-1)  # as one int32
 

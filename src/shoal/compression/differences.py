@@ -55,7 +55,7 @@ def for_parameters(codec: CompressionBase, dtype: torch.dtype) -> CompressionBas
     if (
         isinstance(codec, Differences)
         or not codec.supports(dtype)
-        or not codec.max_error(torch.ones(_ELEMENTS, dtype=dtype))
+        or not codec.max_error(torch.ones(_ELEMENTS, dtype=dtype, device="cpu"))
     ):
         return codec
     return Differences(ScaledFloat16Compression() if codec == Float16Compression() else codec)

@@ -94,7 +94,7 @@ class NoCompression(_Cast):
         return super()._decode(data, numel, dtype)
 
     def error_bound(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(values.shape, dtype=torch.float64)
+        return torch.zeros(values.shape, dtype=torch.float64, device="cpu")
 
 
 class _Rounding(_Cast):

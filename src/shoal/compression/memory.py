@@ -87,7 +87,7 @@ def view_bytes(tensor: torch.Tensor) -> memoryview:
 
 def allocate(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, memoryview]:
     """A new 1-D tensor, not initialised, and its bytes, into which to receive."""
-    tensor = torch.empty(numel, dtype=dtype)
+    tensor = torch.empty(numel, dtype=dtype, device="cpu")
     return tensor, view_bytes(tensor)
 
 
@@ -116,7 +116,7 @@ def as_tensor(data: bytes | bytearray | memoryview, dtype: torch.dtype) -> torch
     if view.nbytes % dtype.itemsize:
         raise ConfigError(f"{view.nbytes} bytes are no whole number of {dtype} elements")
     if view.nbytes == 0:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     tensor = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=dtype)
     if tensor.data_ptr() % dtype.itemsize:
         return torch.frombuffer(view, dtype=torch.uint8).clone().view(dtype)

@@ -68,7 +68,7 @@ class _Own(CompressionBase):
         return _size_of(self, numel, dtype) if numel else 0
 
     def error_bound(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.full(values.shape, torch.inf, dtype=torch.float64)
+        return torch.full(values.shape, torch.inf, dtype=torch.float64, device="cpu")
 
     def idempotent(self, dtype: torch.dtype) -> bool:
         return False
@@ -99,9 +99,9 @@ class _Own(CompressionBase):
         try:
             values = self.extract(serialized).detach().cpu().reshape(-1)
         except Exception:  # noqa: BLE001 (a peer may send any bytes: as no numbers they cost it its part in the round)
-            values = torch.empty(0)
+            values = torch.empty(0, dtype=dtype, device="cpu")
         if values.numel() != numel or values.dtype not in FLOATS:
-            return torch.full((numel,), torch.nan)
+            return torch.full((numel,), torch.nan, dtype=torch.float32, device="cpu")
         return values
 
 
@@ -131,7 +131,7 @@ def complete(codec: type[CompressionBase]) -> None:
 
 @lru_cache(maxsize=1024)
 def _size_of(codec: CompressionBase, numel: int, dtype: torch.dtype) -> int:
-    return len(_bytes_of(codec, torch.zeros(numel, dtype=dtype)))
+    return len(_bytes_of(codec, torch.zeros(numel, dtype=dtype, device="cpu")))
 
 
 def _bytes_of(codec: CompressionBase, values: torch.Tensor) -> memoryview:
@@ -158,7 +158,7 @@ def _plain(codec: CompressionBase, key: str, value: object) -> str:
 
 def _try(codec: CompressionBase) -> None:
     """Raise `ConfigError` if the codec does not return the values that it is given, or values near them."""
-    values = torch.linspace(-1.0, 1.0, _TRIED)
+    values = torch.linspace(-1.0, 1.0, _TRIED, dtype=torch.float32, device="cpu")
     data = codec.encode(values)
     decoded = codec.extract(SerializedTensor(bytes(data), (_TRIED,), "float32", compression=codec.name))  # type: ignore[attr-defined]
     if not isinstance(decoded, torch.Tensor) or decoded.numel() != _TRIED or decoded.dtype not in FLOATS:

@@ -114,7 +114,7 @@ class PackedCompression(CompressionBase):
     def _decode_pieces(self, data: memoryview, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
         if self._is_raw(sizes, dtype):
             return _RAW.decode(data, sum(sizes), dtype)
-        values = torch.empty(sum(sizes), dtype=torch.float32)
+        values = torch.empty(sum(sizes), dtype=torch.float32, device="cpu")
         self._unpack(data, sizes, values)
         if dtype.itemsize == 2:
             largest = torch.finfo(dtype).max

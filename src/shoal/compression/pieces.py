@@ -40,14 +40,15 @@ class Pieces:
         self._apart = len(sizes) <= _FEW
         if self._apart:
             return
-        stops = torch.tensor(sizes).cumsum(0)
+        stops = torch.tensor(sizes, dtype=torch.int64, device="cpu").cumsum(0)
         start = int(stops[:-1].remainder(_ROW).mode().values)
         self._ends = start, numel - (numel - start) % _ROW
-        firsts = torch.arange(*self._ends, _ROW)
+        firsts = torch.arange(*self._ends, _ROW, dtype=torch.int64, device="cpu")
         self._owners = torch.bucketize(firsts, stops, right=True)
         crossed = torch.bucketize(firsts + (_ROW - 1), stops, right=True) != self._owners
         self._crossed = crossed.nonzero().view(-1)
-        loose = torch.bucketize(self._loose(torch.arange(numel)), stops, right=True)
+        places = torch.arange(numel, dtype=torch.int64, device="cpu")
+        loose = torch.bucketize(self._loose(places), stops, right=True)
         self._fragments, self._counts = torch.unique_consecutive(loose, return_counts=True)
 
     def extremes(self, values: torch.Tensor) -> list[tuple[float, float]]:
@@ -61,7 +62,7 @@ class Pieces:
         return list(zip(lows.tolist(), highs.tolist(), strict=True))
 
     def _extreme(self, which: str, none: float, of_rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        out = torch.full((len(self.sizes),), none, dtype=values.dtype)
+        out = torch.full((len(self.sizes),), none, dtype=values.dtype, device="cpu")
         if self._counts.numel():
             of_rows.index_fill_(0, self._crossed, none)
             out.scatter_reduce_(0, self._loose_owners(), self._loose(values), which)
@@ -72,7 +73,7 @@ class Pieces:
         out = torch.empty_like(values)
         if not self._apart:
             return self.shift(self._each(torch.mul, values, factors, out), addends)
-        singles = torch.tensor(addends).unbind()
+        singles = torch.tensor(addends, dtype=values.dtype, device="cpu").unbind()
         for part, made, addend, factor in zip(self._split(values), self._split(out), singles, factors, strict=True):
             torch.add(addend, part, alpha=factor, out=made)
         return out
@@ -91,7 +92,8 @@ class Pieces:
 
     def spread(self, each: Sequence[float]) -> torch.Tensor:
         """Repeat the number of each piece for each of its values (float64)."""
-        return torch.repeat_interleave(torch.tensor(each, dtype=torch.float64), torch.tensor(self.sizes))
+        sizes = torch.tensor(self.sizes, dtype=torch.int64, device="cpu")
+        return torch.repeat_interleave(torch.tensor(each, dtype=torch.float64, device="cpu"), sizes)
 
     def _each(
         self, do: Callable[..., torch.Tensor], values: torch.Tensor, each: Sequence[float], out: torch.Tensor
@@ -101,7 +103,7 @@ class Pieces:
             for part, number, made in zip(self._split(values), each, self._split(out), strict=True):
                 do(part, number, out=made)
             return out
-        numbers = torch.tensor(each, dtype=values.dtype)
+        numbers = torch.tensor(each, dtype=values.dtype, device="cpu")
         loose = do(self._loose(values), numbers.index_select(0, self._loose_owners())) if self._counts.numel() else None
         do(self._rows(values), numbers.index_select(0, self._owners)[:, None], out=self._rows(out))
         if loose is not None:
@@ -167,16 +169,17 @@ class Blocks:
             first, self.count = self.count, self.count + sum(-(-size // width) for size in sizes)
             ragged = None
             if any(size % width for size in sizes):
-                ragged = torch.tensor([min(width, size - at) for size in sizes for at in range(0, size, width)])
+                lengths = [min(width, size - at) for size in sizes for at in range(0, size, width)]
+                ragged = torch.tensor(lengths, dtype=torch.int64, device="cpu")
             self._groups.append((first, self.count, ragged))
             self._cuts.append(sum(sizes))
 
     def top(self, values: torch.Tensor) -> torch.Tensor:
         """The largest absolute value of each block; NaN if it holds a NaN."""
-        out = torch.empty(self.count, dtype=values.dtype)
+        out = torch.empty(self.count, dtype=values.dtype, device="cpu")
         for part, (first, last, lengths) in zip(self._split(values), self._groups, strict=True):
             if lengths is not None:
-                block = torch.repeat_interleave(torch.arange(last - first), lengths, output_size=part.numel())
+                block = _numbered(lengths, part.numel())
                 out[first:last].zero_().scatter_reduce_(0, block, part.abs(), "amax")
                 continue
             blocks = part.view(-1, self._width)
@@ -188,10 +191,10 @@ class Blocks:
 
     def extremes(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The smallest and the largest value of each block; both NaN if it holds a NaN."""
-        low, high = torch.empty(2, self.count, dtype=values.dtype)
+        low, high = torch.empty(2, self.count, dtype=values.dtype, device="cpu")
         for part, (first, last, lengths) in zip(self._split(values), self._groups, strict=True):
             if lengths is not None:
-                block = torch.repeat_interleave(torch.arange(last - first), lengths, output_size=part.numel())
+                block = _numbered(lengths, part.numel())
                 low[first:last].scatter_reduce_(0, block, part, "amin", include_self=False)
                 high[first:last].scatter_reduce_(0, block, part, "amax", include_self=False)
             else:
@@ -219,6 +222,12 @@ class Blocks:
 
     def _split(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
         return (values,) if len(self._cuts) == 1 else torch.split(values, self._cuts)
+
+
+def _numbered(lengths: torch.Tensor, numel: int) -> torch.Tensor:
+    """For each value the number of its block, of blocks that have these lengths and so many values."""
+    numbers = torch.arange(lengths.numel(), dtype=torch.int64, device="cpu")
+    return torch.repeat_interleave(numbers, lengths, output_size=numel)
 
 
 @lru_cache(maxsize=256)

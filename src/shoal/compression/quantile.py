@@ -140,10 +140,10 @@ def _sample(values: torch.Tensor, sizes: tuple[int, ...], fits: list[tuple[float
         sample = values[:: (values.numel() // _SAMPLE) | 1]
     else:
         places, pieces = _sampled(sizes)
-        scales, centers = torch.tensor(fits).unbind(1)
+        scales, centers = torch.tensor(fits, dtype=torch.float32, device="cpu").unbind(1)
         sample = (values.index_select(0, places) - centers.index_select(0, pieces)) / scales.index_select(0, pieces)
     sample = sample[torch.isfinite(sample)].sort().values
-    return sample if sample.numel() else torch.zeros(1)
+    return sample if sample.numel() else torch.zeros(1, dtype=torch.float32, device="cpu")
 
 
 @lru_cache(maxsize=64)
@@ -158,7 +158,12 @@ def _sampled(sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     places = list(range(0, stops[-1], (2 * stops[-1] // _SAMPLE) | 1))
     for size, stop in zip(sizes[: _SAMPLE // 2], stops, strict=False):
         places += range(stop - size, stop, (size // each) | 1)
-    return torch.tensor(places), torch.tensor([bisect_right(stops, place) for place in places])
+    of_pieces = [bisect_right(stops, place) for place in places]
+    return _whole(places), _whole(of_pieces)
+
+
+def _whole(numbers: list[int]) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def _middle(sample: torch.Tensor, sizes: tuple[int, ...]) -> float:
@@ -168,7 +173,7 @@ def _middle(sample: torch.Tensor, sizes: tuple[int, ...]) -> float:
 
 def _levels(sample: torch.Tensor, low: float, high: float) -> torch.Tensor:
     """256 levels from `low` to `high`, ascending, as dense as the cube root of the sample's density."""
-    ends = torch.tensor([low, high], dtype=torch.float64)
+    ends = torch.tensor([low, high], dtype=torch.float64, device="cpu")
     knots = torch.cat([ends[:1], sample.index_select(0, _places(sample.numel())).double(), ends[1:]])
     gaps = knots.diff()
     shares = gaps.pow(2 / 3)
@@ -186,13 +191,14 @@ def _levels(sample: torch.Tensor, low: float, high: float) -> torch.Tensor:
 
 @cache
 def _fractions() -> torch.Tensor:
-    return torch.linspace(0.0, 1.0, _LEVELS, dtype=torch.float64)
+    return torch.linspace(0.0, 1.0, _LEVELS, dtype=torch.float64, device="cpu")
 
 
 @lru_cache(maxsize=64)
 def _places(count: int) -> torch.Tensor:
     """The places of the knots in a sorted sample of this size."""
-    return torch.linspace(0, count - 1, min(_GAPS, count - 1) + 1, dtype=torch.float64).round_().to(torch.int64)
+    wanted = torch.linspace(0, count - 1, min(_GAPS, count - 1) + 1, dtype=torch.float64, device="cpu")
+    return wanted.round_().to(torch.int64)
 
 
 def _table(borders: torch.Tensor) -> torch.Tensor:
@@ -202,7 +208,7 @@ def _table(borders: torch.Tensor) -> torch.Tensor:
         [_BYTES[code] * (stop - start) for code, (start, stop) in enumerate(pairwise([0, *cuts, 2 * _HALVES]))]
     )
     ascending = torch.frombuffer(bytearray(codes), dtype=torch.uint8)
-    table = torch.zeros(1 << 16, dtype=torch.uint8)
+    table = torch.zeros(1 << 16, dtype=torch.uint8, device="cpu")
     table[:_HALVES] = ascending[_HALVES:]
     table[1 << 15 : (1 << 15) + _HALVES] = ascending[:_HALVES].flip(0)
     return table
@@ -211,7 +217,7 @@ def _table(borders: torch.Tensor) -> torch.Tensor:
 @cache
 def _ascending() -> torch.Tensor:
     """All finite float16 numbers, from the smallest."""
-    positive = torch.arange(_HALVES, dtype=torch.int16).view(torch.float16).double()
+    positive = torch.arange(_HALVES, dtype=torch.int16, device="cpu").view(torch.float16).double()
     return torch.cat([-positive.flip(0), positive])
 
 

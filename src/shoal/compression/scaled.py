@@ -86,7 +86,7 @@ def fit(low: float, high: float) -> tuple[float, float]:
         return math.nan, 0.0
     center = 0.0
     if abs(low + high) / 2 > high - low:
-        center = float(torch.tensor((low + high) / 2, dtype=torch.float32))
+        center = float(torch.tensor((low + high) / 2, dtype=torch.float32, device="cpu"))
     span = max(high - center, center - low)
     if not span:
         return 1.0, center

@@ -104,12 +104,12 @@ class TopKCompression(PackedCompression):
 
     def _pack(self, values: torch.Tensor, out: memoryview, sizes: tuple[int, ...]) -> None:
         values_end, numbers_end, _ = self._ends(sizes)
-        sent = torch.zeros(values_end // 2)
+        sent = torch.zeros(values_end // 2, dtype=torch.float32, device="cpu")
         low, high = (extreme.item() for extreme in torch.aminmax(values))
         if math.isfinite(low) and math.isfinite(high):
             places = _largest(values, self._count(values.numel()))
         else:
-            places = torch.empty(0, dtype=torch.int64)
+            places = torch.empty(0, dtype=torch.int64, device="cpu")
             sent.fill_(math.nan)
         numbers = places.to(torch.int32) & ((1 << self._low_bits) - 1)
         if places.numel():
@@ -120,8 +120,8 @@ class TopKCompression(PackedCompression):
                 numbers |= _codes(chosen, _counts(places, sizes), self.bits, sent) << self._low_bits
         _VALUES.encode_into(sent, out[:values_end])
         write_numbers(numbers, self._number_bits, as_tensor(out[values_end:numbers_end], torch.uint8))
-        flags = torch.zeros(self._flags(values.numel()), dtype=torch.uint8)
-        flags.index_fill_(0, (places >> self._low_bits).add_(torch.arange(places.numel())), 1)
+        flags = torch.zeros(self._flags(values.numel()), dtype=torch.uint8, device="cpu")
+        flags.index_fill_(0, (places >> self._low_bits).add_(_count_up(places.numel())), 1)
         write_numbers(flags, 1, as_tensor(out[numbers_end:], torch.uint8))
 
     def _unpack(self, data: memoryview, sizes: tuple[int, ...], out: torch.Tensor) -> None:
@@ -132,7 +132,7 @@ class TopKCompression(PackedCompression):
         sound = ones.numel() <= count and bool(torch.isfinite(sent).all())
         ones = ones[:count]
         numbers = read_numbers(as_tensor(data[values_end:numbers_end], torch.uint8), self._number_bits)[: ones.numel()]
-        places = (ones - torch.arange(ones.numel())) << self._low_bits
+        places = (ones - _count_up(ones.numel())) << self._low_bits
         places |= numbers & ((1 << self._low_bits) - 1)
         if places.numel():
             sound = sound and places[-1].item() < out.numel() and bool((places.diff() > 0).all())
@@ -179,11 +179,17 @@ class TopKCompression(PackedCompression):
         return values, numbers, numbers + numbers_bytes(self._flags(sum(sizes)), 1)
 
 
+def _count_up(numel: int) -> torch.Tensor:
+    """0, 1, 2, ... as places are."""
+    return torch.arange(numel, dtype=torch.int64, device="cpu")
+
+
 def _counts(places: torch.Tensor, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """How many of these places are in each piece."""
     if len(sizes) == 1:
         return (places.numel(),)
-    stops = torch.searchsorted(places, torch.tensor(sizes).cumsum(0)).tolist()
+    ends = torch.tensor(sizes, dtype=torch.int64, device="cpu").cumsum(0)
+    stops = torch.searchsorted(places, ends).tolist()
     return tuple(stop - start for start, stop in pairwise([0, *stops]))
 
 
@@ -196,7 +202,7 @@ def _codes(chosen: torch.Tensor, counts: tuple[int, ...], bits: int, sent: torch
     spans = _as_sent((highest - lowest).clamp_(min=0.0))
     room = sent.numel() // 2
     sent[: blocks.count], sent[room : room + blocks.count] = lowest, spans
-    factors = spans.reciprocal().where(spans >= _SMALLEST_SPAN, torch.zeros(()))
+    factors = spans.reciprocal().masked_fill_(~(spans >= _SMALLEST_SPAN), 0.0)
     ways = blocks.scale(sizes - blocks.spread(lowest), factors, torch.empty_like(sizes))
     codes = ways.clamp_(min=0.0).sqrt_().mul_(intervals).to(torch.int32).clamp_(max=intervals - 1)
     return codes.add_((chosen < 0).to(torch.int32), alpha=intervals)
@@ -206,7 +212,7 @@ def _values(codes: torch.Tensor, counts: tuple[int, ...], bits: int, sent: torch
     """The values that these codes stand for."""
     blocks, intervals = Blocks(counts, _BLOCK), 1 << bits - 1
     room = sent.numel() // 2
-    squares = (torch.arange(0.5, intervals) / intervals).square_()
+    squares = (torch.arange(0.5, intervals, dtype=torch.float32, device="cpu") / intervals).square_()
     sizes = squares.index_select(0, codes % intervals)
     blocks.scale(sizes, sent[room : room + blocks.count], sizes)
     sizes.add_(blocks.spread(sent[: blocks.count])).clamp_(-_LARGEST, _LARGEST)
@@ -240,7 +246,7 @@ def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
 
 def _from(values: torch.Tensor, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The places of all absolute values from `limit` on, ascending, and these values."""
-    size = torch.empty(min(_WINDOW, values.numel()))
+    size = torch.empty(min(_WINDOW, values.numel()), dtype=torch.float32, device="cpu")
     places, sizes = [], []
     for start, window in zip(range(0, values.numel(), _WINDOW), torch.split(values, _WINDOW), strict=True):
         torch.abs(window, out=size[: window.numel()])

@@ -182,7 +182,8 @@ def check_of(
 def _sample(parameters: Sequence[torch.Tensor], name: bytes) -> bytes:
     total = sum(each.numel() for each in parameters)
     generator = torch.Generator().manual_seed(int.from_bytes(name[:7], "little"))
-    places = torch.randint(total, (min(_SAMPLE, total),), generator=generator).sort().values
+    size = (min(_SAMPLE, total),)
+    places = torch.randint(total, size, generator=generator, dtype=torch.int64, device="cpu").sort().values
     found, begin, first, values = places.tolist(), 0, 0, []
     with torch.no_grad():
         for parameter in parameters:

@@ -87,7 +87,8 @@ def make_offloaded(
     listed = [_listed(each) for each in params]
     trained = [each for each in _tensors_of(listed) if each.requires_grad]
     for index, each in enumerate(trained):
-        if is_lazy(each) or not torch._has_compatible_shallow_copy_type(each, torch.empty(0)):  # noqa: SLF001 (as `to` of a module)
+        on_host = torch.empty(0, dtype=torch.float32, device="cpu")
+        if is_lazy(each) or not torch._has_compatible_shallow_copy_type(each, on_host):  # noqa: SLF001 (as `to` of a module)
             raise ConfigError(
                 f"offload_optimizer=True cannot move trained parameter {index}: it has no values yet (it is lazy, or "
                 "on the meta device), or is on a device that torch cannot exchange for the CPU"

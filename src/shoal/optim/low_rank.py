@@ -212,7 +212,8 @@ def _orthonormal(columns: torch.Tensor, seed: int) -> torch.Tensor:
                     found[:, number] = rest / left
                     break
             # Whole numbers: normal ones are rounded in several ways.
-            column = torch.randint(-(1 << 20), 1 << 20, column.shape, generator=draw).to(found)
+            whole = torch.randint(-(1 << 20), 1 << 20, column.shape, generator=draw, dtype=torch.int64, device="cpu")
+            column = whole.to(found)
     return found.to(columns.dtype)
 
 

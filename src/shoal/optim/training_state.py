@@ -294,7 +294,7 @@ class TrainingState:
         do = "Lower the learning rate"
         groups = self.optimizer.param_groups
         eps: Any = next(group.get("eps") for group in groups if any(each is parameter for each in group["params"]))
-        if is_number(eps) and float(eps) > 0 and not torch.tensor(float(eps), dtype=parameter.dtype):
+        if is_number(eps) and float(eps) > 0 and not torch.tensor(float(eps), dtype=parameter.dtype, device="cpu"):
             made += f": its eps of {float(eps):g} is 0 in {dtype}, so {type(self.optimizer).__name__} divides by 0"
             do = "Give eps=1e-4"
         if parameter.itemsize < torch.float32.itemsize:

@@ -116,7 +116,9 @@ def weight_copies(optimizer: torch.optim.Optimizer) -> frozenset[str]:
     for group in optimizer.param_groups:
         for parameter in _of_each_sort(group, {}):
             shape = [max(2, min(size, _CROPPED)) for size in parameter.shape] or [1]
-            small = torch.linspace(0.1, 0.9, math.prod(shape), device=parameter.device).to(parameter.dtype)
+            small = torch.linspace(0.1, 0.9, math.prod(shape), dtype=torch.float32, device=parameter.device).to(
+                parameter.dtype
+            )
             steps = [_step(optimizer, parameter, _options(group), {}, small.view(shape) + by) for by in (0.0, _MOVED)]
             if all(failure is None for failure, _ in steps):
                 (_, here), (_, there) = steps

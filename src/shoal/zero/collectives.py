@@ -249,7 +249,9 @@ class Collectives:
             that one, too, if it tells something.
         """
         table = torch.zeros(self.ranks, _TOLD, dtype=torch.int64, device=self.device)
-        table[self.rank, : 1 + len(numbers)] = torch.tensor([self.model, *numbers])
+        table[self.rank, : 1 + len(numbers)] = torch.tensor(
+            [self.model, *numbers], dtype=torch.int64, device=self.device
+        )
         runs = [Run(rank, row) for rank, row in enumerate(table)]
         pending = self._start("to tell what is next", self._gathering(runs, _COMMON))
 

@@ -59,7 +59,7 @@ class Extent:
             return None
         self._taken += room_for(like.nbytes)
         mine = self._storage[start : start + like.nbytes]  # a storage of its own: saving one tensor saves no other
-        return torch.empty(0, dtype=like.dtype).set_(mine).view(like.shape)
+        return torch.empty(0, dtype=like.dtype, device="cpu").set_(mine).view(like.shape)
 
 
 def fetch(tensors: Iterable[torch.Tensor], *, written: bool = True) -> None:

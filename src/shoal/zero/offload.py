@@ -131,7 +131,8 @@ class Offload:
             ConfigError: the disk is full, or the folder is gone.
         """
         if self.folder is None:
-            return torch.empty(like.shape, dtype=like.dtype, pin_memory=self.elsewhere and torch.cuda.is_available())
+            pinned = self.elsewhere and torch.cuda.is_available()
+            return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=pinned)
         found = self._extents[-1].take(like) if self._extents else None
         if found is None:
             self._extents.append(self._file(max(room_for(like.nbytes), _LEAST_BYTES)))

@@ -111,7 +111,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.replicas = replicas
         self.names = [[name for name in group if name in trained] for group in listed]
         self._model, self._skip_nonfinite = model, skip_nonfinite
-        super().__init__([{"params": [torch.zeros(())]}], dict(inner.defaults))
+        super().__init__([{"params": [torch.zeros((), dtype=torch.float32, device="cpu")]}], dict(inner.defaults))
         # Both optimizers show the same groups and statistics: schedulers and trainers hold on to either one.
         self.param_groups, self.state = inner.param_groups, inner.state
 

@@ -160,14 +160,14 @@ def order_of(tensor: torch.Tensor) -> Order:
 def flat(tensor: torch.Tensor, order: Order) -> torch.Tensor:
     """Its values in an order; a view, if they lie so."""
     if isinstance(order, Scattered):
-        return tensor[order.rows(torch.arange(order.count, device=tensor.device))].reshape(-1)
+        return tensor[order.rows(torch.arange(order.count, dtype=torch.int64, device=tensor.device))].reshape(-1)
     return (tensor if order is None else tensor.permute(*order)).reshape(-1)
 
 
 def shaped(values: torch.Tensor, shape: Sequence[int], order: Order) -> torch.Tensor:
     """A tensor of a shape whose values were put into an order; a view, unless it is an order of rows."""
     if isinstance(order, Scattered):
-        return values.view(*shape)[order.places(torch.arange(order.count, device=values.device))]
+        return values.view(*shape)[order.places(torch.arange(order.count, dtype=torch.int64, device=values.device))]
     if order is None:
         return values.view(*shape) if shape else values.view(())
     there = values.view([shape[each] for each in order])

@@ -77,7 +77,7 @@ def full_state_dict(
                 shard = whole.to(whole.device_mesh.device_type)  # it may be on the CPU beside its device
                 assert isinstance(shard, DTensor)
                 whole = shard.full_tensor()
-            seen[id(value)] = whole.to("cpu", copy=True) if keep else torch.empty(0)
+            seen[id(value)] = whole.to("cpu", copy=True) if keep else torch.empty(0, dtype=value.dtype, device="cpu")
         if keep:
             found[name] = seen[id(value)]
     return found

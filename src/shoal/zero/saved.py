@@ -127,7 +127,7 @@ def average_key(piece: Piece | Range) -> str:
 
 def exact(value: float) -> torch.Tensor:
     """A number of Python's, without rounding."""
-    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None, device="cpu")
 
 
 def number(value: torch.Tensor, kind: str) -> float:
@@ -146,7 +146,7 @@ def typed(value: Any) -> list[Any]:
 def untyped(entry: Sequence[Any]) -> Any:
     """The value that `typed` was given."""
     kind, value = entry
-    return torch.tensor(value, dtype=getattr(torch, kind[6:])) if kind.startswith("torch.") else value
+    return torch.tensor(value, dtype=getattr(torch, kind[6:]), device="cpu") if kind.startswith("torch.") else value
 
 
 def checksums(tensors: Mapping[str, torch.Tensor], read: Callable[[str], None] = lambda _: None) -> dict[str, str]:
@@ -320,7 +320,7 @@ class Saved:
         here = [file for file in files[rank::ranks] if residual_key(name) in list(self._files[file].keys())]
         if not here:
             return None
-        total = torch.zeros(())
+        total = torch.zeros((), dtype=torch.float32, device="cpu")
         for file in here:
             self._verify(file, residual_key(name))
             total = total + self._files[file].get_tensor(residual_key(name)) * (ranks / len(files))
@@ -353,7 +353,7 @@ class Saved:
         for piece, file, part in self._overlaps(wanted):
             self._verify(file, key(piece))
             parts.append(self._files[file].get_slice(key(piece))[part])
-        return torch.cat(parts) if parts else torch.empty(0)
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float32, device="cpu")
 
     def statistics(self, wanted: Piece | Range) -> Statistics:
         """The optimizer's of a range; a single value, such as a step counter, is that of where the range begins.

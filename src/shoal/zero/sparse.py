@@ -133,7 +133,7 @@ class Table:
 
     def _every(self) -> torch.Tensor:
         """The own rows, counted from the first one."""
-        return torch.arange(self._own_count, device=self._data.device)
+        return torch.arange(self._own_count, dtype=torch.int64, device=self._data.device)
 
     def _at(self, own: torch.Tensor) -> torch.Tensor:
         """Where in `_data` some own rows are."""
@@ -217,7 +217,7 @@ class Table:
         self._began = True
         self.values.data = self._now(self._touched)
         if isinstance(self._inner, torch.optim.SparseAdam):
-            places = torch.arange(len(self._touched), device=self._touched.device)[None]
+            places = torch.arange(len(self._touched), dtype=torch.int64, device=self._touched.device)[None]
             self.values.grad = torch.sparse_coo_tensor(
                 places, self.values.grad, self.values.shape, is_coalesced=True, check_invariants=False
             )
@@ -355,7 +355,8 @@ class Tables:
         shares: list[list[Rows]] = []  # for each table, by owner
         for table in self.of.values():
             places, values = table.take()
-            cuts = torch.searchsorted(places, torch.tensor(table.edges[1:-1], device=places.device)).tolist()
+            edges = torch.tensor(table.edges[1:-1], dtype=torch.int64, device=places.device)
+            cuts = torch.searchsorted(places, edges).tolist()
             ends = [0, *cuts, len(places)]
             shares.append([Rows(places[ends[r] : ends[r + 1]], values[ends[r] : ends[r + 1]]) for r in ranks])
         sends = {rank: [each[rank] for each in shares] for rank in ranks if rank != here}
@@ -379,7 +380,10 @@ class Tables:
     def _exchange(self, sends: Mapping[int, Sequence[Rows]]) -> tuple[dict[int, list[Rows]], int]:
         """Rows of each table for each other rank, and theirs for this one; and how many bytes were sent."""
         tables, device = list(self.of.values()), self._collectives.device
-        counts = {rank: torch.tensor([len(each.places) for each in rows]) for rank, rows in sends.items()}
+        counts = {
+            rank: torch.tensor([len(each.places) for each in rows], dtype=torch.int64, device="cpu")
+            for rank, rows in sends.items()
+        }
         told = self._collectives.exchange(
             "to tell how many rows come", {rank: each.to(device).view(torch.uint8) for rank, each in counts.items()}
         )

@@ -80,7 +80,7 @@ class Residual:
         for start, part in ((0, sizes[:even].view(-1, self._tile)), (even, sizes[even:].view(1, -1))):
             if part.numel():
                 inside = part.topk(self._fraction.of(part.shape[1]), dim=1, sorted=False).indices
-                begins = start + self._tile * torch.arange(len(part), device=values.device)
+                begins = start + self._tile * torch.arange(len(part), dtype=torch.int64, device=values.device)
                 found.append((begins[:, None] + inside).view(-1))
         places = torch.cat(found).sort().values
         return places[values[places] != 0]

@@ -128,7 +128,7 @@ class _Files(Weights):
         if not into.numel():
             return
         direct = into.dtype == kind.dtype and into.device.type == "cpu" and into.is_contiguous()
-        found = into if direct else torch.empty(into.shape, dtype=kind.dtype)
+        found = into if direct else torch.empty(into.shape, dtype=kind.dtype, device="cpu")
         row = torch.Size(kind.shape[1:]).numel() * kind.dtype.itemsize
         values: Any = found.detach().reshape(-1).view(torch.uint8).numpy()
         memory = memoryview(values)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -37,15 +37,22 @@ class _Agreed:
         self._last: dict[tuple[object, ...], tuple[object, Agreement]] = {}
 
     def __call__(
-        self, gathered: Mapping[PeerID, Any], contributors: Collection[PeerID], in_part: Mapping[PeerID, Fraction]
+        self,
+        gathered: Mapping[PeerID, Any],
+        contributors: Collection[PeerID],
+        in_part: Mapping[PeerID, Fraction],
+        *,
+        weigh: partial[Mapping[PeerID, int]],
     ) -> Agreement:
-        """See `agree`."""
-        key = (tuple(gathered), tuple(map(id, gathered.values())), tuple(contributors), tuple(in_part.items()))
+        """See `agree`. Members of one round know the same hosts; those at one state the same steps."""
+        weights = weigh.keywords["committed"]
+        words = tuple(map(id, gathered.values()))
+        key = (tuple(gathered), words, tuple(contributors), tuple(in_part.items()), id(weights))
         if key not in self._last:
             while len(self._last) >= 8:
                 del self._last[next(iter(self._last))]
             # Kept with the words: so their ids stay theirs.
-            self._last[key] = gathered, agree(gathered, contributors, in_part)
+            self._last[key] = (gathered, weights), agree(gathered, contributors, in_part, weigh=weigh)
         return self._last[key][1]
 
 

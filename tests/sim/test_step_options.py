@@ -112,3 +112,44 @@ def test_a_peer_in_its_first_batch_won_the_step_with_the_rate_from_before_the_wa
         await run.close()
 
     sim.run(main, seed=4)
+
+
+def test_four_free_keys_with_few_samples_set_no_rate_and_no_parameters() -> None:
+    """They were most heads: their rate of 1e4 made the loss inf, and their filled weights were downloaded."""
+
+    async def main() -> None:
+        run, rates = Run(target=24), list[float]()
+        free = [f"free{number}" for number in range(4)]
+        for name in NAMES:
+            trainer = await run.add(name, check_every=2)
+            inner = trainer.participant.training.optimizer
+            trainer.participant.training.scheduler = None
+            inner.register_step_pre_hook(lambda inner, *_: rates.append(inner.param_groups[0]["lr"]))
+        honest = [run.swarm.peer(name) for name in NAMES]
+        stop = asyncio.Event()
+        tasks = [run.swarm.spawn(n, run.swarm.peer(n).train(4, duration_s=0.25, until=stop.is_set)) for n in NAMES]
+        while honest[0].participant.epoch < 5:
+            await sim.sleep(0.1)
+
+        async def lies(trainer: Trainer) -> None:
+            while not stop.is_set():
+                trainer.participant.training.optimizer.param_groups[0]["lr"] = 1e4
+                await trainer.take_batch(1, duration_s=0.4)
+                with torch.no_grad():
+                    trainer.parameters[0].fill_(7.0)
+
+        for name in free:
+            liar = await run.add(name, check_every=2)
+            liar.participant.training.scheduler = None
+            tasks.append(run.swarm.spawn(name, lies(liar)))
+        while honest[0].participant.epoch < 30:
+            await sim.sleep(0.5)
+        stop.set()
+        await asyncio.wait(tasks, timeout=60.0)
+        took_part = set(honest[0].participant.own.committed.samples)
+        assert took_part >= {run.swarm.peer(name).participant.core.peer_id for name in free}
+        assert set(rates) == {0.05}
+        assert not any(trainer.downloads for trainer in honest)
+        await run.close()
+
+    sim.run(main, seed=4)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from shoal.optim.check import check_of, judge
+from shoal.optim.words import weigh
 from shoal.peer import PeerID
 
 NAME = bytes(32)
 PEERS = PeerID(bytes(32)), PeerID(bytes([1]) * 32)
+
+
+alike = partial(weigh, committed={}, hosts={})
 
 
 def stepped(device: str, dtype: torch.dtype) -> tuple[torch.optim.Optimizer, torch.nn.Parameter]:
@@ -31,11 +37,11 @@ def test_a_cpu_and_a_gpu_pass_the_check_unless_they_differ_by_more_than_rounding
     on_cpu, on_gpu = PEERS
     checks = {on_cpu: check_of(mine, [ours], NAME), on_gpu: check_of(theirs, [other], NAME)}
     assert checks[on_cpu].arithmetic != checks[on_gpu].arithmetic
-    verdict = judge(checks)
+    verdict = judge(checks, alike)
     assert verdict is not None
     assert not verdict.others
     with torch.no_grad():
         other.mul_(1.02)
-    verdict = judge(checks | {on_gpu: check_of(theirs, [other], NAME)})
+    verdict = judge(checks | {on_gpu: check_of(theirs, [other], NAME)}, alike)
     assert verdict is not None
     assert len(verdict.others) == 1

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 
 import pytest
 
 from shoal.optim.check import Check, judge
+from shoal.optim.words import weigh
 from shoal.peer import PeerID
 
 FAR = 2.0
@@ -19,6 +21,11 @@ def peer(number: int) -> PeerID:
     return PeerID(bytes([number]) * 32)
 
 
+def alike(peers: Collection[PeerID]) -> Mapping[PeerID, int]:
+    """Nothing is known of anybody."""
+    return weigh(peers, committed={}, hosts={})
+
+
 def check(arithmetic: str, parameters: str, value: float = 1.0) -> Check:
     """Of these parameters; their samples are near if the values are equal."""
     return Check(arithmetic.encode(), parameters.encode().ljust(16), struct.pack("<4f", *[value] * 4))
@@ -26,7 +33,7 @@ def check(arithmetic: str, parameters: str, value: float = 1.0) -> Check:
 
 def judged(*checks: Check) -> tuple[set[int], dict[int, set[int]], bool]:
     """The holders, who differs and from whom it takes parameters, and whether that was a tie."""
-    verdict = judge({peer(number): each for number, each in enumerate(checks)})
+    verdict = judge({peer(number): each for number, each in enumerate(checks)}, alike)
     assert verdict is not None
     others = {member.raw[0]: {each.raw[0] for each in kept} for member, kept in verdict.others.items()}
     return {each.raw[0] for each in verdict.holders}, others, verdict.is_tie
@@ -66,6 +73,20 @@ def test_peers_of_another_arithmetic_that_are_far_take_what_is_near(far: str) ->
         assert judged(Y, Y, Y, wrong, check("X", "x2", FAR)) == ({0, 1, 2}, {3: {0, 1, 2}, 4: {0, 1, 2}}, False)
 
 
+def test_free_keys_with_few_samples_win_the_check_of_the_parameters() -> None:
+    """Four of seven heads held parameters of their own: the honest ones downloaded those."""
+    good, bad = check("X", "x"), check("X", "filled", 7.0)
+    checks = {peer(number): bad if number < 4 else good for number in range(7)}
+    committed = {peer(number): 10 if number < 4 else 960 for number in range(7)}
+    verdict = judge(checks, partial(weigh, committed=committed, hosts={}))
+    assert verdict is not None
+    assert verdict.holders == {peer(4), peer(5), peer(6)}
+    assert set(verdict.others) == {peer(number) for number in range(4)}
+    assert set(verdict.others.values()) == {verdict.holders}
+    new = {each: count for each, count in committed.items() if count > 10}
+    assert judge(checks, partial(weigh, committed=new, hosts={})) == verdict
+
+
 def test_what_differs_to_the_bit_is_found_wherever_it_is() -> None:
     """Every way to spread four peers over two builds, and to give one of them another bit."""
     for builds, odd in itertools.product(itertools.product("XY", repeat=4), range(4)):
@@ -83,7 +104,7 @@ def test_equal_parameters_differ_from_nothing() -> None:
     assert judged(Y, Y, Y) == ({0, 1, 2}, {}, False)
     assert judged(Y, check("X", "y"), Y) == ({0, 1, 2}, {}, False)
     assert judged(Y, X, X, Y, check("Z", "z")) == ({0, 3}, {}, False)
-    assert judge({}) is None
+    assert judge({}, alike) is None
 
 
 def test_samples_of_equal_parameters_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -11,10 +13,11 @@ import pytest
 import torch
 
 from shoal.errors import ConfigError
-from shoal.optim import TrainingState
-from shoal.optim.agreement import Agreement, Contributor, Said, agree
+from shoal.optim import TrainingState, agreement
+from shoal.optim.agreement import Agreement, Contributor, Said
 from shoal.optim.committed import Committed
 from shoal.optim.options import Difference, Options, agreed, apply, differences, misfit, options_of
+from shoal.optim.words import weigh
 from shoal.peer import PeerID
 from shoal.wire import decode, decode_plain, encode
 
@@ -28,6 +31,17 @@ def groups(*options: dict[str, Any]) -> list[dict[str, Any]]:
 def peer(number: int) -> PeerID:
     """Some peer; a lower number is a lower id."""
     return PeerID(bytes([number]) + bytes(31))
+
+
+def agree(
+    gathered: Mapping[PeerID, Any],
+    *args: Any,
+    committed: Mapping[PeerID, int] | None = None,
+    hosts: Mapping[PeerID, str] | None = None,
+) -> Agreement:
+    """The agreement of members that have committed so many samples at these hosts; nothing is known of them without."""
+    weighed = partial(weigh, committed=committed or {}, hosts=hosts or {})
+    return agreement.agree(gathered, *args, weigh=weighed)
 
 
 def told(options: Options, samples: int = 0) -> Any:
@@ -66,7 +80,7 @@ def test_options_of_groups_are_told_apart() -> None:
 def test_rounding_is_no_difference_and_the_step_is_taken_with_the_same_bits() -> None:
     """Another build of Python or numpy computes a rate that is a hair off: it counts for the same set."""
     one, hair, other = (options_of(groups({"lr": lr})) for lr in (0.1, 0.1 * (1 + 1e-9), 0.3))
-    assert agreed([other, hair, one]) == hair
+    assert agreed([(other, 1), (hair, 1), (one, 1)]) == hair
     assert not differences(one, hair)
     mine = groups({"lr": 0.1})
     apply(mine, hair)
@@ -89,6 +103,32 @@ def test_who_has_no_samples_has_no_say_beside_those_who_have() -> None:
     gathered = {peer(1): told(other), peer(2): told(other), peer(3): told(one, samples=4)}
     assert agree(gathered, ()).options == one
     assert agree({**gathered, peer(3): told(one)}, ()).options == other
+
+
+def test_four_free_keys_with_4_percent_of_the_samples_set_the_learning_rate() -> None:
+    """They were four of seven heads: a rate of 1e4 in one step, and the loss was inf for good."""
+    good, bad = (options_of(groups({"lr": lr})) for lr in (0.1, 1e4))
+    honest = {peer(number): told(good, samples=96) for number in (5, 6, 7)}
+    free = {peer(number): told(bad, samples=10**12) for number in (1, 2, 3, 4)}
+    committed = dict.fromkeys(honest, 960) | dict.fromkeys(free, 10)
+    assert agree(honest | free, (), committed=committed).options == good
+    assert agree(honest | free, (), committed=dict.fromkeys(honest, 960)).options == good
+    assert agree(free | {peer(7): honest[peer(7)]}, (), committed={peer(7): 1}).options == good
+
+
+def test_before_the_first_step_the_keys_of_one_host_have_one_voice() -> None:
+    """Nothing is known of anybody. Of as many hosts those with more keys weigh more; on one host each key counts."""
+    good, bad = (options_of(groups({"lr": lr})) for lr in (0.1, 1e4))
+    honest = {peer(number): told(good, samples=4) for number in (5, 6)}
+    free = {peer(number): told(bad, samples=4) for number in (1, 2, 3, 4)}
+    both, shared = honest | free, {peer(number): "x" for number in (1, 2, 3, 4)}
+    assert agree(both, (), hosts=shared | {peer(5): "y", peer(6): "z"}).options == good
+    assert agree(both, (), hosts=shared | {peer(5): "y", peer(6): "y"}).options == bad
+    assert agree(both, ()).options == bad
+    assert agree(both, (), hosts=dict.fromkeys(both, "127.0.0.1")).options == bad
+    lab = {peer(number): told(good, samples=4) for number in range(2, 10)}
+    hosts = dict.fromkeys(lab, "192.0.2.1") | {peer(1): "x"}
+    assert agree(lab | {peer(1): told(bad, samples=4)}, (), hosts=hosts).options == good
 
 
 def test_options_keep_their_form() -> None:

@@ -15,6 +15,7 @@ import msgspec
 
 from shoal.optim.check import Check
 from shoal.optim.options import Options, agreed
+from shoal.optim.words import Weigh
 from shoal.peer import PeerID
 from shoal.wire import MAX_GROUP_SIZE, Epoch, Samples, encode
 
@@ -83,7 +84,11 @@ class Agreement(msgspec.Struct, frozen=True, array_like=True):
 
 
 def agree(
-    gathered: Mapping[PeerID, Any], contributors: Collection[PeerID], in_part: Mapping[PeerID, Fraction] | None = None
+    gathered: Mapping[PeerID, Any],
+    contributors: Collection[PeerID],
+    in_part: Mapping[PeerID, Fraction] | None = None,
+    *,
+    weigh: Weigh,
 ) -> Agreement:
     """The agreement that follows from the words of the members: the same for all of them.
 
@@ -92,12 +97,15 @@ def agree(
         contributors: the members whose values are in the average.
         in_part: the share of the parts, of each member whose values are in some parts of it only. With a share of 0
             they are named all the same, so that one which does not learn the verdict gives nothing twice.
+        weigh: the words of the members.
     """
     shares = {**(in_part or {}), **dict.fromkeys(contributors, Fraction(1))}
     said = {peer: _read(gathered[peer]) for peer in sorted(gathered)}
-    read = [each for each in said.values() if each is not None]
+    read = {peer: each for peer, each in said.items() if each is not None}
     # Without samples a trainer may be in its first batch: a schedule that it has made is found at its first step.
-    options = agreed([each.options for each in [each for each in read if each.samples] or read])
+    trained = {peer: each for peer, each in read.items() if each.samples} or read
+    weights = weigh(trained)
+    options = agreed([(each.options, weights[peer]) for peer, each in trained.items()])
     absent = _in_all([each.absent if each is not None else b"" for each in said.values()])
     made = [
         Contributor(peer, max(1, int(each.samples * shares[peer])) if shares[peer] else 0, each.end)

@@ -4,12 +4,13 @@ A name says which steps went into a state, not which values came of it. A hook t
 a step or a broken memory may change them. So every few epochs each member of a gradient round describes its parameters
 as it joins: by a digest of their bytes, and a sample of their values. From these, every member concludes the same:
 
-- The parameters that most members hold are the state; where as many hold others, those of the lowest peer.
+- The parameters that the members of most weight hold are the state (see `words`); of equal weights, those of the lowest
+  peer.
 - Members with another arithmetic (torch, device, way of computing) than these holders must hold the same within
   `BOUND`, as far as the sample tells.
 - Members of equal arithmetic must hold the same parameters to the bit. Among the holders' own arithmetic these are the
-  state. Among another arithmetic, members that are not near the state do not count: the parameters are those that most
-  of the others hold; of several, those of the lowest peer.
+  state. Among another arithmetic, members that are not near the state do not count: the parameters are those that the
+  others of most weight hold; of equal weights, those of the lowest peer.
 - A member that holds other parameters takes no step. It gives them a new name, which is worse than any, and downloads
   the parameters of its own arithmetic, or those of the holders if nobody of its arithmetic is near the state. With the
   holders' it would differ from its own kind at the next check again. If a difference is found again and again, it is
@@ -31,6 +32,7 @@ from blake3 import blake3
 
 from shoal.compression import view_bytes
 from shoal.optim.options import HOW
+from shoal.optim.words import Weigh, heaviest
 from shoal.peer import PeerID
 
 __all__ = ["BOUND", "Check", "Checks", "Verdict", "check_of", "is_due", "judge"]
@@ -90,7 +92,10 @@ class Verdict(NamedTuple):
 
     @property
     def is_tie(self) -> bool:
-        """Whether as many differ from some parameters as hold them, so that those may be the wrong ones."""
+        """Whether as many differ from some parameters as hold them, so that those may be the wrong ones.
+
+        It decides nothing: the user is told to look at both sides.
+        """
         return any(len(kept) <= number for kept, number in Counter(self.others.values()).items())
 
 
@@ -99,11 +104,11 @@ def is_due(epoch: int, every: int) -> bool:
     return every > 0 and epoch % every == every // 2 and epoch > 0
 
 
-def judge(checks: Mapping[PeerID, Check]) -> Verdict | None:
-    """The verdict that follows from these; None if there are none."""
+def judge(checks: Mapping[PeerID, Check], weigh: Weigh) -> Verdict | None:
+    """The verdict that follows from these, if the words of their peers are weighed so; None if there are none."""
     if not checks:
         return None
-    state, holders = _most(checks)
+    state, holders = _most(checks, weigh)
     groups: dict[bytes, dict[PeerID, Check]] = {}
     for peer, check in checks.items():
         groups.setdefault(check.arithmetic, {})[peer] = check
@@ -111,15 +116,14 @@ def judge(checks: Mapping[PeerID, Check]) -> Verdict | None:
     for group in groups.values():
         kept = holders
         if holders.isdisjoint(group) and (near := {peer: each for peer, each in group.items() if each.is_near(state)}):
-            kept = _most(near)[1]
+            kept = _most(near, weigh)[1]
         others.update((peer, kept) for peer in group.keys() - kept)
     return Verdict(state.digest, holders, others)
 
 
-def _most(checks: Mapping[PeerID, Check]) -> tuple[Check, frozenset[PeerID]]:
-    """The check that most of these hold, with its holders; of several the one that the lowest peer holds."""
-    counts = Counter(checks[peer].digest for peer in sorted(checks))
-    digest = max(counts, key=lambda each: counts[each])
+def _most(checks: Mapping[PeerID, Check], weigh: Weigh) -> tuple[Check, frozenset[PeerID]]:
+    """The check of most weight, with its holders; of equal weights the one that the lowest peer holds."""
+    digest = heaviest({peer: check.digest for peer, check in checks.items()}, weigh(checks))[0]
     holders = frozenset(peer for peer, check in checks.items() if check.digest == digest)
     return checks[min(holders)], holders
 

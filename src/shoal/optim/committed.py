@@ -1,8 +1,7 @@
 """The contributors to the last steps, with their samples: the weight of each peer's word. Pure bookkeeping.
 
-Keys are free, so a word under a key counts by the work that was committed under it: a key that has contributed to none
-of the last rounds has no weight. In a round a peer says itself how many samples it has. So no peer has more weight than
-all the others of its round together.
+Keys are free, so a word under a key counts by the work that was committed under it: see `words`. In a round a peer says
+itself how many samples it has. So no peer has more weight than all the others of its round together.
 
 These steps belong to a state, like the parameters. The members of a round know them from the round, a peer that follows
 their steps knows them from these, and a newcomer gets them with the state. So all peers at one state conclude the same
@@ -19,6 +18,7 @@ from typing import Annotated
 import msgspec
 
 from shoal.optim.agreement import Contributor, Contributors
+from shoal.optim.words import committed_weights
 from shoal.peer import PeerID
 from shoal.wire import decode, encode
 
@@ -49,6 +49,11 @@ class Committed:
         return samples
 
     @cached_property
+    def weights(self) -> Mapping[PeerID, int]:
+        """The weight of each contributor's word."""
+        return committed_weights(self.steps)
+
+    @cached_property
     def ends(self) -> Mapping[PeerID, int | None]:
         """The end of the run that each contributor named last; None for no end."""
         return {each.peer: each.end for step in self.steps for each in step}
@@ -56,7 +61,7 @@ class Committed:
     @cached_property
     def end(self) -> int | None:
         """The epoch at which the run ends by these words and weights; None if it does not."""
-        return median_end(self.ends, self.samples)
+        return median_end(self.ends, self.weights)
 
     def after(self, contributors: Sequence[Contributor], epoch: int) -> Committed:
         """These steps and one more, from the state of this epoch.

@@ -2,8 +2,8 @@
 
 Schedules of a trainer's own and rates set by hand change `param_groups` between two steps of the swarm. So what they
 hold when a peer joins a round travels with its joining, every member sees what all have proposed, and `agreed` picks
-the same set for all: that which most members have, to rounding. It is applied exactly, and its digest goes into the
-name of the state after the step.
+the same set for all: that which the members of most weight have, to rounding (see `words`). It is applied exactly, and
+its digest goes into the name of the state after the step.
 
 Left out: options that say how a step is computed (`foreach`), what schedules keep for themselves (`initial_lr`), and
 values that are no number, text, bool or None, nor a tuple or a tensor of one. Pure functions.
@@ -108,20 +108,23 @@ def options_of(groups: Sequence[Mapping[str, Any]], without: Collection[str] = (
     return options
 
 
-def agreed(proposals: Iterable[Options]) -> Options | None:
-    """The set that most have, to rounding; of several that as many have, the first one. None if there is none.
+def agreed(proposals: Iterable[tuple[Options, int]]) -> Options | None:
+    """The set of most weight, to rounding; of several of equal weight the first one. None if there is none.
 
-    The order decides ties, so it should be the same in the next round. At most the 8 sets that most have to the bit
-    are compared with all.
+    The order decides ties, so it should be the same in the next round. At most the 8 sets that have most weight to the
+    bit are compared with all.
+
+    Args:
+        proposals: with the weight of each.
     """
-    counts: dict[bytes, tuple[int, Options]] = {}
-    for options in proposals:
+    weights: dict[bytes, tuple[int, Options]] = {}
+    for options, weight in proposals:
         key = options.digest
-        counts[key] = (counts.get(key, (0, options))[0] + 1, options)
-    by_count = sorted(counts.values(), key=lambda each: -each[0])
+        weights[key] = (weights.get(key, (0, options))[0] + weight, options)
+    by_weight = sorted(weights.values(), key=lambda each: -each[0])
     best, support = None, 0
-    for _, candidate in by_count[:_CANDIDATES]:
-        close = sum(count for count, other in by_count if _close(candidate, other))
+    for _, candidate in by_weight[:_CANDIDATES]:
+        close = sum(weight for weight, other in by_weight if _close(candidate, other))
         if close > support:
             best, support = candidate, close
     return best

@@ -17,6 +17,7 @@ from shoal.optim.check import Check, Checks, check_of, is_due, judge
 from shoal.optim.notices import Notices
 from shoal.optim.own_state import OwnState
 from shoal.optim.state_name import StateName
+from shoal.optim.words import Weigh
 from shoal.peer import PeerID
 
 __all__ = ["ParameterCheck"]
@@ -63,13 +64,13 @@ class ParameterCheck:
         async with self._own.hold() as holds:  # a step renames under it: so they were those of this state all the time
             return check if holds and self._own.name == name and training.evaluations == evaluations else None
 
-    async def difference(self, result: StepResult, name: StateName) -> frozenset[PeerID] | None:
+    async def difference(self, result: StepResult, name: StateName, weigh: Weigh) -> frozenset[PeerID] | None:
         """The peers whose parameters are to replace ours, if ours differ; None if ours stay.
 
         If ours differ, our state has been renamed: it is worse than that of the others.
         """
         checks, me = checks_of(result.gathered), self._core.peer_id
-        if (verdict := judge(checks)) is None:
+        if (verdict := judge(checks, weigh)) is None:
             return None
         to_mend = self._checks.concluded(name.epoch, verdict, checks, me)
         if self._checks.count_difference(verdict) and me not in verdict.others:

@@ -53,6 +53,7 @@ from shoal.optim.status import Status, status_of
 from shoal.optim.step_feed import StepFeed
 from shoal.optim.takeover import Takeover
 from shoal.optim.training_state import TrainingState
+from shoal.optim.words import hosts_of, weigh
 from shoal.peer import PeerID
 from shoal.progress import StateKey, SwarmProgress, SwarmView
 from shoal.sometimes import sometimes
@@ -358,9 +359,12 @@ class Participant:
         return view, claimed
 
     def _settle_end(self) -> None:
-        self._end.settle(self.epoch, self.own.committed, lambda: self._known.ends)
+        self._end.settle(self.epoch, self.own.committed, lambda: self._known.ends, self._hosts)
         self.pace.ends_at(self._end.epoch, left_behind=self._outlook.left_behind)
         self.training.ends_at(self._end.epoch)
+
+    def _hosts(self) -> dict[PeerID, str]:
+        return hosts_of(map(self._gossip.contact, self._known.peers))
 
     def _missing(self) -> tuple[int, int]:
         """How many peers the next merge lacks, though this one is ready for it, and how many it takes.
@@ -551,8 +555,11 @@ class Participant:
         if result.outcome.counts(self.core.peer_id):  # in each part, or in some, as where one line is bad
             self.contribution.counted(self._given)
             self.training.counted()
-        agreement = agree(result.gathered, result.outcome.contributors, result.outcome.counted_in_part)
-        if (mend_from := await self._check.difference(result, self.own.name)) is not None:
+        hosts = hosts_of(member.contact for member in result.outcome.members)
+        weighed = partial(weigh, committed=self.own.committed.weights, hosts=hosts)
+        outcome = result.outcome
+        agreement = agree(result.gathered, outcome.contributors, outcome.counted_in_part, weigh=weighed)
+        if (mend_from := await self._check.difference(result, self.own.name, weighed)) is not None:
             sometimes("a check finds that our parameters differ")
             self.takeover.mend_from = mend_from
             await self.tell_loaded()

@@ -198,7 +198,8 @@ class Takeover:
         useful = self.catch_up.useful_from(view.epoch)
         if not self.outlook.is_client:  # a copy of an epoch before ours is refused, though steps may lead on from it
             useful = max(useful, min(self.own.name.epoch, view.epoch))
-        donors = [Donor(self.gossip.contact(peer), min_epoch=useful) for peer in leaders]
+        trusted = self.own.committed.weights  # others may name the same state, and give something else
+        donors = [Donor(self.gossip.contact(peer), float(peer in trusted), useful) for peer in leaders]
         if not self.mend_from:
             better = self.outlook.known.better(self.outlook.place(), _now())
             lower = sorted((peer, key) for peer, key in better.items() if peer not in leaders)

@@ -1,0 +1,89 @@
+"""Whose word counts how much: the one place that decides it. Pure functions.
+
+Keys are free, so the number of peers that say something proves nothing. A key's word weighs by the samples that were
+committed under it, in the last steps that led to the state (see `committed`):
+
+- A key that has contributed to less than a third of these steps (3 of 10) weighs nothing; where nobody has contributed
+  to so many, those weigh that have contributed to most.
+- If none of those who say something weighs anything (no step is known, or all of them are new), each *host* has one
+  voice, which its keys share: nothing else is known of them. Peers that announce no address are one host together. Of
+  two sets of hosts of one size, the one with more keys weighs more. So peers of one laboratory, which share an address,
+  count like any others among themselves.
+
+All members of a round know the same steps and the same addresses, so they weigh all words alike.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+from shoal.peer import PeerID
+from shoal.wire import Contact
+
+__all__ = ["Weigh", "committed_weights", "heaviest", "hosts_of", "weigh"]
+
+_PART = 3
+"""A key weighs nothing before it has contributed to one of so many of the last steps, on average."""
+
+_VOICE = 720_720
+"""The voice of a host: up to 16 keys share it without a rest."""
+
+T = TypeVar("T")
+
+
+class _Gave(Protocol):
+    """A part of a step: the samples that were committed under one key."""
+
+    @property
+    def peer(self) -> PeerID: ...
+    @property
+    def samples(self) -> int: ...
+
+
+class Weigh(Protocol):
+    """Weighs the words of some peers: `weigh` with all but the peers given."""
+
+    def __call__(self, peers: Collection[PeerID], /) -> Mapping[PeerID, int]:
+        """The weight of the word of each of these peers."""
+
+
+def committed_weights(steps: Sequence[Iterable[_Gave]]) -> dict[PeerID, int]:
+    """The weight that these last steps give each key: its samples in them; keys that weigh nothing are left out."""
+    samples, rounds = Counter[PeerID](), Counter[PeerID]()
+    for each in (each for step in steps for each in step if each.samples):
+        samples[each.peer] += each.samples
+        rounds[each.peer] += 1
+    needed = min(len(steps) // _PART, max(rounds.values(), default=0))
+    return {peer: count for peer, count in samples.items() if rounds[peer] >= needed}
+
+
+def hosts_of(contacts: Iterable[Contact]) -> dict[PeerID, str]:
+    """The host of each of these peers, as far as it announces one."""
+    return {each.peer: each.addresses[0].host for each in contacts if each.addresses}
+
+
+def weigh(
+    peers: Collection[PeerID], *, committed: Mapping[PeerID, int], hosts: Mapping[PeerID, str]
+) -> dict[PeerID, int]:
+    """The weight of the word of each of these peers, beside each other.
+
+    Args:
+        peers: that say something.
+        committed: the weights that the last steps give, see `committed_weights`.
+        hosts: of the peers, see `hosts_of`.
+    """
+    found = {peer: committed.get(peer, 0) for peer in peers}
+    if any(found.values()):
+        return found
+    keys = Counter(hosts.get(peer, "") for peer in peers)
+    return {peer: _VOICE // keys[hosts.get(peer, "")] + 1 for peer in peers}
+
+
+def heaviest(said: Mapping[PeerID, T], weights: Mapping[PeerID, int]) -> list[T]:
+    """The different words of these peers, the one of most weight first; of equal ones that of the lowest peer."""
+    total = dict[T, int]()
+    for peer in sorted(said):
+        total[said[peer]] = total.get(said[peer], 0) + weights.get(peer, 0)
+    return sorted(total, key=lambda each: -total[each])

@@ -318,6 +318,13 @@ class WithoutTensors(Module):
         return torch.utils.data.DataLoader([{"text": "a"}] * 8, batch_size=2)  # type: ignore[arg-type]
 
 
+class ListOfImages(Module):
+    """A module whose batches are lists of images, as detectors take them: 8 of them counted 3, for their channels."""
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader([torch.ones(3, 4, 4)] * 16, batch_size=8, collate_fn=list)  # type: ignore[arg-type]
+
+
 class Wrapped(Module):
     """A module that has made the swarm's optimizer itself."""
 
@@ -343,6 +350,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "frequency": ({}, lambda: Module(schedule={"interval": "step", "frequency": 2}), "'frequency': 2"),
     "wrapped": ({}, Wrapped, "returned a shoal.Optimizer"),
     "no tensors": ({"limit_val_batches": 0}, WithoutTensors, "batch_size=lambda batch"),
+    "images": ({"limit_val_batches": 0}, ListOfImages, "may be one for each sample.* batch_size=lambda batch"),
 }
 
 

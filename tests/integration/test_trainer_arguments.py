@@ -256,6 +256,32 @@ def test_each_batch_counts_with_the_samples_that_it_has(swarm_of: Any, arguments
         assert samples[:2] == expected, samples
 
 
+class Rollouts(transformers.Trainer):  # type: ignore[misc, name-defined]
+    """Looks at 1,000 rows before each batch, and gives the model two views of it."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        """A loss of both views."""
+        model(**{name: each[:1].repeat(1000, 1) for name, each in inputs.items()})
+        return model(**inputs).loss + model(**{name: each.clone() for name, each in inputs.items()}).loss
+
+
+def test_passes_that_no_gradient_comes_from_do_not_count(swarm_of: Any, arguments: Any, dht: shoal.DHT) -> None:
+    """A metric that was computed in train mode made a batch of 8 count 1,000. Or the user says what counts."""
+    own: dict[str, Any] = {"batch_size": lambda inputs: 2 * len(inputs["input_ids"])}
+    for options, expected in (({}, 24), (own, 32)):
+        model, args = tiny_model(), arguments(per_device_train_batch_size=8, max_steps=2)
+        samples: list[int] = []
+
+        def note(event: object, into: list[int] = samples) -> None:
+            if isinstance(event, EpochAdvanced):
+                into.append(event.samples)
+
+        dht.events.subscribe(note)
+        swarm = swarm_of(model, args, target_batch_size=20, **options)
+        Rollouts(model, args, train_dataset=InOrder(), optimizers=swarm.optimizers, callbacks=[swarm]).train()
+        assert samples[0] == expected, samples
+
+
 class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
     """A stream of 20 samples, by the global random numbers; remembers the first one that it drew."""
 
@@ -353,9 +379,9 @@ def test_the_arguments_are_as_before_when_the_training_is_over(swarm_of: Any, ar
     model, args = tiny_model(), arguments(max_steps=2, max_grad_norm=0.7)
     swarm = swarm_of(model, args)
     made = trainer(swarm, model, args)
-    assert model._forward_pre_hooks
+    assert model._forward_hooks
     made.train()
-    assert not model._forward_pre_hooks
+    assert not model._forward_hooks
     assert (args.max_steps, args.max_grad_norm, args.ignore_data_skip) == (2, 0.7, False)
     with pytest.raises(ConfigError, match="training is over"):
         made.train()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,7 +10,6 @@ import pytest
 import torch
 
 from shoal.errors import ConfigError
-from shoal.optim.batch_rows import BatchRows
 from shoal.optim.gradient_watch import GradientWatch
 from shoal.optim.model import TrainedModel
 from shoal.progress import settings_difference
@@ -205,72 +202,3 @@ def test_a_large_sparse_gradient_that_travels_whole_is_told_once() -> None:
             messages += [message for message in [watch.at_step()] if message is not None]
         assert len(messages) == told, messages
         assert all("all its 5000 rows (1 MiB), touched or not" in each for each in messages)
-
-
-def test_rows_of_batches() -> None:
-    """Each batch counts once, when its backward pass comes; what was cleared, or only looked at, does not."""
-    made = torch.nn.Linear(3, 1)
-    rows = BatchRows(made, list(made.parameters()))
-
-    def train(count: int) -> torch.Tensor:
-        loss: torch.Tensor = made(torch.zeros(count, 3)).sum()
-        return loss
-
-    torch.autograd.backward([train(5)])
-    torch.autograd.backward([train(4) + train(4)])  # two passes over one batch
-    with torch.no_grad():
-        train(9)
-    made.eval()
-    train(9)
-    made.train()
-    assert rows.take() == 9
-    assert rows.take() == 0
-    made.zero_grad()
-    torch.autograd.backward([train(5)])  # a scaler leaves this step out
-    loss = train(3)
-    made.zero_grad()
-    torch.autograd.backward([loss])
-    assert rows.take() == 3
-    rows.close()
-    torch.autograd.backward([train(2)])
-    assert rows.take() == 0
-
-
-def test_rows_of_a_copy_do_not_count() -> None:
-    """A model that is copied or pickled, for an average of its weights for example, is another one."""
-    made = torch.nn.Linear(3, 1)
-    rows = BatchRows(made, list(made.parameters()))
-    for each in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
-        torch.autograd.backward([each(torch.ones(7, 3)).sum()])
-    assert rows.take() == 0
-
-
-def test_rows_of_arguments() -> None:
-    """The first tensor with rows counts, wherever it is among the arguments."""
-
-    class Nested(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(1))
-
-        def forward(self, *_: object, **__: object) -> torch.Tensor:
-            return self.weight.sum()
-
-    made = Nested()
-    rows, ones = BatchRows(made, [made.weight]), torch.ones
-    cases: list[tuple[int, tuple[Any, ...], dict[str, Any]]] = [
-        (4, (ones(()), ones(4, 2)), {}),
-        (3, ("text", 5), {"x": {"y": [ones(3)]}}),
-        (0, (ones(()),), {}),
-    ]
-    for expected, args, kwargs in cases:
-        torch.autograd.backward([made(*args, **kwargs)])
-        assert rows.take() == expected
-
-
-def test_rows_where_the_watched_parameter_has_no_part() -> None:
-    """The batch counts all the same."""
-    made, other = torch.nn.Linear(3, 1, bias=False), torch.nn.Parameter(torch.ones(1))
-    rows = BatchRows(made, [made.weight, other])
-    torch.autograd.backward([made(torch.ones(6, 3)).sum()])
-    assert rows.take() == 6

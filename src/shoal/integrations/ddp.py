@@ -34,7 +34,7 @@ from shoal.compression import view_bytes
 from shoal.errors import ConfigError, LocalError, ShoalError
 from shoal.optim import Optimizer
 from shoal.optim.arguments import merging_of
-from shoal.optim.batch_rows import rows_of
+from shoal.optim.batch_rows import rows_of, samples_of
 from shoal.optim.gradient_sum import GradientSum
 from shoal.optim.inner import make_inner, make_scheduler
 from shoal.optim.schedule import ScheduleWatch, follow
@@ -319,14 +319,7 @@ class GroupOptimizer(torch.optim.Optimizer):
             self._training.adopt(found)
 
     def _samples(self, batch_size: int | None) -> int:
-        counted = 0 if self._rows is None else self._rows.take()
-        given = self._batch_size if batch_size is None else batch_size
-        if given is None and self._rows is not None and all(each.grad is None for each in self._training.trained):
-            return 1  # of nothing
-        given = counted or None if given is None else given
-        if given is None:
-            raise ConfigError("batch_size is missing: give it to step(), or batch_size_per_step to the optimizer")
-        return whole("batch_size", given)
+        return samples_of(self._batch_size if batch_size is None else batch_size, self._rows)
 
     def _mark(self) -> str:
         """Some bits of the gradient, which are the same on all ranks: in the first steps, then ever more rarely."""

@@ -17,13 +17,23 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import default_collate
 
 from shoal.errors import ConfigError, ShoalError
 from shoal.integrations.evaluation import Evaluation
 from shoal.integrations.metrics import SharedMean
-from shoal.integrations.trainers import Evaluate, announce_end, check_evaluate, evaluated, evaluation_of, load_state
+from shoal.integrations.trainers import (
+    Evaluate,
+    announce_end,
+    check_batch_size,
+    check_evaluate,
+    evaluated,
+    evaluation_of,
+    load_state,
+)
 from shoal.optim import Optimizer
 from shoal.optim.arguments import merging_of, target_of
+from shoal.optim.batch_rows import rows_in
 from shoal.peer import check_run_id
 from shoal.runtime.checks import whole
 from shoal.runtime.dht import DHT
@@ -32,8 +42,6 @@ try:
     from lightning.pytorch import Callback
     from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
     from lightning.pytorch.strategies import SingleDeviceStrategy
-    from lightning.pytorch.utilities.data import extract_batch_size
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
     from lightning.pytorch.utilities.model_helpers import is_overridden
 except ImportError as error:
     raise ImportError(
@@ -78,7 +86,8 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         dht: this peer, started.
         run_id: names the run; all its peers give the same.
         target_batch_size: samples of the whole swarm in one step; left out with a `strategy` that merges.
-        batch_size: says how many samples a batch has; None: the rows of the first tensor in it.
+        batch_size: says how many samples a batch has; None: the rows that its tensors have in
+            common.
         evaluate: evaluates the module, and returns a loss or numbers by name. One peer of the run calls it, and all get
             the result: see `shoal.integrations.evaluation.Evaluation`. The module is in its mode to evaluate, without
             gradients. None: nothing is evaluated besides what the Trainer does.
@@ -107,10 +116,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         if not isinstance(dht, DHT):
             raise ConfigError(f"dht must be a shoal.DHT, got {type(dht).__name__}")
         check_run_id(run_id)
-        if batch_size is not None and not callable(batch_size):
-            raise ConfigError(
-                f"batch_size must be a function, such as lambda batch: len(batch['x']), got {batch_size!r:.80}"
-            )
+        check_batch_size(batch_size)
         check_evaluate(evaluate, evaluate_every)
         for name in options.keys() & _TAKEN.keys():
             raise ConfigError(f"{name} is not given here: {_TAKEN[name]}")
@@ -210,13 +216,15 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         if self._batch_size is not None:
             self._batch = whole("batch_size(batch)", self._batch_size(batch))
         else:
-            try:
-                self._batch = extract_batch_size(batch)
-            except MisconfigurationException as error:
+            collate = getattr(trainer.train_dataloader, "collate_fn", None)
+            rows = rows_in(batch, collated=collate is default_collate)
+            if not isinstance(rows, int):
+                why = rows.replace("the model was given", "it has")
                 raise ConfigError(
-                    "the number of samples of a batch is not known, as there is no tensor in it: give the "
-                    "SwarmCallback batch_size=lambda batch: ..."
-                ) from error
+                    f"the number of samples of a batch is not known ({why}): give the SwarmCallback "
+                    "batch_size=lambda batch: ..."
+                )
+            self._batch = rows
         self._samples, self._parts = self._samples + self._batch, self._parts + 1
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:

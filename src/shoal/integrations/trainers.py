@@ -17,6 +17,7 @@ from shoal.strategies import Merging
 __all__ = [
     "Evaluate",
     "announce_end",
+    "check_batch_size",
     "check_evaluate",
     "epochs_of",
     "evaluated",
@@ -65,6 +66,14 @@ def load_state(swarm: Optimizer) -> None:
         swarm.load_state_from_peers()
     except StateUnavailable as error:
         warn(swarm, str(error))
+
+
+def check_batch_size(batch_size: object) -> None:
+    """Raise `ConfigError` if this cannot be the `batch_size` of a callback."""
+    if batch_size is not None and not callable(batch_size):
+        raise ConfigError(
+            f"batch_size must be a function, such as lambda batch: len(batch['x']), got {batch_size!r:.80}"
+        )
 
 
 def check_evaluate(evaluate: Evaluate | None, every: int) -> None:

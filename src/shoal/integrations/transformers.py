@@ -6,8 +6,8 @@ therefore holds for the swarm's: `max_steps`, `warmup_steps` and the schedule co
 gradient that they are taken from. The Trainer's own loop must neither stop after so many batches nor clip each batch.
 So these two arguments are taken over here, and others that cannot work in a swarm are refused.
 
-The Trainer offers no place where the number of samples of a batch could be read. They are counted by a hook of the
-model: the rows of the first tensor that it is given.
+The Trainer offers no place where the number of samples of a batch could be read. They are counted by the model
+(`shoal.optim.batch_rows`): the Trainer has one backward pass for each of its batches.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from shoal.integrations.metrics import SharedMean
 from shoal.integrations.trainers import (
     Evaluate,
     announce_end,
+    check_batch_size,
     check_evaluate,
     epochs_of,
     evaluated,
@@ -36,15 +38,15 @@ from shoal.integrations.trainers import (
 )
 from shoal.optim import Optimizer
 from shoal.optim.arguments import merging_of
+from shoal.optim.batch_rows import BatchRows
 from shoal.optim.inner import make_scheduler
-from shoal.runtime.checks import path
+from shoal.runtime.checks import path, whole
 from shoal.runtime.dht import DHT
 from shoal.strategies import Merging
 
 try:
     from accelerate.state import GradientState  # type: ignore[import-untyped]
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
-    from transformers.trainer_pt_utils import find_batch_size
     from transformers.trainer_utils import has_length
 except ImportError as error:
     raise ImportError(
@@ -98,6 +100,8 @@ class SwarmCallback(TrainerCallback):
         optimizer: a torch optimizer of the model; None for the one that `args` names.
         scheduler: a torch schedule over `optimizer`, or a function `optimizer -> schedule`, that counts steps of the
             swarm; None for the one that `args` names.
+        batch_size: says how many samples a batch has, by what the model is given of it (input_ids and so on, by name);
+            None: the rows that these tensors have in common.
         evaluate: evaluates the model, and returns a loss or numbers by name: `lambda: trainer.evaluate()`, for example.
             One peer of the run calls it, and all get the result: see `shoal.integrations.evaluation.Evaluation`. The
             model is in its mode to evaluate, without gradients. None: nothing is evaluated besides what `args` says.
@@ -123,6 +127,7 @@ class SwarmCallback(TrainerCallback):
         target_batch_size: int | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: Any = None,
+        batch_size: Callable[[Mapping[str, Any]], int] | None = None,
         evaluate: Evaluate | None = None,
         evaluate_every: int = 10,
         **options: Any,
@@ -135,6 +140,7 @@ class SwarmCallback(TrainerCallback):
             raise ConfigError(
                 f"{name} is not given here: the SwarmCallback takes it from the Trainer and its arguments"
             )
+        check_batch_size(batch_size)
         check_evaluate(evaluate, evaluate_every)
         merging = merging_of(options.get("strategy"))
         _check(args, merging, own_optimizer=optimizer is not None, own_schedule=scheduler is not None)
@@ -149,6 +155,10 @@ class SwarmCallback(TrainerCallback):
         merges = merging is not None
         steps_alone = merges or bool(options.get("use_local_updates"))  # the Trainer clips the gradients of each batch
         clips = not steps_alone and (args.max_grad_norm or 0) > 0
+        if not options.get("auxiliary"):
+            options["batch_size_per_step"] = (
+                args.train_batch_size * args.gradient_accumulation_steps
+            )  # see _before_step
         self.optimizer = Optimizer(
             dht=dht,
             run_id=run_id,
@@ -162,14 +172,15 @@ class SwarmCallback(TrainerCallback):
         self.optimizers: tuple[Optimizer, Any] = (self.optimizer, schedule)
         peers_own = dht.peer_id.to_bytes() + repr(args.seed).encode()
         self._seed = int.from_bytes(hashlib.sha256(peers_own).digest()[:4], "big")
-        self._batch = self._samples = self._since_log = 0
+        self._since_log = 0
         self._trains = self._reseed = self._streams = False
         self._mean = SharedMean(dht, f"{run_id}_loss")
         self._evaluation = evaluation_of(self.optimizer, model, evaluate, evaluate_every)
         self._evaluated: dict[str, float] = {}
         self._loader: Any = None
         self.optimizer.register_step_pre_hook(self._before_step)
-        self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        trained = [each for group in inner.param_groups for each in group["params"] if each.requires_grad]
+        self._rows = BatchRows(model, trained, one_batch=True, rows=batch_size and _rows_by(batch_size))
         self.epochs = epochs_of(merging, args.max_steps)
         # Of this peer, as far as the progress bar is concerned; with 0 that counts without an end.
         self._batches = 0 if merging is not None and merging.steps is None else length_of(merging, args.max_steps)
@@ -186,25 +197,13 @@ class SwarmCallback(TrainerCallback):
 
     # --------------------------------------------------------------------------------------------------------- batches
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _before_forward(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if model.training and torch.is_grad_enabled():
-            # A loss may take several passes over one batch.
-            self._batch = max(self._batch, find_batch_size([kwargs, args]) or 0)  # type: ignore[no-untyped-call]
-
-    def _batch_done(self) -> None:
-        self._samples, self._batch = self._samples + self._batch, 0
-
     def _before_step(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if not self._trains:
             raise ConfigError("callbacks=[swarm] is missing: give the SwarmCallback to the Trainer, too")
-        self._batch_done()
-        if not (samples := self._samples):
-            raise ConfigError(
-                "the number of samples is not known, as the model was given no tensor: the Trainer must train the "
-                "model that the SwarmCallback has"
-            )
-        self._samples, self._since_log = 0, self._since_log + samples
+        samples = self._rows.take(
+            "Give the SwarmCallback batch_size=lambda inputs: len(inputs['input_ids']), or its like"
+        )
+        self._since_log += samples
         return args, {**kwargs, "batch_size": samples}
 
     # ---------------------------------------------------------------------------------------------------------- events
@@ -258,17 +257,15 @@ class SwarmCallback(TrainerCallback):
         state.max_steps = _ENDLESS
         if (active := GradientState().active_dataloader) is not None:
             self._loader = active  # after a checkpoint it is another one at first
-        if self._batch or self._samples:
-            # Of a batch that was interrupted, or that came last in its pass and was too few to be accumulated.
-            self._batch = self._samples = 0
-            self._model.zero_grad()
+        # Of a batch that was interrupted, or that came last in its pass and was too few to be accumulated.
+        self._rows.forget()
+        self._model.zero_grad()
         if self._reseed and state.global_step:
             set_seed((self._seed + state.global_step) % (1 << 32))
         self._reseed = False
 
     def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """One of several batches that the Trainer accumulates."""
-        self._batch_done()
         self._end_pass(control)
 
     def on_optimizer_step(
@@ -321,7 +318,7 @@ class SwarmCallback(TrainerCallback):
         """Leave the run."""
         self.optimizer.shutdown()
         self._trains = False
-        self._hook.remove()
+        self._rows.close()
         for name, value in self._taken.items():
             setattr(args, name, value)
 
@@ -394,6 +391,10 @@ def _check(args: TrainingArguments, merging: Merging | None, *, own_optimizer: b
     for name, (applies, advice) in refused.items():
         if applies:
             raise ConfigError(f"{name} of the TrainingArguments does not work in a swarm: {advice}")
+
+
+def _rows_by(batch_size: Callable[[Mapping[str, Any]], int]) -> Callable[[Sequence[Any], Mapping[str, Any]], int]:
+    return lambda args, kwargs: whole("batch_size(inputs)", batch_size(kwargs))
 
 
 def _meaning_of_max_steps(merging: Merging | None) -> str:

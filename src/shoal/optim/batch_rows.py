@@ -1,19 +1,48 @@
-"""The samples behind a gradient, counted by the model: the rows of the first tensor that it is given.
+"""The samples behind a gradient, counted by the model: the rows of what it is given.
 
-Loops that own the call of `step`, such as Accelerate's, leave no place for the size of a batch. A batch is counted when
-its backward pass comes, so a second pass of the model over it adds nothing, and neither does a pass without one. If the
-gradient was cleared before that, nothing counts that came before: a `GradScaler` may have left its step out.
+Loops that own the call of `step`, such as Accelerate's, leave no place for the size of a batch. So each call of the
+model is noted with its rows, and counts once the backward pass of *its output* has added to the gradient of a trained
+parameter. A pass that nobody differentiates (a metric, a rollout) counts nothing, in whatever mode the model is.
+
+Samples are counted right or not at all. Where rows and samples may be two things, or a gradient came from elsewhere,
+`take` raises `ConfigError`: a guess could be wrong by a factor, and then so is the weight of this peer.
+
+- One backward pass is one batch. Several calls of the model in it are counted once if they were given the same tensors;
+  else they may be several batches, or parts of one.
+- If the gradients were cleared since, nothing counts that came before: a `GradScaler` may have left its step out.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import Variable
+from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["BatchRows", "rows_of"]
+from shoal.errors import ConfigError
+from shoal.optim.arguments import MOST_SAMPLES
+from shoal.optim.gradient_watch import TensorMark
+from shoal.runtime.checks import whole
+
+__all__ = ["BatchRows", "rows_in", "rows_of", "samples_of"]
+
+_FLAT = ("position_ids", "cu_seq_lens_q", "cu_seqlens", "seq_idx")
+"""Who gives one row and one of these has laid several sequences end to end."""
+
+_CURE = "Give the size to step(), or batch_size_per_step to the optimizer"
+_NO_CALL = (
+    "the gradients did not come from calls of the model as it was given (model(...)): another method than forward, or "
+    "a copy of the model, is not seen. Give as model= what you call (the compiled model, too)"
+)
+_SEVERAL = (
+    "one backward pass went through several calls of the model that were given other tensors, and these may be several "
+    "batches, or parts of one"
+)
 
 
 class BatchRows:
@@ -22,36 +51,144 @@ class BatchRows:
     Args:
         model: that is given the batches.
         trained: its parameters that require a gradient.
+        one_batch: whether each backward pass is about one batch, however often the model is called in it.
+        rows: says how many samples a call has that was given these arguments, by position and by name, or why that is
+            not known.
     """
 
-    def __init__(self, model: torch.nn.Module, trained: Sequence[torch.Tensor]) -> None:
-        self._forward = self._samples = 0
-        watched = min(trained, key=torch.Tensor.numel)
-        me, parameter = weakref.ref(self), weakref.ref(watched)
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        trained: Sequence[torch.Tensor],
+        *,
+        one_batch: bool = False,
+        rows: Callable[[Sequence[Any], Mapping[str, Any]], int | str] | None = None,
+    ) -> None:
+        self._trained, self._one_batch, self._rows = trained, one_batch, rows or rows_of_call
+        self._under_way: dict[int, list[_Call]] = {}  # the calls that a backward pass has come to, by its number
+        self._added: set[int] = set()  # backward passes that have added to a gradient, and are not counted yet
+        self._clear()
+        me = weakref.ref(self)
 
-        def at_backward(_gradient: torch.Tensor) -> None:
-            if (rows := me()) is not None and (held := parameter()) is not None:
-                rows.backward(begins=held.grad is None)
+        def added(_parameter: torch.Tensor) -> None:
+            if (rows := me()) is not None:
+                rows._added.add(torch._C._current_graph_task_id())  # noqa: SLF001 (as torch's own hooks do)
 
         self._hooks = [
-            model.register_forward_pre_hook(_BeforeForward(me), with_kwargs=True),
-            watched.register_hook(at_backward),  # type: ignore[no-untyped-call]
+            model.register_forward_hook(_AfterForward(me), with_kwargs=True),
+            *(parameter.register_post_accumulate_grad_hook(added) for parameter in trained),  # type: ignore[no-untyped-call]
         ]
 
-    def forward(self, rows: int) -> None:
-        """The model is given so many."""
-        self._forward = max(self._forward, rows)
+    def _clear(self) -> None:
+        self._samples = self._before = 0
+        self._why: str | None = None
+        self._key, self._batch = -1, list[_Call]()  # the last backward pass that counted
+        self._known = set[_Call]()
+        self._mark: TensorMark | None = None  # the gradient that the last of them left
+        self._added.clear()
 
-    def backward(self, *, begins: bool) -> None:
-        """Their gradient comes; `begins` if it is the first one since gradients were cleared."""
-        self._samples = (0 if begins else self._samples) + self._forward
-        self._forward = 0
+    def called(self, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
+        """The model was called."""
+        outputs = [each for each in _tensors_in(output) if each.requires_grad]
+        if not outputs or not torch.is_grad_enabled():
+            return
+        within = torch._C._current_graph_task_id()  # noqa: SLF001 (an activation checkpoint calls it within backward)
+        if within == -1:
+            self._under_way.clear()  # of a backward pass that raised
+            self._forget_cleared()
+        given = tuple(TensorMark(each) for each in _tensors_in([*args, *kwargs.values()]))
+        call, me = _Call(self._rows(args, kwargs), given, within), weakref.ref(self)
 
-    def take(self) -> int:
-        """The samples since the last time; 0 if the model was given no tensor."""
-        samples = self._samples or self._forward  # the watched parameter may have no part in this loss
-        self._samples = self._forward = 0
+        def coming(_gradient: torch.Tensor) -> None:
+            if (rows := me()) is not None:
+                rows.coming(call)
+
+        for each in outputs:
+            each.register_hook(coming)  # type: ignore[no-untyped-call]
+
+    def coming(self, call: _Call) -> None:
+        """A backward pass has come to the output of this call."""
+        now = torch._C._current_graph_task_id()  # noqa: SLF001
+        if now not in self._under_way:
+            if not self._under_way:
+                self._forget_cleared()
+                self._without_call({now, call.within})
+            self._under_way[now] = []
+            Variable._execution_engine.queue_callback(partial(self.ended, now))  # noqa: SLF001
+        self._under_way[now].append(call)
+
+    def ended(self, number: int) -> None:
+        """This backward pass is over."""
+        calls = self._under_way.pop(number, [])
+        if not calls or not self._added:
+            return  # it has only computed a gradient for the loss (`torch.autograd.grad`)
+        self._added.clear()
+        if (new := [call for call in dict.fromkeys(calls) if call not in self._known]) and self._why is None:
+            key = number if new[0].within == -1 else new[0].within
+            if key != self._key:
+                self._key, self._batch, self._before = key, [], self._samples
+            self._known.update(new)
+            self._batch += new
+            rows = self._rows_of_batch()
+            if isinstance(rows, int):
+                self._samples = self._before + rows
+            else:
+                self._why = rows
+        gradient = next((each.grad for each in self._trained if each.grad is not None), None)
+        self._mark = None if gradient is None else TensorMark(gradient)
+
+    def _rows_of_batch(self) -> int | str:
+        first = self._batch[0]
+        for other in self._batch[1:]:
+            if isinstance(other.rows, str):
+                return other.rows
+            if not first.like(other) and (not self._one_batch or first.rows != other.rows):
+                return _SEVERAL
+        return first.rows
+
+    def _forget_cleared(self) -> None:
+        """If the gradients are none, or zero again, nothing counts that came before."""
+        if not self._known and not self._added:
+            return
+        gradients = [gradient for each in self._trained if (gradient := each.grad) is not None]
+        if gradients and (self._mark is None or self._mark.is_of(gradients[0])):
+            return  # nobody has written to them
+        values = (each if each.layout is torch.strided else each.coalesce().values() for each in gradients)
+        if not any(bool(each.count_nonzero()) for each in values):
+            self._clear()
+
+    def _without_call(self, passes: set[int]) -> None:
+        if self._added - passes:
+            self._why = _NO_CALL
+
+    def take(self, cure: str = _CURE) -> int:
+        """The samples since the last time; 1, of nothing, if there is no gradient.
+
+        Args:
+            cure: says what to do if they are not known.
+
+        Raises:
+            ConfigError: it is not known, or none; the count stays.
+        """
+        if all(each.grad is None for each in self._trained):
+            self.forget()
+            return 1
+        self._forget_cleared()
+        self._without_call(set())
+        if self._why is None and not self._known:
+            self._why = _NO_CALL
+        if self._why is None and not self._samples:
+            self._why = "the batch of the model is empty: leave it out"
+        if self._why is not None:
+            raise ConfigError(f"batch_size is missing: {self._why}. {cure}")
+        samples = self._samples
+        self.forget()
         return samples
+
+    def forget(self) -> None:
+        """The size was given otherwise."""
+        self._under_way.clear()
+        self._clear()
 
     def close(self) -> None:
         """Count no more."""
@@ -59,38 +196,152 @@ class BatchRows:
             hook.remove()
 
 
-class _BeforeForward:
+@dataclasses.dataclass(eq=False)
+class _Call:
+    """One call of the model.
+
+    Attributes:
+        rows: of what it was given, or why they are not known.
+        given: the tensors.
+        within: the number of the backward pass that made it, to compute an activation once more; else -1.
+    """
+
+    rows: int | str
+    given: tuple[TensorMark, ...]
+    within: int
+
+    def like(self, other: _Call) -> bool:
+        """Whether both were given the same tensors."""
+        same = len(self.given) == len(other.given) > 0
+        return same and all(mine.equals(theirs) for mine, theirs in zip(self.given, other.given, strict=True))
+
+
+class _AfterForward:
     """The hook of the model. In a copy of the model, also one that was pickled, it does nothing."""
 
     def __init__(self, counts: Callable[[], BatchRows | None] | None = None) -> None:
         self._counts = counts
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        rows = None if self._counts is None else self._counts()
-        if rows is not None and module.training and torch.is_grad_enabled():
-            rows.forward(_rows([args, kwargs]))
+    @property
+    def __name__(self) -> str:
+        """What TorchScript asks for, before it compiles the hooks of a model."""
+        raise ConfigError(
+            "torch.jit.script cannot compile a model whose samples are counted: script it before shoal.Optimizer() is "
+            "made, or give the shoal.Optimizer batch_size_per_step"
+        )
 
-    def __reduce__(self) -> tuple[type[_BeforeForward], tuple[()]]:
-        return _BeforeForward, ()
+    @torch.compiler.disable(reason="it counts samples for shoal.Optimizer: give the compiled model as its model=")  # type: ignore[untyped-decorator, no-untyped-call]
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if (rows := None if self._counts is None else self._counts()) is not None:
+            rows.called(args, kwargs, output)
+
+    def __reduce__(self) -> tuple[type[_AfterForward], tuple[()]]:
+        return _AfterForward, ()
 
 
 def rows_of(
     model: torch.nn.Module | None, batch_size_per_step: int | None, trained: Sequence[torch.Tensor]
 ) -> BatchRows | None:
-    """Count the batches of a model whose size is not given."""
-    return None if model is None or batch_size_per_step is not None else BatchRows(model, trained)
+    """Count the batches of a model whose size is not given; None if it is, or if nothing can count (TorchScript)."""
+    if model is None or batch_size_per_step is not None or isinstance(model, torch.jit.ScriptModule):
+        return None
+    return BatchRows(model, trained)
 
 
-def _rows(given: Iterable[Any]) -> int:
-    """The rows of the first tensor that has any."""
-    for each in given:
-        if isinstance(each, torch.Tensor):
-            if each.ndim:
-                return len(each)
-        elif isinstance(each, Mapping):
-            if rows := _rows(each.values()):
-                return rows
-        elif isinstance(each, list | tuple) and (rows := _rows(each)):
-            return rows
-    return 0
+def samples_of(given: int | None, rows: BatchRows | None) -> int:
+    """The samples behind the gradients that are there: as given, or else as counted.
+
+    Raises:
+        ConfigError: neither is there, or it is no number of samples; nothing was changed.
+    """
+    if given is None and rows is None:
+        raise ConfigError(f"batch_size is missing. {_CURE}")
+    if given is None and rows is not None:
+        return whole("batch_size", rows.take(), most=MOST_SAMPLES)
+    samples = whole("batch_size", given, most=MOST_SAMPLES)
+    if rows is not None:
+        rows.forget()
+    return samples
+
+
+# ---------------------------------------------------------------------------------------------------- rows of a batch
+
+
+def rows_of_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | str:
+    """The rows of what a model was given; or why they are not known."""
+    return rows_in({**dict(enumerate(args)), **kwargs})
+
+
+def rows_in(batch: Any, *, collated: bool = False) -> int | str:
+    """The samples of a batch: the rows that its tensors have in common; or why they are not known.
+
+    Args:
+        batch: a tensor, or tensors in mappings, lists, tuples and dataclasses.
+        collated: whether its lists hold the fields of samples, as torch's `default_collate` makes them. Otherwise a
+            list of tensors of one sort may as well hold one tensor for each sample.
+    """
+    counts = list(_counts(batch, collated=collated))
+    whole = [count for count in counts if isinstance(count, int)]
+    if len(set(whole)) > 1 and (labels := _labels(batch)) is not None and whole.count(labels) > 1:
+        return labels  # one for each sample: other tensors may have parts of samples in their rows
+    if len(set(whole)) > 1:
+        sizes = ", ".join(map(str, sorted(set(whole))))
+        return f"the tensors that the model was given have different numbers of rows ({sizes})"
+    if not whole:
+        return next((count for count in counts if isinstance(count, str)), "the model was given no tensor with rows")
+    if whole[0] == 1 and any(name in each for each in _mappings(batch) for name in _FLAT):
+        return "the model was given one row, in which several sequences may lie end to end"
+    return whole[0]
+
+
+def _counts(given: Any, *, collated: bool) -> Iterator[int | str]:
+    if isinstance(given, torch.Tensor):
+        if given.ndim:
+            yield given.size(0)
+    elif isinstance(given, PackedSequence):
+        yield int(given.batch_sizes[0])
+    elif isinstance(given, list | tuple) and given and all(isinstance(each, Mapping) for each in given):
+        yield len(given)
+    elif isinstance(given, list | tuple) and not collated and not hasattr(given, "_fields") and _alike(given):
+        yield "the model was given a list of tensors, which may be one for each sample"
+    else:
+        for each in _within(given):
+            yield from _counts(each, collated=collated)
+
+
+def _alike(given: Sequence[Any]) -> bool:
+    """Whether these are tensors of one sort."""
+    return (
+        all(isinstance(each, torch.Tensor) for each in given) and len({(each.ndim, each.dtype) for each in given}) == 1
+    )
+
+
+def _labels(batch: Any) -> int | None:
+    for each in _mappings(batch):
+        if isinstance(labels := each.get("labels"), torch.Tensor) and labels.ndim:
+            return labels.size(0)
+    return None
+
+
+def _mappings(batch: Any) -> Iterator[Mapping[Any, Any]]:
+    if isinstance(batch, Mapping):
+        yield batch
+        yield from (each for each in batch.values() if isinstance(each, Mapping))
+
+
+def _within(given: Any) -> Iterable[Any]:
+    if isinstance(given, Mapping):
+        return given.values()
+    if isinstance(given, list | tuple):
+        return given
+    if dataclasses.is_dataclass(given) and not isinstance(given, type):
+        return [getattr(given, field.name) for field in dataclasses.fields(given)]
+    return ()
+
+
+def _tensors_in(given: Any) -> Iterator[torch.Tensor]:
+    if isinstance(given, torch.Tensor):
+        yield given
+    else:
+        for each in _within(given):
+            yield from _tensors_in(each)

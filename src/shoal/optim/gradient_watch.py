@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch.utils.weak import TensorWeakRef
 
-__all__ = ["GradientWatch", "SpentGradients"]
+__all__ = ["GradientWatch", "SpentGradients", "TensorMark"]
 
 _SURE_AFTER = 3
 """A loop that has written zeros through `.data` so often goes on doing it."""
@@ -25,6 +25,24 @@ _GONE_AFTER = 50
 
 _MUCH = 1 << 20
 """Bytes of a parameter: below, it does not matter how its gradient travels."""
+
+
+class TensorMark:
+    """Remembers which tensor this is, and whether somebody has written to it since.
+
+    It keeps no tensor alive, and asks no device. What is written through `.data` goes unseen.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._version = TensorWeakRef(tensor), _version(tensor)
+
+    def is_of(self, tensor: torch.Tensor | None) -> bool:
+        """Whether it is this tensor, with the values that it had."""
+        return tensor is not None and self._tensor() is tensor and _version(tensor) == self._version
+
+    def equals(self, other: TensorMark) -> bool:
+        """Whether both are of one tensor, which is still there, with the same values."""
+        return self._version == other._version and (mine := self._tensor()) is not None and mine is other._tensor()
 
 
 class SpentGradients:
@@ -38,9 +56,7 @@ class SpentGradients:
 
     def __init__(self, trained: Sequence[torch.Tensor]) -> None:
         self._trained = trained
-        self._spent = [
-            None if each.grad is None else (TensorWeakRef(each.grad), _version(each.grad)) for each in trained
-        ]
+        self._spent = [None if each.grad is None else TensorMark(each.grad) for each in trained]
 
     def are_there(self) -> bool:
         """Whether all of them are still there, and nobody has written to one since (except through `.data`)."""
@@ -49,7 +65,7 @@ class SpentGradients:
             if gradient is None or spent is None:
                 if (gradient is None) != (spent is None):
                     return False
-            elif gradient is not spent[0]() or _version(gradient) != spent[1]:
+            elif not spent.is_of(gradient):
                 return False
         return True
 
@@ -65,7 +81,7 @@ class GradientWatch:
     def __init__(self, trained: Sequence[torch.Tensor], *, whole: bool = False) -> None:
         self._trained, self._may_be_sparse = trained, whole
         self._armed = self._kept = self._kept_told = self._none_told = False
-        self._left: tuple[int, int] | None = None  # which gradient `step` has seen last, and its version
+        self._left: TensorMark | None = None  # of the gradient that `step` has seen last
         self._zeroed = 0
         self._without: list[int | None] = [None] * len(trained)  # steps in a row; None: it never had one
         self._gone_told = False
@@ -85,7 +101,7 @@ class GradientWatch:
             return
         self._armed = False
         gradient = parameter.grad
-        if gradient is None or _mark(gradient) != self._left or self._zeroed >= _SURE_AFTER:
+        if gradient is None or self._left is None or not self._left.is_of(gradient) or self._zeroed >= _SURE_AFTER:
             return
         self._kept = gradient.layout is torch.strided and bool(gradient.count_nonzero())
         self._zeroed += not self._kept
@@ -93,7 +109,7 @@ class GradientWatch:
     def at_step(self) -> str | None:
         """`step` was called: the warning for the user, or None."""
         self._armed = True
-        self._left = None if self._watched.grad is None else _mark(self._watched.grad)
+        self._left = None if self._watched.grad is None else TensorMark(self._watched.grad)
         if not self._none_told and all(parameter.grad is None for parameter in self._trained):
             self._none_told = True
             return (
@@ -145,10 +161,5 @@ class GradientWatch:
         self._hook.remove()
 
 
-def _mark(gradient: torch.Tensor) -> tuple[int, int]:
-    """Changes when somebody writes to it, except through `.data`."""
-    return id(gradient), _version(gradient)
-
-
-def _version(gradient: torch.Tensor) -> int:
-    return 0 if gradient.is_inference() else gradient._version  # noqa: SLF001 (asks no device)
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 (asks no device)

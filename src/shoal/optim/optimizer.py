@@ -36,7 +36,7 @@ from shoal.optim.arguments import (
     target_of,
     where_saved,
 )
-from shoal.optim.batch_rows import rows_of
+from shoal.optim.batch_rows import rows_of, samples_of
 from shoal.optim.checkpoint import Content, Files, Saved, copy_of
 from shoal.optim.faces import HivemindNames
 from shoal.optim.fragments import (
@@ -119,7 +119,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             `Synchronous()`. With any other one each peer steps on its own batches, and now and then they merge what
             they have trained: see docs/strategies.md.
         batch_size_per_step: samples that one call of `step` stands for; or give `batch_size` to each call. Without,
-            with `model`, the rows of the first tensor in each of its batches are counted.
+            with `model`, the rows of what it is given are counted; where they are not clear, `step` asks for them.
         params: parameters or parameter groups, if `optimizer` is a function of them.
         optimizer: a torch optimizer, or a function `params -> optimizer`.
         scheduler: a torch scheduler, or a function `optimizer -> scheduler`; stepped once for each swarm epoch. One
@@ -688,20 +688,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
     def _samples_of(self, batch_size: int | None) -> int:
         if self.auxiliary:
             return 0
-        samples = self.batch_size_per_step if batch_size is None else batch_size
-        if samples is not None:
-            samples = whole("batch_size", samples, most=MOST_SAMPLES)  # first: a refused call takes no count away
-        counted = 0 if self._rows is None else self._rows.take()
-        if samples is not None:
-            return samples
-        if counted:
-            return whole("batch_size", counted, most=MOST_SAMPLES)
-        if self._rows is not None and all(each.grad is None for each in self._training.trained):
-            return 1  # of nothing
-        cure = "give it to step(), or batch_size_per_step to the optimizer"
-        if self._rows is not None:
-            cure = f"the model was given no tensor with rows. Leave out a batch that is empty, or {cure}"
-        raise ConfigError(f"batch_size is missing: {cure}")
+        return samples_of(self.batch_size_per_step if batch_size is None else batch_size, self._rows)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -1,0 +1,293 @@
+"""Samples that the model counts: right, or a `ConfigError` that says what to give."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import UserDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.checkpoint import checkpoint
+
+from shoal.errors import ConfigError
+from shoal.optim.batch_rows import BatchRows, rows_in, rows_of, samples_of
+
+
+class Net(torch.nn.Module):
+    """A layer, and parameters that have no part in every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(4, 3)
+        self.holder = torch.nn.Parameter(torch.empty(0))  # models read their device from it
+        self.scale = torch.nn.Parameter(torch.ones(()))
+        self.unused = torch.nn.Parameter(torch.ones(()))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The scale has a part in one batch of four."""
+        self.calls += 1
+        result: torch.Tensor = self.net(x) * self.scale if self.calls % 4 == 1 else self.net(x)
+        return result
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        """A method beside forward."""
+        result: torch.Tensor = self.net(x).square().mean()
+        return result
+
+
+def made(**options: Any) -> tuple[Net, BatchRows]:
+    """A model whose batches are counted."""
+    net = Net()
+    return net, BatchRows(net, list(net.parameters()), **options)
+
+
+def train(net: torch.nn.Module, rows: int) -> torch.Tensor:
+    """A loss of so many rows."""
+    loss: torch.Tensor = net(torch.ones(rows, 4)).square().mean()
+    return loss
+
+
+def back(loss: torch.Tensor, **options: Any) -> None:
+    """Its gradient."""
+    torch.autograd.backward([loss], **options)
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_micro_batches_count_whatever_has_a_part_in_them(mode: bool) -> None:
+    """They were counted by the smallest parameter: 48 of 192 if it is empty, or has no gradient now and then."""
+    net, rows = made()
+    net.train(mode)
+    for _ in range(3):
+        for _ in range(4):
+            back(train(net, 16))
+        assert rows.take() == 64
+        net.zero_grad()
+
+
+def test_a_pass_without_backward_counts_nothing() -> None:
+    """A rollout of 1,000 rows in train mode made a batch of 16 count 1,000."""
+    net, rows = made()
+    train(net, 1000)
+    back(train(net, 16))
+    train(net, 1000)
+    with torch.no_grad():
+        train(net, 500)
+    assert rows.take() == 16
+
+
+def test_a_gradient_for_the_loss_counts_nothing() -> None:
+    """A penalty on gradients differentiates a pass before the backward pass does: it is one batch."""
+    net, rows = made()
+    x = torch.ones(9, 4, requires_grad=True)
+    (slope,) = torch.autograd.grad([net(x).sum()], [x], create_graph=True)
+    back(train(net, 5) + slope.square().mean())
+    assert rows.take() == 5
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("whole", [True, False])
+def test_activation_checkpoints_count_once(reentrant: bool, whole: bool) -> None:
+    """What is computed once more within backward is the same batch; and if all that is trained lies in there."""
+    inner = torch.nn.Linear(4, 3)
+
+    class Outer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.inner(x) if whole else checkpoint(self.inner, x, use_reentrant=reentrant)
+            return result
+
+    net = Outer()
+    rows = BatchRows(net, list(net.parameters()))
+    for count in (6, 5):
+        x = torch.ones(count, 4, requires_grad=True)
+        out: Any = checkpoint(net, x, use_reentrant=reentrant) if whole else net(x)
+        back(out.sum())
+    assert rows.take() == 11
+
+
+def test_two_losses_of_one_pass_count_once() -> None:
+    """Each has a backward pass of its own, over the same batch."""
+    net, rows = made()
+    out = net(torch.ones(5, 4))
+    back(out.mean(), retain_graph=True)
+    back(out.square().mean())
+    assert rows.take() == 5
+    back(train(net, 3))
+    assert rows.take() == 3
+
+
+def test_several_calls_in_one_backward_pass() -> None:
+    """One batch twice is one batch. Other tensors may be several batches, or views of one: the loop must say it."""
+    net, rows = made()
+    x = torch.ones(5, 4)
+    back((net(x) - net(x)).square().mean())
+    assert rows.take() == 5
+    back(train(net, 4) + train(net, 4))
+    with pytest.raises(
+        ConfigError, match=r"batch_size is missing: one backward pass .* several calls .* step\(\), or b"
+    ):
+        rows.take()
+    assert samples_of(4, rows) == 4
+    back(train(net, 3))
+    assert rows.take() == 3
+
+
+def test_where_a_backward_pass_is_known_to_be_one_batch() -> None:
+    """A Trainer has one for each of its batches: two towers of equal rows are that many samples."""
+    net, rows = made(one_batch=True)
+    back(train(net, 4) + train(net, 4))
+    assert rows.take() == 4
+    back(train(net, 4) + train(net, 12))
+    with pytest.raises(ConfigError, match="several calls"):
+        rows.take()
+
+
+def test_gradients_from_elsewhere_are_told() -> None:
+    """Another method than forward, alone or among other batches: the step would be weighted by a part of them."""
+    net, rows = made()
+    back(net.loss(torch.ones(5, 4)))
+    with pytest.raises(ConfigError, match=r"batch_size is missing: .* another method than forward"):
+        rows.take()
+    net.zero_grad()
+    back(train(net, 7))
+    back(net.loss(torch.ones(5, 4)))
+    with pytest.raises(ConfigError, match="another method than forward"):
+        rows.take()
+    net.zero_grad()
+    back(net.loss(torch.ones(5, 4)))
+    back(train(net, 7))
+    with pytest.raises(ConfigError, match="another method than forward"):
+        rows.take()
+    net.zero_grad()
+    back(train(net, 7))
+    assert rows.take() == 7
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_what_was_cleared_does_not_count(to_none: bool) -> None:
+    """A scaler leaves a step out: that batch was counted with the next one if the gradients were zeros."""
+    net, rows = made()
+    back(train(net, 5))
+    loss = train(net, 3)
+    net.zero_grad(set_to_none=to_none)
+    back(loss)
+    for parameter in net.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)  # clipped
+    assert rows.take() == 3
+
+
+def test_a_backward_pass_that_raises_counts_nothing() -> None:
+    """Out of memory in the middle: the loop clears the gradients, and goes on."""
+    net, rows = made()
+
+    class Breaks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        back((net(Breaks.apply(torch.ones(5, 4, requires_grad=True)))).sum())  # type: ignore[no-untyped-call]
+    net.zero_grad()
+    back(train(net, 3))
+    assert rows.take() == 3
+
+
+def test_a_copy_does_not_count_and_nothing_does_afterwards() -> None:
+    """A model that is copied or pickled, for an average of its weights for example, is another one."""
+    net, rows = made()
+    back(train(net, 2))
+    for each in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        back(train(each, 7))
+    assert rows.take() == 2
+    rows.close()
+    back(train(net, 2))
+    assert not rows._known
+
+
+def test_without_gradients_there_is_nothing_to_count() -> None:
+    """`step` says so itself."""
+    net, rows = made()
+    train(net, 4)
+    assert rows.take() == 1
+
+
+ones, images = torch.ones, [torch.ones(3, 20, 20) for _ in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("expected", "batch"),
+    [
+        (4, (ones(()), ones(4, 2))),
+        (3, {"text": "text", "x": {"y": [ones(3), ones(3, 2)]}}),
+        (5, UserDict(input_ids=ones(5, 9), attention_mask=ones(5, 9), labels=ones(5))),
+        (5, {"pixel_values": ones(40, 9), "input_ids": ones(5, 9), "labels": ones(5, 9)}),
+        (2, pack_sequence([ones(3, 4), ones(2, 4)])),
+        (8, (images, [{"boxes": ones(2, 4)} for _ in images])),
+        (2, {"input_ids": ones(2, 9), "position_ids": ones(2, 9)}),
+        ("no tensor with rows", (ones(()), "text")),
+        ("list of tensors", {0: images}),
+        ("different numbers of rows (4, 9)", {"x": ones(4, 9), "mask": ones(9, 9)}),
+        ("one row, in which several", {"input_ids": ones(1, 90), "position_ids": ones(1, 90), "labels": ones(1, 90)}),
+    ],
+)
+def test_rows_of_what_a_model_is_given(expected: int | str, batch: Any) -> None:
+    """A list of 8 images counted 3, for their channels. What is not sure is said."""
+    found = rows_in(batch)
+    if isinstance(expected, int):
+        assert found == expected
+    else:
+        assert isinstance(found, str)
+        assert expected in found
+
+
+def test_lists_of_collated_batches_hold_fields() -> None:
+    """`default_collate` makes lists of inputs and targets."""
+    assert rows_in([ones(4, 3), ones(4, 3)], collated=True) == 4
+    assert isinstance(rows_in([ones(4, 3), ones(4, 3)]), str)
+
+
+@pytest.mark.parametrize("wrap", [lambda net: torch.compile(net, backend="eager"), torch.nn.DataParallel])
+def test_a_model_that_is_wrapped_counts(wrap: Callable[[torch.nn.Module], torch.nn.Module]) -> None:
+    """By the wrapper, or by the model in it."""
+    for give in (True, False):
+        net = torch.nn.Linear(4, 3)
+        wrapped = wrap(net)
+        rows = BatchRows(wrapped if give else net, list(net.parameters()))
+        back(train(wrapped, 6))
+        back(train(wrapped, 5))
+        assert rows.take() == 11
+        rows.close()
+        torch._dynamo.reset()  # it would run the code of the first model, which had no hook, for the second
+
+
+def test_a_model_that_is_to_be_scripted_is_told_what_to_do() -> None:
+    """TorchScript compiles hooks: it raised AttributeError, '_BeforeForward' object has no attribute '__name__'."""
+    net = torch.nn.Linear(4, 3)
+    rows = BatchRows(net, list(net.parameters()))
+    with pytest.raises(ConfigError, match="batch_size_per_step"), pytest.warns(match="jit.script"):
+        torch.jit.script(net)
+    rows.close()
+
+
+def test_a_scripted_model_is_taken_and_its_samples_are_asked_for() -> None:
+    """It takes no hooks: RuntimeError, "register_forward_hook is not supported on ScriptModules"."""
+    with pytest.warns(match="jit.script"):
+        scripted = torch.jit.script(torch.nn.Linear(4, 3))
+    rows = rows_of(scripted, None, list(scripted.parameters()))
+    back(train(scripted, 4))
+    with pytest.raises(ConfigError, match="batch_size is missing"):
+        samples_of(None, rows)
+    assert samples_of(4, rows) == 4

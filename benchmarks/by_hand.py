@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from shoal.allreduce.partition import Part
 from shoal.allreduce.vector import PartDigests, Vector
+from shoal.wire import Held
 
 __all__ = ["average_part"]
 
 
 def average_part(
     vectors: Sequence[Vector], weights: Sequence[float], part: Part, reducer: int, digests: PartDigests
-) -> bytes:
+) -> Held:
     """The reducer averages a part from all vectors, and all get its bytes. Nothing is settled.
 
     Args:
@@ -23,7 +26,7 @@ def average_part(
         digests: of the round.
 
     Returns:
-        The digest of the average.
+        The average, with its digest.
     """
     made = vectors[reducer]
     made.begin_sum(part, weights[reducer])
@@ -32,14 +35,15 @@ def average_part(
             data = memoryview(bytearray(vector.contribution(part)))
             assert data.nbytes == made.encoded_bytes(part), "a contribution has another size than the reducer expects"
             made.add(part, made.decoded(part, data, weights[peer]), weights[peer])
-    digest = made.finish(part, sum(weights), digests)
-    wire = made.average_bytes(part, digest, digests)
+    held = Held(part.number, 0, b"", sum(weights), b"")
+    held = replace(held, digest=digests.of(held, made.finish(part, held.weight)))
+    wire = made.average_bytes(part, held, digests)
     assert wire is not None, "the reducer of an average can give it"
-    assert digests.of(part.number, wire) == digest, "the reducer gives what it has hashed"
+    assert digests.of(held, wire) == held.digest, "the reducer gives what it has hashed"
     for peer, vector in enumerate(vectors):
         if peer != reducer:
             landing = vector.landing(part)
             place = memoryview(bytearray(memoryview(wire).nbytes)) if landing is None else landing
             place[:] = memoryview(wire).cast("B")
             vector.land(part, place)
-    return digest
+    return held

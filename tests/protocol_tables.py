@@ -239,7 +239,9 @@ def type_text(hint: Any) -> str:
     if limit.max_length is not None:
         most = size(limit.max_length) if plain is bytes else f"{limit.max_length:,}"
         return _plain_type(plain, f" (at most {most}{' characters' if plain is str else ''})")
-    return _plain_type(plain, f" from {limit.ge:,}" + (f" to {_number(limit.le)}" if limit.le is not None else ""))
+    assert limit.ge is not None
+    assert limit.le is not None
+    return _plain_type(plain, f" from {_number(limit.ge)} to {_number(limit.le)}")
 
 
 def _plain_type(hint: Any, limit: str) -> str:
@@ -279,7 +281,9 @@ def size(count: int) -> str:
 
 def _number(value: float) -> str:
     if type(value) is int:
-        return f"2^{value.bit_length() - 1}" if value > 1 << 40 and value & (value - 1) == 0 else f"{value:,}"
+        size = abs(value)
+        power = f"2^{size.bit_length() - 1}" if size > 1 << 40 and size & (size - 1) == 0 else f"{size:,}"
+        return f"-{power}" if value < 0 else power
     return f"{value:g}"
 
 

@@ -16,6 +16,7 @@ from shoal.allreduce.vector import PartDigests, Vector, describe
 from shoal.compression import codec_by_name
 from shoal.peer import Address
 from shoal.transport.base import Connection
+from shoal.wire import Held
 
 
 class FloorPeer(TransportPeer):
@@ -70,7 +71,8 @@ class FloorPeer(TransportPeer):
             self.vector.add(part, self.vector.decoded(part, data, 1.0), 1.0)
             self.missing[part.number] -= 1
             if not self.missing[part.number]:
-                self.vector.finish(part, self.options.peers, self.digests)
+                held = Held(part.number, 0, b"", self.options.peers, b"")
+                self.digests.of(held, self.vector.finish(part, held.weight))
                 self.done[part.number].set()
 
     async def give(self, connection: Connection, mine: list[Part]) -> None:

@@ -17,7 +17,7 @@ from collections import deque
 from shoal.clock import Clock, SystemClock
 from shoal.events import Event, EventBus, Warned
 from shoal.peer import PeerID
-from shoal.wire import PlainValue, Trace, TraceEntry, encode
+from shoal.wire import MAX_SAMPLES, PlainValue, Trace, TraceEntry, encode
 
 __all__ = [
     "MAX_CHARACTERS",
@@ -104,11 +104,11 @@ def within(trace: Trace, limit_bytes: int) -> Trace:
 
 def _plain(value: object) -> PlainValue:
     match value:
-        case None | bool() | float():
+        case None | bool():
             return value
-        case int():
-            # MessagePack holds 64 bits; a larger number is not a count of anything.
-            return value if -(2**63) <= value < 2**63 else _text(value)
+        case int() | float():
+            # A larger number, infinity or NaN is not a count of anything, and `PlainValue` has bounds.
+            return value if abs(value) <= MAX_SAMPLES else _text(value)
         case tuple() | list():
             texts = [_text(each) for each in value[:MAX_LIST]]
             return texts if len(value) <= MAX_LIST else [*texts[:-1], f"and {len(value) - MAX_LIST + 1} more"]

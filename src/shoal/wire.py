@@ -12,6 +12,10 @@ Two kinds of message start something:
 
 `docs/protocol.md` shows the same as tables, which `make tables` makes from the docstrings and types in this module.
 Each comment line of dashes begins one of these tables.
+
+Every number, text, list and map has a bound in its type, so the decoder refuses what no honest peer says: NaN and
+infinity too, which are within no bounds. The bounds are absolute: what a message says of one round or one state is
+checked by the code that knows it. Raw bodies and whole messages are bounded by their frame (`Limits.header_bytes`).
 """
 
 from __future__ import annotations
@@ -27,8 +31,10 @@ from shoal.locks import SafeLock
 from shoal.peer import Address, PeerID
 
 __all__ = [
+    "MAX_DURATION_S",
     "MAX_EPOCH",
     "MAX_GROUP_SIZE",
+    "MAX_PARTS",
     "MAX_SAMPLES",
     "PROTOCOL_VERSION",
     "PROTOCOL_VERSIONS",
@@ -42,10 +48,10 @@ __all__ = [
     "encode_plain",
 ]
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """The version spoken by this code."""
 
-PROTOCOL_VERSIONS = (2, 2)
+PROTOCOL_VERSIONS = (3, 3)
 """The lowest and the highest version that this code can speak; negotiated when a connection is made."""
 
 R = TypeVar("R")
@@ -62,11 +68,51 @@ CheckDigest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 MAX_EPOCH, MAX_SAMPLES = 2 * 10**7, 1 << 62
 """No peer of a run has taken more swarm steps, or counts more samples: a peer that says so is wrong."""
 
+Epoch = Annotated[int, msgspec.Meta(ge=0, le=MAX_EPOCH)]
+
+Samples = Annotated[int, msgspec.Meta(ge=0, le=MAX_SAMPLES)]
+
 MAX_GROUP_SIZE = 1024
 """No group is larger, whatever `target_group_size` says: this bounds `Begin`, and the contributors of an average."""
 
+MAX_PARTS = 1 << 13
+"""With more parts a commit would not fit in one message (`Limits.header_bytes`): choose a larger `part_size_bytes`."""
+
+MemberIndex = Annotated[int, msgspec.Meta(ge=0, le=MAX_GROUP_SIZE - 1)]
+"""A member of a group, by its place in `Begin`."""
+
+PartNumber = Annotated[int, msgspec.Meta(ge=0, le=MAX_PARTS - 1)]
+
+Attempt = Annotated[int, msgspec.Meta(ge=0, le=MAX_GROUP_SIZE)]
+"""There is at most one new attempt for each member that is lost."""
+
+Weight = Annotated[float, msgspec.Meta(ge=0, le=1e16)]
+"""Of one member, or of all members together."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_SAMPLES)]
+"""Bytes, elements, messages."""
+
+Bandwidth = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
+"""Of something per second."""
+
+MAX_DURATION_S = 1e9
+"""Nobody waits longer: 30 years."""
+
+Duration = Annotated[float, msgspec.Meta(ge=0, le=MAX_DURATION_S)]
+"""Seconds."""
+
+WallTime = Annotated[float, msgspec.Meta(ge=-1e11, le=1e11)]
+"""Seconds since 1970; before that too, as clocks are set wrongly."""
+
+Name = Annotated[str, msgspec.Meta(max_length=512)]
+"""A name that users give or code has: of a run, an averager, a group, a message, a setting, a codec."""
+
+Settings = Annotated[dict[Name, Name], msgspec.Meta(max_length=256)]
+
+ShortText = Annotated[str, msgspec.Meta(max_length=200)]
+
 PartDigest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-"""16 bytes: GMAC of an encoded average, keyed by the round."""
+"""16 bytes: BLAKE3 of an encoded average and of what is said of it, keyed by the round."""
 
 RoundID = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 """Names one averaging round; drawn at random by the leader of the group."""
@@ -286,9 +332,9 @@ class Call(Message, frozen=True):
         body: the request.
     """
 
-    id: int
-    method: str
-    timeout_s: float
+    id: Count
+    method: Name
+    timeout_s: Duration
     body: msgspec.Raw
 
 
@@ -300,7 +346,7 @@ class Reply(Message, frozen=True):
         body: the reply.
     """
 
-    id: int
+    id: Count
     body: msgspec.Raw
 
 
@@ -315,8 +361,8 @@ class Failure(Message, frozen=True):
         text: the reason, for a log.
     """
 
-    id: int
-    code: str
+    id: Count
+    code: ShortText
     text: Annotated[str, msgspec.Meta(max_length=1024)]
 
 
@@ -328,7 +374,7 @@ class Note(Message, frozen=True):
         body: the message.
     """
 
-    method: str
+    method: Name
     body: msgspec.Raw
 
 
@@ -341,7 +387,7 @@ class Beat(Message, frozen=True):
         time: the wall clock of the sender's machine, seconds.
     """
 
-    time: float
+    time: WallTime
 
 
 class BeatReply(Message, frozen=True):
@@ -349,12 +395,11 @@ class BeatReply(Message, frozen=True):
 
     Attributes:
         asked: the time in the `Beat`.
-        time: the network's time as the answerer knows it, seconds. It is not a number (NaN) while the answerer is
-            joining and does not know it.
+        time: the network's time as the answerer knows it, seconds; None while it is joining and does not know it.
     """
 
-    asked: float
-    time: float
+    asked: WallTime
+    time: WallTime | None
 
 
 class Bye(Message, frozen=True):
@@ -431,7 +476,7 @@ class OpenStream(Message, frozen=True):
         body: the opening.
     """
 
-    method: str
+    method: Name
     body: msgspec.Raw
 
 
@@ -456,7 +501,7 @@ class Record(Message, frozen=True):
     key: Key
     subkey: Annotated[bytes, msgspec.Meta(max_length=256)] | None
     value: Annotated[bytes, msgspec.Meta(max_length=65536)]
-    expiration: float
+    expiration: WallTime
     owner: PeerID | None = None
     signature: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
 
@@ -484,7 +529,7 @@ class DhtFound(Message, frozen=True):
         more: the answer for this key did not fit and is empty: ask for the key again. Never true for all keys.
     """
 
-    records: list[Record]
+    records: Annotated[list[Record], msgspec.Meta(max_length=16384)]
     nearest: Annotated[list[Contact], msgspec.Meta(max_length=64)]
     more: bool = False
 
@@ -519,8 +564,8 @@ class DhtStoreReply(Message, frozen=True):
         records: all records that are held for the key `DhtStore.find`.
     """
 
-    refused: Annotated[list[str], msgspec.Meta(max_length=256)]
-    records: list[Record] = []
+    refused: Annotated[list[Annotated[str, msgspec.Meta(max_length=1024)]], msgspec.Meta(max_length=256)]
+    records: Annotated[list[Record], msgspec.Meta(max_length=16384)] = []
 
 
 class DhtStore(Request[DhtStoreReply], frozen=True):
@@ -553,7 +598,7 @@ class Member(Message, frozen=True):
 
     contact: Contact
     reduces: bool
-    bandwidth: float | None
+    bandwidth: Bandwidth | None
     gathered: Annotated[bytes, msgspec.Meta(max_length=65536)]
     contributes: bool = True
     reference: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
@@ -573,7 +618,7 @@ class JoinRefused(Message, frozen=True):
         text: the reason, for people.
     """
 
-    code: str
+    code: ShortText
     text: Annotated[str, msgspec.Meta(max_length=1024)]
 
 
@@ -600,9 +645,9 @@ class Begin(Message, frozen=True):
 
     round_id: RoundID
     members: Annotated[list[Member], msgspec.Meta(max_length=MAX_GROUP_SIZE)]
-    coordinator: int
-    slices: Annotated[list[int], msgspec.Meta(max_length=MAX_GROUP_SIZE)]
-    part_bytes: int
+    coordinator: MemberIndex
+    slices: Annotated[list[Count], msgspec.Meta(max_length=MAX_GROUP_SIZE)]
+    part_bytes: Count
 
 
 class Held(Message, frozen=True):
@@ -615,15 +660,15 @@ class Held(Message, frozen=True):
             ceil(members / 8) bytes, and no bits beyond the members.
         weight: the sum of their weights: above 0, and at most members × 1e12; 0 if nobody counts. Any other weight
             breaks the protocol.
-        digest: GMAC of the encoded average: AES-128-GCM that encrypts nothing. Its key is the first 16 bytes of
-            SHA-256(`shoal parts` + round id); its nonce is the part's number, in 12 bytes, big-endian. 16 zero bytes if
-            nobody counts.
+        digest: 16 bytes of BLAKE3 with a key, SHA-256(`shoal parts` + round id): over part, attempt (4 bytes each),
+            weight (8 bytes, IEEE 754) and the length of the contributors (4 bytes), all big-endian, then over the
+            contributors, and then over the encoded average. 16 zero bytes if nobody counts.
     """
 
-    part: int
-    attempt: int
+    part: PartNumber
+    attempt: Attempt
     contributors: Annotated[bytes, msgspec.Meta(max_length=MAX_GROUP_SIZE // 8)]
-    weight: float
+    weight: Weight
     digest: PartDigest
 
 
@@ -636,9 +681,9 @@ class Report(Message, frozen=True):
         moved_bytes: bytes sent and received in this round so far. They show that a slow member is at work.
     """
 
-    held: list[Held] = []
-    lost: list[int] = []
-    moved_bytes: int = 0
+    held: Annotated[list[Held], msgspec.Meta(max_length=MAX_PARTS)] = []
+    lost: Annotated[list[MemberIndex], msgspec.Meta(max_length=MAX_GROUP_SIZE)] = []
+    moved_bytes: Count = 0
 
 
 class Assign(Message, frozen=True):
@@ -651,9 +696,9 @@ class Assign(Message, frozen=True):
         reducer: the member that averages the parts, or has the averages, from now on.
     """
 
-    parts: list[int]
-    attempt: int
-    reducer: int
+    parts: Annotated[list[PartNumber], msgspec.Meta(max_length=MAX_PARTS)]
+    attempt: Attempt
+    reducer: MemberIndex
 
 
 class Commit(Message, frozen=True):
@@ -667,7 +712,7 @@ class Commit(Message, frozen=True):
     """
 
     round_id: RoundID
-    parts: list[Held]
+    parts: Annotated[list[Held], msgspec.Meta(max_length=MAX_PARTS)]
 
 
 class Abort(Message, frozen=True):
@@ -689,7 +734,7 @@ class Gone(Message, frozen=True):
         member: the lost member.
     """
 
-    member: int
+    member: MemberIndex
 
 
 class Leave(Message, frozen=True):
@@ -712,10 +757,10 @@ class Join(
         member: the asker.
     """
 
-    group: str
-    schema: bytes
-    settings: dict[str, str]
-    expiration: float
+    group: Name
+    schema: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
+    settings: Settings
+    expiration: WallTime
     member: Member
 
     @property
@@ -738,9 +783,9 @@ class PartData(Message, frozen=True):
         weight: how much the values count: 0, or 1e-9 to 1e12.
     """
 
-    part: int
-    attempt: int
-    weight: float
+    part: PartNumber
+    attempt: Attempt
+    weight: Weight
 
 
 class PartRequest(Message, frozen=True):
@@ -753,8 +798,8 @@ class PartRequest(Message, frozen=True):
         attempt: this attempt or a later one will do.
     """
 
-    part: int
-    attempt: int
+    part: PartNumber
+    attempt: Attempt
 
 
 class PartAverage(Message, frozen=True):
@@ -775,8 +820,8 @@ class PartAbsent(Message, frozen=True):
         attempt: as in the question.
     """
 
-    part: int
-    attempt: int
+    part: PartNumber
+    attempt: Attempt
 
 
 class Reduce(Opening[PartData | PartRequest, PartAverage | PartAbsent], frozen=True):
@@ -816,10 +861,6 @@ class AskVerdict(Request[Verdict], frozen=True):
 # ------------------------------------------------------------------------------------------------------------- progress
 
 
-Epoch = Annotated[int, msgspec.Meta(ge=0, le=MAX_EPOCH)]
-Samples = Annotated[int, msgspec.Meta(ge=0, le=MAX_SAMPLES)]
-
-
 class Progress(Message, frozen=True):
     """The progress of one peer of a run: in the DHT under `RUN_ID_progress`, and inside `TellProgress`.
 
@@ -846,9 +887,9 @@ class Progress(Message, frozen=True):
     digest: Digest
     branch_samples: Samples
     samples: Samples
-    rate: float
-    time: float
-    settings: dict[str, str]
+    rate: Bandwidth
+    time: WallTime
+    settings: Settings
     end_epoch: Epoch | None = None
     left: bool = False
     check: tuple[Epoch, CheckDigest, CheckDigest] | None = None
@@ -865,8 +906,8 @@ class Standing(Message, frozen=True):
     """
 
     peer: PeerID
-    samples: Annotated[int, msgspec.Meta(ge=0)]
-    time: float
+    samples: Samples
+    time: WallTime
 
 
 class ProgressTold(Message, frozen=True):
@@ -891,7 +932,7 @@ class TellProgress(Request[ProgressTold], frozen=True):
             caller tells another keeper.
     """
 
-    run_id: str
+    run_id: Name
     progress: Progress
     others: Annotated[list[Standing], msgspec.Meta(max_length=4096)] = []
 
@@ -918,7 +959,7 @@ class WhoTrains(Request[Trainers], frozen=True):
         run_id: the run.
     """
 
-    run_id: str
+    run_id: Name
 
     @property
     def scope(self) -> str:
@@ -927,6 +968,11 @@ class WhoTrains(Request[Trainers], frozen=True):
 
 
 # ---------------------------------------------------------------------------------------------------------------- state
+
+
+Shape = Annotated[list[Count], msgspec.Meta(max_length=32)]
+StateTensor = tuple[Shape, Name, Name, Count]
+Chunks = Annotated[list[Count], msgspec.Meta(max_length=1 << 15)]
 
 
 class ManifestReply(Message, frozen=True):
@@ -944,12 +990,12 @@ class ManifestReply(Message, frozen=True):
     """
 
     snapshot: RoundID
-    epoch: int
+    epoch: Epoch
     metadata: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
-    tensors: list[tuple[list[int], str, str, int]]
-    chunk_bytes: int
-    hashes: list[Digest]
-    infinite: list[int] = []
+    tensors: Annotated[list[StateTensor], msgspec.Meta(max_length=1 << 17)]
+    chunk_bytes: Count
+    hashes: Annotated[list[Digest], msgspec.Meta(max_length=1 << 15)]
+    infinite: Annotated[list[Count], msgspec.Meta(max_length=1 << 17)] = []
 
 
 class ManifestPending(Message, frozen=True):
@@ -972,8 +1018,8 @@ class GetManifest(Request[ManifestReply | ManifestPending], frozen=True):
             `busy`.
     """
 
-    prefix: str
-    epoch: int = 0
+    prefix: Name
+    epoch: Epoch = 0
 
     @property
     def scope(self) -> str:
@@ -991,8 +1037,8 @@ class Chunk(Message, frozen=True):
         offset: where in the chunk this piece begins.
     """
 
-    index: int
-    offset: int = 0
+    index: Count
+    offset: Count = 0
 
 
 class MoreChunks(Message, frozen=True):
@@ -1002,7 +1048,7 @@ class MoreChunks(Message, frozen=True):
         chunks: their numbers, none of them twice on one stream.
     """
 
-    chunks: list[int]
+    chunks: Chunks
 
 
 class FetchChunks(Opening[MoreChunks, Chunk], frozen=True):
@@ -1018,9 +1064,9 @@ class FetchChunks(Opening[MoreChunks, Chunk], frozen=True):
 
     bulk: ClassVar[bool] = True
 
-    prefix: str
+    prefix: Name
     snapshot: RoundID
-    chunks: list[int]
+    chunks: Chunks
 
     @property
     def scope(self) -> str:
@@ -1043,9 +1089,9 @@ class StepsFrom(Message, frozen=True):
         samples: in the state.
     """
 
-    epoch: Annotated[int, msgspec.Meta(ge=0)]
+    epoch: Epoch
     digest: Digest
-    samples: Annotated[int, msgspec.Meta(ge=0)]
+    samples: Samples
 
 
 class StepTaken(Message, frozen=True):
@@ -1066,17 +1112,17 @@ class StepTaken(Message, frozen=True):
         nbytes: the size of the averages.
     """
 
-    epoch: Annotated[int, msgspec.Meta(ge=0)]
+    epoch: Epoch
     digest: Digest
-    samples: Annotated[int, msgspec.Meta(ge=0)]
+    samples: Samples
     agreement: Annotated[bytes, msgspec.Meta(max_length=65536)]
     commit: Commit | None
-    slices: Annotated[list[int], msgspec.Meta(max_length=MAX_GROUP_SIZE)]
-    part_bytes: int
+    slices: Annotated[list[Count], msgspec.Meta(max_length=MAX_GROUP_SIZE)]
+    part_bytes: Count
     alone: Annotated[bytes, msgspec.Meta(max_length=64)]
-    alone_samples: Annotated[int, msgspec.Meta(ge=0)]
+    alone_samples: Samples
     raw: bool
-    nbytes: Annotated[int, msgspec.Meta(ge=0)]
+    nbytes: Count
 
 
 class WantStep(Message, frozen=True):
@@ -1098,7 +1144,7 @@ class StepBytes(Message, frozen=True):
     """
 
     digest: Digest
-    offset: int
+    offset: Count
 
 
 class StepGone(Message, frozen=True):
@@ -1120,7 +1166,7 @@ class FollowSteps(Opening[WantStep, StepsFrom | StepTaken | StepBytes | StepGone
 
     bulk: ClassVar[bool] = True
 
-    run_id: str
+    run_id: Name
 
     @property
     def scope(self) -> str:
@@ -1130,9 +1176,10 @@ class FollowSteps(Opening[WantStep, StepsFrom | StepTaken | StepBytes | StepGone
 
 # ---------------------------------------------------------------------------------------------------------------- debug
 
-ShortText = Annotated[str, msgspec.Meta(max_length=200)]
-
-PlainValue = bool | int | float | ShortText | Annotated[list[ShortText], msgspec.Meta(max_length=16)] | None
+PlainInteger = Annotated[int, msgspec.Meta(ge=-MAX_SAMPLES, le=MAX_SAMPLES)]
+PlainNumber = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
+ShortTexts = Annotated[list[ShortText], msgspec.Meta(max_length=16)]
+PlainValue = bool | PlainInteger | PlainNumber | ShortText | ShortTexts | None
 
 
 class TraceEntry(Message, frozen=True):
@@ -1145,8 +1192,8 @@ class TraceEntry(Message, frozen=True):
         fields: what the event says: peer ids in full, other bytes as hexadecimal digits.
     """
 
-    number: int
-    at_s: float
+    number: Count
+    at_s: Duration
     kind: ShortText
     fields: Annotated[dict[ShortText, PlainValue], msgspec.Meta(max_length=16)]
 
@@ -1163,9 +1210,9 @@ class Trace(Message, frozen=True):
     """
 
     peer: PeerID
-    pid: int
-    began: float
-    now_s: float
+    pid: Count
+    began: WallTime
+    now_s: Duration
     entries: Annotated[list[TraceEntry], msgspec.Meta(max_length=1000)]
 
 
@@ -1176,4 +1223,4 @@ class GetTrace(Request[Trace], frozen=True):
         last: at most so many of the latest events.
     """
 
-    last: Annotated[int, msgspec.Meta(ge=0)] = 1000
+    last: Count = 1000

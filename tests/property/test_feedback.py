@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.allreduce.partition import Part
-from shoal.allreduce.vector import PartDigests, Vector, describe
+from shoal.allreduce.vector import Vector, describe
 from shoal.compression import (
     BlockwiseQuantization,
     CompressionBase,
@@ -21,7 +21,6 @@ from shoal.compression import (
 )
 from tests.unit.test_vector import DTYPES, parts_of
 
-DIGESTS = PartDigests(b"r" * 16)
 NUMEL = 700
 
 CODECS: list[CompressionBase] = [
@@ -85,7 +84,7 @@ class Played:
                 data = memoryview(self.vectors[member].contribution(part))
                 made.add(part, made.decoded(part, data, weights[member]), weights[member])
         summed = made._sums[part.number].to(torch.float64, copy=True)
-        made.finish(part, total, DIGESTS)
+        made.finish(part, total)
         average = made._segments[0].result[where]
         self.averaged[where] += total * average.double()
         for member, vector in enumerate(self.vectors):
@@ -162,7 +161,7 @@ def test_a_round_that_fails_leaves_the_residual_as_it_was() -> None:
                 for vector in played.vectors:
                     vector.contribution(part)
             played.vectors[0].begin_sum(part, 5.0)
-            played.vectors[0].finish(part, 5.0, DIGESTS)
+            played.vectors[0].finish(part, 5.0)
         assert torch.equal(played.residual(1), before)
         parts = played.begin([values[2]] * 2, [1.0, 1.0])
         sent.append([bytes(vector.contribution(part)) for part in parts for vector in played.vectors])

@@ -43,12 +43,12 @@ def play(vectors: list[Vector], weights: list[float], *, on_reference: bool, red
     parts = vectors[0].parts([500, 600, 400], 1024)
     for part in parts:
         reducer = reducers[part.reducer]
-        digest = average_part(vectors, weights, part, reducer, DIGESTS)
+        held = average_part(vectors, weights, part, reducer, DIGESTS)
         for peer, vector in enumerate(vectors):
             if peer != reducer:
-                given_on = vector.average_bytes(part, digest, DIGESTS)
+                given_on = vector.average_bytes(part, held, DIGESTS)
                 assert given_on is not None, "who holds an average can give it"
-                assert DIGESTS.of(part.number, given_on) == digest
+                assert DIGESTS.of(held, given_on) == held.digest
             vector.settle(part, averaged_here=peer == reducer)
     for vector in vectors:
         vector.name_reference(b"round")

@@ -33,7 +33,7 @@ MESSAGES: list[wire.Message] = [
     wire.Contact(PEER),
     wire.Hello(CONTACT),
     wire.Call(1, "DhtPing", 2.5, msgspec.Raw(wire.encode(wire.DhtPing()))),
-    wire.Reply(2**63, msgspec.Raw(b"\xc0")),
+    wire.Reply(2**62, msgspec.Raw(b"\xc0")),
     wire.Failure(0, "busy", "too many"),
     wire.Beat(1.7e9),
     wire.BeatReply(1.7e9, 1.7e9),

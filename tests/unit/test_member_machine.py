@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from shoal.allreduce.commit import Ask, Average, Contribute
+import pytest
+from msgspec.structs import replace
+
+from shoal.allreduce.commit import Ask, Average, Contribute, Order
 from shoal.allreduce.member import AskOthers, Blame, Finish, MemberMachine, MemberPhase
 from shoal.peer import PeerID
 from shoal.wire import Abort, Assign, Commit, Contact, Gone, Held, Member, PartAbsent, Report
@@ -54,13 +57,77 @@ def test_parts_that_another_member_owned_are_averaged_sent_again_or_asked_for() 
     assert member.obey(Assign([0], 1, 2), 1.0) == [Ask(0, 1, 2)]
 
 
-@pytest.mark.parametrize("order", [Assign([3], 1, 1), Assign([-1], 1, 1), Assign([0], 1, 3), Gone(7), Gone(1)])
-def test_orders_that_name_what_is_not_in_the_round_change_nothing(order: Assign | Gone) -> None:
-    """Nor is this member itself gone."""
+@pytest.mark.parametrize(
+    "order",
+    [
+        Assign([3], 1, 1),
+        Assign([-1], 1, 1),
+        Assign([0], 1, 3),
+        Assign([1], 1 << 62, 1),
+        Gone(7),
+        Abort(b"another round id", "no"),
+        Commit(ROUND, [held(0), held(1, 1 << 62), held(2)]),
+        Commit(ROUND, [held(0), held(1)]),
+    ],
+    ids=["part", "negative", "reducer", "attempt", "gone", "abort", "commit", "short"],
+)
+def test_orders_that_name_what_is_not_in_the_round_change_nothing(order: Order) -> None:
+    """No coordinator of this round says them."""
     member = machine([0, 1, 2])
     member.start(0.0)
+    assert not member.fits(order)
     assert member.obey(order, 1.0) == []
+    assert not member.decided
     assert member.rules.attempt == [0, 0, 0]
+
+
+def test_a_member_that_is_gone_by_its_own_coordinator_goes_on() -> None:
+    """It is there."""
+    member = machine([0, 1, 2])
+    member.start(0.0)
+    assert member.fits(Gone(1))
+    assert member.obey(Gone(1), 1.0) == []
+
+
+def test_assign_of_attempt_2_to_62_does_not_count_up_to_it() -> None:
+    """A reducer forgets older attempts by what it has, not by a loop over what a message names."""
+    member = machine([0, 1, 2])
+    member.contributions.own(1, 0, 0.0)
+    member.contributions.own(1, 1 << 62, 1.0)
+    assert member.contributions.expects(1, 1 << 62, 0)
+    assert not member.contributions.expects(1, 0, 0)
+
+
+@pytest.mark.parametrize("said", [{"weight": 2.0}, {"contributors": b"\x03"}, {"attempt": 1}])
+def test_a_commit_that_says_of_an_average_what_its_reducer_did_not_say_is_refused(said: dict[str, Any]) -> None:
+    """A leader that gives each member another commit forked the names of the state; the digest binds all of it."""
+    member = machine([0, 1, 2])
+    member.start(0.0)
+    member.averaged(held(0))
+    lie = Commit(ROUND, [replace(held(0), **said), held(1), held(2)])
+    assert not member.fits(lie)
+    assert member.obey(lie, 1.0) == []
+    assert not member.decided
+    assert member.fits(commit(0, 0, 0))
+
+
+def test_a_reducer_that_gave_this_member_another_average_is_named_by_it() -> None:
+    """It hashed what it got: the reducer told others something else. The committed one is fetched from another."""
+    member = machine([0, 1, 2])
+    member.start(0.0)
+    for part in range(3):
+        member.averaged(replace(held(part), digest=b"another one 16 b") if part == 2 else held(part))
+    actions = member.obey(commit(0, 0, 0), 1.0)
+    assert actions == [Blame(2, "gave this peer another average of part 2 than others", lied=True), Ask(2, 0, 0)]
+    assert member.unheard == {2}
+
+
+def test_an_older_average_is_no_lie() -> None:
+    """An older attempt's average is another one without a lie."""
+    member = machine([0, 1, 2])
+    member.start(0.0)
+    member.averaged(replace(held(2), digest=b"another one 16 b"))
+    assert not [each for each in member.obey(commit(0, 0, 1), 1.0) if isinstance(each, Blame)]
 
 
 def test_nobody_waits_for_the_values_of_a_member_that_is_gone() -> None:

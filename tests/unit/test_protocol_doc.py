@@ -118,7 +118,7 @@ def test_a_text_comes_from_a_function() -> None:
 def test_a_constant_is_added_by_its_name() -> None:
     """Its value and its docstring come from the module; one without a docstring is refused."""
     page = "<!-- generated: constants -->\n| `shoal.wire.PROTOCOL_VERSION` |\n<!-- end -->\n"
-    assert "| `shoal.wire.PROTOCOL_VERSION` | 2 | The version spoken by this code. |" in filled(page)
+    assert "| `shoal.wire.PROTOCOL_VERSION` | 3 | The version spoken by this code. |" in filled(page)
     with pytest.raises(KeyError, match="_UNEXPLAINED_S"):
         list(constants([f"{__name__}._UNEXPLAINED_S"]))
 

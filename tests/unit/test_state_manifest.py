@@ -82,7 +82,6 @@ def test_a_state_without_tensors_has_no_chunks() -> None:
         ({"chunk_bytes": 0}, "chunks of 0 bytes"),
         ({"chunk_bytes": -1024}, "chunks of -1024 bytes"),
         ({"chunk_bytes": MAX_CHUNK_BYTES + 1}, "chunks of"),
-        ({"epoch": -1}, "epoch -1"),
         ({"infinite": [1]}, "infinities"),
         ({"infinite": [-1]}, "infinities"),
         ({"infinite": [0, 0]}, "infinities"),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from benchmarks.by_hand import average_part
 from shoal.allreduce.interface import MAX_WEIGHT, MIN_WEIGHT, is_weight
@@ -14,6 +15,7 @@ from shoal.allreduce.partition import Part
 from shoal.allreduce.vector import PartDigests, Vector, describe
 from shoal.compression import CompressionBase, Float16Compression, NoCompression
 from shoal.errors import ConfigError, PeerProtocolError
+from shoal.wire import Held
 from tests.codecs import CODECS
 
 DIGESTS = PartDigests(b"r" * 16)
@@ -31,8 +33,8 @@ def parts_of(vector: Vector, part_bytes: int = 1024) -> list[Part]:
     return vector.layout.parts([vector.layout.numel], part_bytes)
 
 
-def average(vectors: Sequence[Vector], weights: Sequence[float], part_bytes: int = 1024) -> list[bytes]:
-    """What a round does, without the network: the first vector owns every part. Returns the digests."""
+def average(vectors: Sequence[Vector], weights: Sequence[float], part_bytes: int = 1024) -> list[Held]:
+    """What a round does, without the network: the first vector owns every part. Returns the averages' names."""
     return [average_part(vectors, weights, part, 0, DIGESTS) for part in parts_of(vectors[0], part_bytes)]
 
 
@@ -69,11 +71,11 @@ def test_whoever_holds_an_average_gives_the_bytes_that_the_reducer_sent(codec: C
     reducer, other = (vector_of([torch.randn(5000, generator=generator)], codec) for _ in range(2))
     for vector in (reducer, other):
         vector.copy_in()
-    digests = average([reducer, other], [1.0, 2.0], part_bytes=4096)
-    for part, digest in zip(parts_of(reducer, 4096), digests, strict=True):
-        given = other.ready_bytes(part) or other.average_bytes(part, digest, DIGESTS)
+    averages = average([reducer, other], [1.0, 2.0], part_bytes=4096)
+    for part, held in zip(parts_of(reducer, 4096), averages, strict=True):
+        given = other.ready_bytes(part) or other.average_bytes(part, held, DIGESTS)
         assert given is not None
-        assert DIGESTS.of(part.number, given) == digest
+        assert DIGESTS.of(held, given) == held.digest
     for vector in (reducer, other):
         vector.apply(1.0)
     assert torch.equal(reducer.tensors[0], other.tensors[0])
@@ -89,10 +91,10 @@ def test_a_reducer_that_was_replaced_gives_the_average_of_its_successor(codec: C
     [part] = parts_of(first, 4096)
     old = average([first], [1.0], part_bytes=4096)
     [new] = average([successor, first], [1.0, 1.0], part_bytes=4096)
-    assert [new] != old
+    assert new.digest != old[0].digest
     given = first.ready_bytes(part) or first.average_bytes(part, new, DIGESTS)
     assert given is not None
-    assert DIGESTS.of(part.number, given) == new
+    assert DIGESTS.of(new, given) == new.digest
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ def test_copies_are_copies() -> None:
     [part] = parts_of(vector)
     assert bytes(vector.contribution(part)) == before.numpy().tobytes()
     vector.begin_sum(part, 3.0)
-    vector.finish(part, 3.0, DIGESTS)
+    vector.finish(part, 3.0)
     torch.testing.assert_close(tensor, before * 2, rtol=0, atol=0)
 
 
@@ -228,7 +230,7 @@ def test_contributions_that_are_not_finite_are_refused(codec: CompressionBase, b
     mine.begin_sum(part, 1.0)
     with pytest.raises(PeerProtocolError, match="not finite"):
         mine.decoded(part, memoryview(bytearray(theirs.contribution(part))), 1.0)
-    mine.finish(part, 1.0, DIGESTS)
+    mine.finish(part, 1.0)
     mine.overwrite()
     assert torch.equal(mine.tensors[0], torch.ones(10))
 
@@ -268,7 +270,7 @@ def test_a_sum_begun_again_forgets_the_first() -> None:
     [part] = parts_of(vector)
     vector.begin_sum(part, 5.0)
     vector.begin_sum(part, 1.0)
-    vector.finish(part, 1.0, DIGESTS)
+    vector.finish(part, 1.0)
     vector.overwrite()
     assert torch.equal(vector.tensors[0], torch.full((10,), 2.0))
 
@@ -280,24 +282,24 @@ def test_a_member_gives_on_what_it_received(dtype: torch.dtype, codec: Compressi
     reducer, other = (vector_of([values(seed, 700, dtype=dtype)], codec) for seed in (1, 2))
     for vector in (reducer, other):
         vector.copy_in()
-    digests = average([reducer, other], [1.0, 3.0])
-    for part, digest in zip(parts_of(reducer), digests, strict=True):
-        given = other.average_bytes(part, digest, DIGESTS)
+    averages = average([reducer, other], [1.0, 3.0])
+    for part, held in zip(parts_of(reducer), averages, strict=True):
+        given = other.average_bytes(part, held, DIGESTS)
         assert given is not None
-        assert bytes(given) == bytes(reducer.average_bytes(part, digest, DIGESTS) or b"")
-        assert other.average_bytes(part, b"?" * 32, DIGESTS) is None
+        assert bytes(given) == bytes(reducer.average_bytes(part, held, DIGESTS) or b"")
+        assert other.average_bytes(part, replace(held, digest=b"?" * 16), DIGESTS) is None
 
 
 def test_a_new_round_forgets_the_last_one() -> None:
     """`copy_in` drops sums and encoded averages."""
     vector = vector_of([torch.ones(10)], HALF)
     vector.copy_in()
-    [digest] = average([vector], [1.0])
+    [first] = average([vector], [1.0])
     [part] = parts_of(vector)
     vector.tensors[0].fill_(3.0)
     vector.copy_in()
     [again] = average([vector], [1.0])
-    assert again != digest
+    assert again.digest != first.digest
     assert vector.average_bytes(part, again, DIGESTS) is not None
 
 

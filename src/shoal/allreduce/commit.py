@@ -22,6 +22,7 @@ the choice of members that the coordinator leaves out (module `coordinator`) mat
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -173,6 +174,7 @@ class CommitRules:
         reducers: for each part, the index of the member that averages it at first.
         contributes: for each member, whether it has values and wants averages; False for an auxiliary one.
         min_group_size: with fewer members left, auxiliary ones counted, the round is aborted.
+        me: index of the coordinator.
 
     Attributes:
         reducer: of each part, now.
@@ -183,14 +185,22 @@ class CommitRules:
     """
 
     def __init__(
-        self, round_id: bytes, reducers: Sequence[int], contributes: Sequence[bool], *, min_group_size: int
+        self,
+        round_id: bytes,
+        reducers: Sequence[int],
+        contributes: Sequence[bool],
+        *,
+        min_group_size: int,
+        me: int,
     ) -> None:
-        self.round_id, self.min_group_size = round_id, min_group_size
+        self.round_id, self.min_group_size, self.me = round_id, min_group_size, me
         self.reducer = list(reducers)
         self.attempt = [0] * len(reducers)
         self.live = set(range(len(contributes)))
         self.held: list[dict[int, Held]] = [{} for _ in contributes]
         self.verdict: Commit | Abort | None = None
+        self._first: dict[int, Held] = {}  # part -> what was reported of it first, under its present attempt
+        self._disputed: set[int] = set()  # parts of which something else was reported, too
         self._takers = {member for member, values in enumerate(contributes) if values}
 
     @property
@@ -211,6 +221,8 @@ class CommitRules:
             )
             return False
         self.held[member][part] = held
+        if self._first.setdefault(part, held) != held:
+            self._disputed.add(part)
         return True
 
     def leave_out(self, member: int) -> None:
@@ -229,14 +241,58 @@ class CommitRules:
         if attempt > self.attempt[part]:
             for held in self.held:
                 held.pop(part, None)
+            self._first.pop(part, None)
+            self._disputed.discard(part)
         self.attempt[part], self.reducer[part] = attempt, reducer
 
     def commit(self) -> None:
         """Commit if every taker holds the current attempt of every part, and there is no verdict yet."""
         takers = self.takers
         if self.verdict is None and takers and all(len(self.held[each]) == len(self.reducer) for each in takers):
-            held = self.held[min(takers)]
-            self.verdict = Commit(self.round_id, [held[part] for part in range(len(self.reducer))])
+            self.verdict = Commit(self.round_id, [self._agreed(part) for part in range(len(self.reducer))])
+
+    def _agreed(self, part: int) -> Held:
+        """What most of those hold that are to hold this part; of two that are equally many what the coordinator holds.
+
+        The digest is also of what is said of the average: so of one digest the coordinator's own word is the true one.
+        """
+        if part not in self._disputed:
+            return self._first[part]
+        said = [self.held[each][part] for each in sorted(self.takers)]
+        mine, reducers = (self.held[each].get(part) for each in (self.me, self.reducer[part]))
+        counts = Counter(held.digest for held in said)
+        digest = max(
+            counts,
+            key=lambda each: (
+                counts[each],
+                mine is not None and each == mine.digest,
+                reducers is not None and each == reducers.digest,
+            ),
+        )
+        if mine is not None and mine.digest == digest:
+            return mine
+        return Counter(held for held in said if held.digest == digest).most_common(1)[0][0]
+
+    def lies(self) -> dict[int, str]:
+        """After the commit: the members whose words contradict those of the others.
+
+        A member hashes what it gets, and reports that. If a single one reports another average than all others, the
+        reducer may have given it another, or it lies: that one alone knows, and only it says so.
+        """
+        found: dict[int, str] = {}
+        if not isinstance(self.verdict, Commit):
+            return found
+        for part in sorted(self._disputed):
+            reducer, agreed = self.reducer[part], self.verdict.parts[part]
+            said = {each: self.held[each][part] for each in sorted(self.takers)}
+            others = [each for each, held in said.items() if held.digest != agreed.digest]
+            if reducer in others or len(others) > 1:
+                found.setdefault(reducer, f"gave members different averages of part {part}")
+            if said.get(self.me) == agreed:
+                for each, held in said.items():
+                    if held.digest == agreed.digest and held != agreed:
+                        found.setdefault(each, f"said of part {part} what its average does not")
+        return found
 
     def abort(self, reason: str) -> None:
         """End the round without averages, unless there is a verdict already."""

@@ -34,6 +34,7 @@ __all__ = [
     "CoordinatorAction",
     "CoordinatorPhase",
     "LeftOut",
+    "Lied",
     "Replaced",
     "Send",
     "Stragglers",
@@ -60,7 +61,14 @@ class Replaced(NamedTuple):
     member: int
 
 
-CoordinatorAction = Send | LeftOut | Replaced
+class Lied(NamedTuple):
+    """A member's words contradict those of others."""
+
+    member: int
+    reason: str
+
+
+CoordinatorAction = Send | LeftOut | Replaced | Lied
 
 
 class CoordinatorPhase(enum.Enum):
@@ -115,7 +123,7 @@ class Coordinator:
         stall_s: float,
         now: float,
     ) -> None:
-        self.rules = CommitRules(round_id, reducers, contributes, min_group_size=min_group_size)
+        self.rules = CommitRules(round_id, reducers, contributes, min_group_size=min_group_size, me=me)
         self.me, self.stall_s, self.allowed_s = me, stall_s, 0.0
         self.reduces = list(reduces)
         self._told = False
@@ -225,7 +233,8 @@ class Coordinator:
         if self._told or (verdict := self.rules.verdict) is None:
             return []
         self._told = True
-        return [Send(member, verdict) for member in range(len(self.reduces))]
+        lied = [Lied(member, reason) for member, reason in self.rules.lies().items()]
+        return [*lied, *(Send(member, verdict) for member in range(len(self.reduces)))]
 
     # ------------------------------------------------------------------------------------------------- other reducers
 

@@ -102,12 +102,12 @@ def is_weight(weight: float) -> bool:
 
 
 def is_sound(held: Held, members: int) -> bool:
-    """Return whether these contributors and this weight of an average are possible in a group of so many members.
+    """Return whether this attempt, contributors and weight of an average are possible in a group of so many members.
 
     The peer that names them may be lying; weights become part of the names of states, which others read.
     """
     named = int.from_bytes(held.contributors, "little")
-    if len(held.contributors) != (members + 7) // 8 or named >> members:
+    if len(held.contributors) != (members + 7) // 8 or named >> members or held.attempt > members:
         return False
     return 0 < held.weight <= 1.001 * members * MAX_WEIGHT if named else held.weight == 0
 

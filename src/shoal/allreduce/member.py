@@ -51,10 +51,11 @@ class CutOff(NamedTuple):
 
 
 class Blame(NamedTuple):
-    """A member did not do its part."""
+    """A member did not do its part, or lied: that counts after the verdict, too."""
 
     member: int
     reason: str
+    lied: bool = False
 
 
 class AskOthers(NamedTuple):
@@ -179,9 +180,11 @@ class MemberMachine:
 
     def obey(self, message: Order, now: float) -> list[MemberAction]:
         """The coordinator says something (or another member relays its commit)."""
-        rules, members, actions = self.rules, len(self.members), list[MemberAction]()
+        rules, actions = self.rules, list[MemberAction]()
         match message:
-            case Assign() if 0 <= message.reducer < members and all(0 <= p < len(rules.reducer) for p in message.parts):
+            case _ if not self.fits(message):
+                return []
+            case Assign():
                 sources = list(rules.reducer)
                 for action in rules.assigned(message):
                     actions.append(action)
@@ -189,25 +192,55 @@ class MemberMachine:
                         self.unheard.add(sources[action.part])
                     if isinstance(action, Average):
                         actions += self.contributions.own(action.part, action.attempt, now)
-            case Gone(member) if 0 <= member < members and member != self.me:
+            case Gone(member) if member != self.me:
                 # We may never have had a connection with it, whose end would tell.
                 if self.me != self.coordinator:  # it has said so already
                     actions.append(Blame(member, "gone: the coordinator has lost it"))
                 actions += self.member_lost(member)
-            case Commit() if rules.commit is None and self._fits(message):
+            case Commit() if rules.commit is None:
+                actions += self._compare(message)
                 for part in rules.committed(message):
                     actions += self._fetch(part)
             case Abort():
                 self.give_up(message.reason)
         return actions
 
-    def _fits(self, commit: Commit) -> bool:
-        """Return whether this can be the verdict of this round."""
+    def fits(self, message: Order) -> bool:
+        """Return whether the coordinator of this round can say this: `obey` ignores anything else.
+
+        A commit must say of each average that is held here what its reducer has said. The digest is of both, so all
+        members that succeed were told the same.
+        """
+        members, parts = len(self.members), len(self.rules.reducer)
+        match message:
+            case Assign(numbers, attempt, reducer):
+                return 0 <= reducer < members and attempt <= members and all(0 <= part < parts for part in numbers)
+            case Gone(member):
+                return 0 <= member < members
+            case Abort():
+                return message.round_id == self.round_id
         return (
-            commit.round_id == self.round_id
-            and [held.part for held in commit.parts] == list(range(len(self.rules.reducer)))
-            and all(is_sound(held, len(self.members)) for held in commit.parts)
+            message.round_id == self.round_id
+            and [held.part for held in message.parts] == list(range(parts))
+            and all(is_sound(held, members) for held in message.parts)
+            and not any(
+                held is not None and held.digest == due.digest and held != due
+                for held, due in zip(self.rules.held, message.parts, strict=True)
+            )
         )
+
+    def _compare(self, commit: Commit) -> list[MemberAction]:
+        """Name the reducers that gave this member another average than the one that is committed."""
+        lied: dict[int, int] = {}
+        for held, due in zip(self.rules.held, commit.parts, strict=True):
+            reducer = self.rules.reducer[due.part]
+            if held is not None and held.attempt == due.attempt and held.digest != due.digest and reducer != self.me:
+                lied.setdefault(reducer, due.part)
+        self.unheard.update(lied)
+        return [
+            Blame(reducer, f"gave this peer another average of part {part} than others", lied=True)
+            for reducer, part in lied.items()
+        ]
 
     def averaged(self, held: Held) -> bool:
         """This part was averaged here, or received whole. False if it is not wanted (any more)."""
@@ -327,8 +360,8 @@ class Contributions:
 
     def own(self, part: int, attempt: int, now: float) -> list[Finish]:
         """Start to collect contributions for a part. Older attempts of it are forgotten."""
-        for older in range(attempt):
-            self._waiting.pop((part, older), None)
+        for older in [work for work in self._waiting if work[0] == part and work[1] < attempt]:
+            del self._waiting[older]
         work = (part, attempt)
         self._waiting[work] = self.senders - self.excluded
         self.contributors[work] = set()

@@ -23,12 +23,9 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from shoal.errors import ConfigError
-from shoal.wire import MAX_GROUP_SIZE, read
+from shoal.wire import MAX_GROUP_SIZE, MAX_PARTS, Count, Name, read
 
-__all__ = ["MAX_PARTS", "Layout", "Part", "Segment", "TensorSpec", "first_difference", "most_parts"]
-
-MAX_PARTS = 1 << 13
-"""With more parts a commit would not fit in one message (`Limits.header_bytes`): choose a larger `part_size_bytes`."""
+__all__ = ["Layout", "Part", "Segment", "TensorSpec", "first_difference", "most_parts"]
 
 _COMMIT_BYTES, _HELD_BYTES = (1 << 20) - (1 << 12), 42
 """For this reason a large group has fewer parts: each names its contributors, a bit each, and so many bytes more."""
@@ -49,9 +46,9 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
         codec: name of the codec that it is sent with.
     """
 
-    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
-    dtype: str
-    codec: str
+    shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=1 << 10)]
+    dtype: Name
+    codec: Name
 
     @property
     def numel(self) -> int:

@@ -12,6 +12,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import ParamSpec, TypeVar
 
+from msgspec.structs import replace
+
 from shoal.allreduce.interface import has_member, is_sound, is_weight
 from shoal.allreduce.member import CutOff, Finish, MemberMachine, Work
 from shoal.allreduce.partition import Part
@@ -193,11 +195,13 @@ class Parts:
             if not any(contributors) and contributions.cut_off(number, attempt):
                 sometimes("a reducer gets no values from anybody")
                 return CutOff("no values with a weight came: members that contribute are lost or too slow")
-            total, digest = self._weights[number, attempt], NO_DIGEST
+            held = Held(number, attempt, contributors, self._weights[number, attempt], NO_DIGEST)
             if any(contributors):
-                digest = await self._work.light(part, self._vector.finish, part, total, self._digests)
-            held = Held(number, attempt, contributors, total, digest)
+                held = replace(held, digest=await self._work.light(part, self._divided, part, held))
             return held if self._machine.averaged(held) else None
+
+    def _divided(self, part: Part, held: Held) -> bytes:
+        return self._digests.of(held, self._vector.finish(part, held.weight))
 
     def assigned(self) -> None:
         """The coordinator has assigned something: tasks that wait for an attempt look again."""
@@ -234,23 +238,28 @@ class Parts:
             async with self._work.locks[part.number]:
                 if rules.wants(part.number, held.attempt):
                     rules.expect(part.number, held.attempt)
-                    await self._land_in_place(sender, stream, part, nbytes)
+                    await self._land_in_place(sender, stream, part, held, nbytes)
                     return self._machine.averaged(held)
         sometimes("an average comes that is held already")
         await stream.readinto(sender.scratch(nbytes))
         return False
 
-    async def _land_in_place(self, sender: SenderStream, stream: UpStream, part: Part, nbytes: int) -> None:
+    async def _land_in_place(self, sender: SenderStream, stream: UpStream, part: Part, held: Held, nbytes: int) -> None:
         sender.landing = part.number
         try:
             place = self._vector.landing(part)
             data = sender.scratch(nbytes) if place is None else place
             await stream.readinto(data)
-            await self._work.light(part, self._vector.land, part, data)
+            await self._work.light(part, self._checked, part, held, data)
         except PeerProtocolError as error:
             raise PeerProtocolError(error.message, stream.peer_id) from None
         finally:
             sender.landing = None
+
+    def _checked(self, part: Part, held: Held, data: memoryview) -> None:
+        if self._digests.of(held, data) != held.digest:
+            raise PeerProtocolError(f"an average of part {part.number} that is not the one that its digest names")
+        self._vector.land(part, data)
 
     async def average(self, number: int) -> tuple[PartAverage | PartAbsent, Buffer | None] | None:
         """The average of a part that is held here, as it is sent; None if there is none to send."""
@@ -260,7 +269,7 @@ class Parts:
         data = self._vector.ready_bytes(part)
         if data is None:
             make = self._vector.average_bytes
-            data = await self._work.compute(part, make, part, held.digest, self._digests)
+            data = await self._work.compute(part, make, part, held, self._digests)
         return (PartAbsent(number, held.attempt), None) if data is None else (PartAverage(held), data)
 
     async def settle(self, commit: Commit) -> None:

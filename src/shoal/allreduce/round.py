@@ -28,7 +28,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from shoal.allreduce.commit import Ask, Average, Contribute, Order
-from shoal.allreduce.coordinator import Coordinator, CoordinatorAction, LeftOut, Replaced, Send
+from shoal.allreduce.coordinator import Coordinator, CoordinatorAction, LeftOut, Lied, Replaced, Send
 from shoal.allreduce.interface import MAX_WEIGHT, MIN_WEIGHT, Outcome, RoundOptions, is_sound, is_weight
 from shoal.allreduce.member import AskOthers, Blame, CutOff, Finish, MemberAction, MemberMachine
 from shoal.allreduce.partition import Part
@@ -328,6 +328,9 @@ class Round:
         """The coordinator says something (or another member relays its commit)."""
         if self._closed:
             return
+        if not self.machine.fits(message):  # our own commit: we hold a part of which all others say something else
+            self.give_up("the reports of the others contradict what this peer holds")
+            return
         self._sign.set()
         if isinstance(message, Abort) and self._coordinating is None and self._gives:
             self._led_badly = True
@@ -349,8 +352,8 @@ class Round:
                     if attempt or isinstance(action, Ask):  # at first nothing older can come
                         self._free(part)
                     self._sender_to(member).put(action)
-                case Blame(member, reason):
-                    self._blame(member, reason)
+                case Blame(member, reason, lied):
+                    self._blame(member, reason, lied=lied)
                 case CutOff(reason) if self._coordinating is not None:  # it goes on deciding
                     self._tell(self._coordinating.leave_out(self.me, reason, self._loop.time()))
                 case CutOff(reason):
@@ -367,6 +370,8 @@ class Round:
                     if member == self.me and self.machine.rules.commit is None:
                         self._step_aside()
                     self._blame(member, f"left out of the round: {reason}")
+                case Lied(member, reason):
+                    self._lied(member, reason)
                 case Replaced(member):
                     self._blame(member, "nobody gets its averages: others average its parts")
                 case Send(member, message) if member == self.me:
@@ -390,9 +395,9 @@ class Round:
                 self._tell(self._coordinating.give_up(reason))
             self._look_at_machine()
 
-    def _blame(self, member: int, reason: str) -> None:
+    def _blame(self, member: int, reason: str, *, lied: bool = False) -> None:
         """A member did not do its part: an event says so, once, and the error does if the round fails."""
-        if self.machine.decided:
+        if self.machine.decided and not lied:
             return  # a member that leaves after the verdict harms nobody
         peer = self.members[member].contact.peer
         if (peer, reason) not in self._blamed:
@@ -426,10 +431,13 @@ class Round:
         try:
             while (received := await stream.recv()) is not None:
                 message, nbytes = received
-                if nbytes or not isinstance(message, Order):
+                if nbytes or not isinstance(message, Order) or not self.machine.fits(message):
                     stream.abort()
+                    self._lied(self.coordinator, f"a {type(message).__name__} that has no place in this round")
                     break
                 self.obey(message)
+        except PeerProtocolError as error:
+            self._lied(self.coordinator, error.message)
         except PeerError:
             pass  # the coordinator is lost, for whatever reason
         self._control_lost(self.coordinator, "its control stream ended")
@@ -442,7 +450,7 @@ class Round:
                 message, nbytes = received
                 if isinstance(message, Leave):
                     break
-                if nbytes or not all(is_sound(held, len(self.members)) for held in message.held):
+                if nbytes or not self._is_sound(message):
                     stream.abort()
                     reason = "a malformed report"
                     break
@@ -452,6 +460,18 @@ class Round:
         except PeerError as error:
             reason = error.message  # any error: without its stream a member cannot report
         self._control_lost(member, reason)
+
+    def _is_sound(self, report: Report) -> bool:
+        members, parts = len(self.members), len(self.parts)
+        return all(lost < members for lost in report.lost) and all(
+            held.part < parts and is_sound(held, members) for held in report.held
+        )
+
+    def _lied(self, member: int, reason: str) -> None:
+        """A member broke the protocol: it is named, whatever the verdict, and the next rounds do not wait for it."""
+        self.machine.unheard.add(member)
+        self._led_badly |= member == self.coordinator
+        self._blame(member, reason, lied=True)
 
     async def _talk(self, member: int, stream: ControlStream) -> None:
         """Tell a member what the coordinator has to say, up to the verdict."""
@@ -496,7 +516,7 @@ class Round:
                 verdict = await self.endpoint.call(contact, AskVerdict(self.round_id), timeout_s=_ASK_TIMEOUT_S)
             except PeerError:
                 verdict = Verdict(None, may_learn=False)
-            if verdict.commit is not None and not self.machine.decided:
+            if verdict.commit is not None and not self.machine.decided and self.machine.fits(verdict.commit):
                 sometimes("another member tells the verdict of a coordinator that is lost")
                 self.obey(verdict.commit)
             may_learn[contact.peer] = verdict.may_learn
@@ -554,7 +574,7 @@ class Round:
             await sender.run(partial(self._answered, reducer))
         except PeerError as error:
             if isinstance(error, PeerProtocolError):
-                self._blame(reducer, error.message)
+                self._lied(reducer, error.message)
             if not sender.retired:
                 self._blame(reducer, f"its averages stopped: {error.message}")
                 self._do(self.machine.source_lost(reducer, None))
@@ -565,6 +585,8 @@ class Round:
         if isinstance(message, PartAverage):
             if await self._parts.land(sender, stream, message.held, nbytes):
                 self._look_at_machine()
+            elif self.machine.rules.commit is not None:  # if it is another average than the committed one, ask the next
+                self._do(self.machine.source_lost(reducer, PartAbsent(message.held.part, message.held.attempt)))
         elif nbytes or not 0 <= message.part < len(self.machine.rules.reducer):
             raise PeerProtocolError(f"no part {message.part}", stream.peer_id)
         else:
@@ -601,7 +623,7 @@ class Round:
             await asyncio.wait((pump,))  # not `await pump`: it may have been cancelled with the round
         except PeerError as error:
             if isinstance(error, PeerProtocolError):
-                self._blame(sender, error.message)
+                self._lied(sender, error.message)
             elif not self._over:
                 self._blame(sender, f"its values stopped: {error.message}")
             self._do(self.machine.contributions.exclude(sender))

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import hashlib
 import math
+import struct
 from collections.abc import Mapping, Sequence
 
 import torch
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from blake3 import blake3
 
 from shoal.allreduce.partition import Layout, Part, TensorSpec
 from shoal.allreduce.segments import LARGEST, RoundMemory, SegmentBuffers, sum_dtype
@@ -33,6 +34,7 @@ from shoal.compression import (
 from shoal.compression.memory import overlaps, repeats_itself
 from shoal.errors import ConfigError, PeerProtocolError
 from shoal.transport.base import Buffer
+from shoal.wire import Held
 
 __all__ = ["NO_DIGEST", "PartDigests", "Vector", "check_tensors", "describe"]
 
@@ -40,30 +42,30 @@ _SMALL = 2e19
 """The square of a larger float32 is infinite."""
 
 
+_SAID = struct.Struct(">IIdI")
+"""Part, attempt, weight, and the length of the contributors, which follow."""
+
 NO_DIGEST = bytes(16)
 """The digest of a part to which no member contributes: it has no average."""
 
 
 class PartDigests:
-    """Names for the averages of a round, made from their bytes. Another round has another key, and other digests.
+    """Names for the averages of a round. Another round has another key, and other digests.
 
-    The commit of a round names each average by a digest, so that members which succeed hold the same bytes. Members are
-    trusted not to lie (`docs/decisions/0006-part-digests.md`): a digest must tell different bytes apart, but need not
-    resist an attacker who looks for equal ones. GMAC does that (different bytes of 1 MiB: one chance in 2^112) at the
-    speed of memory where the processor has instructions for AES: SHA-512 takes sixteen times as long.
-
-    Source: GMAC is AES-GCM over associated data alone, NIST SP 800-38D.
+    The commit of a round names each average by a digest, and a member hashes what it gets. So members which succeed
+    hold the same bytes, and were told the same of them, even if others lie (`docs/decisions/0066-receivers-hash.md`).
 
     Args:
         round_id: the id of the round, which all its members know.
     """
 
     def __init__(self, round_id: bytes) -> None:
-        self._gcm = AESGCM(hashlib.sha256(b"shoal parts" + round_id).digest()[:16])
+        self._key = hashlib.sha256(b"shoal parts" + round_id).digest()
 
-    def of(self, part: int, data: Buffer) -> bytes:
-        """The digest of the encoded average of this part, 16 bytes. The attempt does not matter: the bytes do."""
-        return self._gcm.encrypt(part.to_bytes(12, "big"), b"", data)
+    def of(self, held: Held, data: Buffer) -> bytes:
+        """The digest of an encoded average and of what is said of it: 16 bytes of BLAKE3; `held.digest` is not read."""
+        digest = blake3(_SAID.pack(held.part, held.attempt, held.weight, len(held.contributors)), key=self._key)
+        return digest.update(held.contributors).update(data).digest(length=16)
 
 
 def check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -299,8 +301,8 @@ class Vector:
         """Add a contribution."""
         self._sums[part.number].add_(values, alpha=weight)
 
-    def finish(self, part: Part, total_weight: float, digests: PartDigests) -> bytes:
-        """Divide, encode once, and put the decoded bytes in place. Returns the digest of the encoded average."""
+    def finish(self, part: Part, total_weight: float) -> Buffer:
+        """Divide, encode once, and put the decoded bytes in place. Returns the encoded average."""
         segment = self._segments[part.segment]
         sums, result = self._sums.pop(part.number), segment.piece(segment.result, part)
         if segment.residual is not None:
@@ -316,13 +318,13 @@ class Vector:
         if segment.against is not None:
             segment.against.restore(part, result)
         self._wire[part.number] = wire
-        return digests.of(part.number, wire)
+        return wire
 
     def ready_bytes(self, part: Part) -> Buffer | None:
         """The encoded average of a part, if it is at hand; None if `average_bytes` has to make it."""
         return self._wire.get(part.number)
 
-    def average_bytes(self, part: Part, digest: bytes, digests: PartDigests) -> Buffer | None:
+    def average_bytes(self, part: Part, held: Held, digests: PartDigests) -> Buffer | None:
         """The encoded average of a part that is held here, for any member; None if it cannot be given bit by bit."""
         wire = self._wire.get(part.number)
         if wire is None:
@@ -331,7 +333,7 @@ class Vector:
                 return None
             values = segment.piece(segment.result, part)
             wire = view_bytes(values) if segment.codec.name == "none" else segment.codec.encode(values, part.sizes)
-            if digests.of(part.number, wire) != digest:
+            if digests.of(held, wire) != held.digest:
                 return None
         return wire
 

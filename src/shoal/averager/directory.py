@@ -12,7 +12,6 @@ An entry whose subkey is a peer id can only be written by that peer (see `shoal.
 
 from __future__ import annotations
 
-import math
 from typing import Annotated
 
 import msgspec
@@ -32,7 +31,8 @@ _KEEP_S = 5.0
 _DONOR_TIMEOUT_S = 5.0
 """The longest time for a donor's declaration."""
 
-_Addresses = Annotated[list[str], msgspec.Meta(max_length=8)]
+_Addresses = Annotated[list[Annotated[str, msgspec.Meta(max_length=400)]], msgspec.Meta(max_length=8)]
+_Number = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
 
 
 class DhtDirectory:
@@ -101,8 +101,7 @@ async def declare_donor(node: DhtNode, endpoint: Endpoint, prefix: str, priority
 async def find_donors(node: DhtNode, prefix: str, *, timeout_s: float) -> list[tuple[Contact, float]]:
     """The peers that share a state under `prefix` now, with their priorities, without this peer itself."""
     found = await node.get(f"{prefix}.all_averagers", latest=True, of_peers=True, timeout_s=timeout_s)
-    # NaN would upset the order of all.
-    return [each for each in _entries(found) if each[0].peer != node.peer_id and math.isfinite(each[1])]
+    return [each for each in _entries(found) if each[0].peer != node.peer_id]
 
 
 def _entries(found: ValueWithExpiration | None) -> list[tuple[Contact, float]]:
@@ -110,7 +109,7 @@ def _entries(found: ValueWithExpiration | None) -> list[tuple[Contact, float]]:
     entries = []
     for subkey, entry in found.value.items() if found is not None and isinstance(found.value, dict) else ():
         try:
-            peer, (addresses, number) = PeerID(subkey), msgspec.convert(entry.value, tuple[_Addresses, float])
+            peer, (addresses, number) = PeerID(subkey), msgspec.convert(entry.value, tuple[_Addresses, _Number])
         except (ShoalError, msgspec.ValidationError):
             continue  # it hides that peer only
         entries.append((Contact(peer, _addresses(addresses, peer)), number))

@@ -7,7 +7,6 @@ Everything that comes from the network is checked here before it is used: a `Joi
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -177,8 +176,6 @@ def _check_member(member: Member, peer: PeerID) -> None:
     contact, bandwidth = member.contact, member.bandwidth
     if any(address.peer_id != contact.peer for address in contact.addresses):
         raise PeerProtocolError("a member's address names another peer", peer)
-    if bandwidth is not None and not (math.isfinite(bandwidth) and bandwidth >= 0):
-        raise PeerProtocolError(f"a member's bandwidth is {bandwidth}", peer)
     if member.reduces and (not contact.addresses or bandwidth == 0):
         raise PeerProtocolError("a member would reduce, but has no address or no bandwidth", peer)
     if not member.reduces and not member.contributes:
@@ -193,8 +190,6 @@ def check_join(join: Join, peer: PeerID) -> None:
     """
     if join.member.contact.peer != peer:
         raise PeerProtocolError("asks to join in another peer's name", peer)
-    if not math.isfinite(join.expiration):
-        raise PeerProtocolError(f"asks to join with the expiration {join.expiration}", peer)
     _check_member(join.member, peer)
 
 
@@ -218,12 +213,12 @@ def check_last_answer(
         raise PeerProtocolError(f"begins a group of {count}", leader)
     if member not in members:
         raise PeerProtocolError("begins a group without us, or says of us what we did not say", leader)
-    if not 0 <= answer.coordinator < count or peers[answer.coordinator] != leader:
+    if answer.coordinator >= count or peers[answer.coordinator] != leader:
         raise PeerProtocolError("begins a group with another coordinator than itself", leader)
     if len(answer.slices) != count or answer.part_bytes < 1:
         raise PeerProtocolError("begins a group without a slice for each member", leader)
     for each, elements in zip(members, answer.slices, strict=True):
         _check_member(each, leader)
-        if elements < 0 or (elements and not each.reduces):
+        if elements and not each.reduces:
             raise PeerProtocolError("begins a group in which one reduces that cannot", leader)
     return answer

@@ -62,7 +62,7 @@ class Check(msgspec.Struct, frozen=True, array_like=True):
     arithmetic: Annotated[bytes, msgspec.Meta(max_length=16)]
     digest: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     sample: Annotated[bytes, msgspec.Meta(max_length=4 * _SAMPLE)]
-    bits: int = 32
+    bits: Annotated[int, msgspec.Meta(ge=1, le=64)] = 32
 
     def is_near(self, other: Check) -> bool:
         """Whether the samples agree within the bound. Numbers that are none are near nothing."""

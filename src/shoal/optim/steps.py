@@ -59,7 +59,7 @@ def of_round(name: StateName, result: StepResult, vector: Vector, agreement: Agr
         digests = PartDigests(result.round_id)
         parts = vector.parts(result.slices, result.part_bytes)
         for part, held in zip(parts, result.outcome.commit.parts, strict=True):
-            wire = vector.average_bytes(part, held.digest, digests)
+            wire = vector.average_bytes(part, held, digests)
             if wire is None:
                 return None
             data += wire
@@ -181,7 +181,7 @@ def check(header: StepTaken, data: memoryview, vector: Vector) -> None:
         return
     digests, start = PartDigests(header.commit.round_id), 0
     for held, size in zip(header.commit.parts, _sizes(header, vector), strict=True):
-        if digests.of(held.part, data[start : start + size]) != held.digest:
+        if digests.of(held, data[start : start + size]) != held.digest:
             raise PeerProtocolError("an average that is not the one that was committed")
         start += size
 

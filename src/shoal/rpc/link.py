@@ -19,7 +19,7 @@ from shoal.peer import PeerID
 from shoal.rpc.framing import Kind, Limits, pack, read_frame
 from shoal.tasks import Tasks
 from shoal.transport.base import Connection
-from shoal.wire import Beat, BeatReply, Bye, Call, Failure, Note, Reply, decode, encode
+from shoal.wire import MAX_DURATION_S, Beat, BeatReply, Bye, Call, Failure, Note, Reply, decode, encode
 
 if TYPE_CHECKING:
     from shoal.rpc.connections import Connections
@@ -144,7 +144,7 @@ class CallLink:
         self._waiting[number] = reply
         timer: asyncio.TimerHandle | None = None
         try:
-            self.post(Call(number, method, timeout_s, msgspec.Raw(body)))
+            self.post(Call(number, method, min(timeout_s, MAX_DURATION_S), msgspec.Raw(body)))
             # Not `asyncio.timeout`, which costs several times as much.
             timer = self._loop.call_later(timeout_s, self._give_up, number, method, timeout_s)
             return await reply
@@ -248,21 +248,22 @@ class CallLink:
                     waiting.set_exception(PeerRefused(text or code, self.peer_id, code=code))
             case Beat(time=asked):
                 clock = self._endpoint.clock
-                self.post(BeatReply(asked, clock.time() if clock.settled else math.nan))
+                self.post(BeatReply(asked, clock.time() if clock.settled else None))
             case BeatReply(asked=asked, time=theirs):
                 self._compare_clocks(asked, theirs)
             case Bye():
                 self._said_bye = message
                 self._lose(PeerUnreachable("the peer left" if message.leaving else "idle link closed", self.peer_id))
 
-    def _compare_clocks(self, asked: float, theirs: float) -> None:
+    def _compare_clocks(self, asked: float, theirs: float | None) -> None:
         """Compare clocks. Differences below the time of the answer do not count: either side may have stood still."""
+        if theirs is None:  # it is joining, and does not know
+            return
         now = self._endpoint.clock.own.time()
         offset_s, error_s = theirs - (asked + now) / 2, abs(now - asked) / 2
-        if math.isfinite(offset_s):
-            self.clock_offset_s = math.copysign(max(0.0, abs(offset_s) - error_s), offset_s)
-            self.clock_known = True
-            self._endpoint.clock_told(self)
+        self.clock_offset_s = math.copysign(max(0.0, abs(offset_s) - error_s), offset_s)
+        self.clock_known = True
+        self._endpoint.clock_told(self)
 
     # ------------------------------------------------------------------------------------------------------ watching
 

@@ -231,8 +231,7 @@ class Services:
             self._warn(f"note {note.method}", error)
 
     async def _wait_for_answer(self, link: CallLink, call: Call, answer: Coroutine[Any, Any, Any]) -> None:
-        # Not a number, or below 0, is 0.
-        limit = asyncio.timeout(min(call.timeout_s, _MAX_SERVING_S) if call.timeout_s > 0 else 0.0)
+        limit = asyncio.timeout(min(call.timeout_s, _MAX_SERVING_S))
         try:
             async with limit:
                 reply = reply_frame(call.id, await answer)

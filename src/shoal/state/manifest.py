@@ -307,8 +307,6 @@ def read_manifest(reply: ManifestReply, *, max_state_bytes: int) -> Manifest:
         raise PeerProtocolError(f"bad manifest: {encoded} bytes that become {size}")
     if not MIN_CHUNK_BYTES <= reply.chunk_bytes <= MAX_CHUNK_BYTES:
         raise PeerProtocolError(f"bad manifest: chunks of {reply.chunk_bytes} bytes")
-    if reply.epoch < 0:
-        raise PeerProtocolError(f"bad manifest: epoch {reply.epoch}")
     infinite = tuple(reply.infinite)
     floats = (position for position, spec in enumerate(tensors) if spec.dtype.is_floating_point)
     if not set(floats).issuperset(infinite) or list(infinite) != sorted(set(infinite)):

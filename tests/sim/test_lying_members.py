@@ -1,0 +1,173 @@
+"""Rounds with a member that lies: the others end with equal bits, or without an average, and name the liar alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from shoal.allreduce.round import Outcome, Round
+from shoal.errors import RoundFailed
+from shoal.events import PeerDropped
+from shoal.peer import PeerID
+from shoal.wire import Abort, Assign, Commit, Held, PartAverage
+from tests.sim.round_kit import RoundPeer, gather_group
+from tests.sim.rpc_kit import SimNet, on_sim
+
+NUMEL = 600
+SLICES = [200, 200, 200]
+
+
+async def members(net: SimNet, count: int = 3) -> list[RoundPeer]:
+    """A group; the first one decides."""
+    group = [await RoundPeer.make(net, f"p{i}", torch.full((NUMEL,), float(i))) for i in range(count)]
+    await gather_group(group)
+    return group
+
+
+async def played(
+    group: Sequence[RoundPeer], twist: Callable[[list[Round]], None], **options: Any
+) -> list[Outcome | RoundFailed]:
+    """One round, of which `twist` makes a member lie; what each member ends with."""
+    rounds = [each.round(group, SLICES, **options) for each in group]
+    twist(rounds)
+    ends = await asyncio.gather(*(round_.run() for round_ in rounds), return_exceptions=True)
+    for each, end in zip(group, ends, strict=True):
+        if isinstance(end, Outcome):
+            each.vector.overwrite()
+    await asyncio.gather(*(round_.close() for round_ in rounds))
+    for each in group:
+        each.release()
+    assert all(isinstance(end, Outcome | RoundFailed) for end in ends)
+    return [end for end in ends if isinstance(end, Outcome | RoundFailed)]
+
+
+def named(peer: RoundPeer) -> set[PeerID]:
+    """The peers that this one has dropped."""
+    return {event.peer for event in peer.peer.seen(PeerDropped)}
+
+
+def bits(peer: RoundPeer) -> bytes:
+    """Its tensor."""
+    return peer.vector.tensors[0].numpy().tobytes()
+
+
+def gives_each_other_bytes(liar: Round, *, digest: bool) -> None:
+    """It gives the second member that gets a part other values, under the same digest or under that of these values."""
+    average, given = liar._parts.average, set[int]()
+
+    async def lying(number: int) -> Any:
+        message, data = await average(number)  # type: ignore[misc]
+        assert isinstance(message, PartAverage)
+        if number not in given:
+            given.add(number)
+            return message, data
+        wrong = bytearray(memoryview(data).cast("B"))
+        wrong[:4] = memoryview(torch.tensor([0.25]).numpy()).cast("B")
+        held = message.held
+        if digest:
+            held = replace(held, digest=liar._parts._digests.of(held, wrong))
+        return PartAverage(held), wrong
+
+    liar._parts.average = lying  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("digest", [False, True], ids=["under the same digest", "under its own digest"])
+@pytest.mark.parametrize("where", [1, 2])
+def test_a_reducer_that_gives_one_member_other_bytes_is_named_by_it(where: int, digest: bool) -> None:
+    """All three end with equal bits: the cheated one gets the average from another. Nobody names the cheated one."""
+
+    async def scenario(net: SimNet) -> None:
+        group = await members(net)
+        ends = await played(group, lambda rounds: gives_each_other_bytes(rounds[where], digest=digest))
+        assert all(isinstance(end, Outcome) for end in ends)
+        assert {bits(each) for each in group} == {bits(group[0])}
+        assert group[0].vector.tensors[0].tolist() == [1.0] * NUMEL
+        liar = group[where].peer.peer_id
+        accused = [named(each) for index, each in enumerate(group) if index != where]
+        assert {liar} in accused
+        assert all(names <= {liar} for names in accused)
+
+    on_sim(scenario)
+
+
+def commits_otherwise(leader: Round, victim: int, **said: Any) -> None:
+    """The leader gives one member another commit than the others."""
+    put = leader._to_say[victim].put_nowait
+
+    def lying(message: Any) -> None:
+        if isinstance(message, Commit):
+            message = Commit(message.round_id, [replace(held, **said) for held in message.parts])
+        put(message)
+
+    leader._to_say[victim].put_nowait = lying  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("said", [{"weight": 2.0}, {"contributors": b"\x03"}, {"attempt": 1}], ids=str)
+def test_a_leader_that_gives_each_member_another_commit_is_named(said: dict[str, Any]) -> None:
+    """The one that it lies to asks the others for the verdict, and ends with the commit that all others have."""
+
+    async def scenario(net: SimNet) -> None:
+        group = await members(net)
+        ends = await played(group, lambda rounds: commits_otherwise(rounds[0], 1, **said))
+        commits = [end.commit for end in ends if isinstance(end, Outcome)]
+        assert len(commits) == 3
+        assert commits[0] == commits[1] == commits[2]
+        assert named(group[1]) == {group[0].peer.peer_id}
+        assert named(group[2]) == set()
+
+    on_sim(scenario)
+
+
+def test_a_member_that_reports_what_its_average_does_not_say_is_named_by_the_coordinator() -> None:
+    """Its word was committed if its place was the first one: then nobody could succeed."""
+
+    async def scenario(net: SimNet) -> None:
+        group = await members(net)
+
+        def twist(rounds: list[Round]) -> None:
+            report = rounds[1].machine.report
+
+            def lying(moved_bytes: int) -> Any:
+                honest = report(moved_bytes)
+                return replace(honest, held=[replace(held, weight=1.0) for held in honest.held])
+
+            rounds[1].machine.report = lying  # type: ignore[method-assign]
+
+        ends = await played(group, twist)
+        commits = [end.commit for end in ends if isinstance(end, Outcome)]
+        assert len(commits) == 3
+        assert {held.weight for held in commits[0].parts} == {3.0}
+        assert named(group[0]) == {group[1].peer.peer_id}
+        assert named(group[2]) == set()
+
+    on_sim(scenario)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        Assign([0], 1 << 62, 1),
+        Assign([0], 4, 1),
+        Assign([0], 1, 1023),
+        Assign([8191], 1, 1),
+        Commit(b"round of a test!", [Held(0, 1 << 62, b"\x07", 3.0, b"d" * 16)]),
+        Abort(b"another round id", "no"),
+    ],
+    ids=["attempt of 2^62", "attempt", "reducer", "part", "commit of 2^62", "abort"],
+)
+def test_an_order_that_has_no_place_in_the_round_costs_its_leader_the_round(order: Any) -> None:
+    """Its member is not stuck, names it, and asks the others for the verdict: the round goes on without its word."""
+
+    async def scenario(net: SimNet) -> None:
+        group = await members(net)
+        ends = await played(group, lambda rounds: rounds[0]._to_say[1].put_nowait(order))
+        assert isinstance(ends[2], Outcome)
+        assert named(group[1]) == {group[0].peer.peer_id}
+        assert group[0].peer.peer_id not in named(group[2])
+
+    on_sim(scenario)

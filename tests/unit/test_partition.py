@@ -205,7 +205,7 @@ def test_the_first_difference_is_named(theirs: list[TensorSpec], named: str) -> 
 
 def test_a_long_difference_is_cut() -> None:
     """A hostile schema does not write our error messages at length."""
-    long_name, long_shape = spec(3, codec="x" * 500), spec(*[1] * 10_000)
+    long_name, long_shape = spec(3, codec="x" * 500), spec(*[1] * 1_000)
     for theirs in (long_name, long_shape):
         schema = zlib.compress(msgspec.msgpack.encode((theirs,)))
         text = difference(layout(spec(3)).schema, schema)

@@ -144,9 +144,9 @@ def repeats_itself(tensor: torch.Tensor) -> bool:
         return False
     if not tensor.numel() or dims[0][0] == 0:
         return tensor.numel() > 0
-    places = torch.zeros(1, dtype=torch.int64)
+    places = torch.zeros(1, dtype=torch.int64, device="cpu")
     for stride, size in dims:
-        places = (places.unsqueeze(1) + stride * torch.arange(size)).view(-1)
+        places = (places.unsqueeze(1) + stride * torch.arange(size, dtype=torch.int64, device="cpu")).view(-1)
     in_order = places.sort().values
     return bool((in_order[1:] == in_order[:-1]).any())
 
@@ -186,7 +186,7 @@ def _meetings(tensors: Sequence[torch.Tensor], extents: Sequence[_Extent]) -> It
         return
     first, last = extents[0].start, max(each.stop for each in extents)
     unit = math.gcd(*(tensors[each.position].itemsize for each in extents), *(each.start - first for each in extents))
-    taken = torch.zeros((last - first) // unit, dtype=torch.bool)
+    taken = torch.zeros((last - first) // unit, dtype=torch.bool, device="cpu")
     for number, extent in enumerate(extents):
         place = _place(taken, tensors[extent.position], extent.start - first, unit)
         if bool(place.any()) and len(extents) == 2:

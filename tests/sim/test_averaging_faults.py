@@ -10,6 +10,7 @@ average. A plan has a number, which a failure names: `pytest --plan NUMBER` play
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -21,7 +22,7 @@ from shoal.averager import StepResult
 from shoal.compression import CompressionBase
 from shoal.errors import RoundFailed
 from shoal.events import Event, GroupFormed
-from shoal.sim import FaultPlan
+from shoal.sim import FaultPlan, Whims
 from tests.codecs import CODECS
 from tests.sim.audit_kit import Audit
 from tests.sim.averaging_kit import SETTINGS
@@ -120,7 +121,8 @@ class Play:
             self.held[result.round_id][name] = after
 
     async def meet_again(self) -> None:
-        """Those who live average once more."""
+        """Those who live average once more, without any fault or whim."""
+        sim.calm()
         swarm = self.trial.swarm
         alive = [name for name in self.participants if swarm.is_alive(name) and name in swarm.peers]
         if not can_average([self.participants[name] for name in alive]):
@@ -153,12 +155,13 @@ async def run(plan: FaultPlan, participants: Sequence[Participant], codec: Compr
 
 
 def play(number: int) -> int:
-    """Play the plan of this number; a failure names it. Returns how many averages were checked."""
+    """Play the plan of this number (odd ones have whims); returns how many averages were checked."""
+    whims = Whims.drawn(random.Random(f"whims/{number}")) if number % 2 else None
     participants, codec = numbered_participants(number), CODECS[number % len(CODECS)]
     names = [each.name for each in participants]
     plan = numbered_plan(number, names, HORIZON_S, bandwidth_bytes_s=BANDWIDTH_BYTES_S)
     try:
-        return sim.run(lambda: run(plan, participants, codec), seed=number)
+        return sim.run(lambda: run(plan, participants, codec), seed=number, whims=whims)
     except BaseException as error:
         error.add_note(f"plan {number}: {plan}, {codec}, {participants}")
         error.add_note(f"again: python -m pytest -m long --plan {number} tests/sim/test_averaging_faults.py")

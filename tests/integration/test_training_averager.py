@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -145,6 +146,20 @@ def test_a_newcomer_takes_over_all_or_nothing() -> None:
         with pytest.raises(StateUnavailable, match="the state does not fit here"):
             until(lambda: other.averager.load_state_from_peers(timeout=LONG_S))
         assert all(map(torch.equal, before, other.tensors()))
+
+
+def test_a_state_that_a_donor_cannot_give_is_one_that_nobody_has() -> None:
+    """The newcomer went on with its own weights, and neither side said why. The plain averager says it in a warning."""
+    with two_peers() as (first, second):
+        donor, newcomer = Peer(first, 0), Peer(second, 1)
+        with torch.no_grad():
+            donor.net.weight.fill_(math.nan)
+        said: list[str] = []
+        second.events.subscribe(lambda event: said.append(getattr(event, "message", "")))
+        with pytest.raises(StateUnavailable, match="the state cannot be sent: tensor 0 of the state holds NaN"):
+            until(lambda: newcomer.averager.load_state_from_peers(timeout=LONG_S))
+        assert shoal.DecentralizedAverager.load_state_from_peers(newcomer.averager, timeout=LONG_S) is None
+        assert any("holds NaN" in each for each in said)
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shoal import sim
-from shoal.errors import StateUnavailable
+from shoal.errors import ConfigError, StateUnavailable
 from shoal.events import Warned
 from shoal.sim import SimNetwork
 from shoal.state.pace import MIN_BYTES_PER_S
@@ -193,6 +193,82 @@ def test_who_goes_on_beside_a_state_that_it_cannot_have_is_told_so_once() -> Non
         await run.close()
 
     sim.run(main, seed=5)
+
+
+def cannot_give(*_: object) -> Any:
+    """In place of what takes a state out."""
+    raise ConfigError("the metadata is too long")
+
+
+def cannot_take(*_: object) -> Any:
+    """In place of what puts a state in."""
+    raise StateUnavailable("the state does not fit here: it is too square")
+
+
+@pytest.mark.parametrize("at", ["donor", "late"])
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_peer_that_cannot_be_given_a_state_trains_to_the_end_as_if_all_were_well(
+    at: str, monkeypatch: pytest.MonkeyPatch, *, allowed: bool
+) -> None:
+    """It was told to check whether these peers live, and ended with weights of its own. Both sides say the reason."""
+
+    async def main() -> None:
+        run = Run(target=8)
+        told: list[str] = []
+        donor = await run.add("donor", events=lambda event: told.append(getattr(event, "message", "")))
+        run.swarm.spawn("donor", donor.train(4, duration_s=0.25, until=lambda: False))
+        await sim.sleep(10.0)
+        late = await run.add("late", seed=99, state_patience_s=20.0, require_state=False if allowed else None)
+        warned = warnings_of(late)
+        if at == "donor":
+            monkeypatch.setattr(donor.participant.training, "export", cannot_give)
+        else:
+            monkeypatch.setattr(late.participant.training, "prepare", cannot_take)
+        training = run.swarm.run_on("late", late.train, 4, duration_s=0.5, until=until(60.0))
+        if allowed:
+            await training
+            assert late.participant.epoch > 5
+            assert [each for each in warned if "a run of its own" in each or "so there are two runs" in each], warned
+        else:
+            with pytest.raises(
+                StateUnavailable, match=r"the run goes on at epoch \d+ without this peer, which is at"
+            ) as raised:
+                await training
+            warned.append(str(raised.value))
+            assert late.participant.epoch == 0
+            assert donor.participant.epoch > 50
+        about = [each for each in warned if "state" in each and "made by this peer alone" not in each]
+        assert len(about) >= 2
+        assert all("too long" in each or "too square" in each for each in about), about
+        assert not [each for each in warned if "whether these peers live" in each], warned
+        assert at == "late" or [each for each in told if "too long" in each], told
+        await run.close()
+
+    sim.run(main, seed=1)
+
+
+def test_a_peer_that_goes_on_from_a_checkpoint_trains_to_the_end_beside_its_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It trained a run of its own from epoch 3 on, with warnings; its batches up to the error are lost either way."""
+
+    async def main() -> None:
+        run = Run(target=8)
+        donor = await run.add("donor")
+        run.swarm.spawn("donor", donor.train(4, duration_s=0.25, until=lambda: False))
+        await sim.sleep(10.0)
+        late = await run.add("late", state_patience_s=30.0)
+        participant = late.participant
+        participant.own.name = participant.own.name._replace(epoch=3, samples=24)
+        participant.training.epoch = 3
+        monkeypatch.setattr(participant.training, "prepare", cannot_take)
+        training = run.swarm.run_on("late", late.train, 4, duration_s=0.5, until=until(60.0))
+        with pytest.raises(StateUnavailable, match=r"goes on at epoch .* within 30 s .*it is too square\. Mend that"):
+            await training
+        assert participant.epoch >= 3
+        await run.close()
+
+    sim.run(main, seed=2)
 
 
 @pytest.mark.parametrize("epochs", [1.2, 5.0])

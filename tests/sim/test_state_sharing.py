@@ -52,7 +52,7 @@ def test_all_states_of_a_peer_share_its_upload_limit(limit: float | None) -> Non
         states = await asyncio.gather(
             *(swarm.run_on(name, swarm.peer(name)[i].sharing.load, timeout_s=60.0) for i, name in enumerate(PREFIXES))
         )
-        assert [float(state.tensors[0].max()) for state in states] == [0.0, 1.0]
+        assert [float(state.tensors[0].max()) for state in states if state is not None] == [0.0, 1.0]
         took_s = asyncio.get_running_loop().time() - began
         for name, averagers in swarm.peers.items():
             for averager in averagers:

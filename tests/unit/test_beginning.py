@@ -88,3 +88,42 @@ def test_a_donor_that_nobody_was_told_of_holds_nobody_up() -> None:
     begins = Beginning(600.0)
     begins.note_giving({A})
     assert begins.judge({B: 50}, others_here=2, now=0.0) is Stance.FREE
+
+
+@pytest.mark.parametrize(
+    ("required", "hosts", "here", "left_out"),
+    [
+        (None, [A], 0, True),
+        (True, [A], 0, True),
+        (False, [A], 0, False),
+        (None, [], 0, False),  # nobody has invited it: the run is its own
+        (None, [C], 0, True),
+        (None, [C], 1, False),  # as many stand here as name another state, which costs them nothing
+        (None, [A], 5, True),
+    ],
+)
+def test_who_was_invited_is_left_out_after_a_while(
+    *, required: bool | None, hosts: list[PeerID], here: int, left_out: bool
+) -> None:
+    """As long as the others live, and it has had no part in their run."""
+    begins = Beginning(600.0, required=required, hosts=hosts)
+    assert not begins.is_left_out({A}, others_here=here, now=0.0)
+    assert not begins.is_left_out({A}, others_here=here, now=599.0)
+    assert begins.is_left_out({A}, others_here=here, now=600.0) is left_out
+    assert not begins.is_left_out(set(), others_here=here, now=601.0)
+    assert not begins.is_left_out({A}, others_here=here, now=602.0)
+    assert begins.is_left_out({A}, others_here=here, now=1202.0) is left_out
+    begins.joined()
+    assert not begins.is_left_out({A}, others_here=here, now=1300.0)
+
+
+def test_the_wait_for_a_state_counts_from_its_first_word() -> None:
+    """Peers that come and go while a newcomer waits make it no longer."""
+    begins = Beginning(600.0, required=None, hosts=[A])
+    assert begins.judge({A: 50}, others_here=0, now=0.0) is Stance.WAITING
+    assert not begins.is_left_out({A}, others_here=0, now=0.0)
+    assert not begins.is_left_out(set(), others_here=0, now=500.0)
+    assert begins.is_left_out({A}, others_here=0, now=600.0)
+    assert begins.judge({A: 50, B: 50}, others_here=0, now=700.0) is Stance.WAITING
+    begins.state_taken()
+    assert not begins.is_left_out({A}, others_here=0, now=5000.0)

@@ -117,26 +117,34 @@ class StateSharing:
             message = f"newcomers may not find this donor: {error}"
             core.env.events.emit(Warned(where=f"state of {prefix}", message=message))
 
-    async def load(self, *, timeout_s: float, **options: Any) -> DownloadedState:
+    async def load(self, *, timeout_s: float, **options: Any) -> DownloadedState | None:
         """Download the state of another peer; nothing is applied.
 
         Args:
             timeout_s: longest time, seconds.
             options: arguments for `download_state`.
 
+        Returns:
+            The state; None if no donor lives.
+
         Raises:
-            StateUnavailable: there is no donor, or none gave it.
+            StateUnavailable: donors live, and none gave it.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         found = await find_donors(self._core.node, self._prefix, timeout_s=min(timeout_s, _FIND_DONORS_S))
         if not found:
-            raise StateUnavailable(f"no peer shares a state under {self._prefix!r}")
+            return None
         donors = [Donor(self._core.endpoint.dialable(contact), priority) for contact, priority in found]
         left_s = max(0.001, deadline - loop.time())
         options.setdefault("limits", self.limits)
         endpoint, env = self._core.endpoint, self._core.env
-        return await download_state(endpoint, env, self._prefix, donors, timeout_s=left_s, **options)
+        try:
+            return await download_state(endpoint, env, self._prefix, donors, timeout_s=left_s, **options)
+        except StateUnavailable:
+            if any(endpoint.connected(donor.peer) for donor in donors):
+                raise
+            return None  # what declared them is older
 
     @property
     def limits(self) -> DownloadLimits:

@@ -12,6 +12,10 @@ named one have left, the newcomer begins.
 
 A peer that has a state of the run already goes on with it. With `required` a peer never begins alone: it gives up
 instead.
+
+A peer that others have invited stops, too, if their run goes on without it (see `is_left_out`), unless its user allows
+that: what it trains would be lost, and nobody would notice. Claims cost nothing, so they stop nobody who has trained
+with others.
 """
 
 from __future__ import annotations
@@ -41,15 +45,19 @@ class Beginning:
 
     Args:
         patience_s: how long one is waited for.
-        required: whether this peer needs a state that others have.
+        required: whether this peer needs a state that others have; None: where they have invited it and their run goes
+            on.
+        hosts: the peers that it was given when it joined the network.
 
     Attributes:
         stance: what `judge` said last.
     """
 
-    def __init__(self, patience_s: float, *, required: bool = False) -> None:
+    def __init__(self, patience_s: float, *, required: bool | None = False, hosts: Collection[PeerID] = ()) -> None:
         self.patience_s, self.required = patience_s, required
         self.stance = Stance.FREE
+        self._hosts, self._joined = frozenset(hosts), False
+        self._further_since: float | None = None
         self._named: dict[PeerID, int] = {}
         self._gave: set[PeerID] = set()  # of those that are named
         self._since: float | None = None
@@ -59,6 +67,38 @@ class Beginning:
         self._named.clear()
         self._gave.clear()
         self._since, self.stance = None, Stance.FREE
+        self.joined()
+
+    def joined(self) -> None:
+        """This peer has a part in the run: it took a state over, or a step with others while nobody was further."""
+        self._joined = True
+
+    @property
+    def end(self) -> str:
+        """The end of the wait for a state, in words."""
+        if self.required:
+            return "step() raises StateUnavailable (require_state=True)"
+        begins = "training begins at epoch 0"
+        return begins if self.required is False or not self._hosts else f"step() raises StateUnavailable, or {begins}"
+
+    def is_left_out(self, further: Collection[PeerID], *, others_here: int, now: float) -> bool:
+        """Whether the run has gone on without this peer, which was invited to it, for longer than it may.
+
+        That is where others are further for `patience_s`, and it has had no part in the run all the time. Either one of
+        the peers that it was given is further, or more peers are than stand where it stands.
+
+        Args:
+            further: the live peers that name a better state.
+            others_here: how many others stand where this peer stands.
+            now: local time, seconds.
+        """
+        if not further or self._joined or self.required is False or not self._hosts:
+            self._further_since = None
+            return False
+        if self._further_since is None:
+            self._further_since = now if self._since is None else self._since
+        counts = others_here < len(further) or not self._hosts.isdisjoint(further)
+        return counts and now >= self._further_since + self.patience_s
 
     @property
     def epoch(self) -> int:

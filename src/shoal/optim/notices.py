@@ -12,7 +12,7 @@ from shoal.optim.options import Difference
 from shoal.optim.training_state import TrainingState
 from shoal.peer import PeerID
 
-__all__ = ["Notices"]
+__all__ = ["Notices", "left_out"]
 
 _NAMES_SHOWN = 4
 _DOWNLOADS_TOLD = 4
@@ -179,8 +179,8 @@ class Notices:
                 "peers a smaller quorum"
             )
 
-    def beginning(self, beginning: Beginning, *, behind: bool) -> None:
-        """A newcomer without the state of the run waits, or begins. Each is told once."""
+    def beginning(self, beginning: Beginning, *, behind: bool, why_not: str = "") -> None:
+        """A newcomer without the state of the run waits, or begins. Each is told once, and why if it is known."""
         stance = Stance.FREE if behind else beginning.stance
         if not self._note("beginning", stance) or stance is Stance.FREE:
             return
@@ -193,15 +193,12 @@ class Notices:
             )
             return
         named = f"{_names(beginning.peers)} named a state of epoch {beginning.epoch}, but no peer gives it now"
+        named += f" ({why_not})" if why_not else ""
+        cure = "Mend that" if why_not else "Check whether these peers live and can be reached from here"
         if stance is Stance.WAITING:
-            end = (
-                "step() raises StateUnavailable (require_state=True)"
-                if beginning.required
-                else "training begins at epoch 0"
-            )
             self.warn(
                 f"{named}: this peer waits for it, up to {beginning.patience_s:.0f} s (load_state_timeout), before "
-                f"{end}. Check whether these peers live and can be reached from here"
+                f"{beginning.end}. {cure}"
             )
         elif not beginning.required:
             self.warn(
@@ -217,7 +214,7 @@ class Notices:
             "the model is made or with a checkpoint"
         )
 
-    def without(self, further: Mapping[PeerID, int], epoch: int) -> None:
+    def without(self, further: Mapping[PeerID, int], epoch: int, why_not: str = "") -> None:
         """We go on from our own state, though these are further and have not given theirs. Once until none is.
 
         The first, the tenth, … time for each of them: a peer may say again and again what it does not give.
@@ -230,8 +227,9 @@ class Notices:
         if any(_passes_a_power_of_ten(times, times + 1) for times in before.values()):
             self.warn(
                 f"{_names(further)} named a state of epoch {max(further.values())} and did not give it: training goes "
-                f"on from epoch {epoch} without them, so there are two runs. Check whether they can be reached from "
-                "here, and why they refuse; this peer goes on asking them"
+                f"on from epoch {epoch} without them, so there are two runs. "
+                + (f"The reason: {why_not}. " if why_not else "Check whether they can be reached from here. ")
+                + "This peer goes on asking them"
             )
 
     def ends(self, epoch: int | None, said: int | None) -> None:
@@ -311,6 +309,16 @@ class Notices:
             f"{self._downloads_in_a_row} states were downloaded in a row, the last one in {duration(duration_s)}, "
             f"and the others were further each time: this peer does not take part. {advice}"
         )
+
+
+def left_out(by: Mapping[PeerID, int], epoch: int, patience_s: float, why_not: str) -> str:
+    """The error of a peer at this epoch that had no part in the run of these, which are at theirs."""
+    return (
+        f"the run goes on at epoch {max(by.values())} without this peer, which is at epoch {epoch}: within "
+        f"{patience_s:.0f} s (load_state_timeout) it could not take over a state of {_names(by)}: "
+        f"{why_not or 'they did not give it'}. Mend that and start this peer again; with require_state=False it trains "
+        "a run of its own beside theirs"
+    )
 
 
 def _of_a_tie(verdict: Verdict) -> str:

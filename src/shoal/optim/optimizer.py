@@ -155,10 +155,12 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         max_grad_norm: clip the averaged gradient to this norm, over all parameters, before the step; None: do not. The
             same on all peers. Each peer's own gradients stay as they are.
         load_state_timeout: longest state download, seconds; None: 600. A newcomer waits so long for the state of a run
-            that is further, if its donors die or refuse, before it begins at epoch 0 (with a warning); longer while two
-            peers name such a state.
-        require_state: raise `StateUnavailable` from `step` rather than train from an own beginning that nobody else
-            has: for peers that only ever join. After `load_state_timeout`.
+            that is further, if its donors die or refuse: see `require_state`.
+        require_state: what a peer does that has waited for a state for `load_state_timeout`. None: `step` raises
+            `StateUnavailable` if its DHT was given peers, and a run goes on without it; if nobody is further any more
+            it begins at epoch 0, with a warning. True: `step` raises also where no run is known, for peers that only
+            ever join. False: it trains a run of its own beside the others, with a warning; while two peers name a
+            better state it waits longer.
         catch_up_bytes: the most memory for the steps that the others take while this peer downloads a state.
         average_state_every: epochs between two averagings of parameters and `extra_tensors`; 0 for never: all peers
             take the same steps, so their parameters need none.
@@ -230,7 +232,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         reuse_grad_buffers: bool = False,
         max_grad_norm: float | None = None,
         load_state_timeout: float | None = None,
-        require_state: bool = False,
+        require_state: bool | None = None,
         catch_up_bytes: int = 4 << 30,
         average_state_every: int = 0,
         check_parameters_every: int = 10,
@@ -348,7 +350,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             auxiliary=is_auxiliary(auxiliary, averager.client_mode, batch_size_per_step),
             average_state_every=0 if local else average_state_every,
             state_patience_s=load_state_timeout,
-            require_state=flag("require_state", require_state),
+            require_state=None if require_state is None else flag("require_state", require_state),
             delay_grad_averaging=not waits if local else delay,
             delay_state_averaging=not waits,
             catch_up_bytes=catch_up_bytes,
@@ -599,7 +601,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             ConfigError: no batch size; another kind of `grad_scaler`; the run is trained with other settings; or since
                 the optimizer was made, a parameter was added or unfrozen, or a state was loaded into the inner
                 optimizer.
-            StateUnavailable: `require_state` was given, and no peer gave a state in time.
+            StateUnavailable: the run goes on without this peer, and gave it no state in time (`require_state`).
             LocalError: another thread is in `step` or `load_state_dict`.
             ClosedError: the optimizer or its DHT was shut down.
         """
@@ -786,7 +788,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         results = self._download_all(behind, self.load_state_timeout, patient=self.auxiliary)
         for participant, result in zip(behind, results, strict=True):
             if isinstance(result, StateUnavailable):
-                participant.takeover.check_beginning()
+                self._run(participant.check_beginning(), GRACE_S)
                 # Beside a peer that claims states and gives none, downloads of each fragment fail again and again.
                 if time.monotonic() > self._not_taken_told_at + _NOT_TAKEN_AGAIN_S:
                     self._not_taken_told_at = time.monotonic()

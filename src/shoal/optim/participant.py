@@ -162,7 +162,11 @@ class Participant:
             own=self.own,
             outlook=self._outlook,
             machine=self._machine,
-            beginning=Beginning(settings.state_patience_s, required=settings.require_state),
+            beginning=Beginning(
+                settings.state_patience_s,
+                required=settings.require_state,
+                hosts=[contact.peer for contact in core.node.initial_peers],
+            ),
             gossip=self._gossip,
             catch_up=self._catch_up,
             states=self._states,
@@ -656,9 +660,12 @@ class Participant:
                     await self._moves.next()
         if self.failure is not None:
             raise self.failure
-        if self.settings.require_state and not self.view().behind:
-            self.takeover.check_beginning()
+        self.takeover.check_beginning(self.view())
         return self.phase
+
+    async def check_beginning(self) -> None:
+        """Raise `StateUnavailable` if this peer may not go on with its own state (trainer)."""
+        self.takeover.check_beginning(self.view())
 
     def _trainer_waits(self) -> bool:
         if self._closed or self.failure is not None:
@@ -705,6 +712,7 @@ class Participant:
         if self.at_end:
             self.core.env.events.emit(RunEnded(run_id=run_id, epoch=epoch))
         self._solitude.stepped(epoch, peers)
+        self.takeover.stepped(peers)
         if self.at_end and not self.settings.fragment:
             self._solitude.ended(epoch)
         self._machine.states_due = self._average_follows

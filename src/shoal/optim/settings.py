@@ -45,7 +45,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
         ttl_s: a peer that says nothing for this long is no longer counted.
         end_patience_s: how long a peer at the announced end of the run waits for the others that it knows.
         state_patience_s: how long a newcomer waits for the state of a run that is further, before it begins its own.
-        require_state: never train from a state that nobody else has.
+        require_state: never train from a state that nobody else has; None: not while the run goes on to which others
+            have invited this peer.
         delay_grad_averaging: the trainer goes on while gradients are averaged.
         delay_state_averaging: the trainer goes on while states are averaged.
         catch_up_bytes: the most that a peer which is behind keeps of the steps that the others take meanwhile.
@@ -66,7 +67,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     ttl_s: float = 20.0
     end_patience_s: float = 15.0
     state_patience_s: float = 600.0
-    require_state: bool = False
+    require_state: bool | None = None
     delay_grad_averaging: bool = False
     delay_state_averaging: bool = True
     catch_up_bytes: int = 4 << 30

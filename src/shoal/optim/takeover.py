@@ -8,7 +8,7 @@ while: see `beginning`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,7 @@ from shoal.errors import NoMemoryForState, StateUnavailable
 from shoal.optim.beginning import Beginning, Stance
 from shoal.optim.catch_up import CatchUp
 from shoal.optim.gossip import ProgressGossip
-from shoal.optim.notices import Notices
+from shoal.optim.notices import Notices, left_out
 from shoal.optim.outlook import Outlook
 from shoal.optim.own_state import OwnState
 from shoal.optim.phases import PhaseMachine
@@ -58,6 +58,7 @@ class Takeover:
         notices: tell the user.
         news: told when a state was withheld.
         took_over: whether the last `run` changed the state.
+        why_not: says why the last state was not taken over; empty if none failed.
         mend_from: the only peers to ask, after a check found that our parameters differ; empty for all.
         downloads: bytes and seconds of each download that was taken over.
     """
@@ -73,6 +74,7 @@ class Takeover:
     notices: Notices
     news: Changes
     took_over: bool = False
+    why_not: str = ""
     mend_from: frozenset[PeerID] = frozenset()
     downloads: list[tuple[int, float]] = field(default_factory=list)
     _misfits: Misfits = field(default_factory=Misfits)
@@ -93,19 +95,29 @@ class Takeover:
                 if (not steps or self.own.name.key < claimed) and not self._holds_up:
                     await self._take_state(began + timeout_s)
                     await self._take_steps(began + timeout_s)
+        except StateUnavailable as error:
+            self.why_not = str(error)
+            raise
         finally:
             if self.outlook.claimed().behind and (trouble := await self.catch_up.give_up(_now() - began)) is not None:
                 self.notices.warn(trouble)
             if self.took_over:
+                self.why_not = ""
                 self.beginning.state_taken()
+
+    def stepped(self, peers: int) -> None:
+        """A step was taken by so many peers."""
+        if peers > 1 and not self.outlook.known.further(self.own.name.key):
+            self.beginning.joined()
 
     def may_not_begin(self, view: SwarmView) -> bool:
         """Whether this peer waits for the state of a run that is further than its own beginning."""
         outlook, epoch = self.outlook, self.own.name.epoch
         on_its_own = epoch > 0 and not view.behind and not outlook.end.reached(epoch)
-        self.notices.without(outlook.known.further(self.own.name.key) if on_its_own else {}, epoch)
+        further = outlook.known.further(self.own.name.key) if on_its_own else {}
+        self.notices.without(further, epoch, self.why_not)
         stance = self.stance(view)
-        return stance is Stance.WAITING or (stance is Stance.GIVEN_UP and self.beginning.required)
+        return stance is Stance.WAITING or (stance is Stance.GIVEN_UP and bool(self.beginning.required))
 
     def stance(self, view: SwarmView) -> Stance:
         """Whether this peer may go on with its own state, as far as a run that is further is concerned."""
@@ -121,18 +133,28 @@ class Takeover:
             giving=giving,
             left=known.left,
         )
-        self.notices.beginning(self.beginning, behind=view.behind or bool(giving))
+        behind = view.behind or bool(giving) or bool(self._left_out_by(view))  # an error is told by `check_beginning`
+        self.notices.beginning(self.beginning, behind=behind, why_not=self.why_not)
         return stance
 
-    def check_beginning(self) -> None:
+    def check_beginning(self, view: SwarmView) -> None:
         """Raise `StateUnavailable` if this peer needs a state that others have, and has waited for it long enough."""
-        begins = self.beginning
-        if self.own.name.epoch == 0 and begins.required and begins.stance is Stance.GIVEN_UP:
+        begins, epoch = self.beginning, self.own.name.epoch
+        if left_out_by := self._left_out_by(view):
+            raise StateUnavailable(left_out(left_out_by, epoch, begins.patience_s, self.why_not))
+        if epoch == 0 and begins.required and begins.stance is Stance.GIVEN_UP:
             raise StateUnavailable(
                 f"no peer of the run gave a state within {begins.patience_s:.0f} s (load_state_timeout), and this one "
                 "may not begin by itself (require_state=True): check whether initial_peers lead to the run, or start "
                 "one peer without require_state"
             )
+
+    def _left_out_by(self, view: SwarmView) -> Mapping[PeerID, int]:
+        """The peers, and their epochs, whose run has gone on without this peer for longer than it may; mostly none."""
+        name, outlook = self.own.name, self.outlook
+        further = {} if outlook.end.reached(name.epoch) else outlook.known.further(name.key)
+        left_out = self.beginning.is_left_out(further, others_here=len(view.together) - 1, now=_now())
+        return further if left_out else {}
 
     def _giving(self) -> AbstractSet[PeerID]:
         """The donors of the download, if it may end before this peer begins without them.

@@ -16,9 +16,10 @@ from shoal.compression import CompressionInfo, TensorRole
 from shoal.errors import ConfigError, LocalError, StateUnavailable
 from shoal.optim.optimizer_state import OptimizerState
 from shoal.runtime.averager import DecentralizedAverager
-from shoal.runtime.checks import flag
+from shoal.runtime.checks import flag, seconds
 from shoal.runtime.dht import DHT
 from shoal.runtime.pool import DaemonPool
+from shoal.runtime.sharing import DEFAULT_STATE_TIMEOUT_S
 
 __all__ = ["TrainingAverager"]
 
@@ -205,12 +206,13 @@ class TrainingAverager(DecentralizedAverager):
             timeout: seconds; None: 600.
 
         Returns:
-            Whether a state was taken over; False if nobody gave one.
+            Whether a state was taken over; False if nobody shares one.
 
         Raises:
-            StateUnavailable: it does not fit here; nothing was changed.
+            StateUnavailable: others share one, and none of them gave it, or it does not fit here; nothing was changed.
         """
-        if (loaded := super().load_state_from_peers(timeout=timeout)) is None:
+        timeout_s = seconds("timeout", timeout, DEFAULT_STATE_TIMEOUT_S)
+        if (loaded := self._run(self._load_state(timeout_s), timeout_s)) is None:
             return False
         metadata, tensors = loaded
         own = [each.detach() for each in (*self._parameters, *self.extra_tensors)]

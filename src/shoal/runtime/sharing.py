@@ -12,6 +12,7 @@ import torch
 from shoal.averager import Averager
 from shoal.compression import CompressionBase, CompressionInfo
 from shoal.errors import ConfigError, StateUnavailable
+from shoal.events import Warned
 from shoal.runtime.checks import flag, seconds
 from shoal.runtime.dht import DHT
 from shoal.runtime.tensors import LockedTensors
@@ -148,20 +149,26 @@ class SharesState:
 
         Returns:
             (metadata, tensors) as the donor's `get_current_state` gave them, the tensors in host memory. None if there
-            is no donor, or no donor gave a state in time. The call does not wait for a donor to appear.
+            is no donor, or no donor gave a state in time, which is a warning. The call does not wait for a donor to
+            appear.
 
         Raises:
             ConfigError: `timeout` is wrong.
             ClosedError: the averager or its DHT was shut down.
         """
         timeout_s = seconds("timeout", timeout, DEFAULT_STATE_TIMEOUT_S)
-        averager = self._core()
 
         async def work() -> tuple[Any, Sequence[torch.Tensor]] | None:
             try:
-                state = await averager.sharing.load(timeout_s=timeout_s)
-            except StateUnavailable:
+                return await self._load_state(timeout_s)
+            except StateUnavailable as error:
+                self.dht.events.emit(Warned(where=f"averager {averager.prefix}", message=f"{error}"))
                 return None
-            return state.metadata, state.tensors
 
+        averager = self._core()
         return self._run(work(), timeout_s) if wait else self.dht.loop_thread.submit(work())
+
+    async def _load_state(self, timeout_s: float) -> tuple[Any, Sequence[torch.Tensor]] | None:
+        """In the loop: as `load_state_from_peers`, but raises `StateUnavailable` where donors live and gave nothing."""
+        state = await self._core().sharing.load(timeout_s=timeout_s)
+        return None if state is None else (state.metadata, state.tensors)

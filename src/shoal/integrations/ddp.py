@@ -20,6 +20,7 @@ import hashlib
 import json
 import os
 import pickle
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -293,6 +294,12 @@ class GroupOptimizer(torch.optim.Optimizer):
             if self.reuse_grad_buffers:
                 self.zero_grad()  # the scaler may have left the step out
             return loss
+        if closure is None and batch_size is None and self._training.is_asked_for_statistics(began=self._steps > 0):
+            self.state = defaultdict(dict, self._training.blank_statistics())
+            if self.peer is not None:
+                self.peer.step()
+            return None
+        self.state = self._training.optimizer.state
         if self.peer is None:
             self._follow_schedule()
         self._steps += 1

@@ -7,6 +7,7 @@ import math
 import os
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
@@ -660,6 +661,10 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 "param_groups was assigned a new list, which the inner optimizer does not read: change the groups that "
                 "are there, as in optimizer.param_groups[0]['lr'] = 0.1"
             )
+        if closure is None and batch_size is None and not self.auxiliary and self._asked_for_statistics():
+            self.state = defaultdict(dict, self._training.blank_statistics())  # for whoever looks before a real step
+            return None
+        self.state = self._training.optimizer.state
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -686,6 +691,10 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 self.zero_grad()
         self._saver.at_step(self._state, self._copy, finished=self.finished)
         return loss
+
+    def _asked_for_statistics(self) -> bool:
+        training = self._training
+        return training.is_asked_for_statistics(began=bool(training.epoch or training.samples or training.batches))
 
     def _samples_of(self, batch_size: int | None) -> int:
         if self.auxiliary:
@@ -846,18 +855,33 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state dict, and under `"shoal"` where the run stands; plain torch does without that.
 
-        If peers merge, the anchor and the outer optimizer are under `"shoal"`, too.
+        If peers merge, the anchor and the outer optimizer are under `"shoal"`, too. If `step` was called with gradients
+        of zero before the first batch, as `torch.distributed.checkpoint` does, it has the statistics of an optimizer
+        that has taken no step, to load others into.
 
         Raises:
             LocalError: a hook of the inner optimizer calls it, within a step.
         """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        saved = self._save()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            saved = _unless_none(after(self, saved), saved)
+        return saved
+
+    def _save(self) -> dict[str, Any]:
         with self._between_steps("state_dict"):
             state, training = self._state, self._training
             name = {"epoch": state.epoch, "digest": state.digest.hex(), "samples": state.samples}
             where = {**name, "scheduled": training.scheduled, "fingerprint": fingerprint(training)}
             if isinstance(training, LocalSteps):
                 where["merged"] = saved_fragments(self._participants)
-            return {**training.optimizer.state_dict(), "shoal": where}
+            inner = training.optimizer.state_dict()
+            if not inner["state"]:
+                inner["state"] = {
+                    number: self.state[each] for number, each in enumerate(training.parameters) if each in self.state
+                }
+            return {**inner, "shoal": where}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, or of the inner optimizer, to resume from a checkpoint.
@@ -878,7 +902,11 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         with self._one_step.acquire_in_thread(timeout_s=0.0) as alone:
             if not alone:  # the change that the step has made ready is of the state before
                 raise LocalError("load_state_dict() is called while step() is running: call it between two steps")
+            for before in self._optimizer_load_state_dict_pre_hooks.values():
+                state_dict = _unless_none(before(self, state_dict), state_dict)
             self._load(state_dict)
+            for after in self._optimizer_load_state_dict_post_hooks.values():
+                after(self)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         if not isinstance(state_dict, Mapping):
@@ -904,6 +932,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             shared = self._participant.own.shared
             replaced = self._loading()
             self._training.load_optimizer(optimizer)
+            self.state = self._training.optimizer.state
             if where is not None:
                 self._training.resume(where[0].epoch, where[1])
             names: list[StateName | None] = [where and where[0]]
@@ -1134,6 +1163,11 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"Optimizer(run_id={self.run_id!r}, epoch={self.local_epoch}, inner={self._training.optimizer!r})"
+
+
+def _unless_none(changed: T | None, given: T) -> T:
+    """What a hook of torch's returned takes the place of what it was given, unless that is None."""
+    return given if changed is None else changed
 
 
 def _check_mode(what: str) -> None:

@@ -32,6 +32,7 @@ from shoal.optim.optimizer_state import AnyTensor, OptimizerState, Prepared, is_
 from shoal.optim.options import Options, apply
 from shoal.optim.schedule import advance, rates_of, tell_rates
 from shoal.optim.state_name import LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN
+from shoal.optim.trial import blank_statistics
 from shoal.wire import encode
 
 __all__ = ["PreparedState", "TrainingState", "not_finite"]
@@ -272,7 +273,7 @@ class TrainingState:
         if not given or (self._has_average and chosen is self._sum):
             return False
         gradients = [gradient for parameter in self.trained if (gradient := parameter.grad) is not None]
-        values = [each if each.layout is torch.strided else each.coalesce().values() for each in gradients]
+        values = [_dense(each) for each in gradients]
         norm = _rough_norm(values)
         if (bad := _beyond(values, lambda dtype: LARGEST[sum_dtype(dtype)] / (2 * batch_size), norm)) is not None:
             self.left_out, self.left_out_for, self.broken = self.left_out + 1, given[bad], self._why_broken()
@@ -698,6 +699,19 @@ class TrainingState:
         """
         self.take_over(self.prepare(values, tensors))
 
+    def is_asked_for_statistics(self, *, began: bool) -> bool:
+        """Whether a step is called to make statistics only, as `torch.distributed.checkpoint` does to read them.
+
+        There are none yet, each gradient is zero, and so is each rate, or no batch was counted yet.
+
+        Args:
+            began: whether one was.
+        """
+        if self.optimizer.state or (began and any(self._rates())):
+            return False
+        gradients = [parameter.grad for parameter in self.trained]
+        return not any(gradient is None or bool(_dense(gradient).count_nonzero()) for gradient in gradients)
+
     def _check_counts(self, values: Any, tensors: Sequence[AnyTensor]) -> tuple[int, int]:
         own = self.describe()
         epoch, scheduled, fixed = values["epoch"], values["scheduled"], values["fixed"]
@@ -755,6 +769,11 @@ class TrainingState:
         with self._offload.on_host():
             return self._kept.prepare_loaded(state_dict)
 
+    def blank_statistics(self) -> dict[torch.Tensor, dict[Any, Any]]:
+        """The statistics of the optimizer as they are before its first step (see `blank_statistics` of `trial`)."""
+        with self._offload.on_host():
+            return blank_statistics(self.optimizer)
+
     def load_optimizer(self, prepared: Prepared) -> None:
         """Load what `prepare_optimizer` gave into the groups and statistics that there are.
 
@@ -771,6 +790,11 @@ def _set_rate(group: dict[str, Any], rate: Any) -> None:
         group["lr"].fill_(float(rate))
     else:
         group["lr"] = float(rate) if isinstance(rate, torch.Tensor) else rate
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """All of its values, or those of the rows that it has."""
+    return gradient if gradient.layout is torch.strided else gradient.coalesce().values()
 
 
 def _as_gradient(average: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

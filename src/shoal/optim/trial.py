@@ -13,14 +13,14 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["draws_random_numbers", "first_statistics", "needs", "try_step", "weight_copies"]
+__all__ = ["blank_statistics", "draws_random_numbers", "first_statistics", "needs", "try_step", "weight_copies"]
 
 _GRADIENT = 1e-3
 _MOVED = 1.0
@@ -101,6 +101,28 @@ def first_statistics(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, Ma
             failure, statistics = _step(optimizer, parameter, _options(group), {}, corner)
             if failure is None:
                 yield numbers[id(parameter)], statistics
+
+
+def blank_statistics(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[Any, Any]]:
+    """The statistics of an optimizer that has taken no step, for a program that asks for a place to load others into.
+
+    They are those of a step without gradient, at a counter of 0: a step from them is a first step. Nothing is changed.
+    A parameter that cannot be stepped alone is left out.
+    """
+    found = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                failure, statistics = _step(optimizer, parameter, _options(group), {}, gradient=0.0)
+                if failure is None and statistics:
+                    found[parameter] = {
+                        name: _reset(each) if name == "step" else each for name, each in statistics.items()
+                    }
+    return found
+
+
+def _reset(counter: Any) -> Any:
+    return torch.zeros_like(counter) if isinstance(counter, torch.Tensor) else type(counter)()
 
 
 def weight_copies(optimizer: torch.optim.Optimizer) -> frozenset[str]:
@@ -196,6 +218,7 @@ def _step(
     state: Mapping[Any, Any],
     values: torch.Tensor | None = None,
     attributes: Mapping[str, Any] = MappingProxyType({}),
+    gradient: float = _GRADIENT,
 ) -> tuple[str | None, Mapping[Any, Any]]:
     """The reason why the step failed, None if it did not; and the statistics afterwards.
 
@@ -203,7 +226,7 @@ def _step(
     """
     own = parameter.detach() if values is None else values
     substitute = torch.nn.Parameter(own.clone())
-    substitute.grad = torch.full_like(own, _GRADIENT)
+    substitute.grad = torch.full_like(own, gradient)
     memo: dict[int, Any] = {id(each): each for each_group in optimizer.param_groups for each in each_group["params"]}
     memo[id(parameter)] = substitute
     statistics: defaultdict[Any, Any] = defaultdict(dict)
@@ -216,11 +239,16 @@ def _step(
         twin.__dict__["state"] = statistics
         twin.param_groups = [{"params": [substitute], **copy.deepcopy(options, memo)}]
         with torch.random.fork_rng([own.device] if own.is_cuda else []):
-            type(optimizer).step(twin)
+            _unhooked(type(optimizer).step)(twin)
     except Exception as error:  # noqa: BLE001 (any code at all; what fails on both sides is not judged)
         return f"{type(error).__name__}: {error}", statistics.get(substitute, {})
     finite = bool(torch.isfinite(substitute).all()) or not bool(torch.isfinite(own).all())
     return None if finite else "it is not finite afterwards", statistics.get(substitute, {})
+
+
+def _unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step without the hooks of all optimizers, which torch has put around that of the class: this one is none."""
+    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
 
 
 def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:

@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import shoal
+from shoal.errors import ConfigError
+from shoal.events import Warned
 
 
 @pytest.fixture(scope="module")
@@ -159,3 +161,34 @@ def test_the_hooks_of_steps_are_called_for_steps_alone(swarm_of: Any) -> None:
     assert called == ["before", "inner", "after"]
     assert [each is swarm for each in seen] == [True, False, False, True]
     assert all(each is inner for each in seen[1:3])
+
+
+def test_a_parameter_of_another_shape_is_named(swarm_of: Any) -> None:
+    """Through `.data`; another dtype was named before. Also what comes in by the inner optimizer."""
+    model = model_of()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    swarm = swarm_of(model, lambda _: inner)
+    model.weight.data = torch.ones(2, 4)
+    torch.autograd.backward([model(torch.ones(4, 4)).square().mean()])
+    with pytest.raises(ConfigError, match=r"parameter 0 of the optimizer is torch.float32 \(2, 4\) now, and was"):
+        swarm.step()
+    model.weight.data = torch.ones(2, 3)
+    model.weight.grad = None
+    inner.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    with pytest.raises(ConfigError, match="the optimizer has 3 parameters, and had 2"):
+        train(model, swarm)
+
+
+def test_statistics_of_a_step_without_gradients_are_told(swarm_of: Any, dht: shoal.DHT) -> None:
+    """Its counter stays: Adam's first step is 0.074 instead of 0.1."""
+    warned: list[str] = []
+    dht.events.subscribe(lambda event: warned.append(event.message) if isinstance(event, Warned) else None)
+    model = model_of()
+    inner = torch.optim.Adam(model.parameters(), lr=0.1)
+    get_optimizer_state_dict(model, inner)
+    swarm_of(model, lambda _: inner).shutdown()
+    assert [each[:70] for each in warned] == ["the optimizer's statistics are those of one step without gradients, as"]
+    inner.state.clear()
+    train(model, inner)
+    swarm_of(model, lambda _: inner).status()
+    assert len(warned) == 1

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.nn.utils import spectral_norm as old_spectral_norm
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from shoal.errors import ConfigError
 from shoal.optim.gradient_watch import GradientWatch
@@ -68,9 +71,25 @@ def test_layers_in_another_order_are_refused_by_name() -> None:
     assert found.startswith("parameter names is 4 from 2.weight to 3.bias")
 
 
-@pytest.mark.parametrize("wrap", [partial(torch.compile, backend="eager"), torch.nn.DataParallel])
-def test_a_model_that_is_compiled_on_one_peer_has_the_same_names(wrap: Callable[[torch.nn.Module], Any]) -> None:
-    """The peer was refused for its "parameter names": '_orig_mod.' stood before each."""
+def compiled_layers(made: torch.nn.Module) -> torch.nn.Module:
+    """Each layer by itself."""
+    for name, layer in list(made.named_children()):
+        setattr(made, name, torch.compile(layer, backend="eager"))
+    return made
+
+
+def checkpointed_layers(made: torch.nn.Module) -> torch.nn.Module:
+    """With activation checkpoints around them."""
+    apply_activation_checkpointing(made, check_fn=lambda layer: isinstance(layer, torch.nn.Linear))
+    return made
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [partial(torch.compile, backend="eager"), torch.nn.DataParallel, compiled_layers, checkpointed_layers],
+)
+def test_a_model_that_is_wrapped_on_one_peer_has_the_same_names(wrap: Callable[[torch.nn.Module], Any]) -> None:
+    """It was refused for its "parameter names": '_orig_mod.' or '_checkpoint_wrapped_module.' stood in each."""
     plain, wrapped = model(), wrap(model())
     trained = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
     expected = TrainedModel(plain, [each for each in plain.parameters() if each.requires_grad], []).settings()
@@ -86,6 +105,109 @@ def test_a_parameter_that_was_replaced_is_told() -> None:
     made.load_state_dict(made.state_dict(), assign=True)
     with pytest.raises(ConfigError, match=r"parameter 2\.weight of the model was replaced"):
         trained.check()
+
+
+def test_a_layer_that_was_replaced_is_told() -> None:
+    """A new head was neither trained nor shared, without a word; one that has nothing to train is no matter."""
+    made = model()
+    trained = TrainedModel(made, list(made[3].parameters()), [])
+    made.append(torch.nn.ReLU())
+    trained.check()
+    made[3] = torch.nn.Linear(4, 2)
+    with pytest.raises(ConfigError, match=r"the layer of 3\.weight was replaced in the model"):
+        trained.check()
+
+
+def test_a_layer_that_came_later_is_told() -> None:
+    """A frozen one is no matter; one that is to be trained is."""
+    made = model()
+    trained = TrainedModel(made, list(made[3].parameters()), [])
+    made.append(torch.nn.Linear(4, 2).requires_grad_(False))
+    trained.check()
+    made[1].add_module("adapter", torch.nn.Linear(4, 2))
+    with pytest.raises(ConfigError, match=r"1\.adapter\.weight came into the model after the optimizer was made"):
+        trained.check()
+
+
+def test_a_buffer_of_extra_tensors_that_was_replaced_is_told() -> None:
+    """`model.to(dtype)` puts new buffers in their place: those of the run stood still."""
+    made = model()
+    trained = TrainedModel(made, list(made[2].parameters()), list(made[1].buffers()))
+    made.to("cpu")
+    trained.check()
+    made[1].register_buffer("running_mean", torch.zeros(4))
+    with pytest.raises(ConfigError, match=r"buffer 1\.running_mean of the model was replaced, and extra_tensors has"):
+        trained.check()
+
+
+def test_a_frozen_buffer_that_was_replaced_is_looked_at() -> None:
+    """By another one with the same values, as when the model is moved, or with others."""
+    made = model()
+    trained = TrainedModel(made, list(made[2].parameters()), [])
+    made.register_buffer("positions", torch.arange(4))
+    assert trained.find_change() is None
+    made.register_buffer("positions", torch.arange(4) + 1)
+    assert trained.find_change() == "positions"
+
+
+@pytest.mark.parametrize("layer", [torch.nn.Embedding, torch.nn.EmbeddingBag])
+def test_an_embedding_that_changes_its_weight_in_forward_is_refused(layer: Any) -> None:
+    """`max_norm` writes into the rows that this peer's batch touches. Peers that step alone may."""
+    made = torch.nn.Sequential(layer(5, 4, max_norm=1.0), torch.nn.Linear(4, 4))
+    with pytest.raises(ConfigError, match="0 of the model has max_norm"):
+        TrainedModel(made, list(made.parameters()), [])
+    TrainedModel(made, list(made.parameters()), [], steps_alone=True)
+    TrainedModel(made, list(made[1].parameters()), [])
+
+
+@pytest.mark.parametrize("normalize", [spectral_norm, old_spectral_norm])
+@pytest.mark.filterwarnings("ignore:.*spectral_norm.* is deprecated")
+def test_vectors_of_spectral_norm_are_statistics(normalize: Any) -> None:
+    """Forward moves them: peers with other first ones were refused, and then each change was told as a mistake."""
+    found = []
+    for seed in (1, 2):
+        made = torch.nn.Sequential(normalize(torch.nn.Linear(3, 4)), weight_norm(torch.nn.Linear(4, 4)))
+        torch.manual_seed(seed)
+        for buffer in made.buffers():
+            torch.nn.init.normal_(buffer)
+        trained = TrainedModel(made, list(made.parameters()), [])
+        made(torch.ones(2, 3))
+        assert trained.find_change() is None
+        assert len(trained.unshared_statistics) == 2
+        found.append(trained.settings())
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.Tensor.to_sparse,
+        torch.Tensor.to_sparse_csr,
+        torch.Tensor.to_sparse_csc,
+        lambda values: torch.nested.nested_tensor([*values, torch.ones(3)]),
+        lambda values: torch.nested.nested_tensor([*values, torch.ones(3)], layout=torch.jagged),
+        lambda values: torch.quantize_per_tensor(values, 0.1, 0, torch.qint8),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns of each sort that it is in beta, in other words
+def test_buffers_of_any_sort_are_compared(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Sparse, nested and quantized ones raised errors of torch's own."""
+    found = []
+    for factor in (1, 1, 2):
+        made = torch.nn.Linear(4, 1)
+        made.register_buffer("extra", make(torch.eye(4) * factor))
+        trained = TrainedModel(made, list(made.parameters()), [])
+        assert trained.find_change() is None
+        found.append(trained.settings())
+    assert found[0] == found[1] != found[2]
+
+
+def test_a_buffer_without_values_is_refused() -> None:
+    """On the meta device."""
+    made = torch.nn.Linear(4, 1)
+    made.register_buffer("extra", torch.empty(4, device="meta"))
+    with pytest.raises(ConfigError, match="extra of the model has no values yet"):
+        TrainedModel(made, list(made.parameters()), [])
 
 
 def test_a_frozen_weight_that_changes_in_mid_run_is_found() -> None:

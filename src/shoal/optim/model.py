@@ -7,16 +7,19 @@ among the settings that all peers compare before they train together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from blake3 import blake3
 from torch.nn import DataParallel
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from shoal.compression import view_bytes
 from shoal.errors import ConfigError
+from shoal.runtime.models import limited_embeddings
 
 __all__ = ["TrainedModel"]
 
@@ -28,33 +31,39 @@ class TrainedModel:
         model: of the user.
         parameters: those of the optimizer, in its order.
         extra_tensors: part of the state beside them.
+        steps_alone: whether each peer steps on its own batches, so that weights differ until the next merge.
 
     Raises:
-        ConfigError: the optimizer has nothing of it.
+        ConfigError: the optimizer has nothing of it; a tensor has no values yet; or forward changes a trained weight.
     """
 
     def __init__(
-        self, model: torch.nn.Module, parameters: Sequence[torch.Tensor], extra_tensors: Sequence[torch.Tensor]
+        self,
+        model: torch.nn.Module,
+        parameters: Sequence[torch.Tensor],
+        extra_tensors: Sequence[torch.Tensor],
+        *,
+        steps_alone: bool = False,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         while isinstance(model, DataParallel | DistributedDataParallel):
             model = model.module
-        self._model = model
+        self._model, self._plain = model, _plain_names(model)
         shared = {id(each) for each in (*parameters, *extra_tensors)}
-        names = {id(parameter): _plain(name) for name, parameter in model.named_parameters()}
+        places = list(_places(model))
+        names = {id(each.tensor): self._plain(each.name) for each in places}
         if not any(id(each) in names for each in parameters):
             raise ConfigError("model has none of the parameters of the optimizer: give the model that it trains")
         self._names = [names.get(id(each), "-") for each in parameters]
-        self._frozen = {name: tensor for name, tensor in _fixed_tensors(model) if id(tensor) not in shared}
-        self._digests = {name: _digest(tensor) for name, tensor in self._frozen.items()}
-        self._marks = {name: _mark(tensor) for name, tensor in self._frozen.items()}
-        self._places = [
-            (module, key, f"{prefix}.{key}".strip("."), parameter)
-            for prefix, module in model.named_modules()
-            for key, parameter in module.named_parameters(recurse=False)
-            if id(parameter) in shared
-        ]
+        self._places = [each for each in places if id(each.tensor) in shared]
+        moving = {id(tensor) for _, tensor in _statistics(model)}
+        self._frozen = {each.name: each for each in places if id(each.tensor) not in shared | moving}
+        self._digests = {name: _digest(each.tensor, name) for name, each in self._frozen.items()}
+        self._marks = {name: _mark(each.tensor) for name, each in self._frozen.items()}
+        self._tree = _tree_of(model)
+        if not steps_alone:
+            self._check_forward()
         self.unshared_statistics = [
             name for name, tensor in _statistics(model) if tensor.dtype.is_floating_point and id(tensor) not in shared
         ]
@@ -64,10 +73,11 @@ class TrainedModel:
         """The settings that all peers compare: names of the trained tensors, and bytes of those that are not."""
         names = blake3("\n".join(self._names).encode()).hexdigest()[:8]
         both = blake3()
-        for name, tensor in self._frozen.items():
-            both.update(f"{_plain(name)} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        for name, each in self._frozen.items():
+            both.update(f"{self._plain(name)} {each.tensor.dtype} {_shape(each.tensor)}\n".encode())
             both.update(self._digests[name])
-        frozen, elements = list(map(_plain, self._frozen)), sum(tensor.numel() for tensor in self._frozen.values())
+        frozen = list(map(self._plain, self._frozen))
+        elements = sum(each.tensor.numel() for each in self._frozen.values())
         which = f"{len(frozen)} from {frozen[0]} to {frozen[-1]}" if frozen else ""
         return {
             "parameter names": f"{len(self._names)} from {self._names[0]} to {self._names[-1]}, {names}",
@@ -76,9 +86,9 @@ class TrainedModel:
 
     def to_save(self) -> dict[str, torch.Tensor]:
         """The tensors that a checkpoint has names for: those of the run, and buffers; no other frozen parameters."""
-        ours = {id(parameter) for *_, parameter in self._places}
+        ours = {id(each.tensor) for each in self._places}
         return {
-            _plain(name): tensor
+            self._plain(name): tensor
             for name, tensor in self._model.state_dict(keep_vars=True).items()
             if isinstance(tensor, torch.Tensor) and (id(tensor) in ours or not isinstance(tensor, torch.nn.Parameter))
         }
@@ -87,17 +97,50 @@ class TrainedModel:
         """Take over the statistics of normalization, which may be this peer's own."""
         with torch.no_grad():
             for name, tensor in _statistics(self._model):
-                if (theirs := saved.get(_plain(name))) is not None and theirs.shape == tensor.shape:
+                if (theirs := saved.get(self._plain(name))) is not None and theirs.shape == tensor.shape:
                     tensor.copy_(theirs)
 
-    def check(self) -> None:
-        """Raise `ConfigError` if a tensor that is trained is not the model's any more."""
-        for module, key, name, held in self._places:
-            if getattr(module, key, None) is not held:
+    def _check_forward(self) -> None:
+        """Raise `ConfigError` if a forward pass changes a trained weight: only this peer would have it so."""
+        ours = {id(each.tensor) for each in self._places}
+        for name, weight in limited_embeddings(self._model):
+            if id(weight) in ours:
                 raise ConfigError(
-                    f"parameter {name} of the model was replaced, and the optimizer trains the one before: load "
-                    "weights without assign=True, or make a new shoal.Optimizer"
+                    f"{name} of the model has max_norm, by which forward changes its weight on this peer alone: "
+                    "set max_norm=None, and limit the norms of what the layer returns, or of its rows within the "
+                    "optimizer's step"
                 )
+
+    def check(self) -> None:
+        """Raise `ConfigError` if a tensor of the run is not the model's any more, or a trained layer came later."""
+        for each in self._places:
+            if getattr(each.module, each.key, None) is not each.tensor:
+                if isinstance(each.tensor, torch.nn.Parameter):
+                    raise ConfigError(
+                        f"parameter {each.name} of the model was replaced, and the optimizer trains the one before: "
+                        "load weights without assign=True, or make a new shoal.Optimizer"
+                    )
+                raise ConfigError(
+                    f"buffer {each.name} of the model was replaced, and extra_tensors has the one before: write into "
+                    "it (copy_), and move the model to its device before the shoal.Optimizer is made"
+                )
+        if all(module._modules == children for module, children in self._tree):  # noqa: SLF001 (no copy of all names)
+            return
+        here = {id(each.tensor): each for each in _places(self._model)}
+        for each in self._places:
+            if id(each.tensor) not in here:
+                raise ConfigError(
+                    f"the layer of {each.name} was replaced in the model, and the optimizer trains the one before: "
+                    "make a new shoal.Optimizer of the model as it is now, or put the new weights into that layer"
+                )
+        known = {id(each.tensor) for each in (*self._places, *self._frozen.values())}
+        for number, each in here.items():
+            if number not in known and each.tensor.requires_grad:
+                raise ConfigError(
+                    f"{each.name} came into the model after the optimizer was made, so it is neither trained nor "
+                    "shared: make a new shoal.Optimizer of the model as it is now"
+                )
+        self._tree = _tree_of(self._model)
 
     def find_change(self) -> str | None:
         """A tensor that is not trained, and has other values than at first; None if there is none. Each is told once.
@@ -106,37 +149,116 @@ class TrainedModel:
         goes unseen.
         """
         for name, before in self._marks.items():
-            if (mark := _mark(self._frozen[name])) == before:
+            place = self._frozen[name]
+            tensor = getattr(place.module, place.key, None)  # a model that is moved gets new buffers
+            if not isinstance(tensor, torch.Tensor) or (mark := _mark(tensor)) == before:
                 continue
             self._marks[name] = mark
-            if _digest(self._frozen[name]) != self._digests[name]:
+            if _digest(tensor, name) != self._digests[name]:
                 del self._marks[name]
                 return name
         return None
 
 
-def _plain(name: str) -> str:
-    """The name without what `torch.compile` puts before it: other peers may do without."""
-    return name.replace("_orig_mod.", "")
+class _Place(NamedTuple):
+    """Where a tensor is in a model."""
+
+    module: torch.nn.Module
+    key: str
+    name: str
+    tensor: torch.Tensor
+
+
+def _places(model: torch.nn.Module) -> Iterator[_Place]:
+    """All parameters, then all buffers; each once."""
+    for kind in (torch.nn.Module.named_parameters, torch.nn.Module.named_buffers):
+        seen = set[int]()
+        for prefix, module in model.named_modules():
+            for key, tensor in kind(module, recurse=False):
+                if id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield _Place(module, key, f"{prefix}.{key}".strip("."), tensor)
+
+
+def _tree_of(model: torch.nn.Module) -> list[tuple[torch.nn.Module, dict[str, torch.nn.Module | None]]]:
+    """Each module, with its children."""
+    return [(module, dict(module._modules)) for module in model.modules()]  # noqa: SLF001 (as `named_children`)
+
+
+_WRAPPERS = {
+    "OptimizedModule": "_orig_mod",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "OffloadWrapper": "_checkpoint_wrapped_module",
+    "DataParallel": "module",
+    "DistributedDataParallel": "module",
+}
+"""Modules around another one that other peers may do without (`torch.compile`, activation checkpoints), and their
+attribute for it. By name: to import all of them takes a second."""
+
+
+def _plain_names(model: torch.nn.Module) -> Callable[[str], str]:
+    """A function that gives the name of a tensor without the wrappers that are around modules of this model."""
+    within = set()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if type(module).__module__.startswith("torch.") and (attribute := _WRAPPERS.get(type(module).__name__)):
+            within.add(f"{name}.{attribute}".strip("."))
+
+    def plain(name: str) -> str:
+        parts = name.split(".")
+        return ".".join(part for place, part in enumerate(parts) if ".".join(parts[: place + 1]) not in within)
+
+    return plain
 
 
 def _mark(tensor: torch.Tensor) -> tuple[int, int]:
-    return (0 if tensor.is_inference() else tensor._version), tensor.data_ptr()  # noqa: SLF001 (asks no device)
+    where = tensor.data_ptr() if _is_plain(tensor) else id(tensor)
+    return (0 if tensor.is_inference() else tensor._version), where  # noqa: SLF001 (asks no device)
 
 
-def _digest(tensor: torch.Tensor) -> bytes:
-    return blake3(view_bytes(tensor.detach().to("cpu").contiguous())).digest(16)
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and not hasattr(tensor, "__tensor_flatten__")
 
 
-def _statistics(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+def _shape(tensor: torch.Tensor) -> tuple[int, ...] | str:
+    return "nested" if tensor.is_nested else tuple(tensor.shape)
+
+
+def _digest(tensor: torch.Tensor, name: str) -> bytes:
+    if tensor.is_meta:
+        raise ConfigError(f"{name} of the model has no values yet (it is on the meta device): load its weights before")
+    digest = blake3()
+    for part in _dense_parts(tensor.detach()):
+        digest.update(view_bytes(part.to("cpu").contiguous()))
+    return bytes(digest.digest(16))
+
+
+def _dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The ordinary tensors that a tensor of any sort consists of."""
+    if hasattr(tensor, "__tensor_flatten__"):  # quantized ones of torchao, jagged ones
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _dense_parts(getattr(tensor, name))
+    elif tensor.is_nested:
+        yield from tensor.unbind()
+    elif tensor.layout is torch.sparse_coo:
+        coalesced = tensor.coalesce()
+        yield from (coalesced.indices(), coalesced.values())
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    elif tensor.layout is not torch.strided:
+        yield tensor.to_dense()
+    else:
+        yield tensor.dequantize() if tensor.is_quantized else tensor
+
+
+def _statistics(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that a forward pass in train mode moves: of normalization, and of power iterations."""
     for prefix, module in model.named_modules():
-        if isinstance(module, _NormBase):
-            for key, tensor in module.named_buffers(recurse=False):
+        hooks = [each for each in module._forward_pre_hooks.values() if isinstance(each, SpectralNorm)]  # noqa: SLF001
+        iterated = {f"{hook.name}_{vector}" for hook in hooks for vector in "uv"}
+        if type(module).__name__ == "_SpectralNorm":
+            iterated = {"_u", "_v"}
+        for key, tensor in module.named_buffers(recurse=False):
+            if isinstance(module, _NormBase) or key in iterated:
                 yield f"{prefix}.{key}".strip("."), tensor
-
-
-def _fixed_tensors(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    """Parameters and buffers, but for the statistics of normalization, which move."""
-    moving = {id(tensor) for _, tensor in _statistics(model)}
-    yield from model.named_parameters()
-    yield from ((name, tensor) for name, tensor in model.named_buffers() if id(tensor) not in moving)

@@ -337,7 +337,11 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             max_grad_norm=max_grad_norm,
             offload=offload,
         )
-        self._model = None if model is None else TrainedModel(model, self._training.parameters, extra_tensors)
+        self._model = (
+            None
+            if model is None
+            else TrainedModel(model, self._training.parameters, extra_tensors, steps_alone=local or merging is not None)
+        )
         self._watch = GradientWatch(
             self._training.trained,
             whole=merging is None and not local and low_rank is None and grad_compression in (None, NoCompression()),
@@ -390,10 +394,18 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         if load_state_compression not in (None, NoCompression()):
             what = f"load_state_compression={load_state_compression!r} has no effect"
             self._warn(f"{what}: a newcomer's weights would differ from the others'; leave it out")
+        self._warn_of_blank_step()
         if self._model is not None and (names := self._model.unshared_statistics):
             self._warn(
                 f"{len(names)} running statistics of normalization ({names[0]}, ...) are each peer's own: give them as "
                 "extra_tensors to share them"
+            )
+
+    def _warn_of_blank_step(self) -> None:
+        if self._training.took_blank_step:
+            self._warn(
+                "the optimizer's statistics are those of one step without gradients, as some libraries take to make "
+                "them: its first steps differ from those of a new one. Clear its `state` before, or make a new one"
             )
 
     def _begin_from(self, folder: Path | None, settings: Mapping[str, str]) -> list[StateName] | None:
@@ -941,6 +953,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             unchanged = where is not None and where[2] == fingerprint(self._training)
             for each, before, name in zip(self._participants, replaced, names, strict=True):
                 each.own.loaded(before, name, unchanged=unchanged)
+        self._warn_of_blank_step()
         was, now = replaced[0].name, self._participant.own.name
         self._tell_loaded()
         if shared and now != was and now.key <= was.key:

@@ -132,7 +132,7 @@ class TrainingState:
                 raise ConfigError(f"{name}: {error}") from error
         self.trained = trained
         self._frozen = [parameter for parameter in self.parameters if not parameter.requires_grad]
-        self._dtypes = [parameter.dtype for parameter in self.parameters]
+        self._dtypes = [(parameter.dtype, parameter.shape) for parameter in self.parameters]
         self._sum, self._late = self._new_sum(), self._new_sum() if late else None
         self.accumulators = self._sum.tensors
         self.averaged: Sequence[torch.Tensor] = self.accumulators
@@ -328,12 +328,13 @@ class TrainingState:
                 )
 
     def check_dtypes(self) -> None:
-        """Raise `ConfigError` if a parameter has another dtype than when the run began: no peer can take that over."""
-        for index, (parameter, dtype) in enumerate(zip(self.parameters, self._dtypes, strict=True)):
-            if parameter.dtype is not dtype:
+        """Raise `ConfigError` if a parameter has another dtype or shape than when the run began: no peer has such."""
+        for index, (parameter, (dtype, shape)) in enumerate(zip(self.parameters, self._dtypes, strict=True)):
+            if parameter.dtype is not dtype or parameter.shape != shape:
+                was, now = f"{dtype} {tuple(shape)}", f"{parameter.dtype} {tuple(parameter.shape)}"
                 raise ConfigError(
-                    f"parameter {index} of the optimizer is {parameter.dtype} now, and was {dtype} when the run began: "
-                    "convert the model before, or make a new shoal.Optimizer"
+                    f"parameter {index} of the optimizer is {now} now, and was {was} when the run began: convert the "
+                    "model before, or make a new shoal.Optimizer"
                 )
 
     def absent(self) -> bytes:
@@ -711,6 +712,17 @@ class TrainingState:
             return False
         gradients = [parameter.grad for parameter in self.trained]
         return not any(gradient is None or bool(_dense(gradient).count_nonzero()) for gradient in gradients)
+
+    @property
+    def took_blank_step(self) -> bool:
+        """Whether the optimizer has taken one step, and its statistics are zero: there were no gradients."""
+        entries = [entry for entry in self.optimizer.state.values() if isinstance(entry, dict)]
+        counts: list[Any] = [entry.get("step") for entry in entries]
+        if not entries or not all(is_number(count) and float(count) == 1 for count in counts):
+            return False
+        values = [each for entry in entries for name, each in entry.items() if name != "step"]
+        tensors = [each for each in values if isinstance(each, torch.Tensor) and each.numel()]
+        return bool(tensors) and not any(bool(each.count_nonzero()) for each in tensors)
 
     def _check_counts(self, values: Any, tensors: Sequence[AnyTensor]) -> tuple[int, int]:
         own = self.describe()

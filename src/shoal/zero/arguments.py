@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from shoal.compression.memory import overlaps
+from shoal.runtime.models import limited_embeddings
 from shoal.zero.fsdp import is_sharded, missing, roots
 from shoal.zero.offload import problem_of
 from shoal.zero.parameters import hooks_of, local, named_parameters, wide_dtype
@@ -118,16 +119,11 @@ def _of_modules(model: torch.nn.Module) -> Iterator[str]:
             "model is in a DistributedDataParallel, which reduces gradients itself: give shard() the model within "
             "(its .module), and train that"
         )
-    for name, module in model.named_modules():
-        if (
-            isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
-            and module.max_norm is not None
-            and module.weight.requires_grad
-        ):
-            yield (
-                f"{name or 'model'} has max_norm, by which each rank would change other rows of its weight in forward: "
-                "set max_norm=None, and limit the norms of rows after each step"
-            )
+    for name, _ in limited_embeddings(model):
+        yield (
+            f"{name} has max_norm, by which each rank would change other rows of its weight in forward: "
+            "set max_norm=None, and limit the norms of rows after each step"
+        )
 
 
 def _of_parameters(parameters: list[tuple[str, torch.nn.Parameter]]) -> Iterator[str]:

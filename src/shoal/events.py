@@ -7,7 +7,9 @@ them uses its own clock.
 
 from __future__ import annotations
 
+import _thread
 import logging
+import threading
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -301,7 +303,8 @@ class Warned(Event, frozen=True, kw_only=True):
 class EventBus:
     """Hands each event to every subscriber, in order, in the thread that emits it.
 
-    A subscriber must be quick and must not raise; one that raises is logged and stays subscribed. All events go to the
+    A subscriber must be quick and must not raise; one that raises anything is logged and stays subscribed: `SystemExit`
+    ends nothing, and `KeyboardInterrupt` is raised in the main thread, as Ctrl+C is. All events go to the
     log `shoal.events`, one line each, at their own level. `Warned` goes there as WARNING, unless it repeats the last
     text of its `where`.
     """
@@ -327,7 +330,11 @@ class EventBus:
         for subscriber in self._subscribers:
             try:
                 subscriber(event)
-            except Exception:
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt):
+                    if threading.current_thread() is threading.main_thread():
+                        raise
+                    _thread.interrupt_main()
                 _logger.exception("a subscriber failed on %s", type(event).__name__)
 
     def _is_new_warning(self, event: Event) -> bool:

@@ -497,6 +497,28 @@ def test_every_operation_ends_in_time_when_nobody_answers() -> None:
     run(main)
 
 
+def test_operations_whose_turn_does_not_come_in_time_return_what_is_known() -> None:
+    """Two hundred averagers at once: those that waited in line for too long raised "generator didn't yield"."""
+
+    async def main() -> None:
+        swarm = new_swarm()
+        nodes = await grow(swarm, 6, settings=DhtSettings(parallel_operations=1))
+        for each in nodes[1:]:
+            swarm.stall(each.name)
+
+        async def operate(node: Node) -> list[object]:
+            dht, items = node.dht, [Item(f"key {number}", number, node.in_s(60)) for number in range(5)]
+            stores = [dht.store_many([item], timeout_s=0.5) for item in items]
+            gets = [dht.get(item.key, latest=True, timeout_s=0.5) for item in items]
+            exchanges = [dht.exchange(item, timeout_s=0.5) for item in items]
+            finds = [dht.nearest(item.key, timeout_s=0.5) for item in items]
+            return list(await asyncio.gather(*stores, *gets, *exchanges, *finds))
+
+        assert len(await swarm.run_on(nodes[0].name, operate, nodes[0])) == 20
+
+    run(main)
+
+
 @pytest.mark.parametrize("how", ["crash", "vanish", "stall"])
 def test_dead_neighbour_leaves_the_table_within_seconds(how: str) -> None:
     """Unasked: its connection breaks, or its silence is noticed."""

@@ -63,11 +63,12 @@ def gives_each_other_bytes(liar: Round, *, digest: bool) -> None:
     async def lying(number: int) -> Any:
         message, data = await average(number)  # type: ignore[misc]
         assert isinstance(message, PartAverage)
+        assert data is not None
         if number not in given:
             given.add(number)
             return message, data
-        wrong = bytearray(memoryview(data).cast("B"))
-        wrong[:4] = memoryview(torch.tensor([0.25]).numpy()).cast("B")
+        wrong = bytearray(data)
+        wrong[:4] = torch.tensor([0.25]).numpy().tobytes()
         held = message.held
         if digest:
             held = replace(held, digest=liar._parts._digests.of(held, wrong))
@@ -104,7 +105,7 @@ def commits_otherwise(leader: Round, victim: int, **said: Any) -> None:
             message = Commit(message.round_id, [replace(held, **said) for held in message.parts])
         put(message)
 
-    leader._to_say[victim].put_nowait = lying  # type: ignore[method-assign]
+    leader._to_say[victim].put_nowait = lying  # type: ignore[method-assign, assignment]
 
 
 @pytest.mark.parametrize("said", [{"weight": 2.0}, {"contributors": b"\x03"}, {"attempt": 1}], ids=str)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import signal
 import subprocess
 import sys
+import threading
 
 import msgspec
 import pytest
@@ -68,6 +71,47 @@ def test_a_subscriber_that_fails_is_logged_and_stays(caplog: pytest.LogCaptureFi
             bus.emit(Warned(where="", message=""))
     assert len(heard) == 2
     assert [record.message for record in caplog.records] == ["a subscriber failed on Warned"] * 2
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError(), GeneratorExit()], ids=repr)
+def test_a_subscriber_that_raises_what_ends_programs_ends_nothing(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SystemExit in a subscriber ended shoal's loop: "the DHT was shut down"."""
+    bus, heard = EventBus(), list[Event]()
+
+    def ending(event: Event) -> None:
+        raise error
+
+    bus.subscribe(ending)
+    bus.subscribe(heard.append)
+    with caplog.at_level(logging.ERROR, logger="shoal.events"):
+        bus.emit(Warned(where="", message=""))
+    assert len(heard) == 1
+    assert [record.message for record in caplog.records] == ["a subscriber failed on Warned"]
+
+
+def test_an_interrupt_in_a_subscriber_is_the_main_threads(caplog: pytest.LogCaptureFixture) -> None:
+    """There it is Ctrl+C, and goes on; in another thread it is handed to the main thread, and the others are told."""
+    bus, heard = EventBus(), list[Event]()
+
+    def interrupted(event: Event) -> None:
+        raise KeyboardInterrupt
+
+    bus.subscribe(interrupted)
+    bus.subscribe(heard.append)
+    with pytest.raises(KeyboardInterrupt):
+        bus.emit(Warned(where="", message=""))
+    assert not heard
+    emitter, said = threading.Thread(target=bus.emit, args=(Warned(where="", message=""),)), threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: said.set())
+    try:
+        emitter.start()
+        emitter.join(10.0)
+        assert said.wait(10.0)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(heard) == 1
 
 
 def test_a_warning_is_logged_once_and_other_events_are_for_debugging(caplog: pytest.LogCaptureFixture) -> None:

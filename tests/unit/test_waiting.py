@@ -107,6 +107,39 @@ def test_a_thread_waits_for_all_that_its_work_has_set_off() -> None:
     thread.stop(nothing, LONG_S)
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=lambda error: type(error).__name__)
+def test_what_ends_a_program_does_not_end_the_loop(error: BaseException) -> None:
+    """A callback of the program raised it, and "the DHT was shut down". An interrupt is handed to the main thread."""
+    thread, handed = LoopThread("test"), threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: handed.set())
+    try:
+        future = thread.submit(nothing())
+        future.result(LONG_S)
+
+        def raise_it(_: object = None) -> None:
+            raise error
+
+        thread.call_soon(raise_it)
+
+        async def broken() -> None:
+            raise_it()
+
+        with pytest.raises(type(error)):
+            thread.run(broken(), LONG_S)
+        done: LoopFuture[None] = LoopFuture(thread)
+        done.add_done_callback(raise_it)
+        thread.answer(done, nothing())
+        done.result(LONG_S)
+        thread.run(nothing(), LONG_S)
+        assert thread.alive
+        if isinstance(error, KeyboardInterrupt):
+            assert handed.wait(LONG_S)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    thread.stop(nothing, LONG_S)
+    assert not thread.alive
+
+
 def test_work_that_is_cancelled_before_it_begins_is_closed() -> None:
     """Else Python warns of a coroutine that nobody has awaited."""
     thread, begun = LoopThread("test"), list[bool]()

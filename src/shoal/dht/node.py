@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING
+from typing import Any
 
 from shoal.clock import Env
 from shoal.dht.crawl import Caller, Crawler, Findings, KeySearch
@@ -40,9 +40,6 @@ from shoal.identity import Identity
 from shoal.peer import Address, PeerID
 from shoal.rpc import Endpoint
 from shoal.wire import Contact, Record
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 __all__ = ["DhtNode", "Found", "Item"]
 
@@ -262,8 +259,7 @@ class DhtNode:
                 slots[record.key, record.subkey] = number
         numbers = list(slots.values())
         sent = [0] * len(numbers)
-        async with self._operation(timeout_s):
-            await self._publisher.publish([records[number] for number in numbers], sent)
+        await self._operate(self._publisher.publish([records[number] for number in numbers], sent), timeout_s)
         for number, count in zip(numbers, sent, strict=True):
             copies[number] = count
             if count:
@@ -293,8 +289,7 @@ class DhtNode:
         if refusal := self._refusal(item, record):
             raise ConfigError(refusal)
         exchange = StoreAndFind(record)
-        async with self._operation(timeout_s):
-            await self._publisher.exchange(exchange)
+        await self._operate(self._publisher.exchange(exchange), timeout_s)
         now = self._env.clock.time()
         if stored := exchange.copies[0] > 0:
             self._vault.wrote(exchange.record, now)
@@ -365,8 +360,7 @@ class DhtNode:
             else:
                 searches[name] = self._crawler.search(name, first=not latest)
         if searches:
-            async with self._operation(timeout_s):
-                await self._crawler.find_values(list(searches.values()))
+            await self._operate(self._crawler.find_values(list(searches.values())), timeout_s)
         now = self._env.clock.time()
         for name, search in searches.items():
             records[name] = self._all_known(search, now)
@@ -391,8 +385,7 @@ class DhtNode:
         """
         self._check_open()
         search = self._crawler.search(key_of(_checked_key(key)), count=count)
-        async with self._operation(timeout_s):
-            await self._crawler.run([search], values=False)
+        await self._operate(self._crawler.run([search], values=False), timeout_s)
         return Found(tuple(search.lookup.nearest), search.lookup.hops, search.lookup.queries)
 
     # ---------------------------------------------------------------------------------------------------------- closing
@@ -415,12 +408,14 @@ class DhtNode:
             raise ConfigError(f"timeout_s must be positive, got {timeout_s!r}")
         return timeout_s
 
-    @asynccontextmanager
-    async def _operation(self, timeout_s: float | None) -> AsyncIterator[None]:
+    async def _operate(self, work: Coroutine[Any, Any, None], timeout_s: float | None) -> None:
         """Wait in line, then work, both within the time limit. After it, the work done so far counts."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._limit_s(timeout_s)), self._turn:
-                yield
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._limit_s(timeout_s)), self._turn:
+                    await work
+        finally:
+            work.close()  # its turn may not have come
         self._check_open()
 
 

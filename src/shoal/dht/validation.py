@@ -216,7 +216,7 @@ class CompositeValidator:
         for validator in self._validators:
             try:
                 refusal = validator.refuses(record)
-            except Exception as error:
+            except BaseException as error:
                 # A validator is the user's code. If it raises, the record from the network is at fault.
                 _logger.warning("%s failed on a record", type(validator).__name__, exc_info=error)
                 return f"{type(validator).__name__} failed: {type(error).__name__}"

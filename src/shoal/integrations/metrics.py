@@ -117,10 +117,10 @@ class Metrics:
             for number, sink in enumerate(self._sinks):
                 try:
                     sink(news[0].epoch, metrics)
-                except Exception as error:  # noqa: BLE001 (the user's own code, a full disk, a server)
+                except BaseException as error:  # noqa: BLE001 (the user's own code, a full disk, a server)
                     self._failed(number, sink, error)
 
-    def _failed(self, number: int, sink: Sink, error: Exception) -> None:
+    def _failed(self, number: int, sink: Sink, error: BaseException) -> None:
         if number not in self._told:
             self._told.add(number)
             why = f"{getattr(sink, '__name__', type(sink).__name__)}: {type(error).__name__}: {error}"

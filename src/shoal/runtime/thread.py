@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import concurrent.futures
 import logging
@@ -162,9 +163,9 @@ class LoopThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_forever()
+            while not self._ending_turn():
+                pass
         finally:
-            # By `stop` as a rule; or some callback raised SystemExit in here.
             with self._guard:
                 self._closing = True
             self._loop.run_until_complete(self._cancel_all())
@@ -175,6 +176,17 @@ class LoopThread:
             self._lookups.shutdown(wait=False, cancel_futures=True)
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._ended.open()
+
+    def _ending_turn(self) -> bool:
+        """Run the loop until `stop`; False if a callback of the program's (a codec, a future's) has broken it off."""
+        try:
+            self._loop.run_forever()
+        except (SystemExit, KeyboardInterrupt) as error:  # asyncio hands on nothing else
+            _logger.exception("%s was raised in shoal's own thread, where it ends nothing", type(error).__name__)
+            if isinstance(error, KeyboardInterrupt):
+                _thread.interrupt_main()
+            return False
+        return True
 
     # ------------------------------------------------------------------------------------------------------- calling
 

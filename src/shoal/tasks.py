@@ -8,7 +8,7 @@ from types import MethodType
 from typing import Any, TypeVar
 from weakref import WeakMethod
 
-__all__ = ["Changes", "Tasks"]
+__all__ = ["Changes", "Tasks", "stopped"]
 
 T = TypeVar("T")
 
@@ -58,6 +58,19 @@ class Tasks:
     def _others(self) -> list[asyncio.Task[Any]]:
         current = asyncio.current_task()
         return [task for task in self._running if task is not current]
+
+
+async def stopped(task: asyncio.Task[Any]) -> None:
+    """Cancel a task, and wait for its end; what it failed with concerns nobody.
+
+    An object that keeps a task, and is known to the task, is freed only by the cycle collector: a task keeps its error,
+    and the error's traceback all that its frames know, such as a state that was being sent. So let go of the task
+    first: `task, self._task = self._task, None`, or `del self._task` after the last use.
+    """
+    task.cancel()
+    await asyncio.wait((task,))
+    if not task.cancelled():
+        task.exception()  # else asyncio complains that nobody asked for it
 
 
 class Changes:

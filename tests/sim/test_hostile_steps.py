@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from shoal import sim
 from shoal.events import Event, PeerDropped
 from shoal.optim import Participant
 from shoal.optim.agreement import Agreement, Contributor
 from shoal.optim.options import Options, options_of
-from shoal.optim.step_feed import MAX_FOLLOWERS
+from shoal.optim.step_feed import MAX_FOLLOWERS, MOST_KEPT
+from shoal.optim.steps import Step
 from shoal.rpc import Stream
 from shoal.strategies import DiLoCo
-from shoal.wire import FollowSteps, GetManifest, ManifestPending, StepBytes, StepsFrom, StepTaken, encode
+from shoal.wire import FollowSteps, GetManifest, ManifestPending, StepBytes, StepsFrom, StepTaken, WantStep, encode
 from tests.sim.optimizer_kit import Run
 from tests.sim.test_hostile_words import Liar, liar
 
@@ -140,3 +143,40 @@ def test_one_host_kept_all_others_from_following() -> None:
         assert isinstance(received[0], StepsFrom)
 
     sim.run(main, seed=3)
+
+
+def test_followers_that_read_slowly_held_a_copy_of_a_step_each() -> None:
+    """24 of them held 45 copies: all share the few that are kept, and nothing is left once they are gone."""
+
+    def alive() -> list[Step]:
+        return [each for each in gc.get_objects() if isinstance(each, Step)]
+
+    async def main() -> None:
+        run, size, held = Run(target=1), 14 << 20, list[int]()
+        first = await run.add("p0", strategy=DiLoCo(4))
+        stranger, feed = await liar(run, "liar"), first.participant._steps
+        contact = first.participant.core.endpoint.contact
+        streams = [await stranger.core.endpoint.open(contact, FollowSteps("run"), timeout_s=5.0) for _ in range(6)]
+        for stream in streams:
+            assert await stream.recv() is not None  # where it stands
+        for number, stream in enumerate(streams):  # each asks for another step, and reads none of it
+            header = replace(step_of(stranger, first.participant), digest=bytes([number]) * 32, nbytes=size)
+            feed._add(Step(header, bytearray(size)))
+            while (received := await stream.recv()) is not None and received[0].digest != bytes([number]) * 32:
+                assert isinstance(received[0], StepTaken)
+            await stream.send(WantStep(bytes([number]) * 32))
+            await sim.sleep(3.0)
+            assert feed.kept_bytes <= MOST_KEPT * size
+            held.append(len(alive()))
+        assert max(held) == MOST_KEPT  # some that are no longer among the last were still being sent
+        for stream in streams:
+            stream.abort()
+        await sim.sleep(5.0)
+        assert alive() == []
+
+    gc.collect()
+    gc.disable()
+    try:
+        sim.run(main, seed=4)
+    finally:
+        gc.enable()

@@ -5,8 +5,9 @@ of it first. So a new follower gets a step at once, however long an epoch lasts,
 step is of use to it.
 
 A follower has a stream open. It is told of each step as it is committed, and fetches the step's averages within the
-time of about two steps: this peer keeps the last `KEPT` of them, and those that are being sent. While a round of this
-peer is under way it sends none of them, or little if the round takes long (`HOLD_S`). A follower needs one step for
+time of about two steps: this peer keeps the last `KEPT` of them, and older ones that are being sent, but never more
+than `MOST_KEPT` in all, however many followers there are, and however slowly they read. While a round of this peer is
+under way it sends none of them, or little if the round takes long (`HOLD_S`). A follower needs one step for
 each round, so its share of the line between two rounds is bounded.
 """
 
@@ -14,11 +15,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 
 from shoal.allreduce.vector import Vector
 from shoal.averager import Averager, StepResult
+from shoal.bounded import put_last
 from shoal.core import PeerCore
 from shoal.errors import PeerProtocolError, PeerRefused
 from shoal.optim.agreement import Agreement
@@ -28,16 +30,20 @@ from shoal.rpc import Stream
 from shoal.state import Pacer
 from shoal.state.pace import FREE_PIECE_BYTES, HELD_PIECE_BYTES
 from shoal.state.upload import Upload
-from shoal.tasks import Changes
+from shoal.tasks import Changes, stopped
 from shoal.wire import FollowSteps, StepBytes, StepGone, StepsFrom, StepTaken, WantStep
 
-__all__ = ["HOLD_S", "KEPT", "MAX_FOLLOWERS", "StepFeed"]
+__all__ = ["HOLD_S", "KEPT", "MAX_FOLLOWERS", "MOST_KEPT", "StepFeed"]
 
 KEPT = 2
 """Steps that are kept while somebody follows: the last one, and the one before."""
 
+MOST_KEPT = 2 * KEPT
+"""With those that are being sent. A follower that is still being sent an older one is told that it is gone."""
+
 MAX_FOLLOWERS = 16
 MAX_WANTED = 16
+MAX_UNTOLD = 32
 HOLD_S = 1.5
 """A piece waits no longer than this for the end of a round, seconds."""
 
@@ -67,7 +73,7 @@ class StepFeed:
         self._core, self._state, self._averagers = core, state, averagers
         self._followers: set[_Follower] = set()
         self._hosts: Counter[str] = Counter()  # of the followers
-        self._last: Step | None = None
+        self._kept: dict[bytes, Step] = {}  # by the digest of the state before; the last one at the end
         self._unserve = core.endpoint.serve_stream(FollowSteps, self._serve, scope=run_id)
 
     async def add_round(
@@ -93,10 +99,19 @@ class StepFeed:
             self._add(await run(of_step_alone, name, chance, peer, samples, vector, agreement))
 
     def _add(self, step: Step | None) -> None:
-        if step is not None and self._followers:
-            self._last = step
-            for follower in self._followers:
-                follower.add(step)
+        if step is None or not self._followers:
+            return
+        put_last(self._kept, step.header.digest, step, MOST_KEPT)
+        for digest in list(self._kept)[:-KEPT]:
+            if not any(follower.is_sent(digest) for follower in self._followers):
+                del self._kept[digest]
+        for follower in self._followers:
+            follower.add(step.header)
+
+    @property
+    def kept_bytes(self) -> int:
+        """The size of the steps that are kept, for all followers together."""
+        return sum(len(step.data) for step in self._kept.values())
 
     def close(self) -> None:
         """Tell nobody anything more. Safe to call twice."""
@@ -107,45 +122,62 @@ class StepFeed:
         # Keys are free: a host that has all other places does not get the last quarter.
         if len(self._followers) >= MAX_FOLLOWERS or self._hosts[host] >= MAX_FOLLOWERS - MAX_FOLLOWERS // 4:
             raise PeerRefused("busy: too many peers catch up at the moment", code="busy")
-        follower = _Follower(stream, self._core.pacer(), self._averagers)
+        follower = _Follower(stream, self._core.pacer(), self._averagers, self._kept)
         self._followers.add(follower)
         self._hosts[host] += 1
         try:
             with Upload.of(self._core.endpoint).stream(stream):  # it is no round, to which states give way
-                state, last = await self._state(), self._last
-                if last is not None and name_after(last.header) == state:
+                state = await self._state()
+                last = next((step.header for step in reversed(self._kept.values())), None)
+                if last is not None and name_after(last) == state:
                     follower.add(last)
-                    state = name_before(last.header)
+                    state = name_before(last)
                 await follower.run(state)
         finally:
             self._followers.discard(follower)
             self._hosts -= Counter({host: 1})
             if not self._followers:
-                self._last = None
+                self._kept.clear()
             await follower.close()
 
 
 class _Follower:
-    """One peer that catches up: the steps that it was told of, and those that it has asked for."""
+    """One peer that catches up: the steps that it was told of, and those that it has asked for.
 
-    def __init__(self, stream: Stream[_Answer, WantStep], pacer: Pacer, averagers: Sequence[Averager]) -> None:
-        self._stream, self._pacer, self._averagers = stream, pacer, averagers
-        self._kept: dict[bytes, Step] = {}  # by the digest of the state before
+    Args:
+        stream: the follower's.
+        pacer: of what is sent.
+        averagers: of this peer.
+        kept: the steps that can be had, by the digest of the state before.
+    """
+
+    def __init__(
+        self,
+        stream: Stream[_Answer, WantStep],
+        pacer: Pacer,
+        averagers: Sequence[Averager],
+        kept: Mapping[bytes, Step],
+    ) -> None:
+        self._stream, self._pacer, self._averagers, self._kept = stream, pacer, averagers, kept
+        self._told: deque[bytes] = deque(maxlen=MOST_KEPT)
         self._untold: deque[StepTaken] = deque()
         self._wanted: dict[bytes, int] = {}  # and how much of it was sent
         self._news = Changes()
         self._reader = asyncio.get_running_loop().create_task(self._read())
         self._reader.add_done_callback(lambda _: self._news.notify())
 
-    def add(self, step: Step) -> None:
-        """Tell it of this step, once, and forget the oldest that is not being sent."""
-        if step.header.digest in self._kept:
+    def is_sent(self, digest: bytes) -> bool:
+        """Return whether it has got some of this step, and not yet all."""
+        return bool(self._wanted.get(digest))
+
+    def add(self, header: StepTaken) -> None:
+        """Tell it of this step, once. One that does not even read of the steps is dropped."""
+        if header.digest in self._told:
             return
-        self._kept[step.header.digest] = step
-        for digest in list(self._kept)[:-KEPT]:
-            if not self._wanted.get(digest):
-                del self._kept[digest]
-        self._untold.append(step.header)
+        self._told.append(header.digest)
+        self._untold.append(header)
+        if len(self._untold) > MAX_UNTOLD:
+            self._stream.abort()
         self._news.notify()
 
     async def run(self, state: StateName) -> None:
@@ -163,10 +195,9 @@ class _Follower:
 
     async def close(self) -> None:
         """Read no more."""
-        self._reader.cancel()
-        await asyncio.wait((self._reader,))
-        if not self._reader.cancelled():
-            self._reader.exception()  # the stream has ended for a reason that its sender knows, or will learn
+        reader = self._reader
+        del self._reader
+        await stopped(reader)  # the stream has ended for a reason that its sender knows, or will learn
 
     async def _send_some(self, digest: bytes) -> None:
         """One piece of a step, or that it is not kept any more."""
@@ -175,12 +206,17 @@ class _Follower:
             await self._send(StepGone(digest))
             return
         sent, total = self._wanted[digest], len(step.data)
+        del step  # nothing is held while this waits: neither for its turn, nor for a slow reader
         most = FREE_PIECE_BYTES if await self._between_rounds() else HELD_PIECE_BYTES
         nbytes = min(self._pacer.piece_bytes(total - sent), most)
         if (wait_s := self._pacer.reserve(nbytes, asyncio.get_running_loop().time())) > 0:
             await asyncio.sleep(wait_s)
+        if (step := self._kept.get(digest)) is None:
+            return  # the next turn says so
+        piece = bytes(memoryview(step.data)[sent : sent + nbytes])
+        del step
         self._wanted[digest] = sent + nbytes
-        await self._send(StepBytes(digest, sent), memoryview(step.data)[sent : sent + nbytes])
+        await self._send(StepBytes(digest, sent), piece)
         if sent + nbytes == total:
             del self._wanted[digest]
 
@@ -193,7 +229,7 @@ class _Follower:
                 return True
         return False
 
-    async def _send(self, message: _Answer, payload: memoryview | None = None) -> None:
+    async def _send(self, message: _Answer, payload: bytes | None = None) -> None:
         async with asyncio.timeout(_SEND_WITHIN_S):
             await self._stream.send(message, payload)
 

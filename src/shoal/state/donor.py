@@ -21,7 +21,7 @@ from shoal.sometimes import sometimes
 from shoal.state.pace import Pacer
 from shoal.state.snapshot import HoldState, ShareLimits, Snapshot, SnapshotStore
 from shoal.state.upload import Upload
-from shoal.tasks import Changes
+from shoal.tasks import Changes, stopped
 from shoal.wire import Chunk, FetchChunks, GetManifest, ManifestPending, ManifestReply, MoreChunks
 
 __all__ = ["StateDonor"]
@@ -239,10 +239,9 @@ class _Wishes:
 
     async def close(self) -> None:
         """Read no more."""
-        self._reader.cancel()
-        await asyncio.wait((self._reader,))
-        if not self._reader.cancelled():
-            self._reader.exception()  # the stream has ended for a reason that its sender knows, or will learn
+        reader = self._reader
+        del self._reader
+        await stopped(reader)  # the stream has ended for a reason that its sender knows, or will learn
 
     async def _read(self) -> None:
         while True:

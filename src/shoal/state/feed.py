@@ -199,6 +199,7 @@ class Feed:
                 await asyncio.wait((self._task,))
                 raise
         finally:
+            self._task = None  # it keeps its error, whose traceback knows us
             for task in self._rooms:
                 task.cancel()
             del self._target.feeds[self._peer]

@@ -1,11 +1,12 @@
 """A small CNN learns handwritten digits, with everybody who runs this; one peer at a time tests it.
 
 `python examples/digits_cnn.py` prints an invite; `python examples/digits_cnn.py INVITE`, in another terminal, joins.
-The digits are those of scikit-learn: 1,797 images of 8 x 8 points, no download (`pip install 'shoal[examples]'`).
+The digits are those of scikit-learn: 1,797 images of 8 x 8 points, no download (`pip install -e '.[examples]'`).
 """
 
 import os
 import sys
+import time
 
 import torch
 from sklearn.datasets import load_digits
@@ -14,7 +15,7 @@ from torch import nn
 import shoal
 from shoal.integrations.evaluation import Evaluation
 
-EPOCHS, BATCH, TEST = int(os.environ.get("EPOCHS", "150")), 32, 360
+EPOCHS, BATCH, TEST = int(os.environ.get("EPOCHS", "300")), 32, 360
 
 digits = load_digits()
 images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
@@ -45,7 +46,7 @@ def accuracy():
 
 def main():
     """Train to the end."""
-    dht = shoal.DHT(initial_peers=sys.argv[1:], start=True)
+    dht = shoal.DHT(initial_peers=sys.argv[1:], host_maddrs="/ip4/0.0.0.0/tcp/0", start=True)
     print(dht.invite("digits"), flush=True)
     swarm = shoal.Optimizer(
         dht=dht,
@@ -60,13 +61,18 @@ def main():
     )
     swarm.announce_end(EPOCHS)
     evaluation = Evaluation(swarm, accuracy, every=10)
+    shown = 0.0
     sampler = shoal.data.PeerSampler(data, swarm, endless=True)
     for inputs, targets in torch.utils.data.DataLoader(data, batch_size=BATCH, sampler=sampler):
-        nn.functional.cross_entropy(model(inputs), targets).backward()
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()
         swarm.step()
         swarm.zero_grad()
         if (found := evaluation.after_step()) is not None:
             print(f"epoch {found.epoch}: accuracy {found.values['accuracy']:.3f}", flush=True)
+        if time.monotonic() > shown + 2:
+            shown = time.monotonic()
+            print(f"{swarm.status()}, loss {loss.item():.3f}", flush=True)
         if swarm.finished:
             break
     with torch.no_grad():

@@ -1,12 +1,13 @@
 """LoRA: everybody who runs this trains the same small adapters of a frozen language model, and only these travel.
 
 `python examples/lora.py` prints an invite; `python examples/lora.py INVITE`, in another terminal, joins. The model is a
-tiny GPT-2 with random weights, so that nothing is downloaded (`pip install 'shoal[examples]'`): put `from_pretrained`
+tiny GPT-2 with random weights, so that nothing is downloaded (`pip install -e '.[examples]'`): put `from_pretrained`
 in its place, the same on all peers.
 """
 
 import os
 import sys
+import time
 from pydoc_data.topics import topics
 
 import torch
@@ -15,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import shoal
 
-EPOCHS, BATCH, LENGTH = int(os.environ.get("EPOCHS", "100")), 8, 64
+EPOCHS, BATCH, LENGTH = int(os.environ.get("EPOCHS", "200")), 8, 64
 
 torch.set_num_threads(1)  # so that several peers fit on one machine
 torch.manual_seed(0)  # one base on all peers: another one is refused
@@ -32,7 +33,7 @@ data = torch.utils.data.TensorDataset(pieces)  # the same on all peers, in one o
 def main():
     """Train to the end, and save the adapters."""
     adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    dht = shoal.DHT(initial_peers=sys.argv[1:], start=True)
+    dht = shoal.DHT(initial_peers=sys.argv[1:], host_maddrs="/ip4/0.0.0.0/tcp/0", start=True)
     print(dht.invite("lora"), flush=True)
     swarm = shoal.Optimizer(
         dht=dht,
@@ -45,15 +46,15 @@ def main():
     )
     swarm.announce_end(EPOCHS)
     sampler = shoal.data.PeerSampler(data, swarm, endless=True)
-    shown = 0
+    shown = 0.0
     for (batch,) in torch.utils.data.DataLoader(data, batch_size=BATCH, sampler=sampler):
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         swarm.step()
         swarm.zero_grad()
-        if swarm.local_epoch >= shown:
-            print(f"epoch {swarm.local_epoch}: loss {loss.item():.3f}", flush=True)
-            shown = swarm.local_epoch + max(1, EPOCHS // 10)
+        if time.monotonic() > shown + 2:
+            shown = time.monotonic()
+            print(f"{swarm.status()}, loss {loss.item():.3f}", flush=True)
         if swarm.finished:
             break
     dht.shutdown()

@@ -1,12 +1,13 @@
 """An ordinary PyTorch loop, trained by everybody who runs it, with the optimizer that the lines marked `shoal` make.
 
 `python examples/plain_loop.py` prints an invite; `python examples/plain_loop.py INVITE`, in another terminal, joins.
-Close one with Ctrl+C, start another: the rest goes on. Peers on other machines: set `HOST` to this machine's address.
+Close one with Ctrl+C, start another: the rest goes on.
 """
 
 import hashlib
 import os
 import sys
+import time
 from pydoc_data.topics import topics
 
 import torch
@@ -14,8 +15,9 @@ from torch import nn
 
 import shoal  # shoal
 
-RUN, EPOCHS, BATCH, CONTEXT = "plain-loop", int(os.environ.get("EPOCHS", "1000")), 32, 24
+RUN, EPOCHS, BATCH, CONTEXT = "plain-loop", int(os.environ.get("EPOCHS", "400")), 32, 24
 
+torch.set_num_threads(1)  # so that several peers fit on one machine; for a large model leave it out
 text = torch.tensor(list("\n".join(topics.values()).encode()))
 torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(256, 32), nn.Flatten(), nn.Linear(32 * CONTEXT, 128), nn.GELU(), nn.Linear(128, 256))
@@ -31,23 +33,22 @@ def draw_batch():
 
 def main():
     """Train to the end."""
-    place = f"/ip4/{os.environ.get('HOST', '127.0.0.1')}/tcp/0"
-    dht = shoal.DHT(initial_peers=sys.argv[1:], host_maddrs=place, start=True)  # shoal
+    dht = shoal.DHT(initial_peers=sys.argv[1:], host_maddrs="/ip4/0.0.0.0/tcp/0", start=True)  # shoal
     print(dht.invite(RUN), flush=True)
     swarm = shoal.Optimizer(  # shoal
         dht=dht, run_id=RUN, target_batch_size=1024, batch_size_per_step=BATCH, optimizer=optimizer
     )
     swarm.announce_end(EPOCHS)  # shoal
-    shown = 0
+    shown = 0.0
     while not swarm.finished:
         inputs, targets = draw_batch()
         loss = nn.functional.cross_entropy(model(inputs), targets)
         loss.backward()
         swarm.step()
         swarm.zero_grad()
-        if swarm.local_epoch >= shown:
-            print(f"epoch {swarm.local_epoch}: loss {loss.item():.3f}", flush=True)
-            shown = swarm.local_epoch + EPOCHS // 20
+        if time.monotonic() > shown + 2:
+            shown = time.monotonic()
+            print(f"{swarm.status()}, loss {loss.item():.3f}", flush=True)
     weights = hashlib.sha256(
         b"".join(bytes(p.detach().view(torch.uint8).flatten().tolist()) for p in model.parameters())
     )

@@ -8,13 +8,14 @@ outside, for a program without these lines: see docs/training.md.
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
 
 import shoal
 
-RUN, EPOCHS, BATCH = "spot", int(os.environ.get("EPOCHS", "2000")), 16
+RUN, EPOCHS, BATCH = "spot", int(os.environ.get("EPOCHS", "1000")), 16
 
 torch.set_num_threads(1)  # so that several peers fit on one machine
 model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
@@ -23,16 +24,16 @@ model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Li
 def train(swarm):
     """Until the run ends, or the notice comes."""
     swarm.announce_end(EPOCHS)
-    shown = swarm.local_epoch
+    shown = 0.0
     while not swarm.finished:
         inputs = torch.randn(BATCH, 8)
         loss = torch.nn.functional.mse_loss(model(inputs), inputs.amax(1, keepdim=True))
         loss.backward()
         swarm.step()
         swarm.zero_grad()
-        if swarm.local_epoch >= shown + 20:
-            shown = swarm.local_epoch
-            print(f"epoch {shown}: loss {loss.item():.4f}", flush=True)
+        if time.monotonic() > shown + 2:
+            shown = time.monotonic()
+            print(f"{swarm.status()}, loss {loss.item():.4f}", flush=True)
 
 
 def main():
@@ -41,6 +42,7 @@ def main():
     Path(folder).mkdir(exist_ok=True)
     dht = shoal.DHT(
         initial_peers=invites,
+        host_maddrs="/ip4/0.0.0.0/tcp/0",  # other machines may join; without this line only this one
         identity_path=f"{folder}/peer.key",  # the same peer after a restart,
         peers_file=f"{folder}/peers.txt",  # which finds the others again
         start=True,

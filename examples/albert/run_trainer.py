@@ -6,6 +6,7 @@ It goes on from its latest checkpoint in `--output`, and then from the state of 
 
 import contextlib
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,13 @@ import torch
 from transformers import Trainer
 
 import shoal
-from examples.albert.training import Data, digest, join, make_lamb, make_model, parser, trainer_arguments
 from shoal.integrations.metrics import JsonLines, Metrics
 from shoal.integrations.transformers import latest_checkpoint
+
+if not __package__:  # run by its path, and not as a module
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from examples.albert.training import Data, digest, join, make_lamb, make_model, parser, trainer_arguments
 
 
 def main():

@@ -8,14 +8,19 @@ leaves. Then it measures the held-out loss.
 
 import contextlib
 import logging
+import sys
 import time
 from pathlib import Path
 
 import torch
 
 import shoal
-from examples.albert.training import Data, held_out_loss, join, make_model, parser, trainer_arguments
 from shoal.integrations.metrics import JsonLines, SharedMean, TensorBoard, WandB
+
+if not __package__:  # run by its path, and not as a module
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from examples.albert.training import Data, held_out_loss, join, make_model, parser, trainer_arguments
 
 
 def sinks_of(args):

@@ -28,7 +28,7 @@ def parser(description):
     found = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = found.add_argument
     add("--peers", nargs="*", default=[], help="invites or addresses of peers; without any, a new swarm begins")
-    add("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 for peers on other machines")
+    add("--host", default="0.0.0.0", help="address to listen at; 127.0.0.1 keeps other machines out")
     add("--port", type=int, default=0, help="0 takes a free one")
     add("--run", default="albert", help="name of the run")
     add("--data", type=Path, default=Path("albert-data"), help="folder that tokenize_text.py has written")

@@ -21,7 +21,7 @@ import msgspec
 
 from shoal.errors import ConfigError
 
-__all__ = ["Address", "Invite", "PeerID", "check_run_id", "is_host", "parse_peers"]
+__all__ = ["Address", "Invite", "PeerID", "check_run_id", "host_kind", "is_host", "kind_of", "parse_peers"]
 
 PEER_ID_BYTES = 32
 _HOST = re.compile(r"[0-9A-Za-z.:_-]{1,253}")
@@ -29,7 +29,8 @@ _INVITE_SCHEME = "shoal:"
 _LONGEST_INVITE, _UNPACKED_INVITE = 8192, 65536
 _LONGEST_RUN_ID = 240
 """In characters: the names of its averagers and messages are somewhat longer, and may have 256."""
-_HOST_KINDS = {"ip4", "ip6", "dns"}
+_HOST_KINDS = {"ip4": "ip4", "ip6": "ip6", "dns": "dns", "dns4": "dns", "dns6": "dns"}
+"""The names of hosts in addresses, and what they name. Others write a name that leads to one family as dns4, dns6."""
 
 
 class PeerID:
@@ -96,11 +97,17 @@ class PeerID:
         return self.raw < other.raw
 
 
-def _kind(host: str) -> str:
+def host_kind(host: str) -> str:
+    """`ip4`, `ip6` or `dns`."""
     try:
         return f"ip{ipaddress.ip_address(host).version}"
     except ValueError:
         return "dns"
+
+
+def kind_of(name: str) -> str:
+    """The kind of host that this word of an address stands for; empty if it is none."""
+    return _HOST_KINDS.get(name, "")
 
 
 # Every answer of every node holds the same few hosts, so results are cached.
@@ -110,10 +117,10 @@ def is_host(host: str) -> bool:
     if _HOST.fullmatch(host) is None:
         return False
     if ":" in host:
-        return _kind(host) == "ip6"
+        return host_kind(host) == "ip6"
     # Resolvers raise UnicodeError for labels that cannot exist, and read a name whose last label is a number as IPv4.
     labels = host.removesuffix(".").split(".")
-    return all(0 < len(label) <= 63 for label in labels) and (not labels[-1].isdecimal() or _kind(host) == "ip4")
+    return all(0 < len(label) <= 63 for label in labels) and (not labels[-1].isdecimal() or host_kind(host) == "ip4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +146,7 @@ class Address:
     @property
     def kind(self) -> str:
         """`ip4`, `ip6` or `dns`."""
-        return _kind(self.host)
+        return host_kind(self.host)
 
     @property
     def where(self) -> str:
@@ -157,12 +164,12 @@ class Address:
                 f"not an address: {text!r} (expected /ip4/HOST/tcp/PORT/p2p/PEERID, as printed by `shoal dht`)"
             )
         kind, host, port = pieces[1], pieces[2], pieces[4]
-        if kind not in _HOST_KINDS:
-            raise ConfigError(f"{kind!r} in address {text!r} is not one of ip4, ip6, dns")
+        if not kind_of(kind):
+            raise ConfigError(f"{kind!r} in address {text!r} is not one of {', '.join(_HOST_KINDS)}")
         if not re.fullmatch(r"[0-9]{1,5}", port):
             raise ConfigError(f"port {port!r:.20} in an address is not a number within 1..65535")
         address = cls(host, int(port), PeerID.parse(pieces[6]))
-        if address.kind != kind:
+        if address.kind != kind_of(kind):
             raise ConfigError(f"host {host!r} in address {text!r} is {address.kind}, not {kind}")
         return address
 

@@ -3,8 +3,10 @@
 ::
 
     public 203.0.113.1 ── wan 203.0.113.2, .3, ... routers 192.168.1.1 ── home 192.168.1.5, one behind each router
+           203.0.113.101, .102, ... further machines on that network: `"machine0"`, `"machine1"`, ...
 
-Whoever is at home dials out; nobody gets in, but through ports that are forwarded.
+Whoever is at home dials out; nobody gets in, but through ports that are forwarded. The machines of the network reach
+each other; with `default_route` they have a way to the outside, too, though nobody is there.
 """
 
 from __future__ import annotations
@@ -34,24 +36,28 @@ class Routers:
 
     Args:
         homes: how many.
+        machines: how many further machines are on the public network.
         forwarded: a TCP port that the first router forwards to the home behind it.
+        default_route: whether the machines of the public network have one.
     """
 
-    def __init__(self, homes: int, *, forwarded: int | None = None) -> None:
-        self._homes, self._forwarded = homes, forwarded
+    def __init__(
+        self, homes: int, *, machines: int = 0, forwarded: int | None = None, default_route: bool = False
+    ) -> None:
+        self._homes, self._machines, self._forwarded, self._default_route = homes, machines, forwarded, default_route
         self._prefix = f"shoal-{os.getpid()}-r"
         self.names: list[str] = []
 
-    def command(self, home: int | None) -> tuple[str, ...]:
-        """What a command must begin with to run at this home; None: on the public machine."""
+    def command(self, home: int | str | None) -> tuple[str, ...]:
+        """What a command must begin with to run at this home or machine; None: on the public machine."""
         return ("ip", "netns", "exec", self._of(home))
 
-    def path(self, home: int | None) -> str:
+    def path(self, home: int | str | None) -> str:
         """The file of this home's namespace, for `setns`; None: of the public machine's."""
         return f"/var/run/netns/{self._of(home)}"
 
-    def _of(self, home: int | None) -> str:
-        return self._name("public" if home is None else f"home{home}")
+    def _of(self, place: int | str | None) -> str:
+        return self._name("public" if place is None else place if isinstance(place, str) else f"home{place}")
 
     def _name(self, what: str) -> str:
         return f"{self._prefix}-{what}"
@@ -64,6 +70,11 @@ class Routers:
             self._ip("public", "link set br0 up")
             for number in range(self._homes):
                 self._add_home(number)
+            for number in range(self._machines):
+                self._add_machine(number)
+            if self._default_route:
+                for place in ("public", *(f"machine{number}" for number in range(self._machines))):
+                    self._ip(place, "route add default via 203.0.113.254")
         except BaseException:
             self._remove()
             raise
@@ -91,6 +102,14 @@ class Routers:
         chains.append("chain shut { type filter hook input priority 0; iifname wan ct state new drop; }")
         rules = "\n".join(["table ip nat {", *chains, "}", ""])
         subprocess.run([*run, "nft", "-f", "-"], input=rules, text=True, check=True)
+
+    def _add_machine(self, number: int) -> None:
+        machine = f"machine{number}"
+        self._add(machine)
+        self._ip("public", f"link add lan{number} type veth peer name eth0 netns {self._name(machine)}")
+        self._ip("public", f"link set lan{number} master br0 up")
+        self._ip(machine, f"addr add 203.0.113.{101 + number}/24 dev eth0")
+        self._ip(machine, "link set eth0 up")
 
     def _add(self, what: str) -> None:
         subprocess.run(["ip", "netns", "add", self._name(what)], check=True)

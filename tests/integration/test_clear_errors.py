@@ -13,6 +13,7 @@ import torch
 import shoal
 from shoal.clock import Env
 from shoal.core import PeerCore
+from shoal.dht.joining import _hint
 from shoal.errors import LocalError, PeerUnreachable
 from shoal.identity import Identity
 from shoal.runtime.thread import LoopThread
@@ -51,15 +52,36 @@ def test_broken_invite_is_recognised(damage: Callable[[str], str]) -> None:
 def test_unreachable_initial_peer_is_named() -> None:
     """Where it was looked for, and what happened there."""
     address = nobody()
-    with pytest.raises(PeerUnreachable, match=rf"{address.port}.*\("):
+    with pytest.raises(PeerUnreachable, match=rf"{address.port}.*\(") as caught:
         shoal.DHT([address], start=True, startup_timeout=0.3)
+    # On another machine than the peer's, which listens for its own only, this was all that the user saw.
+    assert "127.0.0.1 is this machine itself. If that peer runs on another one, it lets only its own machine in" in str(
+        caught.value
+    )
+    assert "start it anew with host_maddrs='/ip4/0.0.0.0/tcp/0'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "said"),
+    [
+        (["127.0.0.1", "::1"], "127.0.0.1 is this machine itself"),
+        (["10.0.0.1"], "10.0.0.1 is known within its private network only: from elsewhere peers meet through one"),
+        (["100.64.0.1", "fd00::1"], "100.64.0.1 is known within"),
+        (["127.0.0.1", "8.8.8.8"], ""),
+        (["10.0.0.1", "a.org"], ""),
+    ],
+)
+def test_an_address_that_leads_nowhere_else_is_explained(hosts: list[str], said: str) -> None:
+    """A newcomer on another machine saw no more than "Connection refused"."""
+    assert _hint(hosts).removeprefix(". ").startswith(said)
+    assert bool(_hint(hosts)) == bool(said)
 
 
 @pytest.mark.timeout(12)
 def test_an_initial_peer_that_refuses_at_once_does_not_cost_15_seconds() -> None:
     """The limit of this test is below that; the error is one line."""
     address = nobody()
-    with pytest.raises(PeerUnreachable, match=rf"^no initial peer answered: .*{address.port}: Connection refused\)$"):
+    with pytest.raises(PeerUnreachable, match=rf"^no initial peer answered: .*{address.port}: Connection refused\)"):
         shoal.DHT([address], start=True)
 
 
@@ -108,6 +130,8 @@ def test_other_protocol_version_is_refused_clearly() -> None:
         ({"host_maddrs": "/ip4/::1/tcp/0"}, "host_maddrs"),
         ({"host_maddrs": "/ip4/127.0.0.1/tcp/70000"}, "host_maddrs"),
         ({"host_maddrs": []}, "host_maddrs"),
+        ({"host_maddrs": "/tcp/70000"}, "host_maddrs"),
+        ({"host_maddrs": "/dns4/127.0.0.1/tcp/0"}, "host_maddrs"),
         ({"announce_maddrs": ["/ip4/127.0.0.1/udp/1"]}, "announce_maddrs"),
         ({"initial_peers": "nonsense"}, "address"),
         ({"initial_peers": 3}, "initial_peers"),

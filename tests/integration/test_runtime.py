@@ -689,6 +689,19 @@ def test_a_client_cannot_share_its_state() -> None:
             one.allow_state_sharing = True
 
 
+def test_a_client_invites_to_the_peer_that_it_was_given() -> None:
+    """All programs print an invite, and this raised in client mode: the second machine's program ended there."""
+    with shoal.DHT(start=True) as first, shoal.DHT([first.invite()], client_mode=True, start=True) as client:
+        assert client.invite("bees") == first.invite("bees")
+        with shoal.DHT([client.invite("bees")], start=True) as third:
+            assert third.invite() != first.invite()
+    with (
+        shoal.DHT(client_mode=True, start=True) as alone,
+        pytest.raises(LocalError, match="was given no peer that can"),
+    ):
+        alone.invite()
+
+
 def test_another_model_is_refused_by_name() -> None:
     """A run that is trained with other tensors is not joined: this is said at once, instead of never an epoch."""
     with two_peers() as (first, second):

@@ -293,7 +293,8 @@ def test_two_clients_with_only_an_entry_between_say_so() -> None:
         for _, warned in notices.values():
             (text,) = warned
             assert "(it only dials)" in text
-            assert "open a port at one of them" in text
+            assert "open a port at one of the others" in text
+            assert "let two machines that all can reach help, each with a shoal.Optimizer(auxiliary=True)" in text
         assert all(run.swarm.peer(name).participant.progress().alone for name in notices)
 
     sim.run(main, seed=35)

@@ -118,3 +118,23 @@ def test_what_is_given_is_told_at_info(current: Launch, caplog: pytest.LogCaptur
         "shoal.DHT: initial_peers=['you'], by --invite",
         "shoal.DHT: identity_path='me', by a file",
     ]
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "given"),
+    [
+        (None, "/tcp/4000", "/tcp/4000"),
+        ("/ip4/0.0.0.0/tcp/0", "/tcp/4000", "/ip4/0.0.0.0/tcp/4000"),
+        (["/ip6/::/tcp/0"], "/tcp/4000", "/ip6/::/tcp/4000"),
+        ("/ip4/0.0.0.0/tcp/0", "/ip4/127.0.0.1/tcp/0", "/ip4/127.0.0.1/tcp/0"),
+    ],
+)
+def test_a_program_that_listens_anywhere_gets_the_place_of_shoal_run(own: Any, asked: str, given: str) -> None:
+    """The programs of the docs do; what an option does not say, their place says."""
+    assert Setting("DHT", "host_maddrs", asked, "--port").instead_of(own) == given
+
+
+@pytest.mark.parametrize("own", ["/ip4/0.0.0.0/tcp/5000", "/ip4/10.0.0.1/tcp/0", ["/ip4/127.0.0.1/tcp/0"], 5])
+def test_a_program_that_names_its_place_keeps_it(own: Any) -> None:
+    """Then the option has no effect, and is told so."""
+    assert Setting("DHT", "host_maddrs", "/tcp/4000", "--port").instead_of(own) is None

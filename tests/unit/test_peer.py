@@ -90,6 +90,13 @@ class TestAddress:
         assert str(THERE) == f"/ip6/2001:db8::1/tcp/65535/p2p/{OTHER}"
         assert str(Address("peer.example.org", 1, PEER)) == f"/dns/peer.example.org/tcp/1/p2p/{PEER}"
 
+    @pytest.mark.parametrize("name", ["dns4", "dns6"])
+    def test_names_of_one_family_are_read(self, name: str) -> None:
+        """Multiaddrs have such names; `/dns4/` was refused."""
+        assert Address.parse(f"/{name}/a.org/tcp/1/p2p/{PEER}") == Address("a.org", 1, PEER)
+        with pytest.raises(ConfigError, match="is ip4, not dns4"):
+            Address.parse(f"/dns4/192.0.2.7/tcp/1/p2p/{PEER}")
+
     def test_is_short_in_messages(self) -> None:
         """A port of an IPv6 address was not told from its last digits."""
         assert (HERE.where, THERE.where) == ("192.0.2.7:4000", "[2001:db8::1]:65535")

@@ -2,7 +2,7 @@
 
 Without an invite it looks at this machine. With one it joins the network for some seconds, as a training peer would,
 and asks the peers that it meets: whether they can dial this machine, what time their clocks show, how fast they take
-bytes.
+bytes. It listens where a `shoal.DHT` with the same invite, host and port does.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ _FEW_DESCRIPTORS, _LITTLE_MEMORY = 1024, 2 << 30
 _CLOCK_S = 1.0
 _SLOW_BYTES_S = 1e6
 _ANSWER_S = 4.0
+_ALL = "0.0.0.0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +55,11 @@ class Finding:
 
 @click.command(short_help="Say what keeps this machine from training with others.")
 @click.argument("invite", required=False)
-@click.option("--host", default="0.0.0.0", show_default=True, help="Host that a training peer would listen on.")
+@click.option("--host", help="Host that the program gives its DHT to listen on. Default: none, as for shoal.DHT.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Its port; default: any that is free.")
 @run_option
 @timeout_option(10.0, "join")
-def doctor(*, invite: str | None, host: str, port: int, run_id: str | None, timeout: float) -> int:
+def doctor(*, invite: str | None, host: str | None, port: int, run_id: str | None, timeout: float) -> int:
     """Look at this machine, and with INVITE (or an address) at the way to its network and back, line by line."""
     logger, bad = logging.getLogger("shoal"), False
     level = logger.level
@@ -72,7 +73,7 @@ def doctor(*, invite: str | None, host: str, port: int, run_id: str | None, time
     return EXIT_UNWELL if bad else 0
 
 
-def _all(invite: str | None, host: str, port: int, run_id: str | None, timeout_s: float) -> Iterator[Finding]:
+def _all(invite: str | None, host: str | None, port: int, run_id: str | None, timeout_s: float) -> Iterator[Finding]:
     from shoal.cli.options import maddr_of
     from shoal.errors import ShoalError
     from shoal.peer import parse_peers
@@ -144,18 +145,21 @@ def _memory() -> Finding:
     return Finding("ok", "memory", f"{text}: with AdamW for about {free / 28 / 1e9:.1f} billion parameters")
 
 
-def look_at_port(dht: DHT, host: str) -> Iterator[Finding]:
-    """Look at the address where a peer listens here, given this host, and the one that it announces."""
-    from shoal.transport.sockets import NO_ADDRESS, all_interfaces, is_loopback
+def look_at_port(dht: DHT, host: str | None) -> Iterator[Finding]:
+    """Look at the address where a peer listens here, given this host or none, and the one that it announces."""
+    from shoal.transport.sockets import NO_ADDRESS, all_interfaces, is_loopback, outside_host
 
     listens_at = dht.core().endpoint.listens_at[0]
     where = listens_at.where
     if not is_loopback(listens_at.host):
         yield Finding("ok", "port", f"a peer can listen, and would announce {where}")
-    elif all_interfaces(host):
+    elif all_interfaces(host or _ALL) and is_loopback(outside_host(host or _ALL)):
         yield Finding("so-so", "port", f"a peer can listen, but {NO_ADDRESS}")
     else:
-        text = f"only this machine can dial {where}: --host 0.0.0.0, or announce_maddrs, lets others in"
+        text = (
+            f"only this machine can dial {where}: host_maddrs='/ip4/0.0.0.0/tcp/0' (--host 0.0.0.0), or "
+            "announce_maddrs, lets others in"
+        )
         yield Finding("so-so", "port", text)
 
 

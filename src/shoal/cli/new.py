@@ -10,7 +10,7 @@ import click
 
 from shoal.errors import ConfigError
 
-__all__ = ["KINDS", "new"]
+__all__ = ["KINDS", "new", "text_of"]
 
 KINDS = {
     "plain": "a loop of its own",
@@ -35,7 +35,7 @@ def new(*, kind: str, file: Path) -> None:
     """
     if file.stem in _IMPORTED:
         raise ConfigError(f"{file} would hide the package {file.stem}, which it imports: give another name")
-    text = files("shoal.cli").joinpath("templates", f"{kind}.py.txt").read_text(encoding="utf-8")
+    text = text_of(kind)
     try:
         with file.open("x", encoding="utf-8") as opened:
             opened.write(text)
@@ -45,3 +45,8 @@ def new(*, kind: str, file: Path) -> None:
         raise ConfigError(f"{file} cannot be written: {error.strerror or error}") from error
     click.echo(f"{file}: {KINDS[kind]}. It trains alone at once, and prints how another peer joins:")
     click.echo(f"  python {shlex.quote(str(file))}")
+
+
+def text_of(kind: str) -> str:
+    """The program of this kind."""
+    return files("shoal.cli").joinpath("templates", f"{kind}.py.txt").read_text(encoding="utf-8")

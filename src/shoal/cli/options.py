@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import math
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -78,17 +77,18 @@ def run_of(invite: str | None) -> str:
     return runs[-1]
 
 
-def maddr_of(host: str, port: int, option: str = "--host") -> str:
-    """A place as `shoal.DHT` takes it. Raises `ConfigError` that names the option for a text that is no host."""
-    from shoal.peer import is_host
+def maddr_of(host: str | None, port: int, option: str = "--host") -> str:
+    """A place as `shoal.DHT` takes it. Raises `ConfigError` that names the option for a text that is no host.
 
+    Without a host `shoal.DHT` chooses it.
+    """
+    from shoal.peer import host_kind, is_host
+
+    if host is None:
+        return f"/tcp/{port}"
     if not is_host(host):
         raise ConfigError(f"{option} must be an IP address or a name, got {host!r:.80}")
-    try:
-        kind = f"ip{ipaddress.ip_address(host).version}"
-    except ValueError:
-        kind = "dns"
-    return f"/{kind}/{host}/tcp/{port}"
+    return f"/{host_kind(host)}/{host}/tcp/{port}"
 
 
 def announced(announce: str) -> str:

@@ -50,7 +50,7 @@ _logger = logging.getLogger("shoal.run")
 @click.option("--invite", metavar="INVITE", multiple=True, help="Join the peers of this invite or address; repeatable.")
 @click.option("--identity", type=_FILE, help="Key file, so that the peer's id stays; made if missing.")
 @click.option("--peers-file", type=_FILE, help="Keep the known peers here, and try them at the next start.")
-@click.option("--host", help="Host to listen on; 0.0.0.0 lets other machines in. Default: 127.0.0.1.")
+@click.option("--host", help="Host to listen on; 0.0.0.0 lets other machines in. Default: see DHT.")
 @click.option("--port", type=click.IntRange(0, 65535), help="Port to listen on. Default: any free one.")
 @click.option("--announce", metavar="HOST[:PORT]", help="Address that others dial, if it is another one.")
 @upload_limit_option
@@ -75,7 +75,7 @@ def run(context: click.Context, /, *, program: str, arguments: tuple[str, ...], 
     shoal run --config shoal.toml train.py
 
     The options are for what the program leaves out. An argument that the program gives itself stays, and a warning
-    says so. `initial_peers=[]` counts as left out.
+    says so. `initial_peers=[]`, and `host_maddrs="/ip4/0.0.0.0/tcp/0"`, count as left out.
 
     \b
     shoal.toml has the same names:
@@ -109,7 +109,7 @@ def _settings(context: click.Context, options: dict[str, Any]) -> list[Setting]:
 
     _check(options, origin)
     host, port, announce = options["host"], options["port"], options["announce"]
-    place = None if host is port is None else maddr_of("127.0.0.1" if host is None else host, port or 0)
+    place = None if host is port is None else maddr_of(host, port or 0)
     given = [
         ("DHT", "initial_peers", list(options["invite"]) or None, ("invite",)),
         ("DHT", "identity_path", options["identity"], ("identity",)),

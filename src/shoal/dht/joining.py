@@ -17,6 +17,7 @@ from shoal.clock import Backoff
 from shoal.dht.crawl import Caller
 from shoal.errors import PeerError, PeerRefused, PeerUnreachable
 from shoal.peer import Address, PeerID
+from shoal.transport.sockets import is_loopback, is_private
 from shoal.wire import Contact, DhtPing
 
 if TYPE_CHECKING:
@@ -87,7 +88,8 @@ class Knocking:
                 for contact in self._contacts
                 for address in contact.addresses
             )
-            raise PeerUnreachable(f"no initial peer answered: {tried}")
+            hosts = [address.host for contact in self._contacts for address in contact.addresses]
+            raise PeerUnreachable(f"no initial peer answered: {tried}{_hint(hosts)}")
 
     async def _knock(self, contact: Contact) -> None:
         """Ping an initial peer until it answers, or says no."""
@@ -117,6 +119,22 @@ class Knocking:
     def _in_vain(self) -> bool:
         refused_s = asyncio.get_running_loop().time() - self._began
         return not self._patient and refused_s >= _REFUSED_S and min(self._refusals.values()) >= _REFUSALS
+
+
+def _hint(hosts: Sequence[str]) -> str:
+    """What hosts that nobody answered at say themselves of where they lead."""
+    if all(map(is_loopback, hosts)):
+        return (
+            f". {hosts[0]} is this machine itself. If that peer runs on another one, it lets only its own machine in: "
+            "start it anew with host_maddrs='/ip4/0.0.0.0/tcp/0' (on the command line --host 0.0.0.0), and use the "
+            "invite that it prints then"
+        )
+    if all(map(is_private, hosts)):
+        return (
+            f". {hosts[0]} is known within its private network only: from elsewhere peers meet through one that all "
+            "can reach, such as `shoal dht` on a machine with a public address"
+        )
+    return ""
 
 
 def contacts_of(addresses: Iterable[Address], *, without: PeerID) -> list[Contact]:

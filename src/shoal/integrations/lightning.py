@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from shoal.errors import ConfigError, ShoalError
+from shoal.errors import ConfigError
 from shoal.integrations.evaluation import Evaluation
 from shoal.integrations.metrics import SharedMean
 from shoal.integrations.trainers import (
@@ -30,6 +30,7 @@ from shoal.integrations.trainers import (
     evaluated,
     evaluation_of,
     load_state,
+    of_all,
 )
 from shoal.optim import Optimizer
 from shoal.optim.arguments import merging_of, target_of
@@ -78,9 +79,9 @@ class SwarmCallback(Callback):  # type: ignore[misc]
       The peer leaves the run when `fit` ends, also by an error or an interrupt.
     - The random numbers of the training are others on each peer, whatever `seed_everything` says: else all would draw
       the same samples.
-    - It logs `swarm_epoch`, `swarm_peers`, and `swarm_loss`: the mean of the losses that the peers had in their last
-      epochs, weighted by samples. With `evaluate` it logs the newest result of one elected peer, too:
-      `evaluated_epoch`, and `evaluated_loss` or other names.
+    - It logs `swarm_epoch`, `swarm_peers`, `swarm_samples_per_s`, and `swarm_loss`: the mean of the losses that the
+      peers had in their last epochs, weighted by samples; Lightning's progress bar shows them. With `evaluate` it logs
+      the newest result of one elected peer, too: `evaluated_epoch`, and `evaluated_loss` or other names.
 
     Args:
         dht: this peer, started.
@@ -254,23 +255,16 @@ class SwarmCallback(Callback):  # type: ignore[misc]
             self._loss = self._loss + loss.detach().float().mean() * (self._batch * scale)
             self._losses += self._batch
         if swarm.local_epoch != self._logged.get("swarm_epoch"):
-            self._logged = {**self._logged, "swarm_epoch": swarm.local_epoch, "swarm_peers": self._peers(swarm)}
+            self._logged = {**self._logged, "swarm_epoch": swarm.local_epoch, **of_all(swarm)}
             mean = self._mean.exchange(float(self._loss) / self._losses if self._losses else None, self._losses)
             self._loss, self._losses = 0.0, 0
             if mean is not None:
                 self._logged["swarm_loss"] = mean
         self._logged |= evaluated(self._evaluation)
         for name, value in self._logged.items():
-            self.log(name, float(value), batch_size=self._batch)
+            self.log(name, float(value), batch_size=self._batch, prog_bar=name.startswith("swarm_"))
         if swarm.finished:
             trainer.should_stop = True
-
-    @staticmethod
-    def _peers(swarm: Optimizer) -> int:
-        try:
-            return len(swarm.status().peers)
-        except ShoalError:  # shut down within the batch
-            return 0
 
 
 class SwarmStrategy(SingleDeviceStrategy):  # type: ignore[misc]

@@ -135,7 +135,7 @@ class Metrics:
             "epoch_s": (now - since) / max(1, event.epoch - epoch),
             "peers": len(status.peers),
             "clients": sum(peer.role == "client" for peer in status.peers),
-            "samples_per_s": sum(peer.samples_per_s for peer in status.peers),
+            "samples_per_s": status.samples_per_s,
             "own_samples_per_s": status.peers[0].samples_per_s,
             "contributed": status.contributed,
             "dropped": status.dropped,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from shoal.errors import ClosedError, ConfigError, StateUnavailable
+from shoal.errors import ClosedError, ConfigError, ShoalError, StateUnavailable
 from shoal.events import Warned
 from shoal.integrations.evaluation import Evaluation
 from shoal.optim import Optimizer
@@ -24,6 +24,7 @@ __all__ = [
     "evaluation_of",
     "length_of",
     "load_state",
+    "of_all",
     "warn",
 ]
 
@@ -98,6 +99,15 @@ def evaluation_of(swarm: Optimizer, model: torch.nn.Module, evaluate: Evaluate |
                 module.training = mode
 
     return Evaluation(swarm, in_eval_mode, every=every)
+
+
+def of_all(swarm: Optimizer) -> dict[str, float]:
+    """What the peers of the run are together, to be logged; nothing once it was shut down."""
+    try:
+        status = swarm.status()
+    except ShoalError:  # within the batch
+        return {}
+    return {"swarm_peers": len(status.peers), "swarm_samples_per_s": status.samples_per_s}
 
 
 def evaluated(evaluation: Evaluation | None) -> dict[str, float]:

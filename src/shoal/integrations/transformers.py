@@ -34,6 +34,7 @@ from shoal.integrations.trainers import (
     evaluation_of,
     length_of,
     load_state,
+    of_all,
     warn,
 )
 from shoal.optim import Optimizer
@@ -84,9 +85,9 @@ class SwarmCallback(TrainerCallback):
       numbers in training, by their ids. What is drawn before, the model's first weights, is by `args.seed` as always.
     - `Trainer.train` downloads the state of the others when it begins, also after it has loaded a checkpoint, and the
       peer leaves the run when it ends.
-    - The logs have `swarm_epoch`, and `swarm_loss`: the mean of what the peers of the run had logged last, weighted by
-      samples, as of this peer's log before. With `evaluate` they have the newest result of one elected peer, too:
-      `evaluated_epoch`, and `evaluated_loss` or other names.
+    - The logs have `swarm_epoch`, `swarm_peers`, `swarm_samples_per_s`, and `swarm_loss`: the mean of what the peers of
+      the run had logged last, weighted by samples, as of this peer's log before. With `evaluate` they have the newest
+      result of one elected peer, too: `evaluated_epoch`, and `evaluated_loss` or other names.
 
     It changes `max_steps`, `max_grad_norm` and `ignore_data_skip` of `args` until the training ends. So give each
     SwarmCallback arguments of its own.
@@ -303,7 +304,7 @@ class SwarmCallback(TrainerCallback):
         """Add what the swarm knows."""
         if logs is None:
             return
-        more: dict[str, Any] = {"swarm_epoch": self.optimizer.local_epoch, **self._evaluated}
+        more: dict[str, Any] = {"swarm_epoch": self.optimizer.local_epoch, **of_all(self.optimizer), **self._evaluated}
         if "loss" in logs:
             samples, self._since_log = self._since_log, 0
             if (loss := self._mean.exchange(logs["loss"], samples)) is not None:

@@ -98,7 +98,11 @@ class Circumstances:
         more = f" and {len(self.unreached) - _SHOWN} more" if len(self.unreached) > _SHOWN else ""
         text = f"other peers of the run are there, but it is connected with none: {', '.join(named)}{more}"
         if self.client:
-            text += ". This peer only dials, so a peer that trains must be reachable: open a port at one of them"
+            text += (
+                ". This peer only dials, so it needs peers that it can dial: open a port at one of the others, or let "
+                "two machines that all can reach help, each with a shoal.Optimizer(auxiliary=True): two, as everybody "
+                "would depend on a single one"
+            )
         return text
 
     def _of_nobody(self) -> str:

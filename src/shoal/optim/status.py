@@ -55,7 +55,7 @@ class RoundStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """A run, as one of its peers sees it now.
+    """A run, as one of its peers sees it now. Its `str` is a line of the main things.
 
     Attributes:
         run_id: the run.
@@ -93,6 +93,17 @@ class Status:
     end_epoch: int | None
     finished: bool
     alone_because: tuple[str, ...]
+
+    @property
+    def samples_per_s(self) -> float:
+        """Speed of all peers together; 0 before it was measured."""
+        return sum(peer.samples_per_s for peer in self.peers)
+
+    def __str__(self) -> str:
+        """A line for people, such as `epoch 12 of 1000, 2 peers, 3,456 samples/s`."""
+        end = "" if self.end_epoch is None else f" of {self.end_epoch}"
+        peers = "1 peer" if len(self.peers) == 1 else f"{len(self.peers)} peers"
+        return f"epoch {self.epoch}{end}, {peers}, {self.samples_per_s:,.0f} samples/s"
 
     def as_dict(self) -> dict[str, Any]:
         """All of it in dictionaries, lists, texts and numbers, for JSON."""

@@ -33,6 +33,7 @@ from shoal.rpc.rate_limiter import RateLimiter
 from shoal.rpc.rhythm import LOOK_S
 from shoal.sometimes import sometimes
 from shoal.tasks import Tasks
+from shoal.transport.sockets import is_loopback
 from shoal.wire import Ballast, DialBack, DialedBack, Noted, NoWayIn, Whereabouts
 
 __all__ = ["Reachability", "Verdict"]
@@ -219,13 +220,15 @@ class Reachability:
 
     def _unreachable(self, verdict: Verdict) -> str:
         listens_at = self._endpoint.listens_at[0]
+        listen = ""
+        if is_loopback(listens_at.host):
+            listen = " and listen on all interfaces (host_maddrs='/ip4/0.0.0.0/tcp/PORT')"
         tried = ", ".join(sorted({f"{host}:{listens_at.port}" for _, host in verdict.failed}))
         return (
             f"{len(verdict.failed)} of {verdict.asked} peers that were asked could not connect to this one at {tried}: "
             "it goes on as a client, which only dials. It averages only with peers that can be reached. To be reached, "
-            "open or forward this port and listen on all interfaces (host_maddrs='/ip4/0.0.0.0/tcp/PORT'), or give "
-            "announce_maddrs. client_mode=False announces the address without asking first; client_mode=True makes "
-            "this peer a client without this warning"
+            f"open or forward this port{listen}, or give announce_maddrs. client_mode=False announces the address "
+            "without asking first; client_mode=True makes this peer a client without this warning"
         )
 
     async def upload_rate(self, peer: PeerID, *, nbytes: int = _PROBE_BYTES, timeout_s: float = 5.0) -> float:

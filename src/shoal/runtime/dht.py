@@ -32,7 +32,7 @@ __all__ = ["DHT"]
 
 T = TypeVar("T")
 
-_LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+_MOST_WAYS_IN = 8
 _SHUTDOWN_S, _STARTUP_S, _COROUTINE_S = 3.0, 15.0, 300.0
 
 
@@ -44,7 +44,9 @@ class DHT:
             Addresses that cannot be used (QUIC, relays) are skipped with a warning, as long as there are others.
         start: connect now; else at `run_in_background`.
         host_maddrs: where to listen, as `/ip4/HOST/tcp/PORT`; port 0 takes a free one. `/ip4/0.0.0.0/tcp/PORT` lets
-            other machines connect. None: `/ip4/127.0.0.1/tcp/0`.
+            all other machines connect: the first peer of a swarm needs it, if others are to join from elsewhere. None:
+            if an initial peer is on another machine, the address that this machine uses towards it; else
+            `/ip4/127.0.0.1/tcp/0`, so that only this machine can connect. `/tcp/PORT` is the same with this port.
         announce_maddrs: the address to tell others in place of the one where we listen, in the same form, for a
             forwarded port or a public name; port 0 stands for the port that we listen on. Not with `client_mode=True`.
         identity_path: file with this peer's key (made if missing, mode 0600); None for a new identity each time.
@@ -114,8 +116,8 @@ class DHT:
             initial_peers, skipped=lambda why: self._skip("initial_peers", why), invited=runs.append
         )
         self._invited_to = frozenset(runs)
-        self._listen = one_place(_LOOPBACK if host_maddrs is None else host_maddrs, "host_maddrs", self._skip)
-        self._announce = one_place(announce_maddrs, "announce_maddrs", self._skip) if announce_maddrs else (None, 0)
+        self._listen = one_place("/tcp/0" if host_maddrs is None else host_maddrs, "host_maddrs", self._skip)
+        self._announce = one_place(announce_maddrs or "/tcp/0", "announce_maddrs", self._skip)
         self._identity = (
             Identity.ephemeral()
             if identity_path is None
@@ -164,10 +166,12 @@ class DHT:
             raise LocalError("this DHT was started already, and is started only once: make another one")
         limit_s = seconds("timeout", timeout, self._startup_timeout)
         self._joining_s = limit_s + GRACE_S
+        kept = () if self._peers_file is None else self._peers_file.read(self._identity.peer_id)
         transport = TcpTransport(
             self._identity,
             host=self._listen[0],
             port=self._listen[1],
+            towards=(*self._initial_peers, *kept),
             announce_host=self._announce[0],
             announce_port=self._announce[1],
             client_mode=bool(self._client_mode),
@@ -178,6 +182,7 @@ class DHT:
         weakref.finalize(self, running.stop, wait=False).atexit = False
         running.start(
             self._initial_peers,
+            kept=kept,
             peers_file=self._peers_file,
             invited_to=self._invited_to,
             client_mode=self._client_mode,
@@ -304,16 +309,23 @@ class DHT:
     def invite(self, run_id: str = "") -> Invite:
         """An invite: one line of text with which others can join.
 
+        In client mode nobody can dial this peer, so the invite leads to the peers that it was given itself.
+
         Args:
             run_id: the run to which it invites; empty: only to the network.
 
         Raises:
-            LocalError: in client mode nobody can dial this peer.
+            LocalError: in client mode this peer was given none.
         """
-        addresses = tuple(self.get_visible_maddrs())
+        core = self.core()
+        ways_in = core.node.initial_peers if core.client_mode else [core.endpoint.contact]
+        addresses = [address for contact in ways_in for address in contact.addresses]
         if not addresses:
-            raise LocalError("a peer in client mode cannot be dialed: invite with an address of another peer")
-        return Invite(addresses, run_id)
+            raise LocalError(
+                "a peer in client mode cannot be dialed, and this one was given no peer that can: invite with an "
+                "address of another peer"
+            )
+        return Invite(tuple(addresses[:_MOST_WAYS_IN]), run_id)
 
     def add_validators(self, record_validators: Iterable[RecordValidator]) -> None:
         """Apply further rules to records from now on; before the start, from the start on.

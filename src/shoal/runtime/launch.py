@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
+from shoal.runtime.places import filled_in
+
 __all__ = ["Launch", "Setting", "launch", "launched"]
 
 C = TypeVar("C", bound=Callable[..., None])
@@ -45,6 +47,13 @@ class Setting:
     value: Any
     origin: str
     needs: str = ""
+
+    def instead_of(self, own: Any) -> Any:
+        """The value that the argument gets, where the program itself gives it `own`; None if that stays."""
+        if self.argument == "host_maddrs":
+            return filled_in(own, self.value)
+        # A program that hands on its own arguments, and was given none, gives an empty list of peers.
+        return self.value if own is None or own == [] else None
 
 
 class Launch:
@@ -92,10 +101,10 @@ class Launch:
                 # An option is wrong, not the program: its traceback would say nothing of that.
                 other = f"--{setting.needs}, or a program that gives shoal.{owner} {setting.needs}="
                 raise SystemExit(f"shoal run: {setting.origin} needs {other}")
-            # A program that hands on its own arguments, and was given none, gives an empty list of peers.
-            if (own := arguments.get(setting.argument)) is None or own == []:
-                arguments[setting.argument] = setting.value
-                _logger.info("shoal.%s: %s=%r, by %s", owner, setting.argument, setting.value, setting.origin)
+            own = arguments.get(setting.argument)
+            if (value := setting.instead_of(own)) is not None:
+                arguments[setting.argument] = value
+                _logger.info("shoal.%s: %s=%r, by %s", owner, setting.argument, value, setting.origin)
             else:
                 _logger.warning(
                     "%s has no effect: the program itself gives shoal.%s %s=%.80r. Leave one of the two out",

@@ -1,18 +1,22 @@
-"""The address at which a peer listens, and the one that it announces: `/ip4/HOST/tcp/PORT`, without a peer id."""
+"""The address at which a peer listens, and the one that it announces: `/ip4/HOST/tcp/PORT`, without a peer id.
+
+`/tcp/PORT` leaves the host open.
+"""
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Callable, Iterable
 
 from shoal.errors import ConfigError
-from shoal.peer import is_host
+from shoal.peer import host_kind, is_host, kind_of
 
-__all__ = ["one_place"]
+__all__ = ["filled_in", "one_place"]
+
+_ANYWHERE = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0")
 
 
-def one_place(maddrs: object, argument: str, skip: Callable[[str, str], None]) -> tuple[str, int]:
-    """Host and port of the one TCP address that `maddrs` holds.
+def one_place(maddrs: object, argument: str, skip: Callable[[str, str], None]) -> tuple[str | None, int]:
+    """Host and port of the one TCP address that `maddrs` holds; None for the host if it is left open.
 
     Args:
         maddrs: an address, or a sequence with one. The same address by UDP (QUIC) beside it is skipped.
@@ -31,18 +35,35 @@ def one_place(maddrs: object, argument: str, skip: Callable[[str, str], None]) -
             skip(argument, f"shoal speaks TCP only, not {text}")
     if len(places) != 1:
         raise ConfigError(f"{argument} must be one address, got {len(places)}")
-    pieces = places[0].split("/")
-    if len(pieces) == 5 and not pieces[0] and pieces[3] == "tcp" and pieces[4].isdecimal():
-        kind, host, port = pieces[1], pieces[2], int(pieces[4])
-        if port <= 65535 and is_host(host) and _kind(host) == kind:
-            return host, port
+    match places[0].split("/"):
+        case ["", "tcp", port] if _is_port(port):
+            return None, int(port)
+        case ["", kind, host, "tcp", port] if _is_port(port) and is_host(host) and host_kind(host) == kind_of(kind):
+            return host, int(port)
     raise ConfigError(
         f"{argument} must look like /ip4/127.0.0.1/tcp/0 (ip4, ip6 or dns; port 0 to 65535), got {places[0]!r}"
     )
 
 
-def _kind(host: str) -> str:
-    try:
-        return f"ip{ipaddress.ip_address(host).version}"
-    except ValueError:
-        return "dns"
+def _is_port(text: str) -> bool:
+    return text.isdecimal() and int(text) <= 65535
+
+
+def filled_in(own: object, place: str) -> str | None:
+    """The place to listen at, where a program has a place of its own, and `shoal run` another one.
+
+    A program that listens on all interfaces at any port leaves both open.
+
+    Args:
+        own: what the program gives as `host_maddrs`; None: nothing.
+        place: what `shoal run` is given; `/tcp/PORT` says nothing of the host.
+
+    Returns:
+        None if the program's own place stays.
+    """
+    own = own[0] if isinstance(own, list | tuple) and len(own) == 1 else own
+    if own is None or own == []:
+        return place
+    if own not in _ANYWHERE:
+        return None
+    return f"{own.removesuffix('/tcp/0')}{place}" if place.startswith("/tcp/") else place

@@ -64,6 +64,7 @@ class RunningPeer:
         self,
         initial_peers: Sequence[Address],
         *,
+        kept: Sequence[Address],
         peers_file: PeersFile | None,
         invited_to: frozenset[str],
         client_mode: bool | None,
@@ -73,8 +74,10 @@ class RunningPeer:
         timeout_s: float,
         patient: bool,
     ) -> None:
-        """Begin to join; `ready` has the result. The arguments are those of `PeerCore.start` and `DHT`."""
-        kept = () if peers_file is None else peers_file.read(self._identity.peer_id)
+        """Begin to join; `ready` has the result.
+
+        `kept` are the peers in the file; the other arguments are those of `PeerCore.start` and `DHT`.
+        """
 
         async def join() -> PeerCore:
             self._starting = asyncio.current_task()

@@ -28,7 +28,9 @@ __all__ = [
     "acked_bytes",
     "all_interfaces",
     "flow",
+    "host_towards",
     "is_loopback",
+    "is_private",
     "new_socket",
     "open_files_limit",
     "open_sockets",
@@ -200,6 +202,13 @@ def is_loopback(host: str) -> bool:
     return host == "localhost" or host.endswith(".localhost")
 
 
+def is_private(host: str) -> bool:
+    """Whether `host` is an address that only its own network knows."""
+    with contextlib.suppress(ValueError):
+        return not ((address := ipaddress.ip_address(host)).is_global or address.is_loopback)
+    return False
+
+
 def open_files_limit() -> int:
     """How many files this process may have open."""
     try:
@@ -224,6 +233,19 @@ def outside_host(host: str) -> str:
             return str(probe.getsockname()[0])
     except OSError:
         return next(_addresses_of_interfaces(family), _LOOPBACK[host])
+
+
+async def host_towards(host: str, port: int) -> str:
+    """The address that this machine uses towards another one; empty if there is no way to it, or no such name."""
+    try:
+        targets = await resolve(host, port)
+    except (OSError, UnicodeError):
+        return ""
+    for family, sockaddr in targets:
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(sockaddr)  # UDP: asks the routing table, sends nothing
+            return str(probe.getsockname()[0])
+    return ""
 
 
 def _addresses_of_interfaces(family: int) -> Iterator[str]:

@@ -12,6 +12,7 @@ Invariant: after `close` there is no task, no socket and no timer of this transp
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
@@ -44,6 +45,7 @@ from shoal.transport.sockets import (
     NO_ADDRESS,
     accept,
     all_interfaces,
+    host_towards,
     is_loopback,
     new_socket,
     open_files_limit,
@@ -61,6 +63,8 @@ _logger = logging.getLogger(__name__)
 _BACKLOG = 512
 _ACCEPT_PAUSE_S = 0.1
 _LEAST_FILES = 64
+_LOOPBACK = "127.0.0.1"
+_RESOLVE_S = 3.0
 _STAGGER_S = 0.5
 """The next address of a peer is tried so long after the one before, beside it (as in RFC 8305)."""
 
@@ -110,8 +114,11 @@ class TcpTransport:
 
     Args:
         identity: our key.
-        host: where to listen: an IP address or name of this machine; `0.0.0.0` or `::` for all its interfaces.
+        host: where to listen: an IP address or name of this machine; `0.0.0.0` or `::` for all its interfaces. None:
+            the address that this machine uses towards the first of `towards` on another machine; the loopback, if there
+            is none.
         port: where to listen; 0 takes any free port.
+        towards: addresses of peers that this one is going to join.
         announce_host: the host that others should dial, if that is not `host` (behind a port forwarding, or for a
             public name). By default `host`, or for all interfaces the address that this machine uses towards the first
             peer that it dials, until then towards the outside.
@@ -136,8 +143,9 @@ class TcpTransport:
         self,
         identity: Identity,
         *,
-        host: str = "127.0.0.1",
+        host: str | None = None,
         port: int = 0,
+        towards: Sequence[Address] = (),
         announce_host: str | None = None,
         announce_port: int | None = None,
         client_mode: bool = False,
@@ -148,7 +156,7 @@ class TcpTransport:
     ) -> None:
         if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
             raise ConfigError(f"port must be a number within 0..65535, got {port!r}")
-        if not host or not isinstance(host, str):
+        if host is not None and (not host or not isinstance(host, str)):
             raise ConfigError(f"host must be an IP address or a name, got {host!r}")
         if isinstance(announce_port, bool) or not isinstance(announce_port or 0, int):
             raise ConfigError(f"announce_port must be a number within 0..65535, got {announce_port!r}")
@@ -160,7 +168,8 @@ class TcpTransport:
                 Address(announce_host or "127.0.0.1", announce_port or port or 1, identity.peer_id)
             except ConfigError as error:
                 raise ConfigError(f"announce_host or announce_port: {error}") from None
-        self._identity, self._host, self._port = identity, host, port
+        self._identity, self._host, self._port = identity, host or _LOOPBACK, port
+        self._towards = tuple(towards) if host is None else ()
         self._announce_host, self._announce_port = announce_host, announce_port
         self._client_mode, self._clear = client_mode, not encrypt
         self._limits = (limits or TcpLimits()).within(open_files_limit())
@@ -172,7 +181,7 @@ class TcpTransport:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._listeners: list[socket.socket] = []
         self.peer_id, self.addresses = identity.peer_id, tuple[Address, ...]()
-        self._guessed = announce_host is None and all_interfaces(host)
+        self._guessed = announce_host is None and all_interfaces(self._host)
         self._closed = self._crowded = self._told_of_version = False
 
     @property
@@ -193,6 +202,7 @@ class TcpTransport:
             return
         if self._listeners:
             raise LocalError("this transport listens already")
+        self._host = await self._host_towards() or self._host
         listener = await self._bind()
         self._listeners.append(listener)
         port: int = self._announce_port or listener.getsockname()[1]
@@ -240,6 +250,22 @@ class TcpTransport:
         await asyncio.gather(*(connection.wait_lost() for connection in dying))
 
     # Listening
+
+    async def _host_towards(self) -> str:
+        """Our address on the network of the peers that we join; empty if they are all on this machine."""
+        elsewhere = [address for address in self._towards if not is_loopback(address.host)]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_RESOLVE_S):
+                for address in sorted(elsewhere, key=lambda each: each.kind == "dns"):  # names take the resolver
+                    if (host := await host_towards(address.host, address.port)) and not is_loopback(host):
+                        _logger.info(
+                            "this peer listens on %s, as it joins a peer on another machine (%s); host_maddrs= says it "
+                            "otherwise",
+                            host,
+                            address.where,
+                        )
+                        return host
+        return ""
 
     async def _bind(self) -> socket.socket:
         try:

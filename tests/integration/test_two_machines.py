@@ -1,0 +1,192 @@
+"""Every program that people copy, as printed, on two machines: on one network, and with a router between.
+
+The first one runs without arguments and prints its invite. The second one runs the same program with that invite.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import shoal
+from shoal.cli.new import text_of
+from tests.integration.routers import Routers, why_not
+from tests.integration.test_pages import ROOT, program, python_blocks
+from tests.integration.workers import Talk, environment
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+BUSY_S = 300.0
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program that people copy.
+
+    Attributes:
+        code: of the program; or a function that makes it.
+        run_id: the run that its invite names.
+        needs: a package that it imports, of an extra.
+        first: its arguments on the first machine, and
+        second: those before the invite on the second one.
+        launcher: a module that runs it, with its arguments.
+        averages: it waits for the other peer by itself, and has no `shoal.Optimizer`.
+    """
+
+    code: Callable[[], str]
+    run_id: str
+    needs: str = "torch"
+    first: tuple[str, ...] = ()
+    second: tuple[str, ...] = ()
+    launcher: tuple[str, ...] = ()
+    averages: bool = False
+
+
+def block(page: str, word: str) -> Callable[[], str]:
+    """The one block of a page with this word."""
+    return lambda: next(each for each in python_blocks(page) if word in each)
+
+
+def example(name: str) -> Callable[[], str]:
+    """The text of an example."""
+    return (ROOT / "examples" / name).read_text
+
+
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TINY = [f"--{name}={value}" for name, value in {"hidden": 16, "heads": 1, "layers": 1, "embedding": 8}.items()]
+ALBERT = ("--data", "../data", *TINY)
+
+PROGRAMS = {
+    "README": Program(lambda: program("README.md"), "my-run"),
+    "README, Trainer": Program(lambda: program("README.md", trainer=True), "my-trainer", needs="accelerate"),
+    "training": Program(lambda: program("docs/training.md"), "my-run"),
+    "optimizer": Program(lambda: program("docs/training.md", "docs/optimizer.md"), "my-run"),
+    "trainer": Program(lambda: program("docs/training.md", trainer=True), "my-trainer", needs="accelerate"),
+    "lightning": Program(block("docs/loops.md", "import lightning"), "my-module", needs="lightning"),
+    "accelerate": Program(block("docs/loops.md", "import accelerate"), "my-loop", needs="accelerate"),
+    "group": Program(block("docs/loops.md", "GroupOptimizer"), "my-groups", launcher=TORCHRUN),
+    **{
+        word: Program(block("docs/averaging.md", word), "", averages=True)
+        for word in ("shoal.GradientAverager(model", "shoal.ProgressTracker(", "shoal.TrainingAverager(")
+    },
+    **{
+        f"new {kind}": Program(partial(text_of, kind), "my-run", needs=needs)
+        for kind, needs in {"plain": "torch", "trainer": "accelerate", "lightning": "lightning"}.items()
+    },
+    "plain_loop": Program(example("plain_loop.py"), "plain-loop"),
+    "digits_cnn": Program(example("digits_cnn.py"), "digits", needs="sklearn"),
+    "lora": Program(example("lora.py"), "lora", needs="peft"),
+    "spot_instance": Program(example("spot_instance.py"), "spot", first=("one",), second=("two",)),
+    "albert": Program(
+        example("albert/run_trainer.py"),
+        "albert",
+        needs="pytorch_optimizer",
+        first=ALBERT,
+        second=(*ALBERT, "--peers"),
+    ),
+}
+
+
+def start(net: Routers, place: int | str | None, folder: Path, made: Program, epochs: int, *arguments: str) -> Talk:
+    """The program, at this place, in a folder of its own."""
+    folder.mkdir()
+    (folder / "train.py").write_text(made.code(), encoding="utf-8")
+    early = ["tests.integration.run_on_two", str(epochs), "train.py", *arguments]
+    command = [*net.command(place), "env", "-C", str(folder), sys.executable, "-m", *made.launcher]
+    command += ["-m", *early] if made.launcher else early
+    return Talk(command, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONPATH=path(ROOT))
+
+
+def path(root: Path) -> str:
+    """Where the programs find the example `albert`, and the tests."""
+    return ":".join([str(root), environment()["PYTHONPATH"]])
+
+
+def invite_in(talk: Talk) -> shoal.Invite:
+    """The first invite that it prints."""
+    while not (found := re.search(r"shoal:\S+", talk.line(BUSY_S))):
+        pass
+    return shoal.Invite.parse(found[0])
+
+
+def meet(net: Routers, place: int | str, folder: Path, made: Program, epochs: int) -> tuple[shoal.Invite, shoal.Invite]:
+    """Both machines run the program to its end, and train together. Their invites."""
+    with start(net, None, folder / "first", made, epochs, *made.first) as first:
+        invite = invite_in(first)
+        with start(net, place, folder / "second", made, epochs, *made.second, str(invite)) as second:
+            its = invite_in(second)
+            said = [talk.rest(BUSY_S) for talk in (first, second)]
+            errors = [talk.errors() for talk in (first, second)]
+            assert [talk.wait() for talk in (first, second)] == [0, 0], errors
+    assert not [each for each in errors if "Traceback" in each], errors
+    if not made.averages:
+        for lines in said:
+            assert "2 peers together\n" in lines, (said, errors)
+    return invite, its
+
+
+def hosts(invite: shoal.Invite) -> list[str]:
+    """Of its addresses."""
+    return [address.host for address in invite.addresses]
+
+
+def prepare(folder: Path, made: Program) -> None:
+    """Skip what cannot run here, and make the data of the example that needs some."""
+    if find_spec(made.needs) is None:
+        pytest.skip(f"needs {made.needs}")
+    if made.first == ALBERT:
+        texts = sorted(map(str, (ROOT / "docs").glob("*.md")))
+        command = [sys.executable, "examples/albert/tokenize_text.py", "--output", str(folder / "data")]
+        command += ["--length", "23", "--text", *texts]
+        subprocess.run(command, cwd=ROOT, env=environment(), timeout=BUSY_S, check=True, capture_output=True)
+
+
+def run_on_one_network(folder: Path, name: str, *, default_route: bool) -> None:
+    """The second one announces its own address, unasked, and invites to itself."""
+    made = PROGRAMS[name]
+    prepare(folder, made)
+    with Routers(0, machines=1, default_route=default_route) as net:
+        invite, its = meet(net, "machine0", folder, made, 4)
+    assert (hosts(invite), hosts(its)) == (["203.0.113.1"], ["203.0.113.101"])
+    assert invite.run_id == its.run_id == made.run_id
+
+
+def run_behind_a_router(folder: Path, name: str) -> None:
+    """The second one is a client, and invites to the peer that it joined itself."""
+    made = PROGRAMS[name]
+    prepare(folder, made)
+    with Routers(1) as net:
+        invite, its = meet(net, 0, folder, made, 4)
+    assert hosts(invite) == ["203.0.113.1"]
+    assert its == invite
+    assert its.run_id == made.run_id
+
+
+def test_readme_runs_unchanged_on_a_second_machine_behind_a_router(tmp_path: Path) -> None:
+    """By default it listened for its own machine only; so the program ended where it printed its invite."""
+    run_behind_a_router(tmp_path, "README")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2 * BUSY_S)
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("default_route", [False, True])
+def test_the_program_runs_unchanged_on_a_second_machine(tmp_path: Path, name: str, *, default_route: bool) -> None:
+    """Of one network, with a way to the outside or without."""
+    run_on_one_network(tmp_path, name, default_route=default_route)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2 * BUSY_S)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_program_runs_unchanged_behind_a_router(tmp_path: Path, name: str) -> None:
+    """As a client."""
+    run_behind_a_router(tmp_path, name)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shoal.cli.options import Real
 from shoal.zero.laws import BACKENDS, OPTIMIZERS, Cost, Precision, costs
 from shoal.zero.planning import Plan, fewest_ranks, plans
 from shoal.zero.transformer import Transformer
@@ -25,7 +24,26 @@ _ABSURD = 1e18
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _COUNT = click.IntRange(min=1)
 _WIDTH = 110
+_LEAST_BYTES = 1e6
+"""Nobody has a device with less memory: a smaller number without a unit is meant in another one."""
+
+_THOUSANDS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+_AMOUNT = re.compile(r"([0-9][0-9_.]*(?:e[+-]?[0-9]+)?) *([kmbgt]?)", re.IGNORECASE)
 _SIZE = re.compile(r"([0-9][0-9_.]*(?:e[+-]?[0-9]+)?) *(?:([kmgtp])(i?))?b?", re.IGNORECASE)
+
+
+class _Number(click.ParamType[float]):
+    """A number of parameters as people write it: 7B, 350M, 7.5e9, 7_500_000_000."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Calls `fail` for anything else."""
+        found = _AMOUNT.fullmatch(str(value).strip())
+        number = _read(found[1]) if found else math.nan
+        if found is None or not 0 < number < math.inf:
+            self.fail(f"{value!r} is no number above 0, such as 7B, 350M or 7.5e9.", param, ctx)
+        return number * _THOUSANDS[found[2].lower() if found[2] else ""]
 
 
 class _Bytes(click.ParamType[float]):
@@ -36,23 +54,30 @@ class _Bytes(click.ParamType[float]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Calls `fail` for anything else."""
         found = _SIZE.fullmatch(str(value).strip())
-        try:
-            number = float(found[1]) if found else math.nan
-        except ValueError:  # two points
-            number = math.nan
+        number = _read(found[1]) if found else math.nan
         if not 0 < number < math.inf or found is None:
             self.fail(f"{value!r} is not a size above 0, such as 24GB or 24GiB.", param, ctx)
         prefix = " kmgtp".index((found[2] or " ").lower())
+        if not prefix and number < _LEAST_BYTES:
+            self.fail(f"{value!r} would be {number:g} bytes: write {number:g}GB, or {number:g}GiB.", param, ctx)
         return float(number * (1024 if found[3] else 1000) ** prefix)
+
+
+def _read(digits: str) -> float:
+    """The number, or NaN."""
+    try:
+        return float(digits)
+    except ValueError:  # two points
+        return math.nan
 
 
 @click.command(short_help="Memory and traffic of each ZeRO stage.")
 @click.option(
     "--params",
     required=True,
-    type=Real(min=0, min_open=True),
+    type=_Number(),
     metavar="N",
-    help="Parameters of the model, such as 7.5e9.",
+    help="Parameters of the model, such as 7B or 7.5e9.",
 )
 @click.option("--peers", required=True, type=click.IntRange(min=1), metavar="N", help="Ranks that share them.")
 @click.option("--stage", type=click.IntRange(0, 3), help="Show only this stage; default: all.")

@@ -15,7 +15,8 @@ stage  partitioned             memory per rank             sent per rank and ste
 p, g and s are bytes per parameter (`Precision`, `state_bytes`). This memory is held all through a step. Memory for a
 part of a step comes on top: activations (`shoal.zero.transformer` counts them), the buckets of collectives, one or two
 unsharded layers in stage 3; so do up to N - 1 elements of padding per tensor. Between steps FSDP2 holds in stage 2 no
-more than in stage 3.
+more than in stage 3. `shoal.zero` adds gradients of 16 bits up in float32: of a rank's share it holds the float32 means
+(in stage 1 beside the gradients), and in stage 3 the float32 copies are the parameters.
 
 Other engines pay more for the same stage, and so does gloo, whose reduce-scatter is an all-reduce of which a part is
 kept (PyTorch issue 118911): it sends 2 instead of 1. `Engine` says which.
@@ -140,12 +141,14 @@ class Sizes(NamedTuple):
         gradients: gradients of the trained parameters; as many bytes of the parameters change in a step.
         state: the state of the optimizer.
         wide: gradients in float32, as `shoal.zero` takes their mean over replicas.
+        means: the float32 means of 16-bit gradients, which `shoal.zero` keeps of a rank's share.
     """
 
     parameters: float
     gradients: float
     state: float
     wide: float = 0.0
+    means: float = 0.0
 
 
 class Cost(NamedTuple):
@@ -214,7 +217,8 @@ def costs(  # noqa: PLR0913 (the choices of its users)
     except ValueError:
         raise ConfigError(f"precision must be mixed or float32, got {precision!r}") from None
     width = kind.width
-    sizes = Sizes(width * parameters, width * parameters, state_bytes(optimizer, kind) * parameters, 4 * parameters)
+    wide, means = 4 * parameters, 4 * parameters if kind is Precision.MIXED else 0
+    sizes = Sizes(width * parameters, width * parameters, state_bytes(optimizer, kind) * parameters, wide, means)
     found = costs_of(sizes, ranks, stage=stage, micro_batches=micro_batches, backend=backend, replicas=replicas)
     if transformer is None:
         return found
@@ -243,6 +247,11 @@ def costs_of(
             size / shards if engine.stage >= divided_from else size
             for size, divided_from in zip(sizes[:3], (3, 2, 1), strict=True)
         ]
+        if engine.name == "shoal.zero":
+            mean = sizes.means / shards  # twice the bytes of the 16-bit share that it takes the place of
+            kept[1] += mean if engine.stage == 1 else mean / 2
+            if engine.stage == 3:
+                kept[0], kept[2] = kept[0] + mean / 2, kept[2] - mean
         # Parameters that were not trained have not changed; but stage 3 has to gather them, too.
         gathered = sizes.parameters if engine.stage == 3 else sizes.gradients
         gathers = engine.gathers + engine.gathers_each * micro_batches
@@ -295,7 +304,7 @@ def estimate(
 
         grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
         ranks = torch.distributed.get_world_size() if grouped else 1
-    parameters = gradients = state = 0
+    parameters = gradients = state = means = 0
     for parameter in model.parameters():  # tied ones come once
         nbytes = parameter.numel() * parameter.itemsize
         parameters += nbytes
@@ -303,9 +312,10 @@ def estimate(
             precision = Precision.MIXED if parameter.itemsize == Precision.MIXED.width else Precision.FLOAT32
             gradients += nbytes
             state += parameter.numel() * state_bytes(optimizer, precision)
+            means += 4 * parameter.numel() if precision is Precision.MIXED else 0
     if not parameters:
         raise ConfigError("model has no parameters: there is nothing to estimate")
-    sizes = Sizes(parameters, gradients, state)
+    sizes = Sizes(parameters, gradients, state, means=means)
     found = costs_of(sizes, ranks, stage=stage, micro_batches=micro_batches, backend=backend)
     if sample is None:
         return found

@@ -25,8 +25,7 @@ class Plan(NamedTuple):
     """A way to train a model.
 
     Attributes:
-        cost: bytes on each rank's device, and sent. Of 16-bit parameters gradients include their float32 means, and in
-            stage 3 the float32 shards are the parameters.
+        cost: bytes on each rank's device, and sent, as of `costs`.
         checkpointing: only the input of each layer is kept for the backward pass.
         offloaded: bytes that each rank keeps on the CPU or on disk; 0 without offload.
     """
@@ -91,33 +90,23 @@ def plans(  # noqa: PLR0913 (the choices of its users)
             ):
                 cost = each._replace(averages=4 * ema * (share if each.engine.stage else parameters))
                 checkpointing = shape is not None and shape.checkpointing
-                if cost.engine.name == "DDP":
+                if cost.engine.name in {"DDP", "shoal.zero"}:
                     yield Plan(cost, checkpointing, 0.0)
-                elif cost.engine.name == "shoal.zero":
-                    ours = _ours(cost, share, Precision(precision))
-                    yield Plan(ours, checkpointing, 0.0)
-                    here = _here(ours, cost)
-                    if here.memory < ours.memory:
-                        yield Plan(here, checkpointing, ours.memory - here.memory)
+                if cost.engine.name == "shoal.zero":
+                    here = _here(cost, 4 * share if Precision(precision) is Precision.MIXED else 0.0)
+                    if here.memory < cost.memory:
+                        yield Plan(here, checkpointing, cost.memory - here.memory)
 
     return sorted(each_way(), key=lambda plan: (plan.cost.sent, plan.offloaded > 0, plan.checkpointing, plan.stage))
 
 
-def _ours(cost: Cost, share: float, precision: Precision) -> Cost:
-    """What `shoal.zero` keeps at a law's cost: it adds gradients up in float32, and shards of stage 3 are float32."""
-    if precision is not Precision.MIXED:
-        return cost
-    wide = 4 * share
-    if cost.engine.stage == 3:
-        return cost._replace(parameters=wide, gradients=wide, state=cost.state - wide)
-    return cost._replace(gradients=wide if cost.engine.stage == 2 else cost.gradients + wide)
-
-
-def _here(ours: Cost, cost: Cost) -> Cost:
-    """What stays on the device with offload: parameters in stages 1 and 2, and in stage 1 gradients."""
+def _here(cost: Cost, means: float) -> Cost:
+    """What stays on the device with offload: parameters in stages 1 and 2, in stage 1 gradients without their means."""
     stage = cost.engine.stage
-    return ours._replace(
-        parameters=cost.parameters if stage < 3 else 0.0, gradients=cost.gradients if stage == 1 else 0.0, state=0.0
+    return cost._replace(
+        parameters=cost.parameters if stage < 3 else 0.0,
+        gradients=cost.gradients - means if stage == 1 else 0.0,
+        state=0.0,
     )
 
 

@@ -297,11 +297,11 @@ def test_threads_that_take_one_core_at_once_leave_the_users_alone() -> None:
     done = run_python(
         """
 import threading, torch
-from shoal.runtime.pool import take_one_core
+from shoal.runtime.pool import use_cores
 
 def together():
     barrier.wait(60)
-    take_one_core()
+    use_cores(1)
 
 torch.set_num_threads(3)
 for _ in range(200):

@@ -33,8 +33,8 @@ def model(dtype: torch.dtype = torch.float64, seed: int = 0, width: int = 8) -> 
     """Parameters of a small network, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     weights = [
-        torch.randn(FEATURES, width, generator=generator, dtype=torch.float64),
-        torch.randn(width, 1, generator=generator, dtype=torch.float64),
+        torch.randn(FEATURES, width, generator=generator, dtype=torch.float64, device="cpu"),
+        torch.randn(width, 1, generator=generator, dtype=torch.float64, device="cpu"),
     ]
     return [torch.nn.Parameter(weight.to(dtype) * 0.3) for weight in weights]
 
@@ -42,7 +42,7 @@ def model(dtype: torch.dtype = torch.float64, seed: int = 0, width: int = 8) -> 
 def batch(peer: int, number: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """The `number`-th batch of a peer."""
     generator = torch.Generator().manual_seed(1000 * peer + number)
-    inputs = torch.randn(size, FEATURES, generator=generator, dtype=torch.float64)
+    inputs = torch.randn(size, FEATURES, generator=generator, dtype=torch.float64, device="cpu")
     targets = inputs.sum(dim=1, keepdim=True).sin() + 0.1 * peer
     return inputs.to(dtype), targets.to(dtype)
 

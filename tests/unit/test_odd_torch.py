@@ -14,6 +14,7 @@ import torch
 import shoal
 import shoal.compression
 from shoal.compression import CompressionBase, Differences, ErrorFeedback, Uniform8BitQuantization
+from shoal.optim.low_rank import LowRank
 from tests.codecs import CODECS
 from tests.odd_torch import ODD
 
@@ -112,3 +113,28 @@ def test_an_8_bit_codec_is_as_exact_as_it_says_under_a_default_dtype_of_16_bits(
             codec = Uniform8BitQuantization()
             found = codec.decode(codec.encode(values), values.numel(), torch.float32)
             assert bool(((found - values).abs() <= codec.error_bound(values)).all())
+
+
+# ---------------------------------------------------------------------------------------------- factors of low rank
+
+
+def _factors() -> list[bytes]:
+    """Two steps of one peer that sends factors: what it sends, what it makes of it, and the bases."""
+    parameters = [torch.zeros(300, 200, dtype=torch.float32, device="cpu")]
+    low, found = LowRank(parameters, rank=4, min_compression_ratio=0.5, device=torch.device("cpu")), list[bytes]()
+    for step in range(2):
+        sums = [_values((300 * 200,), torch.float32).view(300, 200) * (step + 1)]
+        low.shrink(sums)
+        low.counted()
+        low.expand(sums, step)
+        low.advance()
+        found += [each.numpy().tobytes() for each in (*low.tensors(sums), *sums, *low.bases)]
+    return found
+
+
+@pytest.mark.parametrize("odd", [odd for odd in ODD if odd != "inference_mode"])
+def test_factors_of_low_rank_have_the_same_bits_whatever_torch_does_by_default(odd: str) -> None:
+    """Within autocast they were products of 16 bits."""
+    plain = _factors()
+    with ODD[odd]():
+        assert _factors() == plain

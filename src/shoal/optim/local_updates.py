@@ -23,6 +23,7 @@ from shoal.optim.inner import Scheduler
 from shoal.optim.optimizer_state import is_number
 from shoal.optim.training_state import TrainingState
 from shoal.optim.trial import first_statistics
+from shoal.runtime.thread_state import forget_casts
 
 __all__ = ["LocalTrainingState"]
 
@@ -108,6 +109,7 @@ class LocalTrainingState(TrainingState):
                 self.own_options.update(name for name in group if _changed(group[name], was.get(name)))
         finally:
             self.stepping = False
+            forget_casts()
             for parameter, gradient in zip(self.parameters, own, strict=True):
                 parameter.grad = gradient
 

@@ -15,18 +15,20 @@ are averaged in one round, which is committed or fails as any other: nothing is 
 failed. It is a projection, and linear: the factors of a mean are the mean of the factors.
 
 Bases are computed from committed bits in a fixed order of operations, each of which IEEE 754 rounds in one way. So
-they have the same bits on every machine, whatever its vector units are.
+they have the same bits on every machine, whatever its vector units are. Products of matrices are computed in float64:
+neither autocast nor the precision that a program allows its products of float32 (TF32) changes them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from shoal.allreduce.segments import sum_dtype
 from shoal.errors import ConfigError
+from shoal.runtime.thread_state import OWN
 
 __all__ = ["NO_FEEDBACK", "LowRank"]
 
@@ -34,6 +36,9 @@ NO_FEEDBACK = (
     "ErrorFeedback does not go with PowerSGD, which makes good what it loses itself, and whose factors are of other "
     "bases in each round: give a codec without feedback, or none"
 )
+
+_AT_ONCE = 1 << 20
+"""The values of a matrix of which there is a copy in float64 at a time."""
 
 _TINY = 1e-6
 """A column that has less than this left of its length beside the others has no direction of its own."""
@@ -90,7 +95,7 @@ class LowRank:
 
     def begin(self, seed: int) -> None:
         """Draw bases that are the same for the same seed."""
-        with torch.no_grad():
+        with OWN.in_force():
             for matrix in self._matrices:
                 matrix.draw(seed)
 
@@ -101,13 +106,13 @@ class LowRank:
 
     def shrink(self, sums: Sequence[torch.Tensor]) -> None:
         """Make the factors of these sums and of the residuals. It may be done again: nothing else changes."""
-        with torch.no_grad():
+        with OWN.in_force():
             for matrix in self._matrices:
                 matrix.shrink(sums[matrix.index], 1.0)
 
     def shrink_means(self, means: Sequence[torch.Tensor], samples: int) -> None:
         """The same of means over so many samples: the factors are means, too."""
-        with torch.no_grad():
+        with OWN.in_force():
             for matrix in self._matrices:
                 matrix.shrink(means[matrix.index], float(samples))
                 for factor in (matrix.p, matrix.q):
@@ -125,7 +130,7 @@ class LowRank:
             sums: they become the average.
             seed: equal on all members, and another one for each step: draws directions in place of those of no length.
         """
-        with torch.no_grad():
+        with OWN.in_force():
             for matrix in self._matrices:
                 matrix.expand(sums[matrix.index], seed)
 
@@ -170,19 +175,35 @@ class _Matrix:
         lost = self.lost.copy_(values).mul_(scale)
         if self.residual is not None:
             lost += self.residual
-        torch.mm(lost, right, out=self.p)
-        torch.mm(lost.T, left, out=self.q)
-        lost.addmm_(left, self.q.T, alpha=-1).addmm_(self._beside_left(), right.T, alpha=-1)
+        wide_left, wide_right = left.double(), right.double()
+        columns = torch.zeros_like(self.q, dtype=torch.float64)
+        for rows in self._rows():
+            wide = lost[rows].double()
+            self.p[rows] = wide @ wide_right
+            columns += wide.T @ wide_left[rows]
+        self.q.copy_(columns)
+        for rows, values in self._made_of_factors():
+            lost[rows] -= values
 
-    def _beside_left(self) -> torch.Tensor:
-        return self.p - self.left @ (self.left.T @ self.p)
+    def _rows(self) -> Iterator[slice]:
+        m, n = self._split
+        step = max(1, _AT_ONCE // n)
+        return (slice(start, start + step) for start in range(0, m, step))
+
+    def _made_of_factors(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Some rows at a time of the matrix that P and Q stand for (float64)."""
+        left, right, p, q = (each.double() for each in (self.left, self.right, self.p, self.q))
+        beside_left = p - left @ (left.T @ p)
+        for rows in self._rows():
+            yield rows, left[rows] @ q.T + beside_left[rows] @ right.T
 
     def counted(self) -> None:
         self.residual, self.lost = self.lost, self.residual
 
     def expand(self, total: torch.Tensor, seed: int) -> None:
-        whole = torch.mm(self.left, self.q.T).addmm_(self._beside_left(), self.right.T)
-        total.copy_(whole.view(total.shape))
+        matrix = total.view(self._split)
+        for rows, values in self._made_of_factors():
+            matrix[rows] = values
         first = self._seed(seed)
         self.next = _orthonormal(self.p, first), _orthonormal(self.q, first + 1)
 

@@ -23,6 +23,7 @@ from shoal.optim.local_updates import LocalTrainingState
 from shoal.optim.options import Options
 from shoal.optim.training_state import PreparedState, TrainingState, not_finite
 from shoal.optim.trial import weight_copies
+from shoal.runtime.thread_state import forget_casts
 from shoal.sometimes import sometimes
 from shoal.strategies import Merging
 
@@ -143,6 +144,11 @@ class OuterTrainingState(TrainingState):
 
     def _new_sum(self) -> GradientSum:
         return GradientSum([], 1)  # until the anchor is known
+
+    def heed_thread(self) -> None:
+        """See `TrainingState.heed_thread`. Outer optimizers step where nothing is recorded, whatever the loop does."""
+        super().heed_thread()
+        self._trainers = self._trainers._replace(gradients=False)
 
     @property
     def model_epoch(self) -> int:
@@ -406,6 +412,8 @@ class LocalSteps(LocalTrainingState):
         ConfigError: there are more fragments than trained tensors; or the outer optimizer is of no use.
     """
 
+    fragments: Sequence[OuterTrainingState] = ()
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -430,6 +438,12 @@ class LocalSteps(LocalTrainingState):
             for number, fragment in enumerate(_divided(self.trained, merging.fragments))
         ]
 
+    def heed_thread(self) -> None:
+        """See `TrainingState.heed_thread`."""
+        super().heed_thread()
+        for fragment in self.fragments:
+            fragment.heed_thread()
+
     @contextmanager
     def moving(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
         """Weights that the inner optimizer keeps (`z` of ScheduleFree, for one) move as these parameters do.
@@ -445,6 +459,7 @@ class LocalSteps(LocalTrainingState):
                 moved = kept.reshape(each.shape) + (each - was).to(kept)
                 # What was not finite has no place of its own.
                 kept.copy_(torch.where(moved.isfinite(), moved, each.to(kept)).reshape(kept.shape))
+            forget_casts()
 
     def _copies_of(self, parameter: torch.Tensor) -> list[torch.Tensor]:
         if not self._judged and self.optimizer.state:

@@ -20,6 +20,7 @@ from shoal.optim.shared_state import share
 from shoal.optim.state_name import UNDECIDED, StateName
 from shoal.optim.training_state import TrainingState
 from shoal.progress import NO_STATE
+from shoal.runtime.thread_state import forget_casts
 from shoal.state import SharedState
 
 __all__ = ["OwnState", "Replaced"]
@@ -154,6 +155,7 @@ class OwnState:
             update.apply()
             training.whole = True
         finally:
+            forget_casts()
             # Attributes alone: no interrupt comes in between.
             if training.whole:
                 self.is_average = not update.is_step

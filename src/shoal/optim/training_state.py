@@ -33,6 +33,7 @@ from shoal.optim.options import Options, apply
 from shoal.optim.schedule import advance, rates_of, tell_rates
 from shoal.optim.state_name import LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN
 from shoal.optim.trial import blank_statistics
+from shoal.runtime.thread_state import ThreadState, forget_casts
 from shoal.wire import encode
 
 __all__ = ["PreparedState", "TrainingState", "not_finite"]
@@ -112,6 +113,7 @@ class TrainingState:
     ) -> None:
         self.steps_on_host, self._offload = offload is not None, offload or Offload([])
         self._unit, self.max_grad_norm = unit, max_grad_norm
+        self.heed_thread()
         self.optimizer, self.scheduler = optimizer, scheduler
         self._kept = OptimizerState(optimizer)
         self.extra_tensors = tuple(extra_tensors)
@@ -165,6 +167,10 @@ class TrainingState:
         self._ended: tuple[bytes, list[torch.Tensor]] | None = None  # see `end`
         self._has_average = self._in_round = False
 
+    def heed_thread(self) -> None:
+        """The trainer calls: its optimizer and its schedule compute as in this thread from now on, in any thread."""
+        self._trainers = ThreadState.here()
+
     @property
     def model_epoch(self) -> int:
         """The swarm steps that went into all parameters of the model."""
@@ -195,19 +201,21 @@ class TrainingState:
         if callable(change := getattr(self.optimizer, "eval", None)) and self._for_training is None:
             self._for_training = [parameter.detach().clone() for parameter in self.parameters]
             self.evaluations += 1
-            with self._offload.on_host():
+            with self._offload.on_host(), self._trainers.in_force():
                 change()
+            forget_casts()
 
     def train(self) -> None:
         """Take that back: to the bit, as the optimizer's own way back rounds."""
         if callable(change := getattr(self.optimizer, "train", None)):
-            with self._offload.on_host():
+            with self._offload.on_host(), self._trainers.in_force():
                 change()
         if self._for_training is not None:
             with torch.no_grad():
                 for parameter, own in zip(self.parameters, self._for_training, strict=True):
                     parameter.copy_(own)
             self._for_training = None
+        forget_casts()
 
     @property
     def local(self) -> TrainingState:
@@ -499,11 +507,13 @@ class TrainingState:
         """Look now and then, ever more rarely, whether newcomers can have all that this step leaves behind."""
         self._steps_here, self.stepping = self._steps_here + 1, True
         if self._steps_here & (self._steps_here - 1):
-            self.optimizer.step()
+            with self._trainers.in_force():
+                self.optimizer.step()
             return
         before = self._kept.outside()
-        self.optimizer.step()
-        changed = self._kept.changed_outside(before)
+        with self._trainers.in_force():
+            self.optimizer.step()
+            changed = self._kept.changed_outside(before)
         try:
             self._kept.export([])
         except ConfigError as error:
@@ -561,7 +571,7 @@ class TrainingState:
             self._steps_of_schedule = to  # one that comes later begins there
         if self.scheduler is None or self.schedule_error is not None:
             return
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), self._trainers.in_force():
             # A peer that starts from a downloaded state moves its schedule before its first own step.
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
             for count in range(self.scheduled, to):
@@ -649,7 +659,8 @@ class TrainingState:
         groups = [{name: copy.deepcopy(group[name]) for name in group.keys() - {"params"}} for group in own]
         try:
             apply(groups, options, self.own_options)
-            self._kept.check_step(groups)
+            with self._trainers.in_force():
+                self._kept.check_step(groups)
         except Exception as error:  # noqa: BLE001 (a rate that is a tensor cannot hold every number, for example)
             return f"such that no step can be taken here ({str(error) or type(error).__name__})"
         return None
@@ -667,7 +678,7 @@ class TrainingState:
         try:
             epoch, scheduled = self._check_counts(values, tensors)
             fixed = len(self.describe())
-            with self._offload.on_host():
+            with self._offload.on_host(), self._trainers.in_force():
                 optimizer = self._kept.prepare(values["optimizer"], tensors, fixed)
         except Exception as error:
             raise StateUnavailable(f"the state does not fit here: {error}") from error
@@ -688,6 +699,7 @@ class TrainingState:
             for mine, theirs in zip(self.describe(), prepared.tensors, strict=True):
                 mine.copy_(theirs)
         self._kept.switch(prepared.optimizer)
+        forget_casts()
         if evaluates:
             self.evaluate()
         self.resume(prepared.epoch, prepared.scheduled)
@@ -760,7 +772,8 @@ class TrainingState:
             self._steps_of_schedule = 0
             return
         try:
-            self.scheduler.load_state_dict(copy.deepcopy(self._first_schedule))
+            with self._trainers.in_force():
+                self.scheduler.load_state_dict(copy.deepcopy(self._first_schedule))
         except Exception as error:  # noqa: BLE001 (the user's own code)
             self.schedule_error = f"the schedule does not go back: {type(error).__name__}: {error}"
             return

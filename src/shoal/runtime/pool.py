@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-__all__ = ["DaemonPool", "take_one_core"]
+__all__ = ["DaemonPool", "use_cores"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class DaemonPool(concurrent.futures.Executor):
     def _work(self) -> None:
         alone = False
         while (work := self._next()) is not None:
-            alone = alone or take_one_core()
+            alone = alone or use_cores(1)
             _run(*work)
             del work  # nothing of it is held while this thread waits
 
@@ -121,20 +121,31 @@ def _run(future: concurrent.futures.Future[object], work: Callable[[], object]) 
         future.set_result(result)
 
 
-def take_one_core() -> bool:
-    """Make torch use one core for the calling thread, and for no other. False if that is not possible yet."""
+def use_cores(count: int) -> bool:
+    """Make torch use so many cores for the calling thread, and for no other. False if that is not possible yet."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "set_num_threads"):  # not there, or just being imported
         return False
     with _one_by_one:
-        others = torch.get_num_threads()
-        torch.set_num_threads(1)
-        # The last call also decides for threads that torch has not seen yet: the main thread may be one of them.
-        restore = threading.Thread(target=torch.set_num_threads, args=(others,), daemon=True)
+        if torch.get_num_threads() == count:  # to ask comes first: else torch would set what threads begin with later
+            return True
         try:
-            restore.start()
-        except RuntimeError:  # no thread to be had: this one uses all cores rather than the user one
+            others = _in_a_new_thread(torch.get_num_threads)
+        except RuntimeError:  # no thread to be had
+            return False
+        torch.set_num_threads(count)
+        try:
+            # The last call also decides for threads that torch has not seen yet: the main thread may be one of them.
+            _in_a_new_thread(lambda: torch.set_num_threads(others))
+        except RuntimeError:  # this one uses the cores that others do rather than the user one
             torch.set_num_threads(others)
             return False
-        restore.join()
     return True
+
+
+def _in_a_new_thread(function: Callable[[], T]) -> T:
+    found: list[T] = []
+    thread = threading.Thread(target=lambda: found.append(function()), daemon=True)
+    thread.start()
+    thread.join()
+    return found[0]

@@ -25,7 +25,7 @@ from typing import Any, TypeVar, TypeVarTuple
 from shoal.clock import ThreadExecutor, seconds_text
 from shoal.errors import ClosedError, LocalError
 from shoal.locks import SafeLock
-from shoal.runtime.pool import DaemonPool, take_one_core
+from shoal.runtime.pool import DaemonPool, use_cores
 from shoal.runtime.waiting import SLICE_S, Gate, RunningTime, SafeCondition, SlicingSelector
 
 __all__ = ["GRACE_S", "LoopFuture", "LoopThread"]
@@ -105,7 +105,7 @@ class _Loop(asyncio.SelectorEventLoop):
         self, executor: concurrent.futures.Executor | None, func: Callable[[*Ts], T], *args: *Ts
     ) -> asyncio.Future[T]:
         # Small tensor work is done in the loop itself. Tensor work begins with work for the pool (copying the tensors).
-        self._alone = self._alone or (executor is not None and take_one_core())
+        self._alone = self._alone or (executor is not None and use_cores(1))
         return super().run_in_executor(executor or self._lookups, func, *args)
 
 

@@ -59,7 +59,7 @@ class Merging:
         outer: makes the outer optimizer over the anchor.
         fragments: parts of the model that are merged one after another, each by itself.
         overlap: the batches that a peer goes on with while a merge is under way. 0: it waits for the merge, and goes on
-            from the anchor. None: it never waits.
+            from the anchor; a batch that was under way when the merge began is lost. None: it never waits.
         mixing: the share of its own parameters that a peer keeps at a merge it has not waited for. None: it keeps all
             that it has trained since it gave its outer gradient, and moves by what the merge has changed.
         quorum: a merge begins when so many peers have trained for long enough, and needs so many. None: when the peers
@@ -107,6 +107,16 @@ class Merging:
             raise ConfigError(f"mixing must be a number from 0 to 1, or None, got {mixing!r:.80}")
         if self.quorum is not None:
             whole("quorum", self.quorum, most=_MOST_QUORUM)
+
+    @property
+    def waits(self) -> bool:
+        """Whether peers wait for a merge. After it each one is at the anchor: what no merge has counted is lost."""
+        return self.overlap == 0
+
+    @property
+    def keeps(self) -> bool:
+        """Whether a peer keeps what it has trained, and no merge has counted, when it goes on from a new anchor."""
+        return not self.waits and self.mixing is None
 
     @property
     def text(self) -> str:

@@ -783,7 +783,10 @@ def test_newcomers_of_other_speeds_give_to_each_merge(strategy: Strategy, speeds
         for trainer in newcomers:
             status = trainer.participant.status()
             assert trainer.alone == 0
-            assert status.dropped <= 2 * BATCH < status.contributed
+            # Where peers wait for a merge, a batch that was under way when it began is lost; and to a newcomer that
+            # comes late to its first one, what it has trained until then.
+            lost = 2 + (len(trainer.epochs) + 2 * (strategy.merging.steps or 0) if strategy.merging.waits else 0)
+            assert status.dropped <= lost * BATCH < status.contributed
             assert len(trainer.epochs) >= 5
         await run.close()
 

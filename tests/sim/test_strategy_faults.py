@@ -516,24 +516,30 @@ def test_a_state_that_is_taken_over_while_others_weights_are_in_place_comes_back
     assert all(map(torch.equal, local.trained, fragment.trained))
 
 
+@pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("follows", [True, False])
-def test_what_was_trained_is_kept_if_the_state_follows_from_ours(*, follows: bool) -> None:
-    """It was kept for any state of the next epoch: on the other side of a fork it may be in that state already."""
-    local = LocalSteps(*make_optimizer(model()), (), DiLoCo(4, MEAN).merging)
+def test_what_was_trained_is_kept_if_the_state_follows_from_ours(*, follows: bool, waits: bool) -> None:
+    """It was kept for any state of the next epoch: on the other side of a fork it may be in that state already.
+
+    A peer that waits for merges goes on from the anchor in any case.
+    """
+    strategy = DiLoCo(4, MEAN) if waits else Decoupled(4, fragments=1, outer=MEAN)
+    local = LocalSteps(*make_optimizer(model()), (), strategy.merging)
     fragment = local.fragments[0]
     values, tensors = fragment.export()
     given = fragment.prepare({**values, "epoch": 1}, [each.clone() + 1.0 for each in tensors])
     backward(list(local.trained), 0, 0, BATCH)
     assert local.accumulate(BATCH)
     fragment.take_over(given, follows=follows)
-    assert fragment.batches == follows
-    assert all(map(torch.equal, local.trained, fragment.trained)) == (not follows)
+    kept = follows and not waits
+    assert fragment.batches == kept
+    assert all(map(torch.equal, local.trained, fragment.trained)) == (not kept)
 
 
 @pytest.mark.parametrize("by", ["a download", "the steps of others"])
 def test_what_was_trained_is_kept_for_one_merge_that_was_missed_and_not_for_two_in_a_row(by: str) -> None:
     """It was kept each time: such a peer had ever more weight, at weights that are ever older."""
-    local = LocalSteps(*make_optimizer(model()), (), DiLoCo(4, MEAN).merging)
+    local = LocalSteps(*make_optimizer(model()), (), Decoupled(4, fragments=1, outer=MEAN).merging)
     fragment = local.fragments[0]
     for merge, kept in enumerate((1, 0, 1), 1):
         backward(list(local.trained), 0, merge, BATCH)

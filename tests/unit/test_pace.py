@@ -166,3 +166,44 @@ def test_fragments_that_were_overdue_are_merged_one_after_another_again_and_end_
     assert [pace.due_s(34.0) for pace in paces] == pytest.approx([2.0] * 4)
     first.state_changed(3, 36.0)
     assert [pace.done(4, 1, 36.5, 2) for pace in paces[1:]] == [WAY] * 3
+
+
+def waiting(own: int, others: list[int], *, every: int | str = 10) -> MergePace:
+    """A peer that has trained so many batches of a second each, where others have; the merge is not due."""
+    known, pace = SwarmProgress(PEERS[0], {}, ttl_s=20.0), MergePace(Merging(every=every, overlap=0))
+    pace.state_changed(1, 0.0)
+    for peer, batches in zip(PEERS[1:], others, strict=False):
+        known.heard(said(peer, WAY * batches // 10, 1.0), 0.0)
+    pace.enough(known.view(said(PEERS[0], WAY * own // 10, 0.0), float(own)))
+    return pace
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "hold_s"),
+    [
+        (9, [9, 9], 0.0),  # it has not gone its own way
+        (10, [9, 9], 1.0),
+        (10, [9, 8], 0.0),  # it can end another batch before
+        (12, [4, 12], 0.0),  # the last one waits or is ahead, so only one batch is known to be under way
+        (13, [4, 12], 1.0),
+        (18, [1], 1.0),  # a batch may take that one far longer
+    ],
+)
+def test_a_peer_begins_no_batch_that_would_be_lost(own: int, others: list[int], hold_s: float) -> None:
+    """It waits for the batches of the others that are under way, for the time of one of its own."""
+    assert waiting(own, others).hold_s(own, float(own), 1) == hold_s
+    assert waiting(own, others).hold_s(own, float(own), 2) == 0.0  # of the way before
+    assert MergePace(Merging(every=10, overlap=1)).hold_s(own, 1.0, 0) == 0.0
+
+
+@pytest.mark.parametrize(("at", "hold_s"), [(6.0, 0.0), (8.0, 0.0), (9.0, 1.0), (9.6, 0.4), (10.0, 0.0)])
+def test_by_time_a_peer_begins_no_batch_that_would_be_lost(at: float, hold_s: float) -> None:
+    """It waits until the merge is due, if that is nearer than a batch is long."""
+    assert waiting(6, [6], every="10s").hold_s(int(at), at, 1) == pytest.approx(hold_s)
+
+
+def test_a_merge_waits_for_a_batch_that_is_under_way_as_long_as_the_mean_one_takes() -> None:
+    """A tenth of the way by time; not at all where peers do not wait for merges."""
+    assert waiting(15, [5]).grace_s(15.0) == 1.5
+    assert waiting(6, [6], every="10s").grace_s(10.0) == 1.0
+    assert MergePace(Merging(every=10, overlap=None)).grace_s(10.0) == 0.0

@@ -186,6 +186,11 @@ class OuterTrainingState(TrainingState):
         return min(self._trained.batches, steps) + self._later.batches
 
     @property
+    def in_round(self) -> bool:
+        """Whether this peer has given to a merge that is not taken yet, and has not failed."""
+        return self._in_round
+
+    @property
     def waits(self) -> bool:
         """Whether the trainer has gone on for long enough while a merge is under way."""
         overlap = self.merging.overlap
@@ -226,7 +231,7 @@ class OuterTrainingState(TrainingState):
 
         So it is taken out of what was trained, before that state is taken over: nothing is given twice.
         """
-        if self._given is None or self.merging.mixing is not None:
+        if self._given is None or not self.merging.keeps:
             return
         sometimes("a merge has in it what this peer gave, though it missed the verdict")
         (samples, batches), self._given, self._older = self._given, None, False
@@ -270,11 +275,11 @@ class OuterTrainingState(TrainingState):
         return self._older and not self._counts
 
     def _step_from_average(self, absent: Collection[int]) -> None:
-        own, mixing = self._own, self.merging.mixing
+        own, merging = self._own, self.merging
         if self._is_stale:
             sometimes("a peer misses two merges in a row")
         self._sound = sound = not (self._strays or self._is_stale) and self.unfit() is None
-        keeps = sound and mixing is None and (self._later.batches > 0 or not self._counts)
+        keeps = sound and merging.keeps and (self._later.batches > 0 or not self._counts)
         self._strays = True  # until the whole step is taken
         with torch.no_grad(), self._local.moving(own):
             if keeps:  # leave of them what was trained and is in no average
@@ -286,8 +291,8 @@ class OuterTrainingState(TrainingState):
             super()._step_from_average(())
             if keeps:
                 torch._foreach_add_(own, self._anchor)
-            elif sound and mixing is not None:
-                torch._foreach_lerp_(own, self._anchor, 1.0 - mixing)
+            elif sound and merging.mixing is not None and not merging.waits:
+                torch._foreach_lerp_(own, self._anchor, 1.0 - merging.mixing)
             else:
                 torch._foreach_copy_(own, self._anchor)
 
@@ -300,7 +305,7 @@ class OuterTrainingState(TrainingState):
         if taken and self.step_error is None and self._has_average:
             if not self._sound:
                 self._later.forget()  # the parameters are the anchor
-            elif self.merging.mixing is None and not self._counts:
+            elif self.merging.keeps and not self._counts:
                 samples, batches = self._trained.samples, self._trained.batches
             self._given, self._older = None, batches > 0
         super()._after_step(own, taken=taken)
@@ -311,13 +316,13 @@ class OuterTrainingState(TrainingState):
     def take_over(self, prepared: PreparedState, *, follows: bool = False) -> None:
         """Take over a downloaded state. This peer's parameters become the anchor.
 
-        This peer keeps what it has trained since its last merge if it has missed one merge only, and does not mix. A
-        state that does not follow from the one here may have it already, if this peer was on the other side of a fork
-        before.
+        This peer keeps what it has trained since its last merge if it has missed one merge only, and the strategy keeps
+        such (`Merging.keeps`). A state that does not follow from the one here may have it already, if this peer was on
+        the other side of a fork before.
         """
         if evaluates := self._local.evaluates and not self._local.hides_weights:
             self._local.train()  # else that would put back the weights before
-        keeps = follows and self.merging.mixing is None and not self._older
+        keeps = follows and self.merging.keeps and not self._older
         keeps = keeps and not self._strays and self.unfit() is None
         if keeps and self._trained.batches:
             sometimes("what a peer trained is kept over a state that it downloads")
@@ -425,6 +430,7 @@ class LocalSteps(LocalTrainingState):
         self.merging, last = merging, merging.fragments - 1
         self.end_epoch: int | None = None
         self._fresh = True  # no batch was trained yet
+        self._merges = self._loses = False  # this peer waits for a merge that has begun, and so its last batch was lost
         self._fingerprint: tuple[list[int], bytes] | None = None
         # The names of weights among the inner optimizer's statistics: equal ones now, or as a trial will tell.
         self._copies, self._judged = frozenset(_equal_statistics(optimizer)), False
@@ -474,7 +480,8 @@ class LocalSteps(LocalTrainingState):
         """Step on the gradients in `.grad`, and count the batch for the next merge of each fragment.
 
         Returns:
-            Whether it counts: not if the gradients are not finite, or were computed at parameters that are no more.
+            Whether it counts: not if the gradients are not finite, or were computed at parameters that are no more, or
+            soon will be: where peers wait for merges, a batch that comes after one has begun is not stepped from.
 
         Raises:
             ConfigError: see `TrainingState.accumulate`.
@@ -486,15 +493,28 @@ class LocalSteps(LocalTrainingState):
         settled = [fragment.settle() for fragment in self.fragments]
         if any(settled):
             return False
-        left_out = self.left_out
+        left_out, self._loses = self.left_out, False
+        self._merges = self.merging.waits and any(fragment.in_round for fragment in self.fragments)
         if not super().accumulate(batch_size):
             if self.left_out != left_out and self.broken is not None:
                 self.go_back()
+            return False
+        if self._merges:
+            self._loses = True
             return False
         for fragment in self.fragments:
             fragment.count(batch_size)
         self.follow_schedule()
         return True
+
+    @property
+    def holds_average(self) -> bool:
+        """Whether the last batch counts for nothing, as the merge for which this peer waits had begun before."""
+        return self._loses
+
+    def _step_locally(self) -> None:
+        if not self._merges:
+            super()._step_locally()
 
     def follow_model(self) -> None:
         """Before its first batch the model may still be given other weights, as with any optimizer (under the lock)."""

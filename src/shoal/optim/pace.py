@@ -17,7 +17,7 @@ from shoal.progress import SwarmView
 from shoal.strategies import Merging
 from shoal.wire import Progress
 
-__all__ = ["WAY", "MergePace", "Pace", "SamplesPace"]
+__all__ = ["LOOKS", "WAY", "MergePace", "Pace", "SamplesPace"]
 
 WAY = 1000
 """A peer that has trained for long enough since the last merge names this number, or a larger one."""
@@ -28,6 +28,15 @@ _MOST_WAYS = 4
 
 _LEAST_WAY = 0.75
 """A way by time is at least this part of a whole one."""
+
+_MARGIN = 1.1
+"""Some batches take longer than the mean one."""
+
+_GRACES = 10
+"""By time a peer waits for its trainer for this part of the time between two merges."""
+
+LOOKS = 50
+"""So often at least a peer that merges looks at the swarm between two merges, and is looked at."""
 
 _LEAST_GRACE_S = 0.5
 """Processes of a busy machine come this late, however short a merge is."""
@@ -59,6 +68,16 @@ class Pace(Protocol):
 
     def due_s(self, now: float) -> float | None:
         """The seconds until it is time for a step, whatever is trained until then; None if time does not matter."""
+
+    def hold_s(self, batches: int, now: float, epoch: int) -> float:
+        """A trainer that has just ended its batch of this number waits for so long before it begins another one.
+
+        A step may be due before that batch is over, and where peers wait for merges it would be lost. Seconds; 0: it
+        goes on. Any thread may ask.
+        """
+
+    def grace_s(self, now: float) -> float:
+        """So long a round in which this peer takes part waits for its trainer, if that is in the middle of a batch."""
 
     def patience_s(self) -> float:
         """The longest wait for peers that are here and do not come to the round, since the last one came, seconds."""
@@ -118,6 +137,14 @@ class SamplesPace:
 
     def due_s(self, now: float) -> None:
         """See `Pace`."""
+
+    def hold_s(self, batches: int, now: float, epoch: int) -> float:
+        """See `Pace`: a batch that comes too late is dropped, or goes into the next step."""
+        return 0.0
+
+    def grace_s(self, now: float) -> float:
+        """See `Pace`."""
+        return 0.0
 
     def patience_s(self) -> float:
         """See `Pace`: it is the search's own."""
@@ -327,6 +354,38 @@ class MergePace:
         if self._merging.seconds is None or (left_s := self.left_s(now)) <= 0:
             return None
         return left_s
+
+    def hold_s(self, batches: int, now: float, epoch: int) -> float:
+        """See `Pace`. Once the batches that others have under way may be the last ones, it is the time of a batch.
+
+        So peers of equal speed train equally many batches, and none of them is lost. Else a peer waits in vain for one
+        batch at most, as it would lose one at most by going on.
+        """
+        if not self._merging.waits or not batches or epoch != self.epoch:
+            return 0.0
+        # On the first way by time the clock starts when a batch is over.
+        counted = batches - (epoch == 0 and self._merging.steps is None)
+        batch_s = self.way_s(now) / max(1, counted)
+        if self._merging.steps is None:
+            left_s = self.left_s(now)
+            return left_s if 0 < left_s < _MARGIN * batch_s else 0.0
+        own = self.done(0, batches, now, epoch)
+        return batch_s if own >= WAY and self._may_be_due(own) else 0.0
+
+    def grace_s(self, now: float) -> float:
+        """See `Pace`: where peers wait for merges a batch that comes later is lost. It is what the mean batch takes."""
+        if not self._merging.waits:
+            return 0.0
+        return self.way_s(now) / (self._merging.steps or _GRACES)
+
+    def _may_be_due(self, own: int) -> bool:
+        """Whether a merge is due as soon as each of the others that are on their way has ended a batch or two."""
+        steps, under_way = self._merging.steps or 1, self._others - self._known.there - self._strange.there
+        if self._quorum is not None:
+            return 1 + self._others >= self._quorum
+        # Of a long way not each batch is told.
+        batch = math.ceil(WAY * max(1, steps // LOOKS) / steps)
+        return own + self._known.far + self._strange.far + under_way * batch >= WAY * (self._others + self._counts)
 
     def patience_s(self) -> float:
         """See `Pace`. With a quorum it is what merges take: who comes later gives to the next one.

@@ -41,7 +41,7 @@ from shoal.optim.notices import Notices
 from shoal.optim.options import differences, misfit, options_of
 from shoal.optim.outlook import Outlook
 from shoal.optim.own_state import OwnState
-from shoal.optim.pace import Pace
+from shoal.optim.pace import LOOKS, Pace
 from shoal.optim.parameter_check import ParameterCheck
 from shoal.optim.phases import Event, PhaseMachine, RunPhase, Situation, Update, Work
 from shoal.optim.rounds import Counts, Rounds, gradient_averager, state_averager
@@ -61,9 +61,6 @@ from shoal.tasks import Changes, Tasks
 from shoal.wire import FollowSteps, Progress
 
 __all__ = ["Participant"]
-
-_LOOKS = 50
-"""So often at least a peer that merges looks at the swarm between two merges."""
 
 
 class Participant:
@@ -110,6 +107,7 @@ class Participant:
         self.last_round: StepResult | None = None
         self._led_to: StateName | None = None  # by that round
         self._not_averaged: StateName | None = None  # as the round of states failed
+        self._held_at: StateName | None = None  # there the trainer has waited for a merge that was not due
         self.speed = RateMeter()
         self.contribution = Contribution()
         self._given = 0
@@ -150,7 +148,7 @@ class Participant:
         self._tasks = Tasks(self._fail)
         self._told_at = -math.inf
         self._work = Work.WAIT  # of the background task, now
-        self._asked = False  # the trainer has come to its first step
+        self._asked, self._turns = False, 0  # the trainer has come to its first step, and is at one now
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
         self.model_rank: asyncio.Future[int] = (
@@ -399,13 +397,20 @@ class Participant:
     def needs_turn(self) -> bool:
         """Whether the trainer has something to do or to ask at its step, as far as it is known. Any thread may ask."""
         begins = self.epoch == 0 and (self.settings.merging is None or not self._asked)
-        return begins or self.enough or self.phase is not RunPhase.COLLECTING
+        return begins or self.enough or self.phase is not RunPhase.COLLECTING or self._hold_s() > 0
+
+    def _hold_s(self) -> float:
+        """See `Pace.hold_s`; once at each state."""
+        if self._held_at == self.own.name:
+            return 0.0
+        return self.pace.hold_s(self.training.batches, self._outlook.loop.time(), self.epoch)
 
     @property
     def has_news(self) -> bool:
         """Whether what was trained since the last look is worth one: thousands of short batches are not."""
         steps = None if self.settings.merging is None else self.settings.merging.steps
-        return steps is None or self.training.batches % max(1, steps // _LOOKS) == 0
+        batches = self.training.batches
+        return steps is None or batches == steps or batches % max(1, steps // LOOKS) == 0
 
     @property
     def stands_still(self) -> bool:
@@ -505,6 +510,8 @@ class Participant:
     async def _average(self) -> None:
         """Average the gradients with everybody at our state, and make the step ready."""
         name, me = self.own.name, self.core.peer_id
+        if (grace_s := self.pace.grace_s(self._now())) and not self._turns:
+            await self._trainer_comes(grace_s)
         said = self._said(await self._check.of(name))
         self._attendance.search()
         self._averager.way_s = self.pace.way_s(self._now())
@@ -532,6 +539,13 @@ class Participant:
         if self.own.name == name:
             self.own.is_shared()
             await self._take_step_of(result, said)
+
+    async def _trainer_comes(self, within_s: float) -> None:
+        """Wait for a trainer that is in the middle of a batch."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while not self._turns and not self.view().behind:
+                    await self._moves.next(1.0)
 
     def _awaited(self) -> frozenset[PeerID]:
         """The peers that our search waits for now: nobody once none has come for as long as the pace allows.
@@ -647,7 +661,18 @@ class Participant:
 
         Waits while a round goes on, or the others come to the end; AVERAGING and ENDING only if time ran out.
         """
-        self._asked = True
+        self._asked, self._turns = True, self._turns + 1
+        self._moves.notify()
+        try:
+            await self._take_turn(timeout_s)
+        finally:
+            self._turns -= 1
+        if self.failure is not None:
+            raise self.failure
+        self.takeover.check_beginning(self.view())
+        return self.phase
+
+    async def _take_turn(self, timeout_s: float) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._gossip.looked.wait()
@@ -656,12 +681,20 @@ class Participant:
                     view, _ = self._look()
                     self._judge(view)
                     self._news.notify()
+                    await self._hold()
                 while self._trainer_waits():
                     await self._moves.next()
-        if self.failure is not None:
-            raise self.failure
-        self.takeover.check_beginning(self.view())
-        return self.phase
+
+    async def _hold(self) -> None:
+        """Wait for a merge that may be due soon (trainer)."""
+        if self.phase is not RunPhase.COLLECTING or not (hold_s := self._hold_s()):
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(hold_s):
+                while self.phase is RunPhase.COLLECTING and not self._closed and self.failure is None:
+                    await self._moves.next()
+        if self.phase is RunPhase.COLLECTING:
+            self._held_at = self.own.name
 
     async def check_beginning(self) -> None:
         """Raise `StateUnavailable` if this peer may not go on with its own state (trainer)."""

@@ -25,7 +25,7 @@ from shoal.transport import sockets, tcp
 from shoal.transport.base import Connection
 from shoal.transport.certificate import server_context
 from shoal.transport.connection import TcpConnection
-from shoal.transport.sockets import new_socket
+from shoal.transport.sockets import new_socket, outside_host
 from shoal.transport.tcp import TcpLimits, TcpTransport
 from tests.integration.wire_peers import VERSION, Greeting, Wire, dial, serve, signed
 
@@ -943,7 +943,7 @@ def test_a_peer_that_is_dialed_learns_where_it_is_reached(
     [
         ("0.0.0.0", "192.0.2.7", True, "127.0.0.1"),  # the way to its first peer, not that to the outside
         ("0.0.0.0", "192.0.2.7", False, "192.0.2.7"),  # its first peer is on this machine: that says nothing
-        ("::", "2001:db8::7", True, "2001:db8::7"),  # the connection has an IPv4 address, where it does not listen
+        ("::", "2001:db8::7", True, "127.0.0.1"),  # it takes both families: this is its address of the other one
     ],
 )
 def test_a_peer_that_dials_announces_the_address_of_that_connection(
@@ -963,11 +963,70 @@ def test_a_peer_that_dials_announces_the_address_of_that_connection(
         port = newcomer.addresses[0].port
         assert newcomer.addresses == (Address(guess, port, CLIENT.peer_id),)
         await newcomer.dial(SERVER.peer_id, first.addresses, timeout_s=30)
-        assert newcomer.addresses == (Address(then, port, CLIENT.peer_id),)
+        then_all = tuple(Address(each, port, CLIENT.peer_id) for each in ([then, guess] if host == "::" else [then]))
+        assert newcomer.addresses == then_all
         newcomer._saw_ourselves("198.51.100.1" if then == "127.0.0.1" else "")
-        assert newcomer.addresses == (Address(then, port, CLIENT.peer_id),)
+        assert newcomer.addresses == then_all
         await newcomer.close()
         await first.close()
+
+    play(scenario)
+
+
+def test_a_listener_of_all_ipv6_addresses_announces_both_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An IPv4-only peer dialed it by IPv4, forgot that for the one address that was announced, and never got in."""
+    outside = {"::": "2001:db8::7", "0.0.0.0": "192.0.2.7"}
+    monkeypatch.setattr(tcp, "outside_host", outside.__getitem__)
+
+    async def scenario() -> None:
+        server, client = TcpTransport(SERVER, host="::"), TcpTransport(CLIENT, client_mode=True)
+        try:
+            await server.listen(lambda _: None)
+        except ConfigError as error:
+            pytest.skip(f"not on this machine: {error}")
+        port = server.addresses[0].port
+        assert [each.host for each in server.addresses] == ["2001:db8::7", "192.0.2.7"]
+        connection = await client.dial(SERVER.peer_id, [Address("127.0.0.1", port, SERVER.peer_id)], timeout_s=30)
+        assert connection.remote_host == "127.0.0.1"
+        await client.close()
+        await server.close()
+
+    play(scenario)
+
+
+def test_without_a_default_route_an_interface_of_ipv6_is_announced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`::` announced ::1, which nobody else reaches: only IPv4 addresses of interfaces were looked at."""
+    lines = (
+        "00000000000000000000000000000001 01 80 10 80       lo",
+        "fe800000000000000000000000000001 02 40 20 80     eth0",
+        "20010db8000000000000000000000007 02 40 00 80     eth0",
+    )
+    found = tmp_path / "if_inet6"
+    found.write_text("\n".join(lines) + "\n", encoding="ascii")
+    monkeypatch.setattr(sockets, "_IF_INET6", found)
+    monkeypatch.setattr(sockets, "_ANY", {"::": (socket.AF_INET6, "no address")})  # no way to the outside
+    assert outside_host("::") == "2001:db8::7"
+    found.write_text(lines[0] + "\n", encoding="ascii")
+    assert outside_host("::") == "::1"
+
+
+def test_a_name_that_cannot_be_resolved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resolver that does not answer was "no connection within 5 s"."""
+
+    async def never(host: str, port: int) -> Any:
+        await asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(tcp, "resolve", never)
+
+    async def scenario() -> None:
+        client = TcpTransport(CLIENT, client_mode=True)
+        named = [Address("peer.example.org", 4000, SERVER.peer_id)]
+        with pytest.raises(PeerTimeout, match=r"the system's resolver has not found peer\.example\.org within 0\.1 s"):
+            await client.dial(SERVER.peer_id, named, timeout_s=0.1)
+        assert not client._resolving
+        await client.close()
 
     play(scenario)
 

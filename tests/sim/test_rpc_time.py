@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 
+from shoal import wire
 from shoal.errors import ClosedError, PeerRefused, PeerTimeout, PeerUnreachable
 from shoal.events import PeerConnected, PeerDropped, PeerLost, PeerSilent, Warned
 from shoal.peer import Address, PeerID
@@ -112,7 +113,7 @@ def test_the_time_to_dial_counts() -> None:
 
 
 def test_a_call_may_ask_for_no_time_or_for_no_number_of_it() -> None:
-    """Zero, negative, not a number, without end: never a stuck handler or timer."""
+    """Zero and very long: never a stuck handler or timer. Negative, no number, without end: the link is lost."""
 
     async def scenario(net: SimNet) -> None:
         b = await net.peer("b")
@@ -130,15 +131,38 @@ def test_a_call_may_ask_for_no_time_or_for_no_number_of_it() -> None:
         b.endpoint.serve(Say, never)
         hand = ByHand(net.transport("h"), b.contact)
         link = await hand.link()
-        for number, timeout_s in enumerate([0.0, -1.0, math.nan, -math.inf, math.inf, 1e300]):
+        for number, timeout_s in enumerate([0.0, 601.0, wire.MAX_DURATION_S]):
             await link.write(call_frame(number, "Say", encode(Say("x")), timeout_s=timeout_s))
         await sleep(1.0)
         assert inside == 2
         link.abort()
+        for timeout_s in (-1.0, math.nan, -math.inf, math.inf, 1e300):
+            wrong = await hand.link()
+            await wrong.write(call_frame(1, "Say", encode(Say("x")), timeout_s=timeout_s))
+            await sleep(0.1)
+            assert wrong.closed
+            assert inside == 2
+        assert len(b.seen(PeerDropped)) == 5
         await sleep(601.0)
         assert inside == 0
         assert not b.seen(Warned)
         await hand.close()
+
+    on_sim(scenario)
+
+
+def test_an_address_that_worked_is_not_forgotten_for_one_that_others_name() -> None:
+    """An IPv4-only peer had dialed one that announces an IPv6 address, and could never dial it again."""
+
+    async def scenario(net: SimNet) -> None:
+        a, b = await net.peer("a"), await net.peer("b")
+        b.endpoint.serve(Say, echo)
+        assert await a.endpoint.call(b.contact, Say("x"), timeout_s=5.0) == Said("x")
+        elsewhere = Contact(b.peer_id, (Address("10.99.99.99", 4000, b.peer_id),))
+        a.endpoint.learn(elsewhere)
+        a.endpoint._dialer.learn(elsewhere, by_itself=True)
+        a.endpoint._open.link(b.peer_id).abort()  # type: ignore[union-attr]
+        assert await a.endpoint.call(b.peer_id, Say("y"), timeout_s=5.0) == Said("y")
 
     on_sim(scenario)
 
@@ -436,7 +460,7 @@ def test_a_crash_is_noticed_at_once() -> None:
 
 
 def test_the_other_clock_is_estimated() -> None:
-    """From a heartbeat and its answer; an answer that is no number changes nothing."""
+    """From a heartbeat and its answer; one that does not know the time changes nothing, a wrong one costs the link."""
 
     async def scenario(net: SimNet) -> None:
         a = await net.peer("a")
@@ -448,9 +472,14 @@ def test_the_other_clock_is_estimated() -> None:
         await link.write(pack(Kind.CALL, BeatReply(beat.time, beat.time + 100.0)))
         await sleep(0.1)
         assert a.endpoint.clock_offset_s(peer) == pytest.approx(100.0, abs=0.1)
-        for asked, time in ((math.nan, 1.0), (1.0, math.inf), (math.inf, math.inf)):
-            await link.write(pack(Kind.CALL, BeatReply(asked, time)))
+        await link.write(pack(Kind.CALL, BeatReply(beat.time, None)))
         await sleep(0.1)
+        assert a.endpoint.clock_offset_s(peer) == pytest.approx(100.0, abs=0.1)
+        for asked, time in ((math.nan, 1.0), (1.0, math.inf), (1.0, math.nan)):
+            wrong = await hand.link()
+            await wrong.write(pack(Kind.CALL, BeatReply(asked, time)))
+            await sleep(0.1)
+            assert wrong.closed
         assert a.endpoint.clock_offset_s(peer) == pytest.approx(100.0, abs=0.1)
         await hand.close()
 
@@ -842,7 +871,7 @@ def test_byes_and_replies_out_of_place_do_no_harm() -> None:
         hand = ByHand(net.transport("h"), a.contact)
         link = await hand.link()
         await sleep(0.1)
-        for number in (0, 99, 2**63, -5):
+        for number in (0, 99, 2**62):
             await link.write(pack(Kind.CALL, Reply(number, b"\xc0")))  # type: ignore[arg-type]
             await link.write(pack(Kind.CALL, BeatReply(0.0, 0.0)))
         await sleep(0.1)

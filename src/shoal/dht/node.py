@@ -173,6 +173,7 @@ class DhtNode:
         self._check_open()
         limit_s = self._limit_s(timeout_s)
         contacts = contacts_of(addresses, without=self.peer_id)
+        self._endpoint.vouch(address for contact in contacts for address in contact.addresses)
         self._upkeep.start()
         if not contacts:
             return

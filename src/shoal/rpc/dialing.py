@@ -17,6 +17,7 @@ from shoal.clock import Backoff, seconds_text
 from shoal.errors import ClosedError, PeerError, PeerTimeout, PeerUnreachable
 from shoal.peer import Address, PeerID
 from shoal.rpc.connections import Connections
+from shoal.rpc.dial_limits import BoundedDials
 from shoal.rpc.framing import Kind, Limits, pack
 from shoal.rpc.link import CallLink
 from shoal.rpc.ways import Ways
@@ -44,6 +45,10 @@ class Dialer:
         add_link: makes a call link of a new connection.
         tasks: the endpoint's.
         on_shut: see `Ways`.
+
+    Attributes:
+        ways: to live peers.
+        dials: makes the connections.
     """
 
     def __init__(
@@ -57,13 +62,20 @@ class Dialer:
         tasks: Tasks,
         on_shut: Callable[[PeerID, tuple[Address, ...]], None],
     ) -> None:
-        self._transport, self._open, self._limits = transport, connections, limits
+        self._me_id, self._open, self._limits = transport.peer_id, connections, limits
+        self.dials = BoundedDials(transport)
         self.ways = Ways(
-            transport, limits.dial_timeout_s, link=connections.link, tasks=tasks, keep=self._keep_again, on_shut=on_shut
+            self.dials,
+            limits.dial_timeout_s,
+            link=connections.link,
+            tasks=tasks,
+            keep=self._keep_again,
+            on_shut=on_shut,
         )
         self._me, self._add_link, self._tasks = me, add_link, tasks
         self._told: dict[PeerID, tuple[Address, ...]] = {}  # by the peers themselves, the last one at the end
         self._heard: dict[PeerID, tuple[Address, ...]] = {}  # from others
+        self._worked: dict[PeerID, Address] = {}  # the last one that led to the peer
         self._closed = False
 
     def learn(self, contact: Contact, *, by_itself: bool) -> None:
@@ -76,12 +88,13 @@ class Dialer:
         """
         addresses = tuple(address for address in contact.addresses if address.peer_id == contact.peer)
         known = self._told if by_itself else self._heard
-        if addresses and contact.peer != self._transport.peer_id:
+        if addresses and contact.peer != self._me_id:
             put_last(known, contact.peer, addresses, _MAX_CONTACTS)
 
     def moved(self, contact: Contact) -> None:
         """A peer says that it listens here from now on; nowhere, if it names no address."""
         self._told.pop(contact.peer, None)
+        self._worked.pop(contact.peer, None)
         self._heard.pop(contact.peer, None)
         self.ways.forget(contact.peer)
         self.learn(contact, by_itself=True)
@@ -163,7 +176,7 @@ class Dialer:
         while silent() and any(link.stuck for link in stuck) and not self.ways.shut(peer):
             await asyncio.sleep(backoff.next_s())
             try:
-                connection = await self._transport.dial(peer, self._addresses(peer), timeout_s=limit_s)
+                connection = await self.dials.dial(peer, self._addresses(peer), timeout_s=limit_s)
             except PeerTimeout:
                 backoff.reset()
                 continue
@@ -183,7 +196,8 @@ class Dialer:
                     return
 
     def _addresses(self, peer: PeerID) -> tuple[Address, ...]:
-        return tuple(dict.fromkeys(self._told.get(peer, ()) + self._heard.get(peer, ())))
+        worked = (self._worked[peer],) if peer in self._worked else ()
+        return tuple(dict.fromkeys(worked + self._told.get(peer, ()) + self._heard.get(peer, ())))
 
     async def _dial(self, peer: PeerID) -> Connection:
         addresses = self._addresses(peer)
@@ -198,6 +212,9 @@ class Dialer:
             connection.abort()
             raise ClosedError("this peer was shut down")
         self._open.connections.add(connection)
+        peer, host = connection.peer_id, connection.remote_host
+        if (worked := next((each for each in self._addresses(peer) if each.host == host), None)) is not None:
+            put_last(self._worked, peer, worked, _MAX_CONTACTS)
         return connection
 
     def _keep_again(self, connection: Connection) -> None:

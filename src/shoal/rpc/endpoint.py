@@ -324,6 +324,11 @@ class Endpoint:
         """
         self._dialer.learn(contact, by_itself=False)
 
+    def vouch(self, addresses: Iterable[Address]) -> None:
+        """The program names these addresses: they are dialed as those are where a peer has proved itself."""
+        for address in addresses:
+            self._dialer.dials.prove(address.host)
+
     def contact_of(self, peer: PeerID) -> Contact:
         """What is known of a peer's addresses."""
         return self._dialer.contact(peer)
@@ -572,6 +577,7 @@ class Endpoint:
 
     def _add_link(self, connection: Connection) -> CallLink:
         state = self._open.of(connection.peer_id)
+        self._dialer.dials.prove(connection.remote_host)
         link = CallLink(connection, self, self._open, self._services, self._tasks)
         self._allowance(connection.remote_host).add(link, asyncio.get_running_loop().time())
         state.links.append(link)

@@ -18,10 +18,11 @@ from contextlib import suppress
 
 from shoal.errors import PeerError
 from shoal.peer import Address, PeerID
+from shoal.rpc.dial_limits import BoundedDials
 from shoal.rpc.link import CallLink
 from shoal.sometimes import sometimes
 from shoal.tasks import Tasks
-from shoal.transport.base import Connection, Transport
+from shoal.transport.base import Connection
 
 __all__ = ["Ways"]
 
@@ -46,7 +47,7 @@ class Ways:
     """The ways to the live peers of one endpoint.
 
     Args:
-        transport: dials.
+        dials: dials.
         dial_timeout_s: longest time of one dial.
         link: the call link with a peer, if there is one.
         tasks: the endpoint's.
@@ -56,7 +57,7 @@ class Ways:
 
     def __init__(
         self,
-        transport: Transport,
+        dials: BoundedDials,
         dial_timeout_s: float,
         *,
         link: Callable[[PeerID], CallLink | None],
@@ -64,7 +65,7 @@ class Ways:
         keep: Callable[[Connection], None],
         on_shut: Callable[[PeerID, tuple[Address, ...]], None],
     ) -> None:
-        self._transport, self._dial_timeout_s = transport, dial_timeout_s
+        self._dials, self._dial_timeout_s = dials, dial_timeout_s
         self._link, self._tasks, self._keep, self._on_shut = link, tasks, keep, on_shut
         self._ways: dict[PeerID, _Way] = {}
 
@@ -90,12 +91,12 @@ class Ways:
         """Dial a peer; if it fails, and the peer has a link with us all the same, the way is in doubt.
 
         Raises:
-            PeerUnreachable, PeerTimeout, PeerRefused: as `Transport.dial`.
+            PeerUnreachable, PeerTimeout, PeerRefused: as `BoundedDials.dial`.
         """
         way = _Way(addresses, self._link(peer))
         doubt = asyncio.get_running_loop().call_later(_DOUBT_S, self._doubt, peer, way)
         try:
-            connection = await self._transport.dial(peer, addresses, timeout_s=self._dial_timeout_s)
+            connection = await self._dials.dial(peer, addresses, timeout_s=self._dial_timeout_s)
         except PeerError:
             self._doubt(peer, way)
             raise
@@ -129,7 +130,7 @@ class Ways:
             if not way.shut and not await _lives(link):
                 break  # dead or frozen, as far as can be told
             try:
-                connection = await self._transport.dial(peer, way.addresses, timeout_s=self._dial_timeout_s)
+                connection = await self._dials.dial(peer, way.addresses, timeout_s=self._dial_timeout_s)
             except PeerError:
                 if self._ways.get(peer) is not way:
                     return

@@ -18,6 +18,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from shoal.transport.pacing import Flow
@@ -38,6 +39,7 @@ __all__ = [
     "pace",
     "packet_bytes",
     "resolve",
+    "takes_both_families",
     "tune",
 ]
 
@@ -187,6 +189,7 @@ def pace(sock: socket.socket, bytes_per_s: float) -> None:
 _ANY = {"0.0.0.0": (socket.AF_INET, "192.0.2.1"), "::": (socket.AF_INET6, "2001:db8::1")}
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _SIOCGIFADDR = 0x8915
+_IF_INET6 = Path("/proc/net/if_inet6")
 
 
 def all_interfaces(host: str) -> bool:
@@ -248,9 +251,23 @@ async def host_towards(host: str, port: int) -> str:
     return ""
 
 
+def takes_both_families(listener: socket.socket) -> bool:
+    """Let a socket for all IPv6 addresses take IPv4, too; False if it is another one, or the system refuses."""
+    if listener.family != socket.AF_INET6:
+        return False
+    try:
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    except OSError:
+        return False
+    return True
+
+
 def _addresses_of_interfaces(family: int) -> Iterator[str]:
-    """IPv4 addresses of this machine that others may reach; on Linux only."""
-    if family != socket.AF_INET or not hasattr(socket, "if_nameindex"):
+    """Addresses of this machine that others may reach; on Linux only."""
+    if family == socket.AF_INET6:
+        yield from _ipv6_addresses()
+        return
+    if not hasattr(socket, "if_nameindex"):
         return
     with contextlib.suppress(OSError, ImportError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         import fcntl  # noqa: PLC0415 (not on every system)
@@ -261,3 +278,12 @@ def _addresses_of_interfaces(family: int) -> Iterator[str]:
                 address = socket.inet_ntoa(answer[20:24])
                 if not is_loopback(address):
                     yield address
+
+
+def _ipv6_addresses() -> Iterator[str]:
+    """Each line: address, interface, length of the prefix, scope (0: the whole network), flags, name."""
+    with contextlib.suppress(OSError, ValueError), _IF_INET6.open(encoding="ascii") as lines:
+        for line in lines:
+            digits, _, _, scope, *_ = line.split()
+            if int(scope, 16) == 0:
+                yield str(ipaddress.IPv6Address(int(digits, 16)))

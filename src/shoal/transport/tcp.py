@@ -51,6 +51,7 @@ from shoal.transport.sockets import (
     open_files_limit,
     outside_host,
     resolve,
+    takes_both_families,
 )
 from shoal.transport.uplink import Uplink
 from shoal.transport.upload_limit import UploadLimit
@@ -178,10 +179,13 @@ class TcpTransport:
         self._alive: set[TcpConnection] = set()
         self.uplink = Uplink(self._alive, upload_limit)
         self._pending: dict[TcpConnection, str] = {}
+        self._resolving: set[str] = set()  # names that the resolver has not found, or not yet
         self._tasks: set[asyncio.Task[Any]] = set()
         self._listeners: list[socket.socket] = []
         self.peer_id, self.addresses = identity.peer_id, tuple[Address, ...]()
         self._guessed = announce_host is None and all_interfaces(self._host)
+        self._takes_both = False
+        self._seen: set[str] = set()  # the families whose address is no guess any more
         self._closed = self._crowded = self._told_of_version = False
 
     @property
@@ -206,9 +210,12 @@ class TcpTransport:
         listener = await self._bind()
         self._listeners.append(listener)
         port: int = self._announce_port or listener.getsockname()[1]
-        host = self._announce_host or outside_host(self._host)
-        self.addresses = (Address(host, port, self.peer_id),)
-        if self._guessed and is_loopback(host):
+        hosts = [self._announce_host or outside_host(self._host)]
+        if self._guessed and self._takes_both:
+            hosts = sorted(dict.fromkeys([*hosts, outside_host("0.0.0.0")]), key=is_loopback)  # others reach the first
+            hosts = [host for host in hosts if not is_loopback(host)] or hosts[:1]
+        self.addresses = tuple(Address(host, port, self.peer_id) for host in hosts)
+        if self._guessed and is_loopback(hosts[0]):
             _logger.warning("listening at %s, but %s", self.addresses[0].where, NO_ADDRESS)
         context, certificate = server_context()
         self._spawn(self._accept(listener, context, certificate, acceptor))
@@ -232,7 +239,11 @@ class TcpTransport:
                 raise ClosedError("this transport was closed while it dialed") from error
             raise
         except TimeoutError as error:
-            raise PeerTimeout(f"no connection within {seconds_text(timeout_s)}", peer_id) from error
+            names = ", ".join(sorted(self._resolving & {address.host for address in addresses}))
+            what = f"the system's resolver has not found {names}" if names else "no connection"
+            raise PeerTimeout(f"{what} within {seconds_text(timeout_s)}", peer_id) from error
+        finally:
+            self._resolving.difference_update(address.host for address in addresses)
 
     async def close(self) -> None:
         self._closed = True
@@ -277,6 +288,7 @@ class TcpTransport:
         try:
             if os.name == "posix":  # elsewhere it would let two processes share the port
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._takes_both = all_interfaces(self._host) and takes_both_families(listener)
             listener.bind(sockaddr)
             listener.listen(_BACKLOG)
         except OSError as error:
@@ -365,10 +377,14 @@ class TcpTransport:
 
     def _saw_ourselves(self, host: str) -> None:
         """Announce the local address of a connection, if we listen on all interfaces and only guessed an address."""
-        listens_there = (":" in host) == (":" in self._host)
-        if self._guessed and self.addresses and host and listens_there and not is_loopback(host):
-            self._guessed = False
-            self.addresses = (Address(host, self.addresses[0].port, self.peer_id),)
+        if not self._guessed or not self.addresses or not host or is_loopback(host):
+            return
+        seen = Address(host, self.addresses[0].port, self.peer_id)
+        listens_there = self._takes_both or (":" in host) == (":" in self._host)
+        if listens_there and seen.kind not in self._seen:
+            self._seen.add(seen.kind)
+            others = [each for each in self.addresses if each.kind != seen.kind and not is_loopback(each.host)]
+            self.addresses = (seen, *others)
 
     def _objection(self, client: PeerID) -> str | None:
         """The reason why one more connection from `client` is too many, or None."""
@@ -449,8 +465,10 @@ class TcpTransport:
         """Make a TCP connection. Raises `PeerUnreachable`."""
         loop = asyncio.get_running_loop()
         failure, refused = "it has no address", 0
+        self._resolving.add(address.host)
         try:
             targets = await resolve(address.host, address.port)
+            self._resolving.discard(address.host)
         except (OSError, UnicodeError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise PeerUnreachable(f"cannot resolve {address.host}: {why or error}", address.peer_id) from error

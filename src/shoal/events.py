@@ -46,6 +46,11 @@ _logger = logging.getLogger("shoal.events")
 _MAX_WARNED = 256
 
 
+def _run(run_id: str, fragment: int) -> str:
+    """What the log calls a run, or a fragment of its model, which has a run of its own."""
+    return f"run {run_id.removesuffix(f'/{fragment}')!r}, fragment {fragment}" if fragment else f"run {run_id!r}"
+
+
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The base of all events. Encoded, each has its name as the tag `type`.
 
@@ -213,9 +218,12 @@ class EpochAdvanced(Event, frozen=True, kw_only=True):
     samples: int
     peers: int
     digest: bytes
+    fragment: int = 0
+    """Of a model whose fragments are merged: `run_id` is then that of the fragment."""
 
     def line(self) -> str:
-        return f"run {self.run_id!r}: epoch {self.epoch}, {self.samples} samples of {_count(self.peers, 'peer')}"
+        run = _run(self.run_id, self.fragment)
+        return f"{run}: epoch {self.epoch}, {self.samples} samples of {_count(self.peers, 'peer')}"
 
 
 class SteppedAlone(Event, frozen=True, kw_only=True):
@@ -285,9 +293,11 @@ class RunEnded(Event, frozen=True, kw_only=True):
 
     run_id: str
     epoch: int
+    fragment: int = 0
+    """As of `EpochAdvanced`."""
 
     def line(self) -> str:
-        return f"run {self.run_id!r} has ended, with epoch {self.epoch}"
+        return f"{_run(self.run_id, self.fragment)} has ended, with epoch {self.epoch}"
 
 
 class Warned(Event, frozen=True, kw_only=True):

@@ -221,9 +221,7 @@ class Invite:
         return _INVITE_SCHEME + text.decode().rstrip("=")
 
     def __repr__(self) -> str:
-        first = self.addresses[0]
-        more = f" and {len(self.addresses) - 1} more" if len(self.addresses) > 1 else ""
-        return f"Invite({self.run_id!r}, {first.where}{more})"
+        return f"Invite.parse({str(self)!r})"  # what a notebook shows can be copied
 
     @classmethod
     def parse(cls, text: str) -> Invite:

@@ -77,7 +77,9 @@ def test_a_file_that_exists_stays(tmp_path: Path, capsys: pytest.CaptureFixture[
     for path, said in (
         (program, "exists, and stays as it is"),
         (tmp_path / "none" / "x.py", "cannot be written"),
-        (tmp_path / "lightning.py", "would hide the package lightning"),
+        (tmp_path / "lightning.py", "would hide the module lightning"),
+        (tmp_path / "random.py", "would hide the module random"),
+        (tmp_path / "msgspec.py", "would hide the module msgspec"),
     ):
         with pytest.raises(SystemExit) as ended:
             main(["new", str(path)])

@@ -104,3 +104,13 @@ def test_a_number_of_another_library_becomes_pythons_own() -> None:
     assert seconds("timeout", None, 5.0) == 5.0
     assert path("file", "name") == Path("name")
     assert DhtSettings(replicas=4).replicas == 4
+
+
+def test_a_rank_without_a_dht_is_told_of_the_group_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On rank 1 of a torchrun group: "dht must be a shoal.DHT, got NoneType", and no word of what is right there."""
+    none: Any = None
+    with pytest.raises(ConfigError, match=r"got NoneType$"):
+        shoal.Optimizer(dht=none, run_id="r", target_batch_size=1, optimizer=none)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match=r"got NoneType\. Where rank 0 alone has one, .*GroupOptimizer"):
+        shoal.Optimizer(dht=none, run_id="r", target_batch_size=1, optimizer=none)

@@ -298,6 +298,20 @@ def test_errors_end_with_one_line(
     assert run(capsys, "demo", "--no-report") == (code, "", said)
 
 
+def test_demo_without_matplotlib_makes_no_picture(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """From a wheel alone it ended with code 2, and named no way; a picture that is asked for is still refused."""
+    given: list[Any] = []
+    monkeypatch.setattr(shoal.demo, "run_demo", given.append)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    _, _, said = run(capsys, "demo", "--headless")
+    assert given == [shoal.demo.DemoOptions(headless=True, report=None)]
+    assert said == "no picture is made: it needs matplotlib (pip install 'shoal[demo]')\n"
+    run(capsys, "demo", "--report", str(tmp_path))
+    assert given[1].report == tmp_path
+
+
 def test_demo_is_given_the_options(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -181,3 +182,24 @@ def test_settings_that_had_no_effect_are_told(tmp_path: Path) -> None:
     assert done.stderr.splitlines() == [told]
     assert run(tmp_path, "--config", "shoal.toml", "program.py", RANK="1").stderr == "", "of a torchrun group"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["given.key", "of_file.key", "program.py", "shoal.toml"]
+
+
+def test_a_sink_that_cannot_work_is_named_before_the_program_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was 24 lines of traceback, after the peer had joined."""
+    program = tmp_path / "train.py"
+    program.write_text("print('runs')")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        said = refused(capsys, "--prometheus", port, str(program))
+        assert said == f"shoal: --prometheus {port}: Address already in use; choose another port\n"
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    for option, value, package in (
+        ("--tensorboard", str(tmp_path / "logs"), "tensorboard"),
+        ("--prometheus", "4444", "prometheus_client"),
+    ):
+        said = refused(capsys, option, value, str(program))
+        assert said == (f"shoal: {option} needs {package}, which is not installed: pip install 'shoal[metrics]'\n")

@@ -88,15 +88,19 @@ def after(facts: Iterable[tuple[float, Fact]], state: DemoState | None = None) -
     return state
 
 
-def three_training(epochs: int = 4) -> DemoState:
-    """Three peers that have trained for some epochs, one a second from second 10 on."""
+def three_training(epochs: int = 4, *, late_s: float = 0.0) -> DemoState:
+    """Three peers that have trained for some epochs, one a second from second 10 on, or so much later."""
     state = after((0.1, started(name, 100 + index)) for index, name in enumerate(("oak", "elm", "fir")))
     state = after(
-        [(8, fact) for name in ("oak", "elm", "fir") for fact in (said(name, READY[name]), said(name, training()))],
+        [
+            (8 + late_s, fact)
+            for name in ("oak", "elm", "fir")
+            for fact in (said(name, READY[name]), said(name, training()))
+        ],
         state,
     )
-    state = after([(9, said("oak", say.HeldOutLoss(epoch=0, loss=7.6)))], state)
-    return after([(9.0 + epoch, said("oak", stepped_into(epoch))) for epoch in range(1, epochs + 1)], state)
+    state = after([(9 + late_s, said("oak", say.HeldOutLoss(epoch=0, loss=7.6)))], state)
+    return after([(9.0 + late_s + epoch, said("oak", stepped_into(epoch))) for epoch in range(1, epochs + 1)], state)
 
 
 def done(**weights: str) -> DemoState:
@@ -319,6 +323,17 @@ def test_hopeless_run_is_given_up(state: DemoState, now_s: float, reason: str) -
     assert director.actions(state, now_s + 1) == []
 
 
+def test_the_announced_kill_happens_where_peers_start_slowly() -> None:
+    """They trained from 55 s of 60 on: nobody was killed, nobody came, and nothing said so."""
+    director, state, done = Director(OPTIONS, Limits()), three_training(late_s=47), dict[type[object], float]()
+    waiting = after([(0, started("oak", 1)), (0, started("elm", 2))])
+    assert not any(director.actions(waiting, float(now_s)) for now_s in range(55))
+    for now_s in range(55, 120):
+        for action in director.actions(state, float(now_s)):
+            done.setdefault(type(action), now_s)
+    assert done == {Kill: 60, StartNewcomer: 64, TellStop: 100}
+
+
 def test_end_waits_for_somebody_to_hear_it() -> None:
     """A short run on a slow machine still starts."""
     director = Director(OPTIONS, Limits())
@@ -404,6 +419,7 @@ def test_conclusion_says_when_the_single_process_had_fewer() -> None:
     state = done(oak="aa", elm="aa", fir="aa")
     point = said("baseline", say.BaselinePoint(epoch=2, samples=32, loss=5.9))
     state = after([(16, point), (18, over(baseline_complete=False))], state)
+    assert conclusion(state)[2] == "No peer was killed: there were not two that had trained in time."
     assert conclusion(state)[1] == (
         "Held-out loss 7.60 → 4.00 in 4 epochs, 64 sequences; one process alone came to 5.90 after 32 of them when its "
         "time was up (the swarm had 7.60 there)."
@@ -458,5 +474,5 @@ def test_output_that_cannot_be_written_is_refused_before_anything_starts(tmp_pat
 def test_missing_matplotlib_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With the command that mends it."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'shoal\[demo\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'shoal\[demo\]', or give --no-report"):
         run_demo(DemoOptions(report=tmp_path))

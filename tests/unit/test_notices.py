@@ -75,3 +75,28 @@ def test_who_says_again_and_again_what_it_does_not_give_is_not_told_each_time() 
     assert len(said) == 2  # the first time, and the tenth
     notices.without({OTHER: 3, Identity.from_seed(bytes(31) + b"1").peer_id: 4}, 2)
     assert len(said) == 3
+
+
+def told_of_rounds(*rounds: tuple[float, float], awaited: bool = True) -> list[str]:
+    """The warnings after rounds that took so long, each so long after the one before."""
+    bus, said, now = EventBus(), list[Event](), 100.0
+    bus.subscribe(said.append)
+    notices = Notices(bus, "run")
+    for duration_s, since_s in rounds:
+        now += since_s
+        notices.round_took(duration_s, now, awaited=awaited)
+    return [event.message for event in said if isinstance(event, Warned)]
+
+
+def test_a_trainer_that_waits_most_of_the_time_is_told_of_strategies() -> None:
+    """A synchronous run on a slow line waited for 12 of 14 s, and nothing said that there is another way."""
+    (message,) = told_of_rounds(*[(12.0, 14.0)] * 10)
+    assert "rounds of gradients take 12 s of every 14 s" in message
+    assert "strategy=shoal.strategies.Decoupled(every=100)" in message
+
+
+def test_rounds_that_are_short_or_seldom_are_not_told() -> None:
+    """Nor two long ones in a row; nor those beside which training goes on."""
+    assert told_of_rounds(*[(1.0, 1.5)] * 10) == told_of_rounds(*[(12.0, 60.0)] * 10) == []
+    assert told_of_rounds(*[(12.0, 14.0), (12.0, 14.0), (1.0, 3.0)] * 3) == []
+    assert told_of_rounds(*[(12.0, 14.0)] * 10, awaited=False) == []

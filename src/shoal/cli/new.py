@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import sys
+from importlib.metadata import packages_distributions
 from importlib.resources import files
 from pathlib import Path
 
@@ -19,7 +21,7 @@ KINDS = {
 }
 
 _IMPORTED = {"lightning", "shoal", "torch", "transformers"}
-"""By these programs. A file of such a name beside them would be imported instead."""
+"""By these programs, perhaps not installed yet. A file of such a name beside them would be imported instead."""
 
 
 @click.command(short_help="Write a program to start from.")
@@ -33,8 +35,8 @@ def new(*, kind: str, file: Path) -> None:
     It needs no data and no download. Run it, and it prints the line with which another peer joins. Then put your own
     data and model in.
     """
-    if file.stem in _IMPORTED:
-        raise ConfigError(f"{file} would hide the package {file.stem}, which it imports: give another name")
+    if file.stem in _IMPORTED or file.stem in sys.stdlib_module_names or file.stem in packages_distributions():
+        raise ConfigError(f"{file} would hide the module {file.stem} from whatever imports it: give another name")
     text = text_of(kind)
     try:
         with file.open("x", encoding="utf-8") as opened:

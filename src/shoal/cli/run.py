@@ -8,9 +8,11 @@ SIGTERM leaves in order, and a program that is ended from outside, or fails, lea
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
 import os
 import runpy
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -151,14 +153,36 @@ def _try(name: str, make: Callable[[], object]) -> None:
 
 
 def _sinks(options: dict[str, Any]) -> list[Callable[[], Any]]:
-    """What makes the sinks of the metrics: later, as torch is imported for it, and the program may set it up before."""
+    """What makes the sinks of the metrics: later, as torch is imported for it, and the program may set it up before.
+
+    What they need is looked at now, before the program runs and its peer joins. Raises `ConfigError` if it is missing.
+    """
     found: list[Callable[[], Any]] = []
     for name, kind in (("metrics", "JsonLines"), ("tensorboard", "TensorBoard"), ("prometheus", "Prometheus")):
         if (value := options[name]) is not None:
             if name == "metrics":
                 _try(name, lambda: (value.parent.mkdir(parents=True, exist_ok=True), value.open("a").close()))
+            elif name == "tensorboard":
+                _check_package(name, "tensorboard")
+            else:
+                _check_package(name, "prometheus_client")
+                _check_port(name, value)
             found.append(functools.partial(_sink, kind, value))
     return found
+
+
+def _check_package(name: str, package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(f"--{name} needs {package}, which is not installed: pip install 'shoal[metrics]'")
+
+
+def _check_port(name: str, port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ConfigError(f"--{name} {port}: {error.strerror or error}; choose another port") from error
 
 
 def _sink(kind: str, value: object) -> Any:

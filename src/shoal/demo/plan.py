@@ -2,8 +2,8 @@
 
 A sans-IO state machine: `Director.actions(state, now_s)` returns the actions that are due now, each one once. It
 decides from the state of the run, not from the clock alone: no peer is killed before the swarm has trained, or if a
-peer has died already; the newcomer comes after the survivors have gone on; a run that cannot finish is given up at a
-deadline.
+peer has died already; the newcomer comes after the survivors have gone on; where the peers start late, all of it
+comes later; a run that cannot finish is given up at a deadline.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class GiveUp(msgspec.Struct, frozen=True):
 
 Action = Kill | StartNewcomer | TellStop | SendHome | GiveUp
 
+_BEGUN_BY = 1 / 4
 _KILL_AT, _JOIN_AT, _NO_MORE_AFTER = 1 / 3, 1 / 2, 0.85
 
 
@@ -91,6 +92,7 @@ class Director:
         if reason:
             self._over = True
             return [GiveUp(reason)]
+        now_s = self._by_the_plan(state, now_s)
         if state.phase == "stopping":
             self._over = all(peer.finished for peer in state.living)
             return [SendHome()] if self._over else []
@@ -98,6 +100,15 @@ class Director:
         if now_s >= self._options.seconds and any(peer.peer_id for peer in state.living):
             return [TellStop(self._last_epoch(state))]
         return [*self._kill(state, now_s), *self._newcomer(state, now_s)]
+
+    def _by_the_plan(self, state: DemoState, now_s: float) -> float:
+        """The time of the plan, which waits for two peers that train: a slow machine takes long to load torch."""
+        training = sorted(peer.training_since_s for peer in state.peers.values() if peer.training_since_s is not None)
+        if len(training) > 1:
+            begun_s = training[1]
+        else:
+            begun_s = min(now_s, self._limits.start_s) if len(state.living) > 1 else 0.0
+        return now_s - max(0.0, begun_s - _BEGUN_BY * self._options.seconds)
 
     def _hopeless(self, state: DemoState, now_s: float) -> str:
         if not state.living:

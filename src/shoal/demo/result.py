@@ -90,6 +90,8 @@ def _losses_and_gains(state: DemoState) -> list[str]:
         how = "was killed (SIGKILL)" if peer.fate == "killed" else "died"
         went_on = f"; the next epoch was done {after.at_s - (peer.ended_at_s or 0.0):.1f} s later" if after else ""
         lines.append(f"{peer.name} {how} at {peer.ended_at_s or 0.0:.1f} s{went_on}.")
+    if not lost:
+        lines.append("No peer was killed: there were not two that had trained in time.")
     for peer in state.peers.values():
         if peer.newcomer and peer.training_since_s is not None:
             got = state.download

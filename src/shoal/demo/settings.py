@@ -70,7 +70,8 @@ class DemoOptions:
     """The user's options.
 
     Attributes:
-        seconds: from the start to the signal to stop; the last epoch, the baseline and the picture come after it.
+        seconds: from the start to the signal to stop, and more if the peers start late; the last epoch, the baseline
+            and the picture come after it.
         seed: decides the first weights, the batches and the peer that is killed.
         peers: processes at the start, 2 to 16; one is killed on the way and one more joins.
         headless: plain lines instead of the live screen, as also when stdout is not a terminal.

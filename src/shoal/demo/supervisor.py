@@ -119,7 +119,7 @@ def run_demo(options: DemoOptions, wiring: Wiring | None = None) -> int:
 def _check_outputs(options: DemoOptions) -> None:
     if options.report is not None:
         if importlib.util.find_spec("matplotlib") is None:
-            raise ConfigError("the picture needs matplotlib: pip install 'shoal[demo]', or ask for no report")
+            raise ConfigError("the picture needs matplotlib: pip install 'shoal[demo]', or give --no-report")
         try:
             (options.report / "logs").mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 
 from shoal.bounded import put_last
@@ -18,6 +19,9 @@ _NAMES_SHOWN = 4
 _DOWNLOADS_TOLD = 4
 """A newcomer may need some downloads to catch up; a peer that never does is told why."""
 
+_ROUNDS_TOLD, _LONG_ROUND_S, _MUCH_OF_IT = 3, 2.0, 0.5
+"""Rounds in a row that last so long, and take so much of the time, are told."""
+
 _OPTIONS_SHOWN = 4
 _REMEMBERED = 256
 
@@ -33,7 +37,8 @@ class Notices:
 
     def __init__(self, events: EventBus, run_id: str, *, fragment: int = 0) -> None:
         self._events, self._run_id, self._tells_of_model = events, run_id, not fragment
-        self._left_out = self._downloads_in_a_row = 0
+        self._left_out = self._downloads_in_a_row = self._long_rounds = 0
+        self._round_at = math.inf
         self._options_told: set[tuple[str, int]] = set()
         self._last: dict[str, object] = {}
         self._without: dict[PeerID, int] = {}  # how many times it was one of those without which this peer goes on
@@ -117,6 +122,19 @@ class Notices:
                 "test its memory"
             )
         self.warn(message)
+
+    def round_took(self, duration_s: float, now: float, *, awaited: bool) -> None:
+        """A round of gradients is over. The user is told of other ways, once, if the trainer does little but wait."""
+        since_s, self._round_at = now - self._round_at, now
+        long = awaited and duration_s >= _LONG_ROUND_S and duration_s > _MUCH_OF_IT * since_s > 0
+        self._long_rounds = self._long_rounds + 1 if long else 0
+        if self._long_rounds >= _ROUNDS_TOLD and self._note("long rounds", value=True):
+            self.warn(
+                f"rounds of gradients take {duration_s:.0f} s of every {since_s:.0f} s, and training stands still "
+                "meanwhile: the line here, or that of another peer, is slow for this model. Send fewer bytes "
+                "(grad_compression), or less often (a larger target_batch_size), or give all peers a strategy that "
+                "merges now and then in place of target_batch_size: strategy=shoal.strategies.Decoupled(every=100)"
+            )
 
     def stepped(self, training: TrainingState) -> None:
         """The swarm's step was taken to its end. Look whether the schedule was moved, too."""

@@ -258,7 +258,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
     ) -> None:
         check_optimizer_options(options)
         if not isinstance(dht, DHT):
-            raise ConfigError(f"dht must be a shoal.DHT, got {type(dht).__name__}")
+            raise ConfigError(f"dht must be a shoal.DHT, got {type(dht).__name__}{_of_a_group(dht)}")
         check_run_id(run_id)
         merging = merging_of(
             strategy,
@@ -1196,6 +1196,13 @@ async def _leave_all(participants: Sequence[Participant]) -> None:
 async def _close(participants: Sequence[Participant], saver: Saver) -> None:
     await _leave_all(participants)
     await saver.close()
+
+
+def _of_a_group(dht: object) -> str:
+    """What to use where a rank of a group has no DHT."""
+    if dht is not None or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return ""
+    return ". Where rank 0 alone has one, shoal.integrations.ddp.GroupOptimizer makes one peer of the whole group"
 
 
 def _emit(dht: DHT, event: Event) -> None:

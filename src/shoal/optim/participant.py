@@ -534,6 +534,8 @@ class Participant:
             return
         self.last_round = result
         self.pace.round_took(result.duration_s)
+        waits = self.settings.merging is None and not self.settings.delay_grad_averaging
+        self._notices.round_took(result.duration_s, self._now(), awaited=waits)
         members = [member.contact.peer for member in result.outcome.members]
         self._notices.absent(self._attendance.formed(members, self._now() - result.duration_s))
         if self.own.name == name:
@@ -738,12 +740,15 @@ class Participant:
     def _advanced(self, update: Update) -> None:
         epoch, digest, _ = update.name
         run_id, samples, peers = self.settings.run_id, update.samples, update.peers
-        event = EpochAdvanced(run_id=run_id, epoch=epoch, samples=samples, peers=peers, digest=digest)
+        fragment = self.settings.fragment
+        event = EpochAdvanced(
+            run_id=run_id, epoch=epoch, samples=samples, peers=peers, digest=digest, fragment=fragment
+        )
         self.core.env.events.emit(event)
         self._notices.stepped(self.training)
         self._settle_end()  # its members may have said where the run ends
         if self.at_end:
-            self.core.env.events.emit(RunEnded(run_id=run_id, epoch=epoch))
+            self.core.env.events.emit(RunEnded(run_id=run_id, epoch=epoch, fragment=fragment))
         self._solitude.stepped(epoch, peers)
         self.takeover.stepped(peers)
         if self.at_end and not self.settings.fragment:

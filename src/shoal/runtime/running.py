@@ -142,7 +142,10 @@ class RunningPeer:
                 while self._closers:
                     await _close(self._closers.pop())
         except TimeoutError:
-            _logger.warning("averaging did not end within shutdown_timeout=%g s", self._shutdown_timeout_s)
+            _logger.warning(
+                "a round, or a checkpoint that is being written, did not end within shutdown_timeout=%g s",
+                self._shutdown_timeout_s,
+            )
         try:
             if self._starting is not None:
                 self._starting.cancel()

@@ -67,12 +67,13 @@ def test_spot_instance(tmp_path: Path) -> None:
         invite = first.line()
         assert first.line() == "begins at epoch 0\n"
         first.line()
+        first.line()  # some seconds later
         first.signal(signal.SIGTERM)
         first.rest()
         assert (first.wait(), first.errors()) == (143, "")
     (saved,) = (tmp_path / "one" / "checkpoints").glob("epoch-*")
     epoch = int(saved.name.split("-")[1])
-    assert epoch >= 20
+    assert epoch > 0
     with Talk(program, EPOCHS=str(epoch + 10)) as again:
         assert again.line() != invite  # of another port; the peer is the same
         assert again.line() == f"begins at epoch {epoch}\n"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -26,10 +27,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.utils import _apply_to_tensors
 
 from shoal.errors import ConfigError, LocalError
 from shoal.zero.collectives import Collectives, Traffic
 from shoal.zero.fsdp_comms import NarrowReduceScatter, OwnAllGather, OwnReduceScatter, UnitMeeting
+from shoal.zero.lent import is_lent, replace, tensors_in
 from shoal.zero.mapped import let_go
 from shoal.zero.offload import Offload
 from shoal.zero.parameters import Order, Piece, bottom_up, local, named_parameters, present_pass, weakly
@@ -150,6 +153,7 @@ def partition(
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
     changed = _changed_in_place(model)
     hooks = {name: each._backward_hooks for name, each in named_parameters(model)}  # noqa: SLF001
+    originals = {name: weakref.ref(each) for name, each in named_parameters(model)}
     for module in [*parts, *(root for root in roots(model) if root not in parts)]:
         before(module)
         for parameter in module.parameters():
@@ -164,6 +168,8 @@ def partition(
     for name, parameter in named_parameters(model):
         if hooks[name]:
             parameter._backward_hooks = hooks[name]  # noqa: SLF001 (its handles work on)
+        if (original := originals[name]()) is not None and original is not parameter:  # a program keeps it
+            replace(original, name)
     return dtype
 
 
@@ -176,6 +182,13 @@ def _changed_in_place(model: torch.nn.Module) -> set[int]:
 def _own_memory(_: torch.nn.Module, __: object, output: object) -> torch.Tensor | None:
     """FSDP2 puts a hook on the result of a unit, and loses that hook if a view of it is written over."""
     return output.clone() if isinstance(output, torch.Tensor) and output._is_view() else None  # noqa: SLF001
+
+
+def _hand_out(_: torch.nn.Module, __: object, output: object) -> object:
+    """Weights among the results of a unit, and views of them, leave it as copies."""
+    if not any(map(is_lent, tensors_in(output))):
+        return None
+    return _apply_to_tensors(lambda each: each.clone() if is_lent(each) else each, output)
 
 
 def _broke_off(module: FSDPModule) -> bool:
@@ -274,8 +287,9 @@ class FsdpEngine:
             elif dtype is not None:
                 module.set_custom_reduce_scatter(NarrowReduceScatter(dtype))
             cast(torch.nn.Module, module).register_forward_pre_hook(weakly(self._begin), prepend=True)
+            cast(torch.nn.Module, module).register_forward_hook(_hand_out, prepend=True)  # before FSDP2's own
             cast(torch.nn.Module, module).register_forward_hook(_seen)
-        self._unsharded = Unsharded(self._shards, self._units.values())
+        self._unsharded = Unsharded(self._shards, self._units)
         self._offload(places)
         collectives.traffic = Traffic()  # that was no training
 

@@ -8,7 +8,7 @@ shows when the gradient is cleared, by anybody, and FSDP2 adds the rest to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shoal.errors import LocalError
+from shoal.zero.freed import guard
+from shoal.zero.lent import Loan, lend, watch_shard
 from shoal.zero.parameters import local, present_pass, weakly
 
 __all__ = ["BROKE_OFF", "Unsharded"]
@@ -40,14 +42,14 @@ class Unsharded:
 
     Args:
         shards: the parameters, by name.
-        units: the modules whose parameters are gathered together. Each of them is gathered once, here, so that every
-            whole parameter is known before it is used, in whichever way.
+        units: the modules whose parameters are gathered together, by name. Each of them is gathered once, here, so that
+            every whole parameter is known before it is used, in whichever way.
 
     Attributes:
         parameters: the whole ones, by name. Their memory may be freed.
     """
 
-    def __init__(self, shards: Mapping[str, DTensor], units: Iterable[FSDPModule]) -> None:
+    def __init__(self, shards: Mapping[str, DTensor], units: Mapping[str, FSDPModule]) -> None:
         self._shards = dict(shards)
         self.parameters: dict[str, torch.Tensor] = {}
         self._managed: dict[str, Any] = {}  # FSDP2's own entry for each: no other place has all kinds of gradients
@@ -59,12 +61,15 @@ class Unsharded:
         self._nodes: list[torch.autograd.graph.Node] = []  # hooks live as long
         self._together: list[list[str]] = []  # the parameters that FSDP2 reduces at once
         names = {id(shard): name for name, shard in shards.items()}
-        for unit in units:
+        for place, unit in units.items():
             unit.unshard()
-            for group in unit._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001
+            state = unit._get_fsdp_state()  # noqa: SLF001
+            for group in state._fsdp_param_groups:  # noqa: SLF001
                 self._together.append([names[id(managed.sharded_param)] for managed in group.fsdp_params])
                 for managed in group.fsdp_params:
-                    self._watch(names[id(managed.sharded_param)], managed, group)
+                    name = names[id(managed.sharded_param)]
+                    self._watch(name, managed, group)
+                    self._guard(f"{name} of {f'unit {place}' if place else 'the model'}", managed, state)
             unit.reshard()
 
     def _watch(self, name: str, managed: Any, group: Any) -> None:
@@ -82,6 +87,15 @@ class Unsharded:
         managed.sharded_param.requires_grad_()
         managed.sharded_param.register_post_accumulate_grad_hook(partial(weakly(self._count), name))
         managed.sharded_param.requires_grad_(trained)
+
+    @staticmethod
+    def _guard(name: str, managed: Any, state: Any) -> None:
+        """A program may use it only while its unit runs."""
+        watch_shard(managed.sharded_param, name)
+        if len(managed.all_gather_outputs) == 1:  # otherwise an extension of FSDP2 has its own memory
+            memory = managed.all_gather_outputs[0].untyped_storage()
+            lend(managed.unsharded_param, Loan(name, memory, weakly(state._pre_backward)))  # noqa: SLF001
+            guard(managed)
 
     def _hooked(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         """Run what a program has registered (`register_hook`) with the parameter, or with the shard in its place."""

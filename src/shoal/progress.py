@@ -10,12 +10,14 @@ renewed their record: where the run ends for them, and that their settings diffe
 **The fork rule.** Every state has a key: (samples that went into it, epoch, digest), and of two keys the one with more
 samples is better. At equal samples the key with the higher epoch is better; at equal epochs the key with the *lower*
 digest. A state of epoch 0 is worse than any other, whatever it says that went into it. The best state of all live peers
-wins: a peer at another state downloads it. A state that only clients hold does not count while there are others,
-because nobody can download it: a client that is alone with its state takes the best of the others, unless both samples
-and epoch are below those of the last one that it had with others. A state does not count either if its holders were
-asked for it twice and did not give it; they are asked again after a while, ever more rarely. Keys are totally ordered,
-and the key of a peer that can be dialed only grows. So all peers that can see each other end at one state, in whatever
-order they hear things. See `docs/decisions/0001-commit-and-fork-rules.md`.
+wins: a peer at another state downloads it. Nobody can dial a client, but it gives its state to a peer that it has
+dialed. There a state that only clients hold counts if samples and epoch of the best other one are below it; elsewhere
+it does not, while there are others. A client that is alone with its state takes the best of the others, unless both
+samples and epoch are below its own; or, if it has dialed nobody, below those of the last one that it had with others. A
+state does not count either if its holders were asked for it twice and did not give it; they are asked again after a
+while, ever more rarely. Keys are totally ordered, and the key of a peer that can be dialed only grows. So all peers
+that can see each other end at one state, in whatever order they hear things. See
+`docs/decisions/0001-commit-and-fork-rules.md` and 0065.
 """
 
 from __future__ import annotations
@@ -191,7 +193,8 @@ class SwarmProgress:
         self.named: dict[PeerID, PeerID] = {}
         """Peers that were not known when another peer told of them, and that one."""
         self._now, self._oldest = float("-inf"), float("inf")  # no known word is older
-        self._best = NO_STATE  # no peer has named a better one
+        self._best = self._best_of_clients = NO_STATE  # no peer, and no client, has named a better one
+        self._clients: set[PeerID] = set()  # of those known
         self._seen: _Seen | None = None
         self._key: StateKey | None = None  # of the state that the swarm was seen from last
         self._silent = frozenset[PeerID]()  # at that time
@@ -200,6 +203,9 @@ class SwarmProgress:
         better state that a contributor is at comes before states that only other peers are at. The samples of all other
         peers together count for no more than those of this peer and the contributors. Only contributors are believed
         about others."""
+        self.believed: Mapping[PeerID, int] = {}
+        """The most samples that each contributor may have, as far as it is bounded: more does not count. It belongs to
+        `contributors`, and changes with it."""
         self.left: dict[PeerID, int] = {}
         """The peers that have left in order, and have not come back; and the epoch of each when it left."""
         self.mismatch: str | None = None
@@ -246,6 +252,11 @@ class SwarmProgress:
         self._known[peer] = _Word(progress, now, ahead if before is None else max(ahead, before.ahead))
         self._oldest = min(self._oldest, now)
         self._best = max(self._best, StateKey.of_peer(progress))
+        if progress.contact.addresses:
+            self._clients.discard(peer)
+        else:
+            self._clients.add(peer)
+            self._best_of_clients = max(self._best_of_clients, StateKey.of_peer(progress))
         self._lost.pop(peer, None)
         self.left.pop(peer, None)
         if self._seen is not None:
@@ -383,6 +394,7 @@ class SwarmProgress:
         self._relayed.pop(peer, None)
         self._unheard.pop(peer, None)
         self._alive.discard(peer)
+        self._clients.discard(peer)
         put_last(self._lost, peer, _Loss(said, max(said, wrote), self._now), _MAX_REMEMBERED)
 
     @property
@@ -431,25 +443,40 @@ class SwarmProgress:
         """The peers that were asked for their state too often without success: their states do not count now."""
         return frozenset(peer for peer, (_, until) in self._withheld.items() if now < until)
 
-    def further(self, key: StateKey) -> dict[PeerID, int]:
-        """Peers that are known to live, can be dialed, and say they have a better state, with its epoch: at least 1."""
+    def clients_before(self, key: StateKey) -> Collection[PeerID]:
+        """The known clients, if any of them may have a state that this one is before."""
+        return self._clients if key.is_before(self._best_of_clients) else ()
+
+    def further(self, key: StateKey, giving: Collection[PeerID] = ()) -> dict[PeerID, int]:
+        """Peers that are known to live, and say they have a better state, with its epoch: at least 1.
+
+        Only such as can be dialed, and clients that give us their states all the same (`giving`).
+        """
         if key >= self._best:  # asked whenever something is heard: so not all are looked at
             return {}
-        said = [self._known[peer].said for peer in self._alive if self._known[peer].said.contact.addresses]
-        return {each.contact.peer: each.epoch for each in said if each.epoch and StateKey.of_peer(each) > key}
+        said = [self._known[peer].said for peer in self._alive]
+        further = (each for each in said if each.epoch and self._beats(StateKey.of_peer(each), each, key, giving))
+        return {each.contact.peer: each.epoch for each in further}
 
-    def better(self, mine: Progress, now: float) -> dict[PeerID, StateKey]:
-        """Peers that can be dialed, say they have a better state than this one, and do not refuse it; its key."""
+    @staticmethod
+    def _beats(theirs: StateKey, progress: Progress, key: StateKey, giving: Collection[PeerID]) -> bool:
+        """Whether this peer's state is better than that of this key, and can be had."""
+        if progress.contact.addresses:
+            return theirs > key
+        return progress.contact.peer in giving and key.is_before(theirs)
+
+    def better(self, mine: Progress, now: float, giving: Collection[PeerID] = ()) -> dict[PeerID, StateKey]:
+        """Peers that say they have a better state than this one, which can be had, and do not refuse it; its key."""
         said = {peer: self._said_last(peer, now) for peer in self._known}
+        own = StateKey.of_peer(mine)
         return {
             peer: key
             for peer, progress in said.items()
-            if progress.contact.addresses
-            and self._offers(progress, now, mine.end_epoch, at_end=False)
-            and (key := StateKey.of_peer(progress)) > StateKey.of_peer(mine)
+            if self._offers(progress, now, mine.end_epoch, at_end=False)
+            and self._beats(key := StateKey.of_peer(progress), progress, own, giving)
         }
 
-    def view(
+    def view(  # noqa: PLR0913 (all but two by name)
         self,
         mine: Progress,
         now: float,
@@ -460,6 +487,7 @@ class SwarmProgress:
         before: StateKey | None = None,
         absent: Collection[PeerID] = (),
         silent: frozenset[PeerID] = frozenset(),
+        giving: frozenset[PeerID] = frozenset(),
     ) -> SwarmView:
         """The swarm, seen from a peer that stands at `mine`.
 
@@ -474,6 +502,7 @@ class SwarmProgress:
             before: the state that the awaited peers come from.
             absent: peers that no round waits for; their samples do not count.
             silent: peers that do not count now, whatever they said.
+            giving: clients that give this peer their states. (For a client `floor` says whether it gives its own.)
         """
         key, dialed = StateKey.of_peer(mine), bool(mine.contact.addresses)
         self._key, self._silent = key, silent
@@ -489,6 +518,7 @@ class SwarmProgress:
             before,
             frozenset(absent),
             silent,
+            giving,
         )
         seen = self._seen
         if seen is None or seen.asked != asked or now >= seen.until or seen.contributors is not self.contributors:
@@ -499,7 +529,7 @@ class SwarmProgress:
         counted = ((peer, word) for peer, word in self._known.items() if now - word.at <= self.ttl_s)
         others = {peer: word.said for peer, word in counted if peer not in asked.silent}
         others.update((peer, self._said_last(peer, now)) for peer in self._relayed if peer in others)
-        # A state can be downloaded only from a peer that can be dialed. If no peer can be dialed, all states count.
+        # A state can be had from a peer that can be dialed, or that gives it to us. If there is none, all states count.
         end, at_end = asked.end, asked.at_end
         offering = [mine, *(each for each in others.values() if self._offers(each, now, end, at_end=at_end))]
         offered = {StateKey.of_peer(progress) for progress in offering if progress.contact.addresses}
@@ -507,6 +537,10 @@ class SwarmProgress:
             offered = {StateKey.of_peer(progress) for progress in offering[1:]}
         if asked.shared or not offered or max(offered).is_before(asked.floor):
             offered.add(asked.key)
+        if asked.giving:
+            most = max(offered)
+            lent = (StateKey.of_peer(each) for each in offering[1:] if each.contact.peer in asked.giving)
+            offered.update(key for key in lent if most.is_before(key))
         vouchers = [asked.key] if asked.key in offered else []
         vouchers += [StateKey.of_peer(others[peer]) for peer in self.contributors if peer in others]
         best = max(offered.intersection(vouchers), default=asked.key)
@@ -532,6 +566,7 @@ class SwarmProgress:
             asked=asked,
             until=self._changes_at(now),
             contributors=self.contributors,
+            believed=self.believed,
             others=others,
             peers=(self._me, *sorted(others, key=lambda peer: peer.raw)),
             here=together,
@@ -574,6 +609,7 @@ class _Asked(NamedTuple):
     before: StateKey | None
     absent: frozenset[PeerID]
     silent: frozenset[PeerID]
+    giving: frozenset[PeerID]
 
 
 @dataclass(slots=True)
@@ -586,6 +622,7 @@ class _Seen:
         asked: the question that `view` was asked.
         until: from then on it looks different though nobody has said anything (local time, seconds).
         contributors: of `SwarmProgress`, as they were.
+        believed: the same.
         peers: all.
         others: the last words of all but this peer.
         here: those of them that are at this peer's state.
@@ -599,6 +636,7 @@ class _Seen:
     asked: _Asked
     until: float
     contributors: Collection[PeerID]
+    believed: Mapping[PeerID, int]
     peers: tuple[PeerID, ...]
     others: dict[PeerID, Progress]
     here: set[PeerID]
@@ -620,13 +658,15 @@ class _Seen:
         self._strange += sum(self.unheard.values())
         self._rate = sum(max(0.0, self.others[peer].rate) for peer in (*self.here, *self.coming))
 
-    def _count(self, peer: PeerID, samples: int) -> None:
+    def _count(self, peer: PeerID, samples: int, before: int = 0) -> None:
+        """A peer has so many samples, where it had `before`."""
         if peer in self.asked.absent:
             return
         if peer in self.contributors:
-            self._known += samples
+            most = self.believed.get(peer, max(samples, before))
+            self._known += min(samples, most) - min(before, most)
         else:
-            self._strange += samples
+            self._strange += samples - before
 
     def takes(self, progress: Progress) -> bool:
         """Add the words of a peer to what was seen; False if all has to be looked at again instead."""
@@ -649,7 +689,7 @@ class _Seen:
         if is_ours or coming:
             self._rate += max(0.0, progress.rate) - (max(0.0, said.rate) if here or coming else 0.0)
         if is_ours:
-            self._count(peer, progress.samples - (said.samples if here else 0))
+            self._count(peer, progress.samples, said.samples if here else 0)
         if is_ours and not here:
             self.here.add(peer)
             self.coming.discard(peer)
@@ -694,7 +734,7 @@ class _Seen:
         if peer in self.here:
             self.here.discard(peer)
             self._rate -= max(0.0, said.rate)
-            self._count(peer, -said.samples)
+            self._count(peer, 0, said.samples)
             self._together = None
         return True
 

@@ -313,13 +313,15 @@ class Contact(Message, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """The dialer of a call link sends it first.
+    """The dialer of a call link sends it first; and that of a connection which the other side has asked for.
 
     Attributes:
         contact: the dialer, and where it listens itself.
+        lends: the connection is for a stream that the other side opens (`LendConnection`), and no call link.
     """
 
     contact: Contact
+    lends: bool = False
 
 
 class Call(Message, frozen=True):
@@ -436,6 +438,14 @@ class DialBack(Request[DialedBack], frozen=True):
     """
 
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+
+
+class LendConnection(Request[Noted], frozen=True):
+    """The sender wants to open a stream to the receiver, which only dials: it is to dial a connection for it.
+
+    The receiver dials where the sender has said that it listens, and says there in its `Hello` that it lends the
+    connection.
+    """
 
 
 class Ballast(Request[Noted], frozen=True):

@@ -18,7 +18,8 @@ anything to adopt, all are at one state.
 
 One of the peers may be a *client*, which nobody can download from. Then all this holds for the others among themselves;
 the client's key may go down once after each round that it was alone in, and in the end it is at the state of the others
-or at one that it made together with some of them, which they did not learn of.
+or at one that it made together with some of them, which they did not learn of. If it lends (it gives its state to those
+that it has dialed), the same holds, and what it did alone is lost only where the others came as far.
 """
 
 from __future__ import annotations
@@ -130,11 +131,20 @@ class Search:
         mixes: states are averaged too, once after each step.
         losses: peers are lost from view, and seen again.
         client: a peer that gives its state to nobody.
+        lends: but to the others, if these are behind it in epoch and samples.
     """
 
     def __init__(
-        self, rule: Rule = RULE, *, epochs: int, mixes: bool = False, losses: bool = False, client: int | None = None
+        self,
+        rule: Rule = RULE,
+        *,
+        epochs: int,
+        mixes: bool = False,
+        losses: bool = False,
+        client: int | None = None,
+        lends: bool = False,
     ) -> None:
+        self._lends = lends
         self.rule, self.epochs, self.mixes, self.losses, self.client = rule, epochs, mixes, losses, client
         self._donors = [peer for peer in PEERS if peer != client]
         self._key = cache(rule.key)
@@ -212,8 +222,10 @@ class Search:
         for me in PEERS:
             for other in self._leaders(me, world.states[me], world.views[me]):
                 seen = world.views[me][other]
-                if other == self.client:
-                    continue
+                if other == self.client and (
+                    not self._lends or self._key(world.states[other]) <= self._key(world.states[me])
+                ):
+                    continue  # a copy that is no better is not taken, and the client's key may have gone down
                 assert seen is not None
                 states = list(world.states)
                 states[me] = self.rule.adopted(world.states[me], seen, world.states[other])

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from shoal.peer import Address, PeerID
-from shoal.progress import SwarmProgress
+from shoal.progress import NO_STATE, StateKey, SwarmProgress
 from shoal.wire import Contact, Progress
 from tests.model import fork_model
 from tests.model.fork_model import MIX, RULE, Broken, Rule, Search, State, View
@@ -23,14 +23,19 @@ def _progress(peer: int, state: State, client: int | None) -> Progress:
     return Progress(Contact(_IDS[peer], addresses), state.epoch, state.digest, state.samples, 0, 1.0, 1.0, {})
 
 
-def swarm_leaders(rule: Rule, me: int, own: State, view: View, *, client: int | None = None) -> tuple[int, ...]:
+def swarm_leaders(
+    rule: Rule, me: int, own: State, view: View, *, client: int | None = None, lends: bool = False
+) -> tuple[int, ...]:
     """As the optimizer decides it: through `SwarmProgress`."""
     known = SwarmProgress(_IDS[me], {}, ttl_s=20.0)
     for peer, state in enumerate(view):
         if state is not None:
             assert known.heard(_progress(peer, state, client), 1.0)
     shared = not own.history or own.history[1] != (me,)  # its last round was not its own
-    seen = known.view(_progress(me, own, client), 1.0, shared=shared)
+    mine = _progress(me, own, client)
+    giving = frozenset({_IDS[client]} if lends and client is not None and client != me else ())
+    floor = StateKey.of_peer(mine) if lends and not shared else NO_STATE
+    seen = known.view(mine, 1.0, shared=shared, giving=giving, floor=floor)
     return tuple(_IDS.index(peer) for peer in seen.leaders) if seen.behind else ()
 
 
@@ -147,6 +152,12 @@ def test_a_name_from_the_news_and_a_state_from_the_donor_do_not_fit() -> None:
         return State.of(seen.epoch, seen.samples, seen.digest, present.history)
 
     _broken(replace(RULE, adopted=mislabelled), "one digest for two states")
+
+
+def test_the_rule_holds_with_a_client_that_lends() -> None:
+    """A client that went on alone and came further than the others gives them its state, and all unite."""
+    rule = replace(RULE, leaders=partial(swarm_leaders, client=2, lends=True))
+    assert Search(rule, epochs=2, client=2, lends=True).run() > 10_000
 
 
 def test_counting_on_with_own_samples_names_two_states() -> None:

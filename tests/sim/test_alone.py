@@ -401,7 +401,10 @@ def test_each_reason_says_what_to_check() -> None:
         (replace(CALM, mismatch="lr is 1 here and 2 there"), "with other settings: lr is 1 here"),
         (replace(CALM, invited_to=("other",)), "its invite is for run 'other'"),
         (CALM, "`shoal doctor INVITE`"),
-        (replace(CALM, client=True, begun_anew=0), "are at epoch 0 only, and cannot download the state of this client"),
+        (
+            replace(CALM, client=True, begun_anew=(9, 4)),
+            "are at epoch 4 only, and have not taken the state of this client",
+        ),
         (replace(CALM, elsewhere=1), "1 other peer of the run is at other states"),
         (replace(CALM, elsewhere=2), "2 other peers of the run are at other states"),
     ]
@@ -444,8 +447,8 @@ def test_what_a_run_that_is_over_left_delays_a_new_one_by_two_seconds_at_most(en
     assert times[1] <= times[0] + 2.0, times
 
 
-def test_a_client_whose_only_companion_trains_no_more_says_whom_it_waits_for() -> None:
-    """The companion's process lives, and its trainer stands still: the client waited for ever without a word."""
+def test_a_client_whose_only_companion_trains_no_more_goes_on_alone_and_says_so() -> None:
+    """The companion's process lives, and its trainer stands still. When it trains again it takes the client's state."""
 
     async def main() -> None:
         run, told = Run(target=8), list[str]()
@@ -456,15 +459,18 @@ def test_a_client_whose_only_companion_trains_no_more_says_whom_it_waits_for() -
             events=lambda event: told.append(event.message) if isinstance(event, Warned) else None,
         )
         await sim.sleep(3.0)
-        run.swarm.spawn("p1", client.train(4, duration_s=0.1, until=lambda: client.participant.epoch >= 9))
-        await run.swarm.run_on("p0", first.train, 4, duration_s=0.1, until=lambda: first.participant.epoch >= 5)
+        run.swarm.spawn("p1", client.train(4, duration_s=0.5, until=until(200.0)))
+        await run.swarm.run_on("p0", first.train, 4, duration_s=0.5, until=lambda: first.participant.epoch >= 5)
         await sim.sleep(60.0)
-        peer = first.participant.core.peer_id.short()
-        assert [
-            each for each in told if f"enough samples for a step, but {peer} do not come to a round" in each
-        ] == told
-        assert len(told) == 1
-        await run.swarm.run_on("p0", first.train, 4, duration_s=0.1, until=lambda: first.participant.epoch >= 9)
+        (text,) = told
+        assert "training alone" in text
+        assert "are at epoch 5 only, and have not taken the state of this client" in text
+        assert "look whether their training stands still" in text
+        before = client.participant.state
+        assert before.epoch > 20
+        await run.swarm.run_on("p0", first.train, 4, duration_s=0.5, until=until(90.0))
+        assert first.participant.state.samples > before.samples
+        assert abs(first.participant.epoch - client.participant.epoch) <= 1
         assert len(told) == 1
         await run.close()
 
@@ -472,7 +478,7 @@ def test_a_client_whose_only_companion_trains_no_more_says_whom_it_waits_for() -
 
 
 def test_clients_keep_what_they_have_trained_if_the_only_peer_that_can_be_dialed_begins_anew() -> None:
-    """They took its blank state as soon as they had stepped alone, without a word: the run was lost."""
+    """They took its blank state as soon as they had stepped alone, and the run was lost. It takes theirs."""
 
     async def main() -> None:
         run = Run(target=24)
@@ -480,20 +486,20 @@ def test_clients_keep_what_they_have_trained_if_the_only_peer_that_can_be_dialed
         await run.add("server")
         for name in names[1:]:
             await run.add(name, client_mode=True)
-        _, warned = notes(run.swarm.peer("c1"))
         for name in names:
             run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=1.0, until=until(200.0)))
         await sim.sleep(30.0)
-        before = run.swarm.peer("c1").participant.epoch
+        before = run.swarm.peer("c1").participant.state
         run.swarm.crash("server")
         await sim.sleep(5.0)
         again = await run.swarm.restart("server")
         run.swarm.spawn("server", again.train(4, duration_s=1.0, until=until(200.0)))
         for _ in range(10):
             await sim.sleep(1.0)
-            assert all(run.swarm.peer(name).participant.epoch >= before for name in names[1:])
+            assert all(run.swarm.peer(name).participant.epoch >= before.epoch for name in names[1:])
         await sim.sleep(30.0)
-        assert any("start one from a checkpoint of this run" in message for message in warned)
+        assert all(run.swarm.peer(name).participant.state.samples > before.samples for name in names)
+        assert run.swarm.peer("server").participant.contribution.contributed > 40
         await run.close()
 
     sim.run(main, seed=31)

@@ -9,12 +9,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.errors import ClosedError, ConfigError, LocalError, PeerProtocolError, PeerRefused, PeerUnreachable
+from shoal.errors import (
+    ClosedError,
+    ConfigError,
+    LocalError,
+    PeerProtocolError,
+    PeerRefused,
+    PeerTimeout,
+    PeerUnreachable,
+)
 from shoal.events import PeerConnected, PeerDropped, PeerLost, Warned
 from shoal.peer import Address, PeerID
 from shoal.rpc import Limits
 from shoal.rpc.framing import Kind, pack
-from shoal.wire import Bye, Contact, Failure, Reply, encode
+from shoal.wire import Bye, Contact, Failure, Hello, Reply, encode
 from tests.sim.rpc_kit import (
     QUICK,
     ByHand,
@@ -495,8 +503,6 @@ def test_a_peer_that_only_dials_is_called_over_its_own_link(run: Run) -> None:
         assert a.endpoint.reachable(c.peer_id)
         assert await a.endpoint.call(c.peer_id, Say("back"), timeout_s=5.0) == Said("back")
         assert a.transport.dials == []
-        with pytest.raises(PeerUnreachable, match="no address"):
-            await a.endpoint.open(c.peer_id, OpenPipe(), timeout_s=5.0)
 
     run(scenario)
 
@@ -667,6 +673,51 @@ def test_connections_of_finished_streams_are_used_again(run: Run) -> None:
         assert len(a.transport.dials) == 2 + 5
         assert not [each for each in await together(*(once() for _ in range(6))) if each is not None]
         assert len(a.transport.dials) == 2 + 5 + 2
+
+    run(scenario)
+
+
+@everywhere
+def test_a_peer_that_only_dials_lends_connections_for_streams(run: Run) -> None:
+    """To peers that it has dialed, when they ask for them; several at once, and each of use again."""
+
+    async def scenario(net: Net) -> None:
+        a, c = await net.peer("a"), await net.peer("c", client_mode=True)
+        a.endpoint.serve(Say, echo)
+        c.endpoint.serve_stream(OpenPipe, _mirror)
+        with pytest.raises(PeerUnreachable, match="no address"):
+            await a.endpoint.open(c.peer_id, OpenPipe(), timeout_s=5.0)
+        await c.endpoint.call(a.contact, Say("hello"), timeout_s=5.0)
+
+        async def once() -> None:
+            await _talk(await a.endpoint.open(c.peer_id, OpenPipe(), timeout_s=5.0), [0, 10, 300_000])
+
+        for _ in range(5):
+            await once()
+        assert len(c.transport.dials) == 2
+        assert not [each for each in await together(*(once() for _ in range(4))) if each is not None]
+        assert len(c.transport.dials) == 5
+        assert a.transport.dials == []
+
+    run(scenario)
+
+
+@everywhere
+def test_a_connection_that_nobody_asked_for_is_not_borrowed(run: Run) -> None:
+    """It is closed; and a peer that has been asked and lends none fails the stream in time."""
+
+    async def scenario(net: Net) -> None:
+        a = await net.peer("a", limits=msgspec.structs.replace(QUICK, dial_timeout_s=1.0))
+        hand = ByHand(net.transport("h"), a.contact)
+        lent = await hand.dial()
+        await lent.write(pack(Kind.HELLO, Hello(Contact(hand.transport.peer_id), lends=True)))
+        assert await ends(lent)
+        await hand.link()
+        await a.event(PeerConnected)
+        with pytest.raises(PeerTimeout):
+            await a.endpoint.open(hand.transport.peer_id, OpenPipe(), timeout_s=5.0)
+        assert not a.seen(Warned)
+        await hand.close()
 
     run(scenario)
 

@@ -478,6 +478,33 @@ def test_a_client_goes_back_to_no_state_before_the_last_one_that_it_had_with_oth
     assert known.view(mine, 0.0, shared=False, floor=last).behind
 
 
+def test_the_state_of_a_client_counts_where_it_can_be_had_and_is_further_in_both() -> None:
+    """Two clients at epoch 440 took the epoch 1 of a fresh peer. Who is linked with a client can have its state."""
+    known, mine = swarm(), said(ME)
+    further: dict[str, Any] = {"epoch": 440, "branch_samples": 9000, "digest": DIGESTS[1]}
+    known.heard(said(ANN, client=True, **further), 0.0)
+    assert known.clients_before(StateKey.of_peer(mine)) == {ANN}
+    assert known.clients_before(StateKey.of_peer(said(ANN, **further))) == ()
+    assert not known.view(mine, 0.0).behind
+    assert not known.further(StateKey.of_peer(mine))
+    giving = frozenset({ANN})
+    seen = known.view(mine, 0.0, giving=giving)
+    assert (seen.behind, seen.leaders, seen.epoch) == (True, (ANN,), 440)
+    assert known.further(StateKey.of_peer(mine), giving) == {ANN: 440}
+    assert known.better(mine, 0.0, giving) == {ANN: StateKey.of_peer(said(ANN, **further))}
+    known.heard(said(ANN, client=True, time=101.0, **(further | {"epoch": 5})), 0.0)  # more samples in as many epochs
+    assert not known.view(mine, 0.0, giving=giving).behind
+    assert not known.better(mine, 0.0, giving)
+    known.heard(said(ANN, client=True, time=102.0, **further), 0.0)
+    known.heard(said(BEN, epoch=441, branch_samples=9001, digest=DIGESTS[2]), 0.0)
+    assert known.view(mine, 0.0, giving=giving).leaders == (BEN,)
+    client = said(ME, client=True, **further)
+    known.lost(BEN, 0.0)
+    known.heard(said(CAT), 0.0)
+    assert known.view(client, 0.0, shared=False).behind
+    assert not known.view(client, 0.0, shared=False, floor=StateKey.of_peer(client)).behind
+
+
 def test_the_samples_of_a_peer_that_only_others_hear_count() -> None:
     """Its line to us is bad. We were late in each round, as we waited for samples that the others knew of."""
     known, mine = swarm(), said(ME)

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from shoal.allreduce.commit import Ask, Average, Contribute, MemberRules, Order, PartAction
-from shoal.allreduce.interface import is_sound
+from shoal.allreduce.interface import MAX_WEIGHT, is_sound
 from shoal.sometimes import sometimes
 from shoal.wire import Abort, Assign, Commit, Gone, Held, Member, PartAbsent, Report
 
@@ -105,6 +105,7 @@ class MemberMachine:
         silence_s: how long a sender may be silent that owes values.
         now: time at the beginning.
         promised_s: see `slow_lines`.
+        most_weight: the most that each member may have.
 
     Attributes:
         rules: what is held, and the verdict.
@@ -113,7 +114,7 @@ class MemberMachine:
         may_learn: whether the verdict can still come from the coordinator.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (half of them by name)
         self,
         round_id: bytes,
         me: int,
@@ -124,8 +125,9 @@ class MemberMachine:
         silence_s: float,
         now: float,
         promised_s: Sequence[float] = (),
+        most_weight: float = MAX_WEIGHT,
     ) -> None:
-        self.me, self.coordinator = me, coordinator
+        self.me, self.coordinator, self._most_weight = me, coordinator, most_weight
         self.rules = MemberRules(me, reducers, contributes=members[me].contributes)
         contributing = [index for index, member in enumerate(members) if member.contributes]
         self.contributions = Contributions(me, contributing, silence_s=silence_s, now=now, promised_s=promised_s)
@@ -143,6 +145,10 @@ class MemberMachine:
         if self.rules.commit is None:
             return _AVERAGING
         return _SUCCEEDED if self.rules.succeeded else _FETCHING
+
+    def is_sound(self, held: Held) -> bool:
+        """Return whether there may be such an average in this round."""
+        return is_sound(held, len(self.members), self._most_weight)
 
     @property
     def decided(self) -> bool:
@@ -222,7 +228,7 @@ class MemberMachine:
         return (
             message.round_id == self.round_id
             and [held.part for held in message.parts] == list(range(parts))
-            and all(is_sound(held, members) for held in message.parts)
+            and all(map(self.is_sound, message.parts))
             and not any(
                 held is not None and held.digest == due.digest and held != due
                 for held, due in zip(self.rules.held, message.parts, strict=True)

@@ -14,7 +14,7 @@ from typing import ParamSpec, TypeVar
 
 from msgspec.structs import replace
 
-from shoal.allreduce.interface import has_member, is_sound, is_weight
+from shoal.allreduce.interface import MAX_WEIGHT, OUTWEIGHS, has_member, is_weight
 from shoal.allreduce.member import CutOff, Finish, MemberMachine, Work
 from shoal.allreduce.partition import Part
 from shoal.allreduce.streams import SenderStream, UpStream
@@ -80,11 +80,24 @@ class Parts:
         machine: this member.
         executor: computes large parts.
         weight: of this member's values.
+        most_weight: a larger one is refused.
+        outweighs: told of a member with more than `OUTWEIGHS` times the weight of all others in a part, its weight, and
+            theirs together.
     """
 
     def __init__(
-        self, vector: Vector, parts: list[Part], machine: MemberMachine, executor: Executor, *, weight: float
+        self,
+        vector: Vector,
+        parts: list[Part],
+        machine: MemberMachine,
+        executor: Executor,
+        *,
+        weight: float,
+        most_weight: float = MAX_WEIGHT,
+        outweighs: Callable[[int, float, float], None] = lambda *_: None,
     ) -> None:
+        self._most_weight, self._outweighs = most_weight, outweighs
+        self._told: dict[int, float] = {machine.me: weight}  # the weight of each member, once it has told it
         self._vector, self._parts, self._machine, self._weight = vector, parts, machine, weight
         self._members = len(machine.members)
         self._work, self._digests = PartWork(vector, executor, len(parts)), PartDigests(machine.round_id)
@@ -152,6 +165,12 @@ class Parts:
         part = self.named(*work, peer)
         if not is_weight(weight):
             raise PeerProtocolError(f"weight {weight}", peer)
+        if weight > self._most_weight:
+            raise PeerProtocolError(
+                f"weight {weight:g}, which is more than the {self._most_weight:g} it may have", peer
+            )
+        if weight != self._told.setdefault(sender, weight):
+            raise PeerProtocolError(f"weight {weight:g} after {self._told[sender]:g} in the same round", peer)
         if nbytes != (self._vector.encoded_bytes(part) if weight > 0 else 0):
             raise PeerProtocolError(f"{nbytes} bytes for part {part.number}", peer)
         rules, contributions = self._machine.rules, self._machine.contributions
@@ -195,6 +214,7 @@ class Parts:
             if not any(contributors) and contributions.cut_off(number, attempt):
                 sometimes("a reducer gets no values from anybody")
                 return CutOff("no values with a weight came: members that contribute are lost or too slow")
+            self._look_for_one(contributions.contributors[number, attempt])
             held = Held(number, attempt, contributors, self._weights[number, attempt], NO_DIGEST)
             if any(contributors):
                 held = replace(held, digest=await self._work.light(part, self._divided, part, held))
@@ -202,6 +222,12 @@ class Parts:
 
     def _divided(self, part: Part, held: Held) -> bytes:
         return self._digests.of(held, self._vector.finish(part, held.weight))
+
+    def _look_for_one(self, members: set[int]) -> None:
+        """Look whether one member has nearly all of the weight of a part."""
+        weights = sorted((self._told[member], member) for member in members)
+        if len(weights) > 1 and weights[-1][0] > OUTWEIGHS * (others := sum(weight for weight, _ in weights[:-1])):
+            self._outweighs(weights[-1][1], weights[-1][0], others)
 
     def assigned(self) -> None:
         """The coordinator has assigned something: tasks that wait for an attempt look again."""
@@ -232,8 +258,10 @@ class Parts:
             PeerProtocolError: it is malformed.
         """
         part, rules = self.named(held.part, held.attempt, stream.peer_id), self._machine.rules
-        if nbytes != self._vector.encoded_bytes(part) or not is_sound(held, self._members):
+        if nbytes != self._vector.encoded_bytes(part):
             raise PeerProtocolError(f"a malformed average of part {part.number}", stream.peer_id)
+        if not self._machine.is_sound(held):
+            raise PeerProtocolError(f"an average of part {part.number} with the weight {held.weight:g}", stream.peer_id)
         if rules.wants(part.number, held.attempt):
             async with self._work.locks[part.number]:
                 if rules.wants(part.number, held.attempt):

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from shoal.allreduce.commit import Ask, Average, Contribute, Order
 from shoal.allreduce.coordinator import Coordinator, CoordinatorAction, LeftOut, Lied, Replaced, Send
-from shoal.allreduce.interface import MAX_WEIGHT, MIN_WEIGHT, Outcome, RoundOptions, is_sound, is_weight
+from shoal.allreduce.interface import MAX_WEIGHT, MIN_WEIGHT, Outcome, RoundOptions, is_weight
 from shoal.allreduce.member import AskOthers, Blame, CutOff, Finish, MemberAction, MemberMachine
 from shoal.allreduce.partition import Part
 from shoal.allreduce.parts import Parts
@@ -127,10 +127,14 @@ class Round:
 
     Attributes:
         machine: this member's part, without input and output.
+        outweighing: another member with more than `OUTWEIGHS` times the weight of all others in a part that is averaged
+            here, its weight, and theirs together; None if there was none.
 
     Raises:
         ConfigError: the group's slices and parts do not fit the tensors, or the weight cannot be used.
     """
+
+    outweighing: tuple[PeerID, float, float] | None
 
     def __init__(
         self,
@@ -160,8 +164,12 @@ class Round:
             silence_s=options.silence_s,
             now=self._loop.time(),
             promised_s=self._promised_s,
+            most_weight=options.most_weight,
         )
-        self._parts = Parts(vector, self.parts, self.machine, self.env.executor, weight=weight)
+        limit, outweighs = options.most_weight, self._outweighs
+        self._parts = Parts(
+            vector, self.parts, self.machine, self.env.executor, weight=weight, most_weight=limit, outweighs=outweighs
+        )
         self._coordinating = self._new_coordinator(reducers) if self.me == self.coordinator else None
         self._index = {member.contact.peer: index for index, member in enumerate(self.members)}
         # Of the coordinator: to each other member; of another member: to the coordinator.
@@ -185,6 +193,7 @@ class Round:
             self._bad_lines = set()
         self._late, self._began, self._complete_at = set[int](), self._loop.time(), math.inf
         self._gives, self._led_badly = weight > 0, False
+        self.outweighing = None
         self._blamed: dict[tuple[PeerID, str], None] = {}
         self._leaving = ExitStack()
         self._leaving.callback(self.endpoint.on_lost(self._peer_lost))
@@ -404,6 +413,11 @@ class Round:
             self._blamed[peer, reason] = None
             self.env.events.emit(PeerDropped(peer=peer, where="all-reduce", reason=reason))
 
+    def _outweighs(self, member: int, weight: float, others: float) -> None:
+        """An average is made of the values of one member alone, as it has so much more weight than all others."""
+        if member != self.me:
+            self.outweighing = self.members[member].contact.peer, weight, others
+
     def _failure(self) -> RoundFailed:
         """Return why there is no average here, and which members are to blame for it."""
         peers = dict.fromkeys(peer for peer, _ in self._blamed)
@@ -464,7 +478,7 @@ class Round:
     def _is_sound(self, report: Report) -> bool:
         members, parts = len(self.members), len(self.parts)
         return all(lost < members for lost in report.lost) and all(
-            held.part < parts and is_sound(held, members) for held in report.held
+            held.part < parts and self.machine.is_sound(held) for held in report.held
         )
 
     def _lied(self, member: int, reason: str) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import torch
 
+from shoal.allreduce.interface import MAX_WEIGHT
 from shoal.allreduce.round import Outcome, Round, RoundOptions
 from shoal.allreduce.segments import RoundMemory
 from shoal.allreduce.vector import Vector, describe
@@ -28,6 +29,7 @@ from shoal.averager.lock import TensorLock
 from shoal.averager.request import AveragingStage, StepRequest, StepResult
 from shoal.averager.settings import AveragerSettings
 from shoal.averager.sharing import StateSharing
+from shoal.bounded import put_last
 from shoal.clock import Backoff, own_clock, shielded
 from shoal.compression import CompressionBase, NoCompression, choose_codecs
 from shoal.core import PeerCore
@@ -51,6 +53,9 @@ _DIALED_AHEAD = 32
 _CLOSE_WITHIN_S = 10.0
 """The longest wait for the last round to let go of its memory; normally it takes less than 2 s. The next round fails
 then, and the one after that waits again."""
+
+_TOLD = 64
+"""So many peers that make averages their own are remembered, so that each is told once."""
 
 _STILL_S = 0.5
 """A peer that stood still for so long during a round judges nobody by it. Others wait for it for a second at most."""
@@ -115,6 +120,7 @@ class Averager:
         self._met: frozenset[PeerID] = frozenset()
         self._between_rounds.set()
         self._stepping: asyncio.Task[Any] | None = None
+        self._outweighing: dict[PeerID, None] = {}  # those that were told
         self._finishing: asyncio.Task[None] | None = None  # of the last round
         self._closing: asyncio.Task[None] | None = None
         self._last_round: Round | None = None
@@ -149,7 +155,7 @@ class Averager:
 
     # ---------------------------------------------------------------------------------------------------- averaging
 
-    async def step(
+    async def step(  # noqa: PLR0913 (all but one by name)
         self,
         request: StepRequest | None = None,
         *,
@@ -160,6 +166,7 @@ class Averager:
         allow_retries: bool = True,
         expected: Expected | None = None,
         apply: Apply | None = None,
+        most_weight: float = MAX_WEIGHT,
     ) -> StepResult:
         """Find a group and average once.
 
@@ -173,6 +180,8 @@ class Averager:
             allow_retries: after a failed round look for another group.
             expected: the peers that the group should wait for; None starts by the usual rule.
             apply: called under the lock with the averages in place of moving the tensors to them.
+            most_weight: members that give a larger weight are refused. It must be the same on all members, and none of
+                them may give more.
 
         Raises:
             RoundFailed: there is no average; no tensor was touched.
@@ -193,7 +202,7 @@ class Averager:
         if self._ending is not None or self._leaving:
             raise ClosedError("the averager was shut down")
         request = request or StepRequest(weight=weight, gather=gather)
-        attempt = _Attempt(request, prepare or (lambda _: (request.weight, 1.0)), expected, apply)
+        attempt = _Attempt(request, prepare or (lambda _: (request.weight, 1.0)), expected, apply, most_weight)
         self._stepping = asyncio.current_task()
         try:
             return await self._try_until(deadline, attempt, allow_retries)
@@ -336,8 +345,19 @@ class Averager:
             # Gives the group's streams back when nothing of the round reads them any more.
             self._finishing = self._tasks.spawn(_finish(round_, group, orderly=outcome is not None))
             self._last_round = round_
+            self._tell_outweighing(round_)
             if self._still_s() < still_s + _STILL_S:  # else the others may have left us, not we them
                 self.conduct.played(round_, outcome, formed, loop.time())
+
+    def _tell_outweighing(self, round_: Round) -> None:
+        if round_.outweighing is not None and round_.outweighing[0] not in self._outweighing:
+            peer, weight, others = round_.outweighing
+            put_last(self._outweighing, peer, None, _TOLD)
+            self._warn(
+                f"{peer.short()} gives its values the weight {weight:g}, and all others together have {others:g}: the "
+                "average is that peer's values. Give all peers weights of one kind (samples, say); if that peer is not "
+                "yours, leave it out"
+            )
 
     def _still_s(self) -> float:
         """For how long this process has stood still: the loop's time does not count that."""
@@ -364,6 +384,7 @@ class Averager:
             silence_s=settings.silence_s,
             reducer_silence_s=settings.reducer_silence_s,
             way_s=self.way_s,
+            most_weight=attempt.most_weight,
         )
         try:
             return Round(
@@ -487,6 +508,7 @@ class _Attempt(msgspec.Struct, frozen=True):
     prepare: Prepare
     expected: Expected | None
     apply: Apply | None
+    most_weight: float
 
 
 async def _finish(round_: Round, group: Group, *, orderly: bool) -> None:

@@ -56,19 +56,25 @@ class StateSharing:
         self._donor: StateDonor | None = None
         self._tasks = Tasks(self._on_failure)
         self._declaring: asyncio.Task[None] | None = None
+        self._declared = True
 
     @property
     def enabled(self) -> bool:
         """Whether others can download the state from here."""
         return self._donor is not None
 
-    def enable(self) -> None:
-        """Begin to give the state to every peer that asks. Has no effect if it goes on already."""
+    def enable(self, *, declared: bool = True) -> None:
+        """Begin to give the state to every peer that asks. Has no effect if it goes on already.
+
+        Args:
+            declared: tell the DHT. False for a peer that only dials: those that it has dialed may ask it.
+        """
         if self._donor is None:
             core = self._core
             self._donor = StateDonor(
                 core.endpoint, core.env, self._prefix, self._hold_state, self._state_version, pacer=core.pacer()
             )
+            self._declared = declared
             self._declaring = self._tasks.spawn(self._declare_loop())
 
     def disable(self) -> None:
@@ -105,7 +111,7 @@ class StateSharing:
 
     async def declare(self) -> None:
         """Tell the DHT now that this peer shares its state, with the present priority; a failure is an event."""
-        if self._donor is None or self._core.client_mode:
+        if self._donor is None or self._core.client_mode or not self._declared:
             return
         core, prefix = self._core, self._prefix
         expiration = core.env.clock.time() + 2 * self._settings.declare_state_period_s

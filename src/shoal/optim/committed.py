@@ -1,7 +1,8 @@
 """The contributors to the last steps, with their samples: the weight of each peer's word. Pure bookkeeping.
 
 Keys are free, so a word under a key counts by the work that was committed under it: see `words`. In a round a peer says
-itself how many samples it has. So no peer has more weight than all the others of its round together.
+itself how many samples it has. So no peer has more weight than all the others of its round together, nor more samples
+than it may give (`able`).
 
 These steps belong to a state, like the parameters. The members of a round know them from the round, a peer that follows
 their steps knows them from these, and a newcomer gets them with the state. So all peers at one state conclude the same
@@ -18,7 +19,7 @@ from typing import Annotated
 import msgspec
 
 from shoal.optim.agreement import Contributor, Contributors
-from shoal.optim.words import committed_weights
+from shoal.optim.words import able, believed, committed_weights
 from shoal.peer import PeerID
 from shoal.wire import decode, encode
 
@@ -54,6 +55,16 @@ class Committed:
         return committed_weights(self.steps)
 
     @cached_property
+    def believed(self) -> Mapping[PeerID, int]:
+        """The most samples for the next step that are believed of each contributor."""
+        return believed(self.steps)
+
+    @cached_property
+    def able(self) -> int | None:
+        """The most samples that any peer may give to the next step; None for any number, as no step is known."""
+        return able(self.steps)
+
+    @cached_property
     def ends(self) -> Mapping[PeerID, int | None]:
         """The end of the run that each contributor named last; None for no end."""
         return {each.peer: each.end for step in self.steps for each in step}
@@ -74,10 +85,11 @@ class Committed:
             return each.end if in_time else None
 
         total, several = sum(each.samples for each in contributors), sum(each.samples > 0 for each in contributors) > 1
+        most = self.able if self.able is not None else total
         step = [
             Contributor(
                 each.peer,
-                min(each.samples, total - each.samples) if several else each.samples,
+                min(each.samples, most, total - each.samples) if several else each.samples,
                 end_of(each),
             )
             for each in contributors

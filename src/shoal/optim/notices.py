@@ -10,6 +10,7 @@ from shoal.events import EventBus, LocalValuesRejected, Warned, duration
 from shoal.optim.beginning import Beginning, Stance
 from shoal.optim.check import Verdict
 from shoal.optim.options import Difference
+from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
 from shoal.peer import PeerID
 
@@ -230,6 +231,16 @@ class Notices:
             f"run {self._run_id!r} begins with the first weights of another peer: {samples} samples that this peer has "
             "trained on its own first weights are lost. Give all peers the same ones, with torch.manual_seed before "
             "the model is made or with a checkpoint"
+        )
+
+    def gave_up(self, ours: StateName, samples: int, taken: StateName) -> None:
+        """The state of others was taken, and our own one (`ours`) was trained apart from them, with so many samples."""
+        self.warn(
+            f"this peer goes on from epoch {taken.epoch} of the others ({taken.samples} samples) and gives up its own "
+            f"epoch {ours.epoch} ({ours.samples} samples): the {samples} samples that it has trained apart from them "
+            "are lost, as the state with more samples counts. Before peers train apart again, see that they reach each "
+            "other: let two of them be reachable (a port that is open, or a public Optimizer(auxiliary=True)). What is "
+            "to be kept of both is to be merged by hand from a checkpoint (checkpoint=) of this peer"
         )
 
     def without(self, further: Mapping[PeerID, int], epoch: int, why_not: str = "") -> None:

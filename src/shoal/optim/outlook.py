@@ -18,6 +18,7 @@ from shoal.optim.own_state import OwnState
 from shoal.optim.pace import Pace
 from shoal.optim.run_end import RunEnd
 from shoal.optim.settings import RunSettings
+from shoal.peer import PeerID
 from shoal.progress import NO_STATE, StateKey, SwarmProgress, SwarmView
 from shoal.sometimes import sometimes
 from shoal.wire import Contact, Progress
@@ -95,12 +96,39 @@ class Outlook:
             self.place(),
             now,
             shared=self.own.shared,
-            floor=self.own.floor,
+            floor=self.floor,
+            giving=self.giving,
             awaited=self.companions.awaited,
             before=self.companions.before,
             absent=self.attendance.absent(self.known.peers, now),
             silent=self.core.endpoint.silent,
         )
+
+    @property
+    def giving(self) -> frozenset[PeerID]:
+        """The clients that give their states to this peer: those that have dialed it. A client dials no client."""
+        if self.is_client:
+            return frozenset()
+        connected = self.core.endpoint.connected
+        return frozenset(peer for peer in self.known.clients_before(self.own.name.key) if connected(peer))
+
+    @property
+    def floor(self) -> StateKey:
+        """This client goes back to no state that is before this one.
+
+        It is its own if there is a peer that it has dialed, which can take it; else the last one that it had with
+        others.
+        """
+        own, words = self.own, map(self.known.progress_of, self.core.endpoint.peers)
+        if own.shared or not any(word is not None and word.contact.addresses for word in words):
+            return own.floor
+        return own.name.key
+
+    def note_shared(self, claimed: SwarmView) -> None:
+        """Another peer that can be dialed says that it has our state: perhaps it has taken it from here."""
+        others = (claimed.others[peer] for peer in claimed.together - claimed.coming if peer in claimed.others)
+        if not self.own.shared and any(word.contact.addresses for word in others):
+            self.own.is_shared()
 
     def gives_up(self, claimed: SwarmView) -> StateKey | None:
         """The worse state of others to which this client goes back, once; None otherwise.
@@ -116,7 +144,7 @@ class Outlook:
             self._worse = NO_STATE, now
             return None
         best = max((StateKey.of_peer(word) for word in others.values() if word.contact.addresses), default=NO_STATE)
-        may_take = not own.shared and not best.is_before(own.floor)  # it needs to give nothing up
+        may_take = not own.shared and not best.is_before(self.floor)  # it needs to give nothing up
         if not best.trained or best >= own.name.key or may_take:
             best = NO_STATE
         if best != self._worse[0]:
@@ -160,4 +188,6 @@ class Outlook:
         """Let those count who gave to the last steps of our state: they are believed, and rounds wait for them."""
         known, me = self.known, self.core.peer_id
         known.contributors = self.attendance.contributors = peers = self.own.committed.samples
+        if self.settings.merging is None:  # else they say how far they are on their way
+            known.believed = self.own.committed.believed
         self.attendance.alone = not any(known.progress_of(peer) is not None for peer in peers if peer != me)

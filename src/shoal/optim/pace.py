@@ -24,7 +24,8 @@ WAY = 1000
 
 
 _MOST_WAYS = 4
-"""A peer that does not count itself waits for so many ways at most: others may claim that they do nothing."""
+"""A peer counts for so many ways at most, whatever it claims. One that does not count itself waits for so many at most:
+others may claim that they do nothing."""
 
 _LEAST_WAY = 0.75
 """A way by time is at least this part of a whole one."""
@@ -173,7 +174,7 @@ def _done(view: SwarmView, peer: PeerID) -> int | None:
     said = view.others.get(peer)  # None: it was lost
     if said is None or peer not in view.together or not _trains(said):
         return None
-    return 0 if peer in view.coming else said.samples
+    return 0 if peer in view.coming else min(said.samples, _MOST_WAYS * WAY)
 
 
 class _Way:

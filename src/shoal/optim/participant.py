@@ -19,6 +19,7 @@ from functools import partial
 
 import msgspec
 
+from shoal.allreduce.interface import MAX_WEIGHT
 from shoal.allreduce.segments import RoundMemory
 from shoal.allreduce.vector import Vector
 from shoal.averager import StepResult, TensorLock
@@ -183,8 +184,7 @@ class Participant:
 
     async def start(self) -> None:
         """Join the run: look where it stands, tell where we stand."""
-        if not self.settings.averager.client_mode:
-            self._states.sharing.enable()
+        self._states.sharing.enable(declared=not self.settings.averager.client_mode)
         self.speed.measure(self._now())
         self.pace.state_changed(self.epoch, self._now())
         for work in (*self._gossip.start(), self._drive()):
@@ -330,6 +330,7 @@ class Participant:
         companions, now = self._companions, self._now()
         self._known.expire(now)
         claimed = self._outlook.claimed()
+        self._outlook.note_shared(claimed)
         if (worse := self._outlook.gives_up(claimed)) is not None:
             self._notices.goes_back(self.epoch, worse.epoch)
             claimed = self._outlook.claimed()
@@ -509,7 +510,7 @@ class Participant:
 
     async def _average(self) -> None:
         """Average the gradients with everybody at our state, and make the step ready."""
-        name, me = self.own.name, self.core.peer_id
+        name, me, most = self.own.name, self.core.peer_id, self.own.committed.able or MAX_WEIGHT
         if (grace_s := self.pace.grace_s(self._now())) and not self._turns:
             await self._trainer_comes(grace_s)
         said = self._said(await self._check.of(name))
@@ -521,7 +522,8 @@ class Participant:
             gather=said,
             hopeless=lambda view: view.behind or self._outlook.alone(view),
             expected=self._awaited,
-            prepare=lambda _: self._contribute(name),
+            prepare=lambda _: self._contribute(name, most),
+            most_weight=most,
             apply=lambda vector: self._take_average(vector, name),
         )
         if result is None:
@@ -565,10 +567,11 @@ class Participant:
         end = self._end.word(self.epoch, training.model_epoch)
         return Said(options, training.absent(), check, training.samples, end)
 
-    def _contribute(self, name: StateName) -> tuple[float, float]:
-        """Weight and factor of the accumulators at this state."""
+    def _contribute(self, name: StateName, most: float) -> tuple[float, float]:
+        """Weight and factor of the accumulators at this state; the others refuse a larger weight than `most`."""
         self._given = self.training.samples if self.own.name == name else 0
-        return self.training.contribute() if self.own.name == name else (0.0, 0.0)
+        weight, factor = self.training.contribute() if self.own.name == name else (0.0, 0.0)
+        return min(weight, most), factor
 
     async def _take_step_of(self, result: StepResult, said: Said) -> None:
         """The step of a round, as all its members take it; not if this peer cannot: then it falls behind."""
@@ -817,6 +820,7 @@ class Participant:
                     hopeless=lambda view: view.behind or self._stepped_with() <= me,
                     expected=self._stepped_with,
                     prepare=lambda _: (float(self.own.name == name and not self.training.evaluates), 1.0),
+                    most_weight=1.0,
                     apply=lambda vector: None,  # the trainer will
                     gather=self._counts.said() if self.at_end and self._counts else None,
                 )

@@ -42,7 +42,7 @@ class Circumstances:
         given_peers: whether it was told of others when it began.
         connected: whether it is connected with anybody at all.
         client: whether it only dials.
-        begun_anew: of a client: the epoch of the others, if their state is worse than the last one it had with others.
+        begun_anew: of a client: its epoch and that of the others, if their state is worse than the one that it keeps.
         only_here: whether it listens for its own machine only, though its initial peers are elsewhere.
         clock_ahead_s: how far its clock is ahead of those of the others that it is connected with.
         invited_to: the runs that its invites name.
@@ -55,7 +55,7 @@ class Circumstances:
     given_peers: bool
     connected: bool
     client: bool
-    begun_anew: int | None
+    begun_anew: tuple[int, int] | None
     only_here: bool
     clock_ahead_s: float
     invited_to: Collection[str]
@@ -78,9 +78,11 @@ class Circumstances:
         if self.given_peers and not self.connected:
             found.append("none of its initial peers answers: check whether they run, and whether they can be reached")
         if self.begun_anew is not None:
+            own, others = self.begun_anew
             found.append(
-                f"the peers that can be dialed are at epoch {self.begun_anew} only, and cannot download the state of "
-                "this client: end them, and start one from a checkpoint of this run, or from this peer's state_dict()"
+                f"the peers that can be dialed are at epoch {others} only, and have not taken the state of this "
+                f"client, which is at epoch {own}: look whether their training stands still; else end them, and start "
+                "one from a checkpoint of this run, or from this peer's state_dict()"
             )
         if self.unreached:
             found.append(self._of_the_unreached())
@@ -147,7 +149,7 @@ class Solitude:
         self._epoch: int | None = None  # of the last step, if it was taken alone
         self._together: int | None = None  # of the last state that this peer had with others
         self._others = frozenset[PeerID]()  # who were known then
-        self.told = False
+        self.told = self._told_anew = False
 
     async def watch(self) -> None:
         """Look every now and then, for as long as the peer trains."""
@@ -182,7 +184,7 @@ class Solitude:
     def stepped(self, epoch: int, peers: int) -> None:
         """A step was taken by so many peers."""
         if peers > 1:
-            self.told = False
+            self.told = self._told_anew = False
             self._were_here(epoch)
             return
         self._epoch = epoch
@@ -216,15 +218,18 @@ class Solitude:
         return tuple(self._circumstances().reasons()) if self.told else ()
 
     def _tell(self) -> None:
-        if not self.told and (found := self._circumstances()).expected:
-            self.told = True
+        found = self._circumstances()
+        begun_anew = found.begun_anew is not None  # perhaps since it was told that this client is alone
+        if found.expected and (not self.told or begun_anew > self._told_anew):
+            self.told, self._told_anew = True, begun_anew or self._told_anew
             self._notices.alone(self._epoch, found.reasons())
 
     def _circumstances(self) -> Circumstances:
         core, endpoint = self._core, self._core.endpoint
         words = [word for word in map(self._known.progress_of, self._connected()) if word is not None]
-        best = max((StateKey.of_peer(word) for word in words if word.contact.addresses), default=self._own.floor)
-        anew = self._outlook.is_client and best.is_before(self._own.floor)
+        floor = self._outlook.floor
+        best = max((StateKey.of_peer(word) for word in words if word.contact.addresses), default=floor)
+        anew = self._outlook.is_client and best.is_before(floor)
         listens_at = endpoint.listens_at
         return Circumstances(
             run_id=self._run_id,
@@ -233,7 +238,7 @@ class Solitude:
             given_peers=bool(core.node.initial_peers),
             connected=bool(endpoint.peers),
             client=self._outlook.is_client,
-            begun_anew=best.epoch if anew else None,
+            begun_anew=(self._own.name.epoch, best.epoch) if anew else None,
             only_here=bool(listens_at) and is_loopback(listens_at[0].host) and not core.begins_here,
             clock_ahead_s=endpoint.clock_ahead_s,
             invited_to=core.invited_to,

@@ -8,7 +8,7 @@ while: see `beginning`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,6 +38,8 @@ __all__ = ["Takeover"]
 _MOST_DONORS = 256
 _MANY_BATCHES = 10
 """A peer that loses fewer before the run's first step is not told."""
+_MANY_EPOCHS = 3
+"""Nor is one that loses fewer which it has trained apart: peers step before they meet, or when a line fails."""
 _SLOW_S = 20.0
 """The pace of a download is told after so long, if the rest would take longer than that."""
 
@@ -114,7 +116,7 @@ class Takeover:
         """Whether this peer waits for the state of a run that is further than its own beginning."""
         outlook, epoch = self.outlook, self.own.name.epoch
         on_its_own = epoch > 0 and not view.behind and not outlook.end.reached(epoch)
-        further = outlook.known.further(self.own.name.key) if on_its_own else {}
+        further = outlook.known.further(self.own.name.key, outlook.giving) if on_its_own else {}
         self.notices.without(further, epoch, self.why_not)
         stance = self.stance(view)
         return stance is Stance.WAITING or (stance is Stance.GIVEN_UP and bool(self.beginning.required))
@@ -126,7 +128,7 @@ class Takeover:
             return Stance.FREE
         now, giving = _now(), self._giving()
         stance = self.beginning.judge(
-            known.further(self.own.name.key),
+            known.further(self.own.name.key, self.outlook.giving),
             others_here=len(view.together) - 1,
             now=now,
             refusing=known.refusing(now),
@@ -223,7 +225,7 @@ class Takeover:
         trusted = self.own.committed.weights  # others may name the same state, and give something else
         donors = [Donor(self.gossip.contact(peer), float(peer in trusted), useful) for peer in leaders]
         if not self.mend_from:
-            better = self.outlook.known.better(self.outlook.place(), _now())
+            better = self.outlook.known.better(self.outlook.place(), _now(), self.outlook.giving)
             lower = sorted((peer, key) for peer, key in better.items() if peer not in leaders)
             # Below the leaders, in the order of their samples.
             donors += [Donor(self.gossip.contact(peer), -1.0 / (1 + key.samples), key.epoch) for peer, key in lower]
@@ -262,7 +264,7 @@ class Takeover:
         if ours is not None and name.key <= self.own.name.key:
             sometimes("a peer comes further while it downloads a state")
             return  # we came further meanwhile
-        lost = self._trained_in_vain(name)
+        tell_loss = self._loss(name)
 
         async def take_over() -> None:
             training, committed, before = self.own.training, committed_of(state.metadata), before_of(state.metadata)
@@ -291,18 +293,23 @@ class Takeover:
                 self._withheld(view.leaders)
                 raise
         self.outlook.known.note_given(state.donors)
-        if lost:
-            self.notices.begins_anew(lost)
+        tell_loss()
         self.downloads.append((state.bytes_received, state.duration_s))
         self.notices.downloaded(state.duration_s, self.core.reachability.shut_out)
 
-    def _trained_in_vain(self, taken: StateName) -> int:
-        """The samples that this peer has trained on first weights of its own, if others' first weights are taken.
+    def _loss(self, taken: StateName) -> Callable[[], None]:
+        """Tells of what is lost with our state if this one takes its place: on first weights, or apart from others.
 
-        A few batches are not told, as peers that start together have trained some before they meet.
+        A few batches or epochs are not told, as peers that start together have trained some before they meet.
         """
-        begins = taken.epoch == self.own.name.epoch == 0 and not self.outlook.settings.fragment
-        return self.own.training.samples if begins and self.outlook.speed.batches >= _MANY_BATCHES else 0
+        own, since = self.own, self.own.floor
+        if self.outlook.settings.fragment:
+            return lambda: None
+        if taken.epoch == own.name.epoch == 0 and self.outlook.speed.batches >= _MANY_BATCHES and own.training.samples:
+            return partial(self.notices.begins_anew, own.training.samples)
+        if not own.shared and own.name.epoch >= since.epoch + _MANY_EPOCHS:
+            return partial(self.notices.gave_up, own.name, own.name.samples - since.samples, taken)
+        return lambda: None
 
     def _tell_pace(self, intake: Intake) -> None:
         received, missing = intake.received_bytes, intake.missing_bytes

@@ -11,6 +11,10 @@ committed under it, in the last steps that led to the state (see `committed`):
   count like any others among themselves.
 
 All members of a round know the same steps and the same addresses, so they weigh all words alike.
+
+A peer says itself how many samples it has. It is `believed` as far as it has been able to give them: up to twice the
+most that it gave to one of the last steps. It may give four times the most that any key of weight gave to one of them
+(`able`): so newcomers are not held back, nor those that are left when others go, and nobody makes an average its own.
 """
 
 from __future__ import annotations
@@ -22,10 +26,13 @@ from typing import Protocol, TypeVar
 from shoal.peer import PeerID
 from shoal.wire import Contact
 
-__all__ = ["Weigh", "committed_weights", "heaviest", "hosts_of", "weigh"]
+__all__ = ["Weigh", "able", "believed", "committed_weights", "heaviest", "hosts_of", "weigh"]
 
 _PART = 3
 """A key weighs nothing before it has contributed to one of so many of the last steps, on average."""
+
+_BELIEVED, _ABLE = 2, 4
+"""How many times the samples that were given to one of the last steps may be claimed, and given, for the next one."""
 
 _VOICE = 720_720
 """The voice of a host: up to 16 keys share it without a rest."""
@@ -57,6 +64,25 @@ def committed_weights(steps: Sequence[Iterable[_Gave]]) -> dict[PeerID, int]:
         rounds[each.peer] += 1
     needed = min(len(steps) // _PART, max(rounds.values(), default=0))
     return {peer: count for peer, count in samples.items() if rounds[peer] >= needed}
+
+
+def _most_given(steps: Sequence[Iterable[_Gave]]) -> dict[PeerID, int]:
+    """The most that each key gave to one of these steps."""
+    most = dict[PeerID, int]()
+    for each in (each for step in steps for each in step if each.samples):
+        most[each.peer] = max(most.get(each.peer, 0), each.samples)
+    return most
+
+
+def believed(steps: Sequence[Iterable[_Gave]]) -> dict[PeerID, int]:
+    """The most samples that each contributor to these last steps may have for the next one, to be believed."""
+    return {peer: _BELIEVED * samples for peer, samples in _most_given(steps).items()}
+
+
+def able(steps: Sequence[Iterable[_Gave]]) -> int | None:
+    """The most samples that any peer may give to the step after these, however many it has; None if none is known."""
+    most, weights = _most_given(steps), committed_weights(steps)
+    return max((_ABLE * most[peer] for peer in weights), default=None)
 
 
 def hosts_of(contacts: Iterable[Contact]) -> dict[PeerID, str]:

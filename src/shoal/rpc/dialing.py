@@ -14,11 +14,12 @@ from typing import TypeVar
 
 from shoal.bounded import put_last
 from shoal.clock import Backoff, seconds_text
-from shoal.errors import ClosedError, PeerError, PeerTimeout, PeerUnreachable
+from shoal.errors import ClosedError, PeerError, PeerRefused, PeerTimeout, PeerUnreachable
 from shoal.peer import Address, PeerID
 from shoal.rpc.connections import Connections
 from shoal.rpc.dial_limits import BoundedDials
 from shoal.rpc.framing import Kind, Limits, pack
+from shoal.rpc.lending import Lending
 from shoal.rpc.link import CallLink
 from shoal.rpc.ways import Ways
 from shoal.sometimes import sometimes
@@ -73,6 +74,7 @@ class Dialer:
             on_shut=on_shut,
         )
         self._me, self._add_link, self._tasks = me, add_link, tasks
+        self.lending = Lending(limits.dial_timeout_s, connections.drop)
         self._told: dict[PeerID, tuple[Address, ...]] = {}  # by the peers themselves, the last one at the end
         self._heard: dict[PeerID, tuple[Address, ...]] = {}  # from others
         self._worked: dict[PeerID, Address] = {}  # the last one that led to the peer
@@ -152,12 +154,31 @@ class Dialer:
             self._open.forget(peer)
 
     async def _greet(self, connection: Connection) -> CallLink:
+        await self._say_hello(connection)
+        return self._add_link(connection)
+
+    async def _say_hello(self, connection: Connection, *, lends: bool = False) -> None:
         try:
-            await connection.write(pack(Kind.HELLO, Hello(self._me())))
+            await connection.write(pack(Kind.HELLO, Hello(self._me(), lends)))
         except BaseException:
             self._open.drop(connection)
             raise
-        return self._add_link(connection)
+
+    async def lend(self, peer: PeerID) -> Connection:
+        """Dial a connection for a stream that this peer, which has a link with us, opens. See `Lending`.
+
+        Raises:
+            PeerRefused: it has as many streams open to us as it may have.
+            PeerTimeout, PeerUnreachable: there is no connection.
+        """
+        if len(self._open.of(peer).accepted) >= self._limits.streams_per_peer:
+            raise PeerRefused("too many connections", peer, code="busy")
+        addresses = self._addresses(peer)
+        if not addresses:
+            raise PeerUnreachable("no address is known", peer)
+        connection = self._opened(await self.ways.dial(peer, addresses))
+        await self._say_hello(connection, lends=True)
+        return connection
 
     async def link_anew(self, peer: PeerID, silent: Callable[[], bool], rng: random.Random) -> None:
         """Make a new link with a peer that has fallen silent, in place of the links on which it is silent.
@@ -201,6 +222,8 @@ class Dialer:
 
     async def _dial(self, peer: PeerID) -> Connection:
         addresses = self._addresses(peer)
+        if not addresses and (link := self._open.link(peer)) is not None:
+            return await self.lending.borrow(link)
         if not addresses:
             raise PeerUnreachable("no address is known, and it has not dialed us", peer)
         if self.ways.closed(peer, addresses):

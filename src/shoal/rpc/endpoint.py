@@ -38,8 +38,10 @@ from shoal.transport.base import Connection, Transport
 from shoal.wire import (
     Contact,
     Hello,
+    LendConnection,
     Message,
     Note,
+    Noted,
     Opening,
     OpenStream,
     Request,
@@ -106,6 +108,7 @@ class Endpoint:
             tasks=self._tasks,
             on_shut=self._way_shut,
         )
+        self.serve(LendConnection, self._lend)
         self._withheld = False
         self._reached_at: tuple[Address, ...] = ()
         self._shut_callbacks: list[Callable[[PeerID, tuple[Address, ...]], None]] = []
@@ -497,8 +500,13 @@ class Endpoint:
         self._open.connections.add(connection)
         self._tasks.spawn(self._serve_connection(connection))
 
+    async def _lend(self, peer: PeerID, _: LendConnection) -> Noted:
+        connection = await self._dialer.lend(peer)
+        self._tasks.spawn(self._serve_connection(connection))
+        return Noted()
+
     async def _serve_connection(self, connection: Connection) -> None:
-        is_link, peer = False, connection.peer_id
+        handed_on, peer = False, connection.peer_id
         self._open.of(peer).accepted.add(connection)
         try:
             # A peer that we have a link with may dial ahead of its next stream.
@@ -508,8 +516,11 @@ class Endpoint:
                 hello = decode(frame.header, Hello)
                 if hello.contact.peer == peer:
                     self._dialer.learn(hello.contact, by_itself=True)
+                if hello.lends:
+                    handed_on = self._dialer.lending.lent(connection)
+                    return
                 self._add_link(connection)
-                is_link = True  # and reads on by itself
+                handed_on = True  # the link reads on by itself
                 return
             while await self._services.serve_stream(connection, frame):
                 frame = await read_frame(connection, self.limits)
@@ -520,7 +531,7 @@ class Endpoint:
         except (PeerProtocolError, msgspec.MsgspecError) as error:
             self.env.events.emit(PeerDropped(peer=peer, where="rpc", reason=str(error)))
         finally:
-            if not is_link:
+            if not handed_on:
                 self._open.drop(connection)
             self._open.of(peer).accepted.discard(connection)
             self._open.forget(peer)

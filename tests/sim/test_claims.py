@@ -1,0 +1,123 @@
+"""Claims of samples, and weights, count as far as a peer has been able to give them; else it is named and left out."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from shoal import sim
+from shoal.events import Event, PeerDropped, Warned
+from shoal.optim import Participant
+from tests.sim.averaging_kit import Trial
+from tests.sim.optimizer_kit import Run, Trainer
+from tests.sim.test_alone import until
+
+NAMES = ["p0", "p1", "p2"]
+
+
+async def with_a_fourth(run: Run, heard: list[Event], end_s: float, *, client: bool = False) -> Trainer:
+    """Three train until then, and soon a fourth one, which has a sixteenth of the samples."""
+    for name in NAMES:
+        await run.add(name, events=heard.append)
+        run.swarm.spawn(name, run.swarm.peer(name).train(5, duration_s=0.5, until=until(end_s)))
+    await sim.sleep(6.0)
+    fourth = await run.add("liar", client_mode=client)
+    run.swarm.spawn("liar", fourth.train(1, duration_s=0.5, until=until(end_s)))
+    await sim.sleep(12.0)
+    first = run.swarm.peer("p0").participant
+    assert fourth.participant.core.peer_id in first.own.committed.weights
+    return fourth
+
+
+def test_a_contributor_that_claims_10_to_the_12_made_the_steps_small() -> None:
+    """Steps of 53 samples instead of 384, and 86 rounds that were aborted in 20 s, without a word."""
+
+    async def main() -> None:
+        run = Run(target=32)
+        liar = await with_a_fourth(run, [], 45.0)
+        pace: Any = liar.participant.pace
+        pace.done = lambda *_: 10**12
+        began = asyncio.get_running_loop().time()
+        await sim.sleep(20.0)
+        samples = [count for at, _, count, _ in run.swarm.peer("p0").epochs if at > began + 3.0]
+        assert len(samples) >= 7
+        assert min(samples) >= 24, samples
+        await run.close()
+
+    sim.run(main, seed=51)
+
+
+@pytest.mark.parametrize("client", [True, False], ids=["gives values only", "reduces too"])
+def test_a_weight_above_what_a_peer_can_give_is_refused_and_blames_the_sender(client: bool) -> None:
+    """With weights 1, 1 and 1e12 all tensors became the third one's. Each who reduces names it; the others go on."""
+
+    async def main() -> None:
+        run, heard = Run(target=32), list[Event]()
+        liar = await with_a_fourth(run, heard, 45.0, client=client)
+        lying: Any = liar.participant
+        contribute = lying._contribute
+
+        def lie(name: Any, most: float) -> tuple[float, float]:
+            weight, factor = contribute(name, most)
+            return 1e9 if weight else 0.0, 1e3 * factor
+
+        lying._contribute = lie
+        first: Participant = run.swarm.peer("p0").participant
+        began, before = asyncio.get_running_loop().time(), first.epoch
+        await sim.sleep(20.0)
+        me = lying.core.peer_id
+        reasons = {each.reason for each in heard if isinstance(each, PeerDropped) and each.peer == me}
+        told = "weight 1e+09, which is more than the" if client else "average of part 0 with the weight 1e+09"
+        assert any(told in reason for reason in reasons), reasons
+        assert not [each for each in heard if isinstance(each, PeerDropped) and each.peer != me]
+        assert first.epoch >= before + 5
+        since = [each for step in first.own.committed.steps[before - first.epoch + 1 :] for each in step]
+        assert not [each for each in since if each.peer == me and each.samples]
+        samples = [count for at, _, count, _ in run.swarm.peer("p0").epochs if at > began]
+        assert max(samples) < 100, samples
+        assert run.agree(NAMES) or run.swarm.peer("p1").participant.epoch != first.epoch
+        assert all(float(each.detach().abs().max()) < 100.0 for each in run.swarm.peer("p0").parameters)
+        await run.close()
+
+    sim.run(main, seed=52)
+
+
+def test_one_weight_beside_which_no_other_counts_is_told() -> None:
+    """An averager without a run takes any weight: it is its user's. The others are told whose values they have got."""
+
+    async def main() -> None:
+        told = list[str]()
+        trial = Trial(
+            heard=lambda name, event: told.append(f"{name}: {event.message}") if isinstance(event, Warned) else None
+        )
+        values = [[torch.full((3000,), float(peer))] for peer in range(3)]
+        for name, tensors in zip(NAMES, values, strict=True):
+            await trial.add(name, tensors)
+        for _ in range(2):
+            steps = (trial.step(name, weight=weight) for name, weight in zip(NAMES, (1.0, 1.0, 1e12), strict=True))
+            await asyncio.gather(*steps)
+        heavy = trial.swarm.peer("p2").core.peer_id.short()
+        assert told
+        assert all(f"{heavy} gives its values the weight 1e+12, and all others together have" in each for each in told)
+        assert len(told) == len({each.split(":")[0] for each in told}), "each tells it once"
+        await trial.close()
+
+    sim.run(main, seed=53)
+
+
+def test_weights_that_users_choose_are_told_only_if_nothing_else_counts() -> None:
+    """A hundred times the weight of another peer is no reason."""
+
+    async def main() -> None:
+        told = list[Event]()
+        trial = Trial(heard=lambda name, event: told.append(event) if isinstance(event, Warned) else None)
+        for peer, name in enumerate(NAMES):
+            await trial.add(name, [torch.full((30,), float(peer))])
+        await asyncio.gather(*(trial.step(name, weight=10.0**peer) for peer, name in enumerate(NAMES)))
+        assert not told
+        await trial.close()
+
+    sim.run(main, seed=54)

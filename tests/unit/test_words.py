@@ -1,0 +1,82 @@
+"""Whose word counts how much, and how many samples are believed of a peer."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.optim.agreement import Contributor
+from shoal.optim.committed import Committed
+from shoal.optim.words import able, believed, committed_weights, heaviest, hosts_of, weigh
+from shoal.peer import Address, PeerID
+from shoal.wire import Contact
+
+
+def peer(number: int) -> PeerID:
+    """Some peer; a lower number is a lower id."""
+    return PeerID(bytes([number]) * 32)
+
+
+A, B, C, D = map(peer, range(1, 5))
+
+
+def steps(*made: dict[PeerID, int]) -> list[list[Contributor]]:
+    """Steps with so many samples of each."""
+    return [[Contributor(who, samples) for who, samples in step.items()] for step in made]
+
+
+def test_a_key_weighs_nothing_before_it_has_contributed_to_a_third_of_the_last_steps() -> None:
+    """And then all its samples in them."""
+    known = {A: 10, B: 5}
+    for rounds, weight in ((1, None), (2, None), (3, 300)):
+        last = steps(*[known] * (10 - rounds), *[known | {C: 100}] * rounds)
+        found = committed_weights(last)
+        assert found == {A: 100, B: 50} | ({} if weight is None else {C: weight})
+        assert weigh([A, C], committed=found, hosts={}) == {A: 100, C: weight or 0}
+    assert committed_weights(steps(known, known | {C: 100})) == {A: 20, B: 10, C: 100}, "a young run"
+    assert committed_weights([]) == {}
+
+
+def test_where_nobody_has_come_often_those_count_that_came_most() -> None:
+    """Ten peers that made a step each: all weigh what they gave."""
+    each = steps(*[{peer(number): number} for number in range(1, 11)])
+    assert committed_weights(each) == {peer(number): number for number in range(1, 11)}
+
+
+def test_a_host_has_one_voice_which_its_keys_share() -> None:
+    """Where nothing is known of any that say something. Those without an address are one host."""
+    contacts = [Contact(who, (Address("192.0.2.1", 1, who),)) for who in (A, B)]
+    hosts = hosts_of([*contacts, Contact(C, (Address("192.0.2.2", 1, C),)), Contact(D)])
+    assert hosts == {A: "192.0.2.1", B: "192.0.2.1", C: "192.0.2.2"}
+    found = weigh([A, B, C, D], committed={}, hosts=hosts)
+    assert found[A] == found[B] < found[C] == found[D]
+    assert found[C] < found[A] + found[B] < found[C] + found[D]
+    assert len(set(weigh([A, B, C, D], committed={}, hosts={}).values())) == 1
+    assert weigh([], committed={}, hosts={}) == {}
+
+
+@pytest.mark.parametrize("order", [(A, B, C), (C, B, A)])
+def test_of_equal_weights_the_word_of_the_lowest_peer_is_first(order: tuple[PeerID, ...]) -> None:
+    """The same for all, in whatever order they hear it."""
+    said = {A: "x", B: "y", C: "z"}
+    words = {who: said[who] for who in order}
+    assert heaviest(words, {A: 1, B: 2, C: 1}) == ["y", "x", "z"]
+    assert heaviest(words, {}) == ["x", "y", "z"]
+
+
+def test_samples_count_as_far_as_a_peer_has_been_able_to_give_them() -> None:
+    """Claims up to twice what it gave to one of the steps; given up to four times what any key of weight gave."""
+    last = steps({A: 96, B: 40}, {A: 80, B: 60}, {A: 90, B: 50, C: 500}, {A: 1, B: 1}, {A: 1, B: 1}, {A: 1, B: 1})
+    assert believed(last) == {A: 192, B: 120, C: 1000}
+    assert able(last) == 4 * 96, "C has contributed to one of six"
+    assert able([]) is None
+
+
+def test_a_record_holds_no_more_than_a_peer_may_give() -> None:
+    """Two keys that claim 10^12 each had nearly all of the weight from their first step on."""
+    honest = {A: 96, B: 96}
+    committed = Committed()
+    for epoch in range(3):
+        committed = committed.after(steps(honest)[0], epoch)
+    committed = committed.after(steps(honest | {C: 10**12, D: 10**12})[0], 3)
+    assert committed.steps[-1] == steps(honest | {C: 384, D: 384})[0]
+    assert Committed().after(steps(honest | {C: 10**12})[0], 0).samples == honest | {C: 192}

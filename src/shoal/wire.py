@@ -992,8 +992,9 @@ class ManifestReply(Message, frozen=True):
         snapshot: names the snapshot at this donor.
         epoch: the state's.
         metadata: plain values, in MessagePack.
-        tensors: (shape, dtype, codec, encoded bytes) of each. The state is their encodings one after another. A tensor
-            is encoded in slices of 1,048,576 elements; the last one is shorter.
+        kinds: (shape, dtype, codec, encoded bytes) of each kind of tensor.
+        order: the kind of each tensor, by its number: 4 bytes each, little-endian, packed by zlib. The state is their
+            encodings one after another. A tensor is encoded in slices of 1,048,576 elements; the last one is shorter.
         chunk_bytes: the size of every chunk but the last: 1 KiB to 16 MiB.
         hashes: BLAKE3 of each chunk.
         infinite: the positions of tensors that hold infinities, ascending.
@@ -1002,7 +1003,8 @@ class ManifestReply(Message, frozen=True):
     snapshot: RoundID
     epoch: Epoch
     metadata: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
-    tensors: Annotated[list[StateTensor], msgspec.Meta(max_length=1 << 17)]
+    kinds: Annotated[list[StateTensor], msgspec.Meta(max_length=1 << 15)]
+    order: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
     chunk_bytes: Count
     hashes: Annotated[list[Digest], msgspec.Meta(max_length=1 << 15)]
     infinite: Annotated[list[Count], msgspec.Meta(max_length=1 << 17)] = []

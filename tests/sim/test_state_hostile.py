@@ -79,9 +79,9 @@ def test_a_donor_that_sends_a_wrong_chunk_is_dropped_by_name_and_not_asked_again
 @pytest.mark.parametrize(
     "changes",
     [
-        {"tensors": [([1 << 40], "float32", "none", 1 << 42)], "hashes": [b"h" * 32] * 2},
-        {"tensors": [([3 * MIB], "uint8", "none", MIB)]},
-        {"tensors": [([MIB], "uint8", "zip", MIB)]},
+        {"kinds": [([1 << 40], "float32", "none", 1 << 42)], "hashes": [b"h" * 32] * 2},
+        {"kinds": [([3 * MIB], "uint8", "none", MIB)]},
+        {"kinds": [([MIB], "uint8", "zip", MIB)]},
         {"hashes": []},
         {"chunk_bytes": 1},
         {"metadata": b"\x92"},

@@ -261,8 +261,8 @@ def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_checkpoint_of_a_later_version_is_refused_and_kept(tmp_path: Path) -> None:
     """It is no damage: the user has to know."""
     path, _ = write(tmp_path, content(1), None)
-    reindex(path, format=2)
-    with pytest.raises(ConfigError, match="has format 2, of a later version of shoal"):
+    reindex(path, format=3)
+    with pytest.raises(ConfigError, match="has format 3, of a later version of shoal"):
         newest(tmp_path, "run", no_warning)
     write(tmp_path, content(2), 1)
     assert path.exists()

@@ -10,13 +10,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from shoal.errors import ConfigError, StateUnavailable
+from shoal.optim.agreement import MAX_TRAINED, Said
 from shoal.optim.inner import make_optimizer
+from shoal.optim.options import Options
 from shoal.optim.shared_state import why_not_ours
 from shoal.optim.training_state import TrainingState
+from shoal.wire import encode
 from tests.unit.optimizer_cases import (
     assert_equal,
     everything,
@@ -122,6 +126,87 @@ def test_an_empty_parameter_group_makes_every_state_untakeable(name: str, first:
     loaded = donor.prepare_optimizer(donor.optimizer.state_dict())
     donor.load_optimizer(loaded)
     assert_equal(newcomer, donor)
+
+
+def many(count: int, seed: int = 0) -> TrainingState:
+    """So many small parameters, by turns of three shapes, with statistics of half of them missing after a step."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(2, 3), (3,), ()]
+    parameters = [torch.nn.Parameter(torch.randn(shapes[i % 3], generator=generator)) for i in range(count)]
+    return TrainingState(torch.optim.AdamW(parameters))
+
+
+@pytest.mark.parametrize("count", [20_000, pytest.param(200_000, marks=[pytest.mark.long, pytest.mark.timeout(600)])])
+def test_more_than_8500_parameters_made_a_state_that_cannot_be_given(count: int) -> None:
+    """The description took a mebibyte at 8,500: each statistic was named by its own. One in two has none here."""
+    donor, newcomer = many(count), many(count, 1)
+    for index, parameter in enumerate(donor.trained):
+        parameter.grad = torch.ones_like(parameter) if index % 2 else None
+    assert donor.accumulate(1)
+    assert len(donor.absent()) == count // 8
+    donor.use_own_mean()
+    donor.step()
+    assert len(donor.optimizer.state) == count // 2
+    manifest, tensors = offered(donor)
+    assert len(encode(manifest.to_message())) < 2 * count
+    assert why_not_ours(newcomer, manifest, None) is None
+    newcomer.load(manifest.metadata["training"], tensors)
+    assert_equal(newcomer, donor)
+
+
+def test_more_parameters_than_a_round_can_speak_of_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of them had no gradient would be no word that counts, and each round would fail."""
+    said = Said(Options(1, {}), absent=bytes(MAX_TRAINED // 8))
+    assert msgspec.convert(msgspec.to_builtins(said, builtin_types=(bytes,)), Said) == said
+    monkeypatch.setattr("shoal.optim.training_state.MAX_TRAINED", 5)
+    assert many(5).absent() == b"\x1f"
+    with pytest.raises(ConfigError, match="put small ones together"):
+        many(6)
+
+
+def test_a_state_of_a_checkpoint_that_names_each_statistic_is_taken_over() -> None:
+    """Checkpoints of before 2026-11-28 stay good: they name each tensor by its place, and each parameter's values."""
+    make = optimizer_by_name("torch.optim.AdamW")
+    donor, newcomer = training_of(make, groups=True), training_of(make, groups=True)
+    step(donor, 0, without=(1,))
+    values, tensors = everything(donor)
+    place = len(donor.describe())
+
+    def named(value: Any) -> Any:
+        nonlocal place
+        ((kind, item),) = value.items()
+        if kind == "n":
+            place += 1
+            return {"t": [place - 1, *item]}
+        return {kind: [[key, named(each)] for key, each in item]} if kind == "d" else value
+
+    ((forms, of_each, others),) = values["optimizer"]["states"]
+    kept = [[number, named(forms[form - 1])] for number, form in enumerate(of_each) if form]
+    values["optimizer"]["states"] = [[kept, others]]
+    newcomer.load(values, tensors)
+    assert_equal(newcomer, donor)
+
+
+@pytest.mark.parametrize("of_each", [[1, 1, 1, 2], [1, 1, 1, -1], [1, 1, 1, 1, 1], [1, 1, "1"], [True], 1, None, {}])
+def test_forms_of_statistics_that_cannot_be_are_refused(of_each: Any) -> None:
+    """Each parameter has one of the forms that are there, or none."""
+    donor, newcomer = (training_of(optimizer_by_name("torch.optim.AdamW")) for _ in range(2))
+    step(donor, 0)
+    values, tensors = everything(donor)
+    values["optimizer"]["states"][0][1] = of_each
+    with pytest.raises(StateUnavailable, match="does not fit here"):
+        newcomer.load(values, tensors)
+    assert not newcomer.optimizer.state
+
+
+def test_a_form_with_many_values_for_many_parameters_is_not_read_to_its_end() -> None:
+    """A mebibyte of metadata would become gigabytes."""
+    training = many(3000)
+    values, tensors = everything(training)
+    form = {"d": [[f"{number}", {"v": 0}] for number in range(1000)]}
+    values["optimizer"]["states"] = [[[form], [1] * 3000, []]]
+    with pytest.raises(StateUnavailable, match="values are too many"):
+        training.load(values, tensors)
 
 
 @pytest.mark.long

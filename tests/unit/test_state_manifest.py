@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from shoal.state.manifest import (
     CHUNK_BYTES,
     MAX_CHUNK_BYTES,
     MAX_CHUNKS,
+    MAX_TENSORS,
     Manifest,
     StateTensorSpec,
     chunk_size,
@@ -40,6 +42,11 @@ def manifest(*specs: StateTensorSpec, chunk_bytes: int = 1024, metadata: Any = N
     total = sum(s.encoded_bytes for s in specs)
     hashes = tuple(hashlib.sha256(bytes([i % 256])).digest() for i in range(-(-total // chunk_bytes)))
     return Manifest(b"s" * 16, epoch, metadata, specs, chunk_bytes, hashes)
+
+
+def packed(*kinds: int) -> bytes:
+    """The kinds of tensors, as they are sent."""
+    return zlib.compress(b"".join(kind.to_bytes(4, "little") for kind in kinds))
 
 
 def reply(**changes: Any) -> ManifestReply:
@@ -66,17 +73,24 @@ def test_a_state_without_tensors_has_no_chunks() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"tensors": [([300], "float32", "none", 1201)]}, "should take 1200 bytes"),
-        ({"tensors": [([301], "float32", "none", 1200)]}, "should take 1204 bytes"),
-        ({"tensors": [([-300], "float32", "none", 1200)]}, "shape"),
-        ({"tensors": [([1] * 33, "float32", "none", 4)]}, "shape"),
-        ({"tensors": [([0, 1 << 62, 1 << 62], "float32", "none", 0)]}, "too many elements"),
-        ({"tensors": [([300], "float31", "none", 1200)]}, "unknown dtype"),
-        ({"tensors": [([300], "float32", "zip", 1200)]}, "unknown codec"),
-        ({"tensors": [([300], "int32", "float16", 600)]}, "does not support"),
-        ({"tensors": [([300_000], "float32", "none", 1_200_000)]}, "limit is 1048576"),
-        ({"tensors": [([300_000], "float64", "float16", 600_000)]}, "limit is 1048576"),
-        ({"tensors": []}, "2 hashes for 0 chunks"),
+        ({"kinds": [([300], "float32", "none", 1201)]}, "should take 1200 bytes"),
+        ({"kinds": [([301], "float32", "none", 1200)]}, "should take 1204 bytes"),
+        ({"kinds": [([-300], "float32", "none", 1200)]}, "shape"),
+        ({"kinds": [([1] * 33, "float32", "none", 4)]}, "shape"),
+        ({"kinds": [([0, 1 << 62, 1 << 62], "float32", "none", 0)]}, "too many elements"),
+        ({"kinds": [([300], "float31", "none", 1200)]}, "unknown dtype"),
+        ({"kinds": [([300], "float32", "zip", 1200)]}, "unknown codec"),
+        ({"kinds": [([300], "int32", "float16", 600)]}, "does not support"),
+        ({"kinds": [([300_000], "float32", "none", 1_200_000)]}, "limit is 1048576"),
+        ({"kinds": [([300_000], "float64", "float16", 600_000)]}, "limit is 1048576"),
+        ({"kinds": []}, "of kind 0, and 0 are described"),
+        ({"order": packed()}, "2 hashes for 0 chunks"),
+        ({"order": packed(0, 1)}, "of kind 1, and 1 are described"),
+        ({"order": b"noise"}, "manifest"),
+        ({"order": packed(0)[:-1]}, "not in their form"),
+        ({"order": packed(0) + b"x"}, "not in their form"),
+        ({"order": zlib.compress(bytes(5))}, "not in their form"),
+        ({"order": zlib.compress(bytes(4 * MAX_TENSORS + 4))}, f"more than {MAX_TENSORS} tensors"),
         ({"hashes": []}, "0 hashes for 2 chunks"),
         ({"hashes": [b"h" * 32] * 3}, "3 hashes for 2 chunks"),
         ({"chunk_bytes": 0}, "chunks of 0 bytes"),
@@ -85,7 +99,7 @@ def test_a_state_without_tensors_has_no_chunks() -> None:
         ({"infinite": [1]}, "infinities"),
         ({"infinite": [-1]}, "infinities"),
         ({"infinite": [0, 0]}, "infinities"),
-        ({"tensors": [([150], "int64", "none", 1200)], "infinite": [0]}, "infinities"),
+        ({"kinds": [([150], "int64", "none", 1200)], "infinite": [0]}, "infinities"),
         ({"metadata": b""}, "manifest"),
         ({"metadata": b"\xc1"}, "manifest"),
         ({"metadata": b"\xa1\xff"}, "not UTF-8"),
@@ -108,7 +122,7 @@ def test_a_little_that_becomes_much_is_refused() -> None:
         large = StateTensorSpec((numel,), torch.float32, codec)
         chunks = -(-large.encoded_bytes // CHUNK_BYTES)
         entry = ([numel], "float32", codec.name, large.encoded_bytes)
-        sent = reply(tensors=[entry], hashes=[b"h" * 32] * chunks, chunk_bytes=CHUNK_BYTES)
+        sent = reply(kinds=[entry], hashes=[b"h" * 32] * chunks, chunk_bytes=CHUNK_BYTES)
         if taken:
             assert read_manifest(sent, max_state_bytes=64 << 30).tensors == (large,)
         else:
@@ -120,7 +134,7 @@ def test_a_little_that_becomes_much_is_refused() -> None:
 def test_made_up_tensors_are_refused_and_nothing_worse(tensors: list[tuple[list[int], str, str, int]]) -> None:
     """Any list that fits the message type is either consistent or a `PeerProtocolError`."""
     try:
-        read = read_manifest(reply(tensors=tensors), max_state_bytes=LIMIT)
+        read = read_manifest(reply(kinds=tensors, order=packed(*range(len(tensors)))), max_state_bytes=LIMIT)
     except PeerProtocolError:
         return
     assert read.total_bytes == sum(nbytes for *_, nbytes in tensors)
@@ -132,7 +146,7 @@ def test_chunks_cover_the_state_exactly_once(sizes: list[int], chunk_bytes: int)
     whole = Manifest(b"", 0, None, tuple(spec(n, dtype=torch.uint8) for n in sizes), chunk_bytes, ())
     covered: list[tuple[int, int]] = []
     for chunk in range(-(-whole.total_bytes // chunk_bytes)):
-        pieces = list(whole.pieces(chunk))
+        pieces = list(whole.pieces(chunk, whole.offsets))
         assert all(stop > start for _, start, stop in pieces)
         start, stop = whole.chunk_range(chunk)
         assert sum(stop - start for _, start, stop in pieces) == stop - start <= chunk_bytes
@@ -150,10 +164,19 @@ def test_chunk_size_follows_from_the_state_size() -> None:
 
 
 def test_the_largest_state_fits_into_a_message() -> None:
-    """4096 hashes beside a thousand tensors stay far under the 1 MiB that a message may have."""
+    """4096 hashes beside a million tensors of a thousand kinds stay far under the 1 MiB that a message may have."""
     hashes = [b"\xff" * 32] * MAX_CHUNKS
-    tensors = [([1024, 1024, 16], "bfloat16", "none", 1 << 25)] * 1000
-    assert len(encode(reply(hashes=hashes, tensors=tensors))) < 200_000
+    kinds = [([1024, 1024, 16], "bfloat16", "none", 1 << 25)] * 1000
+    order = packed(*range(1000), *([1, 2, 2, 3] * 250_000))
+    assert len(encode(reply(hashes=hashes, kinds=kinds, order=order))) < 200_000
+
+
+def test_a_receiver_takes_no_more_tensors_than_it_says() -> None:
+    """A kilobyte that becomes a million tensors takes no memory: nothing beyond the limit is unpacked."""
+    sent = manifest(*[spec(0)] * 1000, spec(300)).to_message()
+    assert len(read_manifest(sent, max_state_bytes=LIMIT, max_tensors=1001).tensors) == 1001
+    with pytest.raises(PeerProtocolError, match="more than 1000 tensors"):
+        read_manifest(sent, max_state_bytes=LIMIT, max_tensors=1000)
 
 
 @pytest.mark.parametrize("metadata", [torch.zeros(1), {1: object()}, {"a": {torch.zeros(1)}}, 1 << 70])

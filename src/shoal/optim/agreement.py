@@ -19,7 +19,11 @@ from shoal.optim.words import Weigh
 from shoal.peer import PeerID
 from shoal.wire import MAX_GROUP_SIZE, Epoch, Samples, encode
 
-__all__ = ["Agreement", "Contributor", "Deal", "Said", "agree", "checks_of", "deal_to"]
+__all__ = ["MAX_TRAINED", "Agreement", "Contributor", "Deal", "Said", "agree", "checks_of", "deal_to"]
+
+MAX_TRAINED = 1 << 18
+"""The most trained parameters of a run: a member says of each whether it had a gradient, and all words travel together.
+"""
 
 
 class Said(msgspec.Struct, frozen=True, array_like=True):
@@ -35,7 +39,7 @@ class Said(msgspec.Struct, frozen=True, array_like=True):
     """
 
     options: Options
-    absent: Annotated[bytes, msgspec.Meta(max_length=16384)] = b""
+    absent: Annotated[bytes, msgspec.Meta(max_length=MAX_TRAINED // 8)] = b""
     check: Check | None = None
     samples: Samples = 0
     end: Epoch | None = None
@@ -68,7 +72,7 @@ class Agreement(msgspec.Struct, frozen=True, array_like=True):
     """
 
     options: Options | None
-    mask: Annotated[bytes, msgspec.Meta(max_length=16384)]
+    mask: Annotated[bytes, msgspec.Meta(max_length=MAX_TRAINED // 8)]
     contributors: Contributors
 
     @property

@@ -43,7 +43,7 @@ from shoal.version import __version__
 
 __all__ = ["Content", "Files", "Saved", "copy_of", "newest", "write"]
 
-FORMAT = 1
+FORMAT = 2
 INDEX, MODEL, STATE = "checkpoint.json", "model.safetensors", "state.safetensors"
 _CHECKPOINT = re.compile(r"epoch-\d{8,}-[0-9a-f]{16}")
 _LEFT_S = 600.0
@@ -386,7 +386,7 @@ def _index(path: Path) -> _Index:
         content, sealed = unseal((path / INDEX).read_text(encoding="utf-8"))
         if not sealed:
             raise _Damaged(f"{INDEX} has no checksum")
-        if (number := content["format"]) != FORMAT:
+        if (number := content["format"]) not in {1, FORMAT}:  # those of before 2026-11-28 name each statistic
             raise ConfigError(f"{path} has format {number}, of a later version of shoal: this one reads {FORMAT}")
         index = msgspec.convert(content, _Index)
         _ = index.name

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence, ValuesView
+from collections.abc import Iterator, Mapping, Sequence, ValuesView
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from shoal.errors import ConfigError
 from shoal.optim.options import LEFT_OUT
 from shoal.optim.trial import draws_random_numbers, first_statistics, needs, try_step
 from shoal.state import StateTensorSpec
+from shoal.wire import encode
 
 __all__ = ["AnyTensor", "OptimizerState", "Prepared", "is_number"]
 
@@ -39,6 +40,8 @@ _MAX_COUNT = 1 << 53
 _MAX_RATE = 1e6
 _FRACTIONS = frozenset({"betas", "momentum"})
 _MAX_DEPTH = 6
+_MOST_VALUES, _VALUES_EACH = 1 << 20, 64
+"""The values in a state from the network: so many, and so many more for each parameter."""
 
 _ON_HOST = frozenset({"step"})
 """Statistics that torch leaves on the host, unless a step is captured or fused."""
@@ -176,18 +179,23 @@ class OptimizerState:
         return values
 
     def _export(self, kept: Mapping[Any, Any], tensors: list[torch.Tensor]) -> list[Any]:
+        """Its forms; the number of the form of each parameter's statistics, from 1 on; and statistics by other names.
+
+        Most parameters have statistics of one form: the same names, and the same values but for the tensors.
+        """
         # In one order on all peers: whose states are equal must offer equal bytes.
-        state = [
-            [number, _take_out(_sorted(kept[parameter]), tensors, f"statistic of parameter {number}")]
-            for number, parameter in enumerate(self._parameters)
-            if kept.get(parameter)
-        ]
+        forms: dict[bytes, tuple[int, Any]] = {}
+        of_each = [0] * len(self._parameters)
+        for number, parameter in enumerate(self._parameters):
+            if entry := kept.get(parameter):
+                form = _take_out(_sorted(entry), tensors, f"statistic of parameter {number}")
+                of_each[number], _ = forms.setdefault(encode(form), (len(forms) + 1, form))
         own = {key: entry for key, entry in kept.items() if not isinstance(key, torch.Tensor)}
         others = [
             [_take_out(key, [], "name of a statistic"), _take_out(entry, tensors, f"statistic {key!r:.40}")]
             for key, entry in _sorted(own).items()
         ]
-        return [state, others]
+        return [[form for _, form in forms.values()], of_each if forms else [], others]
 
     # --------------------------------------------------------------------------------------------------------- put in
 
@@ -202,7 +210,7 @@ class OptimizerState:
         Raises:
             ValueError: it does not fit; says what.
         """
-        reader = _Reader(tensors, first)
+        reader = _Reader(tensors, first, _MOST_VALUES + _VALUES_EACH * len(self._parameters))
         try:
             groups = values["groups"]
             sizes = [size for size, _ in groups]
@@ -222,9 +230,10 @@ class OptimizerState:
         self._check_numbers(numbers)
         return Prepared(self._merge(offered), states, numbers)
 
-    def _read_state(self, reader: _Reader, state: Any, others: Any) -> dict[Any, Any]:
+    def _read_state(self, reader: _Reader, *state: Any) -> dict[Any, Any]:
         parameters, found = self._parameters, {}
-        for number, entry in state:
+        *kept, others = state
+        for number, entry in _entries(*kept):
             if type(number) is not int or not 0 <= number < len(parameters):
                 raise ValueError(f"it has statistics of parameter {number!r:.20}")
             found[parameters[number]] = _named(reader.read(entry))
@@ -353,7 +362,7 @@ class OptimizerState:
 
 
 def _take_out(value: Any, tensors: list[torch.Tensor], what: str, depth: int = 0) -> Any:
-    """Replace tensors by their places in `tensors`; dictionaries become lists of pairs, so that any key survives.
+    """Move tensors to the end of `tensors`; dictionaries become lists of pairs, so that any key survives.
 
     Raises:
         ConfigError: `_Reader` would not take it.
@@ -364,7 +373,7 @@ def _take_out(value: Any, tensors: list[torch.Tensor], what: str, depth: int = 0
         )
     if isinstance(value, torch.Tensor):
         tensors.append(value.detach())
-        return {"t": [len(tensors) - 1, *_order(value)]}
+        return {"n": _order(value)}
     if isinstance(value, Mapping) and all(_plain(key) is not _OBJECT for key in value):
         return {"d": [[key, _take_out(item, tensors, f"{what} {key!r:.40}", depth + 1)] for key, item in value.items()]}
     if isinstance(value, list | tuple | deque):
@@ -450,27 +459,51 @@ def _travels(value: object) -> bool:
     return isinstance(value, torch.Tensor) or _plain(value) is not _OBJECT
 
 
+def _entries(entries: Any, of_each: Any = None) -> Iterator[tuple[Any, Any]]:
+    """The number of each parameter that has statistics, and the form of these.
+
+    Checkpoints of before 2026-11-28 have such pairs themselves.
+    """
+    if of_each is None:
+        yield from entries
+        return
+    for number, form in enumerate(of_each):
+        if type(form) is not int or not 0 <= form <= len(entries):
+            raise ValueError(f"statistics of parameter {number} are of form {form!r:.20}")
+        if form:
+            yield number, entries[form - 1]
+
+
 class _Reader:
     """Reads values back. Each tensor belongs to one of them, and none is left over.
+
+    A value names the next tensor, by the order of its dimensions, or any tensor, in checkpoints of before 2026-11-28.
 
     Args:
         tensors: all of the state.
         first: the optimizer's begin here.
+        most: it reads no more values; one form that many parameters name has many.
     """
 
-    def __init__(self, tensors: Sequence[AnyTensor], first: int) -> None:
-        self._tensors, self._left = tensors, set(range(first, len(tensors)))
+    def __init__(self, tensors: Sequence[AnyTensor], first: int, most: int) -> None:
+        self._tensors, self._next = tensors, first
+        self._left = bytearray(b"\1") * (len(tensors) - first)
+        self._first, self._more = first, most
 
     def read(self, value: Any, depth: int = 0) -> Any:
         """The value that `_take_out` was given."""
-        if depth > _MAX_DEPTH:
-            raise ValueError("its optimizer's values are nested too deeply")
+        self._more -= 1
+        if depth > _MAX_DEPTH or self._more < 0:
+            raise ValueError(f"its optimizer's values are {'nested too deeply' if depth > _MAX_DEPTH else 'too many'}")
         ((kind, item),) = value.items()
         if kind == "v":
             if isinstance(item, int) and abs(item) > _MAX_COUNT:
                 raise ValueError(f"it holds the number {item}")
             if item is None or isinstance(item, bool | int | float | str):
                 return item
+        elif kind == "n":
+            self._next += 1
+            return self._tensor(self._next - 1, *item)
         elif kind == "t":
             return self._tensor(*item)
         elif kind == "d":
@@ -483,9 +516,10 @@ class _Reader:
         raise ValueError(f"a value of the kind {kind!r:.20} holds {item!r:.40}")
 
     def _tensor(self, place: int, *order: int) -> AnyTensor:
-        if type(place) is not int or place not in self._left:
+        known = type(place) is int and self._first <= place < len(self._tensors)
+        if not known or not self._left[place - self._first]:
             raise ValueError(f"it names tensor {place!r:.20}, which is not there, or another one's")
-        self._left.remove(place)
+        self._left[place - self._first] = 0
         tensor = self._tensors[place]
         if order and sorted(order) != list(range(len(tensor.shape))):
             raise ValueError(f"tensor {place} lies in the order {order!s:.40}")
@@ -496,8 +530,8 @@ class _Reader:
 
     def finish(self) -> None:
         """All was read."""
-        if self._left:
-            raise ValueError(f"tensor {min(self._left)} is no statistic")
+        if (left := self._left.find(1)) >= 0:
+            raise ValueError(f"tensor {self._first + left} is no statistic")
 
 
 def _name(key: Any) -> Any:

@@ -13,6 +13,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
+
 from shoal.averager import Averager
 from shoal.clock import shielded
 from shoal.core import PeerCore
@@ -246,7 +248,7 @@ class Takeover:
                 timeout_s=max(0.001, deadline - _now()),
                 min_epoch=self.catch_up.from_epoch(view.epoch),
                 accept=lambda manifest: why_not_ours(self.own.training, manifest, ours, self._misfits),
-                limits=self.states.sharing.limits,
+                limits=msgspec.structs.replace(self.states.sharing.limits, max_tensors=self.own.training.max_tensors),
                 may_read=self.catch_up.steps_first,
                 intake=self._intake,
             )

@@ -25,6 +25,7 @@ from shoal.allreduce.segments import LARGEST, sum_dtype
 from shoal.allreduce.vector import Vector, check_tensors
 from shoal.compression import dtype_name, view_bytes
 from shoal.errors import ConfigError, StateUnavailable
+from shoal.optim.agreement import MAX_TRAINED
 from shoal.optim.gradient_sum import GradientSum
 from shoal.optim.inner import Scheduler
 from shoal.optim.offload import Offload
@@ -39,6 +40,9 @@ from shoal.wire import encode
 __all__ = ["PreparedState", "TrainingState", "not_finite"]
 
 _WIDE = (torch.float32, torch.float64)
+
+_MOST_TENSORS, _MOST_STATISTICS = 1024, 32
+"""A state from the network may have so many tensors, and so many more for each parameter and extra tensor here."""
 
 _FROZEN_FOR = 3
 """Steps in a row in which others move what is frozen here. Peers may freeze it with some batches between them."""
@@ -123,6 +127,11 @@ class TrainingState:
         trained = [parameter for parameter in self.parameters if parameter.requires_grad]
         if not trained:
             raise ConfigError("params holds no parameter that requires a gradient")
+        if len(trained) > MAX_TRAINED:
+            raise ConfigError(
+                f"params holds {len(trained)} parameters that require a gradient, and a run trains {MAX_TRAINED} at "
+                "most: put small ones together into larger tensors"
+            )
         named = {f"parameter {index} of the optimizer": each for index, each in enumerate(self.parameters)}
         named.update({f"extra_tensors[{index}]": each for index, each in enumerate(self.extra_tensors)})
         averaged = {name: each for name, each in named.items() if each.requires_grad or each.is_floating_point()}
@@ -347,8 +356,12 @@ class TrainingState:
 
     def absent(self) -> bytes:
         """The trained parameters that got no gradient since the last step: bits, the lowest first."""
-        mask = sum(1 << index for index, given in enumerate(list(self._sum.given)) if not given)
-        return mask.to_bytes((mask.bit_length() + 7) // 8, "little")
+        given = list(self._sum.given)
+        mask = bytearray(-(-len(given) // 8))
+        for index, has in enumerate(given):
+            if not has:
+                mask[index // 8] |= 1 << index % 8
+        return bytes(mask.rstrip(b"\0"))
 
     def contribute(self) -> tuple[float, float]:
         """The accumulators go into a round now: weight of their mean, and the factor that makes it from the sum.
@@ -631,6 +644,11 @@ class TrainingState:
             "fixed": len(self.parameters) + len(self.extra_tensors),
             "optimizer": values,
         }, tensors
+
+    @property
+    def max_tensors(self) -> int:
+        """The most tensors that a state of others may have, with the statistics of their optimizer."""
+        return _MOST_TENSORS + _MOST_STATISTICS * len(self.describe())
 
     def describe(self) -> list[torch.Tensor]:
         """The tensors whose shapes and dtypes every peer of the run shares: the first of `export`."""

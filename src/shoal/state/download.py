@@ -48,7 +48,7 @@ from shoal.sometimes import sometimes
 from shoal.state.arrivals import HOPE, Intake
 from shoal.state.candidates import Candidates, Donor
 from shoal.state.feed import END_WITHIN_S, Feed, MayRead, Target
-from shoal.state.manifest import Accept, Manifest, read_manifest, shares
+from shoal.state.manifest import MAX_TENSORS, Accept, Manifest, read_manifest, shares
 from shoal.tasks import Changes
 from shoal.wire import GetManifest, ManifestPending
 
@@ -69,6 +69,8 @@ class DownloadLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         max_state_bytes: the largest state that is taken.
+        max_tensors: the most tensors that a state may have. A receiver that has a model of its own takes some for each
+            of its tensors instead.
         answer_timeout_s: limit for each answer of a donor that is asked for its state. A donor that needs longer to
             make its snapshot says "not yet" after two seconds.
         stall_s: a donor that sends nothing for this long is dropped, even if it gives signs of life.
@@ -77,6 +79,7 @@ class DownloadLimits(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     max_state_bytes: int = 64 << 30
+    max_tensors: int = MAX_TENSORS
     answer_timeout_s: float = 5.0
     stall_s: float = 5.0
     manifest_timeout_s: float = 60.0
@@ -333,7 +336,7 @@ class _Download:
             request = GetManifest(self._prefix, min_epoch)
             reply = await self._endpoint.call(donor.contact, request, timeout_s=limits.answer_timeout_s)
             if not isinstance(reply, ManifestPending):
-                manifest = read_manifest(reply, max_state_bytes=limits.max_state_bytes)
+                manifest = read_manifest(reply, max_state_bytes=limits.max_state_bytes, max_tensors=limits.max_tensors)
                 if manifest.epoch < min_epoch:
                     wanted = f"wanted is {min_epoch} or later"
                     raise PeerRefused(f"its state is of epoch {manifest.epoch}, {wanted}", donor.peer)

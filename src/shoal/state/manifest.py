@@ -2,10 +2,12 @@
 
 A state is metadata (plain MessagePack) and tensors, each encoded by a codec of its own, a large one slice by slice, so
 that neither side needs room for a tensor twice. The encodings follow one another without gaps and are cut to chunks of
-equal size, each with its digest. A manifest from the network is checked here before anything is allocated for it, and
-nothing else in it is believed:
+equal size, each with its digest. A model of 200,000 tensors has few kinds of them, so kinds are described, and named
+for each tensor. A manifest from the network is checked here before anything is allocated for it, and nothing else in it
+is believed:
 
-- sizes follow from shapes, dtypes and codecs, and the sum is within the receiver's limit;
+- there are no more tensors than the receiver takes, and sizes follow from shapes, dtypes and codecs; the sum is within
+  the receiver's limit;
 - there are as many hashes as chunks;
 - tensors that hold infinities are named in order, and their dtypes can hold some. NaN is shared nowhere: a donor looks
   at its tensors when it copies them, and a receiver at those that it has put together;
@@ -22,8 +24,11 @@ from __future__ import annotations
 
 import bisect
 import math
+import zlib
+from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -47,7 +52,7 @@ __all__ = [
     "matching",
     "read_manifest",
     "shares",
-    "worst_value",
+    "worst_values",
 ]
 
 MIN_CHUNK_BYTES = 1 << 10
@@ -74,39 +79,45 @@ MAX_METADATA_BYTES = 1 << 20
 _MAX_EXPANSION, _SMALL_BYTES = 256, 16 << 20
 """A state is at most so many times as large as its encoding, unless it is small: taking memory must cost bytes."""
 
+MAX_TENSORS = 1 << 20
+"""The most tensors in a state, for a receiver that has none of its own to compare with."""
+
+_NUMBER = "I"
+"""Of `array`: a kind of tensor takes 4 bytes."""
+
+_SMALL_ELEMENTS = 1 << 12
+
 _MAX_DIMS = 32
 _MAX_ELEMENTS = 1 << 44
 
 
 @dataclass(frozen=True, slots=True)
 class StateTensorSpec:
-    """One tensor of a state, without its values.
+    """One tensor of a state, without its values. Tensors of one kind mostly have the same object.
 
     Attributes:
         shape: its shape.
         dtype: its dtype.
-        codec: how it is encoded.
+        codec: how it is encoded; it supports the dtype.
+        numel: number of elements.
+        raw_bytes: size in memory.
+        encoded_bytes: size as it is sent.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     codec: CompressionBase
+    numel: int = field(init=False, repr=False, compare=False)
+    raw_bytes: int = field(init=False, repr=False, compare=False)
+    encoded_bytes: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def raw_bytes(self) -> int:
-        """Size in memory."""
-        return self.numel * self.dtype.itemsize
-
-    @property
-    def encoded_bytes(self) -> int:
-        """Size as it is sent."""
-        slices, rest = divmod(self.numel, SLICE_ELEMENTS)
-        return slices * self._slice_bytes(SLICE_ELEMENTS) + self._slice_bytes(rest)
+    def __post_init__(self) -> None:
+        numel = math.prod(self.shape)
+        slices, rest = divmod(numel, SLICE_ELEMENTS)
+        encoded_bytes = (slices * self._slice_bytes(SLICE_ELEMENTS) if slices else 0) + self._slice_bytes(rest)
+        object.__setattr__(self, "numel", numel)
+        object.__setattr__(self, "raw_bytes", numel * self.dtype.itemsize)
+        object.__setattr__(self, "encoded_bytes", encoded_bytes)
 
     @property
     def raw(self) -> bool:
@@ -181,15 +192,23 @@ class Manifest:
         start = chunk * self.chunk_bytes
         return start, min(start + self.chunk_bytes, self.total_bytes)
 
-    def pieces(self, chunk: int) -> Iterator[tuple[int, int, int]]:
-        """The ranges that a chunk covers: (tensor, first byte within its encoding, byte after the last), in order."""
+    def pieces(self, chunk: int, offsets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """The ranges that a chunk covers, in order.
+
+        Args:
+            chunk: its number.
+            offsets: where places begin in the encoded state, and where the last one ends: those of the tensors, say.
+
+        Yields:
+            The number of the place, the first byte within it, and the byte after the last.
+        """
         start, stop = self.chunk_range(chunk)
-        tensor = bisect.bisect_right(self.offsets, start) - 1
+        place = bisect.bisect_right(offsets, start) - 1
         while start < stop:
-            first, end = self.offsets[tensor], min(self.offsets[tensor + 1], stop)
+            first, end = offsets[place], min(offsets[place + 1], stop)
             if end > start:
-                yield tensor, start - first, end - first
-            start, tensor = max(start, end), tensor + 1
+                yield place, start - first, end - first
+            start, place = max(start, end), place + 1
 
     def to_message(self) -> ManifestReply:
         """The manifest as it is sent. Raises `ConfigError` if the metadata is not plain or too large."""
@@ -202,9 +221,11 @@ class Manifest:
                 f"the state's metadata takes {len(metadata)} bytes, at most {MAX_METADATA_BYTES} can be sent: "
                 "put large values into tensors"
             )
-        tensors = [(list(s.shape), dtype_name(s.dtype), s.codec.name, s.encoded_bytes) for s in self.tensors]
+        numbers = {spec: number for number, spec in enumerate(dict.fromkeys(self.tensors))}
+        kinds = [(list(s.shape), dtype_name(s.dtype), s.codec.name, s.encoded_bytes) for s in numbers]
+        order = zlib.compress(array(_NUMBER, map(numbers.__getitem__, self.tensors)).tobytes())
         hashes, infinite = list(self.hashes), list(self.infinite)
-        return ManifestReply(self.snapshot, self.epoch, metadata, tensors, self.chunk_bytes, hashes, infinite)
+        return ManifestReply(self.snapshot, self.epoch, metadata, kinds, order, self.chunk_bytes, hashes, infinite)
 
 
 Accept = Callable[[Manifest], str | None]
@@ -220,12 +241,14 @@ def describe(tensors: Sequence[torch.Tensor], codecs: Sequence[CompressionBase] 
     chosen = [NoCompression()] * len(tensors) if codecs is None else list(codecs)
     if len(chosen) != len(tensors):
         raise ConfigError(f"a state of {len(tensors)} tensors needs as many codecs, got {len(chosen)}")
+    specs = []
     for position, (tensor, codec) in enumerate(zip(tensors, chosen, strict=True)):
         dtype_name(tensor.dtype)
         if not codec.supports(tensor.dtype):
             raise ConfigError(f"codec {codec.name!r} does not support tensor {position} of the state ({tensor.dtype})")
-    specs = [StateTensorSpec(tuple(t.shape), t.dtype, codec) for t, codec in zip(tensors, chosen, strict=True)]
-    return tuple(s if s.encoded_bytes < s.raw_bytes else replace(s, codec=NoCompression()) for s in specs)
+        spec = _kind(tuple(tensor.shape), tensor.dtype, codec)
+        specs.append(spec if spec.encoded_bytes < spec.raw_bytes else _kind(spec.shape, spec.dtype, NoCompression()))
+    return tuple(specs)
 
 
 def chunk_hash() -> blake3:
@@ -285,20 +308,22 @@ def matching(tensors: Sequence[torch.Tensor]) -> Accept:
     return accept
 
 
-def read_manifest(reply: ManifestReply, *, max_state_bytes: int) -> Manifest:
-    """Check a manifest from the network. Nothing is allocated for it.
+def read_manifest(reply: ManifestReply, *, max_state_bytes: int, max_tensors: int = MAX_TENSORS) -> Manifest:
+    """Check a manifest from the network. Nothing is allocated for the state.
 
     Args:
         reply: the donor's message.
         max_state_bytes: the largest state that is taken, both encoded and decoded.
+        max_tensors: the most tensors that are taken.
 
     Raises:
         PeerProtocolError: it contradicts itself, or is over a limit; says how.
     """
     try:
         metadata = decode_plain(reply.metadata)
-        tensors = tuple(_read_spec(position, *entry) for position, entry in enumerate(reply.tensors))
-    except (msgspec.MsgspecError, ConfigError) as error:
+        kinds = [_read_kind(*entry) for entry in reply.kinds]
+        tensors = tuple(map(kinds.__getitem__, _read_order(reply.order, len(kinds), max_tensors)))
+    except (msgspec.MsgspecError, zlib.error, ConfigError) as error:
         raise PeerProtocolError(f"bad manifest: {error}") from error
     encoded, size = sum(spec.encoded_bytes for spec in tensors), sum(spec.raw_bytes for spec in tensors)
     if max(encoded, size) > max_state_bytes:
@@ -308,8 +333,8 @@ def read_manifest(reply: ManifestReply, *, max_state_bytes: int) -> Manifest:
     if not MIN_CHUNK_BYTES <= reply.chunk_bytes <= MAX_CHUNK_BYTES:
         raise PeerProtocolError(f"bad manifest: chunks of {reply.chunk_bytes} bytes")
     infinite = tuple(reply.infinite)
-    floats = (position for position, spec in enumerate(tensors) if spec.dtype.is_floating_point)
-    if not set(floats).issuperset(infinite) or list(infinite) != sorted(set(infinite)):
+    floats = all(0 <= each < len(tensors) and tensors[each].dtype.is_floating_point for each in infinite)
+    if not floats or list(infinite) != sorted(set(infinite)):
         raise PeerProtocolError("bad manifest: what it says of infinities cannot be")
     hashes = tuple(reply.hashes)
     manifest = Manifest(reply.snapshot, reply.epoch, metadata, tensors, reply.chunk_bytes, hashes, infinite)
@@ -319,17 +344,36 @@ def read_manifest(reply: ManifestReply, *, max_state_bytes: int) -> Manifest:
     return manifest
 
 
-def _read_spec(position: int, shape: list[int], dtype: str, codec: str, nbytes: int) -> StateTensorSpec:
+_kind = lru_cache(4096)(StateTensorSpec)
+"""Specs that are equal are one object, so that many are compared, and told apart, at once."""
+
+
+def _read_order(packed: bytes, kinds: int, max_tensors: int) -> array[int]:
+    """The kind of each tensor. No more is unpacked than is taken."""
+    order, unpacking = array(_NUMBER), zlib.decompressobj()
+    data = unpacking.decompress(packed, max_tensors * order.itemsize + 1)
+    if len(data) > max_tensors * order.itemsize:
+        raise ConfigError(f"more than {max_tensors} tensors")
+    if not unpacking.eof or unpacking.unused_data or len(data) % order.itemsize:
+        raise ConfigError("the kinds of its tensors are not in their form")
+    order.frombytes(data)
+    if order and max(order) >= kinds:
+        raise ConfigError(f"a tensor is of kind {max(order)}, and {kinds} are described")
+    return order
+
+
+def _read_kind(shape: list[int], dtype: str, codec: str, nbytes: int) -> StateTensorSpec:
     if len(shape) > _MAX_DIMS or any(size < 0 for size in shape):
-        raise ConfigError(f"tensor {position} has the shape {shape[: _MAX_DIMS + 1]}")
+        raise ConfigError(f"a tensor has the shape {shape[: _MAX_DIMS + 1]}")
     # Empty dimensions do not excuse giant ones: strides are computed from them.
     if math.prod(max(size, 1) for size in shape) > _MAX_ELEMENTS:
-        raise ConfigError(f"tensor {position} has too many elements: {shape}")
-    spec = StateTensorSpec(tuple(shape), dtype_by_name(dtype), codec_by_name(codec))
-    if not spec.codec.supports(spec.dtype):
-        raise ConfigError(f"tensor {position} is {dtype}, which codec {codec!r} does not support")
+        raise ConfigError(f"a tensor has too many elements: {shape}")
+    chosen, values = codec_by_name(codec), dtype_by_name(dtype)
+    if not chosen.supports(values):
+        raise ConfigError(f"a tensor is {dtype}, which codec {codec!r} does not support")
+    spec = _kind(tuple(shape), values, chosen)
     if spec.encoded_bytes != nbytes:
-        raise ConfigError(f"tensor {position} should take {spec.encoded_bytes} bytes, not {nbytes}")
+        raise ConfigError(f"a tensor should take {spec.encoded_bytes} bytes, not {nbytes}")
     return spec
 
 
@@ -337,10 +381,27 @@ def _show(tensor: tuple[tuple[int, ...], torch.dtype]) -> str:
     return f"{dtype_name(tensor[1])}{list(tensor[0])}"
 
 
-def worst_value(tensor: torch.Tensor) -> str:
-    """`NaN` if there is one, else `infinity` if there is one, else an empty text."""
-    if not tensor.dtype.is_floating_point or tensor.numel() == 0:
-        return ""
+def worst_values(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, str]]:
+    """The positions of the tensors with values that are not finite, in order, and the worst of these.
+
+    It is `NaN` if there is one, else `infinity`.
+    """
+    small: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    doubtful: list[int] = []
+    for position, tensor in enumerate(tensors):
+        if tensor.dtype.is_floating_point and (numel := tensor.numel()):
+            among = small.setdefault((tensor.dtype, tensor.device), []) if numel <= _SMALL_ELEMENTS else doubtful
+            among.append(position)
+    for positions in small.values():  # together, since a call of torch takes longer than to look at a small tensor
+        largest = torch.stack(torch._foreach_norm([tensors[each] for each in positions], math.inf))  # noqa: SLF001
+        if not bool(torch.isfinite(largest).all()):
+            doubtful += positions
+    for position in sorted(doubtful):
+        if worst := _worst_value(tensors[position]):
+            yield position, worst
+
+
+def _worst_value(tensor: torch.Tensor) -> str:
     # NaN comes through both, an infinity through one of them; ten times as fast as to ask every element.
     low, high = torch.aminmax(tensor.detach())
     if bool(torch.isnan(low)):
@@ -360,10 +421,9 @@ def infinite_tensors(tensors: Sequence[torch.Tensor], share: range, allowed: Col
         ConfigError: there is NaN somewhere, or an infinity elsewhere; names the tensor.
     """
     found = []
-    for position in share:
-        worst = worst_value(tensors[position])
-        if worst == "NaN" or (worst and position not in allowed):
+    for index, worst in worst_values([tensors[position] for position in share]):
+        position = share[index]
+        if worst == "NaN" or position not in allowed:
             raise ConfigError(f"tensor {position} of the state holds {worst}, so it is not given to others")
-        if worst:
-            found.append(position)
+        found.append(position)
     return found

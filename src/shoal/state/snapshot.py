@@ -17,7 +17,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,7 +26,7 @@ import msgspec
 import torch
 
 from shoal.clock import Env
-from shoal.compression import CompressionBase, NoCompression, allocate
+from shoal.compression import CompressionBase, NoCompression, allocate, as_tensor
 from shoal.errors import ClosedError, ConfigError, LocalError, PeerProtocolError
 from shoal.peer import PeerID
 from shoal.rpc.rate_limiter import RateLimiter
@@ -51,6 +51,8 @@ _HASH_AT_ONCE = 16
 """Chunks hashed in one go, so that other work gets its turn in the executor."""
 
 _HASHERS = 4
+
+_SMALL_BYTES = 64 << 10
 
 _HOST_SHARE, _SHARE = 0.1, 0.25
 """The share of the time that may go into copies for one host, and for all hosts."""
@@ -341,7 +343,7 @@ class SnapshotStore:
         plan = Manifest(name, state.epoch, state.metadata, tuple(specs), chunk_bytes, (), tuple(infinite))
         message = replace(plan, hashes=(bytes(HASH_BYTES),) * -(-total // chunk_bytes)).to_message()
         try:
-            read_manifest(message, max_state_bytes=MAX_CHUNK_BYTES * MAX_CHUNKS)
+            read_manifest(message, max_state_bytes=MAX_CHUNK_BYTES * MAX_CHUNKS, max_tensors=len(specs))
         except PeerProtocolError as error:
             raise ConfigError(f"every receiver would refuse the state: {error.message}") from error
         size = len(encode(message))
@@ -389,9 +391,31 @@ class SnapshotStore:
 
 def _encode(layout: Manifest, tensors: Sequence[torch.Tensor], share: range, data: memoryview) -> None:
     """Copy some of the tensors. Runs in a thread."""
+    for run in _runs(layout, tensors, share):
+        place = data[layout.offsets[run.start] : layout.offsets[run.stop]]
+        if len(run) == 1:
+            layout.tensors[run.start].encode_into(tensors[run.start], place)
+        else:
+            parts = [tensors[position].detach().reshape(-1) for position in run]
+            torch.cat(parts, out=as_tensor(place, layout.tensors[run.start].dtype))
+
+
+def _runs(layout: Manifest, tensors: Sequence[torch.Tensor], share: range) -> Iterator[range]:
+    """The positions of tensors that are copied together, since a call of torch takes longer than a small copy.
+
+    Each is in host memory, and is sent as it is. All are of one dtype, and lie where such values can lie.
+    """
+    first, before = share.start, None
     for position in share:
-        place = data[layout.offsets[position] : layout.offsets[position + 1]]
-        layout.tensors[position].encode_into(tensors[position], place)
+        spec = layout.tensors[position]
+        alone = not spec.raw or spec.raw_bytes > _SMALL_BYTES or not tensors[position].is_cpu
+        kind = None if alone or layout.offsets[position] % spec.dtype.itemsize else spec.dtype
+        if position > first and (kind is None or kind is not before):
+            yield range(first, position)
+            first = position
+        before = kind
+    if share:
+        yield range(first, share.stop)
 
 
 def _hash_chunks(data: memoryview, chunk_bytes: int) -> list[bytes]:

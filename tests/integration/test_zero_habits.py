@@ -10,6 +10,7 @@ import torch
 
 from tests.integration import zero_habits as habits
 from tests.integration.ranks import Ranks, ranks
+from tests.odd_torch import ODD
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +24,16 @@ def pool() -> Iterator[Ranks]:
 def test_clipping_under_another_default_dtype(pool: Ranks, default: torch.dtype) -> None:
     """A rank without gradients told its part of the norm in the default dtype: the process was aborted."""
     assert pool.play(2, habits.clipped_by_a_rank_without_gradients, default) == [(5.0, "torch.float32")] * 2
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 2, 3])
+def test_weights_have_the_same_bits_whatever_torch_does_by_default(pool: Ranks, tmp_path: Path, stage: int) -> None:
+    """Default dtype and device, autocast, modes, threads: around sharding, steps, checkpoints and gathering."""
+    for found in pool.play(
+        2, habits.trained_within, [odd for odd in ODD if odd != "inference_mode"], stage, str(tmp_path)
+    ):
+        assert len(found) == len(ODD)
+        assert set(found.values()) == {found[""]}, [odd for odd in found if found[odd] != found[""]]
 
 
 @pytest.mark.parametrize("stage", [2, 3])

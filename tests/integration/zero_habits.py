@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from shoal.integrations.zero import attach
 from shoal.zero.optimizer import ShardedOptimizer
 from tests.integration.zero_cases import Odd, alone, make, train
 from tests.integration.zero_programs import backward, moved, said
+from tests.odd_torch import ODD
 
 
 def clipped_by_a_rank_without_gradients(default: torch.dtype) -> tuple[float, str]:
@@ -28,6 +31,41 @@ def clipped_by_a_rank_without_gradients(default: torch.dtype) -> tuple[float, st
     finally:
         torch.set_default_dtype(torch.float32)
     return float(norm), str(norm.dtype)
+
+
+def trained_within(odds: Sequence[str], stage: int, folder: str) -> dict[str, str]:
+    """A digest of the weights after a life that goes on within each of these contexts of torch; of none first.
+
+    The passes of the model are the program's own: they are only within those that do not change its arithmetic.
+    """
+
+    def life(name: str, within: Callable[[], AbstractContextManager[object]], *, passes: bool) -> str:
+        torch.manual_seed(0)
+        table = torch.nn.Embedding(12, 8, sparse=stage < 3)
+        model = torch.nn.Sequential(table, torch.nn.Linear(8, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
+        rows = torch.arange(4, dtype=torch.int64, device="cpu") + 4 * dist.get_rank()
+        options: dict[str, Any] = {"stage": stage, "dtype": torch.bfloat16, **({} if stage == 3 else {"top_k": 0.5})}
+        with within():
+            model, optimizer = shoal.zero.shard(model, partial(torch.optim.AdamW, lr=0.05), **options)
+        for step in range(4):
+            with within() if passes else nullcontext():
+                torch.autograd.backward(model(rows).square().mean())
+            with within():
+                optimizer.clip_grad_norm_(0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 1:
+                    optimizer.load_state_dict(optimizer.state_dict())
+                    shoal.zero.save(f"{folder}/{name}", model, optimizer)
+                    shoal.zero.load(f"{folder}/{name}", model, optimizer)
+        with within():
+            weights = shoal.zero.full_state_dict(model)
+        return hashlib.sha256(b"".join(each.float().numpy().tobytes() for each in weights.values())).hexdigest()
+
+    found = {"": life("plain", nullcontext, passes=True)}
+    for number, odd in enumerate(odds):
+        found[odd] = life(str(number), ODD[odd], passes="default" in odd or odd == "deterministic algorithms")
+    return found
 
 
 def clipped_in_64_bits(stage: int) -> float:

@@ -22,6 +22,7 @@ from shoal.optim.shared_state import share
 from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
 from shoal.runtime.tensor_files import seal
+from tests.odd_torch import ODD
 from tests.unit.optimizer_cases import optimizer_by_name, parameters, shapes_for, step, training_of
 
 
@@ -85,6 +86,15 @@ def test_tensors_of_every_kind_come_back_to_the_bit(tmp_path: Path) -> None:
         assert torch.equal(ours, theirs)
         assert ours.is_contiguous()
     assert load_file(path / "model.safetensors").keys() == {*(f"layer.{i}" for i in range(5)), "buffer", "shared"}
+
+
+@pytest.mark.parametrize("odd", ["no memory by default", "float16 by default", "inference_mode"])
+def test_a_checkpoint_comes_back_whatever_torch_does_by_default(tmp_path: Path, odd: str) -> None:
+    """Safetensors makes tensors on the default device: those on "meta" had no values, and it passed for damaged."""
+    write(tmp_path, content(3), 1)
+    with ODD[odd]():
+        saved = best(tmp_path)
+    assert saved.tensors[0].tolist() == [3.0] * 3
 
 
 @pytest.mark.parametrize(

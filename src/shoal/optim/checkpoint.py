@@ -402,7 +402,8 @@ def _read(path: Path, index: _Index) -> Saved:
     found: dict[str, dict[str, torch.Tensor]] = {}
     try:
         for file, checksums in index.checksums.items():
-            with safe_open(path / file, "pt") as opened:
+            # safetensors makes tensors on the program's default device
+            with torch.device("cpu"), safe_open(path / file, "pt") as opened:
                 tensors = {key: opened.get_tensor(key).clone() for key in opened.keys()}  # noqa: SIM118 (no mapping)
             if {key: checksum(tensor) for key, tensor in tensors.items()} != checksums:
                 raise _Damaged(f"{file} is not what was written, by its checksums")

@@ -102,7 +102,8 @@ def bare_weights(source: str | os.PathLike[str] | Mapping[str, Any]) -> BareWeig
         return None
     if path.suffix == ".safetensors":
         try:
-            return BareWeights(load_file(path), str(path))
+            with torch.device("cpu"):  # safetensors makes tensors on the program's default device
+                return BareWeights(load_file(path), str(path))
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path} is damaged: {error}") from error
     try:

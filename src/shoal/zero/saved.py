@@ -252,6 +252,7 @@ class Saved:
     def opened(self) -> Iterator[None]:
         """In this block values can be read. Raises `ConfigError` if a file is damaged."""
         with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.device("cpu"))  # safetensors makes tensors on the program's default device
             try:
                 for file in self.index["files"]:
                     self._files[file] = opened = stack.enter_context(safe_open(self._folder / file, "pt"))

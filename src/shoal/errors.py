@@ -47,6 +47,7 @@ __all__ = [
     "ShoalError",
     "SimulationError",
     "StateUnavailable",
+    "is_out_of_memory",
 ]
 
 
@@ -164,3 +165,12 @@ class RankLost(ShoalError):
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this machine, or its device, had no memory for what was to be done. Torch says so in several ways."""
+    if isinstance(error, MemoryError):
+        return True
+    text = f"{error}".lower()
+    signs = ("out of memory", "allocate memory", "not enough memory", "alloc_failed")
+    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)

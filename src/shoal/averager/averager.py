@@ -12,8 +12,8 @@ groups mix and all peers come to the global average in a logarithmic number of r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -33,7 +33,15 @@ from shoal.bounded import put_last
 from shoal.clock import Backoff, own_clock, shielded
 from shoal.compression import CompressionBase, NoCompression, choose_codecs
 from shoal.core import PeerCore
-from shoal.errors import ClosedError, ConfigError, LocalError, NobodyContributes, RoundFailed, SchemaMismatch
+from shoal.errors import (
+    ClosedError,
+    ConfigError,
+    LocalError,
+    NobodyContributes,
+    RoundFailed,
+    SchemaMismatch,
+    is_out_of_memory,
+)
 from shoal.events import LocalValuesRejected, PeerDropped, RoundAborted, RoundFinished, Warned
 from shoal.matchmaking import Group
 from shoal.peer import PeerID
@@ -339,7 +347,8 @@ class Averager:
             outcome = await round_.run()
             if not self.settings.auxiliary:
                 async with self._tensors(deadline, group.round_id, "the average was agreed on, but not applied: "):
-                    await shielded(self._apply(attempt.apply))
+                    with _fails_without_memory("the average was agreed on, but not applied in full", group.round_id):
+                        await shielded(self._apply(attempt.apply))
             return outcome
         finally:
             # Gives the group's streams back when nothing of the round reads them any more.
@@ -372,7 +381,8 @@ class Averager:
             # Wait no longer than the others wait for a silent member: if we decide, they cannot go on without us.
             async with self._tensors(min(deadline, formed + settings.silence_s), group.round_id):
                 attempt.request.take_values()
-                weight, bad = await shielded(self.core.env.executor.run(self._copy_in, attempt.prepare, group))
+                with _fails_without_memory("its values could not be copied", group.round_id):
+                    weight, bad = await shielded(self.core.env.executor.run(self._copy_in, attempt.prepare, group))
             if bad is not None and weight > 0:
                 reason = "values that are not finite, or too large to be summed"
                 event = LocalValuesRejected(prefix=self.prefix, tensor=bad, reason=reason)
@@ -499,6 +509,17 @@ class Averager:
         await asyncio.gather(self.release(), return_exceptions=True)
         await self._tasks.cancel()
         await self._finder.matchmaker.close()
+
+
+@contextmanager
+def _fails_without_memory(what: str, round_id: bytes) -> Iterator[None]:
+    """Where there is no memory for a part of a round, the round fails."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise RoundFailed(f"{what}: this peer has no memory for it ({error})", round_id=round_id) from error
 
 
 class _Attempt(msgspec.Struct, frozen=True):

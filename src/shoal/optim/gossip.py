@@ -162,8 +162,8 @@ class ProgressGossip:
         self._troubles: set[str] = set()  # the kinds of errors that were told, and are not over
         self._undo: list[Callable[[], None]] = []
 
-    def start(self) -> list[Coroutine[Any, Any, None]]:
-        """Begin to answer; returns what its owner is to run until `close`."""
+    def start(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
+        """Begin to answer; returns what its owner is to run until `close`. Each can be run again if it failed."""
         endpoint = self._core.endpoint
         self._undo = [
             endpoint.serve(TellProgress, self._told, scope=self._run_id),
@@ -174,7 +174,7 @@ class ProgressGossip:
         if self._merges:  # others that start now may not have written yet, and later it is looked for them rarely
             self._found_at = asyncio.get_running_loop().time()
         self._let_words_live()
-        return [self._publish_loop(), self._look_loop()]
+        return [self._publish_loop, self._look_loop]
 
     async def leave(self) -> None:
         """Tell everybody that we take part no more, as our next word says: directly, and in the DHT."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
 from shoal.bounded import put_last
+from shoal.errors import is_out_of_memory
 from shoal.events import EventBus, LocalValuesRejected, Warned, duration
 from shoal.optim.beginning import Beginning, Stance
 from shoal.optim.check import Verdict
@@ -39,6 +41,7 @@ class Notices:
     def __init__(self, events: EventBus, run_id: str, *, fragment: int = 0) -> None:
         self._events, self._run_id, self._tells_of_model = events, run_id, not fragment
         self._left_out = self._downloads_in_a_row = self._long_rounds = 0
+        self._skipped: Counter[str] = Counter()
         self._round_at = math.inf
         self._options_told: set[tuple[str, int]] = set()
         self._last: dict[str, object] = {}
@@ -47,6 +50,17 @@ class Notices:
     def warn(self, message: str) -> None:
         """Tell this."""
         self._events.emit(Warned(where="optimizer", message=message))
+
+    def skipped(self, what: str, error: BaseException) -> None:
+        """This was left out as there was an error, for want of memory for example: the first time, the tenth, ..."""
+        self._skipped[what] += 1
+        if _passes_a_power_of_ten(self._skipped[what] - 1, self._skipped[what]):
+            often = "" if self._skipped[what] == 1 else f" {self._skipped[what]} times"
+            reason = "no memory" if is_out_of_memory(error) else "an error"
+            self.warn(
+                f"{what} left out{often}, because of {reason} ({type(error).__name__}: {f'{error}'[:200]}): the "
+                "training goes on"
+            )
 
     def _note(self, what: str, value: object) -> bool:
         """Remember this value. True if the last one was another one, and this one is neither False nor None."""
@@ -71,6 +85,9 @@ class Notices:
 
         Where the parameters themselves are the reason, that is told instead, once.
         """
+        if self._tells_of_model and (error := training.no_memory) is not None:
+            training.no_memory = None
+            self.skipped("a batch, and those that were summed with it, were", error)
         before, self._left_out = self._left_out, training.left_out
         if self._left_out == before or not self._tells_of_model:
             return

@@ -20,7 +20,7 @@ import torch
 from shoal.averager import TensorLock
 from shoal.compression import CompressionBase, NoCompression
 from shoal.core import PeerCore
-from shoal.errors import ClosedError, ConfigError, LocalError, StateUnavailable
+from shoal.errors import ClosedError, ConfigError, LocalError, StateUnavailable, is_out_of_memory
 from shoal.events import Event, Warned, print_log
 from shoal.optim.agreement import Deal
 from shoal.optim.arguments import (
@@ -689,7 +689,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         self._follow_schedule()
         if self._model is not None:
             self._model.check()
-            if (name := self._model.find_change()) is not None:
+            if (name := self._changed_tensor(self._model)) is not None:
                 self._warn(
                     f"{name} of the model is not trained, but has changed since the run began: other peers do not have "
                     "its new values. Leave it as it is; if it is meant to move, give it in extra_tensors"
@@ -704,6 +704,15 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 self.zero_grad()
         self._saver.at_step(self._state, self._copy, finished=self.finished)
         return loss
+
+    def _changed_tensor(self, model: TrainedModel) -> str | None:
+        try:
+            return model.find_change()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._warn(f"a look at tensors that are not trained was left out, because of no memory ({error})")
+            return None
 
     def _asked_for_statistics(self) -> bool:
         training = self._training

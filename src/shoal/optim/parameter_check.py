@@ -60,7 +60,11 @@ class ParameterCheck:
         if training.evaluates:
             return None
         describe = partial(check_of, on_host=training.steps_on_host)
-        check = await self._core.env.executor.run(describe, training.optimizer, training.parameters, name.digest)
+        try:
+            check = await self._core.env.executor.run(describe, training.optimizer, training.parameters, name.digest)
+        except Exception as error:  # noqa: BLE001 (no memory for it: the others compare theirs)
+            self._notices.skipped("the check of this peer's parameters was", error)
+            return None
         async with self._own.hold() as holds:  # a step renames under it: so they were those of this state all the time
             return check if holds and self._own.name == name and training.evaluations == evaluations else None
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 
@@ -26,7 +26,7 @@ from shoal.averager import StepResult, TensorLock
 from shoal.clock import own_clock, seconds_text
 from shoal.compression import CompressionBase
 from shoal.core import PeerCore
-from shoal.errors import ClosedError, ConfigError, StateUnavailable
+from shoal.errors import ClosedError, ConfigError, NoMemoryForState, StateUnavailable, is_out_of_memory
 from shoal.events import EpochAdvanced, RunEnded
 from shoal.optim.agreement import Agreement, Contributor, Said, agree
 from shoal.optim.attendance import Attendance
@@ -62,6 +62,9 @@ from shoal.tasks import Changes, Tasks
 from shoal.wire import FollowSteps, Progress
 
 __all__ = ["Participant"]
+
+_AGAIN_S = 1.0
+"""Until work is tried again that this machine had no memory for, seconds."""
 
 
 class Participant:
@@ -187,10 +190,11 @@ class Participant:
         self._states.sharing.enable(declared=not self.settings.averager.client_mode)
         self.speed.measure(self._now())
         self.pace.state_changed(self.epoch, self._now())
-        for work in (*self._gossip.start(), self._drive()):
-            self._tasks.spawn(work)
+        for work in self._gossip.start():
+            self._tasks.spawn(self._lasting("what it tells others, and hears from them, was", work))
+        self._tasks.spawn(self._drive())
         if not self.settings.fragment:  # a peer is alone with all fragments of its model, and says it once
-            self._tasks.spawn(self._solitude.watch())
+            self._tasks.spawn(self._lasting("a look for others was", self._solitude.watch))
 
     async def check_settings(self, timeout_s: float) -> None:
         """Wait until it is known how the others train, at most so long. Later findings are told at the next step.
@@ -442,6 +446,35 @@ class Participant:
             self._moves.notify()
             return
         await self._decide_rank()
+        await self._lasting("a round or a step was", self._go_on, self._give_up_step)
+
+    async def _lasting(
+        self,
+        what: str,
+        work: Callable[[], Awaitable[None]],
+        first: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """Do this until it is cancelled; again, with `first` before, where this machine had no memory for it."""
+        while True:
+            try:
+                await work()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                self._notices.skipped(what, error)
+                if first is not None:
+                    await first()
+                await asyncio.sleep(_AGAIN_S)
+
+    async def _give_up_step(self) -> None:
+        """Forget the accumulated gradients, or what a round has left in their place: the others step without us."""
+        async with self.own.hold() as holds:
+            if holds and self.own.update is None:  # if the lock does not come, the next state discards it
+                self.training.discard()
+        if self.phase is RunPhase.AVERAGING:
+            self._happened(Event.MISFIT)
+
+    async def _go_on(self) -> None:
         machine = self._machine
         while True:
             self.speed.measure(self._now())
@@ -599,10 +632,7 @@ class Participant:
         if why is not None:
             sometimes("the options of the swarm's step cannot be set here")
             self._notices.warn(f"the swarm's step is not taken here: its options are {why}")
-            async with self.own.hold() as holds:
-                if holds:  # else the next state discards it
-                    self.training.discard()
-            self._happened(Event.MISFIT)
+            await self._give_up_step()
             return
         if said.samples:  # else its own were no proposal
             self._notices.took_over(others)
@@ -612,11 +642,22 @@ class Participant:
         self._companions.share(members, name.key, result.duration_s, gave=gave)
         self._led_to = name.after_round(result, agreement.digest)
         self._ready(step, self._led_to, len(members), agreement)
-        await self._steps.add_round(name, result, self._averager.vector, agreement)
+        await self._tell_step(self._steps.add_round(name, result, self._averager.vector, agreement))
+
+    async def _tell_step(self, telling: Awaitable[None]) -> None:
+        """Keep a step for peers that catch up: they can do without, and this peer's step does not wait for it."""
+        try:
+            await telling
+        except Exception as error:  # noqa: BLE001 (no memory for it)
+            self._notices.skipped("a step for peers that catch up was", error)
 
     def _take_average(self, vector: Vector, name: StateName) -> None:
         if self.own.name == name:  # else another state was taken over meanwhile, and nothing of the round belongs to it
-            self.training.use_average(vector)
+            try:
+                self.training.use_average(vector)
+            except Exception:
+                self.training.discard()  # a part of it may be here
+                raise
 
     def _drop_unfit(self) -> bool:
         """Forget the accumulators if they are not finite, so that no epoch is made of them; True if so."""
@@ -647,7 +688,7 @@ class Participant:
             said = self._said()
             agreement = Agreement(said.options, said.absent, [Contributor(self.core.peer_id, samples, said.end)])
             self.contribution.counted(samples)
-            await self._steps.add_alone(name, chance, samples, self._averager.vector, agreement)
+            await self._tell_step(self._steps.add_alone(name, chance, samples, self._averager.vector, agreement))
         self.own.shared = False
         self.last_round = None  # nobody takes this step with us: for the average of the states none is waited for
         self._companions.forget()
@@ -840,7 +881,7 @@ class Participant:
             self._companions.share(members, name.key, result.duration_s)
             self._ready(partial(self._take_states, counts), name.after_averaging(result), len(members))
             if counts is None:  # else a follower would lack them: it downloads the state, which is the last one
-                await self._steps.add_round(name, result, self._states.vector)
+                await self._tell_step(self._steps.add_round(name, result, self._states.vector))
 
     async def _without_last_average(self, name: StateName) -> None:
         """The last average failed: no other one makes up for it, so it is tried again while a member is alive."""
@@ -919,11 +960,18 @@ class Participant:
 
     async def _fetch(self, timeout_s: float) -> None:
         """Take over the best state, or the steps that lead to it."""
+        before = self.own.name
         try:
             await self.takeover.run(timeout_s)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._notices.skipped("what others have trained was", error)
+            raise NoMemoryForState(f"this machine has no memory to take over the state: {error}") from error
         finally:
             if self.takeover.took_over:
                 self._solitude.took_over(self.epoch)
+            if self.takeover.took_over or self.own.name != before:
                 self._announce_other_state()
             if self.phase is RunPhase.STEPPING and self.own.update is None:  # also when the trainer is interrupted
                 self._happened(Event.OVERTAKEN)

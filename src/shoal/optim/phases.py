@@ -80,7 +80,10 @@ class Event(enum.Enum):
     AVERAGED = "a round of gradients succeeded; or nobody else takes part, and the own mean is taken"
     STATES_AVERAGED = "a round of states succeeded"
     UNFIT = "nobody else takes part, and the own mean is not finite: it is dropped"
-    MISFIT = "a round of gradients succeeded, but its options cannot be set here: what was accumulated is dropped"
+    MISFIT = (
+        "a round of gradients succeeded, but its step cannot be taken here, for its options or for want of memory: "
+        "what was accumulated is dropped"
+    )
     STEPPED = "the trainer took the step or the average, or it was interrupted or raised: the renamed state is told"
     TAKEN_OVER = "a better state was taken over, or the steps that lead to it"
     RENAMED = "a checkpoint was loaded; or the check says that our parameters differ, and our state is renamed as worse"

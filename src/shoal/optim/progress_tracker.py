@@ -135,8 +135,8 @@ class _Tracking:
         self._told_at, self.left, self.pause_began = -math.inf, False, 0.0
 
     async def start(self) -> None:
-        for work in (*self.gossip.start(), self._drive()):
-            self._tasks.spawn(work)
+        for work in (*self.gossip.start(), self._drive):
+            self._tasks.spawn(work())
         with suppress(TimeoutError):
             async with asyncio.timeout(_OTHERS_S):
                 await self.gossip.looked.wait()

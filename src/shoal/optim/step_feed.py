@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 
 from shoal.allreduce.vector import Vector
 from shoal.averager import Averager, StepResult
@@ -88,7 +88,8 @@ class StepFeed:
             agreement: how the step is taken; None if states were averaged.
         """
         if self._followers:
-            self._add(await self._core.env.executor.run(of_round, name, result, vector, agreement))
+            with self._whole():
+                self._add(await self._core.env.executor.run(of_round, name, result, vector, agreement))
 
     async def add_alone(
         self, name: StateName, chance: bytes, samples: int, vector: Vector, agreement: Agreement
@@ -96,7 +97,19 @@ class StepFeed:
         """This peer is about to step alone, from the tensors of this vector (call it under their lock)."""
         if self._followers:
             peer, run = self._core.peer_id.raw, self._core.env.executor.run
-            self._add(await run(of_step_alone, name, chance, peer, samples, vector, agreement))
+            with self._whole():
+                self._add(await run(of_step_alone, name, chance, peer, samples, vector, agreement))
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """If a step cannot be kept, nobody follows from here any more: the steps after it lead nowhere."""
+        try:
+            yield
+        except Exception:
+            self._kept.clear()
+            for follower in self._followers:
+                follower.end()
+            raise
 
     def _add(self, step: Step | None) -> None:
         if step is None or not self._followers:
@@ -162,7 +175,7 @@ class _Follower:
         self._told: deque[bytes] = deque(maxlen=MOST_KEPT)
         self._untold: deque[StepTaken] = deque()
         self._wanted: dict[bytes, int] = {}  # and how much of it was sent
-        self._news = Changes()
+        self._news, self._over = Changes(), False
         self._reader = asyncio.get_running_loop().create_task(self._read())
         self._reader.add_done_callback(lambda _: self._news.notify())
 
@@ -183,7 +196,7 @@ class _Follower:
     async def run(self, state: StateName) -> None:
         """Serve it until it follows no more."""
         await self._send(StepsFrom(*state))
-        while not self._reader.done():
+        while not self._reader.done() and not self._over:
             seen = self._news.count
             if self._untold:
                 await self._send(self._untold.popleft())
@@ -191,7 +204,13 @@ class _Follower:
                 await self._send_some(next(iter(self._wanted)))
             else:
                 await self._news.after(seen)
-        self._reader.result()
+        if not self._over:
+            self._reader.result()
+
+    def end(self) -> None:
+        """Serve it no more: it may follow anew."""
+        self._over = True
+        self._news.notify()
 
     async def close(self) -> None:
         """Read no more."""

@@ -28,6 +28,7 @@ from shoal.optim.own_state import OwnState
 from shoal.optim.phases import PhaseMachine
 from shoal.optim.shared_state import Misfits, before_of, committed_of, is_average, name_of, why_not_ours
 from shoal.optim.state_name import StateName
+from shoal.optim.training_state import PreparedState
 from shoal.peer import PeerID
 from shoal.progress import SwarmView
 from shoal.sometimes import sometimes
@@ -276,7 +277,7 @@ class Takeover:
             _note_fork(self.own, name, follows=follows)
             if follows and committed.gave_last(self.core.peer_id):
                 await self.core.env.executor.run(training.given_is_in)
-            await self.core.env.executor.run(partial(training.take_over, prepared, follows=follows))
+            await self._load(prepared, follows=follows)
             self.own.name, self.own.committed, self.own.before, self.took_over = name, committed, before, True
             self.own.is_average = is_average(state.metadata)
             self.own.followed = None if self.own.is_average else name
@@ -298,6 +299,13 @@ class Takeover:
         tell_loss()
         self.downloads.append((state.bytes_received, state.duration_s))
         self.notices.downloaded(state.duration_s, self.core.reachability.shut_out)
+
+    async def _load(self, prepared: PreparedState, *, follows: bool) -> None:
+        try:
+            await self.core.env.executor.run(partial(self.own.training.take_over, prepared, follows=follows))
+        except Exception:
+            self.own.loading()  # a part of it may be here: it is nobody's state
+            raise
 
     def _loss(self, taken: StateName) -> Callable[[], None]:
         """Tells of what is lost with our state if this one takes its place: on first weights, or apart from others.

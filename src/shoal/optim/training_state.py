@@ -24,7 +24,7 @@ from blake3 import blake3
 from shoal.allreduce.segments import LARGEST, sum_dtype
 from shoal.allreduce.vector import Vector, check_tensors
 from shoal.compression import dtype_name, view_bytes
-from shoal.errors import ConfigError, StateUnavailable
+from shoal.errors import ConfigError, StateUnavailable, is_out_of_memory
 from shoal.optim.agreement import MAX_TRAINED
 from shoal.optim.gradient_sum import GradientSum
 from shoal.optim.inner import Scheduler
@@ -82,6 +82,7 @@ class TrainingState:
     Attributes:
         left_out: batches whose gradients could not be summed, so far.
         left_out_for: which trained parameter's gradient it was, the last time.
+        no_memory: the error, if there was no memory to sum the last batch; None once it was told.
         broken: says which trained parameter was not finite then, since when, and what to do; None if all were finite.
         epoch: swarm steps that went into the parameters.
         whole: whether the last one that was begun here was taken to its end.
@@ -159,6 +160,7 @@ class TrainingState:
         self.left_out = self.left_out_for = self._steps_here = 0
         self.own_options: set[str] = set()
         self.broken: str | None = None
+        self.no_memory: BaseException | None = None
         self.step_error: str | None = None
         self.kept_back: str | None = None
         self.frozen_here: str | None = None
@@ -295,7 +297,13 @@ class TrainingState:
         if (bad := _beyond(values, lambda dtype: LARGEST[sum_dtype(dtype)] / (2 * batch_size), norm)) is not None:
             self.left_out, self.left_out_for, self.broken = self.left_out + 1, given[bad], self._why_broken()
             return False
-        chosen.add(given, batch_size, norm)
+        try:
+            chosen.add(given, batch_size, norm)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self.no_memory = error  # it has forgotten what it held: nothing is half added
+            return False
         return True
 
     def _why_broken(self) -> str | None:

@@ -1,0 +1,203 @@
+"""A machine that has no memory once: what is optional is left out, a round fails, and the training goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import pytest
+import torch
+
+from shoal import sim
+from shoal.allreduce.vector import Vector
+from shoal.errors import RoundFailed, is_out_of_memory
+from shoal.events import Event, RoundAborted, Warned
+from shoal.optim import parameter_check, participant, step_feed
+from shoal.optim.gossip import ProgressGossip
+from shoal.optim.gradient_sum import GradientSum
+from shoal.optim.participant import Participant
+from shoal.optim.solitude import Solitude
+from shoal.optim.training_state import TrainingState
+from tests.sim.optimizer_kit import Run, Trainer
+
+NAMES = ["p0", "p1", "p2"]
+EPOCHS = 8
+
+ERRORS: list[BaseException] = [
+    RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried to allocate"
+    ),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    MemoryError(),
+]
+
+
+class Fails:
+    """A function that has no memory the first time, once it is armed; the peers that it happened to are noted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: BaseException) -> None:
+        self.armed, self.times, self._error = False, 0, error
+        original: Callable[..., Any] = getattr(owner, name)
+
+        @wraps(original)
+        def wrapped(*args: Any, **options: Any) -> Any:
+            if self.armed:
+                self.armed, self.times = False, self.times + 1
+                raise self._error
+            return original(*args, **options)
+
+        monkeypatch.setattr(owner, name, wrapped)
+
+
+SITES: dict[str, tuple[Any, str, str]] = {
+    "copy in": (Vector, "copy_in", "its values could not be copied"),
+    "overwrite": (Vector, "overwrite", "agreed on, but not applied in full"),
+    "sum": (Vector, "begin_sum", ""),
+    "add": (Vector, "add", ""),
+    "finish": (Vector, "finish", ""),
+    "prepare": (TrainingState, "contribute", "its values could not be copied"),
+    "check": (parameter_check, "check_of", "the check of this peer's parameters was left out"),
+    "agree": (participant, "agree", "a round or a step was left out"),
+    "what is said": (participant, "options_of", "a round or a step was left out"),
+    "the step that is told": (step_feed, "of_round", "a step for peers that catch up was left out"),
+    "publish": (ProgressGossip, "_publish", "what it tells others, and hears from them, was left out"),
+    "look": (ProgressGossip, "_look", "what it tells others, and hears from them, was left out"),
+    "solitude": (Solitude, "_in_company", "a look for others was left out"),
+    "the sum of gradients": (GradientSum, "_add", "a batch, and those that were summed with it, were left out"),
+    "export": (TrainingState, "export", ""),
+    "prepare a state": (TrainingState, "prepare", "what others have trained was left out"),
+    "load a state": (TrainingState, "take_over", "what others have trained was left out"),
+}
+
+
+@pytest.mark.parametrize(("site", "number"), [(site, number % 3) for number, site in enumerate(SITES)])
+def test_a_machine_without_memory_once_trains_on(site: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any error of the loop ended the trainer at its next step; after it, all hold the same bits."""
+    owner, name, told = SITES[site]
+    fails, said = Fails(monkeypatch, owner, name, ERRORS[number]), list[str]()
+
+    def note(event: Event) -> None:
+        if isinstance(event, Warned):
+            said.append(event.message)
+        elif isinstance(event, RoundAborted):
+            said.append(event.reason)
+
+    async def loop(run: Run, name: str) -> None:
+        trainer = run.swarm.peer(name)
+        trainer.participant.core.env.events.subscribe(note)
+        while not trainer.participant.finished:
+            await trainer.take_batch(4, duration_s=0.2 if site != "solitude" else 1.0)
+
+    async def main() -> None:
+        run = Run(target=24)
+        for name in NAMES:
+            await run.add(name, check_every=2)
+        await sim.sleep(3.0)
+        run.announce_end(EPOCHS)
+        loops = [asyncio.ensure_future(run.swarm.run_on(name, loop, run, name)) for name in NAMES]
+        await until(run, 2)
+        late = await run.add("late", check_every=2)
+        late.participant.announce_end(EPOCHS)
+        fails.armed = True
+        loops.append(asyncio.ensure_future(run.swarm.run_on("late", loop, run, "late")))
+        await asyncio.gather(*loops)
+        assert fails.times == 1
+        assert [trainer.participant.failure for trainer in run.swarm.peers.values()] == [None] * 4
+        assert run.agree([*NAMES, "late"])
+        assert run.swarm.peer("p0").participant.epoch == EPOCHS
+        assert any(told in each for each in said) or not told, said
+        await run.close()
+
+    sim.run(main, seed=1)
+
+
+async def until(run: Run, epoch: int) -> None:
+    """All are there."""
+    while run.swarm.peer("p0").participant.epoch < epoch:
+        await sim.sleep(0.1)
+
+
+def test_a_peer_alone_without_memory_once_trains_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own mean is half made: what was accumulated is forgotten."""
+    fails = Fails(monkeypatch, TrainingState, "use_own_mean", ERRORS[0])
+
+    async def main() -> None:
+        run = Run(target=8)
+        trainer = await run.add("p0")
+        fails.armed = True
+        while trainer.participant.epoch < 3:
+            await trainer.take_batch(4, duration_s=0.2)
+        assert fails.times == 1
+        await run.close()
+
+    sim.run(main, seed=1)
+
+
+def test_a_step_that_is_followed_raises_for_want_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state that it leaves behind has a name of its own, and the next download mends it."""
+    fails = Fails(monkeypatch, torch.optim.AdamW, "step", ERRORS[1])
+
+    async def main() -> None:
+        run = Run(target=24)
+        for name in NAMES:
+            await run.add(name)
+        await sim.sleep(3.0)
+
+        async def loop(name: str) -> None:
+            trainer = run.swarm.peer(name)
+            while trainer.participant.epoch < EPOCHS:
+                await slow(trainer, name)
+
+        async def slow(trainer: Trainer, name: str) -> None:
+            try:
+                await trainer.take_batch(4, duration_s=0.2)
+            except torch.OutOfMemoryError:  # of the trainer's own step: it is told, and may go on
+                assert fails.times == 1
+
+        loops = [asyncio.ensure_future(run.swarm.run_on(name, loop, name)) for name in NAMES]
+        await until(run, 4)
+        fails.armed = True
+        await asyncio.gather(*loops)
+        assert fails.times == 1
+        assert [run.swarm.peer(name).participant.failure for name in NAMES] == [None] * 3
+        await run.close()
+
+    sim.run(main, seed=1)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_errors_that_say_that_there_is_no_memory(error: BaseException) -> None:
+    """Of the CPU, of a device, of Python; and none else."""
+    assert is_out_of_memory(error)
+    for other in (
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        ValueError("out of memory"),
+        RoundFailed("x"),
+    ):
+        assert not is_out_of_memory(other)
+
+
+def test_other_errors_of_the_loop_still_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A defect is not to be hidden by what is done about memory."""
+    fails = Fails(monkeypatch, participant, "agree", RuntimeError("a defect"))
+
+    async def main() -> None:
+        run = Run(target=8)
+        for name in NAMES[:2]:
+            await run.add(name)
+        await sim.sleep(3.0)
+        fails.armed = True
+
+        async def loop(name: str) -> None:
+            trainer: Trainer = run.swarm.peer(name)
+            while trainer.participant.epoch < 3:
+                await trainer.take_batch(4, duration_s=0.2)
+
+        with pytest.raises(RuntimeError, match="a defect"):
+            await asyncio.gather(*(run.swarm.run_on(name, loop, name) for name in NAMES[:2]))
+        assert isinstance(run.swarm.peer("p0").participant, Participant)
+        await run.close()
+
+    sim.run(main, seed=1)

@@ -263,6 +263,24 @@ def test_gradients_counted_twice_for_want_of_zero_grad(clear: str) -> None:
 
 
 @pytest.mark.parametrize("to_none", [True, False])
+def test_the_loop_of_a_gan_clears_its_gradients(to_none: bool) -> None:
+    """The generator's loss leaves gradients in the discriminator, which are cleared before its next batch."""
+    judge, maker = torch.nn.Linear(3, 1), torch.nn.Linear(2, 3)
+    watches = GradientWatch(list(judge.parameters())), GradientWatch(list(maker.parameters()))
+    told = []
+    for _ in range(6):
+        judge.zero_grad(set_to_none=to_none)
+        fake = maker(torch.ones(4, 2))
+        judge(torch.ones(4, 3)).mean().backward()
+        judge(fake.detach()).mean().backward()
+        told.append(watches[0].at_step())
+        maker.zero_grad(set_to_none=to_none)
+        judge(fake).mean().backward()
+        told.append(watches[1].at_step())
+    assert told == [None] * 12
+
+
+@pytest.mark.parametrize("to_none", [True, False])
 def test_zero_grad_that_is_forgotten_later_is_told(to_none: bool) -> None:
     """Once in ten, long after the first steps."""
     layer = torch.nn.Linear(3, 1)

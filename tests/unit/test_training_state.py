@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
@@ -926,3 +927,34 @@ def test_an_optimizer_in_eval_mode_takes_no_step() -> None:
         accumulate(training, parameters, 1.0, 1)
     training.optimizer.param_groups[0]["train_mode"] = True
     accumulate(training, parameters, 1.0, 1)
+
+
+class Locked:
+    """A schedule of a user's own, with a lock, as one has that logs to a file or a queue."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.lock = optimizer, threading.Lock()
+
+    def step(self) -> None:
+        """Half the rate."""
+        self.optimizer.param_groups[0]["lr"] /= 2
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but the optimizer, as torch's own do."""
+        return {name: value for name, value in vars(self).items() if name != "optimizer"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As torch's own do."""
+        vars(self).update(state)
+
+
+def test_a_schedule_whose_state_cannot_be_copied_is_taken() -> None:
+    """It raised TypeError: cannot pickle '_thread.lock' object. Such a schedule waits if the run goes back."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    here = TrainingState(optimizer, Locked(optimizer))
+    here.resume(3, 3)
+    assert optimizer.param_groups[0]["lr"] == 1.0  # that of the state
+    here.resume(1, 1)
+    assert here.schedule_error is None
+    assert here.schedule_waits

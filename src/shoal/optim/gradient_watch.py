@@ -97,18 +97,19 @@ class GradientWatch:
 
     def coming(self, parameter: torch.Tensor) -> None:
         """Backward is about to add to the gradient of this one."""
-        if not self._armed:
-            return
-        self._armed = False
+        armed, self._armed = self._armed, False
         gradient = parameter.grad
-        if gradient is None or self._left is None or not self._left.is_of(gradient) or self._zeroed >= _SURE_AFTER:
+        if self._kept_told or self._zeroed >= _SURE_AFTER or not (armed or self._kept):
             return
-        self._kept = gradient.layout is torch.strided and bool(gradient.count_nonzero())
+        if armed and (gradient is None or self._left is None or not self._left.is_of(gradient)):
+            return
+        # The loss of another model may have come first (the generator's, in a GAN): the loop clears what that leaves.
+        self._kept = gradient is not None and gradient.layout is torch.strided and bool(gradient.count_nonzero())
         self._zeroed += not self._kept
 
     def at_step(self) -> str | None:
         """`step` was called: the warning for the user, or None."""
-        self._armed = True
+        kept, self._kept, self._armed = self._kept, False, True
         self._left = None if self._watched.grad is None else TensorMark(self._watched.grad)
         if not self._none_told and all(parameter.grad is None for parameter in self._trained):
             self._none_told = True
@@ -128,7 +129,7 @@ class GradientWatch:
                 f"a trained parameter has sparse gradients, and a round sends all its {rows} rows ({mib} MiB), "
                 "touched or not: give it ErrorFeedback(TopKCompression(...)) in grad_compression"
             )
-        if self._kept and not self._kept_told:
+        if kept and not self._kept_told:
             self._kept_told = True
             return (
                 "the gradients were not cleared between two steps, so batches are counted twice: call "

@@ -172,7 +172,7 @@ class TrainingState:
         self._first_schedule: dict[str, Any] | None = None
         self._resumed_rates: list[float] | None = None  # until the next step: those of a state that had a count
         if scheduler is not None and hasattr(scheduler, "state_dict"):
-            self._first_schedule = copy.deepcopy(scheduler.state_dict())
+            self._first_schedule = _copy_of_state(scheduler)
         self._for_training: list[torch.Tensor] | None = None  # the parameters, while others stand in their place
         self.evaluations = 0
         self._ended: tuple[bytes, list[torch.Tensor]] | None = None  # see `end`
@@ -560,7 +560,7 @@ class TrainingState:
         count, rates = self.scheduled, self._rates()
         self.scheduler, self._steps_of_schedule, self.schedule_error = scheduler, 0, None
         self.schedule_waits = 0
-        self._first_schedule = copy.deepcopy(scheduler.state_dict())
+        self._first_schedule = _copy_of_state(scheduler)
         if self._resumed_rates is None:
             self._move_schedule(count)
         else:
@@ -833,6 +833,14 @@ class TrainingState:
         """
         with self._offload.on_host():
             self._kept.switch(prepared)
+
+
+def _copy_of_state(scheduler: Scheduler) -> dict[str, Any] | None:
+    """The state of a schedule, to go back to; None if it cannot be copied, as it holds a lock or a file."""
+    try:
+        return copy.deepcopy(scheduler.state_dict())  # type: ignore[no-any-return]
+    except Exception:  # noqa: BLE001 (the user's own code; `schedule_waits` does without)
+        return None
 
 
 def _set_rate(group: dict[str, Any], rate: Any) -> None:

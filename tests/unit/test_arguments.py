@@ -102,7 +102,7 @@ def test_a_number_of_another_library_becomes_pythons_own() -> None:
         assert own_number(value) is value
     assert whole("count", np.int64(3)) == 3
     assert seconds("timeout", None, 5.0) == 5.0
-    assert path("file", "name") == Path("name")
+    assert path("file", "/name") == Path("/name")
     assert DhtSettings(replicas=4).replicas == 4
 
 
@@ -114,3 +114,15 @@ def test_a_rank_without_a_dht_is_told_of_the_group_optimizer(monkeypatch: pytest
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     with pytest.raises(ConfigError, match=r"got NoneType\. Where rank 0 alone has one, .*GroupOptimizer"):
         shoal.Optimizer(dht=none, run_id="r", target_batch_size=1, optimizer=none)
+
+
+def test_a_path_is_that_of_now(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """After `os.chdir` (Hydra does it) a relative `checkpoint=` saved nothing more, and "~" was a folder's name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    relative, at_home = path("checkpoint", "states/run"), path("checkpoint", "~/states")
+    monkeypatch.chdir("/")
+    assert relative == tmp_path / "states" / "run"
+    assert at_home == Path("/home/me/states")
+    with pytest.raises(ConfigError, match="checkpoint='~nobody-of-this-name/x' is no path here"):
+        path("checkpoint", "~nobody-of-this-name/x")

@@ -128,3 +128,11 @@ def test_any_codec_says_its_ratio() -> None:
     """Encoded by raw."""
     assert Float16Compression().estimate_compression_ratio(info()) == 0.5
     assert NoCompression().estimate_compression_ratio(info(0)) == 1.0
+
+
+@pytest.mark.parametrize("method", ["encode", "decode", "_encode", "encoded_bytes"])
+def test_a_codec_of_shoals_that_is_changed_is_refused(method: str) -> None:
+    """Its name says the codec that it was derived from, which all peers make anew: the change was ignored."""
+    with pytest.raises(ConfigError, match=rf"Mine overrides {method} of Float16Compression, and nothing calls that"):
+        type("Mine", (Float16Compression,), {method: lambda *_: None, "__module__": "users"})
+    type("Mine", (Float16Compression,), {"choose": lambda *_: None, "__module__": "users"})

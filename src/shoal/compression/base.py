@@ -105,6 +105,13 @@ class CompressionInfo:
         return cls(key, TensorDescriptor.from_tensor(tensor), role)
 
 
+_HERE = "shoal.compression"
+_ON_THE_WIRE = frozenset(
+    {"encode", "encode_into", "encoded_bytes", "decode", "decode_into", "pieces_bytes"}
+    | {"_encode", "_decode", "_encode_pieces", "_decode_pieces", "_fill"}
+)
+
+
 class CompressionBase(ABC):
     """Base of all codecs. Codecs are values: two are equal if their names are.
 
@@ -117,12 +124,19 @@ class CompressionBase(ABC):
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        if not cls.__module__.startswith("shoal.compression") and not vars(cls).keys().isdisjoint(
-            ("compress", "extract")
-        ):
+        if cls.__module__.startswith(_HERE):
+            return
+        if not vars(cls).keys().isdisjoint(("compress", "extract")):
             from shoal.compression import own  # noqa: PLC0415 (it is made of this class)
 
             own.complete(cls)
+        named = next(base for base in cls.__mro__ if "name" in vars(base))
+        if named.__module__.startswith(_HERE) and (changed := sorted(vars(cls).keys() & _ON_THE_WIRE)):
+            raise ConfigError(
+                f"{cls.__name__} overrides {changed[0]} of {named.__name__}, and nothing calls that: peers make the "
+                f"codec by its name, which says {named.__name__}. Derive {cls.__name__} from CompressionBase, with "
+                f"compress and extract, and call encode and decode of a {named.__name__} in it"
+            )
 
     @property
     @abstractmethod

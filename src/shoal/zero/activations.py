@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from shoal.errors import ConfigError
+from shoal.runtime.checks import path
 from shoal.zero.mapped import Extent, fetch, let_go
 
 __all__ = ["save_on_disk", "saved_bytes"]
@@ -73,13 +73,14 @@ def save_on_disk(folder: str | os.PathLike[str]) -> saved_tensors_hooks:
     Raises:
         ConfigError: this is no folder. An `OSError` in the forward pass says that the disk is full.
     """
-    if not Path(folder).is_dir():
+    place = path("folder", folder)
+    if not place.is_dir():
         raise ConfigError(f"folder must be a folder that exists, got {os.fspath(folder)!r}")
 
     def pack(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
         if tensor.layout != torch.strided or not tensor.numel():
             return tensor.device, tensor
-        mapped = Extent(Path(folder), tensor.nbytes).take(tensor)
+        mapped = Extent(place, tensor.nbytes).take(tensor)
         assert mapped is not None
         # The same strides: other ones may be computed with in another order, and rounded otherwise.
         strides = torch.empty_like(tensor, device="meta").stride()

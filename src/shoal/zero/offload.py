@@ -15,13 +15,13 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from shoal.errors import ConfigError, LocalError
+from shoal.runtime.checks import path
 from shoal.zero.mapped import Extent, fetch, give_back, let_go, room_for, write_back
 from shoal.zero.parameters import flat, like, local, order_of, wide_dtype
 from shoal.zero.probe import tried_in_windows
@@ -46,7 +46,7 @@ def problem_of(offload: object) -> str | None:
         return f"offload must be None, 'cpu' or the path of a folder, got {offload!r}"
     if sys.platform != "linux":
         return "offload to a folder needs Linux: give 'cpu' or None"
-    folder = Path(os.fsdecode(os.fspath(offload)))
+    folder = path("offload", os.fsdecode(offload))
     if not folder.is_dir():
         return f"offload must be a folder that exists on every machine, and {folder} does not, or is none: make it"
     return None
@@ -64,7 +64,7 @@ class Offload:
     """
 
     def __init__(self, where: str | os.PathLike[str] | None, device: torch.device) -> None:
-        self.folder = None if where is None or where == "cpu" else Path(os.fsdecode(os.fspath(where)))
+        self.folder = None if where is None or where == "cpu" else path("offload", os.fsdecode(where))
         self.elsewhere = where is not None and device.type != "cpu"
         self._extents: list[Extent] = []
         self._aside: Extent | None = None

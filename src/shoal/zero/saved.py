@@ -63,6 +63,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from shoal.errors import ConfigError
+from shoal.runtime.checks import path as checked_path
 from shoal.runtime.tensor_files import checksum, unseal
 from shoal.zero.parameters import Order, Piece, Scattered, flat, shaped
 
@@ -168,7 +169,7 @@ def location(path: object, name: str = "path") -> Path:
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
     if not isinstance(text, str) or not text or "\0" in text:
         raise ConfigError(f"{name} must be a path, a text that is not empty, got {path!r}")
-    return Path(text)
+    return checked_path(name, text)
 
 
 def written(order: Order) -> list[Any]:

@@ -74,6 +74,9 @@ class SharedClock:
     beside older ones. Of an even number of times the lower middle one counts, so that two peers that differ agree. A
     time that is more than `FURTHEST_S` away is ignored.
 
+    A machine's clock may be set while we run. If it is set back, the network's time goes on here as if nothing had
+    happened: nobody else need hear of it. Set forward it looks like sleep of the machine: then the others tell.
+
     Args:
         own: the clock of this machine.
         settled: whether the network's time is known. A peer that begins a network knows it; a peer that joins one does
@@ -89,12 +92,27 @@ class SharedClock:
 
     def __init__(self, own: Clock, *, settled: bool) -> None:
         self.own, self.settled = own, settled
-        self.ahead_s = 0.0
+        self.ahead_s = self._set_back_s = 0.0
+        self._gap_s = own.time() - own.monotonic()
         self._hosts: dict[str, dict[Hashable, float]] = {}  # what their peers told; the longest connected one first
         self._host_of: dict[Hashable, str] = {}
 
     def time(self) -> float:
-        return self.own.time() + self.ahead_s
+        own_s, before_s = self.own.time(), self._gap_s
+        self._gap_s = own_s - self.own.monotonic()
+        if (back_s := before_s - self._gap_s) > self.TOLERANCE_S:
+            self._set_back_s += back_s
+            self.ahead_s += back_s
+            for told in self._hosts.values():
+                for peer in told:
+                    told[peer] += back_s
+        return own_s + self.ahead_s
+
+    def take_set_back_s(self) -> float:
+        """How far the machine's clock was set back since the last call, seconds."""
+        self.time()
+        taken, self._set_back_s = self._set_back_s, 0.0
+        return taken
 
     def monotonic(self) -> float:
         return self.own.monotonic()
@@ -103,6 +121,7 @@ class SharedClock:
         """Take in how far a peer finds the network's time ahead of our own clock; True if our time changes by that."""
         if not abs(ahead_s) <= self.FURTHEST_S:
             return False
+        self.time()
         if self._host_of.get(peer, host) != host:
             self.forget(peer)
         self._host_of[peer] = host

@@ -153,3 +153,50 @@ def test_two_that_differ_and_are_alone_agree_on_the_earlier_time() -> None:
     assert not one.told("other", "host", 100.0)
     assert other.told("one", "host", -100.0)
     assert (one.ahead_s, other.ahead_s) == (0.0, -100.0)
+
+
+@pytest.mark.parametrize("peers", [2, 3])
+def test_a_clock_that_is_set_back_by_two_hours_costs_nothing(peers: int) -> None:
+    """Two had one round in 75 s until it had caught up, and the peer with the right clock was told to set it."""
+
+    async def main() -> None:
+        swarm = Swarm([0.0] * peers)
+        await swarm.start()
+        await swarm.train(4)
+        clock = swarm.run.trainers["p1"].participant.core.env.clock
+        assert isinstance(clock, SharedClock)
+        before = clock.time()
+        clock.own._offset_s -= 2 * HOUR_S  # type: ignore[attr-defined]
+        assert clock.time() == pytest.approx(before, abs=0.1)
+        began = asyncio.get_running_loop().time()
+        await swarm.train(14)
+        assert asyncio.get_running_loop().time() - began < 20.0
+        assert not swarm.alone
+        assert [name for name, said in swarm.warned.items() if said] == ["p1"]
+        (warning,) = swarm.warned["p1"]
+        assert warning.startswith("clock: the clock of this machine was set back by 7200 s. Shoal goes on by")
+        await swarm.run.close()
+
+    sim.run(main, seed=43)
+
+
+def test_a_clock_that_is_set_forward_follows_the_others() -> None:
+    """It looks like sleep, after which the clock is right: the links say within a minute that it is not."""
+
+    class Set(SystemClock):
+        ahead_s = 0.0
+
+        def time(self) -> float:
+            return super().time() + self.ahead_s
+
+    own = Set()
+    shared = SharedClock(own, settled=True)
+    shared.told("a", "host a", 0.0)
+    own.ahead_s = 2 * HOUR_S
+    assert shared.time() == pytest.approx(own.time(), abs=1.0)
+    assert shared.told("a", "host a", -2 * HOUR_S)
+    assert shared.time() == pytest.approx(own.time() - 2 * HOUR_S, abs=1.0)
+    own.ahead_s = HOUR_S
+    assert shared.time() == pytest.approx(own.time() - HOUR_S, abs=1.0)
+    assert shared.take_set_back_s() == pytest.approx(HOUR_S, abs=1.0)
+    assert shared.take_set_back_s() == 0.0

@@ -564,8 +564,18 @@ class Endpoint:
                 del self._allowances[each]
         return self._allowances.setdefault(host, Allowance(self.limits.calls_per_host_s, now))
 
+    def look_at_clock(self) -> None:
+        """Warn if the machine's clock was set back (for `CallLink`)."""
+        if (back_s := self.clock.take_set_back_s()) > CLOCKS_DIFFER_S:
+            message = (
+                f"the clock of this machine was set back by {back_s:.0f} s. Shoal goes on by the network's time: if "
+                "the clock was right before, set it again"
+            )
+            self.env.events.emit(Warned(where="clock", message=message))
+
     def clock_told(self, link: CallLink) -> None:
         """A link has measured what the peer's clock shows (for `CallLink`)."""
+        self.look_at_clock()
         before_s = self.clock.ahead_s
         changed = self.clock.told(link.peer_id, link.connection.remote_host, link.clock_offset_s)
         if changed and abs(self.clock.ahead_s - before_s) > CLOCKS_DIFFER_S:
@@ -583,7 +593,12 @@ class Endpoint:
             how, off_s = (
                 ("ahead of", link.clock_offset_s) if link.clock_offset_s > 0 else ("behind", -link.clock_offset_s)
             )
-            message = f"the clock of {link.peer_id.short()} is {off_s:.0f} s {how} ours: set the clock that is wrong"
+            others = [other for other in self.peers if other != link.peer_id]
+            agree = sum(abs(self.clock_offset_s(other) - self.clock.ahead_s) <= CLOCKS_DIFFER_S for other in others)
+            advice = "set the clock that is wrong"
+            if 2 * agree > len(others):
+                advice = f"that one is wrong, as {agree} of {len(others)} others agree with ours"
+            message = f"the clock of {link.peer_id.short()} is {off_s:.0f} s {how} ours: {advice}"
             self.env.events.emit(Warned(where="clock", message=message))
 
     def _add_link(self, connection: Connection) -> CallLink:

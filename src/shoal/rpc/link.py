@@ -282,6 +282,7 @@ class CallLink:
 
     def _tick(self) -> None:
         self._timer = None
+        self._endpoint.look_at_clock()
         now, limits = self._loop.time(), self._limits
         busy = self._open.has_streams(self.peer_id)
         period_s = limits.beat_s if busy else limits.idle_beat_s

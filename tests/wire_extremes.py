@@ -24,7 +24,7 @@ def extremes(message: wire.Message) -> Iterator[tuple[str, Any]]:
 
 
 def _extremes_of(value: Any) -> Iterator[Any]:
-    """Of a plain value, and of the first and the last thing in a list."""
+    """Of a plain value, and of each thing in a short list."""
     match value:
         case bool():
             yield from (not value, 2, None)
@@ -40,7 +40,7 @@ def _extremes_of(value: Any) -> Iterator[Any]:
             yield from ([], value * 2)
             if value:
                 yield [value[-1]] * (LONGEST // 8)
-            for place in dict.fromkeys((0, len(value) - 1)) if value else ():
+            for place in range(len(value)) if len(value) <= 8 else (0, len(value) - 1):
                 for extreme in _extremes_of(value[place]):
                     yield [*value[:place], extreme, *value[place + 1 :]]
         case None:

@@ -22,9 +22,9 @@ NUMEL = 600
 SLICES = [200, 200, 200]
 
 
-async def members(net: SimNet, count: int = 3) -> list[RoundPeer]:
+async def members(net: SimNet, names: Sequence[str] = ("p0", "p1", "p2")) -> list[RoundPeer]:
     """A group; the first one decides."""
-    group = [await RoundPeer.make(net, f"p{i}", torch.full((NUMEL,), float(i))) for i in range(count)]
+    group = [await RoundPeer.make(net, name, torch.full((NUMEL,), float(i))) for i, name in enumerate(names)]
     await gather_group(group)
     return group
 

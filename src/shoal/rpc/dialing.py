@@ -96,7 +96,8 @@ class Dialer:
     def moved(self, contact: Contact) -> None:
         """A peer says that it listens here from now on; nowhere, if it names no address."""
         self._told.pop(contact.peer, None)
-        self._worked.pop(contact.peer, None)
+        if not contact.addresses:
+            self._worked.pop(contact.peer, None)
         self._heard.pop(contact.peer, None)
         self.ways.forget(contact.peer)
         self.learn(contact, by_itself=True)
@@ -218,7 +219,7 @@ class Dialer:
 
     def _addresses(self, peer: PeerID) -> tuple[Address, ...]:
         worked = (self._worked[peer],) if peer in self._worked else ()
-        return tuple(dict.fromkeys(worked + self._told.get(peer, ()) + self._heard.get(peer, ())))
+        return tuple(dict.fromkeys(self._told.get(peer, ()) + worked + self._heard.get(peer, ())))
 
     async def _dial(self, peer: PeerID) -> Connection:
         addresses = self._addresses(peer)

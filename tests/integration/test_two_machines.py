@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,7 +32,7 @@ class Program:
     """A program that people copy.
 
     Attributes:
-        code: of the program; or a function that makes it.
+        code: makes the text of the program, or names its file.
         run_id: the run that its invite names.
         needs: a package that it imports, of an extra.
         first: its arguments on the first machine, and
@@ -41,7 +41,7 @@ class Program:
         averages: it waits for the other peer by itself, and has no `shoal.Optimizer`.
     """
 
-    code: Callable[[], str]
+    code: Callable[[], str | Path]
     run_id: str
     needs: str = "torch"
     first: tuple[str, ...] = ()
@@ -55,9 +55,9 @@ def block(page: str, word: str) -> Callable[[], str]:
     return lambda: next(each for each in python_blocks(page) if word in each)
 
 
-def example(name: str) -> Callable[[], str]:
-    """The text of an example."""
-    return (ROOT / "examples" / name).read_text
+def example(name: str) -> Callable[[], Path]:
+    """The file of an example."""
+    return lambda: ROOT / "examples" / name
 
 
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -98,8 +98,11 @@ PROGRAMS = {
 def start(net: Routers, place: int | str | None, folder: Path, made: Program, epochs: int, *arguments: str) -> Talk:
     """The program, at this place, in a folder of its own."""
     folder.mkdir()
-    (folder / "train.py").write_text(made.code(), encoding="utf-8")
-    early = ["tests.integration.run_on_two", str(epochs), "train.py", *arguments]
+    code = made.code()
+    if isinstance(code, str):
+        (folder / "train.py").write_text(code, encoding="utf-8")
+    file = code if isinstance(code, Path) else "train.py"
+    early = ["tests.integration.run_on_two", str(epochs), str(file), *arguments]
     command = [*net.command(place), "env", "-C", str(folder), sys.executable, "-m", *made.launcher]
     command += ["-m", *early] if made.launcher else early
     return Talk(command, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONPATH=path(ROOT))
@@ -190,3 +193,35 @@ def test_the_program_runs_unchanged_on_a_second_machine(tmp_path: Path, name: st
 def test_the_program_runs_unchanged_behind_a_router(tmp_path: Path, name: str) -> None:
     """As a client."""
     run_behind_a_router(tmp_path, name)
+
+
+def helper() -> str:
+    """The README's program with the lines of the helper in place of those from `dht =` on."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks: list[str] = re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (lines,) = (each for each in blocks if "auxiliary" in each)
+    code = program("README.md")
+    return code[: code.index("dht = ")] + lines
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2 * BUSY_S)
+def test_two_helpers_let_clients_train_together(tmp_path: Path) -> None:
+    """The third way to meet, word for word: two homes behind routers, two machines that all can reach."""
+    helps, trains = replace(PROGRAMS["README"], code=helper), PROGRAMS["README"]
+    with Routers(2, machines=1) as net, start(net, None, tmp_path / "a", helps, 0) as one:
+        invite = invite_in(one)
+        with start(net, "machine0", tmp_path / "b", helps, 0, str(invite)) as two:
+            invites = [str(invite), str(invite_in(two))]
+            with (
+                start(net, 0, tmp_path / "c", trains, 4, *invites) as first,
+                start(net, 1, tmp_path / "d", trains, 4, *invites) as second,
+            ):
+                said = [talk.rest(BUSY_S) for talk in (first, second, one, two)]
+                errors = [talk.errors() for talk in (first, second, one, two)]
+                assert [talk.wait() for talk in (first, second, one, two)] == [0, 0, 0, 0], errors
+    assert not [each for each in errors if "Traceback" in each], errors
+    for lines in said[:2]:
+        assert "epoch 4: loss" in lines[-2], lines
+        assert int(lines[-1].split()[0]) >= 2, lines
+    assert all("could not connect to this one" in each for each in errors[:2])

@@ -13,6 +13,7 @@ import shoal
 from shoal.compression import CompressionInfo
 from shoal.dht import DhtSettings
 from shoal.errors import ConfigError
+from shoal.optim.inner import make_inner
 from shoal.runtime.checks import own_number, path, seconds, whole
 
 
@@ -126,3 +127,10 @@ def test_a_path_is_that_of_now(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert at_home == Path("/home/me/states")
     with pytest.raises(ConfigError, match="checkpoint='~nobody-of-this-name/x' is no path here"):
         path("checkpoint", "~nobody-of-this-name/x")
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_one_tensor_as_params_is_named(*, offload: bool) -> None:
+    """It is an iterable of its rows: "can't optimize a non-leaf Tensor"."""
+    with pytest.raises(ConfigError, match="put one tensor in a list"):
+        make_inner(torch.nn.Parameter(torch.ones(2)), torch.optim.SGD, offload)

@@ -10,6 +10,7 @@ import torch
 
 from shoal import sim
 from shoal.compression import (
+    AdaptiveCompression,
     CompressionBase,
     CompressionInfo,
     Differences,
@@ -136,3 +137,20 @@ def test_a_codec_of_shoals_that_is_changed_is_refused(method: str) -> None:
     with pytest.raises(ConfigError, match=rf"Mine overrides {method} of Float16Compression, and nothing calls that"):
         type("Mine", (Float16Compression,), {method: lambda *_: None, "__module__": "users"})
     type("Mine", (Float16Compression,), {"choose": lambda *_: None, "__module__": "users"})
+
+
+class ByKey(AdaptiveCompression):
+    """Some tensors in 16 bits, as programs for hivemind have it under `AdaptiveCompressionBase`."""
+
+    name = "ByKey"
+
+    def pick(self, info: CompressionInfo) -> CompressionBase:
+        return Float16Compression() if info.key == "weight" else NoCompression()
+
+
+def test_a_choice_of_your_own_is_a_codec() -> None:
+    """Its base was not public, though docs/migrating.md named what it does."""
+    tensor = torch.randn(8)
+    chosen = [ByKey().choose(CompressionInfo.from_tensor(tensor, key=key)) for key in ("weight", "bias")]
+    assert chosen == [Float16Compression(), NoCompression()]
+    assert ByKey() == ByKey() != Float16Compression()

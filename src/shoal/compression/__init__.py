@@ -9,6 +9,7 @@ each.
 """
 
 from shoal.compression.adaptive import (
+    AdaptiveCompression,
     PerTensorCompression,
     RoleAdaptiveCompression,
     SizeAdaptiveCompression,
@@ -35,6 +36,7 @@ from shoal.compression.uniform import Uniform8BitQuantization
 
 __all__ = [
     "DTYPES",
+    "AdaptiveCompression",
     "BFloat16Compression",
     "BlockwiseQuantization",
     "CompressionBase",

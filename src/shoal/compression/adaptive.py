@@ -27,7 +27,11 @@ __all__ = [
 
 
 class AdaptiveCompression(CompressionBase):
-    """Base of codecs that choose. All methods but `choose`, `name` and equality raise `LocalError`."""
+    """Base of codecs that choose, also of your own: they need `pick` and `name`.
+
+    The name must say all that the choice depends on, as codecs of equal names are equal, and peers compare them. All
+    methods but `choose`, `name` and equality raise `LocalError`.
+    """
 
     @abstractmethod
     def pick(self, info: CompressionInfo) -> CompressionBase:

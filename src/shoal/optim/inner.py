@@ -63,8 +63,12 @@ def make_inner(
     """The optimizer, and what lends its parameters host memory, if `offload_optimizer`; None for it is False.
 
     Raises:
-        ConfigError: as `make_optimizer` and `make_offloaded`; or `offload_optimizer` is no flag.
+        ConfigError: as `make_optimizer` and `make_offloaded`; `params` is one tensor; `offload_optimizer` is no flag.
     """
+    if isinstance(params, torch.Tensor):  # which is an iterable of its rows
+        raise ConfigError(
+            "params must be a list of tensors or dictionaries, as of model.parameters(): put one tensor in a list"
+        )
     if offload_optimizer is not None and flag("offload_optimizer", offload_optimizer):
         return make_offloaded(params, optimizer)
     return make_optimizer(params, optimizer), None

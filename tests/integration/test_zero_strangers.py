@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.integration import zero_strangers as strangers
-from tests.integration.ranks import Ranks, ranks
+from tests.integration.ranks import Failed, Ranks, die_here, ranks
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +68,52 @@ def test_no_way_to_read_a_freed_weight_ends_the_process(pool: Ranks) -> None:
                     how,
                     words,
                 )
+
+
+PHASES = (
+    *("full_state_dict", "full_state_dict of a part", "save", "consolidated", "load", "clip"),
+    *("step", "forward", "backward", "averages", "update", "shard"),
+)
+DEFAULT = (("full_state_dict", 3), ("load", 3), ("clip", 2))
+
+
+@pytest.mark.parametrize(
+    ("phase", "stage"),
+    [
+        pytest.param(phase, stage, marks=() if (phase, stage) in DEFAULT else pytest.mark.long)
+        for phase in PHASES
+        for stage in (1, 2, 3)
+        # In stages 1 and 2 weights are whole on each rank, and nobody waits for another.
+        if stage == 3 or phase not in ("full_state_dict", "full_state_dict of a part", "forward")
+    ],
+)
+def test_a_rank_that_dies_ends_every_collective_in_rank_lost(
+    pool: Ranks, tmp_path: Path, phase: str, stage: int
+) -> None:
+    """In `full_state_dict` of stage 3 others raised gloo's RuntimeError: "Connection closed by peer"."""
+    first, _, third = pool.outcomes(3, strangers.killed_before, phase, str(tmp_path), stage, die_here, killed=1)
+    for each in (first, third):
+        assert isinstance(each, Failed), each
+        assert each.kind == "RankLost", each
+        assert "rank 1 gone" in each.message, each
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_torchs_helpers_for_optimizers(pool: Ranks, stage: int) -> None:
+    """In stages 1 and 2 they ended in "KeyError: 0", and `join` in an AttributeError."""
+    for found in pool.play(2, strangers.with_torchs_helpers, stage):
+        assert found["own"] == found["weights"] == ""
+        for how in ("get", "both"):
+            assert found[how] == "" if stage == 3 else "shoal.zero.save(path, model, optimizer)" in found[how]
+        for how in ("join", "Join"):
+            assert found[how].startswith("LocalError: uneven inputs"), found[how]
+        assert "unexpected keyword argument 'scale'" in found["unknown"]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_a_step_is_given_goes_to_the_inner_optimizer(pool: Ranks, stage: int) -> None:
+    """It was a TypeError: torch's ZeroRedundancyOptimizer hands it on."""
+    for apart, words in pool.play(2, strangers.stepped_with_options, stage):
+        assert apart == 0.0
+        assert words.startswith("ConfigError")
+        assert "scale=" in words

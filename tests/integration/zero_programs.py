@@ -33,7 +33,7 @@ def said(function: Callable[[], object]) -> str:
     """What it raises, in words; empty if it does not."""
     try:
         function()
-    except (ConfigError, LocalError, RuntimeError, ValueError, ArithmeticError, AssertionError) as error:
+    except (ConfigError, LocalError, RuntimeError, TypeError, ValueError, ArithmeticError, AssertionError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 

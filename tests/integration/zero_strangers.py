@@ -10,10 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils.dlpack
+from torch.distributed.algorithms.join import Join
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, get_state_dict
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
 import shoal.zero
+from shoal.zero.optimizer import ShardedOptimizer
 from tests.integration.zero_programs import said
 
 WIDTH = 4
@@ -351,3 +354,81 @@ def read_when_freed() -> dict[str, list[str]]:
             else:
                 found[name].append("nan" if torch.is_tensor(value) and value.isnan().all() else f"values: {value!r}")
     return found
+
+
+def _phases(path: str, model: Net, optimizer: ShardedOptimizer) -> dict[str, Callable[[], object]]:
+    averages = shoal.zero.EMA(optimizer, decay=0.5)
+    batch = next(batches(0))
+    return {
+        "full_state_dict": lambda: shoal.zero.full_state_dict(model),
+        "full_state_dict of a part": lambda: shoal.zero.full_state_dict(model.layers[0], rank0_only=True),
+        "save": lambda: shoal.zero.save(f"{path}/more", model, optimizer),
+        "consolidated": lambda: shoal.zero.save(f"{path}/more", model, optimizer, consolidated=True),
+        "load": lambda: shoal.zero.load(f"{path}/saved", model, optimizer),
+        "clip": lambda: optimizer.clip_grad_norm_(1.0),
+        "step": optimizer.step,
+        "forward": lambda: model(batch),
+        "backward": lambda: losses(model, "as usual", batch).backward(),  # type: ignore[no-untyped-call]
+        "averages": lambda: averages.average_parameters().__enter__(),
+        "update": lambda: (averages.update(), optimizer.step()),
+        "shard": lambda: shoal.zero.shard(Net("as usual"), lambda each: torch.optim.SGD(each, lr=0.05), stage=1),
+    }
+
+
+def killed_before(phase: str, path: str, stage: int, dies: Callable[[], None]) -> None:
+    """Rank 1 is gone when the others do something together."""
+    model, optimizer = shoal.zero.shard(Net("as usual"), lambda each: torch.optim.SGD(each, lr=0.05), stage=stage)
+    shoal.zero.save(f"{path}/saved", model, optimizer)
+    losses(model, "as usual", next(batches(0))).backward()  # type: ignore[no-untyped-call]
+    do = _phases(path, model, optimizer)[phase]
+    if dist.get_rank() == 1:
+        dies()
+    do()
+
+
+class _Asks(torch.optim.SGD):
+    """An optimizer whose step is given something."""
+
+    def step(self, closure: Any = None, *, scale: float = 1.0) -> Any:
+        """Scale the rate for this step."""
+        for group in self.param_groups:
+            group["lr"] *= scale
+        found = super().step(closure)
+        for group in self.param_groups:
+            group["lr"] /= scale
+        return found
+
+
+def _state_of(stage: int) -> tuple[torch.nn.Module, ShardedOptimizer]:
+    model, optimizer = shoal.zero.shard(torch.nn.Linear(3, 2), torch.optim.AdamW, stage=stage)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def with_torchs_helpers(stage: int) -> dict[str, str]:
+    """What is said of torch's own ways to save an optimizer, and to go on when a rank has no more data."""
+    model, optimizer = _state_of(stage)
+    return {
+        "get": said(lambda: get_optimizer_state_dict(model, optimizer)),
+        "both": said(lambda: get_state_dict(model, optimizer)),
+        "weights": said(lambda: get_model_state_dict(model)),
+        "join": said(optimizer.join),
+        "Join": said(lambda: Join([optimizer])),  # type: ignore[list-item]
+        "own": said(optimizer.state_dict),
+        "unknown": said(lambda: optimizer.step(scale=2.0)),
+    }
+
+
+def stepped_with_options(stage: int) -> tuple[float, str]:
+    """How far from one process a step is that is given something; and what is said if ranks give another one."""
+    model, plain = Net("as usual"), Net("as usual")
+    _, optimizer = shoal.zero.shard(model, lambda each: _Asks(each, lr=0.05), stage=stage)
+    stepper = _Asks(plain.parameters(), lr=0.05)
+    for each in (model, plain):
+        losses(each, "as usual", next(batches(0))).backward()  # type: ignore[no-untyped-call]
+    optimizer.step(scale=0.5)
+    stepper.step(scale=0.5)
+    found = shoal.zero.full_state_dict(model)
+    apart = max(float((found[name] - value).abs().max()) for name, value in plain.state_dict().items())
+    return apart, said(lambda: optimizer.step(scale=1.0 + dist.get_rank()))

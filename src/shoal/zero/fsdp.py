@@ -285,7 +285,7 @@ class FsdpEngine:
                 module.set_custom_reduce_scatter(OwnReduceScatter(meeting, dtype))
                 module.set_custom_all_gather(OwnAllGather(meeting))
             elif dtype is not None:
-                module.set_custom_reduce_scatter(NarrowReduceScatter(dtype))
+                module.set_custom_reduce_scatter(NarrowReduceScatter(collectives.watch, dtype))
             cast(torch.nn.Module, module).register_forward_pre_hook(weakly(self._begin), prepend=True)
             cast(torch.nn.Module, module).register_forward_hook(_hand_out, prepend=True)  # before FSDP2's own
             cast(torch.nn.Module, module).register_forward_hook(_seen)

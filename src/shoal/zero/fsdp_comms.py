@@ -13,6 +13,7 @@ import torch.distributed as dist
 from shoal.errors import LocalError
 from shoal.zero.collectives import Collectives, Pending, Run, sum_in_order
 from shoal.zero.mapped import let_go
+from shoal.zero.watch import Watch
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -106,8 +107,8 @@ class OwnReduceScatter(_Allocating, ReduceScatter):
 class NarrowReduceScatter(_Allocating, ReduceScatter):
     """The backend's own, in fewer bits than each rank adds up in."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, watch: Watch, dtype: torch.dtype) -> None:
+        self._watch, self._dtype = watch, dtype
 
     def __call__(
         self,
@@ -118,7 +119,8 @@ class NarrowReduceScatter(_Allocating, ReduceScatter):
         async_op: bool = False,  # noqa: FBT002 (FSDP2's interface)
     ) -> None:
         found = torch.empty_like(output_tensor, dtype=self._dtype)
-        dist.reduce_scatter_tensor(found, input_tensor.to(self._dtype), op, group)
+        with self._watch.named(self._watch.turn(f"a reduce-scatter of {input_tensor.numel():,} values")):
+            dist.reduce_scatter_tensor(found, input_tensor.to(self._dtype), op, group)
         output_tensor.copy_(found)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from shoal.zero.watch import Agreement
 
 __all__ = ["Carrier", "Memory", "ShardedOptimizer", "described"]
 
+_TORCHS_STATES = "torch.distributed.checkpoint.state_dict"
 _PLAIN = (bool, int, float, str, tuple, list, type(None))
 """Settings that are the same text wherever they are the same."""
 
@@ -204,11 +206,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._all_reduce(total, group=self.collectives.group)
         return total ** (1.0 / kind)
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None, **options: Any) -> float | None:  # type: ignore[override]
         """Step this rank's part; afterwards all ranks have all new parameters (stage 3: their shares).
 
         Args:
             closure: computes the loss again, and its gradients.
+            options: for the `step` of the inner optimizer, the same on all ranks.
 
         Returns:
             The result of the closure.
@@ -227,17 +230,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            finite, absent = self._agree()
+            finite, absent = self._agree(options)
             if finite or not self._skip_nonfinite:
                 self._settle()
                 self.carrier.hand_over(absent, self.inner)
-                self._step_inner()
+                self._step_inner(options)
                 self.collectives.traffic.steps += 1
             else:
                 self.skipped += 1
         return loss
 
-    def _step_inner(self) -> None:
+    def _step_inner(self, options: Mapping[str, Any]) -> None:
         """All ranks have the same parameters afterwards, also if the inner optimizer of one has raised: all raise."""
         problem: Exception | None = None
         try:
@@ -245,7 +248,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 for stepped in windows:
                     self.carrier.adopt(stepped)
                     try:
-                        self.inner.step()
+                        self.inner.step(**options)
                     finally:
                         self.carrier.write_out(stepped)
         except Exception as error:  # noqa: BLE001 (raised again below)
@@ -257,6 +260,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with self.agreement.together():
                 if problem is not None:
                     raise problem
+
+    def join(self, *_: object, **__: object) -> NoReturn:
+        """Not possible: raises `LocalError`."""
+        raise LocalError(
+            "uneven inputs (join) cannot be carried: gradients are reduced while each backward pass goes on, so all "
+            "ranks must run the same number of them. Leave out what is over (drop_last=True of the sampler), or let a "
+            "rank without a batch compute the loss of an old one, times 0"
+        )
+
+    join_hook = join  # torch.distributed.algorithms.Join asks for it
 
     @property
     def top_k(self) -> float | None:
@@ -285,7 +298,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         return False  # of sharded tensors it finds the same on all ranks
 
-    def _agree(self) -> tuple[bool, list[bool]]:
+    def _agree(self, options: Mapping[str, Any]) -> tuple[bool, list[bool]]:
         """Whether the gradients of all ranks are finite; and which parameters got none on any rank.
 
         One all-reduce, which also tells whether a rank cannot step, and whether all have the same settings.
@@ -297,7 +310,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             finite = self.reduction.finite()
         except LocalError as error:
             problem = error
-        lines = [*self._passes(), described(self.param_groups)] if problem is None else []
+        lines = [*self._passes(), described([*self.param_groups, options])] if problem is None else []
         infinite, *present = self._meet(
             "step", problem, lines, [not finite, *(not each for each in self.reduction.absent())]
         )
@@ -389,7 +402,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The part of this rank, for the same rank of a group that is sharded alike; `shoal.zero.save` writes all.
 
         Its ``share`` names the rank and the model that it belongs to.
+
+        Raises:
+            ConfigError: `torch.distributed.checkpoint` asks for it, in stages 1 and 2.
         """
+        self._check_caller()
         return {**self.inner.state_dict(), "share": self.share(), "residuals": dict(self.carrier.residuals())}
 
     def share(self) -> dict[str, Any]:
@@ -402,6 +419,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: it is of another rank or of another sharding, or does not fit.
         """
+        self._check_caller()
         if not isinstance(state_dict, Mapping):
             raise ConfigError(f"state_dict must be the result of state_dict(), got a {type(state_dict).__name__}")
         here, there = self.share(), state_dict.get("share")
@@ -421,6 +439,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for name, kept in self.carrier.residuals().items():
             kept.copy_(state_dict["residuals"][name])
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    def _check_caller(self) -> None:
+        """Raise `ConfigError` if the method's caller is torch's helper, which would end in a KeyError."""
+        caller = sys._getframe(2).f_globals.get("__name__")  # noqa: SLF001 (it does not say so in any other way)
+        if isinstance(self.carrier, FlatEngine) and caller == _TORCHS_STATES:
+            raise ConfigError(
+                f"{_TORCHS_STATES} names an optimizer's state by whole parameters, and in stages 1 and 2 a rank has "
+                "pieces of them: save with shoal.zero.save(path, model, optimizer) and load() (consolidated=True for "
+                "plain torch), or use stage 3"
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not possible any more: raises `LocalError`."""

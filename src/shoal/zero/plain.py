@@ -27,7 +27,9 @@ from torch.utils._pytree import tree_leaves
 from shoal.errors import ConfigError
 from shoal.runtime.checks import flag
 from shoal.zero.parameters import Order, Piece, flat, named_parameters
+from shoal.zero.replicas import process_group
 from shoal.zero.saved import Range, Statistics, location, typed, warn_unchecked
+from shoal.zero.watch import Watch
 
 __all__ = ["BareWeights", "Whole", "bare_weights", "fitting", "full_state_dict", "overwrite"]
 
@@ -58,29 +60,47 @@ def full_state_dict(
 
     Raises:
         ConfigError: an argument is wrong.
+        RankLost: a rank is gone.
     """
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     keep = not flag("rank0_only", rank0_only) or not dist.is_initialized() or dist.get_rank(group) == 0
     found: dict[str, Any] = {}
     seen: dict[int, torch.Tensor] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if id(value) in but:
-            continue
-        if not isinstance(value, torch.Tensor):  # the result of a module's get_extra_state
+    with contextlib.ExitStack() as stack:
+        watch: Watch | None = None  # that of `shard` is with the optimizer
+        for name, value in model.state_dict(keep_vars=True).items():
+            if id(value) in but:
+                continue
+            if not isinstance(value, torch.Tensor):  # the result of a module's get_extra_state
+                if keep:
+                    found[name] = value
+                continue
+            if id(value) not in seen:
+                whole = value.detach()
+                if isinstance(whole, DTensor):
+                    watch = watch or stack.enter_context(contextlib.closing(Watch(_ranks_of(whole, group))))
+                    whole = _gathered(whole, watch, name)
+                seen[id(value)] = (
+                    whole.to("cpu", copy=True) if keep else torch.empty(0, dtype=value.dtype, device="cpu")
+                )
             if keep:
-                found[name] = value
-            continue
-        if id(value) not in seen:
-            whole = value.detach()
-            if isinstance(whole, DTensor):
-                shard = whole.to(whole.device_mesh.device_type)  # it may be on the CPU beside its device
-                assert isinstance(shard, DTensor)
-                whole = shard.full_tensor()
-            seen[id(value)] = whole.to("cpu", copy=True) if keep else torch.empty(0, dtype=value.dtype, device="cpu")
-        if keep:
-            found[name] = seen[id(value)]
+                found[name] = seen[id(value)]
     return found
+
+
+def _ranks_of(shard: DTensor, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if shard.device_mesh.ndim == 1:
+        return shard.device_mesh.get_group()
+    return process_group(dist.group.WORLD if group is None else group)
+
+
+def _gathered(shard: DTensor, watch: Watch, name: str) -> torch.Tensor:
+    """All of it. Raises `RankLost`."""
+    here = shard.to(shard.device_mesh.device_type)  # it may be on the CPU beside its device
+    assert isinstance(here, DTensor)
+    with watch.named(watch.turn(f"to gather {name}")):
+        return here.full_tensor()
 
 
 def overwrite(target: torch.Tensor, values: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -19,17 +19,28 @@ NAMES = ["p0", "p1", "p2"]
 
 
 async def train(
-    names: list[str], epochs: int, change: Callable[[Trainer], None], prepare: Callable[[Trainer], None] | None = None
+    names: list[str],
+    epochs: int,
+    change: Callable[[Trainer], None],
+    prepare: Callable[[Trainer], None] | None = None,
+    *,
+    threads: Sequence[int] = (),
+    **of_run: Any,
 ) -> tuple[Run, list[str]]:
-    """Train with checks at epochs 2, 6, 10, ...; `change` is called after each batch. Returns what was said."""
-    run, said = Run(target=24), list[str]()
+    """Train with checks at epochs 2, 6, 10, ...; `change` is called after each batch. Returns what was said.
+
+    `threads` says how many the trainer's thread of each peer has; `of_run` are options of the run.
+    """
+    run, said = Run(target=24, **of_run), list[str]()
 
     def note(event: Event) -> None:
         if isinstance(event, Warned) and "check of the parameters" in event.message:
             said.append(event.message)
 
-    for name in names:
+    for number, name in enumerate(names):
+        torch.set_num_threads(threads[number] if threads else 1)
         trainer = await run.add(name, check_every=4)
+        torch.set_num_threads(1)
         if prepare is not None:
             prepare(trainer)
         trainer.participant.core.env.events.subscribe(note)
@@ -117,13 +128,13 @@ def test_weights_to_evaluate_with_are_not_taken_for_those_of_the_state(monkeypat
 
             mine.eval, mine.train = swap, lambda: None
 
-            def read_while_it_evaluates(optimizer: torch.optim.Optimizer, *others: Any, on_host: bool) -> Check:
+            def read_while_it_evaluates(optimizer: torch.optim.Optimizer, *others: Any, **about: Any) -> Check:
                 if optimizer is not mine:
-                    return real(optimizer, *others, on_host=on_host)
+                    return real(optimizer, *others, **about)
                 read.append(training.epoch)
                 training.evaluate()
                 try:
-                    return real(optimizer, *others, on_host=on_host)
+                    return real(optimizer, *others, **about)
                 finally:
                     training.train()
 
@@ -227,3 +238,70 @@ def test_a_peer_that_differs_among_others_than_the_holders_takes_over_from_its_o
         assert not run.agree(names)
 
     sim.run(main, seed=5)
+
+
+# ------------------------------------------------------------------------------------------- peers that round otherwise
+
+
+class ByThreads(torch.optim.Optimizer):
+    """Multiplies matrices; its step depends on the number of threads, as that of SOAP does: by more than rounding."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01, "off": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """A step."""
+        for group in self.param_groups:
+            by = 1.0 + 0.01 * torch.get_num_threads()
+            for parameter in group["params"]:
+                parameter.sub_(group["lr"] * by * (parameter @ parameter.t() @ parameter.grad))
+
+
+def by_threads(parameters: list[torch.Tensor], lr: float) -> tuple[torch.optim.Optimizer, Any]:
+    """The optimizer, without a schedule."""
+    return ByThreads(parameters), None
+
+
+@pytest.mark.parametrize("threads", [(2, 1, 2), (4, 3, 2)])
+def test_peers_with_other_numbers_of_threads_keep_equal_bits_and_nobody_is_accused(threads: Sequence[int]) -> None:
+    """With SOAP most states were unequal under one name, and the third peer was told to test its memory."""
+
+    async def main() -> None:
+        run, said = await train(NAMES, 12, nothing, threads=threads, make=by_threads)
+        assert not said
+        assert not any(run.swarm.peer(name).downloads for name in NAMES)
+        assert run.agree(NAMES)
+
+    sim.run(main, seed=6)
+
+
+def test_a_peer_that_rounds_otherwise_is_told_of_both_ways_and_not_to_test_its_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On another processor: nothing that could be agreed on makes its bits equal."""
+
+    def elsewhere(trainer: Trainer) -> None:
+        if trainer.index == 2:
+            training = trainer.participant.training
+            kind = type(training)
+            monkeypatch.setattr(training, "__class__", type(kind.__name__, (kind,), {"way": "another processor"}))
+            take = training.optimizer.step
+
+            def step(closure: Any = None) -> None:
+                for group in training.optimizer.param_groups:
+                    for parameter in group["params"]:
+                        parameter.grad.mul_(1.01)
+                take()
+
+            monkeypatch.setattr(training.optimizer, "step", step)
+
+    async def main() -> None:
+        run, said = await train(NAMES, 24, nothing, elsewhere, make=by_threads)
+        ours = [each for each in said if "this peer downloads theirs" in each]
+        assert 1 <= len(ours) <= 4
+        assert all("another processor" in each and "average_state_every" in each for each in ours)
+        assert not any("memory" in each for each in said)
+        assert run.swarm.peer("p0").participant.epoch == 24
+
+    sim.run(main, seed=6)

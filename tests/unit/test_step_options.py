@@ -252,3 +252,17 @@ def test_options_of_the_right_kind_with_which_no_step_can_be_taken(betas: Any, *
     assert options_of(optimizer.param_groups) == mine
     assert torch.equal(parameter, torch.ones(3))
     assert not optimizer.state
+
+
+def test_a_step_uses_as_many_cores_as_the_member_with_fewest() -> None:
+    """Of those that have samples, and whose number matters: then all can, and all round alike."""
+    options = options_of([{"lr": 0.1}])
+    cores = {peer(1): (8, 4), peer(2): (16, 4), peer(3): (1, 0), peer(4): (0, 4)}
+    gathered = {
+        each: decode_plain(encode(Said(options, samples=samples, cores=most)))
+        for each, (most, samples) in cores.items()
+    }
+    assert agree(gathered, list(cores)).cores == 8
+    without = {each: decode_plain(encode(Said(options, samples=4))) for each in cores}
+    assert agree(without, list(cores)).cores == 0
+    assert agree(gathered, list(cores)).digest != agree(without, list(cores)).digest

@@ -19,11 +19,16 @@ from shoal.optim.words import Weigh
 from shoal.peer import PeerID
 from shoal.wire import MAX_GROUP_SIZE, Epoch, Samples, encode
 
-__all__ = ["MAX_TRAINED", "Agreement", "Contributor", "Deal", "Said", "agree", "checks_of", "deal_to"]
+__all__ = ["MAX_TRAINED", "MOST_CORES", "Agreement", "Contributor", "Deal", "Said", "agree", "checks_of", "deal_to"]
 
 MAX_TRAINED = 1 << 18
 """The most trained parameters of a run: a member says of each whether it had a gradient, and all words travel together.
 """
+
+MOST_CORES = 64
+"""No step uses more, so that every machine can follow it."""
+
+Cores = Annotated[int, msgspec.Meta(ge=0, le=MOST_CORES)]
 
 
 class Said(msgspec.Struct, frozen=True, array_like=True):
@@ -36,6 +41,7 @@ class Said(msgspec.Struct, frozen=True, array_like=True):
         check: what the parameters are, if it is time to say so.
         samples: that it has when it begins to look for a group.
         end: where the run ends as far as it is concerned; None for nowhere.
+        cores: that its trainer's thread uses, if the rounding of its steps depends on that; else 0.
     """
 
     options: Options
@@ -43,6 +49,7 @@ class Said(msgspec.Struct, frozen=True, array_like=True):
     check: Check | None = None
     samples: Samples = 0
     end: Epoch | None = None
+    cores: Cores = 0
 
 
 class Contributor(msgspec.Struct, frozen=True, array_like=True):
@@ -69,11 +76,13 @@ class Agreement(msgspec.Struct, frozen=True, array_like=True):
         options: by all members; None if nobody has said any.
         mask: of the trained parameters that no member had a gradient of, as in `Said`.
         contributors: to the step, in the order of their ids.
+        cores: that the step uses on each of them: as many as the member that has fewest; 0 where it does not matter.
     """
 
     options: Options | None
     mask: Annotated[bytes, msgspec.Meta(max_length=MAX_TRAINED // 8)]
     contributors: Contributors
+    cores: Cores = 0
 
     @property
     def absent(self) -> frozenset[int]:
@@ -84,7 +93,7 @@ class Agreement(msgspec.Struct, frozen=True, array_like=True):
     def digest(self) -> bytes:
         """SHA-256 of all that; part of the name of the state after the step."""
         own = self.options.digest if self.options is not None else b""
-        return hashlib.sha256(own + self.mask + encode(self.contributors)).digest()
+        return hashlib.sha256(own + self.mask + encode([self.contributors, self.cores])).digest()
 
 
 def agree(
@@ -110,13 +119,15 @@ def agree(
     trained = {peer: each for peer, each in read.items() if each.samples} or read
     weights = weigh(trained)
     options = agreed([(each.options, weights[peer]) for peer, each in trained.items()])
+    # The fewest: no machine is asked for more than it has, unless its word weighs nothing yet.
+    cores = min((each.cores for peer, each in trained.items() if each.cores and weights[peer]), default=0)
     absent = _in_all([each.absent if each is not None else b"" for each in said.values()])
     made = [
         Contributor(peer, max(1, int(each.samples * shares[peer])) if shares[peer] else 0, each.end)
         for peer, each in said.items()
         if each is not None and peer in shares
     ]
-    return Agreement(options, absent, made)
+    return Agreement(options, absent, made, cores)
 
 
 class Deal(NamedTuple):

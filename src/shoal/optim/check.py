@@ -46,6 +46,7 @@ steps, 1.0e-7 after 1,000; in bfloat16 2.0e-5.
 
 _BOUND_16_BITS = 0.01
 _SAMPLE = 256
+_LONGEST_WAY = 160
 _HOST = torch.device("cpu")
 
 
@@ -57,12 +58,14 @@ class Check(msgspec.Struct, frozen=True, array_like=True):
         digest: of the bytes of all parameters.
         sample: some of their values, at places that follow from the name of the state; float32, one after another.
         bits: of the narrowest dtype among the parameters.
+        way: the settings that its steps depend on, in words, for people.
     """
 
     arithmetic: Annotated[bytes, msgspec.Meta(max_length=16)]
     digest: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     sample: Annotated[bytes, msgspec.Meta(max_length=4 * _SAMPLE)]
     bits: Annotated[int, msgspec.Meta(ge=1, le=64)] = 32
+    way: Annotated[str, msgspec.Meta(max_length=_LONGEST_WAY)] = ""
 
     def is_near(self, other: Check) -> bool:
         """Whether the samples agree within the bound. Numbers that are none are near nothing."""
@@ -161,7 +164,12 @@ class Checks:
 
 
 def check_of(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], name: bytes, *, on_host: bool = False
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[torch.Tensor],
+    name: bytes,
+    *,
+    on_host: bool = False,
+    way: str = "",
 ) -> Check:
     """Describe these parameters, in the state that has this digest as its name.
 
@@ -170,16 +178,20 @@ def check_of(
         parameters: in order.
         name: the digest.
         on_host: the steps are taken on the CPU, wherever the parameters are.
+        way: further settings that they depend on, in words.
     """
+    devices = sorted({_device(each) for each in ([_HOST] if on_host else [each.device for each in parameters])})
+    words = ", ".join((f"torch {torch.__version__}", torch.backends.cpu.get_cpu_capability(), *devices, way))
     both = blake3()
     with torch.no_grad():
         for parameter in parameters:
             both.update(view_bytes(parameter.detach().to("cpu").contiguous()))
     return Check(
-        arithmetic=_arithmetic(optimizer, [_HOST] if on_host else [each.device for each in parameters]),
+        arithmetic=_arithmetic(optimizer, words),
         digest=both.digest(16),
         sample=_sample(parameters, name),
         bits=min((8 * each.element_size() for each in parameters if each.dtype.is_floating_point), default=32),
+        way=words[:_LONGEST_WAY],
     )
 
 
@@ -199,12 +211,11 @@ def _sample(parameters: Sequence[torch.Tensor], name: bytes) -> bytes:
     return bytes(view_bytes(torch.cat(values))) if values else b""
 
 
-def _arithmetic(optimizer: torch.optim.Optimizer, places: Sequence[torch.device]) -> bytes:
+def _arithmetic(optimizer: torch.optim.Optimizer, way: str) -> bytes:
     """Peers with equal values take equal steps, to the bit."""
     how = [[name, repr(group.get(name))] for group in optimizer.param_groups for name in sorted(HOW)]
     forms = [[name, type(value).__name__] for group in optimizer.param_groups for name, value in sorted(group.items())]
-    devices = sorted({_device(each) for each in places})
-    text = repr((torch.__version__, torch.backends.cpu.get_cpu_capability(), devices, how, forms))
+    text = repr((way, how, forms))
     return hashlib.sha256(text.encode()).digest()[:8]
 
 

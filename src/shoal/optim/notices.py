@@ -10,7 +10,7 @@ from shoal.bounded import put_last
 from shoal.errors import is_out_of_memory
 from shoal.events import EventBus, LocalValuesRejected, Warned, duration
 from shoal.optim.beginning import Beginning, Stance
-from shoal.optim.check import Verdict
+from shoal.optim.check import Check, Verdict
 from shoal.optim.options import Difference
 from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
@@ -123,9 +123,18 @@ class Notices:
             f"others, but held other parameters; they download the parameters of the others{_of_a_tie(verdict)}"
         )
 
-    def differs(self, epoch: int, verdict: Verdict, me: PeerID, *, again: bool) -> None:
+    def differs(self, epoch: int, verdict: Verdict, me: PeerID, checks: Mapping[PeerID, Check], *, again: bool) -> None:
         """This peer names the state of this epoch, and holds other parameters than those that it should hold."""
         kept = verdict.others[me]
+        if (other := checks[min(kept)]).arithmetic != checks[me].arithmetic:
+            self.warn(
+                f"the check of the parameters at epoch {epoch}: ours differ from those of {len(kept)} peers at the "
+                "same state; this peer downloads theirs. They compute otherwise, so steps are rounded otherwise: they "
+                f"with {other.way!r}, this peer with {checks[me].way!r}. To keep equal parameters, train on machines "
+                "of one kind with equal settings, or with an optimizer that works on each value by itself, such as "
+                "AdamW; or let average_state_every bring them together"
+            )
+            return
         alike = "" if kept == verdict.holders else ", which compute as this peer does and the others do not"
         message = (
             f"the check of the parameters at epoch {epoch}: ours differ from those of {len(kept)} peers at the same "

@@ -252,10 +252,10 @@ class OuterTrainingState(TrainingState):
         self._land = vector.overwrite  # until then the accumulators say what was given
         self.use_accumulators()
 
-    def step(self, options: Options | None = None, absent: Collection[int] | None = None) -> None:
+    def step(self, options: Options | None = None, absent: Collection[int] | None = None, cores: int = 0) -> None:
         """Take the merge: see `TrainingState.step`. If it is interrupted, the parameters go back to the anchor."""
         try:
-            super().step(options, absent)
+            super().step(options, absent, cores)
         except BaseException:
             if self._strays:  # now for a program that saves its model, and with what was counted before the next batch
                 self._copy_anchor()

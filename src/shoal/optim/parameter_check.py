@@ -59,7 +59,7 @@ class ParameterCheck:
         evaluations = training.evaluations
         if training.evaluates:
             return None
-        describe = partial(check_of, on_host=training.steps_on_host)
+        describe = partial(check_of, on_host=training.steps_on_host, way=training.way)
         try:
             check = await self._core.env.executor.run(describe, training.optimizer, training.parameters, name.digest)
         except Exception as error:  # noqa: BLE001 (no memory for it: the others compare theirs)
@@ -81,7 +81,7 @@ class ParameterCheck:
             self._notices.differ(name.epoch, verdict)
         if not to_mend:
             return None
-        self._notices.differs(name.epoch, verdict, me, again=self._checks.again)
+        self._notices.differs(name.epoch, verdict, me, checks, again=self._checks.again)
         async with self._own.hold() as holds:
             if not holds:
                 return None  # the next check finds it, too

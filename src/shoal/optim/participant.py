@@ -28,7 +28,7 @@ from shoal.compression import CompressionBase
 from shoal.core import PeerCore
 from shoal.errors import ClosedError, ConfigError, NoMemoryForState, StateUnavailable, is_out_of_memory
 from shoal.events import EpochAdvanced, RunEnded
-from shoal.optim.agreement import Agreement, Contributor, Said, agree
+from shoal.optim.agreement import MOST_CORES, Agreement, Contributor, Said, agree
 from shoal.optim.attendance import Attendance
 from shoal.optim.beginning import Beginning, Stance
 from shoal.optim.catch_up import CatchUp
@@ -598,7 +598,8 @@ class Participant:
         training = self.training
         options = options_of(training.optimizer.param_groups, training.own_options)
         end = self._end.word(self.epoch, training.model_epoch)
-        return Said(options, training.absent(), check, training.samples, end)
+        cores = min(training.cores, MOST_CORES)
+        return Said(options, training.absent(), check, training.samples, end, cores)
 
     def _contribute(self, name: StateName, most: float) -> tuple[float, float]:
         """Weight and factor of the accumulators at this state; the others refuse a larger weight than `most`."""
@@ -636,7 +637,7 @@ class Participant:
             return
         if said.samples:  # else its own were no proposal
             self._notices.took_over(others)
-        step = partial(self.training.step, agreement.options, agreement.absent)
+        step = partial(self.training.step, agreement.options, agreement.absent, agreement.cores)
         name, members = self.own.name, [member.contact.peer for member in result.outcome.members]
         gave = [each.peer for each in agreement.contributors if each.samples]
         self._companions.share(members, name.key, result.duration_s, gave=gave)
@@ -686,13 +687,15 @@ class Participant:
             self.training.counted()
             chance = self.core.env.rng.randbytes(16)
             said = self._said()
-            agreement = Agreement(said.options, said.absent, [Contributor(self.core.peer_id, samples, said.end)])
+            contributors = [Contributor(self.core.peer_id, samples, said.end)]
+            agreement = Agreement(said.options, said.absent, contributors, said.cores)
             self.contribution.counted(samples)
             await self._tell_step(self._steps.add_alone(name, chance, samples, self._averager.vector, agreement))
         self.own.shared = False
         self.last_round = None  # nobody takes this step with us: for the average of the states none is waited for
         self._companions.forget()
-        self._ready(self.training.step, name.after_step_alone(chance, self.core.peer_id.raw, samples), 1, agreement)
+        step = partial(self.training.step, cores=agreement.cores)
+        self._ready(step, name.after_step_alone(chance, self.core.peer_id.raw, samples), 1, agreement)
 
     def _ready(
         self, apply: Callable[[], None], name: StateName, peers: int, agreement: Agreement | None = None

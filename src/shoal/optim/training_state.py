@@ -33,8 +33,8 @@ from shoal.optim.optimizer_state import AnyTensor, OptimizerState, Prepared, is_
 from shoal.optim.options import Options, apply
 from shoal.optim.schedule import advance, rates_of, tell_rates
 from shoal.optim.state_name import LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN
-from shoal.optim.trial import blank_statistics
-from shoal.runtime.thread_state import ThreadState, forget_casts
+from shoal.optim.trial import blank_statistics, mixes_values
+from shoal.runtime.thread_state import ThreadState, forget_casts, way_of
 from shoal.wire import encode
 
 __all__ = ["PreparedState", "TrainingState", "not_finite"]
@@ -119,6 +119,7 @@ class TrainingState:
         self.steps_on_host, self._offload = offload is not None, offload or Offload([])
         self._unit, self.max_grad_norm = unit, max_grad_norm
         self.heed_thread()
+        self._mixes, self._cores_of_step = mixes_values(optimizer), 0
         self.optimizer, self.scheduler = optimizer, scheduler
         self._kept = OptimizerState(optimizer)
         self.extra_tensors = tuple(extra_tensors)
@@ -181,6 +182,16 @@ class TrainingState:
     def heed_thread(self) -> None:
         """The trainer calls: its optimizer and its schedule compute as in this thread from now on, in any thread."""
         self._trainers = ThreadState.here()
+
+    @property
+    def cores(self) -> int:
+        """The cores that its steps use here, if their rounding depends on that; else 0."""
+        return self._trainers.cores if self._mixes else 0
+
+    @property
+    def way(self) -> str:
+        """The settings beside the optimizer's options that its steps depend on here, in words."""
+        return way_of(self._trainers, mixes=self._mixes)
 
     @property
     def model_epoch(self) -> int:
@@ -456,7 +467,7 @@ class TrainingState:
                 self._sum.take_in(self._late)
             self._has_average = self._in_round = False  # last: until then all of this is to be done
 
-    def step(self, options: Options | None = None, absent: Collection[int] | None = None) -> None:
+    def step(self, options: Options | None = None, absent: Collection[int] | None = None, cores: int = 0) -> None:
         """Take the optimizer step from the average that is held, and move the schedule. `.grad` stays the user's.
 
         It may be interrupted: as long as the optimizer has not begun, nothing has changed, and it can be called again.
@@ -467,8 +478,10 @@ class TrainingState:
             options: of all who take this step; they stay in the parameter groups. None: what the groups hold.
             absent: the trained parameters that nobody had a gradient of: they stay as torch leaves those without one.
                 None: those without one here.
+            cores: that the optimizer uses, so that all round alike; 0: those of the trainer's thread.
         """
         assert self._has_average
+        self._cores_of_step = cores
         if absent is None:
             absent = [index for index, given in enumerate(self._sum.given) if not given]
         own = [parameter.grad for parameter in self.parameters]
@@ -527,12 +540,13 @@ class TrainingState:
     def _step_watched(self) -> None:
         """Look now and then, ever more rarely, whether newcomers can have all that this step leaves behind."""
         self._steps_here, self.stepping = self._steps_here + 1, True
+        state = self._trainers._replace(cores=self._cores_of_step or self._trainers.cores)
         if self._steps_here & (self._steps_here - 1):
-            with self._trainers.in_force():
+            with state.in_force():
                 self.optimizer.step()
             return
         before = self._kept.outside()
-        with self._trainers.in_force():
+        with state.in_force():
             self.optimizer.step()
             changed = self._kept.changed_outside(before)
         try:

@@ -20,10 +20,31 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["blank_statistics", "draws_random_numbers", "first_statistics", "needs", "try_step", "weight_copies"]
+__all__ = [
+    "blank_statistics",
+    "draws_random_numbers",
+    "first_statistics",
+    "mixes_values",
+    "needs",
+    "try_step",
+    "weight_copies",
+]
 
 _GRADIENT = 1e-3
 _MOVED = 1.0
+_EXACT = frozenset(
+    (
+        *("_local_scalar_dense", "alias", "as_strided", "clone", "copy_", "detach", "expand", "flip", "index_put_"),
+        *("lift_fresh", "permute", "select", "slice", "split", "squeeze", "stack", "t", "transpose", "unbind"),
+        *("_reshape_alias", "_to_copy", "_unsafe_view", "cat", "unsqueeze", "view"),
+        *("empty", "empty_like", "fill_", "full", "full_like", "new_full", "new_zeros", "ones", "ones_like"),
+        *("zero_", "zeros", "zeros_like"),
+        *("abs", "abs_", "scalar_tensor"),
+        *("all", "amax", "amin", "aminmax", "any", "max", "min"),
+    )
+)
+"""Operations that move values, make them or choose among them."""
+
 _CROPPED = 8
 """Elements in each dimension of a parameter whose statistics are looked at for their kind alone."""
 
@@ -161,25 +182,57 @@ def draws_random_numbers(optimizer: torch.optim.Optimizer) -> bool:
 
     The generators themselves do not tell: other threads of the program (that load data, say) draw on them too.
     """
-    draws = _Draws()  # type: ignore[no-untyped-call]
+    watch = _Watch()
     states: list[Mapping[Any, Any]] = [{}, optimizer.state]  # some draw in their first step alone
     for group in optimizer.param_groups:
         for parameter in _of_each_sort(group, optimizer.state):
             for state in states:
-                with draws:
+                with watch:
                     failure, _ = _step(optimizer, parameter, _options(group), state)
-                if failure is not None or draws.seen:
+                if failure is not None or any(torch.Tag.nondeterministic_seeded in each.tags for each in watch.called):
                     return True
     return False
 
 
-class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees whether this thread calls what draws on a generator."""
+def mixes_values(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step makes values of several others: sums, products of matrices. It is not changed.
 
-    seen = False
+    How these are rounded depends on the processor, on the number of cores and on settings of torch; what is done to
+    each value by itself does not. True if it cannot be tried, as with an optimizer that wraps another one.
+    """
+    if any(isinstance(each, torch.optim.Optimizer) for each in vars(optimizer).values()):
+        return True
+    watch = _Watch()
+    for group in optimizer.param_groups:
+        for parameter in _of_each_sort(group, {}):
+            corner = parameter.detach()[(slice(_CROPPED),) * parameter.dim()]
+            with watch:
+                failure, _ = _step(optimizer, parameter, _options(group), {}, corner)
+            if failure is not None:
+                return True
+    return not all(map(_keeps_apart, watch.called))
+
+
+def _keeps_apart(operation: Any) -> bool:
+    """Whether it rounds nothing, or each value by itself."""
+    space, _, name = operation.name().partition("::")
+    name = name.partition(".")[0]
+    if space != "aten" or torch.Tag.pointwise in operation.tags or name in _EXACT:
+        return space in ("aten", "profiler")
+    return name.startswith("_fused_") or (
+        name.startswith("_foreach_") and name not in ("_foreach_norm", "_foreach_powsum")
+    )
+
+
+class _Watch(TorchDispatchMode):
+    """Notes the operations of torch that this thread calls."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.called = set[Any]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
+        self.called.add(func)
         return func(*args, **(kwargs or {}))
 
 

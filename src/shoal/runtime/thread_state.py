@@ -10,16 +10,19 @@ The default dtype, deterministic algorithms and the precision of products are th
 
 from __future__ import annotations
 
+import platform
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple, Self
 
 import torch
 
 from shoal.runtime.pool import use_cores
 
-__all__ = ["OWN", "ThreadState", "forget_casts"]
+__all__ = ["OWN", "ThreadState", "forget_casts", "way_of"]
 
 _HOST = torch.device("cpu")
 _SMALLEST = sys.float_info.min
@@ -96,3 +99,31 @@ training loop."""
 def forget_casts() -> None:
     """Weights were changed: within one `torch.autocast` torch would go on to compute with casts that it made before."""
     torch.clear_autocast_cache()
+
+
+def way_of(state: ThreadState, *, mixes: bool) -> str:
+    """What decides how steps are rounded in a thread of this state, in words; the cores are agreed on, and not in it.
+
+    Args:
+        state: of the thread.
+        mixes: whether they make values of several others: these depend on the processor and its libraries, too.
+    """
+    found = [f"autocast to {str(dtype).removeprefix('torch.')} on {kind}" for kind, dtype in state.autocast.items()]
+    found += ["denormals flushed"] * state.flushes
+    if mixes:
+        found += [f"products of {torch.get_float32_matmul_precision()} precision"]
+        found += ["deterministic algorithms"] * torch.are_deterministic_algorithms_enabled()
+        found += ["no oneDNN"] * (not torch._C._get_mkldnn_enabled())  # noqa: SLF001 (its public name has no type)
+        found += [_processor()]
+    return ", ".join(found)
+
+
+@cache
+def _processor() -> str:
+    """The processor's name; libraries of matrices choose their ways by it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())

@@ -61,6 +61,11 @@ class Scratch:
         self._spare: memoryview | None = None
         self._lent_to: Callable[[], ReceiveBuffer | None] = _nobody
 
+    def close(self) -> None:
+        """No connection is left. A peer that was shut down is in cycles, and is freed long after: its memory is not."""
+        self.receiving = self.sending = memoryview(b"")
+        self._spare, self._lent_to = None, _nobody
+
     def lend_sending(self) -> None:
         """Leave the memory of `sending` to the socket's transport, which may have a view of it; make new memory."""
         self.sending = memoryview(bytearray(len(self.sending)))

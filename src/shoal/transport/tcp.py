@@ -259,6 +259,7 @@ class TcpTransport:
         for connection in dying:
             connection.abort("the transport was closed")
         await asyncio.gather(*(connection.wait_lost() for connection in dying))
+        self._scratch.close()
 
     # Listening
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from shoal.peer import PeerID
 from shoal.rpc import Stream
-from shoal.wire import Member
+from shoal.wire import Begin, Member
 
 __all__ = ["ControlStream", "Group"]
 
@@ -40,6 +40,11 @@ class Group:
     part_bytes: int
     controls: Mapping[PeerID, ControlStream]
     on_release: Callable[[], None] = field(repr=False)
+
+    @property
+    def begin(self) -> Begin:
+        """The message with which the leader began it; the same for all members, if the leader does not lie."""
+        return Begin(self.round_id, list(self.members), self.coordinator, list(self.slices), self.part_bytes)
 
     @property
     def peers(self) -> tuple[PeerID, ...]:

@@ -839,11 +839,14 @@ class Reduce(Opening[PartData | PartRequest, PartAverage | PartAbsent], frozen=T
 
     Attributes:
         round_id: the round.
+        terms: 16 bytes of BLAKE3 of the `Begin` that the opener got. A member that got another one refuses the stream,
+            and names the leader. Empty: not said.
     """
 
     bulk: ClassVar[bool] = True
 
     round_id: RoundID
+    terms: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
 
 
 class Verdict(Message, frozen=True):

@@ -42,6 +42,7 @@ MESSAGES: list[wire.Message] = [
     wire.Noted(),
     wire.DialedBack(True, "10.1.2.3"),
     wire.DialBack(4000),
+    wire.LendConnection(),
     wire.Ballast(b"b" * 16),
     wire.Whereabouts(CONTACT),
     wire.NoWayIn(ADDRESSES),

@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from blake3 import blake3
 from msgspec.structs import replace
 
+from shoal import wire
 from shoal.allreduce.round import Outcome, Round
 from shoal.errors import RoundFailed
 from shoal.events import PeerDropped
 from shoal.peer import PeerID
-from shoal.wire import Abort, Assign, Commit, Held, PartAverage
-from tests.sim.round_kit import RoundPeer, gather_group
+from shoal.wire import Abort, Assign, Commit, Held, PartAverage, encode
+from tests.sim.round_kit import ROUND, RoundPeer, gather_group
 from tests.sim.rpc_kit import SimNet, on_sim
 
 NUMEL = 600
@@ -120,6 +122,35 @@ def test_a_leader_that_gives_each_member_another_commit_is_named(said: dict[str,
         assert commits[0] == commits[1] == commits[2]
         assert named(group[1]) == {group[0].peer.peer_id}
         assert named(group[2]) == set()
+
+    on_sim(scenario)
+
+
+@pytest.mark.parametrize("lie", ["gathered", "part_bytes"])
+def test_a_leader_that_begins_another_group_with_each_member_is_named(lie: str) -> None:
+    """Other words of the members would make other options and other names of one step: no two take different ones."""
+
+    async def scenario(net: SimNet) -> None:
+        group = await members(net)
+        rounds = [each.round(group, SLICES) for each in group]
+        begin = wire.Begin(ROUND, [each.member() for each in group], 0, SLICES, 1024)
+        assert rounds[0].terms == blake3(encode(begin)).digest(length=16)
+        if lie == "gathered":
+            begin = replace(begin, members=[replace(begin.members[0], gathered=b"\x01"), *begin.members[1:]])
+        else:
+            begin = replace(begin, part_bytes=begin.part_bytes + 1)
+        rounds[2].terms = blake3(encode(begin)).digest(length=16)
+        ends = await asyncio.gather(*(round_.run() for round_ in rounds), return_exceptions=True)
+        await asyncio.gather(*(round_.close() for round_ in rounds))
+        for each in group:
+            each.release()
+        leader = group[0].peer.peer_id
+        assert leader in named(group[1]) | named(group[2])
+        assert not (
+            isinstance(ends[1], Outcome)
+            and isinstance(ends[2], Outcome)
+            and group[2].peer.peer_id in ends[1].contributors
+        )
 
     on_sim(scenario)
 

@@ -27,6 +27,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
+from blake3 import blake3
+
 from shoal.allreduce.commit import Ask, Average, Contribute, Order
 from shoal.allreduce.coordinator import Coordinator, CoordinatorAction, LeftOut, Lied, Replaced, Send
 from shoal.allreduce.interface import MAX_WEIGHT, MIN_WEIGHT, Outcome, RoundOptions, is_weight
@@ -62,6 +64,7 @@ from shoal.wire import (
     Reduce,
     Report,
     Verdict,
+    encode,
 )
 
 __all__ = ["Outcome", "Round", "RoundOptions", "RoundTable", "Seen"]
@@ -150,6 +153,7 @@ class Round:
         self.endpoint, self.env = table.endpoint, table.endpoint.env
         self.round_id, self.members = group.round_id, list(group.members)
         self.me, self.coordinator = group.my_index, group.coordinator
+        self.terms = blake3(encode(group.begin)).digest(length=16)
         self.parts = _cut(group, vector, weight)
         reducers = [part.reducer for part in self.parts]
         self._table, self._options = table, options
@@ -487,6 +491,14 @@ class Round:
         self._led_badly |= member == self.coordinator
         self._blame(member, reason, lied=True)
 
+    def _told_otherwise(self, member: int) -> None:
+        """A member was told of other members, words or slices than this one: the two cannot take the same step."""
+        if self._coordinating is not None:  # we know what we have told all
+            self._lied(member, "says that we have begun another group with it")
+        else:
+            self._lied(self.coordinator, f"has begun another group with {self.members[member].contact.peer.short()}")
+        self._do(self.machine.contributions.exclude(member))
+
     async def _talk(self, member: int, stream: ControlStream) -> None:
         """Tell a member what the coordinator has to say, up to the verdict."""
         try:
@@ -577,7 +589,7 @@ class Round:
         if sender is None or sender.done:
             if sender is not None:
                 self._moved_before += sender.moved_bytes
-            contact, opening = self.members[reducer].contact, Reduce(self.round_id)
+            contact, opening = self.members[reducer].contact, Reduce(self.round_id, self.terms)
             sender = SenderStream(self.endpoint, contact, opening, values=self._parts.contribution)
             self._senders[reducer] = sender
             self._tasks.spawn(self._send(reducer, sender))
@@ -606,11 +618,14 @@ class Round:
         else:
             self._do(self.machine.source_lost(reducer, message))
 
-    async def serve(self, stream: DownStream) -> None:
+    async def serve(self, stream: DownStream, opening: Reduce) -> None:
         """Serve a member's stream: take its values, give it averages (for `RoundTable`)."""
         sender = self._index.get(stream.peer_id, self.me)
         if sender == self.me or not self.members[sender].contributes:
             raise PeerRefused("not a member of this round that contributes", stream.peer_id)
+        if opening.terms and opening.terms != self.terms:
+            self._told_otherwise(sender)
+            raise PeerRefused("the leader has begun another group with this peer", stream.peer_id)
         self._sign.set()
         await self._serve(stream, sender)
 
@@ -821,7 +836,7 @@ class RoundTable:
 
     async def _serve(self, stream: DownStream, opening: Reduce) -> None:
         round_ = self._rounds.get(opening.round_id) or await self._arrival(opening.round_id)
-        await round_.serve(stream)
+        await round_.serve(stream, opening)
 
     async def _arrival(self, round_id: bytes) -> Round:
         """A member may hear of the beginning before we do."""

@@ -65,24 +65,32 @@ class Recorder:
     """
 
     def __init__(self, local: LocalSteps) -> None:
-        self.number, self.events = 0, list[Event]()
+        self.number, self.events, self._over = 0, list[Event](), False
         accumulate = local.accumulate
 
         def accumulates(batch_size: int) -> bool:
             counts = accumulate(batch_size)
-            self.events.append(Batch(self.number, counts))
+            self._note(Batch(self.number, counts))
             return counts
 
         local.accumulate = accumulates  # type: ignore[method-assign]
         for number, fragment in enumerate(local.fragments):
             self._watch(number, fragment)
 
+    def stop(self) -> None:
+        """Note nothing more: the other peers leave."""
+        self._over = True
+
+    def _note(self, event: Event) -> None:
+        if not self._over:
+            self.events.append(event)
+
     def _watch(self, number: int, fragment: OuterTrainingState) -> None:
         contribute, after_step = fragment.contribute, fragment._after_step
         epoch = fragment.epoch
 
         def contributes() -> tuple[float, float]:
-            self.events.append(Give(number))
+            self._note(Give(number))
             return contribute()
 
         def is_after_step(own: Sequence[Tensor | None], *, taken: bool) -> None:
@@ -91,7 +99,7 @@ class Recorder:
             if fragment.epoch != epoch:  # it is called twice
                 epoch = fragment.epoch
                 average, anchor = _copy(fragment.accumulators), _copy(fragment.trained)
-                self.events.append(Take(number, average, anchor, _copy(fragment._own)))
+                self._note(Take(number, average, anchor, _copy(fragment._own)))
 
         fragment.contribute = contributes  # type: ignore[method-assign]
         fragment._after_step = is_after_step  # type: ignore[method-assign]

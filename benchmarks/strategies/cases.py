@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.strategies.reference import LOCAL_SGD, Outer, Strategy
 from benchmarks.strategies.study import Case
+from benchmarks.strategies.swarm import is_of_shoal
 
 __all__ = ["GROUPS", "SYNCHRONOUS", "groups"]
 
@@ -41,10 +42,10 @@ BASE = diloco("DiLoCo, H = 25")
 
 
 def quality(codecs: Sequence[str]) -> list[Case]:
-    """The strategies, and their bars."""
+    """The strategies, and their bars; trained by shoal where it has them."""
     beside: dict[str, Any] = {"against": SYNCHRONOUS.name}
     closest: dict[str, Any] = {"against": BASE.name, "bar": 1.01}
-    return [
+    cases = [
         SYNCHRONOUS,
         replace(BASE, against=SYNCHRONOUS.name, bar=1.02),
         diloco("DiLoCo, H = 100", 100, bar=1.04, **beside),
@@ -56,6 +57,7 @@ def quality(codecs: Sequence[str]) -> list[Case]:
         *(diloco(f"DiLoCo, H = 25, {codec}", codec=codec, **closest) for codec in codecs),
         *sparse(closest),
     ]
+    return [replace(case, by_shoal=case.strategy is not None and is_of_shoal(case.strategy)) for case in cases]
 
 
 def sparse(beside: dict[str, Any]) -> list[Case]:
@@ -71,7 +73,6 @@ def sparse(beside: dict[str, Any]) -> list[Case]:
         diloco(f"SparseLoCo, H = 25, {few}, average {union}", decay=0.95, **both, **plain),
         diloco(f"local SGD, H = 5, {few}, average {union}", 5, rate=OFTEN_RATE, **both, **plain),
         diloco(f"local SGD, H = 5, {many}", 5, rate=OFTEN_RATE, codec=many, **plain),
-        diloco(f"local SGD, H = 5, {many}, by shoal's rounds", 5, rate=OFTEN_RATE, codec=many, rounds=True, **plain),
         diloco("local SGD, H = 5", 5, rate=OFTEN_RATE, **{**plain, "bar": None}),
     ]
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from benchmarks.lossy import average
-from benchmarks.strategies.reference import Feedback, Fragment, Member, Peer, Strategy, Swarm, split
+from benchmarks.strategies.reference import Feedback, Member, Peer, Strategy, Swarm, split
+from benchmarks.strategies.swarm import train as by_shoal
 from benchmarks.strategies.task import CONTEXT, PEERS, NextToken, Task
-from shoal.allreduce.vector import Vector, describe
-from shoal.compression import ErrorFeedback, codec_by_name
+from shoal.compression import codec_by_name
 
 __all__ = ["Case", "bytes_per_token", "train"]
 
@@ -37,8 +34,7 @@ class Case:
         newcomers: after each merge a newcomer replaces the next peer, and begins with these inner moments: "fresh",
             "donor" or "warm" (fresh, with a rate that rises over its first 10 steps); None: nobody leaves.
         beta2: of the inner AdamW.
-        rounds: outer gradients are averaged by the code of shoal's rounds, in which all peers take part, instead of the
-            reference.
+        by_shoal: shoal's own code trains on every step, on a simulated network, instead of the reference.
     """
 
     name: str
@@ -50,29 +46,7 @@ class Case:
     absences: int = 0
     newcomers: str | None = None
     beta2: float = 0.95
-    rounds: bool = False
-
-
-class Rounds(Swarm):
-    """Averages by the code of shoal's rounds, without their network: one codec for both halves, with error feedback."""
-
-    def __init__(self, peers: list[Peer], strategy: Strategy) -> None:
-        super().__init__(peers, strategy)
-        (fragment,) = self.fragments
-        codecs = [ErrorFeedback(codec_by_name(strategy.codec))] * len(fragment.anchor)
-        values = [[torch.zeros_like(tensor) for tensor in fragment.anchor] for _ in peers]
-        self._vectors = [Vector(each, describe(each, codecs)) for each in values]
-        self._rng = random.Random(0)
-
-    def average(
-        self, fragment: Fragment, givers: Sequence[int], gradients: Sequence[list[Tensor]], weights: Sequence[float]
-    ) -> list[Tensor]:
-        """By one round of all peers."""
-        for vector, each in zip(self._vectors, gradients, strict=True):
-            for tensor, value in zip(vector.tensors, each, strict=True):
-                tensor.copy_(value)
-        average(self._vectors, weights, self._rng)
-        return [tensor.clone() for tensor in self._vectors[0].tensors]
+    by_shoal: bool = False
 
 
 def train(case: Case, task: Task) -> float:
@@ -83,7 +57,10 @@ def train(case: Case, task: Task) -> float:
             _set_rate(peer, task.rate_at(step / task.steps))
             peer.step()
         return task.loss(peer.parameters)
-    swarm = (Rounds if case.rounds else Swarm)([task.peer(number) for number in range(PEERS)], case.strategy)
+    if case.by_shoal:
+        mean = by_shoal(task, case.strategy, case.speeds, lambda peer, part: _set_rate(peer, task.rate_at(part)))
+        return task.loss(mean)
+    swarm = Swarm([task.peer(number) for number in range(PEERS)], case.strategy)
     seen, factors, version = 0, [1.0] * PEERS, 0
     while seen < task.samples:
         active = _active(case.speeds, swarm.steps)

@@ -66,6 +66,9 @@ def play(case: Case, durations_s: Sequence[float], until_s: float, seed: int = 1
         for name, duration_s in zip(names, durations_s, strict=True):
             run.swarm.spawn(name, run.trainers[name].train(BATCH, duration_s=duration_s, until=lambda: False))
         await sim.sleep(until_s)
+        for trainer in run.trainers.values():
+            assert isinstance(trainer, Recorded)
+            trainer.recorder.stop()
         assert not run.warnings, run.warnings
         await run.close()
         return list(run.trainers.values())  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from benchmarks.strategies import __main__ as command
 from benchmarks.strategies.cases import SYNCHRONOUS, groups
 from benchmarks.strategies.reference import DILOCO, LOCAL_SGD, Feedback, Peer, Strategy, Swarm, split
-from benchmarks.strategies.study import Case, Rounds, bytes_per_token
+from benchmarks.strategies.study import Case, bytes_per_token, train
 from benchmarks.strategies.task import Task
 
 FIRST = [1.0, -2.0, 0.5, 3.0]
@@ -63,8 +64,6 @@ def values(tensors: Sequence[Tensor]) -> list[float]:
     """Of all tensors, one after another."""
     return torch.cat(list(tensors)).tolist()
 
-
-WAYS = (Swarm, Rounds)
 
 sgd = partial(torch.optim.SGD, lr=0.02)
 adamw = partial(torch.optim.AdamW, lr=0.02)
@@ -206,14 +205,11 @@ def test_each_half_of_an_all_reduce_counts_by_its_own_codec() -> None:
     assert sent["topk:0.01:2"] == pytest.approx(2 * (sent["none"] - 0.5))
 
 
-def test_rounds_of_shoal_average_as_the_reference_does() -> None:
-    """Without loss on the way, and with an outer optimizer that has a state."""
-    ways = [way([learner(seed, sgd) for seed in range(4)], Strategy(every=2)) for way in WAYS]
-    for swarm in ways:
-        for _ in range(8):
-            swarm.step()
-    first, second = (values(swarm.fragments[0].anchor) for swarm in ways)
-    assert first == pytest.approx(second, rel=1e-9)
+def test_shoal_trains_a_case_as_the_reference_does() -> None:
+    """To rounding, for peers in lockstep: the study's table is of shoal's own code on every step."""
+    task = Task(seed=1, steps=12, rows=2, begun=0, rate=8e-3)
+    case = Case(name="DiLoCo", strategy=Strategy(every=4), rate=8e-3)
+    assert train(replace(case, by_shoal=True), task) == pytest.approx(train(case, task), rel=1e-6)
 
 
 def test_the_command_prints_a_line_for_each_case(

@@ -412,7 +412,7 @@ class SimulatedSwarm:
         works = [
             work
             for member in self.members.values()
-            for work in (member.train(), member.attend(), *member.gossip.start())
+            for work in (member.train(), member.attend(), *(begin() for begin in member.gossip.start()))
         ]
         tasks = [self.loop.create_task(work) for work in works]
         over = self.loop.create_task(self.over.wait())

@@ -62,8 +62,8 @@ class SampleAudit:
             forget(each)
             self._in[id(each)] = []
 
-        def contributes(each: Participant, name: StateName) -> Any:
-            found = contribute(each, name)
+        def contributes(each: Participant, name: StateName, most: float) -> Any:
+            found = contribute(each, name, most)
             vars(each._averager)["brings"] = self._of(each) if each.own.name == name else []
             return found
 

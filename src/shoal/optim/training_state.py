@@ -120,8 +120,7 @@ class TrainingState:
         self._unit, self.max_grad_norm = unit, max_grad_norm
         self.heed_thread()
         self._mixes, self._cores_of_step = mixes_values(optimizer), 0
-        self.optimizer, self.scheduler = optimizer, scheduler
-        self._kept = OptimizerState(optimizer)
+        self.optimizer, self.scheduler, self._kept = optimizer, scheduler, OptimizerState(optimizer)
         self.extra_tensors = tuple(extra_tensors)
         self.parameters: tuple[torch.Tensor, ...] = tuple(
             parameter for group in optimizer.param_groups for parameter in group["params"]

@@ -42,7 +42,8 @@ _SHOWN = 120
 _FIRST = "strategy", "optimizer"
 """Of several settings that differ these are named first: others follow from them."""
 
-_OF_MODEL = "parameter names", "frozen tensors"
+_FROZEN = "frozen tensors"
+_OF_MODEL = "parameter names", _FROZEN
 """These are known only where the optimizer was given the model."""
 
 _MAX_REMEMBERED, _MAX_TELLERS = 4096, 32
@@ -772,7 +773,13 @@ def settings_difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> s
     for name in sorted({*mine, *theirs}, key=lambda name: (*(name != first for first in _FIRST), name)):
         if mine.get(name) != theirs.get(name):
             here, there = mine.get(name, "not set"), theirs.get(name, "not set")
-            of_model = name in _OF_MODEL and (name in mine) != (name in theirs)
-            cure = ": give model= on all peers, or on none" if of_model else ""
+            cure = ""
+            if name in _OF_MODEL and (name in mine) != (name in theirs):
+                cure = ": give model= on all peers, or on none"
+            elif name == _FROZEN:
+                cure = (
+                    ": the weights and buffers that are not trained differ (the base model, under LoRA). Load the same "
+                    "checkpoint on all peers, or call torch.manual_seed(0) on all of them before the model is made"
+                )
             return f"{name[:_SHOWN]} is {here[:_SHOWN]} here and {there[:_SHOWN]} at another peer of the run{cure}"
     return None

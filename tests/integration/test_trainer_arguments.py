@@ -492,3 +492,34 @@ def test_peers_that_clip_otherwise_are_refused(swarm_of: Any, arguments: Any, dh
         for norm in (0.0, 0.5):
             with pytest.raises(ConfigError, match="max_grad_norm"):
                 swarm_of(tiny_model(), arguments(max_grad_norm=norm), run_id="clipped", dht=other)
+
+
+class Stops(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """Ends the training after three batches, as `EarlyStoppingCallback` does by a measurement."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """After a batch."""
+        control.should_training_stop |= state.global_step >= 3
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_what_ends_one_peer_alone_is_told(swarm_of: Any, arguments: Any, dht: shoal.DHT, stops: bool) -> None:
+    """It left the run, or ended with weights of its own, without a word. The run's own end is no such thing."""
+    warned: list[str] = []
+    dht.events.subscribe(lambda event: warned.append(event.message) if isinstance(event, Warned) else None)
+    more = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps"}
+    model, args = tiny_model(), arguments(max_steps=3, **(more | {"save_steps": 2} if not stops else {}))
+    swarm = swarm_of(model, args, target_batch_size=64 if stops else 16)
+    trainer(swarm, model, args, callbacks=[swarm, *([Stops()] if stops else [])], eval_dataset=Sentences()).train()
+    found = [each[:45] for each in warned if "load_best" in each or "another callback" in each]
+    told = "another callback ends the training of this pe", "load_best_model_at_end=True gives each peer t"
+    assert found == [told[0] if stops else told[1]]
+
+
+def test_buffers_are_shared_wherever_the_trainer_moves_the_model(swarm_of: Any, arguments: Any) -> None:
+    """`model.to` puts new buffers in their place: those that were listed before stood still."""
+    model, args = tiny_model(), arguments(max_steps=2)
+    model.register_buffer("moving", torch.zeros(3))
+    swarm = swarm_of(model, args, extra_tensors=[model.get_buffer("moving")], average_state_every=1)
+    (shared,) = swarm.optimizer.collaboration.training.extra_tensors
+    assert shared is model.get_buffer("moving")

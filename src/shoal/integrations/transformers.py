@@ -38,7 +38,7 @@ from shoal.integrations.trainers import (
     warn,
 )
 from shoal.optim import Optimizer
-from shoal.optim.arguments import merging_of
+from shoal.optim.arguments import checked_tensors, merging_of
 from shoal.optim.batch_rows import BatchRows
 from shoal.optim.inner import make_scheduler
 from shoal.runtime.checks import path, whole
@@ -147,7 +147,11 @@ class SwarmCallback(TrainerCallback):
         _check(args, merging, own_optimizer=optimizer is not None, own_schedule=scheduler is not None)
         self._model, self._args = model, args
         self._taken: dict[str, Any] = {}
+        given = checked_tensors("extra_tensors", options.pop("extra_tensors", ()))
+        buffers = {id(buffer): name for name, buffer in model.named_buffers()}
         _place(model, args)
+        moved = dict(model.named_buffers())  # a model that is moved gets new buffers
+        extra = [moved.get(buffers.get(id(each), ""), each) for each in given]
         makes = _maker(model, args)
         inner = optimizer if optimizer is not None else makes.create_optimizer()
         schedule = make_scheduler(inner, scheduler)
@@ -168,6 +172,7 @@ class SwarmCallback(TrainerCallback):
             scheduler=schedule,
             model=model,
             max_grad_norm=args.max_grad_norm if clips else None,
+            extra_tensors=extra,
             **options,
         )
         self.optimizers: tuple[Optimizer, Any] = (self.optimizer, schedule)
@@ -219,6 +224,12 @@ class SwarmCallback(TrainerCallback):
         """Get the state of the others, and draw other data than they do."""
         self._check_trainer(args, **given)
         self._trains = self._reseed = True
+        if args.load_best_model_at_end:
+            warn(
+                self.optimizer,
+                "load_best_model_at_end=True gives each peer the best checkpoint of its own evaluations, so peers end "
+                "with other weights than the run's: take the weights of one peer",
+            )
         set_seed((self._seed + state.global_step) % (1 << 32))
         announce_end(self.optimizer, self._taken["max_steps"])
         load_state(self.optimizer)
@@ -291,6 +302,12 @@ class SwarmCallback(TrainerCallback):
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Leave the run: the Trainer may load the best checkpoint now, and its weights are not the state of the run."""
         if control.should_training_stop:
+            if not (self.optimizer.finished or state.max_steps != _ENDLESS):
+                warn(
+                    self.optimizer,
+                    f"another callback ends the training of this peer at epoch {self.optimizer.local_epoch} of "
+                    f"{self.epochs} (EarlyStoppingCallback, for example): it leaves the run, and the others go on",
+                )
             self.optimizer.shutdown()
 
     def on_log(

@@ -5,6 +5,7 @@ The first one runs without arguments and prints its invite. The second one runs 
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from tests.integration.workers import Talk, environment
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 BUSY_S = 300.0
+SHOAL = [sys.executable, "-m", "shoal.cli"]
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,14 @@ PROGRAMS = {
     "group": Program(block("docs/loops.md", "GroupOptimizer"), "my-groups", launcher=TORCHRUN),
     **{
         word: Program(block("docs/averaging.md", word), "", averages=True)
-        for word in ("shoal.GradientAverager(model", "shoal.ProgressTracker(", "shoal.TrainingAverager(")
+        for word in (
+            "shoal.DecentralizedAverager(",
+            "shoal.GradientAverager(model",
+            "shoal.ProgressTracker(",
+            "shoal.TrainingAverager(",
+        )
     },
+    "strategies": Program(block("docs/strategies.md", "DiLoCo"), "home-run"),
     **{
         f"new {kind}": Program(partial(text_of, kind), "my-run", needs=needs)
         for kind, needs in {"plain": "torch", "trainer": "accelerate", "lightning": "lightning"}.items()
@@ -171,6 +179,55 @@ def run_behind_a_router(folder: Path, name: str) -> None:
     assert hosts(invite) == ["203.0.113.1"]
     assert its == invite
     assert its.run_id == made.run_id
+
+
+BARE = """
+import json, logging, sys, shoal
+logging.basicConfig(level="INFO", format="%(message)s")
+with shoal.DHT(sys.argv[1:], start=True) as dht:
+    hosts = [each.host for each in dht.get_visible_maddrs()]
+    print(json.dumps([hosts, dht.client_mode, str(dht.invite("r"))]), flush=True)
+    sys.stdin.readline()
+"""
+
+
+def bare(net: Routers, place: int | str | None, *invites: str) -> Talk:
+    """A peer that says nothing of where it listens."""
+    return Talk([*net.command(place), sys.executable, "-c", BARE, *invites])
+
+
+def test_a_peer_listens_where_it_joins() -> None:
+    """It listened on 127.0.0.1, and became a client, whose invite() raised. The first peer still is for its machine."""
+    with Routers(1, machines=1) as net:
+        with bare(net, None) as alone:
+            hosts_, client, invite = json.loads(alone.line())
+            assert (hosts_, client) == (["127.0.0.1"], False)
+            with bare(net, "machine0", invite) as lost:
+                assert lost.wait() == 1
+                assert "127.0.0.1 is this machine itself. If that peer runs on another one" in lost.errors()
+        with Talk(
+            [*net.command(None), sys.executable, "-m", "shoal.cli", "dht", "--host", "0.0.0.0", "--quiet"]
+        ) as entry:
+            invite = entry.line().strip()
+            with bare(net, "machine0", invite) as near, bare(net, 0, invite) as far:
+                hosts_, client, _ = json.loads(near.line())
+                assert (hosts_, client) == (["203.0.113.101"], False)
+                assert "this peer listens on 203.0.113.101, as it joins a peer on another machine" in near.errors()
+                hosts_, client, its = json.loads(far.line())
+                assert (hosts_, client) == ([], True)
+                assert shoal.Invite.parse(its) == shoal.Invite(shoal.Invite.parse(invite).addresses, "r")
+                assert "this peer listens on 192.168.1.5" in far.errors()
+                for place, verdict, said in (
+                    ("machine0", "ok", "could dial this machine, at 203.0.113.101"),
+                    (0, "so-so", "a peer here only dials"),
+                ):
+                    command = [*net.command(place), *SHOAL, "doctor", invite]
+                    done = subprocess.run(
+                        command, capture_output=True, text=True, timeout=BUSY_S, env=environment(), check=False
+                    )
+                    (line,) = (each for each in done.stdout.splitlines() if each[6:].startswith("way back"))
+                    assert line.split()[0] == verdict, done.stdout
+                    assert said in line
 
 
 def test_readme_runs_unchanged_on_a_second_machine_behind_a_router(tmp_path: Path) -> None:

@@ -37,11 +37,12 @@ def _divided(tensors: Sequence[torch.Tensor], fragments: int) -> list[list[int]]
     """The numbers of the tensors in each fragment, so that the fragments have about equally many elements.
 
     Raises:
-        ConfigError: there are more fragments than tensors.
+        ConfigError: there are more fragments than tensors with elements.
     """
-    if fragments > len(tensors):
+    if fragments > (count := sum(each.numel() > 0 for each in tensors)):
         raise ConfigError(
-            f"fragments must be at most the number of trained tensors, got {fragments} for {len(tensors)} tensors"
+            "fragments must be at most the number of trained tensors that are not empty, got "
+            f"{fragments} for {count} tensors"
         )
     found: list[list[int]] = [[] for _ in range(fragments)]
     sizes = [0] * fragments

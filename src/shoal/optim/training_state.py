@@ -125,14 +125,7 @@ class TrainingState:
         self.parameters: tuple[torch.Tensor, ...] = tuple(
             parameter for group in optimizer.param_groups for parameter in group["params"]
         )
-        trained = [parameter for parameter in self.parameters if parameter.requires_grad]
-        if not trained:
-            raise ConfigError("params holds no parameter that requires a gradient")
-        if len(trained) > MAX_TRAINED:
-            raise ConfigError(
-                f"params holds {len(trained)} parameters that require a gradient, and a run trains {MAX_TRAINED} at "
-                "most: put small ones together into larger tensors"
-            )
+        trained = _trained(self.parameters)
         named = {f"parameter {index} of the optimizer": each for index, each in enumerate(self.parameters)}
         named.update({f"extra_tensors[{index}]": each for index, each in enumerate(self.extra_tensors)})
         averaged = {name: each for name, each in named.items() if each.requires_grad or each.is_floating_point()}
@@ -854,6 +847,19 @@ def _copy_of_state(scheduler: Scheduler) -> dict[str, Any] | None:
         return copy.deepcopy(scheduler.state_dict())  # type: ignore[no-any-return]
     except Exception:  # noqa: BLE001 (the user's own code; `schedule_waits` does without)
         return None
+
+
+def _trained(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Those that require a gradient. Raises `ConfigError` if there are none, or too many."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not any(parameter.numel() for parameter in trained):
+        raise ConfigError("params holds no parameter with elements that requires a gradient")
+    if len(trained) > MAX_TRAINED:
+        raise ConfigError(
+            f"params holds {len(trained)} parameters that require a gradient, and a run trains {MAX_TRAINED} at "
+            "most: put small ones together into larger tensors"
+        )
+    return trained
 
 
 def _set_rate(group: dict[str, Any], rate: Any) -> None:

@@ -200,7 +200,7 @@ def reinforcement(peer: Peer) -> Ended:
     return peer.ended([policy], [swarm])
 
 
-PROGRAMS: list[Program] = [experts, detection, weight_norm, language, recommender]
+PROGRAMS: list[Program] = [gan, experts, detection, weight_norm, language, recommender, reinforcement]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=[each.__name__ for each in PROGRAMS])

@@ -32,7 +32,23 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "StreamingDiLoCo": {"strategy": StreamingDiLoCo(4, fragments=2, overlap=1)},
     "Decoupled": {"strategy": Decoupled(4, fragments=2, quorum=2)},
 }
-LARGE = [pytest.param("20000 small", marks=[pytest.mark.long, pytest.mark.timeout(900)])]
+LARGE = "20000 small"
+SAMPLE = ("empty group", "empty tensor", "channels_last", "partial statistics")
+"""The rest of the models is trained in all strategies by the long tests."""
+
+
+def marks(model: str, *, sample: bool = True) -> list[pytest.MarkDecorator]:
+    """Of a test of this model."""
+    if model == LARGE:
+        return [pytest.mark.long, pytest.mark.timeout(900)]
+    return [] if sample else [pytest.mark.long]
+
+
+CASES = [
+    pytest.param(model, strategy, marks=marks(model, sample=strategy == "synchronous" or model in SAMPLE))
+    for model in (*MODELS, LARGE)
+    for strategy in STRATEGIES
+]
 
 
 async def add(run: Run, name: str, seed: int, model: str, **options: Any) -> UnusualTrainer:
@@ -80,8 +96,7 @@ def refused(model: str, strategy: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("model", [*MODELS, *LARGE])
+@pytest.mark.parametrize(("model", "strategy"), CASES)
 def test_a_newcomer_takes_part_in_every_strategy(model: str, strategy: str, tmp_path: Path) -> None:
     """It downloads the state, both train on, and end with equal bits; and so does what a checkpoint gives back."""
     options = STRATEGIES[strategy]
@@ -137,7 +152,7 @@ def check_checkpoint(trainer: Trainer, other: Unusual, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("codec", [None, Uniform8BitQuantization()], ids=["none", "uniform8bit"])
-@pytest.mark.parametrize("model", [*MODELS, *LARGE])
+@pytest.mark.parametrize("model", [pytest.param(model, marks=marks(model)) for model in (*MODELS, LARGE)])
 def test_an_averager_sets_each_tensor_to_the_mean(model: str, codec: CompressionBase | None) -> None:
     """Of any shape and memory format; a codec changes no more than it says."""
     ours, theirs = ([each.detach() for group in made(model, seed).groups for each in group] for seed in (0, 1))

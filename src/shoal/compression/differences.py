@@ -11,6 +11,8 @@ The name on the wire is `difference:NAME`.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from shoal.compression.base import CompressionBase, CompressionInfo, codec_by_name, register_codec
@@ -47,6 +49,7 @@ class Differences(WrappedCompression):
         return chosen if chosen.name == "none" or isinstance(chosen, Differences) else Differences(chosen)
 
 
+@lru_cache(64)
 def for_parameters(codec: CompressionBase, dtype: torch.dtype) -> CompressionBase:
     """The codec that averages parameters of this dtype when this codec was chosen: differences, unless it is exact.
 

@@ -23,13 +23,14 @@ from tests.integration.workers import LONG_S, until
 class Peer:
     """A model with other values on each peer, an Adam, and an averager."""
 
-    def __init__(self, dht: shoal.DHT, seed: int, *, steps: int = 0, **options: Any) -> None:
+    def __init__(self, dht: shoal.DHT, seed: int, *, steps: int = 0, empty: bool = False, **options: Any) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.net = torch.nn.Linear(3, 2)
         with torch.no_grad():
             for parameter in self.net.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
-        self.opt = torch.optim.Adam(self.net.parameters(), lr=0.1 * (seed + 1))
+        groups: list[dict[str, Any]] = [{"params": [*self.net.parameters()]}, *([{"params": []}] if empty else [])]
+        self.opt = torch.optim.Adam(groups, lr=0.1 * (seed + 1))
         self.extra = torch.full((2,), float(seed))
         for _ in range(steps):
             self.train()
@@ -127,13 +128,14 @@ def test_a_failed_step_changes_nothing() -> None:
         assert one.averager.local_step == 0
 
 
-def test_a_newcomer_takes_over_all_or_nothing() -> None:
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_newcomer_takes_over_all_or_nothing(*, empty: bool) -> None:
     """Parameters, extra tensors, statistics, options; then both take equal steps. One that does not fit: an error."""
     with two_peers() as (first, second):
-        donor = Peer(first, 0, steps=3, extra_tensors=[torch.ones(2)])
+        donor = Peer(first, 0, steps=3, empty=empty, extra_tensors=[torch.ones(2)])
         donor.averager.local_step = 5
         extra = torch.zeros(2)
-        newcomer = Peer(second, 1, extra_tensors=[extra])
+        newcomer = Peer(second, 1, empty=empty, extra_tensors=[extra])
         until(lambda: newcomer.averager.load_state_from_peers(timeout=LONG_S))
         assert (newcomer.averager.local_step, extra.tolist()) == (5, [1, 1])
         assert newcomer.opt.param_groups[0]["lr"] == 0.1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,13 @@ from tests.sim.averaging_kit import Trial
 from tests.sim.optimizer_kit import Run, Trainer
 from tests.sim.unusual_kit import MODELS, Unusual, UnusualTrainer, made, optimizer_of
 
+
+def outer_with_an_empty_group(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """Such as one without decay, of a model without biases."""
+    groups: list[dict[str, Any]] = [{"params": [*parameters]}, {"params": []}]
+    return torch.optim.SGD(groups, lr=0.7, momentum=0.9, nesterov=True)
+
+
 STRATEGIES: dict[str, dict[str, Any]] = {
     "synchronous": {},
     "delayed": {"late": True, "delay_grad_averaging": True},
@@ -28,7 +35,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "low rank": {"rank": 1},
     "local updates": {"use_local_updates": True, "statistics": ("exp_avg",)},
     "LocalSGD": {"strategy": LocalSGD(2)},
-    "DiLoCo": {"strategy": DiLoCo(2, partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True))},
+    "DiLoCo": {"strategy": DiLoCo(2, outer_with_an_empty_group)},
     "StreamingDiLoCo": {"strategy": StreamingDiLoCo(4, fragments=2, overlap=1)},
     "Decoupled": {"strategy": Decoupled(4, fragments=2, quorum=2)},
 }

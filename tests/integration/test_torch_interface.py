@@ -20,6 +20,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import shoal
 from shoal.errors import ConfigError
 from shoal.events import Warned
+from shoal.optim.fragments import fragments_of
+from shoal.runtime.thread_state import ThreadState
+from shoal.strategies import LocalSGD
+from tests.odd_torch import ODD
 
 
 @pytest.fixture(scope="module")
@@ -192,3 +196,26 @@ def test_statistics_of_a_step_without_gradients_are_told(swarm_of: Any, dht: sho
     train(model, inner)
     swarm_of(model, lambda _: inner).status()
     assert len(warned) == 1
+
+
+def test_steps_that_a_peer_catches_up_with_compute_as_where_step_was_called_last(swarm_of: Any) -> None:
+    """A program may set autocast, cores or modes after the optimizer was made, and in another thread."""
+    model = model_of()
+    swarm = swarm_of(model)
+    made = swarm._training._trainers
+    with ODD["two threads"](), ODD["autocast"]():
+        train(model, swarm)
+        assert swarm._training._trainers == ThreadState.here() != made
+    train(model, swarm)
+    assert swarm._training._trainers == ThreadState.here() == made
+
+
+def test_a_merging_peers_fragments_compute_as_where_step_was_called(swarm_of: Any) -> None:
+    """But for gradients, which no outer optimizer records."""
+    model = model_of()
+    swarm = swarm_of(model, target_batch_size=None, strategy=LocalSGD(every=1))
+    with ODD["two threads"]():
+        train(model, swarm)
+        assert [each._trainers for each in fragments_of(swarm._training)] == [
+            ThreadState.here()._replace(gradients=False)
+        ]

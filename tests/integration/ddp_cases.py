@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 import shoal
@@ -91,6 +92,19 @@ def train_with_another_peer() -> Any:
     if dht is not None:
         dht.shutdown()
     return rates, bits, [each.detach().numpy() for each in model.parameters()]
+
+
+def statistics_alone() -> list[Any]:
+    """Torch's helper asks a fresh group for the statistics of its optimizer; then it takes a step of the swarm."""
+    model, inner, _ = make()
+    trained, found = DistributedDataParallel(model), list[Any]()
+    with Group(optimizer=inner, model=trained, target_batch_size=8) as group:
+        state: Any = get_optimizer_state_dict(model, group.swarm)["state"]
+        found += [group.swarm.local_epoch, sorted(state), sorted(state["weight"]), dict(inner.state)]
+        torch.autograd.backward([loss_of(trained, batch(0, group.rank))])
+        group.swarm.step()
+        found.append([float(entry["step"]) for entry in inner.state.values()])
+    return found
 
 
 def count_the_batches() -> list[Any]:

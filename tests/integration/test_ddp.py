@@ -37,6 +37,12 @@ def test_a_group_and_a_peer_equal_one_process(processes: Ranks) -> None:
             torch.testing.assert_close(torch.from_numpy(mine), theirs.detach(), rtol=0, atol=1e-12)
 
 
+def test_a_group_that_is_asked_for_statistics_takes_no_step(processes: Ranks) -> None:
+    """`get_optimizer_state_dict` was a step of the swarm with zero gradients."""
+    expected = [0, ["bias", "weight"], ["exp_avg", "exp_avg_sq", "step"], {}, [1.0, 1.0]]
+    assert processes.play(2, cases.statistics_alone) == [expected, expected]
+
+
 REFUSED = {
     "dht on rank 1": ("ConfigError", "dht must be None on all ranks but rank 0"),
     "no dht": ("ConfigError", "dht is missing on rank 0"),

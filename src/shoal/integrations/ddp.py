@@ -363,7 +363,7 @@ class GroupOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """On rank 0 that of the `shoal.Optimizer`. On the others that of the torch optimizer: save that of rank 0."""
-        return (self.peer or self._training.optimizer).state_dict()
+        return self._training.state_dict(self.state) if self.peer is None else self.peer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As `shoal.Optimizer.load_state_dict`, on all ranks alike; that of rank 0 counts, with its model."""

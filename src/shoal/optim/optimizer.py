@@ -898,12 +898,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             where = {**name, "scheduled": training.scheduled, "fingerprint": fingerprint(training)}
             if isinstance(training, LocalSteps):
                 where["merged"] = saved_fragments(self._participants)
-            inner = training.optimizer.state_dict()
-            if not inner["state"]:
-                inner["state"] = {
-                    number: self.state[each] for number, each in enumerate(training.parameters) if each in self.state
-                }
-            return {**inner, "shoal": where}
+            return {**training.state_dict(self.state), "shoal": where}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, or of the inner optimizer, to resume from a checkpoint.

@@ -15,7 +15,7 @@ import copy
 import hashlib
 import math
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -105,6 +105,8 @@ class TrainingState:
         averaged_as: says in words what is averaged: the same on all peers.
     """
 
+    no_memory: BaseException | None = None
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -153,7 +155,6 @@ class TrainingState:
         self.left_out = self.left_out_for = self._steps_here = 0
         self.own_options: set[str] = set()
         self.broken: str | None = None
-        self.no_memory: BaseException | None = None
         self.step_error: str | None = None
         self.kept_back: str | None = None
         self.frozen_here: str | None = None
@@ -743,6 +744,14 @@ class TrainingState:
             StateUnavailable: it does not fit here; nothing was changed.
         """
         self.take_over(self.prepare(values, tensors))
+
+    def state_dict(self, shown: Mapping[torch.Tensor, Any]) -> dict[str, Any]:
+        """That of the optimizer; before its first step with statistics to show, such as `blank_statistics`."""
+        saved = self.optimizer.state_dict()
+        if not saved["state"]:
+            numbered = enumerate(self.parameters)
+            saved["state"] = {number: shown[each] for number, each in numbered if each in shown}
+        return saved
 
     def is_asked_for_statistics(self, *, began: bool) -> bool:
         """Whether a step is called to make statistics only, as `torch.distributed.checkpoint` does to read them.

@@ -278,6 +278,19 @@ def test_a_peer_sampler_deals_the_samples(dht: shoal.DHT, tmp_path: Path) -> Non
     assert len(module.seen) >= 12
 
 
+def test_buffers_are_listed_when_the_module_was_moved(dht: shoal.DHT, tmp_path: Path) -> None:
+    """Those that were listed before `fit` are not the module's any more where Lightning moves it."""
+    module = Module(8)
+    module.register_buffer("moving", torch.zeros(3))
+    swarm = SwarmCallback(
+        dht=dht, run_id="run", target_batch_size=8, extra_tensors=lambda each: [each.moving], average_state_every=1
+    )
+    trainer_of(tmp_path, swarm, max_steps=1, enable_checkpointing=False).fit(module)
+    assert swarm.optimizer is not None
+    (shared,) = swarm.optimizer.collaboration.training.extra_tensors
+    assert shared is module.moving
+
+
 class TwoOptimizers(Module):
     """A module with two optimizers, as for a GAN."""
 

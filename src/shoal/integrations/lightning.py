@@ -93,7 +93,8 @@ class SwarmCallback(Callback):  # type: ignore[misc]
             the result: see `shoal.integrations.evaluation.Evaluation`. The module is in its mode to evaluate, without
             gradients. None: nothing is evaluated besides what the Trainer does.
         evaluate_every: epochs between two such evaluations, the same on all peers.
-        options: more arguments of `shoal.Optimizer`, by name, such as `max_grad_norm` or `checkpoint`.
+        options: more arguments of `shoal.Optimizer`, by name, such as `max_grad_norm` or `checkpoint`. `extra_tensors`
+            may be a function of the module, called when `fit` has moved it: `lambda module: list(module.buffers())`.
 
     Attributes:
         optimizer: the `shoal.Optimizer`, from the beginning of `fit` on; before it None.
@@ -158,6 +159,8 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         inner, schedule = _configured(trainer, pl_module)
         before, self.optimizer = self.optimizer, None
         self._begin_anew()
+        extra = self._options.get("extra_tensors", ())
+        options = {**self._options, "extra_tensors": extra(pl_module) if callable(extra) else extra}
         self.optimizer = Optimizer(
             dht=self._dht,
             run_id=self._run_id,
@@ -165,7 +168,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
             optimizer=inner,
             scheduler=schedule,
             model=pl_module,
-            **self._options,
+            **options,
         )
         if before is not None and pl_module is self._module and not self.optimizer.local_epoch:
             self.optimizer.load_state_dict(before.state_dict())  # this fit goes on where the last one ended

@@ -34,6 +34,7 @@ __all__ = [
     "RoundAborted",
     "RoundFinished",
     "RunEnded",
+    "SamplesDropped",
     "StateDownloaded",
     "StateServed",
     "SteppedAlone",
@@ -300,6 +301,22 @@ class RunEnded(Event, frozen=True, kw_only=True):
         return f"{_run(self.run_id, self.fragment)} has ended, with epoch {self.epoch}"
 
 
+class SamplesDropped(Event, frozen=True, kw_only=True):
+    """Of the samples that this peer has computed so far, so many went into no step. Told once, with the first ones."""
+
+    level: ClassVar[int] = logging.INFO
+
+    run_id: str
+    dropped: int
+    computed: int
+
+    def line(self) -> str:
+        return (
+            f"run {self.run_id!r}: {self.dropped} of the {self.computed} samples that this peer has computed went into "
+            "no step, as they came too late; status().dropped counts them"
+        )
+
+
 class Warned(Event, frozen=True, kw_only=True):
     """Something went wrong that did not stop the run."""
 
@@ -368,7 +385,9 @@ def print_log() -> None:
 
 
 def duration(seconds: float) -> str:
-    """A duration for people, such as `1.5 s`, `250 ms` or `0.31 ms`."""
+    """A duration for people, such as `60 min`, `1.5 s`, `250 ms` or `0.31 ms`."""
+    if seconds >= 600:
+        return f"{seconds / 60:.0f} min"
     if seconds >= 1:
         return f"{seconds:.1f} s"
     return f"{seconds * 1000:.0f} ms" if seconds >= 0.01 else f"{seconds * 1000:.2g} ms"

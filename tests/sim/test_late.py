@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from shoal import sim
+from shoal.events import Event, SamplesDropped, Warned
 from shoal.sim import SimNetwork
 from tests.sim.optimizer_kit import Run, Trainer, backward, gradient, make_optimizer, model, reference
 from tests.sim.sample_kit import SampleAudit
@@ -24,14 +25,14 @@ MODES: dict[str, Any] = {
 }
 
 
-def train_unevenly(mode: str, seed: int = 1) -> list[Trainer]:
+def train_unevenly(mode: str, seed: int = 1, events: Callable[[Event], None] | None = None) -> list[Trainer]:
     """Four peers whose batches take 0.3 to 1.1 s, in epochs of about a second."""
 
     async def main() -> list[Trainer]:
         run = Run(target=6 * BATCH)
         names = [f"p{number}" for number in range(4)]
         for name in names:
-            await run.add(name, **MODES[mode])
+            await run.add(name, **MODES[mode], events=events)
         await sim.sleep(3.0)
         run.announce_end(20)
         for number, name in enumerate(names):
@@ -60,10 +61,17 @@ def test_late_batches_count_one_epoch_later(mode: str) -> None:
 
 
 def test_late_batches_are_dropped_where_they_are_not_kept() -> None:
-    """A third of them."""
-    dropping = train_unevenly("drop")
+    """A third of them. Only `status().dropped` said so: now each peer is told, and at the end what to do."""
+    told = list[Event]()
+    dropping = train_unevenly("drop", events=told.append)
     dropped = sum(trainer.participant.contribution.dropped for trainer in dropping)
     assert dropped > 0.1 * BATCH * sum(trainer.batches_done for trainer in dropping)
+    first = [each for each in told if isinstance(each, SamplesDropped)]
+    assert all(2 * BATCH < each.dropped < each.computed for each in first)
+    lines = [each.message for each in told if isinstance(each, Warned)]
+    much = [each for each in lines if "went into no step" in each]
+    assert len(much) == len(first) == sum(each.participant.contribution.dropped > 2 * BATCH for each in dropping) > 1
+    assert all('late="next"' in each for each in much)
 
 
 def one_step_late(peers: int, steps: int) -> list[torch.Tensor]:

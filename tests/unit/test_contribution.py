@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.optim.contribution import Contribution
+from shoal.optim.contribution import Contribution, Dropped
 
 
 def test_a_peer_whose_batches_take_longer_than_an_epoch_is_told_once_with_numbers() -> None:
@@ -126,3 +126,22 @@ def test_epochs_that_went_by_on_another_branch_are_none_of_the_count() -> None:
     assert len(told) == 1
     assert "in the last 17 epochs" in told[0]
     assert "a batch takes it 300 ms, and an epoch of the swarm 300 ms" in told[0]
+
+
+def test_a_peer_that_drops_much_is_told_once_an_hour() -> None:
+    """Only `status().dropped` said so. A tenth of an hour's samples, and what earlier hours had, are not told."""
+    contribution, first, told = Contribution(), list[int](), list[Dropped]()
+    for minute in range(1, 241):
+        counts = minute % 10 != 0 if 60 < minute <= 120 else minute % 5 != 0  # in the second hour one of ten is lost
+        contribution.counted(8 * counts)
+        contribution.state_changed(minute, processed=8 * minute, batches=minute, held=0, now=60.0 * minute)
+        if contribution.first_dropped(processed=8 * minute, batches=minute):
+            first.append(minute)
+        much = contribution.much_dropped(processed=8 * minute, now=60.0 * minute, over=minute == 240)
+        told += [much] if much else []
+    assert first == [15]  # the third batch
+    assert [(each.samples, each.computed, each.seconds) for each in told] == [
+        (8 * 12, 8 * 60, 3600.0),
+        (8 * 12, 8 * 60, 3600.0),
+        (8 * 12, 8 * 59, 3540.0),  # the run is over
+    ]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from shoal.events import duration
 
-__all__ = ["Contribution", "RateMeter"]
+__all__ = ["Contribution", "Dropped", "RateMeter"]
 
 _PERIOD_S, _NEW_SHARE = 0.5, 0.3
 
@@ -15,6 +15,25 @@ _LOST, _LOST_S = 5, 5.0
 
 _LOOKED_AT, _PART = 30, 5
 """So many states are looked at together. A peer is told if its samples count in no more than a fifth of them."""
+
+
+_HOUR_S, _MUCH, _FEW_BATCHES = 3600.0, 0.1, 2
+"""A peer is told if it drops more than a tenth of what it computes in an hour, or in a whole run; and once when it has
+dropped more than two batches: a newcomer computes its first one in vain."""
+
+
+class Dropped(NamedTuple):
+    """What a peer has computed, and how much of that went into no step.
+
+    Attributes:
+        samples: that went into none.
+        computed: in all.
+        seconds: in so much time.
+    """
+
+    samples: int
+    computed: int
+    seconds: float
 
 
 class RateMeter:
@@ -78,6 +97,35 @@ class Contribution:
         self._told = False
         # States that ended with batches of ours: in vain since some counted last; since `_begun`, all and those of use.
         self._lost = self._states = self._used = 0
+        self._hour: tuple[int, int, float] | None = None  # dropped, processed and the time when it began
+        self._told_first = False
+
+    def first_dropped(self, *, processed: int, batches: int) -> bool:
+        """Whether it is to be told that samples were dropped: true once."""
+        before, self._told_first = (
+            self._told_first,
+            self._told_first or (self.dropped * batches > _FEW_BATCHES * processed),
+        )
+        return self._told_first and not before
+
+    def much_dropped(self, *, processed: int, now: float, over: bool) -> Dropped | None:
+        """What was dropped, if it is much; asked at each change of the state, after `state_changed`.
+
+        Args:
+            processed: samples that were computed so far.
+            now: seconds.
+            over: the run is over: it need not have taken an hour.
+        """
+        if self._hour is None:
+            self._hour = self.dropped, processed, now
+        dropped, computed, since = self._hour
+        if not over and now < since + _HOUR_S:
+            return None
+        self._hour = self.dropped, processed, now
+        samples, computed = self.dropped - dropped, processed - computed
+        # What was held at the beginning of the hour may have been dropped in it.
+        much = samples > _MUCH * computed > 0
+        return Dropped(min(samples, computed), computed, now - since) if much else None
 
     def counted(self, samples: int) -> None:
         """So many of this peer's samples went into a step."""

@@ -8,13 +8,15 @@ from collections.abc import Collection, Iterable, Mapping
 
 from shoal.bounded import put_last
 from shoal.errors import is_out_of_memory
-from shoal.events import EventBus, LocalValuesRejected, Warned, duration
+from shoal.events import EventBus, LocalValuesRejected, SamplesDropped, Warned, duration
 from shoal.optim.beginning import Beginning, Stance
 from shoal.optim.check import Check, Verdict
+from shoal.optim.contribution import Dropped
 from shoal.optim.options import Difference
 from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
 from shoal.peer import PeerID
+from shoal.strategies import Merging
 
 __all__ = ["Notices", "left_out"]
 
@@ -286,6 +288,31 @@ class Notices:
                 + (f"The reason: {why_not}. " if why_not else "Check whether they can be reached from here. ")
                 + "This peer goes on asking them"
             )
+
+    def first_dropped(self, dropped: int, computed: int) -> None:
+        """So many of the samples that this peer has computed went into no step."""
+        if self._tells_of_model:
+            self._events.emit(SamplesDropped(run_id=self._run_id, dropped=dropped, computed=computed))
+
+    def much_dropped(self, much: Dropped, merging: Merging | None, *, keeps_late: bool) -> None:
+        """Too much of what this peer has computed lately went into no step."""
+        if not self._tells_of_model:
+            return
+        if merging is not None and merging.waits:
+            why = "a batch that is under way when a merge begins is lost. Raise the strategy's every, or take Decoupled"
+        elif merging is not None:
+            why = "it comes too late to merges. Raise the strategy's every"
+        elif keeps_late:
+            why = "the states that it was for were over. Give this peer smaller batches, or raise target_batch_size"
+        else:
+            why = (
+                "a batch that is under way when a round begins is dropped. Raise target_batch_size, so that an epoch "
+                'has more batches; or give late="next", with which it counts one step late (docs/optimizer.md)'
+            )
+        self.warn(
+            f"{much.samples / much.computed:.0%} of what this peer has computed in the last {duration(much.seconds)} "
+            f"went into no step ({much.samples} of {much.computed} samples): {why}"
+        )
 
     def ends(self, epoch: int | None, said: int | None) -> None:
         """The run ends now, at `epoch` (None: it goes on); `said` is the end that this peer announced. Told once."""

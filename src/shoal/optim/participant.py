@@ -839,8 +839,10 @@ class Participant:
         why = self.contribution.state_changed(
             self.epoch, processed=speed.processed, batches=speed.batches, held=held, now=self._now()
         )
-        if why is not None and not self._gossip.has_twin:  # rounds take only one of the two: that was said
-            self._notices.warn(why)
+        if not self._gossip.has_twin:  # rounds take only one of the two: that was said
+            if why is not None:
+                self._notices.warn(why)
+            self._tell_dropped()
         self._states.sharing.changed()
         self._states.sharing.priority = float(self.own.name.epoch)
         view, _ = self._look()
@@ -848,6 +850,14 @@ class Participant:
         self._news.notify()
         if len(view.peers) > 1:  # else there is nobody to compare with
             self._check.begin()
+
+    def _tell_dropped(self) -> None:
+        speed, contribution = self.speed, self.contribution
+        if contribution.first_dropped(processed=speed.processed, batches=speed.batches):
+            self._notices.first_dropped(contribution.dropped, speed.processed)
+        much = contribution.much_dropped(processed=speed.processed, now=self._now(), over=self.at_end)
+        if much is not None:
+            self._notices.much_dropped(much, self.settings.merging, keeps_late=self.training.keeps_late)
 
     async def _average_states(self) -> None:
         """Average the parameters with all of the last step. A peer that misses it has a worse state afterwards.

@@ -264,6 +264,11 @@ class TrainingState:
         return self.describe()
 
     @property
+    def keeps_late(self) -> bool:
+        """Whether a batch that is under way when a round begins goes into the next step."""
+        return self._late is not None
+
+    @property
     def holds_average(self) -> bool:
         """Whether the swarm's average is here, and not stepped from yet: gradients that come now count for nothing."""
         return self._has_average

@@ -209,8 +209,14 @@ class SwarmProgress:
         `contributors`, and changes with it."""
         self.left: dict[PeerID, int] = {}
         """The peers that have left in order, and have not come back; and the epoch of each when it left."""
-        self.mismatch: str | None = None
+        self.mismatches: dict[PeerID, str] = {}
+        """The live peers with other settings, and a sentence for each that says how they differ; the last one at the
+        end."""
+
+    @property
+    def mismatch(self) -> str | None:
         """A sentence that says how the last live peer with other settings differs; None if there was none."""
+        return next(reversed(self.mismatches.values()), None)
 
     @property
     def strangers(self) -> int:
@@ -238,7 +244,7 @@ class SwarmProgress:
         difference = settings_difference(self._settings, progress.settings)
         if difference is not None:
             if direct or progress.time > self._strangers.get(peer, math.inf):
-                self.mismatch = difference
+                put_last(self.mismatches, peer, difference, _MAX_REMEMBERED)
             self._strangers.setdefault(peer, progress.time)
             bound(self._strangers, _MAX_REMEMBERED)
             return False
@@ -339,6 +345,7 @@ class SwarmProgress:
     def _left(self, progress: Progress) -> bool:
         peer = progress.contact.peer
         self._strangers.pop(peer, None)
+        self.mismatches.pop(peer, None)
         if progress.time <= self._last_time(peer, self._now):
             return False
         sometimes("a peer leaves the run in order")

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from shoal import sim
+from shoal.averager import TensorLock
 from shoal.events import Event, PeerDropped, Warned
-from shoal.optim import Participant
-from tests.sim.averaging_kit import Trial
-from tests.sim.optimizer_kit import Run, Trainer
+from shoal.optim import Participant, TrainingState
+from tests.sim.averaging_kit import Trial, start_core
+from tests.sim.optimizer_kit import Run, Trainer, make_optimizer, model
 from tests.sim.test_alone import until
 
 NAMES = ["p0", "p1", "p2"]
@@ -121,3 +123,42 @@ def test_weights_that_users_choose_are_told_only_if_nothing_else_counts() -> Non
         await trial.close()
 
     sim.run(main, seed=54)
+
+
+def test_one_stranger_with_other_settings_ended_a_founders_program() -> None:
+    """It raised ConfigError at the founder, which had nobody to join. The stranger takes no part, and is told of."""
+
+    async def main() -> None:
+        run, told = Run(target=8), list[str]()
+        core = await run.swarm.start_peer("founder", lambda host: start_core(host, None))  # type: ignore[arg-type, return-value]
+        run._first = run.swarm.host("founder")
+        other = await run.add("stranger", fingerprint={"lr": "1e4"})
+        run.swarm.spawn("stranger", other.train(4, duration_s=0.5, until=until(60.0)))
+        await sim.sleep(5.0)
+        parameters = model()
+
+        def hear(event: Event) -> None:
+            if isinstance(event, Warned):
+                told.append(event.message)
+
+        optimizer, scheduler = make_optimizer(parameters)
+
+        async def found() -> Participant:
+            training = TrainingState(optimizer, scheduler, ())
+            settings = msgspec.structs.replace(run.settings, fingerprint={"lr": "0.05"})
+            made = Participant(core, training, settings, lock=TensorLock())  # type: ignore[arg-type]
+            made.core.env.events.subscribe(hear)
+            await made.start()
+            await made.check_settings(20.0)
+            return made
+
+        participant = await run.swarm.run_on("founder", found)
+        trainer = Trainer(9, parameters, participant)
+        run.swarm.spawn("founder", trainer.train(4, duration_s=0.5, until=until(60.0)))
+        await sim.sleep(30.0)
+        assert participant.failure is None
+        assert participant.epoch > 10
+        assert any("with other settings: lr is 0.05 here and 1e4 at another" in each for each in told)
+        await participant.close()
+
+    sim.run(main, seed=55)

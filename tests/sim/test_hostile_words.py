@@ -7,16 +7,18 @@ import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from shoal import sim
 from shoal.averager.directory import DhtDirectory
 from shoal.core import PeerCore
+from shoal.dht.node import DhtNode
 from shoal.dht.routing import id_of_key, key_of, node_id
 from shoal.matchmaking.machine import GroupMachine
 from shoal.optim.gossip import ProgressGossip
 from shoal.optim.participant import Participant
-from shoal.peer import PeerID
+from shoal.peer import Address, PeerID
 from shoal.rpc import Endpoint
 from shoal.sim import SimHost, SimNetwork
 from shoal.wire import (
@@ -33,6 +35,7 @@ from shoal.wire import (
     Progress,
     TellProgress,
     Trainers,
+    encode,
 )
 from tests.sim.averaging_kit import start_core
 from tests.sim.optimizer_kit import Run
@@ -364,3 +367,53 @@ def test_nobody_is_asked_beside_the_directory_where_that_shows_all(monkeypatch: 
 
     sim.run(main, seed=5)
     assert not asked
+
+
+def test_1400_made_up_records_kept_a_newcomer_beside_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For as long as they were renewed: it asked 64 of all. It asks the peers that it was given, and knows, first.
+
+    The others are asked a few at a time, and those that say nothing themselves give it no company at its beginning.
+    """
+
+    async def main() -> None:
+        run, fakes = Run(target=24), [PeerID(hashlib.sha256(b"%d" % number).digest()) for number in range(1400)]
+        me, get, asked = run.swarm.identity("new").peer_id, DhtNode.get, list[PeerID]()
+        begin_telling = ProgressGossip._begin_telling
+
+        async def found(node: DhtNode, key: Any, **options: Any) -> Any:
+            real = await get(node, key, **options)
+            if node._endpoint.peer_id != me or real is None or not str(key).endswith("_progress"):
+                return real
+            now, entries = asyncio.get_running_loop().time(), dict(real.value)
+            truth = run.swarm.peer("p0").participant.progress()
+            for index, fake in enumerate(fakes):
+                contact = Contact(fake, (Address(f"10.9.{index % 200}.{index // 200}", 4000, fake),))
+                said = msgspec.structs.replace(truth, contact=contact, time=now, epoch=0, digest=b"f" * 32)
+                entries[fake.raw] = next(iter(real.value.values()))._replace(value=encode(said))
+            return real._replace(value=entries)
+
+        def tell(gossip: ProgressGossip, peer: PeerID) -> None:
+            if gossip._core.peer_id == me:
+                asked.append(peer)
+            begin_telling(gossip, peer)
+
+        monkeypatch.setattr(ProgressGossip, "_begin_telling", tell)
+        monkeypatch.setattr(DhtNode, "get", found)
+        done = asyncio.Event()
+        for name in NAMES:
+            await run.add(name)
+            run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.5, until=done.is_set))
+        await sim.sleep(10.0)
+        new = await run.add("new", client_mode=True)
+        given = [contact.peer for contact in new.participant.core.node.initial_peers]
+        run.swarm.spawn("new", new.train(4, duration_s=0.5, until=done.is_set))
+        await sim.sleep(20.0)
+        assert given
+        assert set(given) <= set(asked[:64])
+        assert len(set(asked).intersection(fakes)) < 400
+        first = run.swarm.peer("p0").participant
+        assert me in first.own.committed.samples
+        assert abs(first.epoch - new.participant.epoch) <= 1
+        done.set()
+
+    sim.run(main, seed=9)

@@ -6,7 +6,7 @@ import pytest
 
 from shoal.optim.agreement import Contributor
 from shoal.optim.committed import Committed
-from shoal.optim.words import able, believed, committed_weights, heaviest, hosts_of, weigh
+from shoal.optim.words import able, believed, committed_weights, heaviest, heeds, hosts_of, weigh
 from shoal.peer import Address, PeerID
 from shoal.wire import Contact
 
@@ -80,3 +80,15 @@ def test_a_record_holds_no_more_than_a_peer_may_give() -> None:
     committed = committed.after(steps(honest | {C: 10**12, D: 10**12})[0], 3)
     assert committed.steps[-1] == steps(honest | {C: 384, D: 384})[0]
     assert Committed().after(steps(honest | {C: 10**12})[0], 0).samples == honest | {C: 192}
+
+
+def test_one_stranger_with_other_settings_ended_a_founders_program() -> None:
+    """Who is asked to join gives way to those that are there; a founder, and one with a state of the run, does not."""
+    nothing: dict[PeerID, int] = {}
+    assert not heeds([A], committed=nothing, given=(), begun=False), "it founds the run"
+    assert not heeds([A], committed={B: 7}, given=(), begun=True)
+    assert not heeds([A], committed={B: 7}, given={C}, begun=True)
+    assert heeds([A], committed=nothing, given={C}, begun=False), "it was invited, and nobody else is there"
+    assert heeds([A, B], committed={B: 7}, given=(), begun=True), "a contributor to its own state"
+    assert heeds([A], committed=nothing, given={A}, begun=True), "its user has named it"
+    assert not heeds([], committed={B: 7}, given={A}, begun=True)

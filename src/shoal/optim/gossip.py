@@ -433,9 +433,12 @@ class ProgressGossip:
         loop, endpoint = asyncio.get_running_loop(), self._core.endpoint
         until = loop.time() + _FIRST_ANSWER_S
         writers = [peer for peer in written if peer != self._core.peer_id]
-        to_ask = [peer for peer in writers if endpoint.reachable(peer)]
-        to_ask += [peer for peer in self._initial_peers() if peer not in written]
-        self._core.env.rng.shuffle(to_ask)
+        # Records are free: those that we know to be there come first, however many others have written.
+        first = [peer for peer in writers if endpoint.connected(peer)]
+        first = [*dict.fromkeys((*first, *self._initial_peers()))]
+        rest = [peer for peer in writers if peer not in first and endpoint.reachable(peer)]
+        self._core.env.rng.shuffle(rest)
+        to_ask = first + rest
         for peer in to_ask[:_ASKED_AT_FIRST]:
             if peer not in self._telling:
                 self._begin_telling(peer)

@@ -54,7 +54,7 @@ from shoal.optim.status import Status, status_of
 from shoal.optim.step_feed import StepFeed
 from shoal.optim.takeover import Takeover
 from shoal.optim.training_state import TrainingState
-from shoal.optim.words import hosts_of, weigh
+from shoal.optim.words import heeds, hosts_of, weigh
 from shoal.peer import PeerID
 from shoal.progress import StateKey, SwarmProgress, SwarmView
 from shoal.sometimes import sometimes
@@ -209,9 +209,13 @@ class Participant:
             raise misfit
 
     def _misfit(self) -> ConfigError | None:
-        if self._known.mismatch is None or self.view().peers != (self.core.peer_id,):
+        known, own = self._known, self.own
+        if not known.mismatches or self.view().peers != (self.core.peer_id,):
             return None
-        return ConfigError(f"this run is trained with other settings: {self._known.mismatch}")
+        given = {contact.peer for contact in self.core.node.initial_peers}
+        if not heeds(known.mismatches, committed=own.committed.weights, given=given, begun=own.name.epoch > 0):
+            return None  # told if this peer stays alone
+        return ConfigError(f"this run is trained with other settings: {known.mismatch}")
 
     def _fail(self, error: BaseException) -> None:
         if not isinstance(error, ClosedError):  # else this peer leaves, by `leave_on_sigterm` for example

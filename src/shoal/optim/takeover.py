@@ -132,7 +132,8 @@ class Takeover:
         now, giving = _now(), self._giving()
         stance = self.beginning.judge(
             known.further(self.own.name.key, self.outlook.giving),
-            others_here=len(view.together) - 1,
+            # Of those that are known by a record alone nobody knows whether they are there.
+            others_here=sum(map(self.core.endpoint.connected, view.together)),
             now=now,
             refusing=known.refusing(now),
             giving=giving,

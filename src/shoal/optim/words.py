@@ -26,7 +26,7 @@ from typing import Protocol, TypeVar
 from shoal.peer import PeerID
 from shoal.wire import Contact
 
-__all__ = ["Weigh", "able", "believed", "committed_weights", "heaviest", "hosts_of", "weigh"]
+__all__ = ["Weigh", "able", "believed", "committed_weights", "heaviest", "heeds", "hosts_of", "weigh"]
 
 _PART = 3
 """A key weighs nothing before it has contributed to one of so many of the last steps, on average."""
@@ -105,6 +105,22 @@ def weigh(
         return found
     keys = Counter(hosts.get(peer, "") for peer in peers)
     return {peer: _VOICE // keys[hosts.get(peer, "")] + 1 for peer in peers}
+
+
+def heeds(
+    peers: Collection[PeerID], *, committed: Mapping[PeerID, int], given: Collection[PeerID], begun: bool
+) -> bool:
+    """Whether a peer believes these, the only others that there are, that a run has other settings than its own.
+
+    A newcomer that was invited does. One that founds a run, or goes on with its state of it, believes no stranger.
+
+    Args:
+        peers: that say so.
+        committed: the weights that the last steps give, see `committed_weights`.
+        given: the peers that its user gave it to begin with.
+        begun: whether it has a state of the run.
+    """
+    return bool(given and not begun) or any(peer in given or committed.get(peer, 0) > 0 for peer in peers)
 
 
 def heaviest(said: Mapping[PeerID, T], weights: Mapping[PeerID, int]) -> list[T]:

@@ -153,8 +153,8 @@ class Round:
         self.endpoint, self.env = table.endpoint, table.endpoint.env
         self.round_id, self.members = group.round_id, list(group.members)
         self.me, self.coordinator = group.my_index, group.coordinator
-        self.terms = blake3(encode(group.begin)).digest(length=16)
         self.parts = _cut(group, vector, weight)
+        self.terms = blake3(encode(group.begin)).digest(length=16)
         reducers = [part.reducer for part in self.parts]
         self._table, self._options = table, options
         self._loop, self._over, self._closed = asyncio.get_running_loop(), False, False

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.integration import zero_restarts
 from tests.integration import zero_strangers as strangers
 from tests.integration.ranks import Failed, Ranks, die_here, ranks
+from tests.integration.workers import LONG_S
 
 
 @pytest.fixture(scope="module")
@@ -117,3 +122,19 @@ def test_what_a_step_is_given_goes_to_the_inner_optimizer(pool: Ranks, stage: in
         assert apart == 0.0
         assert words.startswith("ConfigError")
         assert "scale=" in words
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+def test_ranks_that_torchrun_starts_again_come_back(tmp_path: Path, soak: Callable[[int, int], int]) -> None:
+    """Most ended in `init_process_group`: torch's store still had the addresses of the ranks before."""
+    for number in range(soak(2, 20)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command += ["--max-restarts", "1", zero_restarts.__file__, str(folder), str(1 + number % 3)]
+        settings = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # as docs/zero.md says
+        done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=LONG_S, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+        for rank in range(2):
+            assert (folder / f"done-{rank}").read_text() == str(zero_restarts.KILLED_AT)

@@ -90,6 +90,7 @@ def save(
             raise ConfigError(f"path exists already: choose another one, or remove {target}")
         if not isinstance(extra, Mapping | None):
             raise ConfigError(f"extra must be a dictionary, or None for none, got {extra!r:.80}")
+        _check_unfrozen(model, optimizer)
         kept = pack(dict(extra or {})) if leads else {}
     agreement.alike(
         f"{target}\n{None if ema is None else ema.described}\nconsolidated {in_one}", "path, ema and consolidated"
@@ -137,6 +138,18 @@ def _others(model: torch.nn.Module, optimizer: ShardedOptimizer) -> dict[str, to
     for name, values in optimizer.carrier.frozen():
         found.update(dict.fromkeys(names[id(parameters[name])], values.cpu()))
     return found
+
+
+def _check_unfrozen(model: torch.nn.Module, optimizer: ShardedOptimizer) -> None:
+    """Raise `ConfigError` if statistics would be left out: in stage 3 a program may train what was frozen before."""
+    known = {name for group in optimizer.names for name in group}
+    for name, parameter in named_parameters(model):
+        if name not in known and optimizer.state.get(parameter):
+            raise ConfigError(
+                f"{name} was frozen when shard() was called, and is trained since: what the optimizer keeps of it "
+                "would be missing in the checkpoint. Call shard() while all that will be trained requires a gradient, "
+                "and freeze it after that"
+            )
 
 
 def _trained(model: torch.nn.Module, optimizer: ShardedOptimizer) -> set[int]:

@@ -98,7 +98,7 @@ def _ranks_of(shard: DTensor, group: dist.ProcessGroup | None) -> dist.ProcessGr
 def _gathered(shard: DTensor, watch: Watch, name: str) -> torch.Tensor:
     """All of it. Raises `RankLost`."""
     if not shard.numel():  # which gloo cannot gather
-        return torch.empty(shard.shape, dtype=shard.dtype)
+        return torch.empty(shard.shape, dtype=shard.dtype, device="cpu")
     here = shard.to(shard.device_mesh.device_type)  # it may be on the CPU beside its device
     assert isinstance(here, DTensor)
     with watch.named(watch.turn(f"to gather {name}")):

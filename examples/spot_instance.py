@@ -15,7 +15,7 @@ import torch
 
 import shoal
 
-RUN, EPOCHS, BATCH = "spot", int(os.environ.get("EPOCHS", "1000")), 16
+RUN, EPOCHS, BATCH = "spot", int(os.environ.get("EPOCHS", "400")), 16
 
 torch.set_num_threads(1)  # so that several peers fit on one machine
 model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
@@ -51,12 +51,12 @@ def main():
     swarm = shoal.Optimizer(
         dht=dht,
         run_id=RUN,
-        target_batch_size=256,
+        target_batch_size=1024,
         batch_size_per_step=BATCH,
         optimizer=torch.optim.AdamW(model.parameters(), lr=3e-3),
         model=model,
         checkpoint=f"{folder}/checkpoints",
-        save_every=100,
+        save_every=50,
     )
     print(f"begins at epoch {swarm.local_epoch}", flush=True)
     try:

@@ -33,7 +33,7 @@ _COMMIT_BYTES, _HELD_BYTES = (1 << 20) - (1 << 12), 42
 MIN_PART_BYTES, MAX_PART_BYTES = 1 << 10, 8 << 20
 """The smallest and the largest `part_size_bytes`."""
 
-_MAX_SCHEMA_BYTES, _MAX_TENSORS = 4 << 20, 1 << 16
+_MAX_SCHEMA_BYTES, _MAX_TENSORS = 4 << 20, 1 << 18
 _SHOWN = 120
 
 
@@ -228,7 +228,8 @@ def first_difference(mine: bytes, theirs: bytes, *, me: str, other: str) -> str 
     """
     if mine == theirs:
         return None
-    ours, others = _unpack(mine), _unpack(theirs)
+    own = zlib.decompress(mine)
+    ours, others = read(_schema_decoder, own), _unpack(theirs, max(_MAX_SCHEMA_BYTES, 2 * len(own)))
     for index, (our, their) in enumerate(zip(ours, others, strict=False)):
         for field in ("shape", "dtype", "codec"):
             here, there = getattr(our, field), getattr(their, field)
@@ -239,14 +240,14 @@ def first_difference(mine: bytes, theirs: bytes, *, me: str, other: str) -> str 
     return None
 
 
-def _unpack(schema: bytes) -> tuple[TensorSpec, ...]:
+def _unpack(schema: bytes, most: int) -> tuple[TensorSpec, ...]:
     unpacker = zlib.decompressobj()
     try:
-        data = unpacker.decompress(schema, _MAX_SCHEMA_BYTES)
+        data = unpacker.decompress(schema, most)
     except zlib.error as error:
         raise msgspec.DecodeError(f"a schema that is not compressed: {error}") from error
     if unpacker.unconsumed_tail:
-        raise msgspec.DecodeError(f"a schema of more than {_MAX_SCHEMA_BYTES} bytes")
+        raise msgspec.DecodeError(f"a schema of more than {most} bytes")
     return read(_schema_decoder, data)
 
 

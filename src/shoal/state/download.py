@@ -26,6 +26,7 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -336,11 +337,14 @@ class _Download:
             request = GetManifest(self._prefix, min_epoch)
             reply = await self._endpoint.call(donor.contact, request, timeout_s=limits.answer_timeout_s)
             if not isinstance(reply, ManifestPending):
-                manifest = read_manifest(reply, max_state_bytes=limits.max_state_bytes, max_tensors=limits.max_tensors)
+                # In a thread, both: there may be hundreds of thousands of tensors.
+                run = self._env.executor.run
+                read = partial(read_manifest, max_state_bytes=limits.max_state_bytes, max_tensors=limits.max_tensors)
+                manifest = await run(read, reply)
                 if manifest.epoch < min_epoch:
                     wanted = f"wanted is {min_epoch} or later"
                     raise PeerRefused(f"its state is of epoch {manifest.epoch}, {wanted}", donor.peer)
-                if self._accept is not None and (reason := self._accept(manifest)):
+                if self._accept is not None and (reason := await run(self._accept, manifest)):
                     raise PeerRefused(reason, donor.peer)
                 if any(manifest.same_content(spoiled) for spoiled in self._spoiled):
                     raise PeerProtocolError("its state is one that was refused already", donor.peer)

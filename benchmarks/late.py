@@ -3,7 +3,8 @@
 Simulated peers learn a small network of a teacher's. Printed are, for ``late="drop"`` and ``late="next"``, the epochs
 and the held-out loss at each quarter of the time, and what was dropped: with epochs of one batch for each peer, whose
 batches take 0.25 to 0.45 s. Then for peers of unequal speed that wait for merges (``LocalSGD``): the batches a second
-that went into merges, beside those that peers compute which never wait, and what was lost. Nothing is timed.
+that went into merges, beside those that peers compute which never wait, and what was lost; what was trained after the
+last merge counts for nothing here, an eighth of the time at most. Nothing is timed.
 """
 
 from __future__ import annotations

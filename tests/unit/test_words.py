@@ -25,14 +25,15 @@ def steps(*made: dict[PeerID, int]) -> list[list[Contributor]]:
 
 
 def test_a_key_weighs_nothing_before_it_has_contributed_to_a_third_of_the_last_steps() -> None:
-    """And then all its samples in them."""
-    known = {A: 10, B: 5}
-    for rounds, weight in ((1, None), (2, None), (3, 300)):
+    """And then its samples in them: of a step no more than all others gave to it."""
+    known = {A: 10, B: 10}
+    for rounds, weight in ((1, None), (2, None), (3, 60)):
         last = steps(*[known] * (10 - rounds), *[known | {C: 100}] * rounds)
         found = committed_weights(last)
-        assert found == {A: 100, B: 50} | ({} if weight is None else {C: weight})
+        assert found == {A: 100, B: 100} | ({} if weight is None else {C: weight})
         assert weigh([A, C], committed=found, hosts={}) == {A: 100, C: weight or 0}
-    assert committed_weights(steps(known, known | {C: 100})) == {A: 20, B: 10, C: 100}, "a young run"
+    assert committed_weights(steps(known, known | {C: 15})) == {A: 20, B: 20, C: 15}, "a young run"
+    assert committed_weights(steps({A: 10, B: 5})) == {A: 5, B: 5}
     assert committed_weights([]) == {}
 
 
@@ -79,7 +80,21 @@ def test_a_record_holds_no_more_than_a_peer_may_give() -> None:
         committed = committed.after(steps(honest)[0], epoch)
     committed = committed.after(steps(honest | {C: 10**12, D: 10**12})[0], 3)
     assert committed.steps[-1] == steps(honest | {C: 384, D: 384})[0]
-    assert Committed().after(steps(honest | {C: 10**12})[0], 0).samples == honest | {C: 192}
+    first = Committed().after(steps(honest | {C: 10**12})[0], 0)
+    assert first.samples == honest | {C: 16 * 192}
+    assert first.weights == honest | {C: 192}
+
+
+@pytest.mark.parametrize("ratio", [1, 3, 10, 60])
+def test_a_fast_machine_was_clamped_beside_a_slow_one(ratio: int) -> None:
+    """All that both give may be given again, and is believed: it was four times, and twice, what the slow one gave."""
+    committed = Committed()
+    for epoch in range(12):
+        committed = committed.after(steps({A: 6, B: 6 * ratio})[0], epoch)
+        assert committed.able is not None
+        assert committed.able >= 6 * ratio
+        assert committed.believed[B] >= 6 * min(ratio, 30)
+    assert committed.weights == {A: 60, B: 60}
 
 
 def test_one_stranger_with_other_settings_ended_a_founders_program() -> None:

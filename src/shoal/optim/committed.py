@@ -19,7 +19,7 @@ from typing import Annotated
 import msgspec
 
 from shoal.optim.agreement import Contributor, Contributors
-from shoal.optim.words import able, believed, committed_weights
+from shoal.optim.words import able, believed, committed_weights, recorded
 from shoal.peer import PeerID
 from shoal.wire import decode, encode
 
@@ -84,14 +84,9 @@ class Committed:
             in_time = each.end is not None and (each.end >= epoch or self.ends.get(each.peer) is not None)
             return each.end if in_time else None
 
-        total, several = sum(each.samples for each in contributors), sum(each.samples > 0 for each in contributors) > 1
-        most = self.able if self.able is not None else total
+        total = sum(each.samples for each in contributors)
         step = [
-            Contributor(
-                each.peer,
-                min(each.samples, most, total - each.samples) if several else each.samples,
-                end_of(each),
-            )
+            Contributor(each.peer, recorded(each.samples, total - each.samples, self.able), end_of(each))
             for each in contributors
         ]
         return Committed((*self.steps[1 - _STEPS :], step))

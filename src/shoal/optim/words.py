@@ -34,6 +34,10 @@ _PART = 3
 _BELIEVED, _ABLE = 2, 4
 """How many times the samples that were given to one of the last steps may be claimed, and given, for the next one."""
 
+_AHEAD = 16
+"""A peer is recorded with no more than so many times the samples of all others of its step. Who lies gets no further
+ahead of them, step by step, and a machine that is as much faster counts with all that it does."""
+
 _VOICE = 720_720
 """The voice of a host: up to 16 keys share it without a rest."""
 
@@ -57,11 +61,16 @@ class Weigh(Protocol):
 
 
 def committed_weights(steps: Sequence[Iterable[_Gave]]) -> dict[PeerID, int]:
-    """The weight that these last steps give each key: its samples in them; keys that weigh nothing are left out."""
+    """The weight that these last steps give each key: its samples in them; keys that weigh nothing are left out.
+
+    In a step a peer says itself how many samples it has. So no more count of a key than all others gave to that step.
+    """
     samples, rounds = Counter[PeerID](), Counter[PeerID]()
-    for each in (each for step in steps for each in step if each.samples):
-        samples[each.peer] += each.samples
-        rounds[each.peer] += 1
+    for gave in ([each for each in step if each.samples] for step in steps):
+        total = sum(each.samples for each in gave)
+        for each in gave:
+            samples[each.peer] += min(each.samples, total - each.samples) if len(gave) > 1 else each.samples
+            rounds[each.peer] += 1
     needed = min(len(steps) // _PART, max(rounds.values(), default=0))
     return {peer: count for peer, count in samples.items() if rounds[peer] >= needed}
 
@@ -77,6 +86,18 @@ def _most_given(steps: Sequence[Iterable[_Gave]]) -> dict[PeerID, int]:
 def believed(steps: Sequence[Iterable[_Gave]]) -> dict[PeerID, int]:
     """The most samples that each contributor to these last steps may have for the next one, to be believed."""
     return {peer: _BELIEVED * samples for peer, samples in _most_given(steps).items()}
+
+
+def recorded(samples: int, others: int, most: int | None) -> int:
+    """So many of the samples that a peer gave to a step are kept in the record of the step.
+
+    Args:
+        samples: that it gave.
+        others: that all others gave.
+        most: that it was able to give; None if that is not known.
+    """
+    found = samples if most is None else min(samples, most)
+    return min(found, _AHEAD * others) if others else found
 
 
 def able(steps: Sequence[Iterable[_Gave]]) -> int | None:

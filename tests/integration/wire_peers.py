@@ -19,7 +19,7 @@ from shoal.identity import Identity
 from shoal.peer import Address, PeerID
 from shoal.transport.certificate import client_context, server_context
 
-VERSION = 2
+VERSION = 3
 """Of the protocol that these peers speak."""
 
 

@@ -123,8 +123,7 @@ def detection(peer: Peer) -> Ended:
 def weight_norm(peer: Peer) -> Ended:
     """Weight normalization in its old form and its new one."""
     torch.manual_seed(peer.number)
-    with pytest.warns(FutureWarning, match="weight_norm"):
-        old = nn.utils.weight_norm(nn.Conv1d(2, 3, 3))
+    old = nn.utils.weight_norm(nn.Conv1d(2, 3, 3))
     model = nn.Sequential(old, nn.Tanh(), nn.utils.parametrizations.weight_norm(nn.Conv1d(3, 1, 3)))
     swarm = wrap(peer, "weight_norm", model, torch.optim.RMSprop(model.parameters(), 1e-2))
     peer.meet(swarm)
@@ -203,6 +202,7 @@ def reinforcement(peer: Peer) -> Ended:
 PROGRAMS: list[Program] = [gan, experts, detection, weight_norm, language, recommender, reinforcement]
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
 @pytest.mark.parametrize("program", PROGRAMS, ids=[each.__name__ for each in PROGRAMS])
 def test_a_foreign_program_trains_with_a_second_peer(program: Program) -> None:
     """Both end with equal weights at the announced end; samples are counted in batches; nothing is warned of."""

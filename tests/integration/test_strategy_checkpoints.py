@@ -259,6 +259,9 @@ def test_a_loop_that_looks_at_finished_is_not_told_to_do_so(dht: shoal.DHT) -> N
         train(swarm, model, 1)
         swarm.status()  # what was said before is heard by then
         assert not warned
+        train(swarm, model, 98)
+        swarm.status()
+        assert not warned, "a program of two optimizers goes on until both runs have ended"
         train(swarm, model, 2)
         swarm.status()
     assert ["the run has ended" in message for message in warned] == [True]

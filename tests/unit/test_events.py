@@ -32,7 +32,15 @@ def test_events_reach_all_subscribers_in_order() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.00031, "0.31 ms"), (0.0032, "3.2 ms"), (0.04, "40 ms"), (0.25, "250 ms"), (1.5, "1.5 s"), (600.0, "600.0 s")],
+    [
+        (0.00031, "0.31 ms"),
+        (0.0032, "3.2 ms"),
+        (0.04, "40 ms"),
+        (0.25, "250 ms"),
+        (1.5, "1.5 s"),
+        (599.0, "599.0 s"),
+        (600.0, "10 min"),
+    ],
 )
 def test_a_duration_is_never_nothing(seconds: float, text: str) -> None:
     """Epochs of milliseconds took "0.0 s"."""

@@ -17,9 +17,9 @@ _LOOKED_AT, _PART = 30, 5
 """So many states are looked at together. A peer is told if its samples count in no more than a fifth of them."""
 
 
-_HOUR_S, _MUCH, _FEW_BATCHES = 3600.0, 0.1, 2
-"""A peer is told if it drops more than a tenth of what it computes in an hour, or in a whole run; and once when it has
-dropped more than two batches: a newcomer computes its first one in vain."""
+_HOUR_S, _LEAST_S, _MUCH, _FEW_BATCHES = 3600.0, 60.0, 0.1, 2
+"""A peer is told if it drops more than a tenth of what it computes in an hour, or in a whole run of a minute at least; and
+once when it has dropped more than two batches: a newcomer computes its first one in vain."""
 
 
 class Dropped(NamedTuple):
@@ -114,12 +114,12 @@ class Contribution:
         Args:
             processed: samples that were computed so far.
             now: seconds.
-            over: the run is over: it need not have taken an hour.
+            over: the run is over: it need not have taken an hour, but a minute.
         """
         if self._hour is None:
             self._hour = self.dropped, processed, now
         dropped, computed, since = self._hour
-        if not over and now < since + _HOUR_S:
+        if now < since + (_LEAST_S if over else _HOUR_S):
             return None
         self._hour = self.dropped, processed, now
         samples, computed = self.dropped - dropped, processed - computed

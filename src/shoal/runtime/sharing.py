@@ -18,14 +18,13 @@ from shoal.runtime.dht import DHT
 from shoal.runtime.tensors import LockedTensors
 from shoal.runtime.thread import GRACE_S, LoopFuture
 from shoal.state import SharedState
+from shoal.wire import MAX_EPOCH
 
 __all__ = ["SharesState"]
 
 T = TypeVar("T")
 
 DEFAULT_STATE_TIMEOUT_S = 600.0
-
-_MAX_EPOCH = (1 << 63) - 1
 
 
 class SharesState:
@@ -75,7 +74,7 @@ class SharesState:
         chosen = infos or [CompressionInfo.from_tensor(tensor, key=i) for i, tensor in enumerate(tensors)]
         codecs = [self._state_compression.choose(info) for info in chosen]
         # An epoch is a whole number from 0. It decides only between donors that have declared the same priority.
-        epoch = min(max(0, int(self.state_sharing_priority)), _MAX_EPOCH)
+        epoch = min(max(0, int(self.state_sharing_priority)), MAX_EPOCH)
         averaged = {tensor.data_ptr() for tensor in self._locked.tensors}
         others = [i for i, tensor in enumerate(tensors) if tensor.data_ptr() not in averaged]
         return SharedState(metadata, tensors, codecs, epoch, may_be_infinite=others)

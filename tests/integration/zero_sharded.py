@@ -297,12 +297,12 @@ def _plain(stage: int) -> tuple[Odd, ShardedOptimizer]:
 
 
 def save_not_shared(path: str) -> None:
-    """The same name in folders of their own."""
+    """A path that each rank has a folder of its own at."""
     model, optimizer = _plain(2)
     here = Path(path) / str(dist.get_rank())
     here.mkdir()
     os.chdir(here)
-    shoal.zero.save("checkpoint", model, optimizer)
+    shoal.zero.save("/proc/self/cwd/checkpoint", model, optimizer)
 
 
 def save_unwritable(path: str) -> None:

@@ -143,11 +143,12 @@ def test_a_newcomer_takes_part_in_every_strategy(model: str, strategy: str, tmp_
 
 def check_checkpoint(trainer: Trainer, other: Unusual, folder: Path) -> None:
     """What is saved of this peer is what another one has that goes on from it."""
-    for participant in trainer.fragments:
-        training = participant.training
+    for number, participant in enumerate(trainer.fragments):
+        training, place = participant.training, folder / str(number)
+        place.mkdir()
         state = share(training, participant.state, participant.own.committed)
-        write(folder, copy_of("run", state, participant.state, {}, training.describe(), {}), None)
-        saved = newest(folder, "run", print)
+        write(place, copy_of("run", state, participant.state, {}, training.describe(), {}), None)
+        saved = newest(place, "run", print)
         assert saved is not None
         assert saved.name == participant.state
         assert all(map(torch.equal, saved.tensors, training.export()[1]))

@@ -81,8 +81,10 @@ class Parts:
         executor: computes large parts.
         weight: of this member's values.
         most_weight: a larger one is refused.
-        outweighs: told of a member with more than `OUTWEIGHS` times the weight of all others in a part, its weight, and
-            theirs together.
+
+    Attributes:
+        outweighing: a member with more than `OUTWEIGHS` times the weight of all others in a part that is averaged here,
+            its weight, and theirs together; None if there is none.
     """
 
     def __init__(
@@ -94,9 +96,9 @@ class Parts:
         *,
         weight: float,
         most_weight: float = MAX_WEIGHT,
-        outweighs: Callable[[int, float, float], None] = lambda *_: None,
     ) -> None:
-        self._most_weight, self._outweighs = most_weight, outweighs
+        self._most_weight = most_weight
+        self.outweighing: tuple[int, float, float] | None = None
         self._told: dict[int, float] = {machine.me: weight}  # the weight of each member, once it has told it
         self._vector, self._parts, self._machine, self._weight = vector, parts, machine, weight
         self._members = len(machine.members)
@@ -227,7 +229,7 @@ class Parts:
         """Look whether one member has nearly all of the weight of a part."""
         weights = sorted((self._told[member], member) for member in members)
         if len(weights) > 1 and weights[-1][0] > OUTWEIGHS * (others := sum(weight for weight, _ in weights[:-1])):
-            self._outweighs(weights[-1][1], weights[-1][0], others)
+            self.outweighing = weights[-1][1], weights[-1][0], others
 
     def assigned(self) -> None:
         """The coordinator has assigned something: tasks that wait for an attempt look again."""

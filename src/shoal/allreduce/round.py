@@ -130,14 +130,10 @@ class Round:
 
     Attributes:
         machine: this member's part, without input and output.
-        outweighing: another member with more than `OUTWEIGHS` times the weight of all others in a part that is averaged
-            here, its weight, and theirs together; None if there was none.
 
     Raises:
         ConfigError: the group's slices and parts do not fit the tensors, or the weight cannot be used.
     """
-
-    outweighing: tuple[PeerID, float, float] | None
 
     def __init__(
         self,
@@ -170,9 +166,8 @@ class Round:
             promised_s=self._promised_s,
             most_weight=options.most_weight,
         )
-        limit, outweighs = options.most_weight, self._outweighs
         self._parts = Parts(
-            vector, self.parts, self.machine, self.env.executor, weight=weight, most_weight=limit, outweighs=outweighs
+            vector, self.parts, self.machine, self.env.executor, weight=weight, most_weight=options.most_weight
         )
         self._coordinating = self._new_coordinator(reducers) if self.me == self.coordinator else None
         self._index = {member.contact.peer: index for index, member in enumerate(self.members)}
@@ -197,7 +192,6 @@ class Round:
             self._bad_lines = set()
         self._late, self._began, self._complete_at = set[int](), self._loop.time(), math.inf
         self._gives, self._led_badly = weight > 0, False
-        self.outweighing = None
         self._blamed: dict[tuple[PeerID, str], None] = {}
         self._leaving = ExitStack()
         self._leaving.callback(self.endpoint.on_lost(self._peer_lost))
@@ -417,10 +411,12 @@ class Round:
             self._blamed[peer, reason] = None
             self.env.events.emit(PeerDropped(peer=peer, where="all-reduce", reason=reason))
 
-    def _outweighs(self, member: int, weight: float, others: float) -> None:
-        """An average is made of the values of one member alone, as it has so much more weight than all others."""
-        if member != self.me:
-            self.outweighing = self.members[member].contact.peer, weight, others
+    @property
+    def outweighing(self) -> tuple[PeerID, float, float] | None:
+        """Another member with nearly all of the weight of a part averaged here, its weight, and that of all others."""
+        if (found := self._parts.outweighing) is None or found[0] == self.me:
+            return None
+        return self.members[found[0]].contact.peer, *found[1:]
 
     def _failure(self) -> RoundFailed:
         """Return why there is no average here, and which members are to blame for it."""

@@ -18,8 +18,8 @@ _LOOKED_AT, _PART = 30, 5
 
 
 _HOUR_S, _LEAST_S, _MUCH, _FEW_BATCHES = 3600.0, 60.0, 0.1, 2
-"""A peer is told if it drops more than a tenth of what it computes in an hour, or in a whole run of a minute at least; and
-once when it has dropped more than two batches: a newcomer computes its first one in vain."""
+"""A peer is told if it drops more than a tenth of what it computes in an hour, or in a whole run of a minute at least;
+and once when it has dropped more than two batches: a newcomer computes its first one in vain."""
 
 
 class Dropped(NamedTuple):

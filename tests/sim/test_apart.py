@@ -146,6 +146,38 @@ def test_a_client_that_trained_less_apart_takes_the_state_of_the_others_and_is_t
     sim.run(main, seed=43)
 
 
+def test_a_client_whose_state_is_not_taken_goes_back_to_others_that_stand_still() -> None:
+    """After a minute, with a warning, and once. It kept its own state all the same, and warned at each look."""
+
+    async def main() -> None:
+        run, told = Run(target=8), list[str]()
+        await entered(run)
+        await run.add("trainer")
+        await run.add("client", client_mode=True, **warnings_of(told))
+        for name in ("trainer", "client"):
+            await train(run, name, 400.0)
+        await sim.sleep(20.0)
+        run.swarm.crash("trainer")
+        await sim.sleep(20.0)
+        client = run.swarm.peer("client").participant
+        client._states.sharing.disable()  # as one of an older version
+        run.swarm.partition([["client"], ["trainer", "entry"]])
+        again = await run.swarm.restart("trainer")
+        run.swarm.spawn("trainer", again.train(4, duration_s=0.5, until=lambda: again.participant.epoch == 3))
+        await sim.sleep(12.0)
+        there, before = again.participant.state, client.state
+        assert before.epoch > there.epoch == 3
+        run.swarm.heal()
+        await sim.sleep(120.0)
+        assert sum("this client goes back from epoch" in each for each in told) == 1
+        assert client.state == there or client.state.epoch > there.epoch
+        ((taken, _, own, *_),) = gave_up(told)
+        assert taken == there.epoch < before.epoch <= own
+        await run.close()
+
+    sim.run(main, seed=45)
+
+
 def test_who_has_trained_more_says_so_if_its_state_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a client's state cannot be had, both keep on asking, and it is told with both numbers and what to do."""
 

@@ -59,6 +59,7 @@ class Outlook:
     fetching: Fetching
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     _worse: tuple[StateKey, float] = (NO_STATE, 0.0)  # the best state that a client can have, and since when
+    _given_up: bytes | None = None  # the digest of the state that this client is about to go back from
 
     @property
     def contact(self) -> Contact:
@@ -116,11 +117,15 @@ class Outlook:
     def floor(self) -> StateKey:
         """This client goes back to no state that is before this one.
 
-        It is its own if there is a peer that it has dialed, which can take it; else the last one that it had with
-        others.
+        It is its own if there is a peer that it has dialed, which can take it, until `gives_up`; else the last one that
+        it had with others.
         """
         own, words = self.own, map(self.known.progress_of, self.core.endpoint.peers)
-        if own.shared or not any(word is not None and word.contact.addresses for word in words):
+        if (
+            own.shared
+            or self._given_up == own.name.digest
+            or not any(word is not None and word.contact.addresses for word in words)
+        ):
             return own.floor
         return own.name.key
 
@@ -152,7 +157,7 @@ class Outlook:
         if best is NO_STATE or now - self._worse[1] < STUCK_S:
             return None
         sometimes("a client goes back to a state that others can have")
-        own.shared, own.floor = False, best
+        own.shared, own.floor, self._given_up = False, best, own.name.digest
         return best
 
     def view(self) -> SwarmView:

@@ -173,7 +173,6 @@ def test_a_client_whose_state_is_not_taken_goes_back_to_others_that_stand_still(
         assert client.state == there or client.state.epoch > there.epoch
         ((taken, _, own, *_),) = gave_up(told)
         assert taken == there.epoch < before.epoch <= own
-        await run.close()
 
     sim.run(main, seed=45)
 

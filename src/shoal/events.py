@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _thread
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from typing import ClassVar
@@ -327,13 +328,21 @@ class Warned(Event, frozen=True, kw_only=True):
         return f"{self.where}: {_plain(self.message)}"
 
 
+def _report(event: Event, error: BaseException) -> None:
+    """Log the error of a callback; to stderr if the log itself fails."""
+    try:
+        _logger.error("a subscriber failed on %s", type(event).__name__, exc_info=error)
+    except BaseException:  # noqa: BLE001 (a handler of the user's: `SystemExit` from it ends nothing, either)
+        sys.__excepthook__(*sys.exc_info())
+
+
 class EventBus:
     """Hands each event to every subscriber, in order, in the thread that emits it.
 
     A subscriber must be quick and must not raise; one that raises anything is logged and stays subscribed: `SystemExit`
-    ends nothing, and `KeyboardInterrupt` is raised in the main thread, as Ctrl+C is. All events go to the
-    log `shoal.events`, one line each, at their own level. `Warned` goes there as WARNING, unless it repeats the last
-    text of its `where`.
+    ends nothing, and `KeyboardInterrupt` is raised in the main thread, as Ctrl+C is. All events go to the log
+    `shoal.events`, one line each, at their own level; the same holds for its handlers. `Warned` goes there as WARNING,
+    unless it repeats the last text of its `where`.
     """
 
     def __init__(self) -> None:
@@ -351,18 +360,20 @@ class EventBus:
 
     def emit(self, event: Event) -> None:
         """Tell all subscribers."""
-        level = logging.WARNING if self._is_new_warning(event) else event.level
-        if _logger.isEnabledFor(level):
-            _logger.log(level, "%s", event.line())
-        for subscriber in self._subscribers:
+        for callback in (self._log, *self._subscribers):  # handlers and filters of the log may be the user's, too
             try:
-                subscriber(event)
+                callback(event)
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
                     if threading.current_thread() is threading.main_thread():
                         raise
                     _thread.interrupt_main()
-                _logger.exception("a subscriber failed on %s", type(event).__name__)
+                _report(event, error)
+
+    def _log(self, event: Event) -> None:
+        level = logging.WARNING if self._is_new_warning(event) else event.level
+        if _logger.isEnabledFor(level):
+            _logger.log(level, "%s", event.line())
 
     def _is_new_warning(self, event: Event) -> bool:
         if not isinstance(event, Warned) or self._warned.get(event.where) == event.message:

@@ -55,9 +55,8 @@ def test_unreachable_initial_peer_is_named() -> None:
     with pytest.raises(PeerUnreachable, match=rf"{address.port}.*\(") as caught:
         shoal.DHT([address], start=True, startup_timeout=0.3)
     # On another machine than the peer's, which listens for its own only, this was all that the user saw.
-    assert "127.0.0.1 is this machine itself. If that peer runs on another one, it lets only its own machine in" in str(
-        caught.value
-    )
+    assert "127.0.0.1 is this machine itself. If that peer runs here, look whether it has ended" in str(caught.value)
+    assert "If it runs on another one, it lets only its own machine in" in str(caught.value)
     assert "start it anew with host_maddrs='/ip4/0.0.0.0/tcp/0'" in str(caught.value)
 
 
@@ -65,7 +64,7 @@ def test_unreachable_initial_peer_is_named() -> None:
     ("hosts", "said"),
     [
         (["127.0.0.1", "::1"], "127.0.0.1 is this machine itself"),
-        (["10.0.0.1"], "10.0.0.1 is known within its private network only: from elsewhere peers meet through one"),
+        (["10.0.0.1"], "10.0.0.1 is known within its private network only. On that network, look whether the peer"),
         (["100.64.0.1", "fd00::1"], "100.64.0.1 is known within"),
         (["127.0.0.1", "8.8.8.8"], ""),
         (["10.0.0.1", "a.org"], ""),
@@ -75,6 +74,12 @@ def test_an_address_that_leads_nowhere_else_is_explained(hosts: list[str], said:
     """A newcomer on another machine saw no more than "Connection refused"."""
     assert _hint(hosts).removeprefix(". ").startswith(said)
     assert bool(_hint(hosts)) == bool(said)
+
+
+def test_a_peer_that_has_ended_is_not_said_to_be_elsewhere() -> None:
+    """A newcomer read of private networks and public addresses, where the first program had been stopped."""
+    assert "that peer has ended, or has another port now" in _hint(["10.0.0.1"], nobody_listens=True)
+    assert "that peer has ended" in _hint(["8.8.8.8"], nobody_listens=True)
 
 
 @pytest.mark.timeout(12)

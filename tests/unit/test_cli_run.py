@@ -83,7 +83,7 @@ def test_a_wrong_file_is_refused_by_name(
         (["."], "the program . cannot be read: Is a directory"),
         (["--config", "missing.toml", __file__], "--config missing.toml: No such file or directory"),
         (["--identity", __file__, __file__], "is not a key file"),
-        (["--identity", "missing/key", __file__], "cannot create key file missing/key"),
+        (["--identity", "missing/key", __file__], "missing/key: No such file or directory"),
         (["--peers-file", __file__, __file__], "holds something else than the addresses of peers"),
         (["--checkpoint", "/dev/null/x", __file__], "--checkpoint /dev/null/x: Not a directory"),
         (["--metrics", "/dev/null/m", __file__], "--metrics /dev/null: File exists"),

@@ -99,6 +99,25 @@ def test_a_subscriber_that_raises_what_ends_programs_ends_nothing(
     assert [record.message for record in caplog.records] == ["a subscriber failed on Warned"]
 
 
+@pytest.mark.parametrize("error", [RuntimeError("no disk"), SystemExit(3)], ids=repr)
+def test_an_error_in_a_handler_of_the_log_ended_training(
+    error: BaseException, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One error of a user's handler, and the loop was over. Subscribers hear the event, and stderr has the error."""
+    bus, heard = events.EventBus(), list[Event]()
+    bus.subscribe(heard.append)
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: (_ for _ in ()).throw(error)  # type: ignore[method-assign]
+    logger = logging.getLogger("shoal.events")
+    logger.addHandler(handler)
+    try:
+        bus.emit(Warned(where="here", message="a"))
+    finally:
+        logger.removeHandler(handler)
+    assert [type(each) for each in heard] == [Warned]
+    assert type(error).__name__ in capsys.readouterr().err
+
+
 def test_an_interrupt_in_a_subscriber_is_the_main_threads(caplog: pytest.LogCaptureFixture) -> None:
     """There it is Ctrl+C, and goes on; in another thread it is handed to the main thread, and the others are told."""
     bus, heard = EventBus(), list[Event]()

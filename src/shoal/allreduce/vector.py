@@ -390,7 +390,7 @@ class Vector:
 
 def _same_bits(tensor: torch.Tensor, before: torch.Tensor) -> bool:
     """Equal bit by bit: NaN is equal to itself, so that a tensor full of it can still be set to the average."""
-    ours, theirs = tensor.reshape(-1), before.to(tensor.device)
+    ours, theirs = tensor.reshape(-1).contiguous(), before.to(tensor.device)  # elements may lie apart, as in a column
     # Eight bytes at a time where they are aligned: comparing is the longest part of `apply`.
     width = 8 // ours.itemsize
     number = {1: torch.int64, 2: torch.int32, 4: torch.int16}[width]

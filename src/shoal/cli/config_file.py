@@ -71,7 +71,7 @@ def _checked(option: click.Option, value: object, folder: Path) -> object:
         option.type_cast_value(click.Context(click.Command("")), value)
     except click.BadParameter as error:
         raise ConfigError(f"is wrong: {error.message}") from error
-    return str(folder / str(value)) if isinstance(option.type, click.Path) else value
+    return str(folder / Path(str(value)).expanduser()) if isinstance(option.type, click.Path) else value
 
 
 config_option = click.option(

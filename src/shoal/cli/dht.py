@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shoal.cli.options import announced, checked_run, maddr_of, upload_limit_option
+from shoal.cli.options import WholePath, announced, checked_run, maddr_of, upload_limit_option
 from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,11 +32,11 @@ __all__ = ["dht"]
 @click.option("--host", default="127.0.0.1", show_default=True, help="Host to listen on; 0.0.0.0 lets others in.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="Port; 0 is any free one.")
 @click.option("--announce", metavar="HOST[:PORT]", help="Address that others dial, if it is another one.")
-@click.option("--identity", type=click.Path(dir_okay=False, path_type=Path), help="Key file; made if missing.")
+@click.option("--identity", type=WholePath(dir_okay=False), help="Key file; made if missing.")
 @click.option("--run", "run_id", callback=checked_run, help="Name of the run that the invite is for.")
 @click.option("--join", metavar="INVITE", multiple=True, help="Join this network instead of a new one; repeatable.")
 @upload_limit_option
-@click.option("--invite-file", type=click.Path(dir_okay=False, path_type=Path), help="Write the invite here as well.")
+@click.option("--invite-file", type=WholePath(dir_okay=False), help="Write the invite here as well.")
 @click.option("--quiet", is_flag=True, help="Print nothing but the invite.")
 def dht(  # noqa: PLR0913 (one for each option)
     *,

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import click
 
+from shoal.cli.options import WholePath
+
 __all__ = ["key"]
 
-_FILE = click.Path(path_type=Path)
+_FILE = WholePath()
 
 
 @click.group(short_help="Make or show a key file.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -12,6 +13,7 @@ from shoal.errors import ConfigError
 
 __all__ = [
     "Real",
+    "WholePath",
     "announced",
     "checked_run",
     "maddr_of",
@@ -22,6 +24,17 @@ __all__ = [
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class WholePath(click.Path):
+    """A path as it is now: the program may change its folder. `~` is the user's home, also where no shell reads it."""
+
+    def __init__(self, **options: bool) -> None:
+        super().__init__(path_type=Path, **options)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See `click.Path`."""
+        return super().convert(Path(value).expanduser().absolute(), param, ctx)
 
 
 class Real(click.FloatRange):

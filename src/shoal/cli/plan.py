@@ -27,6 +27,9 @@ _WIDTH = 110
 _LEAST_BYTES = 1e6
 """Nobody has a device with less memory: a smaller number without a unit is meant in another one."""
 
+_LEAST_PARAMETERS = 1000
+"""Nobody shares out so few: a smaller number without a unit is meant in another one."""
+
 _THOUSANDS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _AMOUNT = re.compile(r"([0-9][0-9_.]*(?:e[+-]?[0-9]+)?) *([kmbgt]?)", re.IGNORECASE)
 _SIZE = re.compile(r"([0-9][0-9_.]*(?:e[+-]?[0-9]+)?) *(?:([kmgtp])(i?))?b?", re.IGNORECASE)
@@ -43,6 +46,8 @@ class _Number(click.ParamType[float]):
         number = _read(found[1]) if found else math.nan
         if found is None or not 0 < number < math.inf:
             self.fail(f"{value!r} is no number above 0, such as 7B, 350M or 7.5e9.", param, ctx)
+        if not found[2] and number < _LEAST_PARAMETERS:
+            self.fail(f"{value!r} would be {number:g} parameters: write {number:g}B, or {number:g}M.", param, ctx)
         return number * _THOUSANDS[found[2].lower() if found[2] else ""]
 
 

@@ -17,7 +17,6 @@ import sys
 import threading
 from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
-from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ import click
 from click.core import ParameterSource
 
 from shoal.cli.config_file import config_option
-from shoal.cli.options import Real, announced, maddr_of, upload_limit_option
+from shoal.cli.options import Real, WholePath, announced, maddr_of, upload_limit_option
 from shoal.errors import ClosedError, ConfigError, ShoalError
 
 if TYPE_CHECKING:
@@ -35,8 +34,7 @@ __all__ = ["run"]
 
 EXIT_TERMINATED = 143
 
-_FILE = click.Path(dir_okay=False, path_type=Path)
-_FOLDER = click.Path(file_okay=False, path_type=Path)
+_FILE, _FOLDER = WholePath(dir_okay=False), WholePath(file_okay=False)
 _OF_CHECKPOINTS = ("save_every", "keep_checkpoints")
 
 _NOT_THE_PROGRAMS = (__name__, "runpy", "importlib._bootstrap", "importlib._bootstrap_external")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Knocking", "contacts_of"]
 
-_REFUSALS, _REFUSED_S = 2, 2.0
+_REFUSALS, _REFUSED_S, _SAID_NO = 2, 2.0, "refused: "
 
 
 class Knocking:
@@ -89,7 +89,11 @@ class Knocking:
                 for address in contact.addresses
             )
             hosts = [address.host for contact in self._contacts for address in contact.addresses]
-            raise PeerUnreachable(f"no initial peer answered: {tried}{_hint(hosts)}")
+            nobody = all(
+                self._refusals[contact.peer] and not self._reasons[contact.peer].startswith(_SAID_NO)
+                for contact in self._contacts
+            )
+            raise PeerUnreachable(f"no initial peer answered: {tried}{_hint(hosts, nobody_listens=nobody)}")
 
     async def _knock(self, contact: Contact) -> None:
         """Ping an initial peer until it answers, or says no."""
@@ -98,7 +102,7 @@ class Knocking:
             try:
                 await self._caller.call(contact, DhtPing())
             except PeerRefused as error:
-                self._reasons[contact.peer] = f"refused: {error.message}"
+                self._reasons[contact.peer] = f"{_SAID_NO}{error.message}"
                 self._refusals[contact.peer] = _REFUSALS
                 return
             except PeerError as error:
@@ -121,18 +125,29 @@ class Knocking:
         return not self._patient and refused_s >= _REFUSED_S and min(self._refusals.values()) >= _REFUSALS
 
 
-def _hint(hosts: Sequence[str]) -> str:
-    """What hosts that nobody answered at say themselves of where they lead."""
+def _hint(hosts: Sequence[str], *, nobody_listens: bool = False) -> str:
+    """What hosts that nobody answered at say themselves of where they lead.
+
+    Args:
+        hosts: that were tried.
+        nobody_listens: whether all of these machines said that no program listens there.
+    """
+    if nobody_listens and not all(map(is_loopback, hosts)):
+        return (
+            ". No program listens there: that peer has ended, or has another port now. Take the invite of one that runs"
+        )
     if all(map(is_loopback, hosts)):
         return (
-            f". {hosts[0]} is this machine itself. If that peer runs on another one, it lets only its own machine in: "
+            f". {hosts[0]} is this machine itself. If that peer runs here, look whether it has ended. If it runs on "
+            "another one, it lets only its own machine in: "
             "start it anew with host_maddrs='/ip4/0.0.0.0/tcp/0' (on the command line --host 0.0.0.0), and use the "
             "invite that it prints then"
         )
     if all(map(is_private, hosts)):
         return (
-            f". {hosts[0]} is known within its private network only: from elsewhere peers meet through one that all "
-            "can reach, such as `shoal dht` on a machine with a public address"
+            f". {hosts[0]} is known within its private network only. On that network, look whether the peer still "
+            "runs, and whether a firewall there lets its port in; from elsewhere peers meet through one that all can "
+            "reach, such as `shoal dht` on a machine with a public address"
         )
     return ""
 

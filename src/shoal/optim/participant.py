@@ -800,7 +800,7 @@ class Participant:
         self._settle_end()  # its members may have said where the run ends
         if self.at_end:
             self.core.env.events.emit(RunEnded(run_id=run_id, epoch=epoch, fragment=fragment))
-        self._solitude.stepped(epoch, peers)
+        self._solitude.stepped(epoch, self._stepped_members() if peers > 1 else ())
         self.takeover.stepped(peers)
         if self.at_end and not self.settings.fragment:
             self._solitude.ended(epoch)
@@ -930,10 +930,15 @@ class Participant:
             await self._moves.next()
         return self.own.name
 
-    def _stepped_with(self) -> frozenset[PeerID]:
-        """The peers that took the last step with us, or are about to, and are still here."""
+    def _stepped_members(self) -> frozenset[PeerID]:
+        """The other members of the last round."""
         members = self.last_round.outcome.members if self.last_round is not None else ()
-        return frozenset(member.contact.peer for member in members) & self.view().together
+        return frozenset(member.contact.peer for member in members) - {self.core.peer_id}
+
+    def _stepped_with(self) -> frozenset[PeerID]:
+        """The peers that took the last step with us, or are about to, and are still here; this one is among them."""
+        members = self._stepped_members() | {self.core.peer_id} if self.last_round is not None else frozenset()
+        return members & self.view().together
 
     # -------------------------------------------------------------------------------------------------------- the state
 

@@ -181,22 +181,22 @@ class Solitude:
         words, here = {peer: self._known.progress_of(peer) for peer in self._connected()}, self._own.name.digest
         return [peer for peer, word in words.items() if word is not None and word.digest == here]
 
-    def stepped(self, epoch: int, peers: int) -> None:
-        """A step was taken by so many peers."""
-        if peers > 1:
+    def stepped(self, epoch: int, others: Collection[PeerID]) -> None:
+        """A step was taken, with these others: they were here then, though they may have left before it was taken."""
+        if others:
             self.told = self._told_anew = False
-            self._were_here(epoch)
+            self._were_here(epoch, others)
             return
         self._epoch = epoch
-        others = len(self._known.peers)
-        self._core.env.events.emit(SteppedAlone(run_id=self._run_id, epoch=epoch, others=others))
+        known = len(self._known.peers)
+        self._core.env.events.emit(SteppedAlone(run_id=self._run_id, epoch=epoch, others=known))
 
     def took_over(self, epoch: int) -> None:
         """The state of others, of this epoch, was taken over."""
-        self._were_here(epoch)
+        self._were_here(epoch, self._known.peers)
 
-    def _were_here(self, epoch: int) -> None:
-        self._epoch, self._together, self._others = None, epoch, frozenset(self._known.peers)
+    def _were_here(self, epoch: int, others: Collection[PeerID]) -> None:
+        self._epoch, self._together, self._others = None, epoch, frozenset(others)
 
     def ended(self, epoch: int) -> None:
         """The run is over here. A peer that stood still while the others ended it has made its last steps alone.

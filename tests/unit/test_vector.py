@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from benchmarks.by_hand import average_part
 from shoal.allreduce.interface import MAX_WEIGHT, MIN_WEIGHT, is_weight
 from shoal.allreduce.partition import Part
-from shoal.allreduce.vector import PartDigests, Vector, describe
+from shoal.allreduce.vector import PartDigests, Vector, _same_bits, describe
 from shoal.compression import CompressionBase, Float16Compression, NoCompression
 from shoal.errors import ConfigError, PeerProtocolError
 from shoal.wire import Held
@@ -487,3 +487,13 @@ def test_elements_that_share_memory_cannot_be_averaged(tensor: torch.Tensor, ref
         return
     with pytest.raises(ConfigError, match=r"averaged_tensors\[1\] has elements that share memory"):
         vector_of(tensors)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tensor_whose_elements_lie_apart_was_half_of_an_average(dtype: torch.dtype) -> None:
+    """Eight bytes were looked at at a time: an error of torch came when the tensors before it were averages already."""
+    column = torch.arange(16, dtype=dtype).view(8, 2)[:, :1]
+    assert _same_bits(column, column.reshape(-1).clone())
+    other = column.reshape(-1).clone()
+    other[3] = 99
+    assert not _same_bits(column, other)

@@ -607,7 +607,8 @@ class Participant:
 
     def _contribute(self, name: StateName, most: float) -> tuple[float, float]:
         """Weight and factor of the accumulators at this state; the others refuse a larger weight than `most`."""
-        self._given = self.training.samples if self.own.name == name else 0
+        samples = self.training.samples if self.own.name == name else 0
+        self._given = min(samples, int(most))  # of more no more counts
         weight, factor = self.training.contribute() if self.own.name == name else (0.0, 0.0)
         return min(weight, most), factor
 

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 
 import shoal
 from shoal.cli.new import text_of
@@ -101,6 +102,14 @@ PROGRAMS = {
         second=(*ALBERT, "--peers"),
     ),
 }
+
+
+def cases(turn: int, way: str, *more: object) -> list[ParameterSet]:
+    """All programs, on one of three networks: every third one in the sample of long tests, each of them once."""
+    return [
+        pytest.param(name, *more, id=f"{name}, {way}", marks=() if number % 3 == turn else pytest.mark.long(full=True))
+        for number, name in enumerate(PROGRAMS)
+    ]
 
 
 def start(net: Routers, place: int | str | None, folder: Path, made: Program, epochs: int, *arguments: str) -> Talk:
@@ -237,8 +246,9 @@ def test_readme_runs_unchanged_on_a_second_machine_behind_a_router(tmp_path: Pat
 
 @pytest.mark.long
 @pytest.mark.timeout(2 * BUSY_S)
-@pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("default_route", [False, True])
+@pytest.mark.parametrize(
+    ("name", "default_route"), [*cases(0, "one network", False), *cases(1, "one network, a route", True)]
+)
 def test_the_program_runs_unchanged_on_a_second_machine(tmp_path: Path, name: str, *, default_route: bool) -> None:
     """Of one network, with a way to the outside or without."""
     run_on_one_network(tmp_path, name, default_route=default_route)
@@ -246,7 +256,7 @@ def test_the_program_runs_unchanged_on_a_second_machine(tmp_path: Path, name: st
 
 @pytest.mark.long
 @pytest.mark.timeout(2 * BUSY_S)
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", cases(2, "router"))
 def test_the_program_runs_unchanged_behind_a_router(tmp_path: Path, name: str) -> None:
     """As a client."""
     run_behind_a_router(tmp_path, name)

@@ -35,7 +35,7 @@ _BELIEVED, _ABLE = 2, 4
 """How many times the samples that were given to one of the last steps may be claimed, and given, for the next one."""
 
 _AHEAD = 16
-"""A peer is recorded with no more than so many times the samples of all others of its step. Who lies gets no further
+"""A peer is recorded with no more than so many times the samples of all others of its step. A liar gets no further
 ahead of them, step by step, and a machine that is as much faster counts with all that it does."""
 
 _VOICE = 720_720

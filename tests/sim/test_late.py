@@ -61,7 +61,7 @@ def test_late_batches_count_one_epoch_later(mode: str) -> None:
 
 
 def test_late_batches_are_dropped_where_they_are_not_kept() -> None:
-    """A third of them. Only `status().dropped` said so: now each peer is told, and at the end what to do."""
+    """A third of them. Only `status().dropped` said so: now each peer is told; what to do, after a minute at least."""
     told = list[Event]()
     dropping = train_unevenly("drop", events=told.append)
     dropped = sum(trainer.participant.contribution.dropped for trainer in dropping)
@@ -70,8 +70,8 @@ def test_late_batches_are_dropped_where_they_are_not_kept() -> None:
     assert all(2 * BATCH < each.dropped < each.computed for each in first)
     lines = [each.message for each in told if isinstance(each, Warned)]
     much = [each for each in lines if "went into no step" in each]
-    assert len(much) == len(first) == sum(each.participant.contribution.dropped > 2 * BATCH for each in dropping) > 1
-    assert all('late="next"' in each for each in much)
+    assert len(first) == sum(each.participant.contribution.dropped > 2 * BATCH for each in dropping) > 1
+    assert not much, "the run is over in seconds: see unit/test_contribution for longer ones"
 
 
 def one_step_late(peers: int, steps: int) -> list[torch.Tensor]:

@@ -38,10 +38,11 @@ def agree(
     *args: Any,
     committed: Mapping[PeerID, int] | None = None,
     hosts: Mapping[PeerID, str] | None = None,
+    **more: float,
 ) -> Agreement:
     """The agreement of members that have committed so many samples at these hosts; nothing is known of them without."""
     weighed = partial(weigh, committed=committed or {}, hosts=hosts or {})
-    return agreement.agree(gathered, *args, weigh=weighed)
+    return agreement.agree(gathered, *args, weigh=weighed, **more)
 
 
 def told(options: Options, samples: int = 0) -> Any:
@@ -103,6 +104,15 @@ def test_who_has_no_samples_has_no_say_beside_those_who_have() -> None:
     gathered = {peer(1): told(other), peer(2): told(other), peer(3): told(one, samples=4)}
     assert agree(gathered, ()).options == one
     assert agree({**gathered, peer(3): told(one)}, ()).options == other
+
+
+def test_a_member_that_says_more_samples_than_all_gave_had_any_weight_of_word() -> None:
+    """It trained one sample a batch, and said 10^18: its word weighed that. All members know how many all gave."""
+    one = options_of(groups({"lr": 0.1}))
+    gathered = {peer(1): told(one, samples=10**18), peer(2): told(one, samples=28)}
+    made = agree(gathered, list(gathered), total=29.0).contributors
+    assert [each.samples for each in made] == [29, 28]
+    assert [each.samples for each in agree(gathered, list(gathered)).contributors] == [10**18, 28]
 
 
 def test_four_free_keys_with_4_percent_of_the_samples_set_the_learning_rate() -> None:

@@ -7,6 +7,7 @@ parameters that no member had a gradient of, and the contribution of each member
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
 from typing import Annotated, Any, NamedTuple
@@ -17,7 +18,7 @@ from shoal.optim.check import Check
 from shoal.optim.options import Options, agreed
 from shoal.optim.words import Weigh
 from shoal.peer import PeerID
-from shoal.wire import MAX_GROUP_SIZE, Epoch, Samples, encode
+from shoal.wire import MAX_GROUP_SIZE, MAX_SAMPLES, Epoch, Samples, encode
 
 __all__ = ["MAX_TRAINED", "MOST_CORES", "Agreement", "Contributor", "Deal", "Said", "agree", "checks_of", "deal_to"]
 
@@ -102,6 +103,7 @@ def agree(
     in_part: Mapping[PeerID, Fraction] | None = None,
     *,
     weigh: Weigh,
+    total: float = math.inf,
 ) -> Agreement:
     """The agreement that follows from the words of the members: the same for all of them.
 
@@ -111,7 +113,9 @@ def agree(
         in_part: the share of the parts, of each member whose values are in some parts of it only. With a share of 0
             they are named all the same, so that one which does not learn the verdict gives nothing twice.
         weigh: the words of the members.
+        total: the largest total weight of a part. A member that says that it has more samples has not given them.
     """
+    most = MAX_SAMPLES if total >= MAX_SAMPLES else math.ceil(total)
     shares = {**(in_part or {}), **dict.fromkeys(contributors, Fraction(1))}
     said = {peer: _read(gathered[peer]) for peer in sorted(gathered)}
     read = {peer: each for peer, each in said.items() if each is not None}
@@ -123,7 +127,7 @@ def agree(
     cores = min((each.cores for peer, each in trained.items() if each.cores and weights[peer]), default=0)
     absent = _in_all([each.absent if each is not None else b"" for each in said.values()])
     made = [
-        Contributor(peer, max(1, int(each.samples * shares[peer])) if shares[peer] else 0, each.end)
+        Contributor(peer, max(1, min(most, int(each.samples * shares[peer]))) if shares[peer] else 0, each.end)
         for peer, each in said.items()
         if each is not None and peer in shares
     ]

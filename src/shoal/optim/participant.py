@@ -620,7 +620,8 @@ class Participant:
         hosts = hosts_of(member.contact for member in result.outcome.members)
         weighed = partial(weigh, committed=self.own.committed.weights, hosts=hosts)
         outcome = result.outcome
-        agreement = agree(result.gathered, outcome.contributors, outcome.counted_in_part, weigh=weighed)
+        total = max(held.weight for held in outcome.commit.parts)
+        agreement = agree(result.gathered, outcome.contributors, outcome.counted_in_part, weigh=weighed, total=total)
         if (mend_from := await self._check.difference(result, self.own.name, weighed)) is not None:
             sometimes("a check finds that our parameters differ")
             self.takeover.mend_from = mend_from

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from fractions import Fraction
 from functools import partial
@@ -38,11 +39,11 @@ def agree(
     *args: Any,
     committed: Mapping[PeerID, int] | None = None,
     hosts: Mapping[PeerID, str] | None = None,
-    **more: float,
+    total: float = math.inf,
 ) -> Agreement:
     """The agreement of members that have committed so many samples at these hosts; nothing is known of them without."""
     weighed = partial(weigh, committed=committed or {}, hosts=hosts or {})
-    return agreement.agree(gathered, *args, weigh=weighed, **more)
+    return agreement.agree(gathered, *args, weigh=weighed, total=total)
 
 
 def told(options: Options, samples: int = 0) -> Any:

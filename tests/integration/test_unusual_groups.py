@@ -11,6 +11,7 @@ from tests.integration.ranks import Ranks, ranks
 from tests.sim.unusual_kit import MODELS
 
 REFUSED = {name: "has no values, which FSDP2 cannot reduce" for name in MODELS if name.startswith("empty tensor")}
+REFUSED |= dict.fromkeys(("no dimensions", "small"), "is a scalar, which FSDP2 cannot shard")
 """In stage 3, by torch's `fully_shard`."""
 
 

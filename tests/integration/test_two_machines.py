@@ -213,7 +213,7 @@ def test_a_peer_listens_where_it_joins() -> None:
             assert (hosts_, client) == (["127.0.0.1"], False)
             with bare(net, "machine0", invite) as lost:
                 assert lost.wait() == 1
-                assert "127.0.0.1 is this machine itself. If that peer runs on another one" in lost.errors()
+                assert "127.0.0.1 is this machine itself. If that peer runs here" in lost.errors()
         with Talk(
             [*net.command(None), sys.executable, "-m", "shoal.cli", "dht", "--host", "0.0.0.0", "--quiet"]
         ) as entry:

@@ -95,6 +95,7 @@ def refused(model: str, strategy: str) -> str | None:
         "one element",
         "interleaved",
         "small",
+        LARGE,
     }:
         return "saves too little on every parameter"
     trained = sum(each.requires_grad and each.numel() > 0 for group in made(model, 0).groups for each in group)

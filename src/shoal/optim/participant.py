@@ -63,6 +63,9 @@ from shoal.wire import FollowSteps, Progress
 
 __all__ = ["Participant"]
 
+_WAYS = 16
+"""A peer gives what it has trained on its way to a merge, and on so many ways before that led to none."""
+
 _AGAIN_S = 1.0
 """Until work is tried again that this machine had no memory for, seconds."""
 
@@ -547,7 +550,7 @@ class Participant:
 
     async def _average(self) -> None:
         """Average the gradients with everybody at our state, and make the step ready."""
-        name, me, most = self.own.name, self.core.peer_id, self.own.committed.able or MAX_WEIGHT
+        name, me, most = self.own.name, self.core.peer_id, self._most_weight
         if (grace_s := self.pace.grace_s(self._now())) and not self._turns:
             await self._trainer_comes(grace_s)
         said = self._said(await self._check.of(name))
@@ -580,6 +583,15 @@ class Participant:
         if self.own.name == name:
             self.own.is_shared()
             await self._take_step_of(result, said)
+
+    @property
+    def _most_weight(self) -> float:
+        """The largest weight that a member of the next round can have."""
+        able = self.own.committed.able
+        if able is None:
+            return MAX_WEIGHT
+        # Where peers merge, one that has missed some merges, or waited for a quorum, gives all that it has trained.
+        return float(able if self.settings.merging is None else able * _WAYS)
 
     async def _trainer_comes(self, within_s: float) -> None:
         """Wait for a trainer that is in the middle of a batch."""

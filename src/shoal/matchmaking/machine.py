@@ -322,7 +322,6 @@ class GroupMachine:
         self._lost_now.discard(peer)
         self._known.hear(asker, now)
         if self.phase is SearchPhase.FOLLOWING and peer == self.leader and asker.key > self.key:
-            sometimes("a peer is asked to lead by its own leader")
             # It has declared anew, so it no longer leads us; its message about that is on the way.
             self._out.append(events.LeaveLeader(peer))
             self._look_again()
@@ -371,7 +370,6 @@ class GroupMachine:
             return  # the answer of a peer that we no longer ask
         match event.answer:
             case JoinAccepted() if peer in self._followers:
-                sometimes("a peer would lead the one that it follows")
                 self._abandon(peer, "it follows us and would lead us")
             case JoinAccepted() if self.phase is SearchPhase.ASKING:
                 # Our declaration stands until Begin: we send on peers that ask us, and can be found if we lose our
@@ -623,7 +621,6 @@ class GroupMachine:
             self._fail(self._mismatches[peers[0]], peers, mismatch=True)
         elif now < self._end:
             if group:
-                sometimes("a window ends with too few peers")
                 self._trouble = (too_few, ())
             self._refuse_followers("too-few", too_few)
             self._begin_window(now)

@@ -649,7 +649,6 @@ class Participant:
             if self.own.name != before:
                 return  # another state was taken over meanwhile, and nothing of the round belongs to it
         if why is not None:
-            sometimes("the options of the swarm's step cannot be set here")
             self._notices.warn(f"the swarm's step is not taken here: its options are {why}")
             await self._give_up_step()
             return

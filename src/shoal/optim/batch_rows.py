@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from shoal.errors import ConfigError
 from shoal.optim.arguments import MOST_SAMPLES
 from shoal.optim.gradient_watch import TensorMark
 from shoal.runtime.checks import whole
+from shoal.runtime.nested import tensors_in, within
 
 __all__ = ["BatchRows", "rows_in", "rows_of", "samples_of"]
 
@@ -89,14 +90,14 @@ class BatchRows:
 
     def called(self, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
         """The model was called."""
-        outputs = [each for each in _tensors_in(output) if each.requires_grad]
+        outputs = [each for each in tensors_in(output) if each.requires_grad]
         if not outputs or not torch.is_grad_enabled():
             return
         within = torch._C._current_graph_task_id()  # noqa: SLF001 (an activation checkpoint calls it within backward)
         if within == -1:
             self._under_way.clear()  # of a backward pass that raised
             self._forget_cleared()
-        given = tuple(TensorMark(each) for each in _tensors_in([*args, *kwargs.values()]))
+        given = tuple(TensorMark(each) for each in tensors_in([*args, *kwargs.values()]))
         call, me = _Call(self._rows(args, kwargs), given, within), weakref.ref(self)
 
         def coming(_gradient: torch.Tensor) -> None:
@@ -305,7 +306,7 @@ def _counts(given: Any, *, collated: bool) -> Iterator[int | str]:
     elif isinstance(given, list | tuple) and not collated and not hasattr(given, "_fields") and _alike(given):
         yield "the model was given a list of tensors, which may be one for each sample"
     else:
-        for each in _within(given):
+        for each in within(given):
             yield from _counts(each, collated=collated)
 
 
@@ -327,21 +328,3 @@ def _mappings(batch: Any) -> Iterator[Mapping[Any, Any]]:
     if isinstance(batch, Mapping):
         yield batch
         yield from (each for each in batch.values() if isinstance(each, Mapping))
-
-
-def _within(given: Any) -> Iterable[Any]:
-    if isinstance(given, Mapping):
-        return given.values()
-    if isinstance(given, list | tuple):
-        return given
-    if dataclasses.is_dataclass(given) and not isinstance(given, type):
-        return [getattr(given, field.name) for field in dataclasses.fields(given)]
-    return ()
-
-
-def _tensors_in(given: Any) -> Iterator[torch.Tensor]:
-    if isinstance(given, torch.Tensor):
-        yield given
-    else:
-        for each in _within(given):
-            yield from _tensors_in(each)

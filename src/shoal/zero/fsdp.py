@@ -30,9 +30,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _apply_to_tensors
 
 from shoal.errors import ConfigError, LocalError
+from shoal.runtime.nested import tensors_in
 from shoal.zero.collectives import Collectives, Traffic
 from shoal.zero.fsdp_comms import NarrowReduceScatter, OwnAllGather, OwnReduceScatter, UnitMeeting
-from shoal.zero.lent import is_lent, replace, tensors_in
+from shoal.zero.lent import is_lent, replace
 from shoal.zero.mapped import let_go
 from shoal.zero.offload import Offload
 from shoal.zero.parameters import Order, Piece, bottom_up, local, named_parameters, present_pass, weakly

@@ -13,15 +13,16 @@ FSDP2 does not see that, and would not gather the unit for its gradient: so each
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from shoal.errors import ConfigError
+from shoal.runtime.nested import tensors_in
 
-__all__ = ["Loan", "is_lent", "lend", "replace", "tensors_in", "watch_shard"]
+__all__ = ["Loan", "is_lent", "lend", "replace", "watch_shard"]
 
 _CURE = (
     "compute with it in the forward method of that unit, or in a method of which torch.distributed.fsdp."
@@ -191,21 +192,6 @@ def replace(original: torch.nn.Parameter, name: str) -> None:
 def is_lent(value: object) -> bool:
     """Whether it is a whole weight, or shares the memory of one."""
     return isinstance(value, _Guarded)
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in lists, tuples, dictionaries and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_in(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from tensors_in(each)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
 
 
 def _check_changed(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

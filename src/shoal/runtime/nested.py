@@ -1,0 +1,31 @@
+"""Values within what a program hands to a model, or gets from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["tensors_in", "within"]
+
+
+def within(value: Any) -> Iterable[Any]:
+    """The values in a mapping, a list, a tuple or a dataclass; nothing of anything else."""
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, list | tuple):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return ()
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a value, however deep, in their order; the value itself if it is one."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    else:
+        for each in within(value):
+            yield from tensors_in(each)

@@ -108,6 +108,7 @@ class MemberMachine:
         most_weight: the most that each member may have.
 
     Attributes:
+        most_weight: as given.
         rules: what is held, and the verdict.
         contributions: of the parts that are owned here.
         unheard: the members whose values or averages did not come here in time; those that are gone are not among them.
@@ -127,7 +128,7 @@ class MemberMachine:
         promised_s: Sequence[float] = (),
         most_weight: float = MAX_WEIGHT,
     ) -> None:
-        self.me, self.coordinator, self._most_weight = me, coordinator, most_weight
+        self.me, self.coordinator, self.most_weight = me, coordinator, most_weight
         self.rules = MemberRules(me, reducers, contributes=members[me].contributes)
         contributing = [index for index, member in enumerate(members) if member.contributes]
         self.contributions = Contributions(me, contributing, silence_s=silence_s, now=now, promised_s=promised_s)
@@ -148,7 +149,7 @@ class MemberMachine:
 
     def is_sound(self, held: Held) -> bool:
         """Return whether there may be such an average in this round."""
-        return is_sound(held, len(self.members), self._most_weight)
+        return is_sound(held, len(self.members), self.most_weight)
 
     @property
     def decided(self) -> bool:

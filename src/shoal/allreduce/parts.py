@@ -14,7 +14,7 @@ from typing import ParamSpec, TypeVar
 
 from msgspec.structs import replace
 
-from shoal.allreduce.interface import MAX_WEIGHT, OUTWEIGHS, has_member, is_weight
+from shoal.allreduce.interface import OUTWEIGHS, has_member, is_weight
 from shoal.allreduce.member import CutOff, Finish, MemberMachine, Work
 from shoal.allreduce.partition import Part
 from shoal.allreduce.streams import SenderStream, UpStream
@@ -80,7 +80,6 @@ class Parts:
         machine: this member.
         executor: computes large parts.
         weight: of this member's values.
-        most_weight: a larger one is refused.
 
     Attributes:
         outweighing: a member with more than `OUTWEIGHS` times the weight of all others in a part that is averaged here,
@@ -95,9 +94,7 @@ class Parts:
         executor: Executor,
         *,
         weight: float,
-        most_weight: float = MAX_WEIGHT,
     ) -> None:
-        self._most_weight = most_weight
         self.outweighing: tuple[int, float, float] | None = None
         self._told: dict[int, float] = {machine.me: weight}  # the weight of each member, once it has told it
         self._vector, self._parts, self._machine, self._weight = vector, parts, machine, weight
@@ -167,9 +164,9 @@ class Parts:
         part = self.named(*work, peer)
         if not is_weight(weight):
             raise PeerProtocolError(f"weight {weight}", peer)
-        if weight > self._most_weight:
+        if weight > self._machine.most_weight:
             raise PeerProtocolError(
-                f"weight {weight:g}, which is more than the {self._most_weight:g} it may have", peer
+                f"weight {weight:g}, which is more than the {self._machine.most_weight:g} it may have", peer
             )
         if weight != self._told.setdefault(sender, weight):
             raise PeerProtocolError(f"weight {weight:g} after {self._told[sender]:g} in the same round", peer)

@@ -166,9 +166,7 @@ class Round:
             promised_s=self._promised_s,
             most_weight=options.most_weight,
         )
-        self._parts = Parts(
-            vector, self.parts, self.machine, self.env.executor, weight=weight, most_weight=options.most_weight
-        )
+        self._parts = Parts(vector, self.parts, self.machine, self.env.executor, weight=weight)
         self._coordinating = self._new_coordinator(reducers) if self.me == self.coordinator else None
         self._index = {member.contact.peer: index for index, member in enumerate(self.members)}
         # Of the coordinator: to each other member; of another member: to the coordinator.

@@ -5,21 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from typing import TypeVar
 
 import torch
 
 __all__ = ["ODD"]
 
+T = TypeVar("T")
+
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Of the whole process; Lightning's `precision="bf16-true"` sets it within each training step."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def _set(get: Callable[[], T], put: Callable[[T], object], value: T) -> Iterator[None]:
+    """Of the whole process, but for threads; Lightning's `precision="bf16-true"` sets the dtype so within each step."""
+    before = get()
+    put(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        put(before)
+
+
+_default_dtype = partial(_set, torch.get_default_dtype, torch.set_default_dtype)
+_threads = partial(_set, torch.get_num_threads, torch.set_num_threads)
+_precision = partial(_set, torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
 
 
 @contextmanager
@@ -30,26 +38,6 @@ def _deterministic() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(mode=False)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextmanager
-def _precision(precision: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 @contextmanager

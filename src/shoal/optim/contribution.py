@@ -102,11 +102,10 @@ class Contribution:
 
     def first_dropped(self, *, processed: int, batches: int) -> bool:
         """Whether it is to be told that samples were dropped: true once."""
-        before, self._told_first = (
-            self._told_first,
-            self._told_first or (self.dropped * batches > _FEW_BATCHES * processed),
-        )
-        return self._told_first and not before
+        if self._told_first or self.dropped * batches <= _FEW_BATCHES * processed:
+            return False
+        self._told_first = True
+        return True
 
     def much_dropped(self, *, processed: int, now: float, over: bool) -> Dropped | None:
         """What was dropped, if it is much; asked at each change of the state, after `state_changed`.

@@ -19,7 +19,7 @@ from shoal.matchmaking.events import (
     Tick,
 )
 from shoal.matchmaking.machine import GroupMachine
-from shoal.wire import JoinAccepted, JoinRedirected, JoinRefused
+from shoal.wire import JoinRedirected, JoinRefused
 from tests.property.matchmaking_world import BEGIN, Setup, Weather, contact_of, peer_id
 from tests.property.test_matchmaking_properties import PeerPlan, play
 from tests.transitions import Recorder
@@ -72,13 +72,6 @@ def silent(begin: Callable[..., Play]) -> None:
     game.hear(Tick(), at=1.0)
 
 
-def follower_accepts() -> None:
-    """A peer that follows us would lead us."""
-    game = asking()
-    game.hear(join(1, expiration=2_000_000.0))
-    game.hear(Answered(peer_id(1), JoinAccepted()))
-
-
 def last_leader_is_expected() -> None:
     """The last round succeeded under a leader that comes again."""
     Play(memory=Memory(leader=contact_of(1)), expected=lambda: frozenset({peer_id(1)}))
@@ -94,7 +87,6 @@ def nudged_peer_follows_another() -> None:
 SCRIPTS: tuple[Callable[[], object], ...] = (
     last_leader_is_expected,
     nudged_peer_follows_another,
-    follower_accepts,
     lambda: Play().hear(Cancel()),
     *(lambda begin=begin: at_the_deadline(begin) for begin in (asking, following)),
     *(lambda begin=begin: silent(begin) for begin in (asking, following)),
@@ -111,7 +103,7 @@ SCRIPTS: tuple[Callable[[], object], ...] = (
             Cancel(),
         )
     ),
-    lambda: following().hear(join(1, expiration=2_000_000.0)),
+    *(lambda begin=begin: begin().hear(join(1, expiration=2_000_000.0)) for begin in (asking, following)),
     lambda: Play(setup=Setup(min_group_size=1)).wait(6.0),
 )
 

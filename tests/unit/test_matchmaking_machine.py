@@ -745,13 +745,48 @@ def test_answers_of_others_are_ignored(event: Event) -> None:
 
 
 def test_follower_cannot_become_our_leader() -> None:
-    """A peer that joined us and then would lead us is left: no circle of two."""
+    """A peer that we ask, and that joins us meanwhile, leads us no more, whatever it still says: no circle of two."""
     play = Play()
     play.read(declared(1))
-    play.joins(1, expiration=MINE + 1)
-    said = play.hear(Answered(peer_id(1), JoinAccepted()))
-    assert said[0] == LeaveLeader(peer_id(1))
+    said = play.joins(1, expiration=MINE + 1)
+    assert said[:2] == [LeaveLeader(peer_id(1)), Answer(peer_id(1), JoinAccepted())]
+    play.hear(Answered(peer_id(1), JoinAccepted()))
     assert play.machine.phase is SearchPhase.LOOKING
+    assert play.machine.followers == (peer_id(1),)
+
+
+def test_a_client_that_we_ask_and_that_joins_us_does_not_lead_us() -> None:
+    """Its key says nothing; it follows us, so it cannot be our leader as well."""
+    play = Play()
+    play.read(declared(1))
+    assert play.joins(1, expiration=WALL_S, client=True)[0] == LeaveLeader(peer_id(1))
+    play.hear(Answered(peer_id(1), JoinAccepted()))
+    assert play.machine.followers == (peer_id(1),)
+
+
+@pytest.mark.parametrize(("least", "blamed"), [(2, True), (3, False)])
+def test_a_leader_with_too_few_peers_is_blamed_if_we_know_of_enough(least: int, blamed: bool) -> None:
+    """It was shunned for an honest word: two that waited for a third one would never be in one group again."""
+    play = Play(setup=Setup(min_group_size=least, deadline_s=60.0))
+    play.settle(declared(3))
+    play.hear(Answered(peer_id(3), JoinAccepted()), at=0.1)
+    play.hear(Answered(peer_id(3), JoinRefused("too-few", "")), at=WINDOW_S)
+    assert play.machine.idled == ([peer_id(3)] if blamed else [])
+    play.others = (declared(3, MINE + 1),)
+    assert (AskToLead in kinds(play.wait(2 * WINDOW_S))) is not blamed
+
+
+def test_a_peer_that_asks_us_is_asked_although_it_followed_another_before() -> None:
+    """Both said "you lead me" to each other, and neither asked again, until the next window."""
+    play = Play()
+    play.settle(declared(60))
+    play.hear(Nudged(peer_id(60), JoinRedirected(contact_of(70))))  # what it had declared is of no use then
+    play.hear(Answered(peer_id(70), JoinRefused("not-looking", "")))
+    play.machine._expiration = MINE + WINDOW_S  # a window later
+    said = play.joins(60, expiration=MINE)
+    assert answers(said) == [JoinRefused("later", "you are earlier: lead me")]
+    play.read(at=play.now)
+    assert play.machine.leader == peer_id(60)
 
 
 # ------------------------------------------------------------------------------------------------------------ starting

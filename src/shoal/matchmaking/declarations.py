@@ -6,7 +6,7 @@ left aside when it is
 - *expired*: past its expiration and the grace for differing clocks. A declaration that a peer told us itself while it
   was looking holds for a window from then, whatever its clock shows;
 - *spent*: its peer has answered that it is of no use (its group has started, its schema differs, or it no longer looks
-  for a group);
+  for a group), and has not asked us since;
 - *lost*: the link to its peer was lost after it was made (`Memory.lost`);
 - *paused*: its peer is to be asked again, but not before some time.
 
@@ -130,8 +130,10 @@ class KnownDeclarations:
         }
 
     def hear(self, declaration: Declaration, now: float) -> None:
-        """A peer that asked us told its own declaration: it is alive, even if it was taken for lost."""
+        """A peer that asked us told its own declaration: it looks for a group, whatever was known before."""
         self._memory.lost.pop(declaration.peer, None)
+        if self._spent.get(declaration.peer) != math.inf:  # else it can never be in a group with us, or is shunned
+            self._spent.pop(declaration.peer, None)
         self._paused.pop(declaration.peer, None)
         valid = declaration.contact.addresses and math.isfinite(declaration.expiration)
         if valid and len(self._heard) < _MAX_DECLARATIONS:

@@ -140,8 +140,8 @@ class GroupMachine:
         shunned: peers that do not lead us.
 
     Attributes:
-        idled: the leaders that we followed for half of a window or longer, and that began no group: they lead us no
-            more in this search.
+        idled: the leaders that we followed for half of a window or longer, and that began no group although there were
+            enough peers, as far as we know: they lead us no more in this search.
         over_at: when the search is over, whatever goes on (loop time, seconds); infinity without a deadline.
         phase: the state of the search.
     """
@@ -293,8 +293,6 @@ class GroupMachine:
         assert (self.phase, self._cause, phase) in TRANSITIONS, (self.phase, self._cause, phase)
         if phase is SearchPhase.FOLLOWING:
             self._followed_at = self._now
-        elif self.phase is SearchPhase.FOLLOWING and phase is SearchPhase.LOOKING and self._leader is not None:
-            self._judge_leader(self._leader.peer)
         self.phase, self._leader = phase, leader
 
     def _judge_leader(self, peer: PeerID) -> None:
@@ -321,8 +319,9 @@ class GroupMachine:
         self._met_one = True
         self._lost_now.discard(peer)
         self._known.hear(asker, now)
-        if self.phase is SearchPhase.FOLLOWING and peer == self.leader and asker.key > self.key:
-            # It has declared anew, so it no longer leads us; its message about that is on the way.
+        if peer == self.leader and (asker.key > self.key or not event.contact.addresses):
+            sometimes("a peer is asked to lead by its own leader")
+            # It has declared anew, so it leads us no more, and will not; its message about that is on the way.
             self._out.append(events.LeaveLeader(peer))
             self._look_again()
         full = f"the group has its {self._config.full_size} members"
@@ -369,8 +368,6 @@ class GroupMachine:
         if leader is None or peer != leader.peer:
             return  # the answer of a peer that we no longer ask
         match event.answer:
-            case JoinAccepted() if peer in self._followers:
-                self._abandon(peer, "it follows us and would lead us")
             case JoinAccepted() if self.phase is SearchPhase.ASKING:
                 # Our declaration stands until Begin: we send on peers that ask us, and can be found if we lose our
                 # leader.
@@ -399,6 +396,8 @@ class GroupMachine:
         if code != "later":  # it comes to us instead
             reason = text or code[:_CODE_CHARACTERS]
             self._trouble = (f"refused by the peer that was asked to lead: {reason}", (peer,))
+        # A leader that began no group is not to blame if we know of too few peers ourselves.
+        excused = code == "too-few" and 1 + len(self._known.earlier(None, (), now)) < self._config.min_group_size
         if code in MISMATCH_CODES:
             self._note_mismatch(peer, text)
         else:
@@ -409,7 +408,7 @@ class GroupMachine:
                 self._known.pause(peer, now + 4 * SETTLE_S)
             else:
                 self._known.spend(peer, self._expiration_of(peer))
-        self._look_again()
+        self._look_again(excused=excused)
 
     def _on_redirected(self, peer: PeerID, leader: Contact, now: float) -> None:
         self._met_one = True
@@ -480,7 +479,9 @@ class GroupMachine:
         self._lost_now.add(peer)
         self._trouble = (f"the peer that was to lead is gone: {reason}", (peer,))
 
-    def _look_again(self) -> None:
+    def _look_again(self, *, excused: bool = False) -> None:
+        if self.phase is SearchPhase.FOLLOWING and self._leader is not None and not excused:
+            self._judge_leader(self._leader.peer)
         self._change_phase(SearchPhase.LOOKING)
         self._asked_in_a_row.clear()
         self._poller.doubt()
@@ -621,6 +622,7 @@ class GroupMachine:
             self._fail(self._mismatches[peers[0]], peers, mismatch=True)
         elif now < self._end:
             if group:
+                sometimes("a window ends with too few peers")
                 self._trouble = (too_few, ())
             self._refuse_followers("too-few", too_few)
             self._begin_window(now)

@@ -510,6 +510,7 @@ class Matchmaker:
             await asyncio.wait(begun, timeout=min(self._config.request_timeout_s, left_s))
             for sent, stream in begun.items():
                 if not sent.done():
+                    sometimes("a follower cannot be told that its group begins")
                     stream.abort()
 
     # ---------------------------------------------------------------------------------------------- between searches

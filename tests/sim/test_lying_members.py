@@ -126,6 +126,32 @@ def test_a_leader_that_gives_each_member_another_commit_is_named(said: dict[str,
     on_sim(scenario)
 
 
+@pytest.mark.parametrize("second", [Abort(ROUND, "no"), Commit(ROUND, [Held(0, 0, b"\x07", 3.0, b"d" * 16)] * 3)])
+def test_a_leader_that_takes_its_commit_back_is_named(second: Any) -> None:
+    """Its members keep what was committed. A member that still fetched an average gave the round up."""
+
+    async def scenario(net: SimNet) -> None:
+        group = await members(net)
+
+        def twist(rounds: list[Round]) -> None:
+            put = rounds[0]._to_say[1].put_nowait
+
+            def lying(message: Any) -> None:
+                put(message)
+                if isinstance(message, Commit):
+                    put(second)
+
+            rounds[0]._to_say[1].put_nowait = lying  # type: ignore[method-assign, assignment]
+
+        ends = await played(group, twist)
+        assert all(isinstance(end, Outcome) for end in ends)
+        assert named(group[1]) == {group[0].peer.peer_id}
+        assert named(group[2]) == set()
+        assert bits(group[0]) == bits(group[1]) == bits(group[2])
+
+    on_sim(scenario)
+
+
 @pytest.mark.parametrize("lie", ["gathered", "part_bytes"])
 def test_a_leader_that_begins_another_group_with_each_member_is_named(lie: str) -> None:
     """Other words of the members would make other options and other names of one step: no two take different ones."""

@@ -1,4 +1,4 @@
-"""How a peer looks at the swarm while a round of its own searches for a group."""
+"""How a peer looks at the swarm while a round of its own searches for a group, and the end of a round itself."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from shoal import sim
+from shoal.allreduce.round import Outcome
 from shoal.averager import Averager, AveragerSettings
 from shoal.clock import Env
 from shoal.optim.rounds import Rounds
 from shoal.progress import SwarmView
 from shoal.sim import run
 from shoal.tasks import Changes
+from tests.sim.round_kit import RoundPeer, gather_group
+from tests.sim.rpc_kit import SimNet, on_sim
 
 
 class _Searching:
@@ -77,3 +81,28 @@ def test_news_during_a_search_make_no_tasks(monkeypatch: pytest.MonkeyPatch) -> 
         return len(made)
 
     assert run(main()) == 1
+
+
+@pytest.mark.parametrize("who", [0, 1], ids=["the coordinator", "another member"])
+def test_a_round_that_is_cancelled_in_the_moment_of_its_success_has_succeeded(who: int) -> None:
+    """Its caller hears of the cancellation. The others have the averages, and get from this member what they lack."""
+
+    async def scenario(net: SimNet) -> None:
+        group = [await RoundPeer.make(net, f"p{i}", torch.full((300,), float(i))) for i in range(3)]
+        await gather_group(group)
+        rounds = [each.round(group, [100, 100, 100]) for each in group]
+        tasks = [asyncio.ensure_future(each.run()) for each in rounds]
+        rounds[who]._done.add_done_callback(lambda _: tasks[who].cancel())
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(ends[who], asyncio.CancelledError)
+        assert rounds[who].machine.rules.succeeded
+        others = [end for end in ends if isinstance(end, Outcome)]
+        assert len(others) == 2
+        assert others[0].commit == others[1].commit == rounds[who].machine.rules.commit
+        await asyncio.gather(*(each.close() for each in rounds))
+        for each in group:
+            each.vector.overwrite()
+            assert each.vector.tensors[0].eq(1.0).all()
+            each.release()
+
+    on_sim(scenario)

@@ -153,3 +153,39 @@ def test_four_free_keys_with_few_samples_set_no_rate_and_no_parameters() -> None
         await run.close()
 
     sim.run(main, seed=4)
+
+
+def test_a_peer_that_cannot_set_the_options_of_the_swarm_does_not_step_and_says_so_once() -> None:
+    """The others go on without it. It keeps its own parameters, and takes no state that it could not step from."""
+
+    async def main() -> None:
+        run, told = Run(target=24), list[str]()
+        for name in NAMES:
+            trainer = await run.add(name)
+            trainer.participant.training.scheduler = None
+        await sim.sleep(3.0)
+        odd, others = run.swarm.peer("p2"), NAMES[:2]
+        odd.participant.core.env.events.subscribe(
+            lambda event: told.append(event.message) if isinstance(event, Warned) else None
+        )
+        odd.participant.training.optimizer.param_groups[0]["amsgrad"] = "no"  # a text, where the others have a switch
+        before = [parameter.detach().clone() for parameter in odd.parameters]
+        stop = asyncio.Event()
+        tasks = [run.swarm.spawn(n, run.swarm.peer(n).train(4, duration_s=0.25, until=stop.is_set)) for n in NAMES]
+        while min(run.swarm.peer(name).participant.epoch for name in others) < 6:
+            await sim.sleep(0.1)
+        stop.set()
+        await asyncio.wait(tasks)
+        await asyncio.gather(*(run.swarm.run_on(n, run.swarm.peer(n).finish_epoch, 6) for n in others))
+        assert odd.participant.epoch == odd.downloads == 0
+        assert all(map(torch.equal, odd.parameters, before))
+        assert [each.split(":")[0] for each in told].count("the swarm's step is not taken here") == 1
+        assert "amsgrad of False, which is 'no' here" in told[0]
+        assert "option 'amsgrad' is a switch there and a text here" in told[1]
+        assert len(told) == 2
+        # The first step is one of all three; the others wait for nobody in the next ones.
+        times = [time for time, *_ in run.swarm.peer("p0").epochs]
+        assert times[5] - times[1] < 4 * 1.5 * 24 / (2 * 4 / 0.25)
+        await run.close()
+
+    sim.run(main, seed=4)

@@ -31,11 +31,12 @@ def test_a_fetch_that_failed_is_followed_by_a_pause(*, fails: bool, fetches: int
     """
     begun = 0
 
-    async def fetch(timeout_s: float) -> None:
+    async def fetch(timeout_s: float) -> bool:
         nonlocal begun
         begun += 1
         if fails:
             raise StateUnavailable("nobody gave it")
+        return True
 
     async def main() -> None:
         fetching = Fetching(fetch, Changes(), on_failure=lambda error: None)
@@ -80,8 +81,9 @@ def test_a_trainer_that_waits_for_nobody_stands_still_for_what_is_here_only(
     async def following(contacts: object) -> AsyncIterator[None]:
         yield
 
-    async def fetch(timeout_s: float) -> None:
+    async def fetch(timeout_s: float) -> bool:
         await takeover.run(timeout_s)
+        return cast(bool, takeover.took_over)
 
     async def main() -> None:
         nonlocal takeover

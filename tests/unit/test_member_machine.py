@@ -206,6 +206,24 @@ def test_a_member_that_loses_the_coordinator_asks_the_others_once() -> None:
     assert machine([0], me=COORDINATOR).coordinator_lost("never") == []
 
 
+@pytest.mark.parametrize("second", [Abort(ROUND, "no"), Commit(ROUND, [held(0, 1)])])
+def test_a_verdict_that_is_taken_back_has_no_place_in_the_round(second: Order) -> None:
+    """The round is committed: a member that still fetches goes on. It failed, and its leader was not named."""
+    member = machine([0])
+    member.obey(commit(0), 1.0)
+    assert member.phase is MemberPhase.FETCHING
+    assert not member.fits(second)
+    assert member.fits(commit(0))
+    assert member.obey(second, 2.0) == []
+    assert member.phase is MemberPhase.FETCHING
+    relayed = machine([0])
+    relayed.coordinator_lost("silent")
+    relayed.obey(commit(0), 1.0)
+    assert relayed.fits(Abort(ROUND, "no"))  # another member has told us the commit: which of the two lies?
+    assert relayed.obey(Abort(ROUND, "no"), 2.0) == []
+    assert relayed.phase is MemberPhase.FETCHING
+
+
 def test_a_report_has_all_news_since_the_last_one() -> None:
     """Averages that are held, and sources that give nothing; then only the bytes moved."""
     member = machine([0, 1, 2])

@@ -154,6 +154,7 @@ class MemberRules:
     def give_up(self, reason: str) -> bool:
         """Fail, for good; the first reason stays. False if the round has succeeded already."""
         if self.succeeded:
+            sometimes("a round is given up in the moment in which it succeeds here")
             return False
         self.failed = self.failed or reason
         return True

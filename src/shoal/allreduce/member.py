@@ -208,7 +208,7 @@ class MemberMachine:
                 actions += self._compare(message)
                 for part in rules.committed(message):
                     actions += self._fetch(part)
-            case Abort():
+            case Abort() if rules.commit is None:
                 self.give_up(message.reason)
         return actions
 
@@ -216,9 +216,12 @@ class MemberMachine:
         """Return whether the coordinator of this round can say this: `obey` ignores anything else.
 
         A commit must say of each average that is held here what its reducer has said. The digest is of both, so all
-        members that succeed were told the same.
+        members that succeed were told the same. A coordinator that has committed says nothing else any more; a commit
+        that came from another member, after the coordinator was lost, says nothing of what that one had to say.
         """
         members, parts = len(self.members), len(self.rules.reducer)
+        if (commit := self.rules.commit) is not None and self.may_learn and isinstance(message, Commit | Abort):
+            return message == commit
         match message:
             case Assign(numbers, attempt, reducer):
                 return 0 <= reducer < members and attempt <= members and all(0 <= part < parts for part in numbers)

@@ -68,21 +68,22 @@ class Fetching:
     """At most one fetch at a time.
 
     Args:
-        fetch: takes over the best state; told how long that may take, seconds.
+        fetch: takes over the best state; told how long that may take, seconds. Returns whether it took over anything:
+            the trainer may have come further meanwhile.
         news: told when it is time to look again.
         on_failure: told what went wrong while nobody waited, unless it was the others' fault.
     """
 
     def __init__(
         self,
-        fetch: Callable[[float], Coroutine[Any, Any, None]],
+        fetch: Callable[[float], Coroutine[Any, Any, bool]],
         news: Changes,
         *,
         on_failure: Callable[[BaseException], None],
     ) -> None:
         self._fetch, self._news, self._on_failure = fetch, news, on_failure
         self._patience = {True: Patience(), False: Patience()}  # for claims of contributors, and of others
-        self._task: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[bool] | None = None
         self._vouched = False  # whether contributors claimed the state that is fetched
         self._has_news = False
         self._parked = asyncio.Event()
@@ -133,13 +134,13 @@ class Fetching:
             self._task.cancel()
             self._task = None
 
-    def _begin(self, view: SwarmView, timeout_s: float) -> asyncio.Task[None]:
+    def _begin(self, view: SwarmView, timeout_s: float) -> asyncio.Task[bool]:
         self._vouched = view.vouched
         self._task = task = asyncio.get_running_loop().create_task(self._fetch(timeout_s))
         task.add_done_callback(self._ended)
         return task
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, task: asyncio.Task[bool]) -> None:
         if self._task is task:
             self._task, self._has_news = None, False
             if task.cancelled() or task.exception() is not None:  # else the others may have gone on meanwhile
@@ -148,7 +149,8 @@ class Fetching:
                 self._pause_s = _FIRST_PAUSE_S
         if not task.cancelled():
             if (error := task.exception()) is None:
-                self._patience[self._vouched].rewarded()
+                if task.result():
+                    self._patience[self._vouched].rewarded()
             elif not self.holds and not isinstance(error, ShoalError):
                 self._on_failure(error)
         self._news.notify()
@@ -160,7 +162,7 @@ class Fetching:
         await self._parked.wait()
 
     async def wait(self, view: SwarmView, timeout_s: float, *, patient: Callable[[], bool]) -> bool:
-        """Stand still until the fetch is over (trainer). False if it is not, and the trainer is to go on.
+        """Stand still until the fetch is over (trainer). False if it took nothing over, or the trainer goes on before.
 
         Args:
             view: the swarm as it is now.
@@ -194,12 +196,10 @@ class Fetching:
             raise
         finally:
             self._parked.clear()
-        taken = task.done() and not task.cancelled()
-        if not taken or task.exception() is not None:
+        over = task.done() and not task.cancelled()
+        if not over or task.exception() is not None or not task.result():
             patience.waited(in_vain_s, began)
-        if taken:
-            task.result()
-        return taken
+        return over and task.result()
 
     async def close(self) -> None:
         """Fetch nothing any more. Safe to call twice."""

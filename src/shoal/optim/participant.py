@@ -649,6 +649,7 @@ class Participant:
             if self.own.name != before:
                 return  # another state was taken over meanwhile, and nothing of the round belongs to it
         if why is not None:
+            sometimes("the options of the swarm's step cannot be set here")
             self._notices.warn(f"the swarm's step is not taken here: its options are {why}")
             await self._give_up_step()
             return
@@ -993,8 +994,8 @@ class Participant:
             raise failure or StateUnavailable(late)
         return taken
 
-    async def _fetch(self, timeout_s: float) -> None:
-        """Take over the best state, or the steps that lead to it."""
+    async def _fetch(self, timeout_s: float) -> bool:
+        """Take over the best state, or the steps that lead to it; returns whether anything was taken over."""
         before = self.own.name
         try:
             await self.takeover.run(timeout_s)
@@ -1010,3 +1011,4 @@ class Participant:
                 self._announce_other_state()
             if self.phase is RunPhase.STEPPING and self.own.update is None:  # also when the trainer is interrupted
                 self._happened(Event.OVERTAKEN)
+        return self.takeover.took_over

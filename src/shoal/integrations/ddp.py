@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.compression import view_bytes
 from shoal.errors import ConfigError, LocalError, ShoalError
+from shoal.integrations.trainers import warn
 from shoal.optim import Optimizer
 from shoal.optim.arguments import merging_of
 from shoal.optim.batch_rows import rows_of, samples_of
@@ -62,6 +63,7 @@ class _Call(NamedTuple):
     samples: int = 0
     gradient: str = ""
     problem: str = ""
+    warning: str = ""
 
 
 class _Change(NamedTuple):
@@ -174,6 +176,7 @@ class GroupOptimizer(torch.optim.Optimizer):
             if dht is None:
                 raise ConfigError("dht is missing on rank 0: give it a started shoal.DHT, and None on the other ranks")
             self.peer = Optimizer(dht=dht, optimizer=optimizer, **options)
+            self.peer.samples_are_given()
             return self.peer.collaboration.training
         if dht is not None:
             raise ConfigError("dht must be None on all ranks but rank 0: the group is one peer")
@@ -204,6 +207,8 @@ class GroupOptimizer(torch.optim.Optimizer):
         outcome, own = _Outcome(error=_why_not(calls)), None
         if outcome.error is None:
             if self.peer is not None:
+                for warning in dict.fromkeys(each.warning for each in calls if each.warning):
+                    warn(self.peer, warning, where="optimizer")
                 outcome, own = self._try(self.peer, work, sum(each.samples for each in calls))
             outcome = self._tell(outcome)
             if outcome.change is not None:
@@ -306,7 +311,9 @@ class GroupOptimizer(torch.optim.Optimizer):
         problem: ConfigError | None = None
         call = _Call("step()")
         try:
-            call = call._replace(samples=self._samples(batch_size), gradient=self._mark())
+            warnings: list[str] = []
+            samples = samples_of(self._batch_size if batch_size is None else batch_size, self._rows, warnings.append)
+            call = call._replace(samples=samples, gradient=self._mark(), warning="".join(warnings))
         except ConfigError as error:
             problem, call = error, call._replace(problem=f"{error}")
         outcome, own = self._lead(call, lambda peer, samples: peer.step(batch_size=samples))
@@ -324,9 +331,6 @@ class GroupOptimizer(torch.optim.Optimizer):
             self._training.restore_rates()
         else:
             self._training.adopt(found)
-
-    def _samples(self, batch_size: int | None) -> int:
-        return samples_of(self._batch_size if batch_size is None else batch_size, self._rows)
 
     def _mark(self) -> str:
         """Some bits of the gradient, which are the same on all ranks: in the first steps, then ever more rarely."""

@@ -174,6 +174,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
             self.optimizer.load_state_dict(before.state_dict())  # this fit goes on where the last one ended
         self._module = pl_module
         self._evaluation = evaluation_of(self.optimizer, pl_module, self._evaluate, self._evaluate_every)
+        self.optimizer.samples_are_given()
         self.optimizer.register_step_pre_hook(self._before_step)
         trainer.strategy.optimizers = [self.optimizer]
         if trainer.max_steps > 0:

@@ -31,9 +31,9 @@ __all__ = [
 Evaluate = Callable[[], float | Mapping[str, float]]
 
 
-def warn(swarm: Optimizer, message: str) -> None:
+def warn(swarm: Optimizer, message: str, *, where: str = "Trainer") -> None:
     """Tell the user this."""
-    warning = Warned(where="Trainer", message=message)
+    warning = Warned(where=where, message=message)
     swarm.dht.loop_thread.call_soon(lambda: swarm.dht.events.emit(warning))
 
 

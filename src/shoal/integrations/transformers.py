@@ -175,6 +175,7 @@ class SwarmCallback(TrainerCallback):
             extra_tensors=extra,
             **options,
         )
+        self.optimizer.samples_are_given()  # see _before_step
         self.optimizers: tuple[Optimizer, Any] = (self.optimizer, schedule)
         peers_own = dht.peer_id.to_bytes() + repr(args.seed).encode()
         self._seed = int.from_bytes(hashlib.sha256(peers_own).digest()[:4], "big")

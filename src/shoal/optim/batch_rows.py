@@ -9,12 +9,16 @@ Samples are counted right or not at all. Where rows and samples may be two thing
 
 - One backward pass is one batch. Several calls of the model in it are counted once if they were given the same tensors;
   else they may be several batches, or parts of one.
+- The first dimension is the batch, unless the layers say another thing (`shoal.optim.batch_layout`).
+- A size that is given otherwise is compared with what was counted, and a warning names both if they differ. Samples
+  need not be rows: tokens, frames, or two calls for each sample are no mistake.
 - If the gradients were cleared since, nothing counts that came before: a `GradScaler` may have left its step out.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -26,11 +30,15 @@ from torch.nn.utils.rnn import PackedSequence
 
 from shoal.errors import ConfigError
 from shoal.optim.arguments import MOST_SAMPLES
+from shoal.optim.batch_layout import BatchLayout
 from shoal.optim.gradient_watch import TensorMark
 from shoal.runtime.checks import whole
 from shoal.runtime.nested import tensors_in, within
 
 __all__ = ["BatchRows", "rows_in", "rows_of", "samples_of"]
+
+_CHECKED = 100
+"""So many steps are looked at whose size the optimizer was given for good. Then they cost nothing."""
 
 _FLAT = ("position_ids", "cu_seq_lens_q", "cu_seqlens", "seq_idx")
 """Who gives one row and one of these has laid several sequences end to end."""
@@ -55,6 +63,7 @@ class BatchRows:
         one_batch: whether each backward pass is about one batch, however often the model is called in it.
         rows: says how many samples a call has that was given these arguments, by position and by name, or why that is
             not known.
+        fixed: the samples of each step, as the optimizer was given them: the count only checks that.
     """
 
     def __init__(
@@ -64,8 +73,11 @@ class BatchRows:
         *,
         one_batch: bool = False,
         rows: Callable[[Sequence[Any], Mapping[str, Any]], int | str] | None = None,
+        fixed: int | None = None,
     ) -> None:
-        self._trained, self._one_batch, self._rows = trained, one_batch, rows or rows_of_call
+        self._trained, self._one_batch, self._rows, self._fixed = trained, one_batch, rows, fixed
+        self._checked, self._told = 0, False
+        self._layout = BatchLayout(model)
         self._under_way: dict[int, list[_Call]] = {}  # the calls that a backward pass has come to, by its number
         self._added: set[int] = set()  # backward passes that have added to a gradient, and are not counted yet
         self._clear()
@@ -76,29 +88,42 @@ class BatchRows:
                 rows._added.add(torch._C._current_graph_task_id())  # noqa: SLF001 (as torch's own hooks do)
 
         self._hooks = [
+            model.register_forward_pre_hook(_BeforeForward(me), with_kwargs=True),
             model.register_forward_hook(_AfterForward(me), with_kwargs=True),
             *(parameter.register_post_accumulate_grad_hook(added) for parameter in trained),  # type: ignore[no-untyped-call]
         ]
 
     def _clear(self) -> None:
-        self._samples = self._before = 0
         self._why: str | None = None
-        self._key, self._batch = -1, list[_Call]()  # the last backward pass that counted
+        self._key, self._batches = (
+            -1,
+            list[list[_Call]](),
+        )  # those of each backward pass; and the number of the last one
         self._known = set[_Call]()
         self._mark: TensorMark | None = None  # the gradient that the last of them left
         self._added.clear()
+
+    def begins(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """The model is about to be called."""
+        if self._rows is None and torch.is_grad_enabled():
+            self._layout.begins(args, kwargs)
 
     def called(self, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
         """The model was called."""
         outputs = [each for each in tensors_in(output) if each.requires_grad]
         if not outputs or not torch.is_grad_enabled():
+            self._layout.close()
             return
         within = torch._C._current_graph_task_id()  # noqa: SLF001 (an activation checkpoint calls it within backward)
         if within == -1:
             self._under_way.clear()  # of a backward pass that raised
             self._forget_cleared()
-        given = tuple(TensorMark(each) for each in tensors_in([*args, *kwargs.values()]))
-        call, me = _Call(self._rows(args, kwargs), given, within), weakref.ref(self)
+        tensors = list(tensors_in([*args, *kwargs.values()]))
+        if self._rows is None:
+            counted = self._layout.rows(rows_of_call(args, kwargs), args, kwargs, output)
+        else:
+            counted = self._rows(args, kwargs)
+        call, me = _Call(counted, tuple(map(TensorMark, tensors)), within, *_units(tensors)), weakref.ref(self)
 
         def coming(_gradient: torch.Tensor) -> None:
             if (rows := me()) is not None:
@@ -127,25 +152,27 @@ class BatchRows:
         if (new := [call for call in dict.fromkeys(calls) if call not in self._known]) and self._why is None:
             key = number if new[0].within == -1 else new[0].within
             if key != self._key:
-                self._key, self._batch, self._before = key, [], self._samples
+                self._key = key
+                self._batches.append([])
             self._known.update(new)
-            self._batch += new
-            rows = self._rows_of_batch()
-            if isinstance(rows, int):
-                self._samples = self._before + rows
-            else:
-                self._why = rows
+            self._batches[-1] += new
+            self._why = self._why_not(self._batches[-1])
         gradient = next((each.grad for each in self._trained if each.grad is not None), None)
         self._mark = None if gradient is None else TensorMark(gradient)
 
-    def _rows_of_batch(self) -> int | str:
-        first = self._batch[0]
-        for other in self._batch[1:]:
-            if isinstance(other.rows, str):
-                return other.rows
-            if not first.like(other) and (not self._one_batch or first.rows != other.rows):
+    def _why_not(self, batch: Sequence[_Call]) -> str | None:
+        """Why the rows of a batch are not known; None if they are those of its first call."""
+        first = batch[0]
+        for each in batch:
+            if isinstance(each.rows, str):
+                return each.rows
+            if not first.like(each) and each is not first and (not self._one_batch or first.rows != each.rows):
                 return _SEVERAL
-        return first.rows
+        return None
+
+    @property
+    def _samples(self) -> int:
+        return sum(rows for batch in self._batches if isinstance(rows := batch[0].rows, int))
 
     def _forget_cleared(self) -> None:
         """If the gradients are none, or zero again, nothing counts that came before."""
@@ -186,6 +213,41 @@ class BatchRows:
         self.forget()
         return samples
 
+    def check(self, given: int, *, may_be_pairs: bool = False) -> str | None:
+        """The size was given: a warning if it is not what was counted, once; then the count begins anew.
+
+        Args:
+            given: the samples of this step.
+            may_be_pairs: whether each sample may have several backward passes, as in a GAN.
+        """
+        found = None if self._told else self._difference(given, may_be_pairs=may_be_pairs)
+        self._told, self._checked = self._told or found is not None, self._checked + 1
+        self.forget()
+        if self._fixed is not None and (self._told or self._checked >= _CHECKED):
+            self.close()
+        return found
+
+    def _difference(self, given: int, *, may_be_pairs: bool) -> str | None:
+        self._forget_cleared()
+        self._without_call(set())
+        if self._why is not None or not self._known or given == (rows := self._samples):
+            return None
+        firsts = [batch[0] for batch in self._batches]
+        if given in map(sum, zip(*(each.units for each in firsts), strict=False)):
+            return None  # frames, or tokens
+        tokens = sum(each.tokens for each in firsts)
+        if (tokens / 2 if given == self._fixed else rows) < given <= tokens:
+            return None  # those that are no padding
+        if may_be_pairs and len(firsts) > 1 and all(each.rows == given for each in firsts):
+            return None
+        passes = "" if len(firsts) < 2 else f" in {len(firsts)} backward passes"
+        return (
+            f"step() was told that its gradients are of {given} samples, and the model was given {rows} rows for "
+            f"them{passes}. If a sample is a row, give batch_size={rows} to step(), or leave batch_size and "
+            "batch_size_per_step out, and rows are counted: a wrong number gives this peer a wrong weight. If samples "
+            "are something else here, let all peers count them so"
+        )
+
     def forget(self) -> None:
         """The size was given otherwise."""
         self._under_way.clear()
@@ -193,6 +255,7 @@ class BatchRows:
 
     def close(self) -> None:
         """Count no more."""
+        self._layout.close()
         for hook in self._hooks:
             hook.remove()
 
@@ -205,11 +268,15 @@ class _Call:
         rows: of what it was given, or why they are not known.
         given: the tensors.
         within: the number of the backward pass that made it, to compute an activation once more; else -1.
+        units: what else may be counted: the rows of each sample, and their rows, of the tensor of most dimensions.
+        tokens: elements of its largest tensor of whole numbers.
     """
 
     rows: int | str
     given: tuple[TensorMark, ...]
     within: int
+    units: tuple[int, ...]
+    tokens: int
 
     def like(self, other: _Call) -> bool:
         """Whether both were given the same tensors."""
@@ -217,8 +284,8 @@ class _Call:
         return same and all(mine.equals(theirs) for mine, theirs in zip(self.given, other.given, strict=True))
 
 
-class _AfterForward:
-    """The hook of the model. In a copy of the model, also one that was pickled, it does nothing."""
+class _Hook:
+    """A hook of the model. In a copy of the model, also one that was pickled, it does nothing."""
 
     def __init__(self, counts: Callable[[], BatchRows | None] | None = None) -> None:
         self._counts = counts
@@ -228,29 +295,45 @@ class _AfterForward:
         """What TorchScript asks for, before it compiles the hooks of a model."""
         raise ConfigError(
             "torch.jit.script cannot compile a model whose samples are counted: script it before shoal.Optimizer() is "
-            "made, or give the shoal.Optimizer batch_size_per_step"
+            f"made, or give the shoal.Optimizer batch_size_per_step and script it after {_CHECKED} steps"
         )
 
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return type(self), ()
+
+
+class _BeforeForward(_Hook):
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling() and self._counts is not None and (rows := self._counts()) is not None:
+            rows.begins(args, kwargs)
+
+
+class _AfterForward(_Hook):
     @torch.compiler.disable(reason="it counts samples for shoal.Optimizer: give the compiled model as its model=")  # type: ignore[untyped-decorator, no-untyped-call]
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if (rows := None if self._counts is None else self._counts()) is not None:
             rows.called(args, kwargs, output)
 
-    def __reduce__(self) -> tuple[type[_AfterForward], tuple[()]]:
-        return _AfterForward, ()
-
 
 def rows_of(
     model: torch.nn.Module | None, batch_size_per_step: int | None, trained: Sequence[torch.Tensor]
 ) -> BatchRows | None:
-    """Count the batches of a model whose size is not given; None if it is, or if nothing can count (TorchScript)."""
-    if model is None or batch_size_per_step is not None or isinstance(model, torch.jit.ScriptModule):
+    """Count the batches of a model; None if nothing can count (TorchScript)."""
+    if model is None or isinstance(model, torch.jit.ScriptModule):
         return None
-    return BatchRows(model, trained)
+    return BatchRows(model, trained, fixed=batch_size_per_step)
 
 
-def samples_of(given: int | None, rows: BatchRows | None) -> int:
+def samples_of(
+    given: int | None, rows: BatchRows | None, warn: Callable[[str], None], *, may_be_pairs: bool = False
+) -> int:
     """The samples behind the gradients that are there: as given, or else as counted.
+
+    Args:
+        given: as the user says.
+        rows: counts them.
+        warn: is told if both are known, and differ.
+        may_be_pairs: whether each sample may have several backward passes, as in a GAN.
 
     Raises:
         ConfigError: neither is there, or it is no number of samples; nothing was changed.
@@ -260,8 +343,8 @@ def samples_of(given: int | None, rows: BatchRows | None) -> int:
     if given is None and rows is not None:
         return whole("batch_size", rows.take(), most=MOST_SAMPLES)
     samples = whole("batch_size", given, most=MOST_SAMPLES)
-    if rows is not None:
-        rows.forget()
+    if rows is not None and (message := rows.check(samples, may_be_pairs=may_be_pairs)) is not None:
+        warn(message)
     return samples
 
 
@@ -308,6 +391,15 @@ def _counts(given: Any, *, collated: bool) -> Iterator[int | str]:
     else:
         for each in within(given):
             yield from _counts(each, collated=collated)
+
+
+def _units(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], int]:
+    """What may be counted in the place of rows (see `_Call`)."""
+    shape = max((each.shape for each in tensors), key=len, default=())
+    is_whole = [not each.is_floating_point() for each in tensors if each.shape == shape]
+    depth = len(shape) if any(is_whole) else len(shape) - 1
+    units = tuple(math.prod(shape[: each + 1]) for each in range(1, depth))
+    return units, max((each.numel() for each in tensors if each.ndim > 1 and not each.is_floating_point()), default=0)
 
 
 def _alike(given: Sequence[Any]) -> bool:

@@ -559,6 +559,11 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         """Whether neither this optimizer nor its DHT was shut down."""
         return not self._closed and self.dht.is_alive()
 
+    @property
+    def is_training(self) -> bool:
+        """Whether it has a part in its run: it has not left."""
+        return not self._left and self.dht.is_alive()
+
     def is_synchronized_with_peers(self) -> bool:
         """Whether no better state is known than this peer's."""
         behind = RunPhase.BEHIND.value
@@ -721,7 +726,19 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
     def _samples_of(self, batch_size: int | None) -> int:
         if self.auxiliary:
             return 0
-        return samples_of(self.batch_size_per_step if batch_size is None else batch_size, self._rows)
+        given = self.batch_size_per_step if batch_size is None else batch_size
+        return samples_of(given, self._rows, self._warn, may_be_pairs=bool(self._others()))
+
+    def samples_are_given(self) -> None:
+        """Whoever calls `step` gives the samples each time, and knows them: they are not counted from the model."""
+        if self._rows is not None:
+            self._rows.close()
+            self._rows = None
+
+    def _others(self) -> list[Optimizer]:
+        """Those that train other parameters in this program now."""
+        made = [each() for each in list(_run_of.values())]
+        return [each for each in made if each is not None and each is not self and each.is_training]
 
     def _check_open(self) -> None:
         if self._closed:
@@ -1290,7 +1307,7 @@ def _free(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
     trained = {id(each) for group in inner.param_groups for each in group["params"] if each.requires_grad}
     for made in list(_run_of.values()):
         other = made()
-        if other is None or other._left or not other.dht.is_alive():  # noqa: SLF001
+        if other is None or not other.is_training:
             continue
         if any(id(each) in trained for each in other._training.trained):  # noqa: SLF001
             raise ConfigError(

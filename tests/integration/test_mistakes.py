@@ -18,7 +18,7 @@ from shoal.errors import ClosedError, ConfigError, LocalError
 from shoal.events import Warned
 
 
-def swarm_of(dht: shoal.DHT, model: torch.nn.Module, **options: Any) -> shoal.Optimizer:
+def swarm_of(dht: shoal.DHT, model: torch.nn.Module, /, **options: Any) -> shoal.Optimizer:
     """A run of its own that steps with each batch of 4."""
     chosen: dict[str, Any] = {
         "run_id": "run",
@@ -231,6 +231,63 @@ def test_one_model_given_to_two_runs_is_refused() -> None:
             backward(model)
             swarm.step()
             assert swarm.local_epoch == 1
+
+
+def test_two_optimizers_of_one_model_say_nothing_false_and_resume(tmp_path: Path) -> None:
+    """A GAN: each told that what the other one trains "has changed", and neither resumed ("frozen tensors is ...")."""
+    warnings = list[str]()
+
+    def epochs_of(seed: int) -> list[int]:
+        torch.manual_seed(seed)
+        critic = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+        model = torch.nn.ModuleDict({"critic": critic, "maker": torch.nn.Linear(2, 2)})
+        extra = {"critic": [], "maker": list(critic[1].buffers())}
+        with shoal.DHT(start=True) as dht:
+            dht.events.subscribe(lambda event: warnings.append(event.line()) if isinstance(event, Warned) else None)
+            swarms = {
+                name: swarm_of(
+                    dht,
+                    model,
+                    run_id=name,
+                    model=model,
+                    optimizer=torch.optim.Adam(model[name].parameters()),
+                    extra_tensors=extra[name],
+                    checkpoint=tmp_path / name,
+                    save_every=1,
+                )
+                for name in ("critic", "maker")
+            }
+            for _ in range(3):
+                swarms["critic"].zero_grad()
+                made = model["maker"](torch.randn(4, 2))
+                for batch in (torch.randn(4, 2), made.detach()):
+                    critic(batch).square().sum().backward()
+                swarms["critic"].step()
+                swarms["maker"].zero_grad()
+                critic(made).square().sum().backward()
+                swarms["maker"].step()
+            for swarm in swarms.values():
+                swarm.save_last()
+                swarm.shutdown()
+            return [swarm.local_epoch for swarm in swarms.values()]
+
+    assert [epochs_of(seed) for seed in (1, 2)] == [[3, 3], [6, 6]]
+    assert not warnings
+
+
+def test_parameters_that_nobody_trains_are_told() -> None:
+    """A base that was not frozen is not compared, as another optimizer may train it."""
+    warnings = list[str]()
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    with shoal.DHT(start=True) as dht:
+        dht.events.subscribe(lambda event: warnings.append(event.line()) if isinstance(event, Warned) else None)
+        with swarm_of(dht, model, model=model, optimizer=torch.optim.SGD(model[1].parameters(), lr=0.1)) as swarm:
+            for _ in range(2):
+                backward(model)
+                swarm.step()
+                swarm.zero_grad()
+    (warning,) = warnings
+    assert "2 parameters of the model (0.weight, ...) require a gradient" in warning
 
 
 def test_a_model_that_was_converted_is_not_saved(tmp_path: Path) -> None:

@@ -224,6 +224,37 @@ def test_a_frozen_weight_that_changes_in_mid_run_is_found() -> None:
     assert trained.find_change() is None
 
 
+def test_what_another_run_trains_is_no_base() -> None:
+    """Two optimizers of one model: what the other one trains was frozen, compared, and told whenever it moved."""
+    made = model()
+    one = TrainedModel(made, list(made[2].parameters()), [])
+    first = one.settings()
+    assert one.untrained == ["1.weight", "1.bias", "3.weight", "3.bias"]
+    with torch.no_grad():
+        for parameter in made[3].parameters():
+            parameter.add_(1)
+    other = TrainedModel(made, list(made[3].parameters()), [], elsewhere=made[2].parameters())
+    one.shared_elsewhere(made[3].parameters())
+    with torch.no_grad():
+        for parameter in made[2].parameters():
+            parameter.add_(1)
+    assert one.find_change() is None
+    assert other.find_change() is None
+    assert one.untrained == other.untrained == ["1.weight", "1.bias"]
+    assert TrainedModel(made, list(made[2].parameters()), []).settings() == first
+    with torch.no_grad():
+        made[1].bias.add_(1)  # type: ignore[operator]
+    assert one.find_change() == "1.bias"
+
+
+def test_statistics_that_another_run_shares_are_not_told() -> None:
+    """They are in the extra tensors of the second one."""
+    made = model()
+    one = TrainedModel(made, list(made[2].parameters()), [])
+    one.shared_elsewhere(made[1].buffers())
+    assert not one.unshared_statistics
+
+
 def test_another_model_than_the_optimizers_is_refused() -> None:
     """Nothing of it is trained."""
     with pytest.raises(ConfigError, match="none of the parameters"):

@@ -3,11 +3,14 @@
 A run shares the tensors of its optimizer. If the rest of the model differs (another base under LoRA), or two layers of
 equal shapes stand in another order, nothing would tell. With the model at hand its names and its frozen tensors are
 among the settings that all peers compare before they train together.
+
+Several optimizers may train parts of one model, each in a run of its own. What another one trains is no base: it is in
+no settings, and may move. So a parameter that requires a gradient is never compared; that nobody trains it is told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,6 +35,7 @@ class TrainedModel:
         parameters: those of the optimizer, in its order.
         extra_tensors: part of the state beside them.
         steps_alone: whether each peer steps on its own batches, so that weights differ until the next merge.
+        elsewhere: tensors that other runs of this program share.
 
     Raises:
         ConfigError: the optimizer has nothing of it; a tensor has no values yet; or forward changes a trained weight.
@@ -44,6 +48,7 @@ class TrainedModel:
         extra_tensors: Sequence[torch.Tensor],
         *,
         steps_alone: bool = False,
+        elsewhere: Iterable[torch.Tensor] = (),
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -58,26 +63,45 @@ class TrainedModel:
         self._names = [names.get(id(each), "-") for each in parameters]
         self._places = [each for each in places if id(each.tensor) in shared]
         moving = {id(tensor) for _, tensor in _statistics(model)}
-        self._frozen = {each.name: each for each in places if id(each.tensor) not in shared | moving}
-        self._digests = {name: _digest(each.tensor, name) for name, each in self._frozen.items()}
-        self._marks = {name: _mark(each.tensor) for name, each in self._frozen.items()}
+        self._elsewhere = set[int]()
+        self.shared_elsewhere(elsewhere)
+        own = shared | moving | self._elsewhere
+        self._still = {each.name: each for each in places if id(each.tensor) not in own}
+        self._frozen = [name for name, each in self._still.items() if not each.tensor.requires_grad]
+        self._digests = {name: _digest(each.tensor, name) for name, each in self._still.items()}
+        self._marks = {name: _mark(each.tensor) for name, each in self._still.items()}
         self._tree = _tree_of(model)
         if not steps_alone:
             self._check_forward()
-        self.unshared_statistics = [
-            name for name, tensor in _statistics(model) if tensor.dtype.is_floating_point and id(tensor) not in shared
-        ]
-        """Running statistics of normalization that are no extra tensors: each peer has its own."""
+        self._shared, self._all = shared, {id(each.tensor) for each in places}
+
+    def shared_elsewhere(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Another run of this program shares these tensors: they may move here."""
+        self._elsewhere.update(map(id, tensors))
+
+    @property
+    def unshared_statistics(self) -> list[str]:
+        """Running statistics of normalization that no run shares: each peer has its own."""
+        shared = self._shared | self._elsewhere
+        found = _statistics(self._model)
+        return [name for name, tensor in found if tensor.dtype.is_floating_point and id(tensor) not in shared]
+
+    @property
+    def untrained(self) -> list[str]:
+        """Parameters that require a gradient, and that no run trains: peers do not compare them."""
+        names = (name for name in self._still if name not in self._frozen)
+        return [name for name in names if id(self._still[name].tensor) not in self._elsewhere]
 
     def settings(self) -> dict[str, str]:
         """The settings that all peers compare: names of the trained tensors, and bytes of those that are not."""
         names = blake3("\n".join(self._names).encode()).hexdigest()[:8]
         both = blake3()
-        for name, each in self._frozen.items():
+        for name in self._frozen:
+            each = self._still[name]
             both.update(f"{self._plain(name)} {each.tensor.dtype} {_shape(each.tensor)}\n".encode())
             both.update(self._digests[name])
         frozen = list(map(self._plain, self._frozen))
-        elements = sum(each.tensor.numel() for each in self._frozen.values())
+        elements = sum(self._still[name].tensor.numel() for name in self._frozen)
         which = f"{len(frozen)} from {frozen[0]} to {frozen[-1]}" if frozen else ""
         return {
             "parameter names": f"{len(self._names)} from {self._names[0]} to {self._names[-1]}, {names}",
@@ -133,9 +157,8 @@ class TrainedModel:
                     f"the layer of {each.name} was replaced in the model, and the optimizer trains the one before: "
                     "make a new shoal.Optimizer of the model as it is now, or put the new weights into that layer"
                 )
-        known = {id(each.tensor) for each in (*self._places, *self._frozen.values())}
         for number, each in here.items():
-            if number not in known and each.tensor.requires_grad:
+            if number not in self._all | self._elsewhere and each.tensor.requires_grad:
                 raise ConfigError(
                     f"{each.name} came into the model after the optimizer was made, so it is neither trained nor "
                     "shared: make a new shoal.Optimizer of the model as it is now"
@@ -149,8 +172,10 @@ class TrainedModel:
         goes unseen.
         """
         for name, before in self._marks.items():
-            place = self._frozen[name]
+            place = self._still[name]
             tensor = getattr(place.module, place.key, None)  # a model that is moved gets new buffers
+            if id(tensor) in self._elsewhere:
+                continue
             if not isinstance(tensor, torch.Tensor) or (mark := _mark(tensor)) == before:
                 continue
             self._marks[name] = mark

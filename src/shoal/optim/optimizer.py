@@ -204,6 +204,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
     _not_taken_told_at = -math.inf  # why no better state was taken over (monotonic, seconds)
     _untold = False  # whether nobody was told of the state that is here: it is being loaded, or was in part
     _spent: SpentGradients | None = None
+    _closed = _left = _model_told = False
     _last_status: Status | None  # once it was shut down
 
     _past_end = 0
@@ -340,7 +341,13 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         self._model = (
             None
             if model is None
-            else TrainedModel(model, self._training.parameters, extra_tensors, steps_alone=local or merging is not None)
+            else TrainedModel(
+                model,
+                self._training.parameters,
+                extra_tensors,
+                steps_alone=local or merging is not None,
+                elsewhere=[tensor for other in self._others() for tensor in other.shared_tensors],
+            )
         )
         self._watch = GradientWatch(
             self._training.trained,
@@ -372,7 +379,6 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 **codecs,
             ),
         )
-        self._closed = self._left = False
         self.reuse_grad_buffers, self._last_status = reuse_grad_buffers, None
         self._one_step = TensorLock()  # no thread keeps it, whatever interrupts it
         self._participants = self._run(
@@ -388,6 +394,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         self._forget_closer = dht.at_shutdown(partial(_close, self._participants, self._saver))
         self._stop_guarding = _guard_step(inner, weakref.ref(self))
         self._dropped = _leave_when_dropped(self, dht.loop_thread, self._participants, self._forget_closer)
+        for other in self._others():
+            other.another_shares(self.shared_tensors)
         self._warn_of_arguments(load_state_compression)
 
     def _warn_of_arguments(self, load_state_compression: CompressionBase | None) -> None:
@@ -395,10 +403,20 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             what = f"load_state_compression={load_state_compression!r} has no effect"
             self._warn(f"{what}: a newcomer's weights would differ from the others'; leave it out")
         self._warn_of_blank_step()
-        if self._model is not None and (names := self._model.unshared_statistics):
+
+    def _warn_of_model(self, model: TrainedModel) -> None:
+        """Once, at the first step: another optimizer of the program may be made later."""
+        self._model_told = True
+        if names := model.unshared_statistics:
             self._warn(
                 f"{len(names)} running statistics of normalization ({names[0]}, ...) are each peer's own: give them as "
                 "extra_tensors to share them"
+            )
+        if names := model.untrained:
+            self._warn(
+                f"{len(names)} parameters of the model ({names[0]}, ...) require a gradient, and no shoal.Optimizer "
+                "trains them, so peers do not compare them: freeze what is not to be trained (requires_grad_(False)), "
+                "and a peer with another base is refused; give the rest to the optimizer"
             )
 
     def _warn_of_blank_step(self) -> None:
@@ -694,6 +712,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         self._follow_schedule()
         if self._model is not None:
             self._model.check()
+            if not self._model_told:
+                self._warn_of_model(self._model)
             if (name := self._changed_tensor(self._model)) is not None:
                 self._warn(
                     f"{name} of the model is not trained, but has changed since the run began: other peers do not have "
@@ -734,6 +754,16 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         if self._rows is not None:
             self._rows.close()
             self._rows = None
+
+    @property
+    def shared_tensors(self) -> list[torch.Tensor]:
+        """The parameters and extra tensors that its run shares."""
+        return [*self._training.parameters, *self._training.extra_tensors]
+
+    def another_shares(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Another run of this program shares these tensors: they may be in this one's model, and move."""
+        if self._model is not None:
+            self._model.shared_elsewhere(tensors)
 
     def _others(self) -> list[Optimizer]:
         """Those that train other parameters in this program now."""

@@ -12,10 +12,10 @@ from msgspec.structs import replace
 
 from shoal import sim
 from shoal.events import Event, PeerDropped
-from shoal.optim import Participant
+from shoal.optim import Participant, step_feed
 from shoal.optim.agreement import Agreement, Contributor
 from shoal.optim.options import Options, options_of
-from shoal.optim.step_feed import MAX_FOLLOWERS, MOST_KEPT
+from shoal.optim.step_feed import KEPT, MAX_FOLLOWERS, MOST_KEPT
 from shoal.optim.steps import Step
 from shoal.rpc import Stream
 from shoal.strategies import DiLoCo
@@ -145,8 +145,15 @@ def test_one_host_kept_all_others_from_following() -> None:
     sim.run(main, seed=3)
 
 
-def test_followers_that_read_slowly_held_a_copy_of_a_step_each() -> None:
-    """24 of them held 45 copies: all share the few that are kept, and nothing is left once they are gone."""
+@pytest.mark.parametrize(("spare", "most"), [(256 << 20, MOST_KEPT), (20 << 20, KEPT + 1), (1 << 20, KEPT)])
+def test_followers_that_read_slowly_held_a_copy_of_a_step_each(
+    monkeypatch: pytest.MonkeyPatch, spare: int, most: int
+) -> None:
+    """24 of them held 45 copies: all share the few that are kept, and nothing is left once they are gone.
+
+    Four copies of a small step, two of one that takes more than the bytes that there are for such followers.
+    """
+    monkeypatch.setattr(step_feed, "SPARE_BYTES", spare)
 
     def alive() -> list[Step]:
         return [each for each in gc.get_objects() if isinstance(each, Step)]
@@ -161,14 +168,16 @@ def test_followers_that_read_slowly_held_a_copy_of_a_step_each() -> None:
             assert await stream.recv() is not None  # where it stands
         for number, stream in enumerate(streams):  # each asks for another step, and reads none of it
             header = replace(step_of(stranger, first.participant), digest=bytes([number]) * 32, nbytes=size)
-            feed._add(Step(header, bytearray(size)))
+            with feed._whole():
+                assert feed.kept_bytes <= (most - 1) * size  # before the next one is made
+                feed._add(Step(header, bytearray(size)))
             while (received := await stream.recv()) is not None and received[0].digest != bytes([number]) * 32:
                 assert isinstance(received[0], StepTaken)
             await stream.send(WantStep(bytes([number]) * 32))
             await sim.sleep(3.0)
-            assert feed.kept_bytes <= MOST_KEPT * size
+            assert feed.kept_bytes <= most * size
             held.append(len(alive()))
-        assert max(held) == MOST_KEPT  # some that are no longer among the last were still being sent
+        assert max(held) == most  # some that are no longer among the last were still being sent
         for stream in streams:
             stream.abort()
         await sim.sleep(5.0)

@@ -185,8 +185,13 @@ def look_at_network(dht: DHT, addresses: tuple[Address, ...]) -> Iterator[Findin
 async def _way_there(core: PeerCore, address: Address) -> float | None:
     import asyncio
 
+    from shoal.rpc import NotDialed
+
     began = asyncio.get_running_loop().time()
-    reached = await core.endpoint.gets_in(address, timeout_s=_ANSWER_S)
+    try:
+        reached = await core.endpoint.gets_in(address, timeout_s=_ANSWER_S)
+    except NotDialed:
+        return None
     return asyncio.get_running_loop().time() - began if reached else None
 
 
@@ -196,7 +201,7 @@ def _way_back(core: PeerCore) -> Finding:
     if verdict is None or not verdict.asked:
         return Finding("", "way back", "no peer on another machine could be asked to dial this one")
     hosts = ", ".join(sorted({host for _, host in (verdict.reached or verdict.failed)}))
-    if verdict.can_be_reached:
+    if verdict.can_be_reached and verdict.reached:
         return Finding(
             "ok", "way back", f"{len(verdict.reached)} of {verdict.asked} peers could dial this machine, at {hosts}"
         )

@@ -19,7 +19,7 @@ from shoal.dht.storage import wins
 from shoal.errors import ClosedError, PeerError, PeerProtocolError, PeerRefused, PeerUnreachable
 from shoal.events import PeerDropped
 from shoal.peer import PeerID
-from shoal.rpc import Endpoint
+from shoal.rpc import Endpoint, NotDialed
 from shoal.tasks import Changes, Tasks
 from shoal.wire import Contact, DhtFind, DhtFindReply, DhtFound, Record, Request
 
@@ -100,6 +100,9 @@ class Caller:
             try:
                 timeout_s = self._settings.call_timeout_s
                 reply = await self._endpoint.call(self._way_to(contact), request, timeout_s=timeout_s)
+            except NotDialed:
+                self._neighbours.refused(peer, loop.time())  # there may be nothing wrong with it
+                raise
             except PeerUnreachable:
                 self._neighbours.unreachable(peer, loop.time())
                 raise

@@ -158,6 +158,7 @@ class Participant:
         self._asked, self._turns = False, 0  # the trainer has come to its first step, and is at one now
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
+        self._distrust: Callable[[], None] = lambda: None
         self.model_rank: asyncio.Future[int] = (
             asyncio.get_running_loop().create_future() if first is None else first.model_rank
         )
@@ -190,6 +191,7 @@ class Participant:
 
     async def start(self) -> None:
         """Join the run: look where it stands, tell where we stand."""
+        self._distrust = self.core.endpoint.trust.heed(lambda: self.own.committed.weights)
         self._states.sharing.enable(declared=not self.settings.averager.client_mode)
         self.speed.measure(self._now())
         self.pace.state_changed(self.epoch, self._now())
@@ -246,6 +248,7 @@ class Participant:
         await self._catch_up.leave()
         await self._averager.close()
         await self._states.close()
+        self._distrust()
         self._moves.notify()
 
     def _now(self) -> float:

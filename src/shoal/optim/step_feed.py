@@ -4,11 +4,13 @@ While nobody follows, nothing is kept. While somebody does, the last step is kep
 of it first. So a new follower gets a step at once, however long an epoch lasts, and a copy of the state before that
 step is of use to it.
 
-A follower has a stream open. It is told of each step as it is committed, and fetches the step's averages within the
-time of about two steps: this peer keeps the last `KEPT` of them, and older ones that are being sent, but never more
-than `MOST_KEPT` in all, however many followers there are, and however slowly they read. While a round of this peer is
-under way it sends none of them, or little if the round takes long (`HOLD_S`). A follower needs one step for
-each round, so its share of the line between two rounds is bounded.
+A follower has a stream open. It is told of each step as it is committed, and fetches the step's averages before two
+more steps are taken: this peer keeps the last `KEPT` of them. Older ones that are still being sent it keeps as far as
+they fit in `SPARE_BYTES`, so for small models only. With a step of `n` bytes (those of the averaged values) the feed
+holds `KEPT * n + min((MOST_KEPT - KEPT) * n, SPARE_BYTES)` at most, however many followers there are, and however
+slowly they read: the oldest goes before the next one is made. While a round of this peer is under way it sends none of
+them, or little if the round takes long (`HOLD_S`). A follower needs one step for each round, so its share of the line
+between two rounds is bounded.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from contextlib import contextmanager, suppress
 
 from shoal.allreduce.vector import Vector
 from shoal.averager import Averager, StepResult
-from shoal.bounded import put_last
+from shoal.bounded import bound, put_last
 from shoal.core import PeerCore
 from shoal.errors import PeerProtocolError, PeerRefused
 from shoal.optim.agreement import Agreement
@@ -33,13 +35,16 @@ from shoal.state.upload import Upload
 from shoal.tasks import Changes, stopped
 from shoal.wire import FollowSteps, StepBytes, StepGone, StepsFrom, StepTaken, WantStep
 
-__all__ = ["HOLD_S", "KEPT", "MAX_FOLLOWERS", "MOST_KEPT", "StepFeed"]
+__all__ = ["HOLD_S", "KEPT", "MAX_FOLLOWERS", "MOST_KEPT", "SPARE_BYTES", "StepFeed"]
 
 KEPT = 2
 """Steps that are kept while somebody follows: the last one, and the one before."""
 
 MOST_KEPT = 2 * KEPT
 """With those that are being sent. A follower that is still being sent an older one is told that it is gone."""
+
+SPARE_BYTES = 256 << 20
+"""Of those that are being sent, beside the last `KEPT`: all together."""
 
 MAX_FOLLOWERS = 16
 MAX_WANTED = 16
@@ -102,7 +107,15 @@ class StepFeed:
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """If a step cannot be kept, nobody follows from here any more: the steps after it lead nowhere."""
+        """Make room for a step. If it cannot be kept, nobody follows from here: the steps after it lead nowhere."""
+        spare = SPARE_BYTES
+        bound(self._kept, MOST_KEPT - 1)
+        for digest in reversed(list(self._kept)[: 1 - KEPT]):
+            nbytes = len(self._kept[digest].data)
+            if nbytes <= spare and any(follower.is_sent(digest) for follower in self._followers):
+                spare -= nbytes
+            else:
+                del self._kept[digest]
         try:
             yield
         except Exception:
@@ -115,9 +128,6 @@ class StepFeed:
         if step is None or not self._followers:
             return
         put_last(self._kept, step.header.digest, step, MOST_KEPT)
-        for digest in list(self._kept)[:-KEPT]:
-            if not any(follower.is_sent(digest) for follower in self._followers):
-                del self._kept[digest]
         for follower in self._followers:
             follower.add(step.header)
 

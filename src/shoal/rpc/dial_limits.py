@@ -14,19 +14,18 @@ Pure bookkeeping: `BoundedDials` waits and dials.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 
 from shoal.bounded import put_last
 from shoal.clock import seconds_text
-from shoal.errors import PeerError, PeerTimeout, PeerUnreachable
+from shoal.errors import PeerError, PeerUnreachable
 from shoal.peer import Address, PeerID
 from shoal.tasks import Changes
 from shoal.transport.base import Connection, Transport
+from shoal.transport.sockets import site_of
 
-__all__ = ["BoundedDials", "DialLimits", "site_of"]
+__all__ = ["BoundedDials", "DialLimits", "NotDialed"]
 
 MOST_DIALS = 128
 """Dials that are under way at a time. More wait for their turn."""
@@ -46,18 +45,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 15.0, 960.0
 _REMEMBERED = 4096
 
 
-@lru_cache(maxsize=4096)
-def site_of(host: str) -> str:
-    """The site that a host belongs to."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return ".".join(host.lower().rstrip(".").split(".")[-2:])
-    if address.version == 4:
-        return str(address)
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
-    return str(ipaddress.ip_network((int(address) >> 64 << 64, 64)))
+class NotDialed(PeerUnreachable):
+    """The limits let us not dial at all: this says nothing about the peer, or the way to it."""
 
 
 class _Site:
@@ -148,11 +137,20 @@ class BoundedDials:
         """A peer has proved itself at this host, or the program has named it."""
         self._limits.prove(site_of(host))
 
-    async def dial(self, peer: PeerID, addresses: Sequence[Address], *, timeout_s: float) -> Connection:
+    async def dial(
+        self, peer: PeerID, addresses: Sequence[Address], *, timeout_s: float, only_to_see: bool = False
+    ) -> Connection:
         """As `Transport.dial`. Waiting for a turn counts.
 
+        Args:
+            peer: the peer.
+            addresses: where it may listen.
+            timeout_s: the longest time.
+            only_to_see: a failure is an answer like any other: it says nothing against the site.
+
         Raises:
-            PeerUnreachable, PeerTimeout, PeerRefused: as there; or the addresses are left alone, or no turn came.
+            PeerUnreachable, PeerTimeout, PeerRefused: as there.
+            NotDialed: the addresses are left alone, or no turn came.
         """
         loop, limits = asyncio.get_running_loop(), self._limits
         deadline = loop.time() + timeout_s
@@ -160,7 +158,7 @@ class BoundedDials:
             chosen = limits.choose(addresses, loop.time())
             if addresses and not chosen:
                 alone_s = min(limits.left_alone_s(_site(each), loop.time()) for each in addresses)
-                raise PeerUnreachable(
+                raise NotDialed(
                     f"nobody has proved an identity at {addresses[0].host}, and {FAILURES} dials there have failed: it "
                     f"is not dialed for another {seconds_text(alone_s)}",
                     peer,
@@ -171,11 +169,12 @@ class BoundedDials:
                 break
             await self._ended.after(seen, max(0.0, deadline - loop.time()))
             if loop.time() >= deadline:
-                raise PeerTimeout("too many other dials are under way", peer)
+                raise NotDialed("too many other dials are under way", peer)
         try:
             connection = await self._transport.dial(peer, chosen, timeout_s=max(0.0, deadline - loop.time()))
         except PeerError:
-            limits.failed(sites, loop.time())
+            if not only_to_see:
+                limits.failed(sites, loop.time())
             raise
         finally:
             limits.end(sites, unproved)

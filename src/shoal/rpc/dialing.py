@@ -81,16 +81,16 @@ class Dialer:
         self._closed = False
 
     def learn(self, contact: Contact, *, by_itself: bool) -> None:
-        """Remember where a peer listens. A contact without addresses teaches nothing; foreign addresses are ignored.
+        """Remember where a peer listens. Foreign addresses are ignored.
 
         Args:
-            contact: the peer.
+            contact: the peer. Without addresses it says, if `by_itself`, that it only dials; else this teaches nothing.
             by_itself: whether the peer itself says so. The addresses that others name are tried after its own: they may
-                be lies, or newer.
+                be lies, or newer. Of a connected peer that only dials they are lies, or older.
         """
         addresses = tuple(address for address in contact.addresses if address.peer_id == contact.peer)
         known = self._told if by_itself else self._heard
-        if addresses and contact.peer != self._me_id:
+        if (addresses or by_itself) and contact.peer != self._me_id:
             put_last(known, contact.peer, addresses, _MAX_CONTACTS)
 
     def moved(self, contact: Contact) -> None:
@@ -104,7 +104,13 @@ class Dialer:
 
     def contact(self, peer: PeerID) -> Contact:
         """Where a peer listens, by its own word or else by that of others; without addresses if nobody has said so."""
+        if self._only_dials(peer):
+            return Contact(peer)
         return self.dialable(Contact(peer, self._told.get(peer) or self._heard.get(peer, ())))
+
+    def _only_dials(self, peer: PeerID) -> bool:
+        """Whether a connected peer has said itself that it listens nowhere."""
+        return self._told.get(peer) == () and self._open.link(peer) is not None
 
     def dialable(self, contact: Contact) -> Contact:
         """The same, without addresses if dialing the peer there has failed though it lives."""
@@ -218,6 +224,8 @@ class Dialer:
                     return
 
     def _addresses(self, peer: PeerID) -> tuple[Address, ...]:
+        if self._only_dials(peer):
+            return ()
         worked = (self._worked[peer],) if peer in self._worked else ()
         return tuple(dict.fromkeys(self._told.get(peer, ()) + worked + self._heard.get(peer, ())))
 

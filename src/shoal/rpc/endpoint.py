@@ -17,22 +17,26 @@ import math
 import statistics
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
-from typing import Any, TypeVar
+from itertools import takewhile
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from shoal.bounded import put_last
 from shoal.clock import Env, SharedClock, seconds_text
 from shoal.errors import ClosedError, LocalError, PeerError, PeerProtocolError, PeerTimeout, PeerUnreachable
 from shoal.events import PeerConnected, PeerDropped, PeerLost, PeerSilent, Warned
 from shoal.peer import Address, PeerID
 from shoal.rpc.allowance import Account, Allowance, call_cost, reply_cost
 from shoal.rpc.connections import Connections
+from shoal.rpc.dial_limits import NotDialed
 from shoal.rpc.dialing import Dialer
 from shoal.rpc.framing import Kind, Limits, pack, read_frame
 from shoal.rpc.link import CallLink, LinkRetired
 from shoal.rpc.rhythm import LOOK_S, Rhythm
 from shoal.rpc.serving import Services, tag_of
 from shoal.rpc.stream import Stream
+from shoal.rpc.trust import Trust
 from shoal.tasks import Tasks
 from shoal.transport.base import Connection, Transport
 from shoal.wire import (
@@ -76,7 +80,26 @@ _SWEEP_S = 1.0
 
 _LEAST_CALLS_S = 10.0
 
+_MOST_INCOMING = 1024
+"""So many peers that have dialed us are remembered."""
+
 _logger = logging.getLogger("shoal.rpc")
+
+
+class Incoming(NamedTuple):
+    """A connection that a peer has made to us, which proves that it gets in.
+
+    Attributes:
+        peer: that has dialed, and proved its identity.
+        at: when, in the loop's time.
+        own: the address of this machine that the connection came to.
+        host: the address that it came from.
+    """
+
+    peer: PeerID
+    at: float
+    own: str
+    host: str
 
 
 class Endpoint:
@@ -89,6 +112,7 @@ class Endpoint:
 
     Attributes:
         clock: our machine's wall clock, and the network's.
+        trust: the peers whose word counts on what we cannot see ourselves.
         closed: whether `close` was called.
     """
 
@@ -109,6 +133,8 @@ class Endpoint:
             on_shut=self._way_shut,
         )
         self.serve(LendConnection, self._lend)
+        self.trust = Trust()
+        self._incoming: dict[PeerID, Incoming] = {}  # the last one of each peer; the newest at the end
         self._withheld = False
         self._reached_at: tuple[Address, ...] = ()
         self._shut_callbacks: list[Callable[[PeerID, tuple[Address, ...]], None]] = []
@@ -328,9 +354,13 @@ class Endpoint:
         self._dialer.learn(contact, by_itself=False)
 
     def vouch(self, addresses: Iterable[Address]) -> None:
-        """The program names these addresses: they are dialed as those are where a peer has proved itself."""
+        """The program names these addresses: they are dialed as those are where a peer has proved itself.
+
+        The word of the peers there counts (`trust`).
+        """
         for address in addresses:
             self._dialer.dials.prove(address.host)
+            self.trust.give([address.peer_id])
 
     def contact_of(self, peer: PeerID) -> Contact:
         """What is known of a peer's addresses."""
@@ -370,9 +400,16 @@ class Endpoint:
         return (link.connection.local_host, link.connection.remote_host) if link is not None else ("", "")
 
     async def gets_in(self, address: Address, *, timeout_s: float) -> bool:
-        """Whether a connection to this address can be made and its peer proves itself there. It is closed at once."""
+        """Whether a connection to this address can be made and its peer proves itself there. It is closed at once.
+
+        Raises:
+            NotDialed: this peer dials too much already, or must leave this address alone.
+        """
         try:
-            connection = await self._transport.dial(address.peer_id, (address,), timeout_s=timeout_s)
+            dials, peer = self._dialer.dials, address.peer_id
+            connection = await dials.dial(peer, (address,), timeout_s=timeout_s, only_to_see=True)
+        except NotDialed:
+            raise
         except PeerError:
             return False
         connection.abort()
@@ -497,8 +534,15 @@ class Endpoint:
         if self.closed:
             connection.abort()
             return
+        peer, now = connection.peer_id, asyncio.get_running_loop().time()
+        came = Incoming(peer, now, connection.local_host, connection.remote_host)
+        put_last(self._incoming, peer, came, _MOST_INCOMING)
         self._open.connections.add(connection)
         self._tasks.spawn(self._serve_connection(connection))
+
+    def came_in(self, since: float) -> list[Incoming]:
+        """The last connection that each peer has made to us, of those since then (the loop's time), newest first."""
+        return list(takewhile(lambda each: each.at >= since, reversed(self._incoming.values())))
 
     async def _lend(self, peer: PeerID, _: LendConnection) -> Noted:
         connection = await self._dialer.lend(peer)

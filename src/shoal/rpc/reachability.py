@@ -5,10 +5,21 @@ came from, so nobody can have it dial a third party (libp2p's AutoNAT has the sa
 dials its own machine or a link-local address; it dials a host `_PER_HOST` times in a burst and then every
 `_EVERY_S`, at most `_AT_ONCE` at a time, and answers with yes or no only: it is no scanner of ports either.
 
-**The verdict.** Up to `_ASKED` peers on different hosts are asked. If more say yes than no, others can dial this peer.
-Otherwise it becomes a client: it goes on without announcing an address, so that nobody waits for it. If nobody answers,
-it announces where it listens, as before. A client asks again after `_AGAIN_S`, then ever more rarely: somebody may have
-opened the way.
+**Yes is a connection, never a word.** Whoever has dialed this peer has proved its identity on that connection with
+nonces of both sides (`transport.handshake`), so the connection itself proves that the way is open, from where it came.
+An answer of yes without one counts as no.
+
+**The verdict.** Up to `_ASKED` peers at different sites are asked, those first whose word counts (`rpc.trust`).
+
+- Somebody from another network got in, lately or now: others can dial this peer, however many say that they cannot.
+- Only neighbours got in (`same_network`): so too, unless a peer that the user gave says from another network that it
+  cannot: behind a home's router, say.
+- Nobody got in of all that were asked, and among these was one whose word counts: this peer becomes a client. It goes
+  on without announcing an address, so that nobody waits for it. It asks again after `_AGAIN_S`, then ever more rarely.
+- Otherwise nobody can tell, and all stays as it is. At first a peer announces where it listens.
+
+**The address.** A host that others name, a router's for example, is announced if a peer whose word counts has come in
+there: only that peer knows where it dialed. A stranger's word counts if its connection came to that very address.
 
 **`NoWayIn`.** If a peer finds that it cannot dial another, live peer (`rpc.ways`), it says so. This alone changes
 nothing, as anybody can say it: the other peer asks peers of its own choice again, at most every `_LOOK_AGAIN_S`.
@@ -28,12 +39,14 @@ from shoal.bounded import put_last
 from shoal.errors import ClosedError, ConfigError, PeerError, PeerRefused
 from shoal.events import Warned
 from shoal.peer import Address, PeerID
-from shoal.rpc.endpoint import Endpoint
+from shoal.rpc.dial_limits import NotDialed
+from shoal.rpc.endpoint import Endpoint, Incoming
 from shoal.rpc.rate_limiter import RateLimiter
 from shoal.rpc.rhythm import LOOK_S
+from shoal.rpc.trust import Rank
 from shoal.sometimes import sometimes
 from shoal.tasks import Tasks
-from shoal.transport.sockets import is_loopback
+from shoal.transport.sockets import is_loopback, same_network, site_of
 from shoal.wire import Ballast, DialBack, DialedBack, Noted, NoWayIn, Whereabouts
 
 __all__ = ["Reachability", "Verdict"]
@@ -42,12 +55,15 @@ T = TypeVar("T")
 
 _DIAL_S = 3.0
 _ANSWER_S = 4.0
-_ASKED = 3
+_ASKED, _ASKED_OF_GIVEN = 5, 3
 _AT_ONCE = 8
 _PER_HOST, _EVERY_S = 32.0, 2.0
 _MAX_HOSTS = 1024
 _LOOK_AGAIN_S = 60.0
-_AGAIN_S, _LONGEST_PAUSE_S = 300.0, 3600.0
+_LATELY_S = 60.0
+"""A connection that came so long ago shows that the way is open."""
+
+_AGAIN_S, _LONGEST_PAUSE_S = 60.0, 3600.0
 _TELL_S = 3.0
 _KEPT_S, _MAX_KEPT = 1800.0, 16
 _PIECE_BYTES, _PIECES_AT_ONCE, _PROBE_BYTES = 1 << 15, 4, 384 << 10
@@ -56,25 +72,43 @@ _PIECE_BYTES, _PIECES_AT_ONCE, _PROBE_BYTES = 1 << 15, 4, 384 << 10
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The answers of the others.
+    """What came of asking.
 
     Attributes:
-        reached: the peers that could dial us, each with the address at which it sees us.
-        failed: the peers that could not, each with the address that it tried.
+        reached: the peers that dialed us when they were asked, each with the address at which it says that it sees us.
+        failed: the peers that did not get in, each with the address that it says it tried.
+        can_be_reached: whether to announce an address.
+        sure: False if peers whose word counts did not get in, though others have lately: it may be over.
     """
 
     reached: tuple[tuple[PeerID, str], ...]
     failed: tuple[tuple[PeerID, str], ...]
+    can_be_reached: bool
+    sure: bool = True
 
     @property
     def asked(self) -> int:
         """How many peers have tried."""
         return len(self.reached) + len(self.failed)
 
-    @property
-    def can_be_reached(self) -> bool:
-        """Whether to announce an address: nobody has tried, or most could dial us."""
-        return len(self.reached) > len(self.failed) or not self.asked
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What a peer that was asked says.
+
+    Attributes:
+        peer: that was asked.
+        rank: how much its word counts.
+        near: whether it is in our own network.
+        host: at which it says that it sees us.
+        came: the connection that it made to us meanwhile, if it made one.
+    """
+
+    peer: PeerID
+    rank: Rank
+    near: bool
+    host: str
+    came: Incoming | None
 
 
 class Reachability:
@@ -114,6 +148,8 @@ class Reachability:
         self._dialing += 1
         try:
             reached = await self._endpoint.gets_in(Address(host, request.port, peer), timeout_s=_DIAL_S)
+        except NotDialed as error:
+            raise PeerRefused(error.message, peer, code="busy") from None
         finally:
             self._dialing -= 1
         return DialedBack(reached, host)
@@ -127,21 +163,19 @@ class Reachability:
     # ------------------------------------------------------------------------------------------------------- for us
 
     async def find_out(self) -> Verdict:
-        """Ask connected peers whether they can dial us, and announce the result to all of them.
+        """Ask peers whether they can dial us, and announce the result to all connected ones.
 
-        If nobody answers, this counts as yes the first time, and changes nothing later.
+        If nobody can tell, this counts as yes the first time, and changes nothing later.
         """
-        answers = await self._of_each(self._ask, self._whom_to_ask())
-        tried = [answer for answer in answers if answer is not None]
-        if not tried and self.verdict is not None:
+        asked = self._whom_to_ask()
+        found = await self._of_each(lambda peer: self._ask(peer, asked[peer]), asked)
+        answers = [each for each in found if each is not None]
+        if not answers and self.verdict is not None:
             return self.verdict
         told, before = self.verdict is not None and not self.verdict.can_be_reached, self._endpoint.contact
-        verdict = self.verdict = Verdict(
-            tuple((peer, host) for peer, host, reached in tried if reached),
-            tuple((peer, host) for peer, host, reached in tried if not reached),
-        )
+        verdict = self.verdict = self._judge(answers)
         if verdict.can_be_reached:
-            self._endpoint.announce(*self._seen_at(verdict))
+            self._endpoint.announce(*self._seen_at([each for each in answers if each.came is not None]))
         else:
             self._endpoint.withhold()
             if not told:
@@ -149,6 +183,24 @@ class Reachability:
         if self._endpoint.contact != before:
             await self._of_each(self._tell, self._endpoint.peers)
         return verdict
+
+    def _judge(self, answers: list[_Answer]) -> Verdict:
+        since = asyncio.get_running_loop().time() - _LATELY_S
+        from_near = [same_network(each.own, each.host) for each in self._endpoint.came_in(since)]
+        came, failed = [each for each in answers if each.came], [each for each in answers if not each.came]
+        no, no_from_afar = (
+            any(each.rank < Rank.STRANGER for each in failed),
+            any(each.rank is Rank.GIVEN and not each.near for each in failed),
+        )
+        open_ = not all(from_near) or (bool(from_near) and not no_from_afar)
+        if not open_ and not no:
+            open_ = self.verdict is None or self.verdict.can_be_reached
+        return Verdict(
+            tuple((each.peer, each.host) for each in came),
+            tuple((each.peer, each.host) for each in failed),
+            open_,
+            sure=not no or any(not each.near for each in came),
+        )
 
     async def _of_each(self, call: Callable[[PeerID], Coroutine[Any, Any, T]], peers: Iterable[PeerID]) -> list[T]:
         """Call these peers at once; returns what came of it. A silent one is not waited for: it may have vanished."""
@@ -163,7 +215,7 @@ class Reachability:
         return [each.result() for each in calls.values() if each.done()]
 
     def watch(self, look_around: Callable[[], Awaitable[None]], on_opened: Callable[[], None]) -> None:
-        """Ask again now and then while others cannot dial us.
+        """Ask again now and then while others cannot dial us, or may no longer be able to.
 
         Args:
             look_around: connects with neighbours, and makes us known to them.
@@ -175,44 +227,55 @@ class Reachability:
         pause_s = _AGAIN_S
         while True:
             await asyncio.sleep(pause_s * self._endpoint.env.rng.uniform(0.8, 1.0))
-            if self.verdict is None or self.verdict.can_be_reached:
+            if (before := self.verdict) is None or (before.can_be_reached and before.sure):
                 pause_s = _AGAIN_S
                 continue
             await look_around()  # idle links are closed: there must be somebody to ask
-            if (await self.find_out()).can_be_reached:
+            if (await self.find_out()).can_be_reached and not before.can_be_reached:
                 await look_around()
                 on_opened()
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _whom_to_ask(self) -> list[PeerID]:
-        """Peers on different hosts, none of them ours."""
-        chosen: dict[str, PeerID] = {}
-        for peer in self._endpoint.peers:
-            own, host = self._endpoint.hosts_of(peer)
-            if host and host != own:
-                chosen.setdefault(host, peer)
-        peers = list(chosen.values())
-        return self._endpoint.env.rng.sample(peers, min(_ASKED, len(peers)))
+    def _whom_to_ask(self) -> dict[PeerID, Rank]:
+        """Peers at different sites, none of them ours: those first whose word counts."""
+        endpoint, trust = self._endpoint, self._endpoint.trust
+        connected = list(endpoint.peers)
+        endpoint.env.rng.shuffle(connected)
+        chosen: dict[str, tuple[PeerID, Rank]] = {}
+        for peer, rank in trust.ranks((*trust.given, *connected)).items():
+            own, host = endpoint.hosts_of(peer)
+            if not host:
+                host = next((address.host for address in endpoint.contact_of(peer).addresses), "")
+            if host and host != own and len(chosen) < (_ASKED_OF_GIVEN if rank is Rank.GIVEN else _ASKED):
+                chosen.setdefault(site_of(host), (peer, rank))
+        return dict(chosen.values())
 
-    async def _ask(self, peer: PeerID) -> tuple[PeerID, str, bool] | None:
-        listens_at = self._endpoint.listens_at
-        if not listens_at:
+    async def _ask(self, peer: PeerID, rank: Rank) -> _Answer | None:
+        endpoint, began = self._endpoint, asyncio.get_running_loop().time()
+        if not (listens_at := endpoint.listens_at):
             return None
         try:
-            answer = await self._endpoint.call(peer, DialBack(listens_at[0].port), timeout_s=_ANSWER_S)
-        except (PeerError, ClosedError):
+            answer = await endpoint.call(peer, DialBack(listens_at[0].port), timeout_s=_ANSWER_S)
+            host = Address(answer.host, 1, peer).host
+        except (PeerError, ClosedError, ConfigError):
             return None
-        with suppress(ConfigError):
-            return peer, Address(answer.host, 1, peer).host, answer.reached
-        return None
+        came = next((each for each in endpoint.came_in(began) if each.peer == peer), None)
+        return _Answer(peer, rank, same_network(*endpoint.hosts_of(peer)), host, came)
 
-    def _seen_at(self, verdict: Verdict) -> tuple[Address, ...]:
-        """The address at which most have reached us, unless we announce it already: that of a router, for example."""
-        hosts = Counter(host for _, host in verdict.reached)
-        if not hosts:
+    def _seen_at(self, came: list[_Answer]) -> tuple[Address, ...]:
+        """The address at which most say that they have reached us, unless we announce it already."""
+        known, port = {address.host for address in self._endpoint.listens_at}, self._endpoint.listens_at[0].port
+        best = min((each.rank for each in came), default=Rank.STRANGER)
+        believed = [
+            each.host
+            for each in came
+            if (each.came is not None and each.came.own == each.host) or each.rank == best < Rank.STRANGER
+        ]
+        words = Counter(host for host in believed if host not in known)
+        if not words:
             return ()
-        (host, votes), port = hosts.most_common(1)[0], self._endpoint.listens_at[0].port
-        return (Address(host, port, self._endpoint.peer_id),) if 2 * votes > len(verdict.reached) else ()
+        (host, votes) = words.most_common(1)[0]
+        return (Address(host, port, self._endpoint.peer_id),) if 2 * votes > words.total() else ()
 
     async def _tell(self, peer: PeerID) -> None:
         with suppress(PeerError, ClosedError):
@@ -275,11 +338,15 @@ class Reachability:
             return Noted()
         sometimes("a peer hears that another one cannot dial it")
         put_last(self._shut_out, peer, (now, tried), _MAX_KEPT)
-        busy = self._looking is not None and not self._looking.done()
-        if not busy and now >= self._looked_at + _LOOK_AGAIN_S:
-            self._looked_at = now
-            self._looking = self._tasks.spawn(self.find_out())
+        if self._looking is None or self._looking.done():
+            self._looking = self._tasks.spawn(self._look(max(0.0, self._looked_at + _LOOK_AGAIN_S - now)))
         return Noted()
+
+    async def _look(self, in_s: float) -> None:
+        """Ask others, once this may be done again: what was told meanwhile may be news."""
+        await asyncio.sleep(in_s)
+        self._looked_at = asyncio.get_running_loop().time()
+        await self.find_out()
 
     async def close(self) -> None:
         """Stop asking."""

@@ -18,7 +18,7 @@ from contextlib import suppress
 
 from shoal.errors import PeerError
 from shoal.peer import Address, PeerID
-from shoal.rpc.dial_limits import BoundedDials
+from shoal.rpc.dial_limits import BoundedDials, NotDialed
 from shoal.rpc.link import CallLink
 from shoal.sometimes import sometimes
 from shoal.tasks import Tasks
@@ -97,8 +97,9 @@ class Ways:
         doubt = asyncio.get_running_loop().call_later(_DOUBT_S, self._doubt, peer, way)
         try:
             connection = await self._dials.dial(peer, addresses, timeout_s=self._dial_timeout_s)
-        except PeerError:
-            self._doubt(peer, way)
+        except PeerError as error:
+            if not isinstance(error, NotDialed):
+                self._doubt(peer, way)
             raise
         except BaseException:
             if self._ways.get(peer) is way:
@@ -131,10 +132,12 @@ class Ways:
                 break  # dead or frozen, as far as can be told
             try:
                 connection = await self._dials.dial(peer, way.addresses, timeout_s=self._dial_timeout_s)
-            except PeerError:
+            except PeerError as error:
                 if self._ways.get(peer) is not way:
                     return
                 if not way.shut:
+                    if isinstance(error, NotDialed):
+                        break  # nobody has tried
                     if not await _lives(link):
                         break  # it was frozen while it was dialed
                     sometimes("a peer lives that cannot be dialed")

@@ -39,6 +39,8 @@ __all__ = [
     "pace",
     "packet_bytes",
     "resolve",
+    "same_network",
+    "site_of",
     "takes_both_families",
     "tune",
 ]
@@ -210,6 +212,52 @@ def is_private(host: str) -> bool:
     with contextlib.suppress(ValueError):
         return not ((address := ipaddress.ip_address(host)).is_global or address.is_loopback)
     return False
+
+
+_PRIVATE = [
+    ipaddress.ip_network(each)
+    for each in ("10.0.0.0/8", "100.64.0.0/10", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7")
+]
+"""The networks whose addresses mean other machines in each home, and behind each provider (RFC 1918, 6598, 4193)."""
+
+_NEAR_BITS = {4: 24, 6: 64}
+"""Machines whose addresses begin with as many equal bits count as one network."""
+
+
+@lru_cache(maxsize=4096)
+def site_of(host: str) -> str:
+    """The site that a host belongs to: what one owner has, who may use all of it.
+
+    This is an IPv4 address, the 64 bits of an IPv6 network, or the last two labels of a name.
+    """
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return ".".join(host.lower().rstrip(".").split(".")[-2:])
+    if address.version == 4:
+        return str(address)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.ip_network((int(address) >> 64 << 64, 64)))
+
+
+def same_network(own: str, host: str) -> bool:
+    """Whether a host seems to be in the network of our own address: behind the same router, or in a private one.
+
+    Args:
+        own: an address of this machine.
+        host: the other one.
+    """
+    if own == host:
+        return True
+    try:
+        ours, other = ipaddress.ip_address(own), ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    if other.is_loopback or other.is_link_local or any(other in network for network in _PRIVATE):
+        return True
+    bits = _NEAR_BITS[ours.version]
+    return other in ipaddress.ip_network((own, bits), strict=False)
 
 
 def open_files_limit() -> int:

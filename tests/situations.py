@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,14 @@ def declared(source: Path = _SOURCE) -> Counter[str]:
                 assert isinstance(texts[0], str), f"{path}:{node.lineno}: give the situation as one text"
                 found[texts[0]] += 1
     return found
+
+
+@contextmanager
+def reaches(*situations: str) -> Iterator[None]:
+    """The simulations of this block reach these situations: they cannot do without, whatever the order of a set is."""
+    before = Counter(sometimes.reached)
+    yield
+    assert [each for each in situations if sometimes.reached[each] == before[each]] == [], "never reached"
 
 
 class Situations:

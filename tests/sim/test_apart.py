@@ -11,6 +11,7 @@ from shoal import sim
 from shoal.events import Warned
 from tests.sim.optimizer_kit import Run, Trainer
 from tests.sim.test_alone import entered, until
+from tests.situations import reaches
 
 
 def warnings_of(told: list[str]) -> dict[str, Any]:
@@ -174,7 +175,8 @@ def test_a_client_whose_state_is_not_taken_goes_back_to_others_that_stand_still(
         ((taken, _, own, *_),) = gave_up(told)
         assert taken == there.epoch < before.epoch <= own
 
-    sim.run(main, seed=45)
+    with reaches("a client goes back to a state that others can have"):
+        sim.run(main, seed=45)
 
 
 def test_who_has_trained_more_says_so_if_its_state_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

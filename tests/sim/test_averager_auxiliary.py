@@ -11,6 +11,7 @@ import torch
 from shoal import sim
 from shoal.errors import NobodyContributes
 from tests.sim.averaging_kit import Trial, same_bits
+from tests.situations import reaches
 
 ALL = -1
 
@@ -122,7 +123,9 @@ def test_one_with_values_that_comes_with_many_assistants_is_in_the_group(first: 
         assert values[0][0].tolist() == [0.0] * 3000
         await trial.close()
 
-    sim.run(main, seed=2)
+    full = ["a peer with values takes the place of an auxiliary one"] if first == "p1" else []
+    with reaches(*full):
+        sim.run(main, seed=2)
 
 
 def test_assistants_that_call_again_at_once_are_in_the_next_group() -> None:

@@ -14,6 +14,7 @@ from shoal.sim import run, sleep
 from shoal.transport.uplink import Uplink
 from shoal.transport.upload_limit import UploadLimit
 from tests.sim.matchmaking_kit import LATENCY_S, Fleet, Mate, groups_of, outcomes, released
+from tests.situations import reaches
 
 WINDOW_S = 2.0
 LATE_S = 1.0
@@ -65,7 +66,8 @@ def test_peers_that_waited_for_a_third_one_beyond_a_window_take_it_at_once(seed:
         released(ends)
         await fleet.close()
 
-    run(main(), seed=seed)
+    with reaches("a window ends with too few peers"):
+        run(main(), seed=seed)
 
 
 def test_a_leader_asks_its_follower_that_has_not_heard_yet_that_it_was_dismissed() -> None:
@@ -90,7 +92,8 @@ def test_a_leader_asks_its_follower_that_has_not_heard_yet_that_it_was_dismissed
         released(ends)
         await fleet.close()
 
-    run(main())
+    with reaches("a peer is asked to lead by its own leader"):
+        run(main())
 
 
 def test_a_peer_that_accepts_us_and_asks_us_is_our_follower_though_its_second_word_comes_first() -> None:
@@ -148,4 +151,5 @@ def test_followers_that_cannot_be_told_in_time_that_their_group_begins_are_dead_
         released(ends)
         await fleet.close()
 
-    run(main())
+    with reaches("a follower cannot be told that its group begins"):
+        run(main())

@@ -9,6 +9,7 @@ from shoal import sim
 from shoal.sim import SimNetwork
 from tests.sim.optimizer_kit import Run
 from tests.sim.test_catch_up import ballast
+from tests.situations import reaches
 
 MIB = 1 << 20
 PEERS = ["p0", "p1"]
@@ -50,4 +51,5 @@ def test_a_peer_that_came_further_while_it_downloaded_keeps_its_state_and_regain
         assert not run.warnings
         await run.close()
 
-    sim.run(main)
+    with reaches("a peer comes further while it downloads a state"):
+        sim.run(main)

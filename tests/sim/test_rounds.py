@@ -19,6 +19,7 @@ from shoal.sim import run
 from shoal.tasks import Changes
 from tests.sim.round_kit import RoundPeer, gather_group
 from tests.sim.rpc_kit import SimNet, on_sim
+from tests.situations import reaches
 
 
 class _Searching:
@@ -105,4 +106,5 @@ def test_a_round_that_is_cancelled_in_the_moment_of_its_success_has_succeeded(wh
             assert each.vector.tensors[0].eq(1.0).all()
             each.release()
 
-    on_sim(scenario)
+    with reaches("a round is given up in the moment in which it succeeds here"):
+        on_sim(scenario)

@@ -9,7 +9,11 @@ import pytest
 
 from shoal import sim
 from shoal.events import Warned
+from shoal.sim import SimNetwork
 from tests.sim.optimizer_kit import Run, Trainer
+from tests.sim.test_catch_up import ballast
+from tests.sim.test_local_updates import WAITS
+from tests.situations import reaches
 
 NAMES = ["p0", "p1"]
 
@@ -123,3 +127,41 @@ def test_a_run_that_goes_on_beyond_the_end_that_a_peer_announced_says_nothing() 
         await run.close()
 
     sim.run(main, seed=7)
+
+
+def test_a_peer_that_is_left_without_the_others_of_its_last_step_gives_its_own_last_state() -> None:
+    """Its last average has nobody else in it. A peer that comes too late for that step ends with the same bits."""
+
+    async def main() -> None:
+        network = SimNetwork(1, window_bytes=32 << 10)
+        network.add_host("late", down_bytes_s=40_000)  # it downloads until the others are at the end
+        run, state_bytes = Run(target=16, network=network), 256 << 10
+        for name in NAMES:
+            await run.add(name, extra_tensors=ballast(0, state_bytes), **WAITS)
+        await sim.sleep(3.0)
+        tasks = {
+            name: run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.25, until=bool)) for name in NAMES
+        }
+        first = run.swarm.peer("p0")
+        while first.participant.epoch < 3:
+            await sim.sleep(0.01)
+        late = await run.add("late", seed=99, extra_tensors=ballast(99, state_bytes), **WAITS)
+        tasks["late"] = run.swarm.spawn("late", late.train(4, duration_s=0.25, until=bool))
+        await sim.sleep(3.0)
+        end = first.participant.epoch + 2
+        run.announce_end(end)
+        while first.participant.epoch < end:
+            await sim.sleep(0.0005)
+        stepped_to = first.participant.state
+        run.swarm.crash("p1")
+        await asyncio.wait([tasks["p0"], tasks["late"]], timeout=60.0)
+        assert tasks["p0"].done()
+        assert tasks["late"].done()
+        assert first.participant.state.epoch == end
+        assert first.participant.state != stepped_to
+        assert run.agree(["p0", "late"])
+        assert not run.warnings
+        await run.close()
+
+    with reaches("nobody is left for the last average of the states"):
+        sim.run(main, seed=1)

@@ -13,6 +13,7 @@ import torch
 from shoal import sim
 from shoal.events import EpochAdvanced, Warned
 from tests.sim.optimizer_kit import Run, Trainer
+from tests.situations import reaches
 
 NAMES = ["p0", "p1", "p2"]
 
@@ -188,4 +189,5 @@ def test_a_peer_that_cannot_set_the_options_of_the_swarm_does_not_step_and_says_
         assert times[5] - times[1] < 4 * 1.5 * 24 / (2 * 4 / 0.25)
         await run.close()
 
-    sim.run(main, seed=4)
+    with reaches("the options of the swarm's step cannot be set here"):
+        sim.run(main, seed=4)

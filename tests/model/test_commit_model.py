@@ -9,7 +9,7 @@ import pytest
 from tests.model import commit_model
 from tests.model.commit_model import COORDINATOR, PARTS, Broken
 
-REDUCERS = [(1, 2), (1, 1), (0, 1)]
+REDUCERS = [(1, 2), pytest.param((1, 1), marks=pytest.mark.long), (0, 1)]
 
 AUXILIARY = [
     ((1, 2), {0}),

@@ -18,31 +18,39 @@ from tests.transitions import Recorder
 pytestmark = pytest.mark.timeout(600)
 
 SEARCHES = [
-    ((1, 2), 0, set()),
+    ((1,), 1, set()),
     ((0, 1), 2, {0, 1}),
+    pytest.param((1, 2), 0, set(), marks=pytest.mark.long),
     pytest.param((1, 2), 1, set(), marks=pytest.mark.long(full=True)),
     pytest.param((0, 1), 2, set(), marks=pytest.mark.long(full=True)),
     pytest.param((1, 2), 2, {0}, marks=pytest.mark.long(full=True)),
     pytest.param((0, 1), 2, {0}, marks=pytest.mark.long(full=True)),
     pytest.param((1, 2), 2, {1}, marks=pytest.mark.long(full=True)),
-    pytest.param((1, 2), 2, {1, 2}, marks=pytest.mark.long),
+    pytest.param((1, 2), 2, {1, 2}, marks=pytest.mark.long(full=True)),
 ]
+"""For each part its reducer; the crashes; the auxiliary members. One part takes a tenth of the time of two."""
 
 
 @pytest.mark.parametrize(("reducer", "crashes", "auxiliary"), SEARCHES)
 def test_state_machines_keep_agreement_and_always_end(
-    reducer: tuple[int, int], crashes: int, auxiliary: set[int]
+    reducer: tuple[int, ...], crashes: int, auxiliary: set[int]
 ) -> None:
     """The code that runs in the protocol, in every order of messages, crashes and suspicions."""
     assert search(World(reducer, auxiliary), crashes) > 1_000
 
 
 @pytest.mark.parametrize(
-    ("reducer", "crashes"), [pytest.param((1, 2), 0, marks=pytest.mark.long(full=True)), ((0, 1), 0)]
+    ("reducer", "auxiliary"),
+    [
+        ((0,), set()),
+        ((0, 1), {1}),
+        pytest.param((0, 1), set(), marks=pytest.mark.long(full=True)),
+        pytest.param((1, 2), set(), marks=pytest.mark.long(full=True)),
+    ],
 )
-def test_state_machines_with_a_coordinator_that_may_step_aside(reducer: tuple[int, int], crashes: int) -> None:
+def test_state_machines_with_a_coordinator_that_may_step_aside(reducer: tuple[int, ...], auxiliary: set[int]) -> None:
     """The code again: it is left out like any other member, and commits for the others."""
-    assert search(World(reducer, set(), may_step_aside=True), crashes) > 1_000
+    assert search(World(reducer, auxiliary, may_step_aside=True), 0) > 1_000
 
 
 DOUBTS = [
@@ -116,8 +124,9 @@ def test_every_transition_of_a_round_is_visited(capsys: pytest.CaptureFixture[st
     member = Recorder(MemberMachine, ("obey", "averaged", "source_lost", "coordinator_lost", "tick", "give_up"))
     coordinator = Recorder(Coordinator, ("reported", "leave_out", "give_up"))
     with member, coordinator:
-        search(World((1, 2), {0}), 1)
-        search(World((1, 2), {1, 2}), 0)
+        search(World((1,), {0}), 1)
+        search(World((1,), {1, 2}), 0)
+        search(World((1, 2), {0}), 0)
         _by_hand()
     with capsys.disabled():
         print()

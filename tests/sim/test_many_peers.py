@@ -135,30 +135,38 @@ def test_an_epoch_ends_three_round_trips_after_its_last_sample(
     assert found.overhead_s - found.round_s <= 3 * 2 * latency_s
 
 
-def test_sixteen_peers_tell_little(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def sixteen() -> Measured:
+    """Sixteen peers near each other."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return measure(monkeypatch, 16, 0.02)
+
+
+def test_sixteen_peers_tell_little(sixteen: Measured) -> None:
     """All told all others at each batch: 75 calls a second, 7% of a core. Then two keepers: 12, all answered."""
-    found = measure(monkeypatch, 16, 0.02)
+    found = sixteen
     assert found.told_s <= 8.0
     assert found.words_s <= 1.0  # it was twice that, 10 calls each time
     assert found.keepers <= 3.0
 
 
-def test_the_peers_of_a_divided_state_tell_keepers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_peers_of_a_divided_state_tell_keepers_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, sixteen: Measured
+) -> None:
     """Four parts of four; two peers kept the count of all parts, so of a thousand peers all told the same two."""
-    whole = measure(monkeypatch, 16, 0.02)
     monkeypatch.setattr(tellers, "_PART", 4)
     found = measure(monkeypatch, 16, 0.02)
     assert found.keepers >= 6.0, found
-    assert found.overhead_s <= 1.2 * whole.overhead_s, (found, whole)
+    assert found.overhead_s <= 1.2 * sixteen.overhead_s, (found, sixteen)
 
 
 @pytest.mark.long(full=True)
 @pytest.mark.timeout(1800)
 def test_there_is_no_cliff_above_thirty_two_peers(
-    monkeypatch: pytest.MonkeyPatch, soak: Callable[[int, int], int]
+    monkeypatch: pytest.MonkeyPatch, soak: Callable[[int, int], int], sixteen: Measured
 ) -> None:
     """Above 32 others all news went through the DHT, and epochs ended a second late."""
-    few, many = measure(monkeypatch, 16, 0.02), measure(monkeypatch, soak(64, 128), 0.02)
+    few, many = sixteen, measure(monkeypatch, soak(64, 128), 0.02)
     assert many.overhead_s <= 1.2 * few.overhead_s
     assert many.told_s <= 8.0
     assert many.words_s <= 1.0

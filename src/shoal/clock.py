@@ -70,9 +70,10 @@ class SharedClock:
 
     A peer that joins a network takes over its time. Later it follows the median of its own time and the times that the
     `VOTERS` longest connected hosts tell, if that median is more than `TOLERANCE_S` away. A host has one vote, the
-    median of its peers, however many keys they have. So a few hosts that lie change nothing, and new hosts do not count
-    beside older ones. Of an even number of times the lower middle one counts, so that two peers that differ agree. A
-    time that is more than `FURTHEST_S` away is ignored.
+    median of its peers, however many keys they have. If they differ, and among them are peers whose word counts
+    (`rpc.trust`), only these vote: hosts are cheap. Otherwise a few hosts that lie change nothing, and new hosts do not
+    count beside older ones. Of an even number of times the lower middle one counts, so that two peers that differ
+    agree. A time that is more than `FURTHEST_S` away is ignored.
 
     A machine's clock may be set while we run. If it is set back, the network's time goes on here as if nothing had
     happened: nobody else need hear of it. Set forward it looks like sleep of the machine: then the others tell.
@@ -117,8 +118,17 @@ class SharedClock:
     def monotonic(self) -> float:
         return self.own.monotonic()
 
-    def told(self, peer: Hashable, host: str, ahead_s: float) -> bool:
-        """Take in how far a peer finds the network's time ahead of our own clock; True if our time changes by that."""
+    def told(
+        self, peer: Hashable, host: str, ahead_s: float, *, trusted: Callable[[], Collection[Hashable]] = tuple
+    ) -> bool:
+        """Take in how far a peer finds the network's time ahead of our own clock; True if our time changes by that.
+
+        Args:
+            peer: the peer.
+            host: where it is: peers of one host have one vote.
+            ahead_s: seconds.
+            trusted: returns the connected peers whose word counts.
+        """
         if not abs(ahead_s) <= self.FURTHEST_S:
             return False
         self.time()
@@ -127,6 +137,10 @@ class SharedClock:
         self._host_of[peer] = host
         self._hosts.setdefault(host, {})[peer] = ahead_s
         votes = [_middle(told.values()) for told in islice(self._hosts.values(), self.VOTERS)]
+        if any(abs(vote - self.ahead_s) > self.TOLERANCE_S for vote in votes):
+            count = frozenset(trusted())
+            heard = [[told[each] for each in told.keys() & count] for told in self._hosts.values()]
+            votes = [_middle(told) for told in heard if told][: self.VOTERS] or votes
         if self.settled:
             votes.append(self.ahead_s)
         self.settled = True

@@ -51,13 +51,14 @@ class PeerCore:
     _pacer: Pacer | None = field(default=None, init=False)
 
     @classmethod
-    async def start(  # noqa: PLR0913 (the last nine by name)
+    async def start(  # noqa: PLR0913 (the last ten by name)
         cls,
         identity: Identity,
         transport: Transport,
         env: Env,
         initial_peers: Iterable[Address] = (),
         *,
+        kept: Iterable[Address] = (),
         client_mode: bool | None = False,
         limits: Limits | None = None,
         dht_settings: DhtSettings | None = None,
@@ -74,6 +75,7 @@ class PeerCore:
             transport: the transport; this object closes it.
             env: clock, chance, executor, events.
             initial_peers: addresses at which to join the network; without any, a new network begins.
+            kept: further addresses to join at, of peers that this one met in an earlier life.
             client_mode: True: never listen. False: listen, and announce where. None: listen, ask the others whether
                 they can dial this peer, and announce nothing if they cannot; if all initial peers are on this machine,
                 as False.
@@ -89,11 +91,14 @@ class PeerCore:
             ConfigError: the address cannot be listened on.
             PeerUnreachable: no initial peer answered.
         """
-        initial_peers = list(initial_peers)
+        given, kept = list(initial_peers), list(kept)
+        initial_peers = [*given, *kept]
         clock = SharedClock(env.clock, settled=not initial_peers)
         env = replace(env, clock=clock)
         endpoint, node = Endpoint(transport, env, limits=limits), None
         try:
+            endpoint.trust.give(address.peer_id for address in given)
+            endpoint.trust.remember(address.peer_id for address in kept)
             await endpoint.start(listen=not client_mode)
             node = DhtNode(endpoint, env, identity, settings=dht_settings, validators=validators)
             core = cls(identity, env, endpoint, node, Reachability(endpoint), state_upload_limit)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,13 +13,13 @@ import pytest
 
 from shoal import sim
 from shoal.core import PeerCore
-from shoal.errors import PeerRefused
+from shoal.errors import PeerError, PeerRefused
 from shoal.identity import Identity
 from shoal.peer import Address, PeerID
 from shoal.rpc import Endpoint
 from shoal.transport.memory import MemoryTransport
-from shoal.wire import Contact, DialBack, DialedBack, FollowSteps, NoWayIn
-from tests.sim.test_reachability import HIDDEN, Cores
+from shoal.wire import Contact, DialBack, DialedBack, FollowSteps, LendConnection, NoWayIn
+from tests.sim.test_reachability import HIDDEN, Cores, dial_ahead
 
 VICTIM = "third"
 """A host that has nothing to do with the network."""
@@ -239,5 +240,68 @@ def test_an_address_that_others_name_for_a_client_cuts_no_stream_to_it() -> None
             await sim.sleep(5.0)
         assert not first.endpoint.contact_of(client.peer_id).addresses
         assert client.peer_id not in first.node._neighbours.table
+
+    sim.run(main)
+
+
+def test_a_full_line_of_dials_shut_the_way_to_a_live_peer() -> None:
+    """Somebody has this peer dial many strangers: a dial that cannot be made says nothing about the one it was for."""
+
+    async def main() -> None:
+        cores = Cores()
+        first, second = await cores.add("p0"), await cores.add("p1")
+        limits = first.endpoint._dialer.dials._limits
+        while limits.begin(["p1"]):
+            pass
+        for _ in range(3):
+            await cores.swarm.run_on("p0", dial_ahead, first, second)
+            await sim.sleep(8.0)
+        assert not first.endpoint.way_shut(second.peer_id)
+        assert first.endpoint.contact_of(second.peer_id).addresses
+        assert second.reachability.shut_out == []
+
+    sim.run(main)
+
+
+def test_a_peer_that_asks_for_connections_had_another_dial_it_hundreds_of_times_a_second() -> None:
+    """A dial is a handshake with signatures: it costs as much as 20 small calls, of which a site has 500 a second."""
+
+    async def main() -> None:
+        cores, came = Cores(), list[float]()
+        victim, liar = await cores.add("p0"), await cores.add("liar")
+        accept = liar.endpoint._accept
+
+        def count(connection: Any) -> None:
+            came.append(0.0)
+            accept(connection)
+
+        liar.endpoint._transport._acceptor = count  # type: ignore[attr-defined]
+
+        async def ask() -> None:
+            while True:
+                with suppress(PeerError):
+                    await liar.endpoint.call(victim.peer_id, LendConnection(), timeout_s=1.0)
+
+        asking = [cores.swarm.spawn("liar", ask()) for _ in range(40)]
+        await sim.sleep(10.0)
+        for each in asking:
+            each.cancel()
+        assert 0 < len(came) < (4 + 10) * 500 / 20 + 40
+
+    sim.run(main)
+
+
+def test_peers_of_an_earlier_life_do_not_outvote_those_that_the_user_gave() -> None:
+    """Two of the file of peers name another host; the one that was given knows better."""
+
+    async def main() -> None:
+        cores = Cores()
+        await cores.add("p0")
+        liars = Liars(cores, 2, False, names_another)
+        await liars.join()
+        victim = await cores.add("victim")
+        victim.endpoint.trust.remember(core.peer_id for _, core in liars.found)
+        await cores.swarm.run_on("victim", victim.reachability.find_out)
+        assert victim.endpoint.contact.addresses == victim.endpoint.listens_at
 
     sim.run(main)

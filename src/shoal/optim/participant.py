@@ -217,7 +217,7 @@ class Participant:
         known, own = self._known, self.own
         if not known.mismatches or self.view().peers != (self.core.peer_id,):
             return None
-        given = {contact.peer for contact in self.core.node.initial_peers}
+        given = self.core.endpoint.trust.given
         if not heeds(known.mismatches, committed=own.committed.weights, given=given, begun=own.name.epoch > 0):
             return None  # told if this peer stays alone
         return ConfigError(f"this run is trained with other settings: {known.mismatch}")

@@ -77,7 +77,7 @@ class StepFeed:
     ) -> None:
         self._core, self._state, self._averagers = core, state, averagers
         self._followers: set[_Follower] = set()
-        self._hosts: Counter[str] = Counter()  # of the followers
+        self._sites: Counter[str] = Counter()  # of the followers
         self._kept: dict[bytes, Step] = {}  # by the digest of the state before; the last one at the end
         self._unserve = core.endpoint.serve_stream(FollowSteps, self._serve, scope=run_id)
 
@@ -141,13 +141,13 @@ class StepFeed:
         self._unserve()
 
     async def _serve(self, stream: Stream[_Answer, WantStep], opening: FollowSteps) -> None:
-        host = self._core.endpoint.hosts_of(stream.peer_id)[1]
-        # Keys are free: a host that has all other places does not get the last quarter.
-        if len(self._followers) >= MAX_FOLLOWERS or self._hosts[host] >= MAX_FOLLOWERS - MAX_FOLLOWERS // 4:
+        site = self._core.endpoint.site_of(stream.peer_id)
+        # Keys and hosts are free: a site that has all other places does not get the last quarter.
+        if len(self._followers) >= MAX_FOLLOWERS or self._sites[site] >= MAX_FOLLOWERS - MAX_FOLLOWERS // 4:
             raise PeerRefused("busy: too many peers catch up at the moment", code="busy")
         follower = _Follower(stream, self._core.pacer(), self._averagers, self._kept)
         self._followers.add(follower)
-        self._hosts[host] += 1
+        self._sites[site] += 1
         try:
             with Upload.of(self._core.endpoint).stream(stream):  # it is no round, to which states give way
                 state = await self._state()
@@ -158,7 +158,7 @@ class StepFeed:
                 await follower.run(state)
         finally:
             self._followers.discard(follower)
-            self._hosts -= Counter({host: 1})
+            self._sites -= Counter({site: 1})
             if not self._followers:
                 self._kept.clear()
             await follower.close()

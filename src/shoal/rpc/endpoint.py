@@ -39,6 +39,7 @@ from shoal.rpc.stream import Stream
 from shoal.rpc.trust import Trust
 from shoal.tasks import Tasks
 from shoal.transport.base import Connection, Transport
+from shoal.transport.sockets import site_of
 from shoal.wire import (
     Contact,
     Hello,
@@ -76,9 +77,12 @@ CLOCKS_DIFFER_S = 10.0
 """A clock that is wrong by more than this is worth a warning."""
 
 _SWEEP_S = 1.0
-"""The allowances of hosts without links are looked through this often at most."""
+"""The allowances of sites without links are looked through this often at most."""
 
 _LEAST_CALLS_S = 10.0
+
+_LENDING_COST = 20.0
+"""A call that makes us dial costs as much as so many small ones: each dial is a handshake, with signatures."""
 
 _MOST_INCOMING = 1024
 """So many peers that have dialed us are remembered."""
@@ -138,8 +142,8 @@ class Endpoint:
         self._withheld = False
         self._reached_at: tuple[Address, ...] = ()
         self._shut_callbacks: list[Callable[[PeerID, tuple[Address, ...]], None]] = []
-        self._allowances: dict[str, Allowance] = {}  # by host
-        self._all_hosts = Account(0.0, -math.inf)
+        self._allowances: dict[str, Allowance] = {}  # by site
+        self._all_sites = Account(0.0, -math.inf)
         self._swept_at = -math.inf
         self._rhythm = Rhythm(
             self._ask,
@@ -354,13 +358,9 @@ class Endpoint:
         self._dialer.learn(contact, by_itself=False)
 
     def vouch(self, addresses: Iterable[Address]) -> None:
-        """The program names these addresses: they are dialed as those are where a peer has proved itself.
-
-        The word of the peers there counts (`trust`).
-        """
+        """The program names these addresses: they are dialed as those are where a peer has proved itself."""
         for address in addresses:
             self._dialer.dials.prove(address.host)
-            self.trust.give([address.peer_id])
 
     def contact_of(self, peer: PeerID) -> Contact:
         """What is known of a peer's addresses."""
@@ -398,6 +398,10 @@ class Endpoint:
         """The addresses of this machine and of the other one on the call link with a peer; empty without a link."""
         link = self._open.link(peer)
         return (link.connection.local_host, link.connection.remote_host) if link is not None else ("", "")
+
+    def site_of(self, peer: PeerID) -> str:
+        """The site that the call link with a peer comes from, for limits that all keys of one owner share."""
+        return site_of(self.hosts_of(peer)[1])
 
     async def gets_in(self, address: Address, *, timeout_s: float) -> bool:
         """Whether a connection to this address can be made and its peer proves itself there. It is closed at once.
@@ -545,6 +549,8 @@ class Endpoint:
         return list(takewhile(lambda each: each.at >= since, reversed(self._incoming.values())))
 
     async def _lend(self, peer: PeerID, _: LendConnection) -> Noted:
+        if (link := self._open.link(peer)) is not None:
+            self._spend(link, _LENDING_COST)
         connection = await self._dialer.lend(peer)
         self._tasks.spawn(self._serve_connection(connection))
         return Noted()
@@ -593,20 +599,20 @@ class Endpoint:
     def _spend(self, link: CallLink, cost: float) -> float:
         limits, now = self.limits, asyncio.get_running_loop().time()
         rate = limits.calls_per_host_s
-        self._all_hosts.spend(cost, limits.calls_s, now)
-        if self._all_hosts.left < 0.0:
+        self._all_sites.spend(cost, limits.calls_s, now)
+        if self._all_sites.left < 0.0:
             rate = min(rate, max(limits.calls_s / max(1, len(self._allowances)), _LEAST_CALLS_S))
-        allowance = self._allowances.get(link.connection.remote_host)
+        allowance = self._allowances.get(site_of(link.connection.remote_host))
         return allowance.spend(link, cost, rate, now) if allowance is not None else 0.0
 
-    def _allowance(self, host: str) -> Allowance:
-        """The allowance of a host. It is kept for a while after the last link, or a new link would bring a new one."""
+    def _allowance(self, site: str) -> Allowance:
+        """The allowance of a site. It is kept for a while after the last link, or a new link would bring a new one."""
         now = asyncio.get_running_loop().time()
         if now >= self._swept_at + _SWEEP_S:  # the leader of a large group gets a thousand links within a second
             self._swept_at = now
             for each in [each for each, allowance in self._allowances.items() if allowance.is_over(now)]:
                 del self._allowances[each]
-        return self._allowances.setdefault(host, Allowance(self.limits.calls_per_host_s, now))
+        return self._allowances.setdefault(site, Allowance(self.limits.calls_per_host_s, now))
 
     def look_at_clock(self) -> None:
         """Warn if the machine's clock was set back (for `CallLink`)."""
@@ -621,7 +627,12 @@ class Endpoint:
         """A link has measured what the peer's clock shows (for `CallLink`)."""
         self.look_at_clock()
         before_s = self.clock.ahead_s
-        changed = self.clock.told(link.peer_id, link.connection.remote_host, link.clock_offset_s)
+        changed = self.clock.told(
+            link.peer_id,
+            site_of(link.connection.remote_host),
+            link.clock_offset_s,
+            trusted=lambda: self.trust.among(self.peers),
+        )
         if changed and abs(self.clock.ahead_s - before_s) > CLOCKS_DIFFER_S:
             off_s, peer = self.clock.ahead_s, link.peer_id.short()
             if abs(off_s) <= CLOCKS_DIFFER_S:
@@ -649,7 +660,7 @@ class Endpoint:
         state = self._open.of(connection.peer_id)
         self._dialer.dials.prove(connection.remote_host)
         link = CallLink(connection, self, self._open, self._services, self._tasks)
-        self._allowance(connection.remote_host).add(link, asyncio.get_running_loop().time())
+        self._allowance(site_of(connection.remote_host)).add(link, asyncio.get_running_loop().time())
         state.links.append(link)
         link.start()
         if len(state.links) > _MAX_LINKS:
@@ -661,7 +672,7 @@ class Endpoint:
     def link_closed(self, link: CallLink, error: PeerError, expected: bool) -> None:
         """A call link is gone (for `CallLink`)."""
         peer = link.peer_id
-        self._allowances[link.connection.remote_host].remove(link)
+        self._allowances[site_of(link.connection.remote_host)].remove(link)
         self._open.count(link.connection)
         state = self._open.of(peer)
         with suppress(ValueError):

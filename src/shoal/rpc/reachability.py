@@ -2,7 +2,7 @@
 
 **The question** (`DialBack`) names a port and nothing else: the peer that is asked dials the address that the question
 came from, so nobody can have it dial a third party (libp2p's AutoNAT has the same rule, for the same reason). It never
-dials its own machine or a link-local address; it dials a host `_PER_HOST` times in a burst and then every
+dials its own machine or a link-local address; it dials a site `_PER_SITE` times in a burst and then every
 `_EVERY_S`, at most `_AT_ONCE` at a time, and answers with yes or no only: it is no scanner of ports either.
 
 **Yes is a connection, never a word.** Whoever has dialed this peer has proved its identity on that connection with
@@ -57,8 +57,8 @@ _DIAL_S = 3.0
 _ANSWER_S = 4.0
 _ASKED, _ASKED_OF_GIVEN = 5, 3
 _AT_ONCE = 8
-_PER_HOST, _EVERY_S = 32.0, 2.0
-_MAX_HOSTS = 1024
+_PER_SITE, _EVERY_S = 32.0, 2.0
+_MAX_SITES = 1024
 _LOOK_AGAIN_S = 60.0
 _LATELY_S = 60.0
 """A connection that came so long ago shows that the way is open."""
@@ -125,7 +125,7 @@ class Reachability:
         self._endpoint = endpoint
         self.verdict: Verdict | None = None
         self._dialing = 0
-        self._questions = RateLimiter(1.0 / _EVERY_S, _PER_HOST, max_askers=_MAX_HOSTS)
+        self._questions = RateLimiter(1.0 / _EVERY_S, _PER_SITE, max_askers=_MAX_SITES)
         self._looking: asyncio.Task[Any] | None = None
         self._looked_at = float("-inf")
         self._shut_out: dict[PeerID, tuple[float, frozenset[Address]]] = {}
@@ -143,7 +143,7 @@ class Reachability:
         if not _may_be_dialed(host) or host == own:
             raise PeerRefused("from here nobody can tell whether others reach you", peer)
         now = asyncio.get_running_loop().time()
-        if self._dialing >= _AT_ONCE or not self._questions.allows(host, 1.0, now):
+        if self._dialing >= _AT_ONCE or not self._questions.allows(site_of(host), 1.0, now):
             raise PeerRefused("too many questions", peer, code="busy")
         self._dialing += 1
         try:

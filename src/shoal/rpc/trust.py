@@ -1,8 +1,8 @@
 """Whose word counts on what this peer cannot see itself: its own address, its time, whether others get in.
 
 Keys and hosts are cheap, so the number of those that say something proves nothing. A peer believes first those that its
-user gave it (`initial_peers`), then those that contributed to a run of its own. What strangers say is a hint: it may
-make this peer look for itself, and decides nothing.
+user gave it (`initial_peers`), then those that contributed to a run of its own, or that it met before its last start
+(`peers_file`). What strangers say is a hint: it may make this peer look for itself, and decides nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Rank(enum.IntEnum):
     """How much a peer's word counts; lower ones come first."""
 
     GIVEN = 0
-    CONTRIBUTOR = 1
+    KNOWN = 1
     STRANGER = 2
 
 
@@ -32,11 +32,16 @@ class Trust:
 
     def __init__(self) -> None:
         self.given: dict[PeerID, None] = {}
+        self._remembered: set[PeerID] = set()
         self._contributors: list[Callable[[], Collection[PeerID]]] = []
 
     def give(self, peers: Iterable[PeerID]) -> None:
         """The user names these peers."""
         self.given.update(dict.fromkeys(peers))
+
+    def remember(self, peers: Iterable[PeerID]) -> None:
+        """This peer has met these in an earlier life."""
+        self._remembered.update(peers)
 
     def heed(self, contributors: Callable[[], Collection[PeerID]]) -> Callable[[], None]:
         """Count the peers that this returns as contributors, as long as it does. Returns a function that ends it."""
@@ -50,11 +55,15 @@ class Trust:
 
     def ranks(self, peers: Iterable[PeerID]) -> dict[PeerID, Rank]:
         """How much the word of each of these peers counts; those first whose word counts more, else in their order."""
-        contributors = {peer for found in self._contributors for peer in found()}
+        known = self._remembered.union(*(found() for found in self._contributors))
 
         def rank(peer: PeerID) -> Rank:
             if peer in self.given:
                 return Rank.GIVEN
-            return Rank.CONTRIBUTOR if peer in contributors else Rank.STRANGER
+            return Rank.KNOWN if peer in known else Rank.STRANGER
 
         return dict(sorted(((peer, rank(peer)) for peer in peers), key=lambda each: each[1]))
+
+    def among(self, peers: Iterable[PeerID]) -> set[PeerID]:
+        """Those of these peers whose word counts."""
+        return {peer for peer, rank in self.ranks(peers).items() if rank < Rank.STRANGER}

@@ -80,7 +80,7 @@ class StateDonor:
         self._pacer = pacer or Pacer(self._limits.upload_bytes_per_s)
         self._endpoint = endpoint
         self._serving: Counter[PeerID] = Counter()
-        self._hosts: Counter[str] = Counter()  # of those that are served
+        self._sites: Counter[str] = Counter()  # of those that are served
         message_bytes = endpoint.limits.header_bytes - _MESSAGE_ROOM
         self._store = SnapshotStore(env, hold, version, self._limits, max_message_bytes=message_bytes)
         self._stopped, self._told = False, ""
@@ -117,8 +117,8 @@ class StateDonor:
         limits = self._limits
         if self._serving.total() >= limits.max_receivers or self._serving[peer] >= limits.max_receivers_per_peer:
             return True
-        # Keys are free: a host that has all other places does not get the last quarter.
-        return self._hosts[self._endpoint.hosts_of(peer)[1]] >= limits.max_receivers - limits.max_receivers // 4
+        # Keys and hosts are free: a site that has all other places does not get the last quarter.
+        return self._sites[self._endpoint.site_of(peer)] >= limits.max_receivers - limits.max_receivers // 4
 
     async def _show(self, peer: PeerID, request: GetManifest) -> ManifestReply | ManifestPending:
         self._check_enabled()
@@ -126,9 +126,9 @@ class StateDonor:
             sometimes("a donor is asked for its state while it is busy")
             return ManifestPending(busy=True)
         self._upload.watch()
-        host = self._endpoint.hosts_of(peer)[1]
+        site = self._endpoint.site_of(peer)
         try:
-            offered = await self._store.offer(peer, host, epoch=request.epoch, timeout_s=_ANSWER_WITHIN_S)
+            offered = await self._store.offer(peer, site, epoch=request.epoch, timeout_s=_ANSWER_WITHIN_S)
         except ClosedError as error:
             raise PeerRefused(str(error)) from None
         except (ConfigError, LocalError) as error:
@@ -151,9 +151,9 @@ class StateDonor:
             raise PeerRefused("this snapshot is gone: ask for the manifest again")
         if self._busy(peer):
             raise PeerRefused("busy: too many receivers at the moment")
-        host = self._endpoint.hosts_of(peer)[1]
+        site = self._endpoint.site_of(peer)
         self._serving[peer] += 1
-        self._hosts[host] += 1
+        self._sites[site] += 1
         self._store.begin(snapshot, peer)
         wishes = _Wishes(stream, len(snapshot.manifest.hashes))
         sent = 0
@@ -167,9 +167,9 @@ class StateDonor:
             raise
         finally:
             await wishes.close()
-            self._store.end(snapshot, host, sent)
+            self._store.end(snapshot, site, sent)
             self._serving -= Counter({peer: 1})
-            self._hosts -= Counter({host: 1})
+            self._sites -= Counter({site: 1})
             if sent:
                 self._env.events.emit(StateServed(prefix=self.prefix, peer=peer, bytes_sent=sent))
 

@@ -51,6 +51,7 @@ from shoal.transport.sockets import (
     open_files_limit,
     outside_host,
     resolve,
+    site_of,
     takes_both_families,
 )
 from shoal.transport.uplink import Uplink
@@ -316,7 +317,7 @@ class TcpTransport:
                 continue
             connection = self._connection(context, dialed=False)
             self._make_room()
-            self._pending[connection] = sockaddr[0]
+            self._pending[connection] = site_of(sockaddr[0])
             try:
                 await loop.connect_accepted_socket(lambda made=connection: made, sock)  # type: ignore[misc]
             except OSError:  # it was closed while it waited
@@ -329,7 +330,7 @@ class TcpTransport:
         if len(self._pending) < self._limits.max_unauthenticated:
             return
         crowded = Counter(self._pending.values()).most_common(1)[0][0]
-        oldest = next(connection for connection, host in self._pending.items() if host == crowded)
+        oldest = next(connection for connection, site in self._pending.items() if site == crowded)
         del self._pending[oldest]
         oldest.abort("too many unauthenticated connections")
 
@@ -397,11 +398,11 @@ class TcpTransport:
         return None
 
     def _make_place(self) -> None:
-        """Close a connection of the host with most of them: the one that carried least, so an idle or a new one."""
+        """Close a connection of the site with most of them: the one that carried least, so an idle or a new one."""
         proved = [each for each in self._alive if each.proved_peer_id is not None and not each.closed]
-        crowded = Counter(each.remote_host for each in proved).most_common(1)[0][0]
+        crowded = Counter(site_of(each.remote_host) for each in proved).most_common(1)[0][0]
         least = min(
-            (each for each in proved if each.remote_host == crowded),
+            (each for each in proved if site_of(each.remote_host) == crowded),
             key=lambda each: (each.bytes_received + each.bytes_sent, each.opened_at),
         )
         if not self._crowded:

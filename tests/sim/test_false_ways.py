@@ -18,7 +18,19 @@ from shoal.identity import Identity
 from shoal.peer import Address, PeerID
 from shoal.rpc import Endpoint
 from shoal.transport.memory import MemoryTransport
-from shoal.wire import Contact, DialBack, DialedBack, FollowSteps, LendConnection, NoWayIn
+from shoal.wire import (
+    Contact,
+    DhtFind,
+    DhtFindReply,
+    DhtFound,
+    DialBack,
+    DialedBack,
+    FollowSteps,
+    LendConnection,
+    NoWayIn,
+)
+from tests.sim.optimizer_kit import Run
+from tests.sim.test_hostile_words import NAMES, Liar, liar, lied_to
 from tests.sim.test_reachability import HIDDEN, Cores, dial_ahead
 
 VICTIM = "third"
@@ -303,5 +315,61 @@ def test_peers_of_an_earlier_life_do_not_outvote_those_that_the_user_gave() -> N
         victim.endpoint.trust.remember(core.peer_id for _, core in liars.found)
         await cores.swarm.run_on("victim", victim.reachability.find_out)
         assert victim.endpoint.contact.addresses == victim.endpoint.listens_at
+
+    sim.run(main)
+
+
+def test_three_hosts_that_say_no_stopped_a_run() -> None:
+    """They say it unasked, and when they are asked: all three peers became clients, so nobody led a round."""
+
+    async def main() -> None:
+        run, liars = Run(target=24), list[Liar]()
+
+        async def lie() -> None:
+            while len(liars) < 3:
+                liars.append(await liar(run, f"liar{len(liars)}"))
+                liars[-1].core.endpoint.serve(DialBack, lambda peer, request: DialedBack(False, VICTIM))
+            for each in liars:
+                for name in NAMES:
+                    victim = run.swarm.peer(name).participant.core.endpoint
+                    request = NoWayIn(victim.listens_at)
+                    await each.core.endpoint.call(Contact(victim.peer_id, victim.listens_at), request, timeout_s=5.0)
+            await sim.sleep(5.0)
+
+        calm, lied = await lied_to(run, lie, 30.0)
+        assert lied > 0.75 * calm, (calm, lied)
+
+    sim.run(main, seed=3)
+
+
+def test_an_address_that_a_node_named_for_a_client_went_into_the_table() -> None:
+    """The client answers on its own link: that proves nothing of what a stranger names."""
+
+    async def main() -> None:
+        cores = Cores()
+        first = await cores.add("p0")
+        client = await cores.add("client", client_mode=True)
+        stranger = await cores.add("liar")
+        named = Contact(client.peer_id, (Address(VICTIM, 4000, client.peer_id),))
+
+        def answer(_: PeerID, request: DhtFind) -> DhtFindReply:
+            return DhtFindReply([DhtFound([], [named]) for _ in request.keys])
+
+        stranger.endpoint.serve(DhtFind, answer)
+        await cores.swarm.run_on("p0", first.node.nearest, "key")
+        assert client.peer_id not in first.node._neighbours.table
+
+    sim.run(main)
+
+
+def test_where_a_peer_was_reached_counts_more_than_where_others_say_that_it_is() -> None:
+    """It was dialed, so it has not said itself where it listens; the last word of a stranger replaced its address."""
+
+    async def main() -> None:
+        cores = Cores()
+        first = await cores.add("p0")
+        second = await cores.add("p1", client_mode=False)
+        second.endpoint.learn(Contact(first.peer_id, (Address(VICTIM, 4000, first.peer_id),)))
+        assert second.endpoint.contact_of(first.peer_id).addresses[0] == first.endpoint.listens_at[0]
 
     sim.run(main)

@@ -126,7 +126,8 @@ class Caller:
 
     def _known(self, contact: Contact) -> Contact:
         known = self._endpoint.contact_of(contact.peer)
-        return known if known.addresses else contact
+        # A peer that only dials has answered on its own link: not where others say that it listens.
+        return known if known.addresses or self._endpoint.connected(contact.peer) else contact
 
     @asynccontextmanager
     async def _gate(self, peer: PeerID) -> AsyncIterator[None]:

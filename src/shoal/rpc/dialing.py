@@ -32,6 +32,9 @@ __all__ = ["Dialer"]
 _MAX_CONTACTS = 8192
 """Peers whose addresses are remembered."""
 
+_MAX_ADDRESSES = 8
+"""As many as fit in a `Contact`."""
+
 T = TypeVar("T")
 
 
@@ -92,21 +95,22 @@ class Dialer:
         known = self._told if by_itself else self._heard
         if (addresses or by_itself) and contact.peer != self._me_id:
             put_last(known, contact.peer, addresses, _MAX_CONTACTS)
+            if not addresses:
+                self._worked.pop(contact.peer, None)
+                self._heard.pop(contact.peer, None)
 
     def moved(self, contact: Contact) -> None:
         """A peer says that it listens here from now on; nowhere, if it names no address."""
-        self._told.pop(contact.peer, None)
-        if not contact.addresses:
-            self._worked.pop(contact.peer, None)
         self._heard.pop(contact.peer, None)
         self.ways.forget(contact.peer)
         self.learn(contact, by_itself=True)
 
     def contact(self, peer: PeerID) -> Contact:
-        """Where a peer listens, by its own word or else by that of others; without addresses if nobody has said so."""
-        if self._only_dials(peer):
-            return Contact(peer)
-        return self.dialable(Contact(peer, self._told.get(peer) or self._heard.get(peer, ())))
+        """Where a peer listens: by its own word, or else where it was reached, and then by the word of others.
+
+        Without addresses if nobody has said so.
+        """
+        return self.dialable(Contact(peer, (self._told.get(peer) or self._addresses(peer))[:_MAX_ADDRESSES]))
 
     def _only_dials(self, peer: PeerID) -> bool:
         """Whether a connected peer has said itself that it listens nowhere."""

@@ -55,7 +55,7 @@ class Trust:
 
     def ranks(self, peers: Iterable[PeerID]) -> dict[PeerID, Rank]:
         """How much the word of each of these peers counts; those first whose word counts more, else in their order."""
-        known = self._remembered.union(*(found() for found in self._contributors))
+        known = self._known()
 
         def rank(peer: PeerID) -> Rank:
             if peer in self.given:
@@ -66,4 +66,8 @@ class Trust:
 
     def among(self, peers: Iterable[PeerID]) -> set[PeerID]:
         """Those of these peers whose word counts."""
-        return {peer for peer, rank in self.ranks(peers).items() if rank < Rank.STRANGER}
+        known = self._known()
+        return {peer for peer in peers if peer in self.given or peer in known}
+
+    def _known(self) -> set[PeerID]:
+        return self._remembered.union(*(found() for found in self._contributors))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
 import json
 import os
+import shutil
 import sys
 import tempfile
 import threading
@@ -450,6 +452,76 @@ def test_a_peer_that_resumes_meets_a_swarm_that_is_further_or_behind(
                 until(swarm.load_state_from_peers)
             assert {each.collaboration.state for each in (swarm, resumed)} == {max(state, saved)}
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
+def test_a_branch_that_was_given_up_is_kept(dht: shoal.DHT, tmp_path: Path) -> None:
+    """Its checkpoint was overwritten, though the warning said to merge from it. Two of them stay."""
+    models = [net(), net(1)]
+    with begin(dht, models[1], load_state_timeout=60) as swarm:
+        train(swarm, models[1], 8)
+        for epoch in (3, 4, 5):
+            with shoal.DHT(start=True) as apart, begin(apart, models[0], run_id="run") as alone:
+                train(alone, models[0], epoch)
+                checkpoint.write(tmp_path, alone._content(), None)
+                before, branch = bits(alone, models[0]), alone.collaboration.state
+            with shoal.DHT([dht.invite()], start=True) as there:
+                warnings = hear(there, Warned)
+                options: dict[str, Any] = {"checkpoint": tmp_path, "save_every": 1, "keep_checkpoints": 1}
+                with begin(there, models[0], **options) as swarm_there:
+                    assert swarm_there.load_state_from_peers()
+                    swarm_there.save_last()
+                (warning,) = [each.message for each in warnings if "gives up its own" in each.message]
+            kept = checkpoint.given_up(tmp_path, branch)
+            assert f"It is saved as {kept}, where" in warning
+            for each in tmp_path.glob("epoch-*"):
+                shutil.rmtree(each)
+    kept_ones = sorted(int(path.name.split("-")[3]) for path in tmp_path.iterdir())
+    assert kept_ones == [4, 5]
+    with shoal.DHT(start=True) as apart, begin(apart, models[0]) as alone:
+        assert alone.resume(tmp_path) is None
+        assert alone.resume(kept) == kept
+        assert equal(bits(alone, models[0]), before)
+
+
+@pytest.mark.parametrize("by_checkpoint", [True, False])
+def test_a_peer_that_was_killed_loses_nothing_that_others_have(
+    dht: shoal.DHT, tmp_path: Path, by_checkpoint: bool
+) -> None:
+    """It was told that it had trained all samples of its checkpoint apart from the others, and that they are lost."""
+    models = [net(), net()]
+    with begin(dht, models[1], load_state_timeout=60) as swarm:
+        train(swarm, models[1], 5)
+        with shoal.DHT([dht.invite()], start=True) as there, begin(there, models[0]) as first:
+            assert first.load_state_from_peers()
+            saved, weights = copy.deepcopy(first.state_dict()), copy.deepcopy(models[0].state_dict())
+            first.save(tmp_path)
+        train(swarm, models[1], 40)
+        with shoal.DHT([dht.invite()], start=True) as there:
+            warnings = hear(there, Warned)
+            with begin(there, models[0], checkpoint=tmp_path if by_checkpoint else None) as again:
+                if not by_checkpoint:
+                    models[0].load_state_dict(weights)
+                    again.load_state_dict(saved)
+                assert again.local_epoch == 5
+                assert again.load_state_from_peers()
+                assert again.local_epoch == 40
+    assert not [each.message for each in warnings if "gives up" in each.message]
+
+
+def test_a_branch_that_cannot_be_kept_is_told(dht: shoal.DHT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk, for example: training goes on."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(saving, "write_given_up", full)
+    warnings, model = hear(dht, Warned), net()
+    with begin(dht, model, checkpoint=tmp_path, save_every=0) as swarm:
+        train(swarm, model, 1)
+        assert swarm.keep_given_up() == checkpoint.given_up(tmp_path, swarm.collaboration.state)
+    assert [each.message for each in warnings if "could not be saved" in each.message] == [
+        f"the state that this peer gives up could not be saved in {tmp_path}, and is lost: No space left on device"
+    ]
 
 
 def test_weights_are_read_by_plain_safetensors(dht: shoal.DHT, tmp_path: Path) -> None:

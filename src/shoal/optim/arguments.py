@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -17,7 +17,7 @@ from shoal.runtime.arguments import client_argument, codec_argument
 from shoal.runtime.checks import flag, own_number, whole
 from shoal.runtime.dht import DHT
 from shoal.strategies import Merging, Strategy
-from shoal.wire import Epoch
+from shoal.wire import Epoch, Samples
 
 __all__ = [
     "AVERAGING_TIMEOUT_S",
@@ -40,14 +40,30 @@ MOST_SAMPLES = 1 << 36
 """In one batch or step: a round takes weights of 10^12 at most, and several batches may come together."""
 
 
-def where_saved(saved: Any) -> tuple[StateName, int, str] | None:
-    """The name of the state that a checkpoint is of, the count of its schedule, and what it holds as a digest."""
+class Where(NamedTuple):
+    """Where a run stood when a state dict was saved.
+
+    Attributes:
+        name: of the state.
+        scheduled: the count of its schedule.
+        fingerprint: what it holds, as a digest.
+        shared: epoch and samples of the last state before it that was shared.
+    """
+
+    name: StateName
+    scheduled: Epoch
+    fingerprint: str
+    shared: tuple[Epoch, Samples]
+
+
+def where_saved(saved: Any) -> Where | None:
+    """What `state_dict()["shoal"]` says."""
     if saved is None:
         return None
     try:
         name = [saved["epoch"], bytes.fromhex(saved["digest"]), saved["samples"]]
-        what = [name, saved["scheduled"], saved.get("fingerprint", "")]
-        return msgspec.convert(what, tuple[StateName, Epoch, str])
+        what = [name, saved["scheduled"], saved.get("fingerprint", ""), saved.get("shared", (0, 0))]
+        return msgspec.convert(what, Where)
     except (LookupError, TypeError, ValueError, msgspec.ValidationError) as error:
         raise ConfigError(f"state_dict['shoal'] is not what state_dict() gave: {error}") from error
 

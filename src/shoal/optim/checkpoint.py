@@ -7,6 +7,9 @@ A folder of checkpoints holds a folder for each one::
         model.safetensors    what is trained and the buffers, under the names of the model, if it is known
         state.safetensors    the other tensors of the state, by number
 
+A state that is given up for that of others is a folder of another name, `given-up-epoch-…`. It is taken only if it is
+named, and the next checkpoints do not remove it.
+
 Invariants:
 
 - A checkpoint is written under another name (`.epoch-….part`), and gets its own when all of it is on the disk. It loses
@@ -41,11 +44,15 @@ from shoal.state import SharedState
 from shoal.state.manifest import infinite_tensors
 from shoal.version import __version__
 
-__all__ = ["Content", "Files", "Saved", "copy_of", "newest", "write"]
+__all__ = ["Content", "Files", "Saved", "copy_of", "given_up", "newest", "write", "write_given_up"]
 
 FORMAT = 2
 INDEX, MODEL, STATE = "checkpoint.json", "model.safetensors", "state.safetensors"
 _CHECKPOINT = re.compile(r"epoch-\d{8,}-[0-9a-f]{16}")
+_GIVEN_UP = "given-up-"
+_GIVEN_UP_KEPT = 2
+"""So many of a run stay in a folder."""
+
 _LEFT_S = 600.0
 """A part in which nothing was written for so long, by the clock of its file system, is one that a kill has left."""
 
@@ -67,6 +74,7 @@ class Content(NamedTuple):
         tensors: file and key of each tensor of the state, in its order.
         files: the tensors of each file.
         may_be_infinite: places of the tensors that may hold infinities (masks).
+        shared: epoch and samples of the last state before it that was shared, or of itself.
     """
 
     run_id: str
@@ -76,6 +84,7 @@ class Content(NamedTuple):
     tensors: Sequence[tuple[str, str]]
     files: Files
     may_be_infinite: Collection[int]
+    shared: tuple[int, int]
 
 
 class Saved(NamedTuple):
@@ -88,6 +97,7 @@ class Saved(NamedTuple):
         settings: of the run, when it was saved.
         tensors: of the state.
         model: all tensors in the model's file, by name.
+        shared: as of `Content`; none if it is not known.
     """
 
     path: Path
@@ -96,6 +106,7 @@ class Saved(NamedTuple):
     settings: Mapping[str, str]
     tensors: list[torch.Tensor]
     model: Mapping[str, torch.Tensor]
+    shared: tuple[int, int]
 
 
 class _Index(msgspec.Struct):
@@ -109,6 +120,7 @@ class _Index(msgspec.Struct):
     settings: dict[str, str]
     tensors: list[tuple[str, str]]
     checksums: dict[str, dict[str, int]]
+    shared: tuple[int, int] = (0, 0)  # those of before 2026-11-29 do not have it
 
     @property
     def name(self) -> StateName:
@@ -131,6 +143,7 @@ def copy_of(
     described: Sequence[torch.Tensor],
     model: Mapping[str, torch.Tensor],
     memory: Files | None = None,
+    shared: tuple[int, int] = (0, 0),
 ) -> Content:
     """Copy a state, and the rest of the model, to the CPU. Hold their lock.
 
@@ -142,6 +155,7 @@ def copy_of(
         described: the tensors of the model that the first tensors of the state are the values of.
         model: its tensors, by their names. Of several names of one tensor the first counts.
         memory: of an earlier copy, which is written over where it fits: to touch new memory takes longer than to copy.
+        shared: epoch and samples of the last state that was shared.
     """
     names: dict[object, str] = {}
     for key, tensor in model.items():
@@ -159,7 +173,8 @@ def copy_of(
     for key in names.values():
         copy(MODEL, key, model[key])
     written = {file: tensors for file, tensors in files.items() if tensors}
-    return Content(run_id, name, state.metadata["training"], dict(settings), places, written, state.may_be_infinite)
+    values, infinite = state.metadata["training"], state.may_be_infinite
+    return Content(run_id, name, values, dict(settings), places, written, infinite, shared)
 
 
 def _place(tensor: torch.Tensor) -> object:
@@ -191,26 +206,7 @@ def write(folder: Path, content: Content, keep: int | None) -> tuple[Path, int]:
         ConfigError: the state went wrong: there is NaN in it, for example.
         OSError: it cannot be written, or another one cannot be removed.
     """
-    try:
-        every = [content.files[file][key] for file, key in content.tensors]
-        infinite_tensors(every, range(len(every)), content.may_be_infinite)
-    except ConfigError as error:
-        raise ConfigError(f"the state went wrong: {error}, and is not saved") from error
-    text = seal(
-        {
-            "format": FORMAT,
-            "shoal": __version__,
-            "run_id": content.run_id,
-            "state": [content.name.epoch, content.name.digest.hex(), content.name.samples],
-            "values": content.values,
-            "settings": dict(content.settings),
-            "tensors": list(content.tensors),
-            "checksums": {
-                file: {key: checksum(tensor) for key, tensor in tensors.items()}
-                for file, tensors in content.files.items()
-            },
-        }
-    )
+    text = _sealed(content)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     _remove_left_parts(folder)  # first: their place may be needed
     target, written = folder / f"epoch-{content.name.epoch:08}-{digest}", 0
@@ -219,6 +215,56 @@ def write(folder: Path, content: Content, keep: int | None) -> tuple[Path, int]:
     if keep is not None:
         _prune(folder, content, keep)
     return target, written
+
+
+def given_up(folder: Path, name: StateName) -> Path:
+    """Where this state is kept when it is given up."""
+    return folder / f"{_GIVEN_UP}epoch-{name.epoch:08}-{name.digest.hex()[:16]}"
+
+
+def write_given_up(folder: Path, content: Content) -> int:
+    """Write a state that is given up, and keep the newest ones of its run.
+
+    Returns:
+        The bytes that were written.
+
+    Raises:
+        ConfigError, OSError: as `write`.
+    """
+    target, found = given_up(folder, content.name), []
+    written = _write(target, content.files, _sealed(content))
+    for path in folder.glob(f"{_GIVEN_UP}epoch-*"):
+        with suppress(_Damaged, ConfigError, OSError):
+            if _index(path).run_id == content.run_id:
+                found.append(((path / INDEX).stat().st_mtime_ns, path))
+    for _, path in sorted(found)[:-_GIVEN_UP_KEPT]:
+        _remove(path)
+    return written
+
+
+def _sealed(content: Content) -> str:
+    """The content of `checkpoint.json`. Raises `ConfigError` if the state went wrong."""
+    try:
+        every = [content.files[file][key] for file, key in content.tensors]
+        infinite_tensors(every, range(len(every)), content.may_be_infinite)
+    except ConfigError as error:
+        raise ConfigError(f"the state went wrong: {error}, and is not saved") from error
+    return seal(
+        {
+            "format": FORMAT,
+            "shoal": __version__,
+            "run_id": content.run_id,
+            "state": [content.name.epoch, content.name.digest.hex(), content.name.samples],
+            "values": content.values,
+            "settings": dict(content.settings),
+            "tensors": list(content.tensors),
+            "shared": list(content.shared),
+            "checksums": {
+                file: {key: checksum(tensor) for key, tensor in tensors.items()}
+                for file, tensors in content.files.items()
+            },
+        }
+    )
 
 
 def _is_whole(path: Path) -> bool:
@@ -290,7 +336,7 @@ def _remove_left_parts(folder: Path) -> None:
     clock.mkdir()
     try:
         now = clock.stat().st_mtime
-        for part in folder.glob(".epoch*.part"):
+        for part in folder.glob(".*epoch*.part"):
             with suppress(OSError):  # another peer removes it, for example
                 if now - max(each.stat().st_mtime for each in (part, *part.iterdir())) > _LEFT_S:
                     shutil.rmtree(part, ignore_errors=True)
@@ -411,4 +457,5 @@ def _read(path: Path, index: _Index) -> Saved:
         tensors_of_state = [found[file][key] for file, key in index.tensors]
     except (OSError, SafetensorError, LookupError) as error:
         raise _Damaged(f"{error}") from error
-    return Saved(path, index.name, index.values, index.settings, tensors_of_state, found.get(MODEL, {}))
+    model = found.get(MODEL, {})
+    return Saved(path, index.name, index.values, index.settings, tensors_of_state, model, index.shared)

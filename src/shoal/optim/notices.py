@@ -261,14 +261,24 @@ class Notices:
             "the model is made or with a checkpoint"
         )
 
-    def gave_up(self, ours: StateName, samples: int, taken: StateName) -> None:
-        """The state of others was taken, and our own one (`ours`) was trained apart from them, with so many samples."""
+    def gave_up(self, ours: StateName, samples: int, taken: StateName, kept: object = None) -> None:
+        """The state of others was taken, and our own one (`ours`) was trained apart from them, with so many samples.
+
+        It is kept at this path, if at any.
+        """
+        if kept is None:
+            keep = "Give checkpoint=, and what is given up so is saved there"
+        else:
+            keep = (
+                f"It is saved as {kept}, where it stays until two later ones are: what is to be kept of both is to be "
+                "merged by hand"
+            )
         self.warn(
             f"this peer goes on from epoch {taken.epoch} of the others ({taken.samples} samples) and gives up its own "
             f"epoch {ours.epoch} ({ours.samples} samples): the {samples} samples that it has trained apart from them "
-            "are lost, as the state with more samples counts. Before peers train apart again, see that they reach each "
-            "other: let two of them be reachable (a port that is open, or a public Optimizer(auxiliary=True)). What is "
-            "to be kept of both is to be merged by hand from a checkpoint (checkpoint=) of this peer"
+            "do not count, as the state with more samples does. Before peers train apart again, see that they reach "
+            "each other: let two of them be reachable (a port that is open, or a public Optimizer(auxiliary=True)). "
+            f"{keep}"
         )
 
     def without(self, further: Mapping[PeerID, int], epoch: int, why_not: str = "") -> None:

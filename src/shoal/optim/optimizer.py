@@ -71,6 +71,7 @@ from shoal.optim.state_name import StateName
 from shoal.optim.status import Status
 from shoal.optim.training_state import TrainingState
 from shoal.peer import check_run_id
+from shoal.progress import NO_STATE, StateKey
 from shoal.runtime.checks import flag, path, positive, seconds, whole
 from shoal.runtime.dht import DHT
 from shoal.runtime.hivemind import OptimizerOptions, check_optimizer_options
@@ -426,14 +427,21 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 "them: its first steps differ from those of a new one. Clear its `state` before, or make a new one"
             )
 
-    def _begin_from(self, folder: Path | None, settings: Mapping[str, str]) -> list[StateName] | None:
-        """Take over the best checkpoint before this peer joins the run; the names of its fragments."""
+    def _begin_from(
+        self, folder: Path | None, settings: Mapping[str, str]
+    ) -> tuple[Sequence[StateName | None], StateKey]:
+        """Take over the best checkpoint before this peer joins the run.
+
+        Returns:
+            The names of its fragments, and the last state before it that was shared.
+        """
+        none = [None for _ in fragments_of(self._training)]
         if folder is None:
-            return None
+            return none, NO_STATE
         found = self._saver.find(folder, settings)
-        names = None if found is None else self._take_over(found, self._prepare(found))
+        names = none if found is None else self._take_over(found, self._prepare(found))
         self._saver.resumed(folder, found, 0)
-        return names
+        return names, NO_STATE if found is None else StateKey.of(*found.shared, b"")
 
     async def _begin(
         self,
@@ -441,27 +449,28 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         settings: RunSettings,
         compression: CompressionBase | None,
         state_compression: CompressionBase | None,
-        found: Sequence[StateName | None] | None,
+        found: tuple[Sequence[StateName | None], StateKey],
     ) -> list[Participant]:
         others, fragments = len(core.leavers), fragments_of(self._training)
         participants: list[Participant] = []
+        keep = partial(_keep_given_up, weakref.ref(self))
         try:
             for number, fragment in enumerate(fragments):
                 ours = settings
                 if isinstance(fragment, OuterTrainingState):
                     ours = fragment_settings(settings, fragment.merging, number)
                 codecs = {"compression": compression, "state_compression": state_compression}
-                first = participants[0] if participants else None
-                participants.append(Participant(core, fragment, ours, lock=self._lock, first=first, **codecs))
+                first, lock = participants[0] if participants else None, self._lock
+                participants.append(Participant(core, fragment, ours, lock=lock, first=first, keep=keep, **codecs))
         except BaseException:
             for leave in core.leavers[others:]:  # it has made averagers, which hold the run's names
                 await leave(0.0)
             raise
         try:
-            names = found or [None for _ in fragments]
+            names, floor = found
             for participant, name in zip(participants, names, strict=True):
                 if name is not None:
-                    participant.own.loaded(participant.own.loading(), name, unchanged=True)
+                    participant.own.loaded(participant.own.loading(), name, unchanged=True, floor=floor)
                 await participant.start()
                 if name is not None:
                     await participant.tell_loaded()
@@ -942,7 +951,13 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         with self._between_steps("state_dict"):
             state, training = self._state, self._training
             name = {"epoch": state.epoch, "digest": state.digest.hex(), "samples": state.samples}
-            where = {**name, "scheduled": training.scheduled, "fingerprint": fingerprint(training)}
+            shared = self._participant.own.with_others
+            where = {
+                **name,
+                "scheduled": training.scheduled,
+                "fingerprint": fingerprint(training),
+                "shared": [shared.epoch, shared.samples],
+            }
             if isinstance(training, LocalSteps):
                 where["merged"] = saved_fragments(self._participants)
             return {**training.state_dict(self.state), "shoal": where}
@@ -986,7 +1001,9 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                     "train() of the shoal.Optimizer, then load the model's state and this one"
                 )
             try:
-                loaded = [] if where is None or merged is None else prepare_saved(self._participants, where[0], merged)
+                loaded = (
+                    [] if where is None or merged is None else prepare_saved(self._participants, where.name, merged)
+                )
             except StateUnavailable as error:
                 raise ConfigError(f"state_dict['shoal'] does not fit here: {error}") from error
             try:
@@ -998,13 +1015,14 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             self._training.load_optimizer(optimizer)
             self.state = self._training.optimizer.state
             if where is not None:
-                self._training.resume(where[0].epoch, where[1])
-            names: list[StateName | None] = [where and where[0]]
+                self._training.resume(where.name.epoch, where.scheduled)
+            names: list[StateName | None] = [where and where.name]
             if isinstance(self._training, LocalSteps):
                 names = load_saved(self._training, loaded)
-            unchanged = where is not None and where[2] == fingerprint(self._training)
+            unchanged = where is not None and where.fingerprint == fingerprint(self._training)
+            floor = NO_STATE if where is None else StateKey.of(*where.shared, b"")
             for each, before, name in zip(self._participants, replaced, names, strict=True):
-                each.own.loaded(before, name, unchanged=unchanged)
+                each.own.loaded(before, name, unchanged=unchanged, floor=floor)
         self._warn_of_blank_step()
         was, now = replaced[0].name, self._participant.own.name
         self._tell_loaded()
@@ -1014,7 +1032,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 "that this peer had with others: the run takes the better one for all peers, so what was loaded may "
                 "be undone. Load a state before the first step, on all peers"
             )
-        if where is not None and where[0].epoch and names[0] is None:
+        if where is not None and where.name.epoch and names[0] is None:
             self._warn(
                 "the state that was loaded is of a run that averages gradients: its epochs are no merges, so this run "
                 "begins at epoch 0, and so does its schedule"
@@ -1085,13 +1103,26 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         saver.last = state
         return saved
 
+    def keep_given_up(self) -> Path | None:
+        """Save the state that is about to be given up, beside the checkpoints (under the lock).
+
+        Returns:
+            The path where it will be; None if it is not saved.
+        """
+        return self._saver.keep_given_up(self._content)
+
     def _copy(self, memory: Files | None = None) -> Content:
         with self._lock.acquire_in_thread():
-            self._training.check_dtypes()
-            state, described = export(self._participants), places(fragments_of(self._training))
-            model = {} if self._model is None else self._model.to_save()
-            settings = self._participant.settings.fingerprint
-            return copy_of(self.run_id, state, self._state, settings, described, model, memory)
+            return self._content(memory)
+
+    def _content(self, memory: Files | None = None) -> Content:
+        self._training.check_dtypes()
+        state, described = export(self._participants), places(fragments_of(self._training))
+        model = {} if self._model is None else self._model.to_save()
+        settings = self._participant.settings.fingerprint
+        shared = self._participant.own.with_others
+        where = shared.epoch, shared.samples
+        return copy_of(self.run_id, state, self._state, settings, described, model, memory, where)
 
     def resume(self, folder: str | os.PathLike[str]) -> Path | None:
         """Go on from the whole checkpoint of the best state in a folder, unless the state here is better.
@@ -1127,7 +1158,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                     replaced = self._loading()
                     names = self._take_over(saved, loaded)
                     for each, before, name in zip(self._participants, replaced, names, strict=True):
-                        each.own.loaded(before, name, unchanged=True)
+                        each.own.loaded(before, name, unchanged=True, floor=StateKey.of(*saved.shared, b""))
             self._saver.resumed(place, saved, mine.epoch)
             if saved is None:
                 return None
@@ -1262,6 +1293,10 @@ def _emit(dht: DHT, event: Event) -> None:
         dht.loop_thread.call_soon(partial(dht.events.emit, event))
     else:
         dht.events.emit(event)
+
+
+def _keep_given_up(ours: weakref.ref[Optimizer]) -> Path | None:
+    return None if (swarm := ours()) is None else swarm.keep_given_up()
 
 
 def _leave_when_dropped(

@@ -19,7 +19,7 @@ from shoal.optim.phases import Update
 from shoal.optim.shared_state import share
 from shoal.optim.state_name import UNDECIDED, StateName
 from shoal.optim.training_state import TrainingState
-from shoal.progress import NO_STATE
+from shoal.progress import NO_STATE, StateKey
 from shoal.runtime.thread_state import forget_casts
 from shoal.state import SharedState
 
@@ -105,6 +105,11 @@ class OwnState:
         """Other peers hold this state, too."""
         self.shared, self.floor = True, self.name.key
 
+    @property
+    def with_others(self) -> StateKey:
+        """The last state that was shared: this one, or the floor."""
+        return self.name.key if self.shared else self.floor
+
     def export(self) -> SharedState:
         """The state as a donor gives it (under `lock`)."""
         return share(self.training, self.name, self.committed, before=self.before, average=self.is_average)
@@ -182,13 +187,16 @@ class OwnState:
         self.training.discard()
         return replaced
 
-    def loaded(self, replaced: Replaced, saved: StateName | None, *, unchanged: bool = False) -> None:
+    def loaded(
+        self, replaced: Replaced, saved: StateName | None, *, unchanged: bool = False, floor: StateKey = NO_STATE
+    ) -> None:
         """The user has loaded a checkpoint: name the state anew (under `lock`, in the trainer's thread).
 
         Args:
             replaced: what `loading` gave.
             saved: the name that it was saved under; None if it has none.
             unchanged: the state now is the one that was saved, and has its name.
+            floor: the last state before it that was shared, as far as that was saved.
         """
         before = replaced.name
         if saved is not None and unchanged:
@@ -201,3 +209,4 @@ class OwnState:
             self.name, self.committed, self.before, self.is_average = replaced
         else:
             self.name = name
+            self.floor = max(self.floor, floor)

@@ -81,6 +81,7 @@ class Participant:
         compression: codec for gradients.
         state_compression: codec for averaging states.
         first: the participant of the model's first fragment, if this is one of another. It decides the rank of all.
+        keep: saves the state before it is given up: see `Takeover`.
 
     Attributes:
         pace: how far it is on its way to the next step.
@@ -99,6 +100,7 @@ class Participant:
         compression: CompressionBase | None = None,
         state_compression: CompressionBase | None = None,
         first: Participant | None = None,
+        keep: Callable[[], object] | None = None,
     ) -> None:
         self.pace: Pace = settings.pace(None if first is None else first.pace)
         if core.endpoint.serves_stream(FollowSteps, scope=settings.run_id):
@@ -178,6 +180,7 @@ class Participant:
             states=self._states,
             notices=self._notices,
             news=self._news,
+            keep=keep,
         )
         self._solitude = Solitude(
             self._outlook,

@@ -18,7 +18,7 @@ from shoal.averager import TensorLock
 from shoal.clock import seconds_text
 from shoal.errors import ConfigError
 from shoal.events import CheckpointSaved, Event, Resumed, Warned
-from shoal.optim.checkpoint import Content, Files, Saved, newest, write
+from shoal.optim.checkpoint import Content, Files, Saved, given_up, newest, write, write_given_up
 from shoal.optim.state_name import StateName
 from shoal.runtime.checks import path, whole
 from shoal.runtime.pool import DaemonPool
@@ -70,6 +70,7 @@ class Saver:
         self._same = (*_SAME, *given)
         self._one_write = TensorLock()  # no thread keeps it, whatever interrupts it
         self._writing: concurrent.futures.Future[None] | None = None
+        self._giving_up: concurrent.futures.Future[None] | None = None
         self._ended = Gate()  # of that write
         self.last: StateName | None = None
         self._trouble = ""
@@ -107,6 +108,36 @@ class Saver:
         if finished:
             self._has_ended(_LAST_S)
 
+    def keep_given_up(self, copy: Callable[[], Content]) -> Path | None:
+        """Save a state that is about to be given up, in the background (any thread).
+
+        Returns:
+            The path where it will be; None if there is no folder, or it cannot be copied.
+        """
+        if self.folder is None:
+            return None
+        try:
+            content, pool = copy(), DaemonPool(1, "shoal-given-up")
+            self._giving_up = pool.submit(self._write_given_up, self.folder, content)
+            pool.shutdown(wait=False)
+        except Exception as error:  # noqa: BLE001 (no memory, no thread, or a state that cannot be saved)
+            self._not_kept(error)
+            return None
+        return given_up(self.folder, content.name)
+
+    def _write_given_up(self, folder: Path, content: Content) -> None:
+        began = time.monotonic()
+        try:
+            with self._one_write.acquire_in_thread():
+                size = write_given_up(folder, content)
+        except Exception as error:  # noqa: BLE001 (training goes on)
+            self._not_kept(error)
+        else:
+            self._tell_saved(content, given_up(folder, content.name), size, 0.0, time.monotonic() - began)
+
+    def _not_kept(self, error: Exception) -> None:
+        self.warn(f"the state that this peer gives up could not be saved in {self.folder}, and is lost: {_why(error)}")
+
     def _is_due(self, name: StateName, *, finished: bool) -> bool:
         """An epoch that comes while another one is written is left out."""
         if not self._every or name == self.last:
@@ -134,9 +165,7 @@ class Saver:
             ended.open()
 
     def _failed(self, error: Exception) -> None:
-        why = f"{error}" if isinstance(error, OSError | ConfigError) else f"{type(error).__name__}: {error}"
-        if isinstance(error, OSError) and error.strerror:
-            why = error.strerror  # without the name of the part, which is another one each time
+        why = _why(error)
         if why != self._trouble:
             self.warn(
                 f"no checkpoint was saved in {self.folder}: {why}. Training goes on, and the next one will be tried. "
@@ -154,7 +183,10 @@ class Saver:
         with self._one_write.acquire_in_thread():
             began = time.monotonic()
             path, size = write(folder, content, keep)
-        took = time.monotonic() - began
+        self._tell_saved(content, path, size, copy_s, time.monotonic() - began)
+        return path
+
+    def _tell_saved(self, content: Content, path: Path, size: int, copy_s: float, duration_s: float) -> None:
         self._emit(
             CheckpointSaved(
                 run_id=content.run_id,
@@ -162,21 +194,22 @@ class Saver:
                 path=str(path),
                 bytes_written=size,
                 copy_s=copy_s,
-                duration_s=took,
+                duration_s=duration_s,
             )
         )
-        return path
 
     async def close(self) -> None:
-        """Wait for the write that is going on, if it does not take too long (loop)."""
-        if self._writing is None or self._writing.done():
+        """Wait for what is being written, if it does not take too long (loop)."""
+        writing = [each for each in (self._writing, self._giving_up) if each is not None and not each.done()]
+        if not writing:
             return
-        ended = asyncio.wrap_future(self._writing)
+        ended = {asyncio.wrap_future(each) for each in writing}
         try:
-            await asyncio.wait({ended}, timeout=self._timeout_s)
+            await asyncio.wait(ended, timeout=self._timeout_s)
         finally:
-            ended.cancel()  # the loop may be closed when it ends
-            if not self._writing.done():
+            for each in ended:
+                each.cancel()  # the loop may be closed when it ends
+            if not all(each.done() for each in writing):
                 self.warn(
                     f"a checkpoint is still being written to {self.folder} after {seconds_text(self._timeout_s)}. It "
                     "is lost if the program ends before: give a larger shutdown_timeout"
@@ -212,6 +245,13 @@ class Saver:
             self.last, epoch = saved.name, saved.name.epoch
         path = None if saved is None else str(saved.path)
         self._emit(Resumed(run_id=self._run_id, epoch=epoch, folder=str(folder), path=path))
+
+
+def _why(error: Exception) -> str:
+    """Without the name of a part, which is another one each time."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"{error}" if isinstance(error, OSError | ConfigError) else f"{type(error).__name__}: {error}"
 
 
 def misfit(

@@ -62,6 +62,8 @@ class Takeover:
         states: the averager of states, whose donors are asked.
         notices: tell the user.
         news: told when a state was withheld.
+        keep: saves our state, which is about to be given up (under `lock`, in the executor); returns where it is kept,
+            or None if nothing is.
         took_over: whether the last `run` changed the state.
         why_not: says why the last state was not taken over; empty if none failed.
         mend_from: the only peers to ask, after a check found that our parameters differ; empty for all.
@@ -78,6 +80,7 @@ class Takeover:
     states: Averager
     notices: Notices
     news: Changes
+    keep: Callable[[], object] | None = None
     took_over: bool = False
     why_not: str = ""
     mend_from: frozenset[PeerID] = frozenset()
@@ -268,14 +271,16 @@ class Takeover:
         if ours is not None and name.key <= self.own.name.key:
             sometimes("a peer comes further while it downloads a state")
             return  # we came further meanwhile
-        tell_loss = self._loss(name)
+        tell_loss: Callable[[], None] = _nothing
 
         async def take_over() -> None:
+            nonlocal tell_loss
             training, committed, before = self.own.training, committed_of(state.metadata), before_of(state.metadata)
             prepared = await self.core.env.executor.run(training.prepare, values, state.tensors)
             prepared = prepared._replace(epoch=name.epoch)  # by which all is decided, whatever the values say
             follows = before == self.own.name.digest
             _note_fork(self.own, name, follows=follows)
+            tell_loss = await self._loss(name)
             if follows and committed.gave_last(self.core.peer_id):
                 await self.core.env.executor.run(training.given_is_in)
             await self._load(prepared, follows=follows)
@@ -308,19 +313,21 @@ class Takeover:
             self.own.loading()  # a part of it may be here: it is nobody's state
             raise
 
-    def _loss(self, taken: StateName) -> Callable[[], None]:
+    async def _loss(self, taken: StateName) -> Callable[[], None]:
         """Tells of what is lost with our state if this one takes its place: on first weights, or apart from others.
 
-        A few batches or epochs are not told, as peers that start together have trained some before they meet.
+        What was trained apart is kept on the disk, if it can be. A few batches or epochs are not told, as peers that
+        start together have trained some before they meet.
         """
         own, since = self.own, self.own.floor
         if self.outlook.settings.fragment:
-            return lambda: None
+            return _nothing
         if taken.epoch == own.name.epoch == 0 and self.outlook.speed.batches >= _MANY_BATCHES and own.training.samples:
             return partial(self.notices.begins_anew, own.training.samples)
         if not own.shared and own.name.epoch >= since.epoch + _MANY_EPOCHS:
-            return partial(self.notices.gave_up, own.name, own.name.samples - since.samples, taken)
-        return lambda: None
+            kept = None if self.keep is None else await self.core.env.executor.run(self.keep)
+            return partial(self.notices.gave_up, own.name, own.name.samples - since.samples, taken, kept)
+        return _nothing
 
     def _tell_pace(self, intake: Intake) -> None:
         received, missing = intake.received_bytes, intake.missing_bytes
@@ -338,6 +345,10 @@ def _note_fork(own: OwnState, taken: StateName, *, follows: bool) -> None:
         sometimes("a peer gives up steps of its own for those of a fork")
     if taken.samples == own.name.samples:
         sometimes("the digests decide between two states of equal weight")
+
+
+def _nothing() -> None:
+    """There is nothing to tell."""
 
 
 def _now() -> float:

@@ -22,6 +22,7 @@ from blake3 import blake3
 
 from shoal.allreduce.partition import Layout, Part, TensorSpec
 from shoal.allreduce.segments import LARGEST, RoundMemory, SegmentBuffers, sum_dtype
+from shoal.allreduce.still import StillWatch
 from shoal.compression import (
     DTYPES,
     CompressionBase,
@@ -41,6 +42,9 @@ __all__ = ["NO_DIGEST", "PartDigests", "Vector", "check_tensors", "describe"]
 _SMALL = 2e19
 """The square of a larger float32 is infinite."""
 
+
+_NARROW = ("float16", "bfloat16")
+"""Codecs that round each value by itself."""
 
 _SAID = struct.Struct(">IIdI")
 """Part, attempt, weight, and the length of the contributors, which follow."""
@@ -131,6 +135,7 @@ class Vector:
             segment = next(segment for segment in reversed(self._segments) if segment.start <= start)
             self._places.append((segment, start - segment.start, start - segment.start + tensor.numel()))
         self.reference_name = b""
+        self._still: StillWatch | None = None
         self._sums: dict[int, torch.Tensor] = {}
         self._wire: dict[int, memoryview] = {}
 
@@ -160,6 +165,8 @@ class Vector:
         """Drop the sums and encodings of the last round. `copy_in` does it; a peer that only assists has to call it."""
         self._sums.clear()
         self._wire.clear()
+        if self._still is not None:
+            self._still.begin()
         for segment in self._segments:
             if segment.residual is not None:
                 segment.residual.begin(weight)
@@ -190,6 +197,17 @@ class Vector:
                 if tensor.numel():
                     tensor.detach().copy_(self._view(index, result=True).view(tensor.shape))
 
+    def watch_still(self) -> None:
+        """From now on look whether averages move the tensors, which go on from them as parameters do."""
+        self._still = StillWatch(sum(tensor.numel() for tensor in self.tensors))
+
+    def stood_still(self) -> str | None:
+        """The round was committed: what is to be told of tensors that it did not move. See `StillWatch.committed`."""
+        if self._still is None:
+            return None
+        narrow = (each for each in self._segments if each.codec.name in _NARROW or sum_dtype(each.dtype) != each.dtype)
+        return self._still.committed({each.start: each.result for each in narrow})
+
     def _view(self, tensor: int, *, result: bool) -> torch.Tensor:
         segment, start, stop = self._places[tensor]
         return (segment.result if result else segment.local)[start:stop]
@@ -203,7 +221,7 @@ class Vector:
 
     def is_light(self, part: Part) -> bool:
         """Return whether to decode, to add and to encode this part takes little more than to copy it."""
-        return self._segments[part.segment].codec.name in ("none", "float16", "bfloat16")
+        return self._segments[part.segment].codec.name in ("none", *_NARROW)
 
     def contribution(self, part: Part) -> Buffer:
         """My values of a part, encoded; without a copy where they are sent as they are."""
@@ -311,10 +329,18 @@ class Vector:
             sums.div_(total_weight)
             if sums.data_ptr() != result.data_ptr():
                 result.copy_(sums)
+                if (watch := self._still) is not None:
+                    offset = part.start - segment.start
+                    watch.look(segment.start, offset, watch.sample(sums, offset), result, dtype_name(segment.dtype))
             wire = view_bytes(result)
         else:
-            wire = segment.codec.encode(sums.div_(total_weight).to(segment.dtype), part.sizes)
+            sums.div_(total_weight)
+            watch, offset = self._still if segment.codec.name in _NARROW else None, part.start - segment.start
+            sample = None if watch is None else watch.sample(sums, offset)
+            wire = segment.codec.encode(sums.to(segment.dtype), part.sizes)
             segment.codec.decode_into(wire, segment.dtype, result, part.sizes)
+            if watch is not None and sample is not None:
+                watch.look(segment.start, offset, sample, result, segment.codec.name)
         if segment.against is not None:
             segment.against.restore(part, result)
         self._wire[part.number] = wire

@@ -85,6 +85,8 @@ class Averager:
         state: gives the state to share; default the averaged tensors. Called under the lock.
         codecs: one codec for each tensor, in place of `compression`.
         memory: memory for averagers whose rounds never overlap: call `release` of one before a `step` of another.
+        stays: whether the tensors go on from the averages, as parameters do and gradients do not: then it is told if
+            they do not move by them.
 
     Attributes:
         group_tag: only peers with the same tag meet; empty or `@` and some text without dots.
@@ -108,6 +110,7 @@ class Averager:
         codecs: Sequence[CompressionBase] | None = None,
         state: Callable[[], SharedState] | None = None,
         memory: RoundMemory | None = None,
+        stays: bool = True,
     ) -> None:
         settings.check()
         if not isinstance(prefix, str) or not prefix or len(prefix) > 256:
@@ -116,6 +119,8 @@ class Averager:
         self.tensors = tuple(tensors)
         chosen = codecs or choose_codecs(compression or NoCompression(), self.tensors)
         self.vector = Vector(self.tensors, describe(self.tensors, chosen), memory)
+        if stays:
+            self.vector.watch_still()
         self.vector.check_part_bytes(settings.part_size_bytes, settings.target_group_size or _LEAST_MOST_MEMBERS)
         self.group_tag, self.way_s = "", 0.0
         self.conduct = Conduct(settings.window_s, self._warn)
@@ -462,6 +467,12 @@ class Averager:
             await executor.run(apply, self.vector)
         else:
             await executor.run(self.vector.apply, self.settings.averaging_alpha)
+        if (what := self.vector.stood_still()) is not None:
+            self._warn(
+                f"{what}. Each such change is lost, however often it comes: keep the tensors in float32 (compute under "
+                "torch.autocast), or, where a codec of 16 bits rounds them, give them as parameters "
+                "(TensorRole.PARAMETER in tensor_infos), or use no codec"
+            )
         self.sharing.changed()
 
     def _unpack(self, member: Member) -> Any:

@@ -64,6 +64,8 @@ class GradientAverager(DecentralizedAverager):
         ConfigError: an argument is wrong; it is named.
     """
 
+    _stays = False
+
     def __init__(  # noqa: PLR0913 (names that users of hivemind know)
         self,
         parameters: Iterable[torch.Tensor],

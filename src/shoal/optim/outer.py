@@ -4,6 +4,9 @@ It is a `TrainingState` whose parameters are the anchor, whose optimizer is the 
 outer gradient: the anchor minus this peer's parameters. So a merge is a round of gradients, and the named state, which
 newcomers download and peers compare, has equal bits on all peers at any time. What a peer has trained since the last
 merge is its own, as is its inner optimizer. See `shoal.strategies`.
+
+The anchor of parameters in 16 bits is in float32, and so are the outer optimizer's statistics: a merge may move them by
+less than 16 bits can hold, and many such merges add up. The parameters are the anchor in their dtype, rounded once.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import Any
 
 import torch
 
+from shoal.allreduce.segments import sum_dtype
 from shoal.allreduce.vector import Vector
 from shoal.errors import ConfigError
 from shoal.optim.gradient_sum import GradientSum
@@ -114,7 +118,7 @@ class OuterTrainingState(TrainingState):
     ) -> None:
         self.merging, self._local = merging, local
         own = [local.trained[index] for index in fragment]
-        anchor = [torch.nn.Parameter(each.detach().clone()) for each in own]
+        anchor = [torch.nn.Parameter(each.detach().to(sum_dtype(each.dtype), copy=True)) for each in own]
         try:
             outer = make_optimizer([*anchor, *frozen], merging.outer)
         except ConfigError as error:
@@ -219,7 +223,8 @@ class OuterTrainingState(TrainingState):
         weight, _ = super().contribute()
         self._given, self._counts, self._passed = (self._trained.samples, self._trained.batches), False, 0
         with torch.no_grad():
-            for outer, anchor, own in zip(self.accumulators, self.trained, self._weights(), strict=True):
+            # What was rounded off is no part of what was trained.
+            for outer, anchor, own in zip(self.accumulators, self._anchor, self._weights(), strict=True):
                 outer.copy_(anchor).sub_(own.to(outer.device))
         return (0.0 if self._strays or self._local.hides_weights else weight), 1.0
 
@@ -299,7 +304,13 @@ class OuterTrainingState(TrainingState):
 
     @property
     def _anchor(self) -> list[torch.Tensor]:
-        return [each.detach() for each in self.trained]
+        """As the parameters hold it."""
+        return [each.detach().to(own.dtype) for each, own in zip(self.trained, self._own, strict=True)]
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """See `TrainingState.dtypes`."""
+        return [each.dtype for each in self._own]
 
     def _after_step(self, own: Sequence[torch.Tensor | None], *, taken: bool) -> None:
         samples, batches = 0, 0
@@ -358,7 +369,7 @@ class OuterTrainingState(TrainingState):
     def copy_weights(self) -> None:
         """Let the anchor be what the parameters are (under the lock)."""
         with torch.no_grad():
-            torch._foreach_copy_(self._anchor, self._weights())
+            torch._foreach_copy_([each.detach() for each in self.trained], self._weights())
 
     def export(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
         """See `TrainingState.export`."""

@@ -61,13 +61,14 @@ def gradient_averager(
             torch.float16: Float16Compression(),
             torch.bfloat16: BFloat16Compression(),
         }
-        codecs = [narrow.get(training.trained[index].dtype, NoCompression()) for index in training.averaged_for]
+        codecs = [narrow.get(training.dtypes[index], NoCompression()) for index in training.averaged_for]
     else:
         codecs = choose_codecs(compression, training.averaged, TensorRole.GRADIENT)
         if training.averaged is not training.accumulators and any(isinstance(each, ErrorFeedback) for each in codecs):
             raise ConfigError(f"grad_compression={NO_FEEDBACK}")
     averaging = msgspec.structs.replace(settings.averager, settings=settings.fingerprint)
-    return Averager(core, training.averaged, f"{settings.run_id}_grad", averaging, codecs=codecs, **options)
+    name = f"{settings.run_id}_grad"
+    return Averager(core, training.averaged, name, averaging, codecs=codecs, stays=False, **options)
 
 
 def state_averager(

@@ -288,8 +288,7 @@ class Takeover:
             self.own.is_average = is_average(state.metadata)
             self.own.followed = None if self.own.is_average else name
             self.outlook.heed_contributors()
-            self.mend_from = frozenset()
-            self.own.update, self.machine.states_due = None, False
+            self.own.update, self.machine.states_due, self.mend_from = None, False, frozenset()
             self.own.is_shared()
 
         async with self.own.hold() as holds:

@@ -421,6 +421,11 @@ class TrainingState:
                 torch._foreach_mul_(list(self.averaged), factor)
         self.use_accumulators()
 
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """Of the trained parameters, as the model has them."""
+        return [each.dtype for each in self.trained]
+
     def use_accumulators(self) -> None:
         """The accumulators hold the swarm's average now: it is what the next step is taken from."""
         self._has_average = True

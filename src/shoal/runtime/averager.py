@@ -94,6 +94,8 @@ class DecentralizedAverager(SharesState):
         ConfigError: an argument is wrong, or does not fit another one; both are named.
     """
 
+    _stays = True  # the tensors go on from the averages, as parameters do
+
     def __init__(  # noqa: PLR0913 (documented names that users of hivemind know)
         self,
         averaged_tensors: Sequence[torch.Tensor],
@@ -213,6 +215,7 @@ class DecentralizedAverager(SharesState):
                 lock=self._locked.lock,
                 codecs=self._codecs,
                 state=state,
+                stays=self._stays,
             )
             averager.sharing.priority = self._priority_at_start
             if self._shares_at_start:

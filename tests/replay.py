@@ -22,7 +22,7 @@ from torch.nn import functional
 from shoal.optim.outer import LocalSteps, OuterTrainingState
 from shoal.strategies import Merging
 
-__all__ = ["Batch", "Give", "Recorder", "Replay", "Take"]
+__all__ = ["Batch", "Give", "Recorder", "Replay", "Take", "is_mean"]
 
 
 class Batch(NamedTuple):
@@ -139,12 +139,7 @@ class _Fragment:
         Raises:
             AssertionError: it is not the mean of these gradients, in whatever order they are added.
         """
-        right = [torch.zeros_like(each, dtype=torch.bool) for each in average]
-        for order, fused in itertools.product(itertools.permutations(range(len(gradients))), (True, False)):
-            mean = _mean([gradients[index] for index in order], [weights[index] for index in order], fused=fused)
-            for matches, one, other in zip(right, mean, average, strict=True):
-                matches |= one == other
-        assert all(bool(each.all()) for each in right), "the average is not that of these batches"
+        assert is_mean(average, gradients, weights), "the average is not that of these batches"
         self.before = _copy(self.anchor)
         for each, gradient in zip(self.anchor, average, strict=True):
             each.grad = gradient.clone()
@@ -236,6 +231,16 @@ class Replay:
                 own.sub_(before).add_(before - gave).add_(anchor)
             else:
                 own.lerp_(anchor, 1.0 - mixing)
+
+
+def is_mean(average: Sequence[Tensor], values: Sequence[Sequence[Tensor]], weights: Sequence[float]) -> bool:
+    """Whether each value of the average is the weighted mean of these, in whatever order they are added."""
+    right = [torch.zeros_like(each, dtype=torch.bool) for each in average]
+    for order, fused in itertools.product(itertools.permutations(range(len(values))), (True, False)):
+        mean = _mean([values[index] for index in order], [weights[index] for index in order], fused=fused)
+        for matches, one, other in zip(right, mean, average, strict=True):
+            matches |= one == other
+    return all(bool(each.all()) for each in right)
 
 
 def _mean(values: Sequence[Sequence[Tensor]], weights: Sequence[float], *, fused: bool) -> list[Tensor]:

@@ -244,7 +244,10 @@ class Run:
                 local = LocalSteps(optimizer, scheduler, extra_tensors, strategy.merging)
                 return await self._add_fragments(name, index, parameters, local, core, settings, lock)
             if settings.use_local_updates:
-                training = LocalTrainingState(optimizer, scheduler, extra_tensors, average_opt_statistics=statistics)
+                waits = not settings.delay_grad_averaging
+                training = LocalTrainingState(
+                    optimizer, scheduler, extra_tensors, average_opt_statistics=statistics, waits=waits
+                )
             elif rank is not None:
                 training = LowRankTrainingState(optimizer, scheduler, extra_tensors, rank=rank, **options)
             else:

@@ -2,7 +2,8 @@
 
 Each batch moves one number of the model that no other batch moves. So where the outer optimizer takes the mean alone
 (`MEAN`), an anchor shows which batches are in it: a number that moves in two merges of one history is of a batch that
-was counted twice.
+was counted twice. And a peer's own account is held against that: what it has trained it has contributed, or it has told
+that it was dropped, or it has still to give it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from shoal.compression import CompressionBase
 from shoal.errors import ClosedError, PeerError
 from shoal.events import Event, Warned
 from shoal.optim import Participant
+from shoal.optim.outer import OuterTrainingState
 from shoal.optim.state_name import StateName
 from shoal.sim import SimNetwork, Whims
 from shoal.strategies import Strategy
@@ -63,10 +65,21 @@ class Audit:
         if self.counts and (fragment, state.digest) not in self._anchors:
             self._anchors[fragment, state.digest] = _flat(training.trained)
 
-    def merged(self, fragment: int, before: StateName, after: StateName) -> None:
-        """A merge led from one state to another."""
+    def merged(self, fragment: int, before: StateName, after: StateName, anchor: Sequence[torch.Tensor]) -> None:
+        """A merge led from one state, which had this anchor, to another."""
         if before != after:
+            if self.counts:
+                self._anchors.setdefault((fragment, before.digest), _flat(anchor))
             self._before[fragment, after.digest] = fragment, before.digest
+
+    def contributed(self, fragment: int) -> set[int]:
+        """The numbers of all batches that are in a merge, of whatever history."""
+        found = set[int]()
+        for (number, digest), before in self._before.items():
+            if number == fragment and (number, digest) in self._anchors and before in self._anchors:
+                moved = (self._anchors[number, digest] - self._anchors[before]).abs() > _MOVED
+                found.update(moved.nonzero().view(-1).tolist())
+        return found
 
     def check(self, fragment: int, state: StateName) -> int:
         """How many merges that led to this state were looked at.
@@ -94,23 +107,56 @@ class Counted(Trainer):
     numbers: Iterator[int]
     slowest_s = 0.0
     turns = 0
+    place = 0
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.trained = list[int]()  # the number of each batch, but for those that were left out as not finite
+        self.lost = [0 for _ in self.fragments]  # samples of each fragment before the end of the run came near
+        local: Any = self.participant.training.local
+        accumulate = local.accumulate
+
+        def accumulates(size: int) -> bool:
+            counts: bool = accumulate(size)
+            if counts or local.holds_average:
+                self.trained.append(self.place)
+            return counts
+
+        local.accumulate = accumulates
 
     def compute(self, number: int, size: int) -> None:
         """See `Trainer`."""
-        place = next(self.numbers)
+        self.place = next(self.numbers)
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.view(-1)[place] = -1.0
+            parameter.grad.view(-1)[self.place] = -1.0
+
+    def check_account(self, *, over: bool = False) -> None:
+        """Each batch of this peer was contributed, or dropped, or is still to be given; none if the run is `over`.
+
+        Raises:
+            AssertionError: its account says otherwise; once the run is over, also if the merges have other batches.
+        """
+        for number, fragment in enumerate(self.fragments):
+            said, told = fragment.status(), f"p{self.index}, fragment {number} at epoch {fragment.epoch}"
+            assert said.contributed + said.dropped + fragment.held == len(self.trained) * BATCH, told
+            assert not (over and fragment.held), told
+            if over and self.audit.counts:
+                counted = self.audit.contributed(number).intersection(self.trained)
+                assert said.contributed == len(counted) * BATCH, told
 
     async def take_turn(self, fragment: Participant | None = None) -> None:
         """See `Trainer`."""
         participant = fragment or self.participant
         before, began = participant.state, asyncio.get_running_loop().time()
         goes_on = before.epoch > 0 and not participant.at_end
+        waits_for_last = isinstance(training := participant.training, OuterTrainingState) and training.comes_to_its_end
         await super().take_turn(fragment)
         after = participant.state
-        if goes_on and not participant.at_end:
+        if goes_on and not participant.at_end and not waits_for_last:
             self.slowest_s = max(self.slowest_s, asyncio.get_running_loop().time() - began)
+        if before != after:
+            self.check_account()
         self.turns += 1
         if participant.training.whole and (before != after or self.turns % 8 == 0):
             self.audit.look(self.fragments.index(participant), participant)
@@ -119,9 +165,9 @@ class Counted(Trainer):
 
     async def step(self, participant: Participant) -> None:
         """See `Trainer`."""
-        before = participant.state
+        before, anchor = participant.state, [each.detach().clone() for each in participant.training.trained]
         participant.own.step()
-        self.audit.merged(self.fragments.index(participant), before, participant.state)
+        self.audit.merged(self.fragments.index(participant), before, participant.state, anchor)
         await participant.stepped()
 
 
@@ -230,8 +276,12 @@ class Weather:
         self.log.append(f"{asyncio.get_running_loop().time():.1f} {how} {name}")
         if how in ("crash", "vanish", "leave") and len(up) > 2 and name != "p0":
             if how == "leave":
-                for fragment in swarm.peer(name).fragments:
+                trainer = swarm.peer(name)
+                for fragment in trainer.fragments:
                     await swarm.run_on(name, fragment.close)
+                assert isinstance(trainer, Counted)
+                trainer.check_account()
+                assert not any(fragment.held for fragment in trainer.fragments)
             (swarm.vanish if how == "vanish" else swarm.crash)(name)
         elif how == "pause":
             swarm.stall(name, rng.uniform(0.5, 8.0))
@@ -290,13 +340,23 @@ class Weather:
         swarm = self.run.swarm
         self.calm()
         await sim.sleep(10.0)
-        last = max(fragment.epoch for trainer in swarm.peers.values() for fragment in trainer.fragments)
+        trainers = [trainer for trainer in swarm.peers.values() if isinstance(trainer, Counted)]
+        last = max(fragment.epoch for trainer in trainers for fragment in trainer.fragments)
+        for trainer in trainers:
+            trainer.lost = [fragment.status().dropped for fragment in trainer.fragments]
         self.run.announce_end(last + merges)
         limit = asyncio.get_running_loop().time() + patience_s
         while not all(trainer.finished for trainer in swarm.peers.values()):
             assert asyncio.get_running_loop().time() < limit, f"it does not end: {self._places()}"
             await sim.sleep(0.5)
         assert self.run.agree(sorted(swarm.peers)), self._places()
+        for trainer in trainers:
+            trainer.check_account(over=True)
+            lost = [
+                each.status().dropped - before for each, before in zip(trainer.fragments, trainer.lost, strict=True)
+            ]
+            assert max(lost) - min(lost) <= 2 * BATCH, f"p{trainer.index} loses more of one fragment: {lost}"
+            assert len({fragment.epoch for fragment in trainer.fragments}) == 1, self._places()
         for number, fragment in enumerate(next(iter(swarm.peers.values())).fragments):
             if self.audit.counts:
                 assert self.audit.check(number, fragment.state) > 2

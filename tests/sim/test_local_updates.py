@@ -15,6 +15,7 @@ from shoal import sim
 from shoal.errors import ConfigError
 from shoal.optim.local_updates import LocalTrainingState
 from shoal.sim import SimNetwork
+from tests.replay import is_mean
 from tests.sim.optimizer_kit import Run, Trainer, backward, make_optimizer, model
 from tests.sim.test_catch_up import Scene, held
 from tests.sim.test_optimizer_interrupted import Interrupted
@@ -190,6 +191,112 @@ def test_batches_during_a_round_are_kept() -> None:
     sim.run(main, seed=3)
 
 
+class Lockstep(Trainer):
+    """Notes each batch and whether it counts, each give, and the parameters after each average."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.events = list[tuple[str, Any]]()
+        training = self.participant.training
+        accumulate, contribute, after_step, epoch = (
+            training.accumulate,
+            training.contribute,
+            training._after_step,
+            training.epoch,
+        )
+
+        def accumulates(batch_size: int) -> bool:
+            counts = accumulate(batch_size)
+            self.events.append(("batch" if counts else "lost", self.batches_done))
+            return counts
+
+        def contributes() -> tuple[float, float]:
+            self.events.append(("give", None))
+            return contribute()
+
+        def is_after_step(*args: Any, **options: Any) -> None:
+            nonlocal epoch
+            after_step(*args, **options)
+            if training.epoch != epoch:  # it is called twice
+                epoch = training.epoch
+                self.events.append(("take", [each.detach().clone() for each in self.parameters]))
+
+        training.accumulate = accumulates  # type: ignore[method-assign]
+        training.contribute = contributes  # type: ignore[method-assign]
+        training._after_step = is_after_step  # type: ignore[method-assign]
+
+
+def replay(trainers: Sequence[Lockstep], *, waits: bool) -> int:
+    """One process that trains as many peers by their events; returns the number of averages.
+
+    Raises:
+        AssertionError: after an average a peer has other bits than those of this process.
+    """
+    peers = [model() for _ in trainers]
+    made = [make_optimizer(parameters) for parameters in peers]
+    left = [list(trainer.events) for trainer in trainers]
+    given: list[tuple[list[torch.Tensor], int]] = [([], 0) for _ in trainers]
+    trained, averages = [0] * len(trainers), 0
+    while True:
+        for peer, events in enumerate(left):
+            while events and events[0][0] != "take":
+                what, number = events.pop(0)
+                if what == "give":
+                    given[peer], trained[peer] = ([each.detach().clone() for each in peers[peer]], trained[peer]), 0
+                elif what == "batch":
+                    backward(peers[peer], peer, number, BATCH)
+                    made[peer][0].step()
+                    trained[peer] += 1
+        if not all(left):
+            return averages
+        taken, averages = [events.pop(0)[1] for events in left], averages + 1
+        values, weights = [each for each, _ in given], [float(BATCH * batches) for _, batches in given]
+        if waits:
+            for own in taken[1:]:
+                assert all(map(torch.equal, taken[0], own)), "peers that wait go on from other averages"
+            assert is_mean(taken[0], values, weights), "the average is not that of these batches"
+        for peer, own in enumerate(taken):
+            average = [
+                sum(w * t for w, t in zip(weights, each, strict=True)) / sum(weights)
+                for each in zip(*values, strict=True)
+            ]
+            for parameter, before, mean, now in zip(peers[peer], values[peer], average, own, strict=True):
+                torch.testing.assert_close(now, parameter.detach() + mean - before, rtol=0, atol=1e-13)
+                parameter.data.copy_(now)
+            made[peer][1].step()
+
+
+@pytest.mark.parametrize("durations_s", [[1.0, 1.0], [0.31, 0.4, 0.7]], ids=str)
+@pytest.mark.parametrize("mode", [LOCAL, WAITS], ids=["goes on", "waits"])
+def test_a_peer_that_waits_keeps_the_batch_that_was_under_way(mode: dict[str, Any], durations_s: list[float]) -> None:
+    """It does not: it goes on from the average, bit for bit as one process does. It was off by that batch for good.
+
+    The batch is told as dropped. One that goes on keeps it, and gives it to the next average.
+    """
+    waits = mode is WAITS
+
+    async def main() -> list[Lockstep]:
+        run = Run(target=2 * BATCH * len(durations_s), trainer=Lockstep, make=make_optimizer)
+        names = [f"p{number}" for number in range(len(durations_s))]
+        for name in names:
+            await run.add(name, **mode)
+        await sim.sleep(3.0)
+        for name, duration_s in zip(names, durations_s, strict=True):
+            run.swarm.spawn(name, run.trainers[name].train(BATCH, duration_s=duration_s, until=lambda: False))
+        await sim.sleep(14.5)
+        trainers = [trainer for trainer in run.trainers.values() if isinstance(trainer, Lockstep)]
+        for trainer in trainers:
+            trainer.events = list(trainer.events)  # those until now
+            lost, said = sum(what == "lost" for what, _ in trainer.events), trainer.participant.status()
+            assert said.dropped == lost * BATCH
+            assert said.contributed + said.dropped + trainer.participant.held == trainer.batches_done * BATCH
+        assert any(trainer.participant.contribution.dropped for trainer in trainers) == waits
+        await run.close()
+        return trainers
+
+    assert replay(sim.run(main, seed=3), waits=waits) >= 4
+
+
 def test_at_the_end_all_have_the_same_parameters() -> None:
     """What was trained while the last round went on is averaged, too; peers of any speed, none is lost."""
 
@@ -210,6 +317,7 @@ def test_at_the_end_all_have_the_same_parameters() -> None:
         for trainer in run.trainers.values():
             assert not trainer.downloads
             assert trainer.participant.contribution.dropped == 0
+            assert trainer.participant.contribution.contributed == BATCH * trainer.batches_done
         assert not run.warnings, run.warnings
         await run.close()
 

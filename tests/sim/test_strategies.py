@@ -18,7 +18,7 @@ import torch
 from benchmarks.strategies import reference
 from shoal import sim
 from shoal.errors import ConfigError
-from shoal.events import EpochAdvanced, Event, Warned
+from shoal.events import EpochAdvanced, Event, SamplesDropped, Warned
 from shoal.optim import Participant, TrainingState
 from shoal.optim.outer import LocalSteps
 from shoal.strategies import Decoupled, DiLoCo, LocalSGD, Strategy, StreamingDiLoCo
@@ -32,10 +32,11 @@ NESTEROV = dict[str, Any](lr=0.7, momentum=0.9, nesterov=True)
 
 async def train_to_end(run: Run, *durations_s: float) -> None:
     """Let each trainer take batches that last so long, until the run is over for all."""
-    for (name, trainer), duration_s in zip(run.trainers.items(), durations_s, strict=True):
+    trains = (
         run.swarm.spawn(name, trainer.train(BATCH, duration_s=duration_s, until=lambda: False))
-    while not all(trainer.finished for trainer in run.trainers.values()):
-        await sim.sleep(0.5)
+        for (name, trainer), duration_s in zip(run.trainers.items(), durations_s, strict=True)
+    )
+    await asyncio.gather(*trains)
 
 
 def moving(compute: Callable[[int, int], None], extra: torch.Tensor, number: int, size: int) -> None:
@@ -691,6 +692,93 @@ def test_all_that_was_trained_of_each_fragment_is_merged_at_the_end(every: int |
             assert max(counted) - min(counted) <= apart * BATCH, counted
             assert trainer.batches_done * BATCH - min(counted) <= 3 * BATCH, counted
         assert not any("rounds" in warning for warning in run.warnings), run.warnings
+        await run.close()
+
+    sim.run(main, seed=4)
+
+
+class LastGive:
+    """Notes the epoch at which a peer gave to a merge of a fragment last, and how many batches it had done then."""
+
+    def __init__(self, trainer: Trainer, fragment: Participant) -> None:
+        self.epoch, self.batches = -1, 0
+        training, contribute = fragment.training, fragment.training.contribute
+
+        def contributes() -> tuple[float, float]:
+            self.epoch, self.batches = training.epoch, trainer.batches_done
+            return contribute()
+
+        training.contribute = contributes  # type: ignore[method-assign]
+
+
+def ends(seed: int) -> tuple[Strategy, list[float], int, list[float]]:
+    """A strategy, seconds for a batch of each peer, the number of the end, and how late merges of a fragment are."""
+    rng = random.Random(f"ends/{seed}")
+    choices: list[int | str] = [4, 6, 10, "2s"]
+    every = rng.choice(choices)
+    strategies: list[Strategy] = [StreamingDiLoCo(every, 2, rng.choice([1, 2, 3]), rng.choice([None, 0.5]))]
+    strategy = rng.choice([*strategies, Decoupled(every, 2, 2)])
+    speeds = [rng.uniform(0.1, 0.5) for _ in range(rng.choice([2, 3, 4]))]
+    return strategy, speeds, rng.choice([1, 2, 4, 6]), [rng.choice([0.0, 0.0, 1.0, 6.0]) for _ in range(12)]
+
+
+@pytest.mark.parametrize(
+    "seed", [0, 1, 2, *(pytest.param(number, marks=pytest.mark.long(full=number > 6)) for number in range(3, 60))]
+)
+def test_a_fragment_whose_merge_waits_for_a_peer_ends_behind_the_others(seed: int) -> None:
+    """The others had their last merge long before, and what was trained until the last of all was in that one only.
+
+    All last merges come together: a peer that gives to them has one batch or two under way then.
+    """
+    strategy, speeds, last, late_s = ends(seed)
+    rng = random.Random(seed)
+
+    async def main() -> None:
+        run = Run(target=1, width=64)
+        for number in range(len(speeds)):
+            await run.add(f"p{number}", strategy=strategy)
+        await sim.sleep(3.0)
+        waits = rng.choice(rng.choice(list(run.trainers.values())).fragments)
+        average, left_s = waits._average, iter(late_s)
+
+        async def averages() -> None:
+            await sim.sleep(next(left_s, 0.0))
+            await average()
+
+        waits._average = averages  # type: ignore[method-assign]
+        trainers = list(run.trainers.values())
+        gives = [[LastGive(trainer, fragment) for fragment in trainer.fragments] for trainer in trainers]
+        run.announce_end(last)
+        await train_to_end(run, *speeds)
+        assert run.agree(list(run.trainers))
+        for trainer, gave in zip(trainers, gives, strict=True):
+            found = [fragment.status() for fragment in trainer.fragments]
+            assert {each.epoch for each in found} == {last}
+            assert all(each.contributed + each.dropped == BATCH * trainer.batches_done for each in found), found
+            if all(each.epoch == last - 1 for each in gave):  # the peer that is late may be left out
+                assert trainer.batches_done - min(each.batches for each in gave) <= 2
+        await run.close()
+
+    sim.run(main, seed=4)
+
+
+@pytest.mark.parametrize("strategy", [None, DiLoCo(400), StreamingDiLoCo(400, 2, 1), Decoupled(400, 2)], ids=str)
+def test_what_a_peer_had_not_given_when_it_left_was_neither_contributed_nor_dropped(strategy: Strategy | None) -> None:
+    """Nobody was told of it: now it is dropped, as anything that goes into no step, and the warning says why."""
+
+    async def main() -> None:
+        run, told = Run(target=1000 * BATCH), list[Event]()
+        leaves = await run.add("p0", strategy=strategy, events=told.append)
+        work = leaves.train(BATCH, duration_s=0.5, until=lambda: leaves.batches_done == 150)
+        await run.swarm.run_on("p0", lambda: work)
+        assert all(fragment.held == 150 * BATCH for fragment in leaves.fragments)
+        for fragment in leaves.fragments:
+            await run.swarm.run_on("p0", fragment.close)
+            assert (fragment.contribution.dropped, fragment.held) == (150 * BATCH, 0)
+        dropped = [(each.dropped, each.computed) for each in told if isinstance(each, SamplesDropped)]
+        assert dropped == [(150 * BATCH, 150 * BATCH)]
+        warned = [each.message for each in told if isinstance(each, Warned)]
+        assert sum("this peer leaves between two steps of the swarm" in each for each in warned) == 1, warned
         await run.close()
 
     sim.run(main, seed=4)

@@ -335,6 +335,8 @@ class CatchUp:
         gradients: of the run's rounds.
         states: of its averagings of states.
         max_bytes: the most that is kept.
+        counted: told of samples of this peer that are in a step which it takes here, if it had missed the verdict: in
+            the thread that takes the step.
     """
 
     def __init__(
@@ -346,8 +348,10 @@ class CatchUp:
         states: Averager,
         *,
         max_bytes: int,
+        counted: Callable[[int], None],
     ) -> None:
         self._core, self._run_id, self._training, self._max_bytes = core, run_id, training, max_bytes
+        self._counted = counted
         self._averagers = {False: gradients, True: states}
         self._vectors: dict[bool, Vector] = {}
         self._following: Following | None = None
@@ -457,7 +461,7 @@ class CatchUp:
             vector.apply(self._averagers[True].settings.averaging_alpha)
         else:
             if any(each.peer == self._core.peer_id for each in agreement.contributors):
-                self._training.given_is_in()
+                self._counted(self._training.given_is_in())
             vector.overwrite()
             self._training.use_accumulators()
             self._training.step(agreement.options, agreement.absent, agreement.cores)

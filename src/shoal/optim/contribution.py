@@ -86,7 +86,8 @@ class Contribution:
 
     Attributes:
         contributed: samples that went into a step, or into a part of one.
-        dropped: samples that were computed and went into none: their state was over before they came.
+        dropped: samples that were computed and went into none: their state was over before they came, or the run was,
+            or this peer has left. As of the last `settle`.
     """
 
     def __init__(self) -> None:
@@ -130,6 +131,10 @@ class Contribution:
         """So many of this peer's samples went into a step."""
         self.contributed += samples
 
+    def settle(self, processed: int, held: int) -> None:
+        """Bring `dropped` up to date: of the samples that were computed, `held` may still go into a step."""
+        self.dropped = max(0, processed - self.contributed - held)
+
     def state_changed(self, epoch: int, *, processed: int, batches: int, held: int, now: float) -> str | None:
         """The state has changed. Returns a warning for the user, once, if few of this peer's samples count, or none.
 
@@ -140,7 +145,7 @@ class Contribution:
             held: samples that are accumulated for the next step.
             now: seconds.
         """
-        self.dropped = max(0, processed - self.contributed - held)
+        self.settle(processed, held)
         before, now_at = self._last, _Mark(epoch, self.contributed, processed, batches, now)
         self._last = now_at
         leap = 0 if before is None else epoch - before.epoch

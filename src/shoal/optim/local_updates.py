@@ -31,13 +31,13 @@ __all__ = ["LocalTrainingState"]
 class _LocalSteps(GradientSum):
     """Counts samples where nothing is summed: the gradients of each batch are stepped from at once."""
 
-    def __init__(self, step: Callable[[], None]) -> None:
+    def __init__(self, step: Callable[[], bool]) -> None:
         super().__init__([], 1)
         self._step = step
 
     def add(self, given: Sequence[int], samples: int, norm: float = 0.0) -> None:
-        self._step()
-        self.samples += samples
+        if self._step():
+            self.samples += samples
 
     def take_in(self, other: GradientSum) -> None:
         samples, other.samples = other.samples, 0
@@ -72,11 +72,15 @@ class LocalTrainingState(TrainingState):
         extra_tensors: part of the state and of each average.
         average_opt_statistics: names of statistics of the optimizer, of the shape of their parameters, that are
             averaged with them. A peer that has taken no step yet has none, and no weight.
+        waits: the trainer waits for each round, and goes on from the average: a batch that was under way when this peer
+            gave to the round is not stepped from, and does not count.
         options: for `TrainingState`.
 
-    What it trains while a round goes on is not lost: the difference between the parameters when the round began and the
-    average is added to them.
+    If it does not wait, what it trains while a round goes on is not lost: the difference between the parameters when
+    the round began and the average is added to them.
     """
+
+    _loses = False  # the last batch was computed at parameters that are no more, or soon will be
 
     def __init__(
         self,
@@ -85,8 +89,10 @@ class LocalTrainingState(TrainingState):
         extra_tensors: Sequence[torch.Tensor] = (),
         *,
         average_opt_statistics: Sequence[str] = (),
+        waits: bool = False,
         **options: Any,
     ) -> None:
+        self._waits = waits
         self._move_to_average: Callable[[], None] | None = None
         super().__init__(optimizer, scheduler, extra_tensors, **options, late=True)
         self._statistics = list(_statistics(optimizer, self.trained, average_opt_statistics))
@@ -95,7 +101,33 @@ class LocalTrainingState(TrainingState):
     def _new_sum(self) -> GradientSum:
         return _LocalSteps(self._step_locally)
 
-    def _step_locally(self) -> None:
+    @property
+    def _waits_for_round(self) -> bool:
+        """Whether this peer has given to a round, and goes on from its average."""
+        return self._waits and self._in_round
+
+    @property
+    def holds_average(self) -> bool:
+        """Whether the last batch counts for nothing, though its gradients were finite."""
+        return self._loses
+
+    def accumulate(self, batch_size: int) -> bool:
+        """Step on the gradients in `.grad`.
+
+        Returns:
+            Whether they count: not if they are not finite, or came after this peer had given to a round that it waits
+            for: they are not stepped from then.
+
+        Raises:
+            ConfigError: see `TrainingState.accumulate`.
+        """
+        self._loses = False
+        return super().accumulate(batch_size) and not self._loses
+
+    def _step_locally(self) -> bool:
+        if self._waits_for_round:
+            self._loses = True
+            return False
         own = [parameter.grad for parameter in self.parameters]
         before = [dict(group) for group in self.optimizer.param_groups]
         try:
@@ -112,6 +144,7 @@ class LocalTrainingState(TrainingState):
             forget_casts()
             for parameter, gradient in zip(self.parameters, own, strict=True):
                 parameter.grad = gradient
+        return True
 
     def contribute(self) -> tuple[float, float]:
         """The parameters go into a round now, as they are: see `TrainingState.contribute`."""

@@ -304,11 +304,16 @@ class Notices:
         if self._tells_of_model:
             self._events.emit(SamplesDropped(run_id=self._run_id, dropped=dropped, computed=computed))
 
-    def much_dropped(self, much: Dropped, merging: Merging | None, *, keeps_late: bool) -> None:
-        """Too much of what this peer has computed lately went into no step."""
+    def much_dropped(self, much: Dropped, merging: Merging | None, *, keeps_late: bool, left: int = 0) -> None:
+        """Too much of what this peer has computed lately went into no step; `left` of it as the peer leaves now."""
         if not self._tells_of_model:
             return
-        if merging is not None and merging.waits:
+        if 2 * left > much.samples:
+            why = (
+                "this peer leaves between two steps of the swarm, and what it has computed since the last one is lost. "
+                "A run that ends by announce_end() ends with a step"
+            )
+        elif merging is not None and merging.waits:
             why = "a batch that is under way when a merge begins is lost. Raise the strategy's every, or take Decoupled"
         elif merging is not None:
             why = "it comes too late to merges. Raise the strategy's every"

@@ -143,8 +143,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         use_local_updates: step on each batch's own gradients at once, and average parameters instead of gradients, once
             in an epoch. It sends the parameters once for `target_batch_size` samples of the swarm. The optimizers'
             statistics stay their own, but for those in `average_opt_statistics`. Training goes on while parameters are
-            averaged, and keeps what it has changed meanwhile; with `delay_state_averaging=False` it waits. All peers
-            give the same.
+            averaged, and keeps what it has changed meanwhile; with `delay_state_averaging=False` it waits, and goes on
+            from the average: a batch that was under way is dropped. All peers give the same `use_local_updates`.
         offload_optimizer: keep the optimizer's statistics and the sums of gradients on the CPU, and take the step
             there: the device holds the parameters and the gradients of one batch. It needs `params` and a function as
             `optimizer`. Each step copies the parameters to the CPU and back. Parameters keep their dtype. Each peer may
@@ -334,6 +334,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             local,
             low_rank,
             options.get("average_opt_statistics", ()),
+            waits=waits,
             unit=target,
             late=keeps_late(late, delay=delay),
             max_grad_norm=max_grad_norm,
@@ -529,13 +530,18 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             ClosedError: the optimizer or its DHT was shut down.
         """
         found = self._statuses()
-        return replace(
+        status = replace(
             min(found, key=lambda each: each.epoch),
             swarm_epoch=min(each.swarm_epoch for each in found),
-            contributed=min(each.contributed for each in found),
-            dropped=max(each.dropped for each in found),
             finished=self.finished,
         )
+        return self._with_samples(status)
+
+    def _with_samples(self, status: Status) -> Status:
+        """This status with the samples that this peer has contributed and dropped."""
+        found = [each.contribution for each in self._participants]
+        contributed, dropped = min(each.contributed for each in found), max(each.dropped for each in found)
+        return replace(status, contributed=contributed, dropped=dropped)
 
     def _statuses(self) -> list[Status]:
         """Of each fragment of the model."""
@@ -1237,6 +1243,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         self._closed = True
         if not self._left and self.dht.is_alive():
             self._run(_leave_all(self._participants), self._shutdown_timeout)
+            if self._last_status is not None:  # what it had not given yet is lost now
+                self._last_status = self._with_samples(self._last_status)
             self._run(self._saver.close(), self._shutdown_timeout)
             self._forget_closer()
         self._dropped.detach()
@@ -1351,12 +1359,14 @@ def _training_state(
     local: bool,
     low_rank: Mapping[str, Any] | None,
     average_opt_statistics: Sequence[str],
+    *,
+    waits: bool,
     **options: Any,
 ) -> TrainingState:
     if merging is not None:
         return LocalSteps(*about, merging)
     if local:
-        return LocalTrainingState(*about, average_opt_statistics=average_opt_statistics)
+        return LocalTrainingState(*about, average_opt_statistics=average_opt_statistics, waits=waits)
     if low_rank is None:
         return TrainingState(*about, **options)
     return LowRankTrainingState(*about, **{**low_rank, **options})

@@ -93,6 +93,7 @@ class OuterTrainingState(TrainingState):
 
     Attributes:
         merging: as given.
+        end_epoch: where the run ends for this fragment, as far as it is known; None: nobody knows yet.
 
     Raises:
         ConfigError: the outer optimizer cannot step from an average, or its state cannot be given to newcomers.
@@ -100,8 +101,6 @@ class OuterTrainingState(TrainingState):
 
     _trained: _Trained
     _later: _Trained
-    _counts = False  # what was given to the round is in its average
-    _given: tuple[int, int] | None = None  # samples and batches of the outer gradient that the accumulators hold
     _strays = False  # the parameters are of no use
     _sound = True  # they were of use when the last merge came
     _passed = 0  # batches of the trainer since this peer gave to a merge
@@ -117,6 +116,7 @@ class OuterTrainingState(TrainingState):
         extra_tensors: Sequence[torch.Tensor] = (),
     ) -> None:
         self.merging, self._local = merging, local
+        self.end_epoch: int | None = None
         own = [local.trained[index] for index in fragment]
         anchor = [torch.nn.Parameter(each.detach().to(sum_dtype(each.dtype), copy=True)) for each in own]
         try:
@@ -172,8 +172,7 @@ class OuterTrainingState(TrainingState):
 
     def ends_at(self, epoch: int | None) -> None:
         """See `TrainingState.ends_at`."""
-        if self is self._local.fragments[0]:
-            self._local.end_epoch = epoch
+        self.end_epoch = epoch
 
     def places(self) -> list[torch.Tensor]:
         """The tensors of the model that those of `describe` belong to."""
@@ -183,8 +182,29 @@ class OuterTrainingState(TrainingState):
 
     @property
     def batches(self) -> int:
-        """Batches that were trained since the last merge, as far as they go into the next one."""
-        return self._trained.batches
+        """Batches that were trained since the last merge, as far as they go into the next one.
+
+        Before the last merge of a run they are as many for all fragments as for the one that has fewest. So their last
+        merges come together, and all that was trained is in each of them.
+        """
+        if self.merging.steps is None or self._in_round or self._way[0] != 1:
+            return self._trained.batches
+        ways = [each._way for each in self._local.fragments]  # noqa: SLF001
+        return min(batches if left == 1 else 0 for left, batches in ways if left > 0)
+
+    @property
+    def comes_to_its_end(self) -> bool:
+        """Whether the next merge of this fragment is the last one of the run, or the last one was taken."""
+        return self.end_epoch is not None and self.epoch + 1 >= self.end_epoch
+
+    @property
+    def _way(self) -> tuple[int, int]:
+        """How many merges this peer has not given to yet until the run ends, and its batches for the next one of them.
+
+        0 of them also where the end is not known.
+        """
+        left = 0 if self.end_epoch is None else self.end_epoch - self.epoch - self._in_round
+        return left, (self._later if self._in_round else self._trained).batches
 
     def batches_until(self, steps: int) -> int:
         """Batches that were trained since the last merge: of those that go into the next one `steps` at most."""
@@ -197,8 +217,13 @@ class OuterTrainingState(TrainingState):
 
     @property
     def waits(self) -> bool:
-        """Whether the trainer has gone on for long enough while a merge is under way."""
+        """Whether the trainer has gone on for long enough while a merge is under way.
+
+        What it trains while the last merges of the run are under way is in none of them.
+        """
         overlap = self.merging.overlap
+        if all(each.comes_to_its_end for each in self._local.fragments):
+            return True
         return overlap is not None and self._in_round and self._passed >= overlap
 
     @property
@@ -220,31 +245,29 @@ class OuterTrainingState(TrainingState):
 
     def contribute(self) -> tuple[float, float]:
         """The outer gradient goes into a merge now: see `TrainingState.contribute`."""
-        weight, _ = super().contribute()
-        self._given, self._counts, self._passed = (self._trained.samples, self._trained.batches), False, 0
+        weight, _ = super().contribute()  # `_given` is of the outer gradient that the accumulators hold
+        self._passed = 0
         with torch.no_grad():
             # What was rounded off is no part of what was trained.
             for outer, anchor, own in zip(self.accumulators, self._anchor, self._weights(), strict=True):
                 outer.copy_(anchor).sub_(own.to(outer.device))
         return (0.0 if self._strays or self._local.hides_weights else weight), 1.0
 
-    def counted(self) -> None:
-        """What `contribute` has given is in the average."""
-        self._counts = True
+    def given_is_in(self) -> int:
+        """See `TrainingState.given_is_in`.
 
-    def given_is_in(self) -> None:
-        """What `contribute` has given is in the state that comes next, as only the verdict was missed (under the lock).
-
-        So it is taken out of what was trained, before that state is taken over: nothing is given twice.
+        It is taken out of what was trained, before that state is taken over: nothing is given twice.
         """
-        if self._given is None or not self.merging.keeps:
-            return
+        given, missed = self._given, super().given_is_in()
+        if given is None or not self.merging.keeps:
+            return missed
         sometimes("a merge has in it what this peer gave, though it missed the verdict")
-        (samples, batches), self._given, self._older = self._given, None, False
+        (samples, batches), self._counts, self._older = given, False, False
         self._trained.samples = max(0, self._trained.samples - samples)
         self._trained.batches = max(0, self._trained.batches - batches)
         with torch.no_grad(), self._local.moving(self._own):
             torch._foreach_add_(self._own, self._outer_gradient())
+        return missed
 
     def _outer_gradient(self) -> list[torch.Tensor]:
         return [each.to(own) for each, own in zip(self.accumulators, self._own, strict=True)]
@@ -335,7 +358,8 @@ class OuterTrainingState(TrainingState):
         if evaluates := self._local.evaluates and not self._local.hides_weights:
             self._local.train()  # else that would put back the weights before
         keeps = follows and self.merging.keeps and not self._older
-        keeps = keeps and not self._strays and self.unfit() is None
+        # If it counts, the merge that has it is given up for a branch of this state.
+        keeps = keeps and not self._strays and not self._counts and self.unfit() is None
         if keeps and self._trained.batches:
             sometimes("what a peer trained is kept over a state that it downloads")
         before = [each.clone() for each in self._anchor] if keeps else []
@@ -358,7 +382,7 @@ class OuterTrainingState(TrainingState):
     def discard(self) -> None:
         """Forget what was trained. The parameters go back to the anchor before the next batch: see `settle`."""
         self._strays = self.strays
-        self._given, self._counts, self._land, self._older = None, False, None, False
+        self._land, self._older = None, False
         super().discard()
 
     @property
@@ -423,7 +447,6 @@ class LocalSteps(LocalTrainingState):
     Attributes:
         merging: as given.
         fragments: of the model, in order.
-        end_epoch: where the run ends, as far as it is known; None: nobody knows yet.
 
     Raises:
         ConfigError: there are more fragments than trained tensors; or the outer optimizer is of no use.
@@ -440,9 +463,7 @@ class LocalSteps(LocalTrainingState):
     ) -> None:
         super().__init__(optimizer, scheduler, extra_tensors)
         self.merging, last = merging, merging.fragments - 1
-        self.end_epoch: int | None = None
         self._fresh = True  # no batch was trained yet
-        self._merges = self._loses = False  # this peer waits for a merge that has begun, and so its last batch was lost
         self._fingerprint: tuple[list[int], bytes] | None = None
         # The names of weights among the inner optimizer's statistics: equal ones now, or as a trial will tell.
         self._copies, self._judged = frozenset(_equal_statistics(optimizer)), False
@@ -504,15 +525,12 @@ class LocalSteps(LocalTrainingState):
             fragment.pass_batch()
         settled = [fragment.settle() for fragment in self.fragments]
         if any(settled):
+            self._loses = True
             return False
-        left_out, self._loses = self.left_out, False
-        self._merges = self.merging.waits and any(fragment.in_round for fragment in self.fragments)
+        left_out = self.left_out
         if not super().accumulate(batch_size):
             if self.left_out != left_out and self.broken is not None:
                 self.go_back()
-            return False
-        if self._merges:
-            self._loses = True
             return False
         for fragment in self.fragments:
             fragment.count(batch_size)
@@ -520,13 +538,8 @@ class LocalSteps(LocalTrainingState):
         return True
 
     @property
-    def holds_average(self) -> bool:
-        """Whether the last batch counts for nothing, as the merge for which this peer waits had begun before."""
-        return self._loses
-
-    def _step_locally(self) -> None:
-        if not self._merges:
-            super()._step_locally()
+    def _waits_for_round(self) -> bool:
+        return self.merging.waits and any(fragment.in_round for fragment in self.fragments)
 
     def follow_model(self) -> None:
         """Before its first batch the model may still be given other weights, as with any optimizer (under the lock)."""
@@ -605,7 +618,7 @@ class LocalSteps(LocalTrainingState):
         if steps is None:
             return first.epoch
         at = first.epoch * steps + first.batches_until(steps)
-        return at if self.end_epoch is None else min(at, max(first.epoch, self.end_epoch) * steps)
+        return at if first.end_epoch is None else min(at, max(first.epoch, first.end_epoch) * steps)
 
 
 def fingerprint_of(fragments: Sequence[TrainingState]) -> bytes:

@@ -223,8 +223,9 @@ class MergePace:
     Args:
         merging: the way in which peers merge.
         fragment: the number of the fragment. The first merges of the fragments are spread over the way, and the last
-            ones come together: then all that was trained is in them. Only the first fragment goes the whole way from
-            the beginning, so its merges end the epochs of the model: what it tells holds for all of it.
+            ones come together: then all that was trained is in them. (By steps `OuterTrainingState.batches` sees to
+            that.) Only the first fragment goes the whole way from the beginning, so its merges end the epochs of the
+            model: what it tells holds for all of it.
         first: the pace of the first fragment, if this is of another one. By time the fragments keep their places
             beside it: all that are overdue, as a quorum was lacking, are merged at the same moment.
 
@@ -232,10 +233,13 @@ class MergePace:
         epoch: of the state that this peer has.
         began: when its way began, local time, seconds: as it got that state, or so much later or earlier as brings the
             fragment back to its place beside the first one.
+        model: the paces of all fragments of the model, the first one first.
     """
 
     def __init__(self, merging: Merging, fragment: int = 0, first: MergePace | None = None) -> None:
         self._merging, self._first = merging, first
+        self.model: list[MergePace] = [] if first is None else first.model
+        self.model.append(self)
         self._ahead = WAY * fragment // merging.fragments
         self.began, self.epoch = math.inf, 0
         self._end: int | None = None
@@ -264,15 +268,33 @@ class MergePace:
 
     def left_s(self, now: float) -> float:
         """The seconds until the next merge is due, if merges go by time; less than 0 if it is overdue."""
-        seconds, first = self._merging.seconds, self._first
-        assert seconds is not None
-        if first is not None and self._end == self.epoch + 1:
-            return first.left_s(now) + seconds * (self.epoch - first.epoch)
-        return self.began + seconds * (WAY - self._begins_at(self.epoch)) / WAY - now
+        if not self._is_last(self.epoch):
+            return self.way_left_s(now)
+        # All last merges come when that of the first fragment is due, and after all others of each fragment.
+        first, seconds = self.model[0], self._merging.seconds or 0.0
+        left_s = 0.0 if first.merges_left == 0 else (first if first.merges_left else self).way_left_s(now)
+        for each in self.model:
+            if (merges := each.merges_left or 0) > 1:
+                left_s = max(left_s, max(0.0, each.way_left_s(now)) + seconds * (merges - 1))
+        return left_s
+
+    def way_left_s(self, now: float) -> float:
+        """The seconds until this fragment has gone its way, if merges go by time, whatever the others have done."""
+        assert self._merging.seconds is not None
+        return self.began + self._merging.seconds * (WAY - self._begins_at(self.epoch)) / WAY - now
+
+    @property
+    def merges_left(self) -> int | None:
+        """How many merges of this fragment there are until the run ends; None if that is not known."""
+        return None if self._end is None else max(0, self._end - self.epoch)
 
     def _begins_at(self, epoch: int) -> int:
-        """The fragment is so far ahead on its way: the first way is shorter, and the last one as much longer."""
-        return self._ahead * (epoch == 0) - self._ahead * (self._end == epoch + 1)
+        """The fragment is so far ahead on its way: the first way is shorter, unless it is the last one, too."""
+        return self._ahead if epoch == 0 and self._end != 1 else 0
+
+    def _is_last(self, epoch: int) -> bool:
+        """Whether the next merge from this epoch is the last one of the run, as far as it is known."""
+        return self._end == epoch + 1
 
     def target(self, view: SwarmView) -> int:
         """See `Pace`."""
@@ -362,7 +384,8 @@ class MergePace:
         So peers of equal speed train equally many batches, and none of them is lost. Else a peer waits in vain for one
         batch at most, as it would lose one at most by going on.
         """
-        if not self._merging.waits or not batches or epoch != self.epoch:
+        waits = self._merging.waits or (self._first is None and self._is_last(epoch))
+        if not waits or not batches or epoch != self.epoch:
             return 0.0
         # On the first way by time the clock starts when a batch is over.
         counted = batches - (epoch == 0 and self._merging.steps is None)
@@ -374,8 +397,11 @@ class MergePace:
         return batch_s if own >= WAY and self._may_be_due(own) else 0.0
 
     def grace_s(self, now: float) -> float:
-        """See `Pace`: where peers wait for merges a batch that comes later is lost. It is what the mean batch takes."""
-        if not self._merging.waits:
+        """See `Pace`: where peers wait for merges a batch that comes later is lost. It is what the mean batch takes.
+
+        It is the same with the last merge of each fragment.
+        """
+        if not (self._merging.waits or self._is_last(self.epoch)):
             return 0.0
         return self.way_s(now) / (self._merging.steps or _GRACES)
 

@@ -135,7 +135,13 @@ class Participant:
         self._attendance = Attendance(settings.averager.window_s, self._averager.conduct.idle)
         self._steps = StepFeed(core, settings.run_id, self._followed_from, (self._averager, self._states))
         self._catch_up = CatchUp(
-            core, settings.run_id, training, self._averager, self._states, max_bytes=settings.catch_up_bytes
+            core,
+            settings.run_id,
+            training,
+            self._averager,
+            self._states,
+            max_bytes=settings.catch_up_bytes,
+            counted=self.contribution.counted,
         )
         self._news = Changes()  # reasons to look at the swarm
         self._moves = Changes()  # of the phase, and of all else that the trainer may wait for
@@ -180,6 +186,7 @@ class Participant:
             states=self._states,
             notices=self._notices,
             news=self._news,
+            counted=self.contribution.counted,
             keep=keep,
         )
         self._solitude = Solitude(
@@ -243,6 +250,7 @@ class Participant:
 
     async def _leave(self) -> None:
         await self._tasks.cancel()
+        self._tell_dropped(left=0 if self.at_end else self.training.held)  # it is given to nobody any more
         await self._check.close()
         await self._fetching.close()
         await self._gossip.leave()
@@ -312,6 +320,7 @@ class Participant:
     def status(self) -> Status:
         """The run as this peer sees it now."""
         view = self.view()
+        self._settle()
         return status_of(
             view,
             self.progress(),
@@ -380,8 +389,9 @@ class Participant:
 
     def _settle_end(self) -> None:
         self._end.settle(self.epoch, self.own.committed, lambda: self._known.ends, self._hosts)
-        self.pace.ends_at(self._end.epoch, left_behind=self._outlook.left_behind)
-        self.training.ends_at(self._end.epoch)
+        end = self._end.expected(self.epoch, self.training.model_epoch)
+        self.pace.ends_at(end, left_behind=self._outlook.left_behind)
+        self.training.ends_at(end)
 
     def _hosts(self) -> dict[PeerID, str]:
         return hosts_of(map(self._gossip.contact, self._known.peers))
@@ -858,10 +868,10 @@ class Participant:
 
     def _announce_state(self, *, expected: bool = False) -> None:
         """The state has another name: donors offer the new one, the others are told now, unless they expect it."""
-        speed, held = self.speed, self.training.samples
+        speed = self.speed
         self.pace.state_changed(self.epoch, self._now())
         why = self.contribution.state_changed(
-            self.epoch, processed=speed.processed, batches=speed.batches, held=held, now=self._now()
+            self.epoch, processed=speed.processed, batches=speed.batches, held=self.held, now=self._now()
         )
         if not self._gossip.has_twin:  # rounds take only one of the two: that was said
             if why is not None:
@@ -875,13 +885,28 @@ class Participant:
         if len(view.peers) > 1:  # else there is nobody to compare with
             self._check.begin()
 
-    def _tell_dropped(self) -> None:
+    @property
+    def held(self) -> int:
+        """Samples that are in no step yet, and may still go into one: see `TrainingState.held`."""
+        over = self._end.over(self.epoch) if self.settings.use_local_updates else self.at_end
+        return 0 if self._closed or over else self.training.held
+
+    @property
+    def _averages_what_is_held(self) -> bool:
+        """Whether the average of the states is that of what peers have trained after their last step."""
+        return self.at_end and self.settings.use_local_updates
+
+    def _settle(self) -> None:
+        self.contribution.settle(self.speed.processed, self.held)
+
+    def _tell_dropped(self, *, left: int = 0) -> None:
         speed, contribution = self.speed, self.contribution
+        self._settle()
         if contribution.first_dropped(processed=speed.processed, batches=speed.batches):
             self._notices.first_dropped(contribution.dropped, speed.processed)
-        much = contribution.much_dropped(processed=speed.processed, now=self._now(), over=self.at_end)
+        much = contribution.much_dropped(processed=speed.processed, now=self._now(), over=self.at_end or self._closed)
         if much is not None:
-            self._notices.much_dropped(much, self.settings.merging, keeps_late=self.training.keeps_late)
+            self._notices.much_dropped(much, self.settings.merging, keeps_late=self.training.keeps_late, left=left)
 
     async def _average_states(self) -> None:
         """Average the parameters with all of the last step. A peer that misses it has a worse state afterwards.
@@ -913,6 +938,9 @@ class Participant:
             if self.at_end:
                 await self._without_last_average(name)
         else:
+            if self._averages_what_is_held and result.outcome.counts(self.core.peer_id):
+                self.contribution.counted(self.training.held)
+                self.training.counted()
             counts = self._counts.chosen(result.gathered, result.outcome.contributors)
             members = [member.contact.peer for member in result.outcome.members]
             self._companions.share(members, name.key, result.duration_s)
@@ -941,6 +969,8 @@ class Participant:
             self._states.vector.overwrite()
         else:
             self._states.vector.apply(alpha)
+        if self._averages_what_is_held:
+            self.training.discard()
         if counts is not None:
             self._counts.take(counts)
 

@@ -70,6 +70,14 @@ class RunEnd:
             return self.said
         return epoch + 1 if model_epoch >= self.said - 1 else None
 
+    def expected(self, epoch: int, model_epoch: int) -> int | None:
+        """The epoch at which the run ends, also if it is not settled: arguments and result as of `word`.
+
+        A fragment that is past the end knows only so which merge is its last one.
+        """
+        word = self.word(epoch, model_epoch) if self.epoch is None else None
+        return word if word is not None and word > epoch else self.epoch
+
     def settle(
         self,
         epoch: int,

@@ -62,6 +62,7 @@ class Takeover:
         states: the averager of states, whose donors are asked.
         notices: tell the user.
         news: told when a state was withheld.
+        counted: told of samples of this peer that are in a state which was taken over, if it had missed the verdict.
         keep: saves our state, which is about to be given up (under `lock`, in the executor); returns where it is kept,
             or None if nothing is.
         took_over: whether the last `run` changed the state.
@@ -80,6 +81,7 @@ class Takeover:
     states: Averager
     notices: Notices
     news: Changes
+    counted: Callable[[int], None]
     keep: Callable[[], object] | None = None
     took_over: bool = False
     why_not: str = ""
@@ -282,7 +284,7 @@ class Takeover:
             _note_fork(self.own, name, follows=follows)
             tell_loss = await self._loss(name)
             if follows and committed.gave_last(self.core.peer_id):
-                await self.core.env.executor.run(training.given_is_in)
+                self.counted(await self.core.env.executor.run(training.given_is_in))
             await self._load(prepared, follows=follows)
             self.own.name, self.own.committed, self.own.before, self.took_over = name, committed, before, True
             self.own.is_average = is_average(state.metadata)

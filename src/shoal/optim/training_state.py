@@ -171,6 +171,8 @@ class TrainingState:
         self.evaluations = 0
         self._ended: tuple[bytes, list[torch.Tensor]] | None = None  # see `end`
         self._has_average = self._in_round = False
+        self._given: tuple[int, int] | None = None  # samples and batches that the last round of this state was given
+        self._counts = False  # they are in its average
 
     def heed_thread(self) -> None:
         """The trainer calls: its optimizer and its schedule compute as in this thread from now on, in any thread."""
@@ -285,6 +287,15 @@ class TrainingState:
         """Samples that go into the next step, as far as they are accumulated."""
         return self._sum.samples
 
+    @property
+    def held(self) -> int:
+        """Samples that are in no step yet, as far as it is known here, and may still go into one. Any thread may ask.
+
+        After each step all that was trained is in a step, is held, or is dropped.
+        """
+        late = self._late.samples if self._late is not None else 0
+        return late if self._counts else self._sum.samples + late
+
     def accumulate(self, batch_size: int) -> bool:
         """Add the gradients in `.grad`, the mean over `batch_size` samples; parameters without one count as 0.
 
@@ -387,7 +398,7 @@ class TrainingState:
         """
         if self._sum.is_over:  # nothing to contribute, but what is copied must be numbers
             self._sum.clear()
-        self._in_round = True
+        self._in_round, self._given, self._counts = True, (self.samples, self.batches), False
         return float(self.samples), self._unit / self.samples if self.samples else 0.0
 
     def round_failed(self) -> None:
@@ -398,9 +409,17 @@ class TrainingState:
 
     def counted(self) -> None:
         """What `contribute` has given is in the average of its round."""
+        self._counts = True
 
-    def given_is_in(self) -> None:
-        """What `contribute` has given is in the state that is taken over next: its round's verdict did not come."""
+    def given_is_in(self) -> int:
+        """What `contribute` has given is in the state that is taken over next (under the lock).
+
+        Returns:
+            How many samples, if that was not known, as the verdict of the round did not come; else 0.
+        """
+        given = 0 if self._counts or self._given is None else self._given[0]
+        self._given, self._counts = None, True
+        return given
 
     def unfit(self) -> int | None:
         """The trained parameter whose accumulator cannot be averaged; None if all can. Stricter than a round is."""
@@ -437,7 +456,8 @@ class TrainingState:
 
     def discard(self) -> None:
         """Forget the accumulated gradients, the late ones too: they are of a state that is not ours any more."""
-        self._has_average = self._in_round = False
+        self._has_average = self._in_round = self._counts = False
+        self._given = None
         self._sum.forget()
         if self._late is not None:
             self._late.forget()
@@ -468,7 +488,8 @@ class TrainingState:
             self._sum.forget()
             if self._late is not None:
                 self._sum.take_in(self._late)
-            self._has_average = self._in_round = False  # last: until then all of this is to be done
+            self._given = None
+            self._has_average = self._in_round = self._counts = False  # last: until then all of this is to be done
 
     def step(self, options: Options | None = None, absent: Collection[int] | None = None, cores: int = 0) -> None:
         """Take the optimizer step from the average that is held, and move the schedule. `.grad` stays the user's.

@@ -92,6 +92,10 @@ class SampleAudit:
     def _of(self, participant: Participant) -> list[object]:
         return list(self._in.get(id(participant.training._sum), ()))
 
+    def counted(self) -> set[Any]:
+        """The numbers of all batches that went into a state, of whatever history."""
+        return {batch for made in self.made.values() for batch in made.batches}
+
     def check(self, last: StateName, batch_size: int) -> int:
         """Walk from this state back to the beginning; returns how many batches went into it.
 

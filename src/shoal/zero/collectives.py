@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.errors import LocalError
+from shoal.zero.parting import Turn
 from shoal.zero.watch import Watch
 
 __all__ = ["Collectives", "Pending", "Run", "Scratch", "Traffic", "sum_in_order"]
@@ -111,7 +112,7 @@ class Pending:
         self,
         works: Sequence[dist.Work],
         watch: Watch,
-        turn: str,
+        turn: Turn,
         then: Callable[[], None] | None = None,
         first: Callable[[], object] | None = None,
     ) -> None:
@@ -124,7 +125,8 @@ class Pending:
         if self._thread is None:
             self._wait()
         else:
-            self._thread.join()
+            with self._watch.named(self._turn):
+                self._thread.join()
         if self._error is not None:
             raise self._error
         if self._then is not None:
@@ -137,10 +139,14 @@ class Pending:
         A message on gloo can be waited for, but not polled: so a thread waits.
         """
         if self._thread is None:
-            self._thread = threading.Thread(target=self._wait, daemon=True)
+            self._thread = threading.Thread(target=self._wait_aside, daemon=True)
             self._thread.start()
         self._thread.join(seconds)
         return not self._thread.is_alive()
+
+    def _wait_aside(self) -> None:
+        with self._watch.parting.aside():
+            self._wait()
 
     def _wait(self) -> None:
         try:
@@ -183,6 +189,7 @@ class Collectives:
         self.everyone = everyone or group
         self.rank, self.ranks, self.tagged = group.rank(), group.size(), _is_gloo(group, device)
         self.traffic, self.scratch = Traffic(), Scratch()
+        watch.parting.cover(group)
 
     def reduce_scatter(
         self,
@@ -314,7 +321,7 @@ class Collectives:
         then: Callable[[], None] | None = None,
         first: Callable[[], object] | None = None,
     ) -> Pending:
-        turn = self.watch.turn(f"{doing} of {sum(each.tensor.nbytes for each in operations):,} bytes")
+        turn = self.watch.turn(doing, f" of {sum(each.tensor.nbytes for each in operations):,} bytes")
         with self.watch.named(turn):
             works = dist.batch_isend_irecv(operations) if operations else []
         return Pending(works, self.watch, turn, then, first)

@@ -1,7 +1,9 @@
 """Stages 1 and 2, the backward pass: gradients on their way to the owners of tiles.
 
 When all gradients of a bucket are there, it is sent, while the backward pass goes on; the owner adds up in the order of
-the ranks, in float32 if the values have 16 bits. The end of a pass waits for all that is on its way.
+the ranks, in float32 if the values have 16 bits. The end of a pass waits for all that is on its way. A pass that an
+exception ends on this rank is carried to its end as well, before the program sees the exception, and the others are
+told: they wait for its messages.
 
 - Stage 1 keeps all gradients, each bucket's in one tensor, to which they go when they come; those of the own tiles are
   where the mean goes. Places of gradients that others have by now, or that have not come yet, are where pieces of
@@ -18,6 +20,7 @@ stand-ins (`standins`), which show what the user clears.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -37,6 +40,7 @@ from shoal.zero.tiles import Bucket, Tile
 
 __all__ = ["Reduction"]
 
+_logger = logging.getLogger("shoal.zero")
 PATIENCE_S = 5.0
 """How long a backward pass waits for buckets that are on their way, the first time; afterwards it does not."""
 _IN_FLIGHT = 2
@@ -57,6 +61,26 @@ class _Flight(NamedTuple):
     pending: Pending
     lent: torch.Tensor | None
     borrowed: list[tuple[Bucket, torch.Tensor]]
+
+
+class _Rest:
+    """The rest of a pass: autograd calls it, or drops it if an exception ends the pass.
+
+    Args:
+        end: called at the end of the pass.
+        drop: called if it never gets there.
+    """
+
+    def __init__(self, end: Callable[[], None], drop: Callable[[], None]) -> None:
+        self._end, self._drop = end, drop
+
+    def __call__(self) -> None:
+        """The graph is at its end."""
+        self._drop = lambda: None
+        self._end()
+
+    def __del__(self) -> None:
+        self._drop()
 
 
 class Reduction:
@@ -106,6 +130,7 @@ class Reduction:
         self._running = False  # a backward pass that reduces
         self._hear: Callable[[], object] | None = None  # waits until all are known to be at this model
         self._late = False  # whether a gradient came when its bucket was sent
+        self._broken = False  # whether an exception has ended the present pass on this rank
         self._patience_s = PATIENCE_S
         self._fault: LocalError | None = None
         self._launched = 0
@@ -153,11 +178,12 @@ class Reduction:
             self._asked = self._task
             self._call_at_the_end()
         if not self._running:
-            self.check()
+            self._check_order()
             self._running = True
             # Told in the order in which models come, whatever the order in which their buckets are complete.
             self._hear = self._collectives.tell() if self._collectives.tagged else None
             self._begin()
+            self.check()  # others wait for this pass by now: it is carried to its end if this raises
         if any(bucket.sent for bucket in self._holders[name]):
             self._hold(name)  # it comes once more: this pass consists of several, or the last one broke off
             self._late = True
@@ -211,7 +237,9 @@ class Reduction:
 
     def _call_at_the_end(self, *_: object) -> None:
         """Have `_ended` called when autograd is through with the present graph."""
-        torch.autograd.Variable._execution_engine.queue_callback(self._ended)  # noqa: SLF001 (as FSDP2 does)
+        torch.autograd.Variable._execution_engine.queue_callback(  # noqa: SLF001 (as FSDP2 does)
+            _Rest(self._ended, self._broke_off)
+        )
 
     def _ended(self) -> None:
         """A graph is at its end: either the backward pass is, or a part of it (reentrant activation checkpointing)."""
@@ -229,6 +257,24 @@ class Reduction:
 
         # Of the graph around it, in which no callback can be queued from here.
         handle = following[0].register_prehook(once)
+
+    def _broke_off(self) -> None:
+        """An exception ends the pass on this rank: its messages are sent, since the others wait for them.
+
+        Called while the exception is under way: what is raised here would be lost, and is raised by the next call.
+        """
+        if not self._running:
+            return
+        self._broken = True
+        try:
+            with torch.no_grad():
+                self._end()
+        except LocalError as error:
+            self._fault = error
+        except Exception as error:
+            self._flying.clear()
+            self._running = self._broken = False
+            _logger.warning("a backward pass broke off, and others may wait for the rest of it: %s", error)
 
     def _hold(self, name: str) -> None:
         """Add a gradient to those of this rank that are not reduced yet."""
@@ -344,9 +390,14 @@ class Reduction:
         self._offload.let_go(self._rooms[tile] for tile in tiles if tile in self._rooms)
 
     def _end(self) -> None:
-        """The pass is over: reduce parameters that got no gradient in it, and wait for everything."""
+        """The pass is over: reduce parameters that got no gradient in it, and wait for everything.
+
+        Raises:
+            LocalError: an exception has ended it on another rank.
+        """
         if not self._running:
             return
+        broken: list[int] = []
         with self._unless_lost():
             while True:
                 while self._launched < len(self._buckets):
@@ -354,15 +405,24 @@ class Reduction:
                 if self._hear is not None:  # there are no buckets
                     self._hear()
                     self._hear = None
-                hear = self._collectives.tell(self._late)
+                hear = self._collectives.tell(self._late, self._broken)
                 while self._flying:
                     self._land()
-                if not any(late for (late,) in hear()):
+                told = hear()
+                broken = [rank for rank, (_, broke) in enumerate(told) if broke]
+                if not any(late for late, _ in told):
                     break
                 self._begin()  # all of it again, on all ranks
             self._reduce_tables()
         self._seal()
         self._running = False
+        mine, self._broken = self._broken, False
+        if broken and not mine:
+            raise LocalError(
+                f"the backward pass broke off on rank {', '.join(map(str, broken))}, where an exception was raised in "
+                "it, and only a part of its gradients is here: see the error there, and clear gradients on all ranks "
+                "(optimizer.zero_grad()) before the next pass"
+            )
 
     def _reduce_tables(self) -> None:
         for name in self._tables.of:
@@ -384,7 +444,7 @@ class Reduction:
             yield
         except (RankLost, LocalError) as error:
             self._flying.clear()
-            self._running = False
+            self._running = self._broken = False
             self._fault = error if isinstance(error, LocalError) else None
             raise
 
@@ -392,7 +452,7 @@ class Reduction:
 
     def zero_grad(self) -> None:
         """Let go of all gradients."""
-        self._end()  # of a pass that broke off: others wait for the rest of it
+        self._broke_off()  # if autograd has not said so: others wait for the rest of it
         self._stand_ins.clear()
         for table in self._tables.of.values():
             table.clear()
@@ -478,14 +538,17 @@ class Reduction:
 
     def check(self) -> None:
         """Raise `LocalError` if the parameters are no longer where they were, or ranks were at different models."""
-        if self._fault is not None:
-            raise self._fault
+        self._check_order()
         moved = [bucket.moved() for bucket in self._buckets]
         moved += [name for name, table in self._tables.of.items() if table.moved()]
         for name in filter(None, moved):
             raise LocalError(
                 f"{name} was moved, converted or replaced after the model was sharded: do that before shard()"
             )
+
+    def _check_order(self) -> None:
+        if self._fault is not None:
+            raise self._fault
 
 
 def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device]:

@@ -2,8 +2,9 @@
 
 `torch.distributed` says that a connection was closed or that time is up, not which rank is at fault: when one process
 dies, others fail because of each other. So each rank counts up a key of its own in the group's store, and when
-something fails, those whose count stands still are named. If all are alive, the operation of each one is named: ranks
-that do not call the same things in the same order wait for each other until the group's time is up.
+something fails, those whose count stands still are named. If all are alive, the operation of each one is named, and the
+line of the program that called it. Ranks that do not call the same things in the same order would wait for each other:
+that is noticed before the group's time is up (`parting`).
 
 A process that is frozen (stopped, swapping, its machine asleep) closes no connection, and may wake: it is not lost
 before the group's time is up. Meanwhile each rank that waits for it names it in a warning. The store may be in the
@@ -19,6 +20,7 @@ import atexit
 import contextlib
 import functools
 import logging
+import sys
 import threading
 import time
 import weakref
@@ -30,6 +32,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from shoal.errors import ConfigError, RankLost
+from shoal.zero.parting import Parting, Turn, Waiting, at, parted
 
 __all__ = ["Agreement", "Watch"]
 
@@ -43,6 +46,10 @@ _WAITED_BEATS = 1
 _ANSWER_S = 5 * VERDICT_S
 """How long a verdict may take: the store may be in a process that is frozen."""
 _NO_STORE = "the store of the process group, or the process that holds it (rank 0 or a launcher),"
+_IN_ORDER = (
+    "All ranks must call the same things in the same order (passes, step, save and others), also behind an error that "
+    "only one of them has had. The group cannot be used any more: start anew"
+)
 _logger = logging.getLogger("shoal.zero")
 _VERDICT = "shoal.zero/lost"
 _TOLD = "shoal.zero/told"
@@ -68,11 +75,11 @@ class Watch:
         # A client of its own, where the store can: a long wait in one thread would keep the other waiting.
         self._store = store.clone() if hasattr(store, "clone") else store
         self._closed = threading.Event()
-        self._turn = 0
+        self.parting = Parting(group)
         self._store.add(_key(self._rank), 1)
         self._pulse = _Pulse(self._rank, self._ranks)
         threads = [
-            threading.Thread(target=task, args=(self._store, self._pulse, self._closed), daemon=True)
+            threading.Thread(target=task, args=(self._store, self._pulse, self.parting, self._closed), daemon=True)
             for task in (_beat, _look)
         ]
         for thread in threads:
@@ -85,52 +92,65 @@ class Watch:
         """Stop beating."""
         self._end()
 
-    def turn(self, doing: str) -> str:
-        """A name for the next operation of all ranks together: its number and its kind."""
-        self._turn += 1
-        return f"operation {self._turn}, {doing}"
+    def turn(self, doing: str, size: str = "") -> Turn:
+        """A name for the next operation of all ranks together.
+
+        Args:
+            doing: its kind, the same on all ranks.
+            size: more, for people.
+        """
+        return self.parting.turn(doing, size)
 
     @contextlib.contextmanager
-    def named(self, turn: str) -> Iterator[None]:
+    def named(self, turn: Turn) -> Iterator[None]:
         """Turn the failure of an operation that `turn` named into `RankLost`, which names the ranks that are gone.
 
         A rank that is frozen while this waits is named in a warning.
         """
         self._pulse.waits[turn] = self._pulse.looks
+        self.parting.begin(turn)
         try:
             yield
         except RuntimeError as error:  # the error of all backends
             raise self.verdict(error, turn) from error
         finally:
             self._pulse.waits.pop(turn, None)
+            self.parting.end(turn)
 
-    def verdict(self, error: RuntimeError, turn: str) -> RankLost:
+    def verdict(self, error: RuntimeError, turn: Turn) -> RankLost:
         """The ranks to blame for an error; takes up to `VERDICT_S`, or a bit longer if the store does not answer."""
         found: list[RankLost] = []
-        thread = threading.Thread(target=lambda: found.append(self._verdict(error, turn)), daemon=True)
+        waiting = self.parting.waiting(turn, sys._getframe())  # noqa: SLF001 (there is no other way to ask)
+        thread = threading.Thread(target=lambda: found.append(self._verdict(error, waiting)), daemon=True)
         thread.start()
         thread.join(_ANSWER_S)
         said = str(error).strip().split("\n", 1)[0]
         return found[0] if found else RankLost(f"{_NO_STORE} does not answer; what failed: {turn}: {said}")
 
-    def _verdict(self, error: RuntimeError, turn: str) -> RankLost:
-        said = f"{turn}: {str(error).strip().split(chr(10), 1)[0]}"
+    def _verdict(self, error: RuntimeError, waiting: Waiting) -> RankLost:
+        said = f"{waiting.said}: {str(error).strip().split(chr(10), 1)[0]}"
         others = [rank for rank in range(self._ranks) if rank != self._rank]
         try:
-            self._store.set(_at(self._rank), turn)
+            if where := parted(self._store):
+                self._let_others_ask([])
+                return RankLost(f"ranks called different things, and waited for each other: {where}. {_IN_ORDER}")
+            self._store.set(at(self._rank), waiting.packed())
             before = [self._count(rank) for rank in others]
             self._closed.wait(VERDICT_S)
             still = [rank for rank, count in zip(others, before, strict=True) if self._count(rank) == count]
             lost = self._agreed(still)
-            at = [self._store.get(_at(rank)).decode() if self._store.check([_at(rank)]) else "" for rank in others]
+            places = [self._store.get(at(rank)).decode() if self._store.check([at(rank)]) else "" for rank in others]
             self._let_others_ask(lost)
         except RuntimeError:
             return RankLost(f"{_NO_STORE} is gone; what failed: {said}")
         if not lost:
             elsewhere = [
-                f"rank {rank} in {place or 'none that failed'}" for rank, place in zip(others, at, strict=True)
+                f"rank {rank} in {Waiting.unpacked(place).said if place else 'none that failed'}"
+                for rank, place in zip(others, places, strict=True)
             ]
-            return RankLost(f"a collective failed though all ranks are alive: {said}; {', '.join(elsewhere)}")
+            return RankLost(
+                f"a collective failed though all ranks are alive: {said}; {', '.join(elsewhere)}. {_IN_ORDER}"
+            )
         names = " and ".join(f"rank {rank}" for rank in lost)
         return RankLost(f"{names} gone, without a sign of life for {VERDICT_S:g} s; what failed: {said}", lost)
 
@@ -176,32 +196,36 @@ class _Pulse:
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.others = rank, [each for each in range(ranks) if each != rank]
-        self.waits: dict[str, int] = {}
+        self.waits: dict[object, int] = {}
         self.beats = self.looks = 0
         self.counts: dict[int, _Count] = {}
         self._last = _Count(0, 0)  # the beats that were seen last, and at which look they were first
 
+    def patient(self, turn: object) -> bool:
+        """Whether an operation has waited for some time."""
+        return self.looks - self.waits.get(turn, self.looks) >= _WAITED_BEATS
+
     @property
-    def waiting(self) -> str:
-        """The operation that has waited for some time; empty if none has."""
-        return next((turn for turn, since in list(self.waits.items()) if self.looks - since >= _WAITED_BEATS), "")
+    def waiting(self) -> object:
+        """The operation that has waited for some time; None if none has."""
+        return next(filter(self.patient, list(self.waits)), None)
 
     def beat(self, count: Callable[[int], int]) -> None:
         """Read others' counts while this rank waits."""
-        found = {rank: count(rank) for rank in self.others} if self.waiting else {}
+        found = {rank: count(rank) for rank in self.others} if self.waiting is not None else {}
         known, self.beats = self.counts, self.beats + 1
         self.counts = {
             rank: each if (each := known.get(rank)) and each.value == value else _Count(value, self.beats)
             for rank, value in found.items()
         }
 
-    def find_frozen(self) -> tuple[set[str], str]:
+    def find_frozen(self) -> tuple[set[str], object]:
         """Those that seem to be frozen, and the operation in which this rank waits for them."""
         self.looks += 1
         if self._last.value != self.beats:
             self._last = _Count(self.beats, self.looks)
-        if not (turn := self.waiting):
-            return set(), ""
+        if (turn := self.waiting) is None:
+            return set(), None
         beats, counts = self.beats, self.counts
         still = [rank for rank, each in counts.items() if each.value and beats - each.since >= FROZEN_BEATS]
         store = {_NO_STORE} if self.looks - self._last.since >= FROZEN_BEATS else set()
@@ -215,15 +239,16 @@ def _store_of(group: dist.ProcessGroup) -> Store:
     return store
 
 
-def _beat(store: Store, pulse: _Pulse, closed: threading.Event) -> None:
+def _beat(store: Store, pulse: _Pulse, parting: Parting, closed: threading.Event) -> None:
     """Count up, and read others' counts while this rank waits."""
     with contextlib.suppress(RuntimeError):  # the store is gone: the next caller will notice
         while not closed.wait(BEAT_S) and dist.is_initialized():
             store.add(_key(pulse.rank), 1)
             pulse.beat(lambda rank: store.add(_key(rank), 0))
+            parting.look(store, pulse.patient)
 
 
-def _look(_: Store, pulse: _Pulse, closed: threading.Event) -> None:
+def _look(_: Store, pulse: _Pulse, __: Parting, closed: threading.Event) -> None:
     """Warn of ranks that seem to be frozen, once for each time."""
     said: set[str] = set()
     while not closed.wait(BEAT_S) and dist.is_initialized():
@@ -275,10 +300,6 @@ def _runs_gloo(task: Path) -> bool:
 
 def _key(rank: int) -> str:
     return f"shoal.zero/alive/{rank}"
-
-
-def _at(rank: int) -> str:
-    return f"shoal.zero/at/{rank}"
 
 
 class Agreement:

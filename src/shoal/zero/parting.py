@@ -1,0 +1,225 @@
+"""Ranks that wait for each other for good, since they call different things: one saves, another one steps.
+
+Each rank numbers its operations (`Turn`). A rank that has waited for a while puts into the group's store what it waits
+in, which operations it has begun, and the line of the program that called it. When all ranks wait, and nothing changes,
+each of them looks whether they can ever meet (`apart`). If not, their connections are closed, so that all raise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import linecache
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+__all__ = ["Parting", "Turn", "Waiting", "apart", "line_of"]
+
+UNCHANGED_BEATS = 4
+"""How long nothing may change, while all ranks wait."""
+_KNOWN = 64
+"""So many watches of a group, and operations of a watch, are remembered."""
+_NOBODY = (1 << 29) + 1
+"""A tag that no message has."""
+_PARTED = "shoal.zero/parted"
+_OWN = tuple(f"{Path(str(file)).parents[up]}/" for file, up in ((__file__, 1), (torch.__file__, 0), (json.__file__, 1)))
+"""Folders of modules that are not the program's: of shoal, torch and Python."""
+
+
+class Turn(NamedTuple):
+    """An operation of all ranks together.
+
+    Attributes:
+        watch: the how many-th watch of its group it is of.
+        number: the how many-th operation of that watch.
+        doing: what, the same on all ranks.
+        size: more, for people.
+    """
+
+    watch: int
+    number: int
+    doing: str
+    size: str = ""
+
+    def __str__(self) -> str:
+        return f"operation {self.number}, {self.doing}{self.size}"
+
+
+class Waiting(NamedTuple):
+    """What a rank waits in.
+
+    Attributes:
+        watch: as in `Turn`; so are `number` and `doing`.
+        begun: how many operations of each watch this rank has begun.
+        said: all of it, for people.
+    """
+
+    watch: int
+    number: int
+    doing: str
+    begun: dict[int, int]
+    said: str
+
+    def has_begun(self, watch: int, number: int) -> bool:
+        """Whether the rank has begun an operation."""
+        return watch < min(self.begun, default=0) or self.begun.get(watch, 0) >= number  # forgotten ones are over
+
+    def packed(self) -> str:
+        """For the store."""
+        return json.dumps(self)
+
+    @classmethod
+    def unpacked(cls, text: str) -> Waiting:
+        """From the store."""
+        watch, number, doing, begun, said = json.loads(text)
+        return cls(watch, number, doing, {int(key): count for key, count in begun.items()}, said)
+
+
+def apart(waits: Sequence[Waiting], done: Callable[[int, int], str | None]) -> bool:
+    """Whether ranks that all wait can never meet.
+
+    Args:
+        waits: of all ranks.
+        done: what this rank did in an operation, by its watch and number; None if it has not begun it, or forgot.
+    """
+    if all(any(not other.has_begun(each.watch, each.number) for other in waits) for each in waits):
+        return True  # each waits for one that itself waits before it begins that
+    return any(done(each.watch, each.number) not in (None, each.doing) for each in waits)
+
+
+def line_of(frame: FrameType | None) -> str:
+    """The line of the program by which a frame of ours was called."""
+    while frame is not None and frame.f_code.co_filename.startswith((*_OWN, "<")):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    file, number = frame.f_code.co_filename, frame.f_lineno
+    text = linecache.getline(file, number).strip()
+    return f", called in {Path(file).name}:{number}{f' ({text:.100})' if text else ''}"
+
+
+class _Ours:
+    """What the watches of one group have in common, in this process."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.begun: dict[int, int] = {}
+        self.done: dict[tuple[int, int], str] = {}
+        self.told: object = None  # the watch that has told last that it waits
+
+
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _Ours] = weakref.WeakKeyDictionary()
+
+
+class Parting:
+    """Of one watch.
+
+    Args:
+        group: the ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._rank, self._ranks = group.rank(), group.size()
+        self._ours = _groups.setdefault(group, _Ours())
+        self._ours.count += 1
+        self._watch = self._ours.count
+        self._ours.begun[self._watch] = 0
+        while len(self._ours.begun) > _KNOWN:
+            del self._ours.begun[min(self._ours.begun)]
+        self._blocked: dict[Turn, int] = {}  # the threads that wait
+        self._aside: set[int] = set()  # threads that wait while the program goes on
+        self._known: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet([group])
+        self._seen: list[str] = []
+        self._unchanged = 0
+        self._told = ""
+
+    def cover(self, group: dist.ProcessGroup) -> None:
+        """Some of the ranks wait in this group, too."""
+        self._known.add(group)
+
+    def turn(self, doing: str, size: str) -> Turn:
+        """The next operation."""
+        ours = self._ours
+        number = ours.begun[self._watch] = ours.begun.get(self._watch, 0) + 1
+        ours.done[self._watch, number] = doing
+        while len(ours.done) > _KNOWN:
+            del ours.done[next(iter(ours.done))]
+        return Turn(self._watch, number, doing, size)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """What this thread waits for in this block holds up nobody."""
+        self._aside.add(threading.get_ident())
+        try:
+            yield
+        finally:
+            self._aside.discard(threading.get_ident())
+
+    def begin(self, turn: Turn) -> None:
+        """This thread waits."""
+        if threading.get_ident() not in self._aside:
+            self._blocked[turn] = threading.get_ident()
+
+    def end(self, turn: Turn) -> None:
+        """It waits no more."""
+        self._blocked.pop(turn, None)
+
+    def waiting(self, turn: Turn, frame: FrameType | None) -> Waiting:
+        """What this rank waits in, in a frame."""
+        return Waiting(turn.watch, turn.number, turn.doing, dict(self._ours.begun), f"{turn}{line_of(frame)}")
+
+    def look(self, store: Store, patient: Callable[[Turn], bool]) -> None:
+        """Tell the others what this rank waits in; and close its connections if ranks are apart.
+
+        Args:
+            store: of the group.
+            patient: whether an operation has waited for some time.
+        """
+        turn = next((each for each in list(self._blocked) if patient(each)), None)
+        frame = None if turn is None else sys._current_frames().get(self._blocked.get(turn, -1))  # noqa: SLF001
+        text = "" if turn is None or frame is None else self.waiting(turn, frame).packed()
+        if text != self._told and (text or self._ours.told is self):
+            store.set(at(self._rank), text)
+            self._ours.told = self
+        self._told = text
+        if not text:
+            self._unchanged = 0
+            return
+        texts = [store.get(at(rank)).decode() if store.check([at(rank)]) else "" for rank in range(self._ranks)]
+        self._unchanged = self._unchanged + 1 if texts == self._seen else 0
+        self._seen = texts
+        if self._unchanged >= UNCHANGED_BEATS and all(texts):
+            waits = [Waiting.unpacked(each) for each in texts]
+            if apart(waits, lambda watch, number: self._ours.done.get((watch, number))):
+                places = "; ".join(f"rank {rank} is in {each.said}" for rank, each in enumerate(waits))
+                store.compare_set(_PARTED, "", places)
+        if parted(store):
+            for group in list(self._known):
+                _close(group)
+
+
+def at(rank: int) -> str:
+    """The key of what a rank waits in."""
+    return f"shoal.zero/at/{rank}"
+
+
+def parted(store: Store) -> str:
+    """Where all ranks are, if they are apart; empty otherwise."""
+    return store.get(_PARTED).decode() if store.check([_PARTED]) else ""
+
+
+def _close(group: dist.ProcessGroup) -> None:
+    """Have all that waits in a group of gloo fail. There is no other way than that something waits too long."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+        group.recv([nothing], (group.rank() + 1) % group.size(), _NOBODY).wait(timedelta(milliseconds=1))

@@ -24,6 +24,7 @@ __all__ = [
     "LONGEST_TURN_S",
     "Backoff",
     "Clock",
+    "Elapsed",
     "Env",
     "Executor",
     "InlineExecutor",
@@ -63,6 +64,25 @@ class SystemClock:
 
     def monotonic(self) -> float:
         return time.monotonic()
+
+
+class Elapsed:
+    """Counts seconds, also those for which the machine sleeps. Where the wall clock is set back, it goes on.
+
+    Args:
+        clock: of this machine.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._seconds = own_clock(clock), 0.0
+        self._last = self._clock.time(), self._clock.monotonic()
+
+    def time(self) -> float:
+        """The seconds since it was made."""
+        wall, steady = self._last
+        self._last = self._clock.time(), self._clock.monotonic()
+        self._seconds += max(0.0, self._last[0] - wall, self._last[1] - steady)
+        return self._seconds
 
 
 class SharedClock:

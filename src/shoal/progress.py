@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -36,7 +36,16 @@ from shoal.peer import PeerID
 from shoal.sometimes import sometimes
 from shoal.wire import Progress, Standing
 
-__all__ = ["NO_STATE", "RELAYED_S", "StateKey", "SwarmProgress", "SwarmView", "bound", "settings_difference"]
+__all__ = [
+    "NO_STATE",
+    "RELAYED_S",
+    "Heeded",
+    "StateKey",
+    "SwarmProgress",
+    "SwarmView",
+    "bound",
+    "settings_difference",
+]
 
 _SHOWN = 120
 _FIRST = "strategy", "optimizer"
@@ -57,6 +66,9 @@ _LARGEST_RATE = 1e15
 
 _ON_ITS_WAY_S = 0.5
 """A word travels for less than this, so we know how late it is at the peer that says it."""
+
+_REFUSED_S = 1.0
+"""A state that is not taken may be taken later: it is looked at again so often."""
 
 _INVERTED = bytes(range(255, -1, -1))
 
@@ -96,6 +108,22 @@ NO_STATE = StateKey.of(0, 0, b"")
 """Worse than every state."""
 
 
+class Heeded(NamedTuple):
+    """The peers whose states may be taken, whichever they name.
+
+    Attributes:
+        vouched: their words count: these states come before others.
+        others: nobody's word counts more than theirs.
+    """
+
+    vouched: frozenset[PeerID]
+    others: frozenset[PeerID]
+
+
+Heed = Callable[[StateKey, Mapping[PeerID, StateKey]], Heeded]
+"""Says whose states may be taken by a peer at this state, where each of the others is at such a state."""
+
+
 @dataclass(frozen=True, slots=True)
 class SwarmView:
     """The swarm as one peer sees it.
@@ -110,13 +138,15 @@ class SwarmView:
         rate: samples per second of all peers of `together`.
         epoch: the epoch of the best state.
         behind: the best state is another one than this peer's.
-        vouched: the best state is another one than this peer's, and a contributor to the last rounds is at it.
+        vouched: the best state is another one than this peer's, and somebody whose word counts is at it.
         best: the key of the best state.
         others: the last words of the other peers.
         own: of `samples`, what this peer has accumulated.
         trains: whether this peer has anything accumulated, or is about to: it has a rate.
         contributors: the peers that contributed to the last steps, if there were any.
         absent: peers that no round waits for.
+        vouching: the others whose words for a state count.
+        refused: the others that name a better state, or for a client another one, which is not taken.
         log: of a view and later ones, while all else is the same, this is the same list: the peers whose words were
             taken in meanwhile are added to it.
     """
@@ -135,6 +165,8 @@ class SwarmView:
     trains: bool = field(default=True, compare=False)
     contributors: Collection[PeerID] = field(default=(), compare=False)
     absent: frozenset[PeerID] = field(default=frozenset(), compare=False)
+    vouching: frozenset[PeerID] = field(default=frozenset(), compare=False)
+    refused: frozenset[PeerID] = field(default=frozenset(), compare=False)
     log: list[PeerID] | None = field(default=None, compare=False)
 
     @property
@@ -180,9 +212,19 @@ class SwarmProgress:
         ttl_s: a peer that says nothing new for this long is no longer counted.
         auxiliary: this peer has no samples, so what others may claim beside them cannot follow from them. Where no
             contributor is left at its state, it believes all.
+        heed: says whose states may be taken; None: all may, those of contributors first.
     """
 
-    def __init__(self, me: PeerID, settings: Mapping[str, str], *, ttl_s: float, auxiliary: bool = False) -> None:
+    def __init__(
+        self,
+        me: PeerID,
+        settings: Mapping[str, str],
+        *,
+        ttl_s: float,
+        auxiliary: bool = False,
+        heed: Heed | None = None,
+    ) -> None:
+        self._heed = heed or self._heed_all
         self._me, self._settings, self.ttl_s, self._auxiliary = me, dict(settings), ttl_s, auxiliary
         self._known: dict[PeerID, _Word] = {}
         self._alive: set[PeerID] = set()  # of those known
@@ -200,10 +242,9 @@ class SwarmProgress:
         self._key: StateKey | None = None  # of the state that the swarm was seen from last
         self._silent = frozenset[PeerID]()  # at that time
         self.contributors: Collection[PeerID] = ()
-        """The peers that contributed to the last steps, if there were any. A new key costs an attacker nothing. So a
-        better state that a contributor is at comes before states that only other peers are at. The samples of all other
-        peers together count for no more than those of this peer and the contributors. Only contributors are believed
-        about others."""
+        """The peers that contributed to the last steps, if there were any. A new key costs an attacker nothing. So the
+        samples of all other peers together count for no more than those of this peer and the contributors, and only
+        contributors are believed about others."""
         self.believed: Mapping[PeerID, int] = {}
         """The most samples that each contributor may have, as far as it is bounded: more does not count. It belongs to
         `contributors`, and changes with it."""
@@ -474,15 +515,20 @@ class SwarmProgress:
         return progress.contact.peer in giving and key.is_before(theirs)
 
     def better(self, mine: Progress, now: float, giving: Collection[PeerID] = ()) -> dict[PeerID, StateKey]:
-        """Peers that say they have a better state than this one, which can be had, and do not refuse it; its key."""
+        """Peers that say they have a better state than this one, which may be taken, and do not refuse it; its key."""
         said = {peer: self._said_last(peer, now) for peer in self._known}
         own = StateKey.of_peer(mine)
+        heeded = frozenset().union(*self._heed(own, {peer: StateKey.of_peer(each) for peer, each in said.items()}))
         return {
             peer: key
             for peer, progress in said.items()
-            if self._offers(progress, now, mine.end_epoch, at_end=False)
+            if peer in heeded
+            and self._offers(progress, now, mine.end_epoch, at_end=False)
             and self._beats(key := StateKey.of_peer(progress), progress, own, giving)
         }
+
+    def _heed_all(self, own: StateKey, named: Mapping[PeerID, StateKey]) -> Heeded:
+        return Heeded(frozenset(self.contributors), frozenset(named))
 
     def view(  # noqa: PLR0913 (all but two by name)
         self,
@@ -539,7 +585,14 @@ class SwarmProgress:
         others.update((peer, self._said_last(peer, now)) for peer in self._relayed if peer in others)
         # A state can be had from a peer that can be dialed, or that gives it to us. If there is none, all states count.
         end, at_end = asked.end, asked.at_end
-        offering = [mine, *(each for each in others.values() if self._offers(each, now, end, at_end=at_end))]
+        named = {peer: StateKey.of_peer(progress) for peer, progress in others.items()}
+        heeded = self._heed(asked.key, named)
+        may = heeded.vouched | heeded.others
+        refused = frozenset(peer for peer, key in named.items() if peer not in may and not self._is_worse(key, asked))
+        offering = [mine]
+        offering += [
+            each for peer, each in others.items() if peer in may and self._offers(each, now, end, at_end=at_end)
+        ]
         offered = {StateKey.of_peer(progress) for progress in offering if progress.contact.addresses}
         if not offered:
             offered = {StateKey.of_peer(progress) for progress in offering[1:]}
@@ -550,7 +603,7 @@ class SwarmProgress:
             lent = (StateKey.of_peer(each) for each in offering[1:] if each.contact.peer in asked.giving)
             offered.update(key for key in lent if most.is_before(key))
         vouchers = [asked.key] if asked.key in offered else []
-        vouchers += [StateKey.of_peer(others[peer]) for peer in self.contributors if peer in others]
+        vouchers += [named[peer] for peer in heeded.vouched if peer in named]
         best = max(offered.intersection(vouchers), default=asked.key)
         vouched = best != asked.key
         if not vouched:
@@ -572,7 +625,7 @@ class SwarmProgress:
                     unheard[peer] = max(samples, unheard.get(peer, 0))
         return _Seen(
             asked=asked,
-            until=self._changes_at(now),
+            until=min(self._changes_at(now), now + _REFUSED_S if refused else math.inf),
             contributors=self.contributors,
             believed=self.believed,
             others=others,
@@ -582,8 +635,15 @@ class SwarmProgress:
             unheard=unheard,
             best=best,
             vouched=vouched,
+            vouching=heeded.vouched,
+            refused=refused,
             auxiliary=self._auxiliary,
         )
+
+    @staticmethod
+    def _is_worse(key: StateKey, asked: _Asked) -> bool:
+        """Whether this state would not be taken by whoever asks. A client may give up its own for a worse one."""
+        return not key.trained or key == asked.key or (asked.dialed and key < asked.key)
 
     def _changes_at(self, now: float) -> float:
         """Return when the swarm looks different though nobody has said anything: local time, seconds."""
@@ -638,6 +698,8 @@ class _Seen:
         unheard: the samples of peers that do not count here, as others told them.
         best: the best state.
         vouched: see `SwarmView`.
+        vouching: the same.
+        refused: the same.
         auxiliary: of `SwarmProgress`.
     """
 
@@ -652,6 +714,8 @@ class _Seen:
     unheard: dict[PeerID, int]
     best: StateKey
     vouched: bool
+    vouching: frozenset[PeerID]
+    refused: frozenset[PeerID]
     auxiliary: bool
     _known: int = 0
     _strange: int = 0
@@ -732,7 +796,7 @@ class _Seen:
         """Take a peer away from what was seen; False if all has to be looked at again instead."""
         if peer not in self.others:  # it did not count
             return True
-        if self.best != self.asked.key or not self.asked.dialed or peer in self.coming:
+        if self.best != self.asked.key or self.refused or not self.asked.dialed or peer in self.coming:
             return False
         said = self.others.pop(peer)
         self._log.append(peer)
@@ -769,6 +833,8 @@ class _Seen:
             trains=mine.samples > 0 or mine.rate > 0,
             contributors=self.contributors,
             absent=self.asked.absent,
+            vouching=self.vouching,
+            refused=self.refused,
             log=self._log,
         )
 

@@ -466,6 +466,7 @@ def test_a_fast_client_does_not_run_away() -> None:
         await run.add("p1")
         await run.add("c2", client_mode=True, seed=5)
         names, durations = ["p0", "p1", "c2"], (1.0, 1.0, 0.1)
+        await sim.sleep(1.0)  # they know each other: nobody takes the state of a stranger
         # The client has gone far alone before the others begin.
         run.swarm.partition([["c2"], ["p0", "p1"]])
         tasks = [

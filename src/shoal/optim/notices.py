@@ -17,6 +17,7 @@ from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
 from shoal.peer import PeerID
 from shoal.strategies import Merging
+from shoal.wire import Progress
 
 __all__ = ["Notices", "left_out"]
 
@@ -29,6 +30,9 @@ _ROUNDS_TOLD, _LONG_ROUND_S, _MUCH_OF_IT = 3, 2.0, 0.5
 
 _OPTIONS_SHOWN = 4
 _REMEMBERED = 256
+_REFUSED_S, _REFUSED_TOLD = 5.0, 16
+"""A peer whose state is not taken is named after so many seconds; so many are, as a stranger has as many keys as it
+likes."""
 
 
 class Notices:
@@ -47,6 +51,8 @@ class Notices:
         self._round_at = math.inf
         self._options_told: set[tuple[str, int]] = set()
         self._last: dict[str, object] = {}
+        self._refused_s: dict[PeerID, float] = {}  # for so long each peer has named a state that is not taken
+        self._refused_last, self._refused_at, self._refused_told = set[PeerID](), math.inf, 0
         self._without: dict[PeerID, int] = {}  # how many times it was one of those without which this peer goes on
 
     def warn(self, message: str) -> None:
@@ -280,6 +286,29 @@ class Notices:
             "each other: let two of them be reachable (a port that is open, or a public Optimizer(auxiliary=True)). "
             f"{keep}"
         )
+
+    def refused(self, named: Iterable[Progress], own: StateName, now: float) -> None:
+        """These name better states, which are not taken. Once for each, when it has done so for a while.
+
+        A newcomer may be ahead for a moment before those are whose words count.
+        """
+        before, self._refused_at = self._refused_at, now
+        last, self._refused_last = self._refused_last, set()
+        for each in named:
+            peer = each.contact.peer
+            self._refused_last.add(peer)
+            seconds = self._refused_s.get(peer, 0.0)
+            if peer in last:
+                put_last(self._refused_s, peer, seconds + now - before, _REMEMBERED)
+            if seconds < _REFUSED_S <= self._refused_s.get(peer, 0.0) and self._refused_told < _REFUSED_TOLD:
+                self._refused_told += 1
+                self.warn(
+                    f"the state of {peer.short()}, epoch {each.epoch} with {each.branch_samples} samples, is not taken "
+                    f"in place of ours, epoch {own.epoch} with {own.samples}: nobody stands for it whose samples are "
+                    "in the last steps, or were when it was last here, or it is further than the run can have come. "
+                    "If that peer does not belong to the run, keep it out. If the run has gone on there, start this "
+                    "peer again, without its checkpoint, with that peer among its initial_peers"
+                )
 
     def without(self, further: Mapping[PeerID, int], epoch: int, why_not: str = "") -> None:
         """We go on from our own state, though these are further and have not given theirs. Once until none is.

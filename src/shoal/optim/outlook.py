@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field, replace
 
+from shoal.clock import Elapsed
 from shoal.core import PeerCore
 from shoal.optim.attendance import Attendance
 from shoal.optim.companions import Companions
@@ -18,6 +19,7 @@ from shoal.optim.own_state import OwnState
 from shoal.optim.pace import Pace
 from shoal.optim.run_end import RunEnd
 from shoal.optim.settings import RunSettings
+from shoal.optim.witness import Witness
 from shoal.peer import PeerID
 from shoal.progress import NO_STATE, StateKey, SwarmProgress, SwarmView
 from shoal.sometimes import sometimes
@@ -44,6 +46,8 @@ class Outlook:
         companions: the peers of its last step.
         attendance: of the others in its rounds.
         fetching: of a better state.
+        witness: of how far the run can have come.
+        elapsed: the time by which that counts.
         loop: of all this; its time may be asked from any thread.
     """
 
@@ -57,6 +61,8 @@ class Outlook:
     companions: Companions
     attendance: Attendance
     fetching: Fetching
+    witness: Witness
+    elapsed: Elapsed
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     _worse: tuple[StateKey, float] = (NO_STATE, 0.0)  # the best state that a client can have, and since when
     _given_up: bytes | None = None  # the digest of the state that this client is about to go back from
@@ -143,6 +149,7 @@ class Outlook:
         nobody has trained: peers that have begun anew are to be started from a checkpoint.
         """
         own, now, others = self.own, self.loop.time(), claimed.others
+        others = {peer: word for peer, word in others.items() if peer not in claimed.refused}
         here = (others[peer] for peer in claimed.together if peer in others)
         # In a large swarm not all are looked at whenever something is heard.
         if not self.is_client or any(word.contact.addresses for word in here) or self.end.reached(own.name.epoch):
@@ -188,6 +195,12 @@ class Outlook:
         """Whether the others have ended the run, and left: no quorum comes any more."""
         end, known = self.end.epoch, self.known
         return end is not None and not known.peers and any(epoch >= end for epoch in known.left.values())
+
+    def state_replaced(self) -> None:
+        """This peer's state is another one now, and not by a step that it took with others, or alone."""
+        own, now = self.own, self.elapsed.time()
+        self.witness.took_over(own.name.epoch, own.name.samples, now, own.committed.weights)
+        self.heed_contributors()
 
     def heed_contributors(self) -> None:
         """Let those count who gave to the last steps of our state: they are believed, and rounds wait for them."""

@@ -23,7 +23,7 @@ from shoal.allreduce.interface import MAX_WEIGHT
 from shoal.allreduce.segments import RoundMemory
 from shoal.allreduce.vector import Vector
 from shoal.averager import StepResult, TensorLock
-from shoal.clock import own_clock, seconds_text
+from shoal.clock import Elapsed, own_clock, seconds_text
 from shoal.compression import CompressionBase
 from shoal.core import PeerCore
 from shoal.errors import ClosedError, ConfigError, NoMemoryForState, StateUnavailable, is_out_of_memory
@@ -54,6 +54,7 @@ from shoal.optim.status import Status, status_of
 from shoal.optim.step_feed import StepFeed
 from shoal.optim.takeover import Takeover
 from shoal.optim.training_state import TrainingState
+from shoal.optim.witness import Witness
 from shoal.optim.words import heeds, hosts_of, weigh
 from shoal.peer import PeerID
 from shoal.progress import StateKey, SwarmProgress, SwarmView
@@ -122,8 +123,15 @@ class Participant:
         self._given = 0
         self._counts = Counts(training.extra_tensors)
         self._companions = Companions()
+        self._elapsed = Elapsed(core.env.clock)
+        given = [contact.peer for contact in core.node.initial_peers]
+        self._witness = Witness(core.peer_id, given=given, begins_s=settings.state_patience_s)
         self._known = SwarmProgress(
-            core.peer_id, settings.fingerprint, ttl_s=settings.ttl_s, auxiliary=settings.auxiliary
+            core.peer_id,
+            settings.fingerprint,
+            ttl_s=settings.ttl_s,
+            auxiliary=settings.auxiliary,
+            heed=lambda key, named: self._witness.heeded(key, named, self._elapsed.time()),
         )
         memory = RoundMemory(training.averaged, training.state_tensors)
         ours = core, training, settings
@@ -157,6 +165,8 @@ class Participant:
             companions=self._companions,
             attendance=self._attendance,
             fetching=self._fetching,
+            witness=self._witness,
+            elapsed=self._elapsed,
         )
         self._check = ParameterCheck(core, self.own, self._notices, every=settings.check_every)
         self._rounds = Rounds(core.env, self._look_and_tell, self._news)
@@ -179,7 +189,7 @@ class Participant:
             beginning=Beginning(
                 settings.state_patience_s,
                 required=settings.require_state,
-                hosts=[contact.peer for contact in core.node.initial_peers],
+                hosts=given,
             ),
             gossip=self._gossip,
             catch_up=self._catch_up,
@@ -360,6 +370,11 @@ class Participant:
         if (worse := self._outlook.gives_up(claimed)) is not None:
             self._notices.goes_back(self.epoch, worse.epoch)
             claimed = self._outlook.claimed()
+        if not self.settings.fragment:
+            further = (claimed.others[peer] for peer in claimed.refused)
+            self._notices.refused(
+                [each for each in further if StateKey.of_peer(each) > self.own.name.key], self.state, now
+            )
         view = self._outlook.unless_it_goes_on(claimed)
         enough = self.pace.enough(view)
         if companions.observe(view, now, enough=enough):
@@ -819,7 +834,10 @@ class Participant:
         self._happened(Event.RENAMED)
 
     def _advanced(self, update: Update) -> None:
-        epoch, digest, _ = update.name
+        epoch, digest, all_samples = update.name
+        gave = [each.peer for each in self.own.committed.steps[-1] if each.samples]
+        now, weights = self._elapsed.time(), self.own.committed.weights
+        self._witness.stepped(epoch, all_samples, now, gave=gave, weights=weights)
         run_id, samples, peers = self.settings.run_id, update.samples, update.peers
         fragment = self.settings.fragment
         event = EpochAdvanced(
@@ -862,6 +880,7 @@ class Participant:
 
     def _announce_other_state(self) -> None:
         """Our state is one to which no round has led: nobody is on the way to it."""
+        self._outlook.state_replaced()
         self._companions.forget()
         self._companions.state_changed(self._now())
         self._announce_state()
@@ -1013,7 +1032,8 @@ class Participant:
         while not taken and needed and (left_s := deadline - self._now()) > 0:
             view = self._outlook.claimed()
             if not view.behind and not self._fetching.has_news:
-                if failure is None or all(StateKey.of_peer(each) <= self.own.name.key for each in view.others.values()):
+                may_give = (each for peer, each in view.others.items() if peer not in view.refused)
+                if failure is None or all(StateKey.of_peer(each) <= self.own.name.key for each in may_give):
                     return False
                 raise failure
             try:

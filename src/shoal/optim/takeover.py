@@ -8,7 +8,7 @@ while: see `beginning`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
@@ -125,6 +125,7 @@ class Takeover:
         outlook, epoch = self.outlook, self.own.name.epoch
         on_its_own = epoch > 0 and not view.behind and not outlook.end.reached(epoch)
         further = outlook.known.further(self.own.name.key, outlook.giving) if on_its_own else {}
+        further = {peer: its for peer, its in further.items() if peer not in view.refused}  # that is told by itself
         self.notices.without(further, epoch, self.why_not)
         stance = self.stance(view)
         return stance is Stance.WAITING or (stance is Stance.GIVEN_UP and bool(self.beginning.required))
@@ -181,10 +182,21 @@ class Takeover:
 
     def _to_follow(self) -> list[Contact]:
         """Peers with the best state that can be dialed, in random order, so that not all follow the same ones."""
-        contacts = [self.gossip.contact(peer) for peer in self.outlook.claimed().leaders]
+        contacts = [self.gossip.contact(peer) for peer in self._leaders(self.outlook.claimed())]
         contacts = [contact for contact in contacts if contact.addresses]
         self.core.env.rng.shuffle(contacts)
         return contacts
+
+    def _leaders(self, view: SwarmView) -> Sequence[PeerID]:
+        """The peers with the best state that are asked for it, or for the steps to it.
+
+        Others may name the same state, and give something else. They are asked where those whose words count gave
+        nothing at the last try, or cannot be asked; and by a newcomer, which knows nobody but who invited it.
+        """
+        leaders, giving = view.leaders, self.outlook.giving
+        trusted = [peer for peer in leaders if peer in view.vouching]
+        may_give = any(view.others[peer].contact.addresses or peer in giving for peer in trusted)
+        return trusted if may_give and self.own.name.epoch and not self.why_not else leaders
 
     @property
     def _holds_up(self) -> bool:
@@ -214,7 +226,7 @@ class Takeover:
                     await shielded(self.core.env.executor.run(self.own.step))
                 finally:
                     self.own.update = None
-                    self.outlook.heed_contributors()
+                    self.outlook.state_replaced()
             if self.own.name != update.name:
                 break
             self.own.is_shared()
@@ -227,12 +239,11 @@ class Takeover:
 
         A peer that says so and does not give its state cannot keep us from asking the others.
         """
-        leaders = [peer for peer in view.leaders if peer in self.mend_from] or view.leaders
+        leaders = [peer for peer in view.leaders if peer in self.mend_from] or self._leaders(view)
         useful = self.catch_up.useful_from(view.epoch)
         if not self.outlook.is_client:  # a copy of an epoch before ours is refused, though steps may lead on from it
             useful = max(useful, min(self.own.name.epoch, view.epoch))
-        trusted = self.own.committed.weights  # others may name the same state, and give something else
-        donors = [Donor(self.gossip.contact(peer), float(peer in trusted), useful) for peer in leaders]
+        donors = [Donor(self.gossip.contact(peer), float(peer in view.vouching), useful) for peer in leaders]
         if not self.mend_from:
             better = self.outlook.known.better(self.outlook.place(), _now(), self.outlook.giving)
             lower = sorted((peer, key) for peer, key in better.items() if peer not in leaders)
@@ -289,7 +300,7 @@ class Takeover:
             self.own.name, self.own.committed, self.own.before, self.took_over = name, committed, before, True
             self.own.is_average = is_average(state.metadata)
             self.own.followed = None if self.own.is_average else name
-            self.outlook.heed_contributors()
+            self.outlook.state_replaced()
             self.own.update, self.machine.states_due, self.mend_from = None, False, frozenset()
             self.own.is_shared()
 

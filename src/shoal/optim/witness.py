@@ -1,0 +1,207 @@
+"""Which states of others a peer may take: whose word for a state counts, and how far a run can have come. Pure.
+
+A key costs nothing, and a state is a claim like any other: a stranger can change the weights and name what it has as
+it likes. So this peer asks who stands for a state:
+
+- **Contributors.** A state is *vouched* for by the peers whose words weigh here (`words.committed_weights`), and by
+  those whose words have weighed here before: two branches that meet after a partition know each other so. Those
+  who stand for it, or for a better one, weigh at least a quarter of all that are here, unless this peer's own state has
+  stood still for long. As long as they are no majority, the state is one to which the run can have come since they and
+  this peer were last in one step.
+- **Strangers** are heeded only where no contributor is here but this peer. One that has just begun, or has measured
+  nothing, heeds all: it has little to lose, and its run may have gone on without it. Later the state is one to which
+  the run can have come, and the stranger was heard for a part of the time that this peer has trained alone: the more
+  there is to lose, the longer a claim has to stand.
+- **Founders.** Those who were there before the run's first step count as contributors while this peer has just begun,
+  each as much as any: nobody had done anything yet, and a line may have failed before the first step.
+- **A peer without a trained state** takes any, those first of the peers that its user gave it.
+
+A run can have come as far as its samples per second, as this peer has measured them in its own steps, allow in that
+time, if many others have come to it meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shoal.bounded import bound, put_last
+from shoal.peer import PeerID
+from shoal.progress import Heeded, StateKey
+
+__all__ = ["Witness"]
+
+_PART = 4
+"""Those who stand for a state have at least this part of the weight of all whose words count here."""
+
+_FASTER = 16
+"""A run becomes so many times as fast at most, while this peer does not see it."""
+
+_PATIENCE = 4
+"""A stranger is heard for at least this part of the time that the run takes for what this peer would lose."""
+
+_STILL_S, _STILL_STEPS = 60.0, 8
+"""After so much time, and so many times that of a step, a state stands still."""
+
+_MEASURED, _LEAST_STEPS = 10, 3
+"""The speed of a run is measured over so many steps."""
+
+_MAX_REMEMBERED = 4096
+
+
+class _Place(NamedTuple):
+    """A place on the way of a run: epoch and samples of a state, and the time at which this peer was there."""
+
+    epoch: int
+    samples: int
+    at: float
+
+
+_BEGINNING = _Place(0, 0, 0.0)
+
+
+class _Met(NamedTuple):
+    """A peer that was in a step with this one: its part of all weight then, and the state before that step."""
+
+    part: float
+    place: _Place
+
+
+@dataclass(slots=True)
+class _Speed:
+    """The most samples and epochs per second of a run, over some steps; and the seconds that its last steps took."""
+
+    samples: float = 0.0
+    epochs: float = 0.0
+    step_s: float = 0.0
+
+
+class Witness:
+    """Remembers how far this peer and others came together. All times are of `shoal.clock.Elapsed`, made when it began.
+
+    Args:
+        me: this peer.
+        given: the peers that its user gave it to begin with.
+        begins_s: a peer has just begun for so long, seconds, from the time 0 on.
+    """
+
+    def __init__(self, me: PeerID, *, given: Collection[PeerID], begins_s: float) -> None:
+        self._me, self._given, self._begins_s = me, frozenset(given), begins_s
+        self._place = self._together = _BEGINNING
+        self._way: list[_Place] = []
+        self._speed = _Speed()
+        self._parts: Mapping[PeerID, float] = {}
+        self._met: dict[PeerID, _Met] = {}
+        self._first_heard: dict[PeerID, float] = {}
+        self._founders: frozenset[PeerID] = frozenset()
+
+    def took_over(self, epoch: int, samples: int, now: float, weights: Mapping[PeerID, int]) -> None:
+        """This peer's state is another one now, which is no step of its own from the one before."""
+        self._place = self._together = _Place(epoch, samples, now)
+        self._way, self._parts = [self._place], _parts_of(weights)
+        if epoch:
+            self._founders = frozenset()
+
+    def stepped(
+        self, epoch: int, samples: int, now: float, *, gave: Collection[PeerID], weights: Mapping[PeerID, int]
+    ) -> None:
+        """This peer took a step of its own, or with others.
+
+        Args:
+            epoch: of the state after it.
+            samples: that went into that state.
+            now: time, seconds.
+            gave: the contributors to the step.
+            weights: of all words, after the step.
+        """
+        before, self._place = self._place, _Place(epoch, samples, now)
+        self._way = [*self._way[-_MEASURED:], self._place]
+        first = self._way[0]
+        if len(self._way) > _LEAST_STEPS and now > first.at:
+            seconds, speed = now - first.at, self._speed
+            speed.step_s = seconds / (epoch - first.epoch)
+            speed.samples = max(speed.samples, (samples - first.samples) / seconds)
+            speed.epochs = max(speed.epochs, (epoch - first.epoch) / seconds)
+        if set(gave) <= {self._me}:
+            return
+        # Its own weight grows with each step that it takes alone: that says nothing against the others.
+        self._together, self._parts = self._place, _parts_of(weights)
+        for peer in gave:
+            if peer != self._me and peer in self._parts:
+                put_last(self._met, peer, _Met(self._parts[peer], before), _MAX_REMEMBERED)
+
+    def heeded(self, own: StateKey, named: Mapping[PeerID, StateKey], now: float) -> Heeded:
+        """Those others whose states this peer may take.
+
+        Args:
+            own: this peer's state.
+            named: the state that each of the others is at.
+            now: time, seconds.
+        """
+        for peer in named:
+            self._first_heard.setdefault(peer, now)
+        bound(self._first_heard, _MAX_REMEMBERED)
+        trained = {peer: key for peer, key in named.items() if key.trained}
+        if not own.trained:
+            self._founders = self._founders.union(named.keys() - trained)
+            return Heeded(frozenset(trained.keys() & self._given), frozenset(named))
+        former = {peer: self._met[peer].part for peer in trained if peer in self._met}
+        if now < self._begins_s:
+            equal = dict.fromkeys(self._founders & trained.keys(), 1 / (1 + len(self._founders)))
+            former = equal | former
+        part = former | {peer: self._parts[peer] for peer in trained if peer in self._parts}
+        if part:
+            known = {peer: trained[peer] for peer in part}
+            return Heeded(self._vouching(own, known, part, self._parts.get(self._me, 0.0), now), frozenset())
+        strangers = (peer for peer, key in trained.items() if self._is_heeded(peer, own, key, now))
+        return Heeded(frozenset(), frozenset(strangers))
+
+    def _vouching(
+        self, own: StateKey, known: Mapping[PeerID, StateKey], part: Mapping[PeerID, float], mine: float, now: float
+    ) -> frozenset[PeerID]:
+        """Those of the known peers that stand for a state that may be taken; the worse ones do if anybody does."""
+        ahead = sorted((peer for peer in known if known[peer] > own), key=lambda peer: known[peer], reverse=True)
+        found = known.keys() - ahead
+        # Those who are gone stand for nothing, and parts of different times may be more than the whole.
+        total = min(1.0, mine + sum(part.values()))
+        stands_still = now - self._place.at > max(_STILL_S, _STILL_STEPS * self._speed.step_s)
+        behind_it = 0.0
+        for index, peer in enumerate(ahead):
+            behind_it += part[peer]
+            if index + 1 < len(ahead) and known[ahead[index + 1]] == known[peer]:
+                continue  # they stand for the same state
+            many = stands_still or _PART * behind_it >= total
+            equal = [each for each in ahead if known[each] == known[peer]]
+            if 2 * behind_it > total:
+                found = found | set(equal)
+            elif many:
+                found = found | {each for each in equal if self._can_be_there(each, known[each], now)}
+        return frozenset(found)
+
+    def _is_heeded(self, peer: PeerID, own: StateKey, key: StateKey, now: float) -> bool:
+        """Whether a stranger's state may be taken, where no contributor is here."""
+        if now < self._begins_s or not self._speed.samples:
+            return True
+        alone = own.samples - self._together.samples
+        stood = _PATIENCE * self._speed.samples * (now - self._first_heard[peer])
+        return alone <= stood and self._can_be_there(peer, key, now)
+
+    def _can_be_there(self, peer: PeerID, key: StateKey, now: float) -> bool:
+        """Whether the run can have come to this state since this peer was in a step with that one, or with anybody."""
+        speed, met = self._speed, self._met.get(peer)
+        if not speed.samples:
+            return True
+        from_ = self._together if met is None else met.place
+        if met is None and peer in self._founders:
+            from_ = _BEGINNING
+        # Two steps may have been under way, and their samples trained before.
+        most_s = _FASTER * (now - from_.at) + 2 / speed.epochs
+        return (
+            key.epoch <= from_.epoch + speed.epochs * most_s and key.samples <= from_.samples + speed.samples * most_s
+        )
+
+
+def _parts_of(weights: Mapping[PeerID, int]) -> dict[PeerID, float]:
+    total = sum(weights.values())
+    return {peer: weight / total for peer, weight in weights.items() if weight}

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from shoal import sim
-from shoal.averager import TensorLock
+from shoal.averager import Averager, TensorLock
+from shoal.errors import RoundFailed
 from shoal.events import Event, PeerDropped, Warned
 from shoal.optim import Participant, TrainingState
+from shoal.strategies import Decoupled
 from tests.sim.averaging_kit import Trial, start_core
 from tests.sim.optimizer_kit import Run, Trainer, make_optimizer, model
 from tests.sim.test_alone import until
@@ -162,3 +164,64 @@ def test_one_stranger_with_other_settings_ended_a_founders_program() -> None:
         await participant.close()
 
     sim.run(main, seed=55)
+
+
+def test_a_liar_took_64_times_the_most_of_the_last_merges() -> None:
+    """A peer that gives to each merge may give what one way takes. It gave twenty times that, and nobody refused it."""
+
+    async def main() -> None:
+        run, heard = Run(target=32), list[Event]()
+        run.settings = msgspec.structs.replace(run.settings, target_batch_size=1)
+        strategy = Decoupled(every=4, fragments=1)
+        for name in (*NAMES, "liar"):
+            await run.add(name, events=heard.append, strategy=strategy, client_mode=name == "liar")
+            run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.5, until=until(60.0)))
+        await sim.sleep(15.0)
+        lying: Any = run.swarm.peer("liar").participant
+        first: Participant = run.swarm.peer("p0").participant
+        contribute, before = lying._contribute, first.epoch
+        assert lying.core.peer_id in first.own.committed.weights
+
+        def lie(name: Any, most: float) -> tuple[float, float]:
+            weight, factor = contribute(name, most)
+            return 20 * weight, factor
+
+        lying._contribute = lie
+        await sim.sleep(20.0)
+        refused = {each.peer for each in heard if isinstance(each, PeerDropped) and each.reason.startswith("weight")}
+        assert refused == {lying.core.peer_id}
+        assert first.epoch >= before + 4
+        given = [each for step in first.own.committed.steps[before - first.epoch + 1 :] for each in step]
+        assert not [each for each in given if each.peer == lying.core.peer_id and each.samples]
+
+    sim.run(main, seed=56)
+
+
+@pytest.mark.parametrize("merges", [False, True], ids=["synchronous", "merges"])
+def test_what_was_trained_while_rounds_failed_was_cut(merges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where 80 steps' worth could not be given, all of it counts afterwards: it was cut to 64, or to four."""
+
+    async def main() -> None:
+        run, heard = Run(target=32), list[Event]()
+        for name in NAMES:
+            strategy = Decoupled(every=1, fragments=1) if merges else None
+            await run.add(name, events=heard.append, strategy=strategy, delay_grad_averaging=not merges)
+            run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.5, until=until(80.0)))
+        await sim.sleep(20.0)
+        step = Averager.step
+
+        async def fail(averager: Averager, **options: Any) -> Any:
+            await sim.sleep(1.0)
+            raise RoundFailed("the line is down")
+
+        monkeypatch.setattr(Averager, "step", fail)
+        await sim.sleep(40.0)
+        monkeypatch.setattr(Averager, "step", step)
+        before = [run.swarm.peer(name).participant.contribution.contributed for name in NAMES]
+        await sim.sleep(8.0)
+        after = [run.swarm.peer(name).participant.contribution.contributed for name in NAMES]
+        given = [now - then for now, then in zip(after, before, strict=True)]
+        assert min(given) > 0.9 * 40.0 * 4 / 0.5, given
+        assert not [each for each in heard if isinstance(each, PeerDropped) and "more than the" in each.reason]
+
+    sim.run(main, seed=57)

@@ -6,7 +6,19 @@ import pytest
 
 from shoal.optim.agreement import Contributor
 from shoal.optim.committed import Committed
-from shoal.optim.words import able, believed, committed_weights, heaviest, heeds, hosts_of, weigh
+from shoal.optim.words import (
+    MOST_STEPS,
+    believed,
+    committed_weights,
+    heaviest,
+    heeds,
+    hosts_of,
+    may_give,
+    recorded,
+    shared_out,
+    typical,
+    weigh,
+)
 from shoal.peer import Address, PeerID
 from shoal.wire import Contact
 
@@ -65,11 +77,43 @@ def test_of_equal_weights_the_word_of_the_lowest_peer_is_first(order: tuple[Peer
 
 
 def test_samples_count_as_far_as_a_peer_has_been_able_to_give_them() -> None:
-    """Claims up to twice what it gave to one of the steps; given up to four times what any key of weight gave."""
+    """Claims up to twice what it gave to one of the steps; given up to what the fastest key gives in the time."""
     last = steps({A: 96, B: 40}, {A: 80, B: 60}, {A: 90, B: 50, C: 500}, {A: 1, B: 1}, {A: 1, B: 1}, {A: 1, B: 1})
     assert believed(last) == {A: 192, B: 120, C: 1000}
-    assert able(last) == 4 * 96, "C has contributed to one of six"
-    assert able([]) is None
+    found = typical(last)
+    assert found == (96 + 80 + 90 + 3) / 6, "C has contributed to one of six"
+    assert may_give(found, 1) == 4 * found
+    assert may_give(found, 20) == 42 * found
+    assert may_give(found, 10**9) == 2 * (1 + MOST_STEPS) * found
+    assert typical([]) is None
+    assert may_give(None, 0) == float("inf")
+
+
+def test_two_keys_of_small_work_had_16_times_the_samples_of_all_others_recorded() -> None:
+    """Each counted the claims of the other one as those of others. Those far ahead have one bound, however many."""
+    honest = {A: 96, B: 96}
+    for liars in ({C: 10**6}, {C: 10**6, D: 10**6}, {C: 10**6, D: 10**9}):
+        assert recorded(honest | liars, None) == honest | dict.fromkeys(liars, 16 * 192)
+    assert recorded(honest | {C: 3072}, None) == honest | {C: 3072}, "as much faster"
+    assert recorded({A: 7}, None) == {A: 7}
+    assert recorded(honest, 50) == {A: 50, B: 50}
+
+
+def test_claims_are_cut_to_what_all_have_given() -> None:
+    """Two keys gave one sample each, said a million, and were recorded with all that the others gave."""
+    assert shared_out({A: 100, B: 90, C: 10**6, D: 10**6}, 192) == {A: 48, B: 48, C: 48, D: 48}
+    assert shared_out({A: 100, B: 5, C: 10**6}, 106) == {A: 50, B: 5, C: 50}
+    assert shared_out({A: 100, B: 5}, 105) == {A: 100, B: 5}
+    assert shared_out({A: 100, B: 5}, 300) == {A: 100, B: 5}, "trained since they said so"
+    assert shared_out({}, 0) == {}
+
+
+def test_ground_ids_decide_no_ties() -> None:
+    """The lowest id won, and ids can be made as low as one likes. Chance gives the peers another order each time."""
+    words = {A: "x", B: "y", C: "z"}
+    first = {heaviest(words, {}, bytes([number]))[0] for number in range(20)}
+    assert first == {"x", "y", "z"}
+    assert all(heaviest(words, {A: 1, B: 2, C: 1}, bytes([number]))[0] == "y" for number in range(20))
 
 
 def test_a_record_holds_no_more_than_a_peer_may_give() -> None:
@@ -91,8 +135,8 @@ def test_a_fast_machine_was_clamped_beside_a_slow_one(ratio: int) -> None:
     committed = Committed()
     for epoch in range(12):
         committed = committed.after(steps({A: 6, B: 6 * ratio})[0], epoch)
-        assert committed.able is not None
-        assert committed.able >= 6 * ratio
+        assert committed.typical is not None
+        assert may_give(committed.typical, 1) >= 6 * ratio
         assert committed.believed[B] >= 6 * min(ratio, 30)
     assert committed.weights == {A: 60, B: 60}
 

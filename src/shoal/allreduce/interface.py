@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import reduce
 from operator import and_, or_
@@ -12,13 +12,36 @@ import msgspec
 from shoal.peer import PeerID
 from shoal.wire import Commit, Held, Member
 
-__all__ = ["MAX_WEIGHT", "MIN_WEIGHT", "OUTWEIGHS", "Outcome", "RoundOptions", "has_member", "is_sound", "is_weight"]
+__all__ = [
+    "MAX_WEIGHT",
+    "MIN_WEIGHT",
+    "OUTWEIGHS",
+    "MostWeight",
+    "Outcome",
+    "RoundOptions",
+    "any_weight",
+    "has_member",
+    "is_sound",
+    "is_weight",
+]
 
 MIN_WEIGHT, MAX_WEIGHT = 1e-9, 1e12
 """A weight that is not 0 lies between these: sums and quotients in float32 then stay exact enough."""
 
+_OTHERWISE = 4
+"""Members may know otherwise how much each of them may give: an average may have so many times as much weight."""
+
 OUTWEIGHS = 999
 """A member with more than so many times the weight of all others together makes the average its own: it is told."""
+
+
+MostWeight = Callable[[PeerID], float]
+"""The largest weight that a member may give."""
+
+
+def any_weight(_: PeerID) -> float:
+    """A member may give any weight that can be counted."""
+    return MAX_WEIGHT
 
 
 class RoundOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +56,7 @@ class RoundOptions(msgspec.Struct, frozen=True, kw_only=True):
         report_s: the longest time between two reports to the coordinator.
         way_s: the time since the last round, in which members have worked for this one: so that those with slow lines
             may be worth waiting for (`slow_lines`); 0: members are compared with each other alone.
-        most_weight: a larger weight of a member is refused, and so is an average with more for each of its members.
+        most_weight: a larger weight of a member is refused, and so is an average with far more for each.
     """
 
     min_group_size: int = 2
@@ -42,7 +65,7 @@ class RoundOptions(msgspec.Struct, frozen=True, kw_only=True):
     reducer_silence_s: float | None = None
     report_s: float = 1.0
     way_s: float = 0.0
-    most_weight: float = MAX_WEIGHT
+    most_weight: MostWeight = any_weight
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,15 +129,16 @@ def is_weight(weight: float) -> bool:
     return weight == 0 or MIN_WEIGHT <= weight <= MAX_WEIGHT
 
 
-def is_sound(held: Held, members: int, most_weight: float = MAX_WEIGHT) -> bool:
-    """Return whether this attempt, contributors and weight of an average are possible in a group of so many members.
+def is_sound(held: Held, most_weights: Sequence[float]) -> bool:
+    """Return whether this attempt, contributors and weight of an average are possible where members may give these.
 
     The peer that names them may be lying; weights become part of the names of states, which others read.
     """
-    named = int.from_bytes(held.contributors, "little")
+    named, members = int.from_bytes(held.contributors, "little"), len(most_weights)
     if len(held.contributors) != (members + 7) // 8 or named >> members or held.attempt > members:
         return False
-    return 0 < held.weight <= 1.001 * named.bit_count() * most_weight if named else held.weight == 0
+    most = _OTHERWISE * named.bit_count() * max(most_weights)
+    return 0 < held.weight <= 1.001 * most if named else held.weight == 0
 
 
 def has_member(mask: bytes, index: int) -> bool:

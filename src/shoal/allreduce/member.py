@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from shoal.allreduce.commit import Ask, Average, Contribute, MemberRules, Order, PartAction
-from shoal.allreduce.interface import MAX_WEIGHT, is_sound
+from shoal.allreduce.interface import MostWeight, any_weight, is_sound
 from shoal.sometimes import sometimes
 from shoal.wire import Abort, Assign, Commit, Gone, Held, Member, PartAbsent, Report
 
@@ -105,10 +105,10 @@ class MemberMachine:
         silence_s: how long a sender may be silent that owes values.
         now: time at the beginning.
         promised_s: see `slow_lines`.
-        most_weight: the most that each member may have.
+        most_weight: the largest weight that each member may give.
 
     Attributes:
-        most_weight: as given.
+        most_weights: the same, by index.
         rules: what is held, and the verdict.
         contributions: of the parts that are owned here.
         unheard: the members whose values or averages did not come here in time; those that are gone are not among them.
@@ -126,9 +126,10 @@ class MemberMachine:
         silence_s: float,
         now: float,
         promised_s: Sequence[float] = (),
-        most_weight: float = MAX_WEIGHT,
+        most_weight: MostWeight = any_weight,
     ) -> None:
-        self.me, self.coordinator, self.most_weight = me, coordinator, most_weight
+        self.me, self.coordinator = me, coordinator
+        self.most_weights = [most_weight(member.contact.peer) for member in members]
         self.rules = MemberRules(me, reducers, contributes=members[me].contributes)
         contributing = [index for index, member in enumerate(members) if member.contributes]
         self.contributions = Contributions(me, contributing, silence_s=silence_s, now=now, promised_s=promised_s)
@@ -149,7 +150,7 @@ class MemberMachine:
 
     def is_sound(self, held: Held) -> bool:
         """Return whether there may be such an average in this round."""
-        return is_sound(held, len(self.members), self.most_weight)
+        return is_sound(held, self.most_weights)
 
     @property
     def decided(self) -> bool:

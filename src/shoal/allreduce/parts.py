@@ -164,10 +164,8 @@ class Parts:
         part = self.named(*work, peer)
         if not is_weight(weight):
             raise PeerProtocolError(f"weight {weight}", peer)
-        if weight > self._machine.most_weight:
-            raise PeerProtocolError(
-                f"weight {weight:g}, which is more than the {self._machine.most_weight:g} it may have", peer
-            )
+        if weight > (most := self._machine.most_weights[sender]):
+            raise PeerProtocolError(f"weight {weight:g}, which is more than the {most:g} it may have", peer)
         if weight != self._told.setdefault(sender, weight):
             raise PeerProtocolError(f"weight {weight:g} after {self._told[sender]:g} in the same round", peer)
         if nbytes != (self._vector.encoded_bytes(part) if weight > 0 else 0):

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import torch
 
-from shoal.allreduce.interface import MAX_WEIGHT
+from shoal.allreduce.interface import MostWeight, any_weight
 from shoal.allreduce.round import Outcome, Round, RoundOptions
 from shoal.allreduce.segments import RoundMemory
 from shoal.allreduce.vector import Vector, describe
@@ -179,7 +179,7 @@ class Averager:
         allow_retries: bool = True,
         expected: Expected | None = None,
         apply: Apply | None = None,
-        most_weight: float = MAX_WEIGHT,
+        most_weight: MostWeight = any_weight,
     ) -> StepResult:
         """Find a group and average once.
 
@@ -193,8 +193,8 @@ class Averager:
             allow_retries: after a failed round look for another group.
             expected: the peers that the group should wait for; None starts by the usual rule.
             apply: called under the lock with the averages in place of moving the tensors to them.
-            most_weight: members that give a larger weight are refused. It must be the same on all members, and none of
-                them may give more.
+            most_weight: members that give a larger weight are refused. Members may know it differently: each is to
+                give no more than all others allow it.
 
         Raises:
             RoundFailed: there is no average; no tensor was touched.
@@ -540,7 +540,7 @@ class _Attempt(msgspec.Struct, frozen=True):
     prepare: Prepare
     expected: Expected | None
     apply: Apply | None
-    most_weight: float
+    most_weight: MostWeight
 
 
 async def _finish(round_: Round, group: Group, *, orderly: bool) -> None:

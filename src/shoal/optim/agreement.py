@@ -16,7 +16,7 @@ import msgspec
 
 from shoal.optim.check import Check
 from shoal.optim.options import Options, agreed
-from shoal.optim.words import Weigh
+from shoal.optim.words import Weigh, shared_out
 from shoal.peer import PeerID
 from shoal.wire import MAX_GROUP_SIZE, MAX_SAMPLES, Epoch, Samples, encode
 
@@ -113,7 +113,7 @@ def agree(
         in_part: the share of the parts, of each member whose values are in some parts of it only. With a share of 0
             they are named all the same, so that one which does not learn the verdict gives nothing twice.
         weigh: the words of the members.
-        total: the largest total weight of a part. A member that says that it has more samples has not given them.
+        total: the largest total weight of a part. All members together have given no more samples than that.
     """
     most = MAX_SAMPLES if total >= MAX_SAMPLES else math.ceil(total)
     shares = {**(in_part or {}), **dict.fromkeys(contributors, Fraction(1))}
@@ -126,10 +126,12 @@ def agree(
     # The fewest: no machine is asked for more than it has, unless its word weighs nothing yet.
     cores = min((each.cores for peer, each in trained.items() if each.cores and weights[peer]), default=0)
     absent = _in_all([each.absent if each is not None else b"" for each in said.values()])
+    gave = {peer: min(most, int(each.samples * shares[peer])) for peer, each in read.items() if shares.get(peer)}
+    counted = shared_out(gave, most)
     made = [
-        Contributor(peer, max(1, min(most, int(each.samples * shares[peer]))) if shares[peer] else 0, each.end)
-        for peer, each in said.items()
-        if each is not None and peer in shares
+        Contributor(peer, max(1, counted[peer]) if shares[peer] else 0, each.end)
+        for peer, each in read.items()
+        if peer in shares
     ]
     return Agreement(options, absent, made, cores)
 

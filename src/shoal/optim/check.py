@@ -4,13 +4,13 @@ A name says which steps went into a state, not which values came of it. A hook t
 a step or a broken memory may change them. So every few epochs each member of a gradient round describes its parameters
 as it joins: by a digest of their bytes, and a sample of their values. From these, every member concludes the same:
 
-- The parameters that the members of most weight hold are the state (see `words`); of equal weights, those of the lowest
-  peer.
+- The parameters that the members of most weight hold are the state (see `words`); of equal weights, those of the first
+  peer in an order that chance has made.
 - Members with another arithmetic (torch, device, way of computing) than these holders must hold the same within
   `BOUND`, as far as the sample tells.
 - Members of equal arithmetic must hold the same parameters to the bit. Among the holders' own arithmetic these are the
   state. Among another arithmetic, members that are not near the state do not count: the parameters are those that the
-  others of most weight hold; of equal weights, those of the lowest peer.
+  others of most weight hold; of equal weights, those of the first peer.
 - A member that holds other parameters takes no step. It gives them a new name, which is worse than any, and downloads
   the parameters of its own arithmetic, or those of the holders if nobody of its arithmetic is near the state. With the
   holders' it would differ from its own kind at the next check again. If a difference is found again and again, it is
@@ -107,11 +107,14 @@ def is_due(epoch: int, every: int) -> bool:
     return every > 0 and epoch % every == every // 2 and epoch > 0
 
 
-def judge(checks: Mapping[PeerID, Check], weigh: Weigh) -> Verdict | None:
-    """The verdict that follows from these, if the words of their peers are weighed so; None if there are none."""
+def judge(checks: Mapping[PeerID, Check], weigh: Weigh, chance: bytes = b"") -> Verdict | None:
+    """The verdict that follows from these, if the words of their peers are weighed so; None if there are none.
+
+    `chance` decides between equal weights, see `words.heaviest`.
+    """
     if not checks:
         return None
-    state, holders = _most(checks, weigh)
+    state, holders = _most(checks, weigh, chance)
     groups: dict[bytes, dict[PeerID, Check]] = {}
     for peer, check in checks.items():
         groups.setdefault(check.arithmetic, {})[peer] = check
@@ -119,16 +122,18 @@ def judge(checks: Mapping[PeerID, Check], weigh: Weigh) -> Verdict | None:
     for group in groups.values():
         kept = holders
         if holders.isdisjoint(group) and (near := {peer: each for peer, each in group.items() if each.is_near(state)}):
-            kept = _most(near, weigh)[1]
+            kept = _most(near, weigh, chance)[1]
         others.update((peer, kept) for peer in group.keys() - kept)
     return Verdict(state.digest, holders, others)
 
 
-def _most(checks: Mapping[PeerID, Check], weigh: Weigh) -> tuple[Check, frozenset[PeerID]]:
-    """The check of most weight, with its holders; of equal weights the one that the lowest peer holds."""
-    digest = heaviest({peer: check.digest for peer, check in checks.items()}, weigh(checks))[0]
+def _most(checks: Mapping[PeerID, Check], weigh: Weigh, chance: bytes) -> tuple[Check, frozenset[PeerID]]:
+    """The check of most weight, with its holders; of equal weights the one that the first peer holds."""
+    weights = weigh(checks)
+    digest = heaviest({peer: check.digest for peer, check in checks.items()}, weights, chance)[0]
     holders = frozenset(peer for peer, check in checks.items() if check.digest == digest)
-    return checks[min(holders)], holders
+    # Others may name this digest, and another sample.
+    return heaviest({peer: checks[peer] for peer in holders}, weights, chance)[0], holders
 
 
 class Checks:

@@ -2,7 +2,7 @@
 
 Keys are free, so a word under a key counts by the work that was committed under it: see `words`. In a round a peer says
 itself how many samples it has. So no peer has more weight than all the others of its round together, nor more samples
-than it may give (`able`).
+than it may give.
 
 These steps belong to a state, like the parameters. The members of a round know them from the round, a peer that follows
 their steps knows them from these, and a newcomer gets them with the state. So all peers at one state conclude the same
@@ -19,7 +19,7 @@ from typing import Annotated
 import msgspec
 
 from shoal.optim.agreement import Contributor, Contributors
-from shoal.optim.words import able, believed, committed_weights, recorded
+from shoal.optim.words import believed, committed_weights, may_give, recorded, typical
 from shoal.peer import PeerID
 from shoal.wire import decode, encode
 
@@ -60,9 +60,9 @@ class Committed:
         return believed(self.steps)
 
     @cached_property
-    def able(self) -> int | None:
-        """The most samples that any peer may give to the next step; None for any number, as no step is known."""
-        return able(self.steps)
+    def typical(self) -> float | None:
+        """The samples that the fastest key of weight gave to one of these steps, on average; None if none is known."""
+        return typical(self.steps)
 
     @cached_property
     def ends(self) -> Mapping[PeerID, int | None]:
@@ -84,12 +84,17 @@ class Committed:
             in_time = each.end is not None and (each.end >= epoch or self.ends.get(each.peer) is not None)
             return each.end if in_time else None
 
-        total = sum(each.samples for each in contributors)
-        step = [
-            Contributor(each.peer, recorded(each.samples, total - each.samples, self.able), end_of(each))
-            for each in contributors
-        ]
+        # All members keep the same record, so it depends on nothing that each has measured: who comes back after some
+        # steps may give more, and is recorded with what one step takes.
+        most = None if self.typical is None else int(may_give(self.typical, 1))
+        kept = recorded({each.peer: each.samples for each in contributors}, most)
+        step = [Contributor(each.peer, kept[each.peer], end_of(each)) for each in contributors]
         return Committed((*self.steps[1 - _STEPS :], step))
+
+    @property
+    def gave(self) -> Sequence[PeerID]:
+        """The contributors to the last of them."""
+        return [each.peer for each in self.steps[-1] if each.samples] if self.steps else []
 
     def gave_last(self, peer: PeerID) -> bool:
         """Whether this peer's values are in the last of them, or a part of them."""

@@ -199,7 +199,9 @@ class Outlook:
     def state_replaced(self) -> None:
         """This peer's state is another one now, and not by a step that it took with others, or alone."""
         own, now = self.own, self.elapsed.time()
-        self.witness.took_over(own.name.epoch, own.name.samples, now, own.committed.weights)
+        self.witness.took_over(
+            own.name.epoch, own.name.samples, now, gave=own.committed.gave, weights=own.committed.weights
+        )
         self.heed_contributors()
 
     def heed_contributors(self) -> None:

@@ -8,6 +8,7 @@ what follows from the descriptions of all.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from functools import partial
 
 from shoal.averager import StepResult
@@ -19,6 +20,7 @@ from shoal.optim.own_state import OwnState
 from shoal.optim.state_name import StateName
 from shoal.optim.words import Weigh
 from shoal.peer import PeerID
+from shoal.wire import encode
 
 __all__ = ["ParameterCheck"]
 
@@ -74,7 +76,9 @@ class ParameterCheck:
         If ours differ, our state has been renamed: it is worse than that of the others.
         """
         checks, me = checks_of(result.gathered), self._core.peer_id
-        if (verdict := judge(checks, weigh)) is None:
+        # Made of the values of all: nobody has known it before, as it may have known the id of the round.
+        chance = hashlib.sha256(encode(result.outcome.commit)).digest()
+        if (verdict := judge(checks, weigh, chance)) is None:
             return None
         to_mend = self._checks.concluded(name.epoch, verdict, checks, me)
         if self._checks.count_difference(verdict) and me not in verdict.others:

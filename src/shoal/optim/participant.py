@@ -55,7 +55,7 @@ from shoal.optim.step_feed import StepFeed
 from shoal.optim.takeover import Takeover
 from shoal.optim.training_state import TrainingState
 from shoal.optim.witness import Witness
-from shoal.optim.words import heeds, hosts_of, weigh
+from shoal.optim.words import MOST_STEPS, heeds, hosts_of, may_give, weigh
 from shoal.peer import PeerID
 from shoal.progress import StateKey, SwarmProgress, SwarmView
 from shoal.sometimes import sometimes
@@ -63,9 +63,6 @@ from shoal.tasks import Changes, Tasks
 from shoal.wire import FollowSteps, Progress
 
 __all__ = ["Participant"]
-
-_WAYS = 16
-"""A peer gives what it has trained on its way to a merge, and on so many ways before that led to none."""
 
 _AGAIN_S = 1.0
 """Until work is tried again that this machine had no memory for, seconds."""
@@ -298,9 +295,8 @@ class Participant:
         All peers at a state know these, from the round or with the download. Where no step is known (the state was
         loaded, or is an average), the candidates are the live peers of the run, which peers may see differently.
         """
-        steps = self.own.committed.steps
-        made = [each.peer for each in steps[-1] if each.samples] if steps else []
-        return elected(self.settings.run_id, self.epoch, made or self.view().peers) == self.core.peer_id
+        made = self.own.committed.gave or self.view().peers
+        return elected(self.settings.run_id, self.epoch, made) == self.core.peer_id
 
     @property
     def at_end(self) -> bool:
@@ -581,7 +577,8 @@ class Participant:
 
     async def _average(self) -> None:
         """Average the gradients with everybody at our state, and make the step ready."""
-        name, me, most = self.own.name, self.core.peer_id, self._most_weight
+        name, me = self.own.name, self.core.peer_id
+        most = self._most_weight(me)
         if (grace_s := self.pace.grace_s(self._now())) and not self._turns:
             await self._trainer_comes(grace_s)
         said = self._said(await self._check.of(name))
@@ -594,7 +591,7 @@ class Participant:
             hopeless=lambda view: view.behind or self._outlook.alone(view),
             expected=self._awaited,
             prepare=lambda _: self._contribute(name, most),
-            most_weight=most,
+            most_weight=self._most_weight,
             apply=lambda vector: self._take_average(vector, name),
         )
         if result is None:
@@ -615,14 +612,16 @@ class Participant:
             self.own.is_shared()
             await self._take_step_of(result, said)
 
-    @property
-    def _most_weight(self) -> float:
-        """The largest weight that a member of the next round can have."""
-        able = self.own.committed.able
-        if able is None:
-            return MAX_WEIGHT
-        # Where peers merge, one that has missed some merges, or waited for a quorum, gives all that it has trained.
-        return float(able if self.settings.merging is None else able * _WAYS)
+    def _most_weight(self, peer: PeerID) -> float:
+        """The largest weight that this peer may give to the round now.
+
+        It grows with the time since it gave last, of which each member has its own idea. So this peer counts half of
+        that time for itself, and one step more for the others.
+        """
+        steps, own = self._witness.steps_since(peer, self._elapsed.time()), peer == self.core.peer_id
+        if steps is None:
+            steps = 0.0 if own else MOST_STEPS
+        return min(MAX_WEIGHT, may_give(self.own.committed.typical, steps / 2 if own else steps + 1))
 
     async def _trainer_comes(self, within_s: float) -> None:
         """Wait for a trainer that is in the middle of a batch."""
@@ -835,9 +834,8 @@ class Participant:
 
     def _advanced(self, update: Update) -> None:
         epoch, digest, all_samples = update.name
-        gave = [each.peer for each in self.own.committed.steps[-1] if each.samples]
-        now, weights = self._elapsed.time(), self.own.committed.weights
-        self._witness.stepped(epoch, all_samples, now, gave=gave, weights=weights)
+        committed, now = self.own.committed, self._elapsed.time()
+        self._witness.stepped(epoch, all_samples, now, gave=committed.gave, weights=committed.weights)
         run_id, samples, peers = self.settings.run_id, update.samples, update.peers
         fragment = self.settings.fragment
         event = EpochAdvanced(
@@ -942,7 +940,7 @@ class Participant:
                     hopeless=lambda view: view.behind or self._stepped_with() <= me,
                     expected=self._stepped_with,
                     prepare=lambda _: (float(self.own.name == name and not self.training.evaluates), 1.0),
-                    most_weight=1.0,
+                    most_weight=lambda _: 1.0,
                     apply=lambda vector: None,  # the trainer will
                     gather=self._counts.said() if self.at_end and self._counts else None,
                 )

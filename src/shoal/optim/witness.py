@@ -47,6 +47,9 @@ _STILL_S, _STILL_STEPS = 60.0, 8
 _MEASURED, _LEAST_STEPS = 10, 3
 """The speed of a run is measured over so many steps."""
 
+_AT_FIRST_S = 10.0
+"""Those that are heard so soon after this peer has begun were there before."""
+
 _MAX_REMEMBERED = 4096
 
 
@@ -93,11 +96,15 @@ class Witness:
         self._speed = _Speed()
         self._parts: Mapping[PeerID, float] = {}
         self._met: dict[PeerID, _Met] = {}
+        self._gave_at: dict[PeerID, float] = {}
         self._first_heard: dict[PeerID, float] = {}
         self._founders: frozenset[PeerID] = frozenset()
 
-    def took_over(self, epoch: int, samples: int, now: float, weights: Mapping[PeerID, int]) -> None:
-        """This peer's state is another one now, which is no step of its own from the one before."""
+    def took_over(
+        self, epoch: int, samples: int, now: float, *, gave: Collection[PeerID], weights: Mapping[PeerID, int]
+    ) -> None:
+        """This peer's state is another one now, which is no step of its own from the one before; see `stepped`."""
+        self._note_gave(gave, now)
         self._place = self._together = _Place(epoch, samples, now)
         self._way, self._parts = [self._place], _parts_of(weights)
         if epoch:
@@ -123,6 +130,7 @@ class Witness:
             speed.step_s = seconds / (epoch - first.epoch)
             speed.samples = max(speed.samples, (samples - first.samples) / seconds)
             speed.epochs = max(speed.epochs, (epoch - first.epoch) / seconds)
+        self._note_gave(gave, now)
         if set(gave) <= {self._me}:
             return
         # Its own weight grows with each step that it takes alone: that says nothing against the others.
@@ -130,6 +138,19 @@ class Witness:
         for peer in gave:
             if peer != self._me and peer in self._parts:
                 put_last(self._met, peer, _Met(self._parts[peer], before), _MAX_REMEMBERED)
+
+    def _note_gave(self, peers: Collection[PeerID], now: float) -> None:
+        for peer in peers:
+            put_last(self._gave_at, peer, now, _MAX_REMEMBERED)
+
+    def steps_since(self, peer: PeerID, now: float) -> float | None:
+        """The time since this peer gave to a step, or since it has come, in the time that a step takes.
+
+        None if that is not known: nothing was measured, or it was there before this peer.
+        """
+        came = self._first_heard.get(peer, now)
+        since = self._gave_at.get(peer, came if came > _AT_FIRST_S else None)
+        return None if since is None or not self._speed.step_s else (now - since) / self._speed.step_s
 
     def heeded(self, own: StateKey, named: Mapping[PeerID, StateKey], now: float) -> Heeded:
         """Those others whose states this peer may take.

@@ -13,30 +13,52 @@ committed under it, in the last steps that led to the state (see `committed`):
 All members of a round know the same steps and the same addresses, so they weigh all words alike.
 
 A peer says itself how many samples it has. It is `believed` as far as it has been able to give them: up to twice the
-most that it gave to one of the last steps. It may give four times the most that any key of weight gave to one of them
-(`able`): so newcomers are not held back, nor those that are left when others go, and nobody makes an average its own.
+most that it gave to one of the last steps. What it may give to a round grows with the time since it gave last, and with
+what the fastest key of weight gives (`may_give`): so newcomers are not held back, nor those that were away, or are left
+when others go, and nobody makes an average its own.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from hashlib import sha256
 from typing import Protocol, TypeVar
 
 from shoal.peer import PeerID
 from shoal.wire import Contact
 
-__all__ = ["Weigh", "able", "believed", "committed_weights", "heaviest", "heeds", "hosts_of", "weigh"]
+__all__ = [
+    "MOST_STEPS",
+    "Weigh",
+    "believed",
+    "committed_weights",
+    "heaviest",
+    "heeds",
+    "hosts_of",
+    "may_give",
+    "recorded",
+    "shared_out",
+    "typical",
+    "weigh",
+]
 
 _PART = 3
 """A key weighs nothing before it has contributed to one of so many of the last steps, on average."""
 
-_BELIEVED, _ABLE = 2, 4
-"""How many times the samples that were given to one of the last steps may be claimed, and given, for the next one."""
+_BELIEVED = 2
+"""How many times the samples that a peer gave to one of the last steps it may claim for the next one."""
+
+_FASTER = 2
+"""A peer may be so many times as fast as the fastest one of weight."""
+
+MOST_STEPS = 64
+"""A peer that was away gives what it has trained in the time of so many steps at most."""
 
 _AHEAD = 16
-"""A peer is recorded with no more than so many times the samples of all others of its step. A liar gets no further
-ahead of them, step by step, and a machine that is as much faster counts with all that it does."""
+"""A peer is recorded with no more than so many times the samples of those of its step who are not so far ahead: liars
+get no further ahead, however many they are, and a machine that is as much faster counts with all that it does."""
 
 _VOICE = 720_720
 """The voice of a host: up to 16 keys share it without a rest."""
@@ -88,22 +110,51 @@ def believed(steps: Sequence[Iterable[_Gave]]) -> dict[PeerID, int]:
     return {peer: _BELIEVED * samples for peer, samples in _most_given(steps).items()}
 
 
-def recorded(samples: int, others: int, most: int | None) -> int:
-    """So many of the samples that a peer gave to a step are kept in the record of the step.
+def recorded(gave: Mapping[PeerID, int], most: int | None) -> dict[PeerID, int]:
+    """So many of the samples that each peer gave to a step are kept in the record of the step.
 
     Args:
-        samples: that it gave.
-        others: that all others gave.
-        most: that it was able to give; None if that is not known.
+        gave: the samples of each.
+        most: that any of them was able to give; None if that is not known.
     """
-    found = samples if most is None else min(samples, most)
-    return min(found, _AHEAD * others) if others else found
+    found = {peer: samples if most is None else min(samples, most) for peer, samples in gave.items()}
+    behind = 0
+    for samples in sorted(found.values()):
+        if behind and samples > _AHEAD * behind:
+            return {peer: min(each, _AHEAD * behind) for peer, each in found.items()}
+        behind += samples
+    return found
 
 
-def able(steps: Sequence[Iterable[_Gave]]) -> int | None:
-    """The most samples that any peer may give to the step after these, however many it has; None if none is known."""
-    most, weights = _most_given(steps), committed_weights(steps)
-    return max((_ABLE * most[peer] for peer in weights), default=None)
+def shared_out(said: Mapping[PeerID, int], total: int) -> dict[PeerID, int]:
+    """What each counts for of these samples, where all together gave so many: those that say most are cut, alike."""
+    left = total
+    for place, samples in enumerate(sorted(said.values())):
+        peers = len(said) - place
+        if samples * peers > left:
+            return {peer: min(each, left // peers) for peer, each in said.items()}
+        left -= samples
+    return dict(said)
+
+
+def typical(steps: Sequence[Iterable[_Gave]]) -> float | None:
+    """The samples that the fastest key of weight gave to one of these last steps, on average; None if none is known."""
+    gave = Counter[PeerID]()
+    for each in (each for step in steps for each in step):
+        gave[each.peer] += each.samples
+    most = max((gave[peer] for peer in committed_weights(steps)), default=0)
+    return most / len(steps) if most else None
+
+
+def may_give(typical_samples: float | None, steps: float) -> float:
+    """The most samples that a peer may give to a round; infinite if nothing is known.
+
+    Args:
+        typical_samples: see `typical`.
+        steps: the time since it gave last, or has come, in the time that a step takes; up to `MOST_STEPS`.
+    """
+    # One more, as times differ, and as a batch may have been under way when it gave last.
+    return math.inf if typical_samples is None else _FASTER * typical_samples * (1 + min(steps, MOST_STEPS))
 
 
 def hosts_of(contacts: Iterable[Contact]) -> dict[PeerID, str]:
@@ -144,9 +195,16 @@ def heeds(
     return bool(given and not begun) or any(peer in given or committed.get(peer, 0) > 0 for peer in peers)
 
 
-def heaviest(said: Mapping[PeerID, T], weights: Mapping[PeerID, int]) -> list[T]:
-    """The different words of these peers, the one of most weight first; of equal ones that of the lowest peer."""
+def heaviest(said: Mapping[PeerID, T], weights: Mapping[PeerID, int], chance: bytes = b"") -> list[T]:
+    """The different words of these peers, the one of most weight first; of equal ones that of the first peer.
+
+    Args:
+        said: the word of each.
+        weights: of the words.
+        chance: something that nobody could know when it chose its key: the peers have another order by each. Empty: the
+            lowest one is first.
+    """
     total = dict[T, int]()
-    for peer in sorted(said):
+    for peer in sorted(said, key=lambda peer: (sha256(chance + peer.raw).digest() if chance else b"", peer)):
         total[said[peer]] = total.get(said[peer], 0) + weights.get(peer, 0)
     return sorted(total, key=lambda each: -total[each])

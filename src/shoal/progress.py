@@ -119,9 +119,14 @@ class Heeded(NamedTuple):
     vouched: frozenset[PeerID]
     others: frozenset[PeerID]
 
+    def keys(self, named: Mapping[PeerID, StateKey]) -> frozenset[StateKey]:
+        """The states that may be taken, of these that peers name: from whoever has them."""
+        return frozenset(named[peer] for peer in self.vouched | self.others if peer in named)
 
-Heed = Callable[[StateKey, Mapping[PeerID, StateKey]], Heeded]
-"""Says whose states may be taken by a peer at this state, where each of the others is at such a state."""
+
+Heed = Callable[[StateKey, Mapping[PeerID, StateKey], Collection[PeerID]], Heeded]
+"""Says whose states may be taken by a peer at this state, where each of the others is at such a state, and these of
+them can give it: no client can to a client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -518,16 +523,17 @@ class SwarmProgress:
         """Peers that say they have a better state than this one, which may be taken, and do not refuse it; its key."""
         said = {peer: self._said_last(peer, now) for peer in self._known}
         own = StateKey.of_peer(mine)
-        heeded = frozenset().union(*self._heed(own, {peer: StateKey.of_peer(each) for peer, each in said.items()}))
+        named = {peer: StateKey.of_peer(progress) for peer, progress in said.items()}
+        keys = self._heed(own, named, _can_give(mine, said)).keys(named)
         return {
             peer: key
             for peer, progress in said.items()
-            if peer in heeded
+            if named[peer] in keys
             and self._offers(progress, now, mine.end_epoch, at_end=False)
             and self._beats(key := StateKey.of_peer(progress), progress, own, giving)
         }
 
-    def _heed_all(self, own: StateKey, named: Mapping[PeerID, StateKey]) -> Heeded:
+    def _heed_all(self, _: StateKey, named: Mapping[PeerID, StateKey], __: Collection[PeerID]) -> Heeded:
         return Heeded(frozenset(self.contributors), frozenset(named))
 
     def view(  # noqa: PLR0913 (all but two by name)
@@ -586,12 +592,12 @@ class SwarmProgress:
         # A state can be had from a peer that can be dialed, or that gives it to us. If there is none, all states count.
         end, at_end = asked.end, asked.at_end
         named = {peer: StateKey.of_peer(progress) for peer, progress in others.items()}
-        heeded = self._heed(asked.key, named)
-        may = heeded.vouched | heeded.others
-        refused = frozenset(peer for peer, key in named.items() if peer not in may and not self._is_worse(key, asked))
+        heeded = self._heed(asked.key, named, _can_give(mine, others))
+        keys = heeded.keys(named)
+        refused = frozenset(peer for peer, key in named.items() if key not in keys and not self._is_worse(key, asked))
         offering = [mine]
         offering += [
-            each for peer, each in others.items() if peer in may and self._offers(each, now, end, at_end=at_end)
+            each for peer, each in others.items() if named[peer] in keys and self._offers(each, now, end, at_end=at_end)
         ]
         offered = {StateKey.of_peer(progress) for progress in offering if progress.contact.addresses}
         if not offered:
@@ -652,6 +658,13 @@ class SwarmProgress:
         until += [told.at + RELAYED_S for told in self._unheard.values() if now - told.at <= RELAYED_S]
         until += [aside for _, aside in self._withheld.values() if aside > now]
         return min(until, default=math.inf)
+
+
+def _can_give(mine: Progress, others: Mapping[PeerID, Progress]) -> Collection[PeerID]:
+    """Those of the others that this peer can have a state from. A client gives its own to whom it has dialed."""
+    if mine.contact.addresses:
+        return others.keys()
+    return {peer for peer, progress in others.items() if progress.contact.addresses}
 
 
 def _at_end(progress: Progress) -> bool:

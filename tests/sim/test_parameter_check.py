@@ -228,7 +228,8 @@ def test_a_peer_that_differs_among_others_than_the_holders_takes_over_from_its_o
 
     async def main() -> None:
         run, said = await train(names, 16, shift, way)
-        assert [run.swarm.peer(name).downloads for name in names] == [0, 0, 0, 1]
+        # Of two that differ chance decides which one is kept.
+        assert [run.swarm.peer(name).downloads for name in names] in ([0, 0, 0, 1], [0, 0, 1, 0])
         assert sum("compute as this peer does" in each for each in said) == 1
         assert len(said) == 4
         checks = [run.swarm.peer(name).participant.progress().check for name in names]

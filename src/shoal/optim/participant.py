@@ -64,6 +64,9 @@ from shoal.wire import FollowSteps, Progress
 
 __all__ = ["Participant"]
 
+_FEW_STEPS = 3
+"""Before that nobody knows how much a step takes: the first ones may have come late, or lack most peers."""
+
 _AGAIN_S = 1.0
 """Until work is tried again that this machine had no memory for, seconds."""
 
@@ -128,7 +131,7 @@ class Participant:
             settings.fingerprint,
             ttl_s=settings.ttl_s,
             auxiliary=settings.auxiliary,
-            heed=lambda key, named: self._witness.heeded(key, named, self._elapsed.time()),
+            heed=lambda key, named, give: self._witness.heeded(key, named, give, self._elapsed.time()),
         )
         memory = RoundMemory(training.averaged, training.state_tensors)
         ours = core, training, settings
@@ -618,10 +621,15 @@ class Participant:
         It grows with the time since it gave last, of which each member has its own idea. So this peer counts half of
         that time for itself, and one step more for the others.
         """
-        steps, own = self._witness.steps_since(peer, self._elapsed.time()), peer == self.core.peer_id
-        if steps is None:
-            steps = 0.0 if own else MOST_STEPS
-        return min(MAX_WEIGHT, may_give(self.own.committed.typical, steps / 2 if own else steps + 1))
+        committed, own = self.own.committed, peer == self.core.peer_id
+        steps = self._witness.steps_since(peer, self._elapsed.time())
+        if len(committed.steps) < _FEW_STEPS:
+            steps = MOST_STEPS / 2 if own else MOST_STEPS
+        elif own:
+            steps = 1.0 if steps is None else max(1.0, steps / 2)
+        else:
+            steps = MOST_STEPS if steps is None else steps + 1
+        return min(MAX_WEIGHT, may_give(committed.typical, steps))
 
     async def _trainer_comes(self, within_s: float) -> None:
         """Wait for a trainer that is in the middle of a batch."""

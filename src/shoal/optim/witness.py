@@ -8,7 +8,8 @@ it likes. So this peer asks who stands for a state:
   who stand for it, or for a better one, weigh at least a quarter of all that are here, unless this peer's own state has
   stood still for long. As long as they are no majority, the state is one to which the run can have come since they and
   this peer were last in one step.
-- **Strangers** are heeded only where no contributor is here but this peer. One that has just begun, or has measured
+- **Strangers** are heeded only where no contributor is here but this peer, or none of them can give a state: all are
+  clients, as this peer is. Then those come first that its user gave it. One that has just begun, or has measured
   nothing, heeds all: it has little to lose, and its run may have gone on without it. Later the state is one to which
   the run can have come, and the stranger was heard for a part of the time that this peer has trained alone: the more
   there is to lose, the longer a claim has to stand.
@@ -125,9 +126,10 @@ class Witness:
         before, self._place = self._place, _Place(epoch, samples, now)
         self._way = [*self._way[-_MEASURED:], self._place]
         first = self._way[0]
-        if len(self._way) > _LEAST_STEPS and now > first.at:
-            seconds, speed = now - first.at, self._speed
+        seconds, speed = now - first.at, self._speed
+        if len(self._way) > 1 and seconds > 0:
             speed.step_s = seconds / (epoch - first.epoch)
+        if len(self._way) > _LEAST_STEPS and seconds > 0:
             speed.samples = max(speed.samples, (samples - first.samples) / seconds)
             speed.epochs = max(speed.epochs, (epoch - first.epoch) / seconds)
         self._note_gave(gave, now)
@@ -152,12 +154,15 @@ class Witness:
         since = self._gave_at.get(peer, came if came > _AT_FIRST_S else None)
         return None if since is None or not self._speed.step_s else (now - since) / self._speed.step_s
 
-    def heeded(self, own: StateKey, named: Mapping[PeerID, StateKey], now: float) -> Heeded:
+    def heeded(
+        self, own: StateKey, named: Mapping[PeerID, StateKey], can_give: Collection[PeerID], now: float
+    ) -> Heeded:
         """Those others whose states this peer may take.
 
         Args:
             own: this peer's state.
             named: the state that each of the others is at.
+            can_give: those of them that can give it to this peer.
             now: time, seconds.
         """
         for peer in named:
@@ -172,11 +177,14 @@ class Witness:
             equal = dict.fromkeys(self._founders & trained.keys(), 1 / (1 + len(self._founders)))
             former = equal | former
         part = former | {peer: self._parts[peer] for peer in trained if peer in self._parts}
-        if part:
-            known = {peer: trained[peer] for peer in part}
-            return Heeded(self._vouching(own, known, part, self._parts.get(self._me, 0.0), now), frozenset())
-        strangers = (peer for peer, key in trained.items() if self._is_heeded(peer, own, key, now))
-        return Heeded(frozenset(), frozenset(strangers))
+        known = {peer: trained[peer] for peer in part}
+        vouching = self._vouching(own, known, part, self._parts.get(self._me, 0.0), now)
+        if not part.keys().isdisjoint(can_give):
+            return Heeded(vouching, frozenset())
+        strangers = trained.keys() - part
+        if part:  # all of them are clients, as this peer is: an auxiliary peer gives their state
+            strangers = (strangers & self._given) or strangers
+        return Heeded(vouching, frozenset(peer for peer in strangers if self._is_heeded(peer, own, trained[peer], now)))
 
     def _vouching(
         self, own: StateKey, known: Mapping[PeerID, StateKey], part: Mapping[PeerID, float], mine: float, now: float

@@ -1,0 +1,132 @@
+"""Whose word for a state counts, and how far a run can have come, by what one peer has measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from shoal.optim.witness import Witness
+from shoal.peer import PeerID
+from shoal.progress import StateKey
+
+ME, A, B, C, D = (PeerID(bytes([number]) * 32) for number in range(1, 6))
+ALL = {ME: 10, A: 10, B: 10, C: 10}
+
+
+def key(epoch: int, samples: int | None = None) -> StateKey:
+    """Of a state of this epoch: ten samples a step."""
+    return StateKey.of(epoch, 10 * epoch if samples is None else samples, b"")
+
+
+def stepped(until: int, weights: Mapping[PeerID, int], witness: Witness | None = None, first: int = 1) -> Witness:
+    """One that has taken a step each second until this one, with these."""
+    found = witness or Witness(ME, given=[D], begins_s=600.0)
+    for epoch in range(first, until + 1):
+        found.stepped(epoch, 10 * epoch, float(epoch), gave=list(weights), weights=weights)
+    return found
+
+
+def taken(witness: Witness, own: StateKey, named: Mapping[PeerID, StateKey], now: float) -> set[PeerID]:
+    """Those of these whose states may be taken."""
+    heeded = witness.heeded(own, named, named, now)
+    assert not heeded.vouched & heeded.others
+    return {*heeded.vouched, *heeded.others}
+
+
+def test_strangers_are_not_heeded_beside_contributors() -> None:
+    """Whatever they claim, and how many they are, and however young this peer is."""
+    witness = stepped(20, ALL)
+    for epoch, samples in ((21, None), (1021, 1 << 60), (20, 201)):
+        strangers = {PeerID(bytes([number]) * 32): key(epoch, samples) for number in range(5, 60)}
+        assert taken(witness, key(20), {A: key(20), **strangers}, 20.5) == {A}
+
+
+def test_a_quarter_of_all_that_are_here_stands_for_a_state() -> None:
+    """Those who are gone stand for nothing; a state that stands still for long gives way to anybody known."""
+    light = {ME: 40, A: 40, B: 8}
+    witness = stepped(20, light)
+    assert taken(witness, key(20), {A: key(20), B: key(21)}, 20.5) == {A}
+    assert taken(witness, key(20), {A: key(21), B: key(22)}, 20.5) == {A}, "B claims to be further than A"
+    assert taken(witness, key(20), {A: key(22), B: key(22)}, 20.5) == {A, B}
+    assert taken(witness, key(20), {A: key(20), B: key(21)}, 90.0) == {A, B}
+    assert taken(stepped(20, {ME: 10, A: 5, B: 85}), key(20), {A: key(21)}, 20.5) == {A}, "B is gone"
+
+
+def test_a_claim_grows_with_the_time_that_it_was_out_of_sight() -> None:
+    """A quarter may be so far as the run can have come; more than half may be anywhere."""
+    witness = stepped(20, ALL)
+    for now, epoch in ((21.0, 40), (30.0, 180), (120.0, 1600)):
+        for weights, taking in (([A], {A}), ([A, B, C], {A, B, C})):
+            named = {A: key(20), B: key(20), C: key(20)} | {peer: key(epoch) for peer in weights}
+            assert taken(witness, key(20), named, now) >= taking
+    named = {A: key(3000), B: key(20), C: key(20)}
+    assert A not in taken(witness, key(20), named, 30.0)
+    assert A not in taken(witness, key(20), named | {A: key(21, 1 << 60)}, 30.0)
+    assert A in taken(witness, key(20), named | {B: key(3000), C: key(3000)}, 30.0)
+
+
+def test_two_parts_know_each_other_by_the_steps_before() -> None:
+    """Thirty steps with A alone: B and C have contributed to none of the last ten, and did before."""
+    witness = stepped(50, {ME: 10, A: 10}, stepped(20, ALL), first=21)
+    assert taken(witness, key(50), {A: key(50), B: key(60), C: key(60), D: key(70)}, 51.0) == {A, B, C}
+
+
+def test_steps_that_a_peer_takes_alone_say_nothing_against_the_others() -> None:
+    """Its weight grows with each of them."""
+    witness = stepped(40, {ME: 100}, stepped(20, ALL), first=21)
+    assert taken(witness, key(40), {A: key(42)}, 41.0) == {A}
+
+
+def test_a_stranger_stands_there_the_longer_the_more_there_is_to_lose() -> None:
+    """Where nobody else is there. One that has just begun, or measured nothing, heeds all."""
+    alone = stepped(1000, {ME: 10})
+    assert not taken(alone, key(1000), {A: key(1001)}, 1000.0)
+    assert not taken(alone, key(1000), {A: key(1001)}, 1240.0)
+    assert taken(alone, key(1000), {A: key(1001)}, 1260.0) == {A}
+    assert not taken(alone, key(1000), {A: key(10**6)}, 1260.0), "the run cannot have come so far"
+    slept = stepped(1000, ALL)
+    assert taken(slept, key(1000), {D: key(1300)}, 1030.0) == {D}, "it has nothing to lose"
+    assert taken(stepped(20, {ME: 10}), key(20), {A: key(10**6)}, 20.0) == {A}
+    assert taken(Witness(ME, given=(), begins_s=0.0), key(7), {A: key(9)}, 50.0) == {A}
+
+
+def test_a_newcomer_takes_the_state_of_who_invited_it_first() -> None:
+    """It knows nobody else: their words are as good as any other's."""
+    heeded = Witness(ME, given=[D], begins_s=600.0).heeded(key(0), {A: key(90), D: key(7)}, [A, D], 1.0)
+    assert heeded.vouched == {D}
+    assert heeded.others == {A, D}
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_who_was_there_before_the_first_step_counts_while_the_run_begins(there: bool) -> None:
+    """A line may have failed before the first step: nobody else can know who that peer is."""
+    witness = Witness(ME, given=(), begins_s=600.0)
+    witness.heeded(key(0), {A: key(0)} | ({C: key(0)} if there else {}), [], 0.5)
+    stepped(20, {ME: 10, A: 10}, witness)
+    assert taken(witness, key(20), {A: key(20), C: key(60)}, 21.0) == ({A, C} if there else {A})
+    stepped(700, {ME: 10, A: 10}, witness, first=21)
+    assert taken(witness, key(700), {A: key(700), C: key(710)}, 701.0) == {A}
+
+
+def test_clients_heed_strangers_where_no_contributor_can_give_a_state() -> None:
+    """An auxiliary peer contributes nothing, and is the only one that they can dial. One that was given comes first."""
+    witness = stepped(20, ALL)
+    named = {A: key(21), C: key(21), PeerID(b"x" * 32): key(22)}
+    stranger = max(named)
+    assert witness.heeded(key(20), named, [A, stranger], 21.0).others == frozenset()
+    assert witness.heeded(key(20), named, [stranger], 21.0).others == {stranger}
+    assert witness.heeded(key(20), named | {D: key(21)}, [D, stranger], 21.0).others == {D}
+
+
+def test_the_time_since_a_peer_gave() -> None:
+    """In steps. Of one that came later since then; of one that was there before, nobody knows."""
+    witness = Witness(ME, given=(), begins_s=600.0)
+    witness.heeded(key(0), {D: key(0)}, [], 0.5)
+    stepped(20, {ME: 10, A: 10}, witness)
+    witness.heeded(key(20), {C: key(20)}, [], 20.0)
+    assert witness.steps_since(A, 23.0) == 3.0
+    assert witness.steps_since(C, 24.0) == 4.0
+    assert witness.steps_since(D, 24.0) is None
+    witness.took_over(30, 300, 30.0, gave=[A, B], weights={A: 10, B: 10})
+    assert witness.steps_since(A, 31.0) == witness.steps_since(B, 31.0) == 1.0

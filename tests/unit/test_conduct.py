@@ -10,6 +10,7 @@ import pytest
 
 from shoal.allreduce.round import Seen
 from shoal.averager.conduct import Conduct
+from shoal.averager.strangers import NO_STRANGERS
 from shoal.peer import PeerID
 
 A, B, C = (PeerID(bytes([number]) * 32) for number in range(3))
@@ -28,6 +29,7 @@ class Rounds:
     def play(self, *, succeeds: bool = True, gave: frozenset[PeerID] = ALL, **seen: Any) -> None:
         """One round, in which this was seen; by default all three gave and own parts."""
         given: dict[str, Any] = {"late": NOBODY, "unheard": NOBODY, "bad_lines": NOBODY, "reduced": ALL}
+        given |= {"hurried": NOBODY, "waited_s": 0.0}
         members = [SimpleNamespace(contact=SimpleNamespace(peer=peer)) for peer in (A, B, C)]
         all_seen = Seen(**{**given, "led_badly": False, **seen})
         round_: Any = SimpleNamespace(seen=all_seen, members=members, coordinator=0)
@@ -60,7 +62,7 @@ def test_a_member_that_was_waited_for_and_gave_nothing_is_idle(how: str) -> None
         seen: dict[str, Any] = {how: frozenset({B}), "gave": frozenset({A, C})}
         rounds.play(**seen)
     assert rounds.shut_out() == (frozenset({B}), NOBODY, NOBODY)
-    assert rounds.conduct.shunned(rounds.now) == {B}
+    assert rounds.conduct.trust(NO_STRANGERS, rounds.now).shunned == {B}
     assert "gave nothing" in rounds.warnings[0]
 
 
@@ -70,7 +72,7 @@ def test_a_member_that_gave_to_others_has_a_bad_line_to_us() -> None:
     for _ in range(2):
         rounds.play(unheard=frozenset({B}))
     assert rounds.shut_out() == (NOBODY, NOBODY, frozenset({B}))
-    assert rounds.conduct.shunned(rounds.now) == NOBODY
+    assert rounds.conduct.trust(NO_STRANGERS, rounds.now).shunned == NOBODY
     assert "the line between the two" in rounds.warnings[0]
 
 
@@ -105,4 +107,4 @@ def test_a_peer_that_leads_badly_may_be_a_member() -> None:
     rounds = Rounds()
     rounds.conduct.searched([A], rounds.now)
     rounds.play(led_badly=True, succeeds=False)
-    assert rounds.conduct.shunned(rounds.now) == {A}
+    assert rounds.conduct.trust(NO_STRANGERS, rounds.now).shunned == {A}

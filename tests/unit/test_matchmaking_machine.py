@@ -39,6 +39,7 @@ from shoal.matchmaking.events import (
     SearchPhase,
     Start,
     Tick,
+    Trust,
     Withdraw,
 )
 from shoal.peer import PeerID
@@ -80,7 +81,7 @@ class Play:
             expected=expected,
             is_silent=silent or (lambda peer, soon: peer in self.silent),
             contact_of=contact,
-            shunned=shunned,
+            trust=Trust(shunned=shunned),
         )
         self.first = self._note(self.machine.start(0.0))
 
@@ -1044,7 +1045,7 @@ def test_window_end_with_too_few_declares_anew() -> None:
     assert said[0] == Answer(peer_id(60), JoinRefused("too-few", "the window ended with 2 of at least 3 peers"))
     assert Declare(MINE + WINDOW_S) in said
     assert play.machine.followers == ()
-    assert play.machine.key == (MINE + WINDOW_S, peer_id(ME))
+    assert play.machine.key == (False, MINE + WINDOW_S, peer_id(ME))
 
 
 def test_last_window_ends_with_the_deadline() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from shoal.allreduce.brief import Brief
 from shoal.allreduce.coordinator import Coordinator, Send, Stragglers
-from shoal.wire import Assign, Commit, Gone, Held, Report
+from shoal.wire import Assign, Commit, Held, Report
 
 REDUCER = [0, 1, 2, 3]
 ALL = {0, 1, 2, 3}
@@ -136,15 +137,29 @@ def test_nobody_is_left_out_for_slowness_where_too_few_would_be_left() -> None:
     assert rules.slow(1.0) == rules.slow(1000.0) == []
 
 
-def test_members_that_are_doubted_are_left_out_at_once_where_enough_others_are_left() -> None:
-    """The others are told, and average their parts; one alone, or too few, go on waiting."""
+def test_members_that_are_waited_for_briefly_are_left_out_as_soon_as_all_others_are_done() -> None:
+    """Others average their parts; if too few others are left, they are waited for as all."""
     rules = coordinator()
-    actions = rules.doubt({3}, 0.0)
+    rules.brief = Brief({3: 0.0})
+    for member in (0, 1):
+        report(rules, member, [0, 1, 2])
+    assert rules.rules.live == ALL
+    report(rules, 2, [0, 1, 2])
     assert rules.rules.live == {0, 1, 2}
-    gone = [each.member for each in actions if isinstance(each, Send) and each.message == Gone(3)]
-    assert gone == [0, 1, 2]
     assert 3 not in rules.rules.reducer
-    for least, members in ((4, {3}), (1, {1, 2, 3})):
-        rules = coordinator(least=least)
-        assert rules.doubt(members, 0.0) == []
-        assert rules.rules.live == ALL
+    rules = coordinator(least=4)
+    rules.brief = Brief({3: 0.0})
+    for member in (0, 1, 2):
+        report(rules, member, [0, 1, 2])
+    assert rules.rules.live == ALL
+
+
+def test_all_that_are_waited_for_briefly_share_one_patience() -> None:
+    """Two of them do not cost twice the time, and time in which others are awaited, too, does not count."""
+    brief = Brief({2: 4.0, 3: 4.0})
+    assert brief.late({1, 2, 3}, 10.0) == []
+    assert brief.late({2, 3}, 20.0) == []
+    assert brief.late({2, 3}, 23.9) == []
+    assert brief.late({1, 3}, 24.0) == []
+    assert brief.late({3}, 30.0) == [3]
+    assert (brief.waited_s, brief.left) == (4.0, {3})

@@ -7,7 +7,8 @@ A member is left out
 
 - when its connection is lost, or when it is silent (the caller tells);
 - when it keeps the others waiting and makes no progress for `stall_s`: it reports no part and moves no bytes;
-- when it is far slower than the others (`Stragglers`).
+- when it is far slower than the others (`Stragglers`);
+- when it is waited for briefly, and nobody else is any more (`Brief`).
 
 The parts that it owned get another reducer. If only the line between two members is bad, none of them is left out: the
 one that lacks parts gets another source for them, and a reducer that nobody can get parts from owns none any more. The
@@ -24,6 +25,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
+from shoal.allreduce.brief import Brief
 from shoal.allreduce.commit import CommitRules, Order
 from shoal.sometimes import sometimes
 from shoal.wire import Abort, Assign, Commit, Gone, Report
@@ -104,14 +106,16 @@ class Coordinator:
         min_group_size: with fewer members left, auxiliary ones counted, the round is aborted.
         stall_s: a member that owes parts and neither reports one nor moves any bytes for this long is left out.
         now: time at the beginning.
+        brief_s: see `Brief.patience_s`.
 
     Attributes:
+        brief: the members that are waited for briefly.
         allowed_s: reducers may wait so long for members with slow lines (`slow_lines`), to be set before the round.
         rules: what is held, and the verdict.
         stragglers: compares the members' speeds.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (half of them by name)
         self,
         round_id: bytes,
         reducers: Sequence[int],
@@ -122,7 +126,9 @@ class Coordinator:
         min_group_size: int,
         stall_s: float,
         now: float,
+        brief_s: Mapping[int, float] = MappingProxyType({}),
     ) -> None:
+        self.brief = Brief(brief_s)
         self.rules = CommitRules(round_id, reducers, contributes, min_group_size=min_group_size, me=me)
         self.me, self.stall_s, self.allowed_s = me, stall_s, 0.0
         self.reduces = list(reduces)
@@ -174,7 +180,7 @@ class Coordinator:
         actions = self._replace_reducers(now) if report.lost else []
         for other in sorted(self._unreachable.keys() & rules.live):
             actions += self._help(other, now)
-        return actions + self._decide()
+        return actions + self._decide() + self._leave_brief(now)
 
     def gone(self, member: int, reason: str, now: float) -> list[CoordinatorAction]:
         """As `leave_out`, and the others are told, because only the coordinator has a connection with every member."""
@@ -182,16 +188,6 @@ class Coordinator:
         if actions and self.rules.verdict is None:
             actions += [Send(other, Gone(member)) for other in sorted(self.rules.live)]
         return actions
-
-    def doubt(self, members: Collection[int], now: float) -> list[CoordinatorAction]:
-        """Begin without these members, if they are not needed: they gave nothing to the last rounds."""
-        rules = self.rules
-        others = rules.live.difference(members)
-        if len(others) < max(rules.min_group_size, 2) or not others & rules.takers:
-            return []
-        return [
-            each for member in sorted(members) for each in self.gone(member, "gave nothing to the last rounds", now)
-        ]
 
     def leave_out(self, member: int, reason: str, now: float) -> list[CoordinatorAction]:
         """Wait for a member no longer: it is silent, or it gave up."""
@@ -214,10 +210,22 @@ class Coordinator:
                 actions += self.leave_out(member, "no progress", now)
         if any(isinstance(each, LeftOut) and each.member == self.me for each in actions):
             sometimes("a coordinator that hears nobody leaves itself out")
-        actions += self._hurry(now)
+        actions += self._hurry(now) + self._leave_brief(now)
         for member in self.slow(now):
             sometimes("a member is left out because it is slow")
             actions += self.leave_out(member, "far slower than the others", now)
+        return actions
+
+    def _leave_brief(self, now: float) -> list[CoordinatorAction]:
+        """Leave out those that are waited for briefly, if it is time. Where too few others are left, it waits."""
+        actions, rules, brief = list[CoordinatorAction](), self.rules, self.brief.patience_s.keys()
+        awaited = set(self._owing()) if brief else set[int]()
+        if awaited and awaited <= brief:
+            others = {part for part, reducer in enumerate(rules.reducer) if reducer not in brief}
+            awaited |= {member for member in rules.takers - brief if not rules.held[member].keys() >= others}
+        for member in self.brief.late(awaited, now):
+            if len(rules.live) > max(rules.min_group_size, 2):
+                actions += self.leave_out(member, "gave nothing yet, or to the last rounds, and others are done", now)
         return actions
 
     def give_up(self, reason: str) -> list[CoordinatorAction]:
@@ -343,7 +351,8 @@ class Coordinator:
         rules, slow = self.rules, set[int]()
         if rules.verdict is not None:
             return []
-        for each in self.stragglers.late(rules.reducer, rules.held, rules.takers, now, allowed_s=self.allowed_s):
+        takers = rules.takers - self.brief.patience_s.keys() or rules.takers
+        for each in self.stragglers.late(rules.reducer, rules.held, takers, now, allowed_s=self.allowed_s):
             left = rules.live - slow - {each}
             if each not in rules.live or (each == self.me and not self._may_step_aside()):
                 continue
@@ -358,7 +367,7 @@ class Coordinator:
 
         Everybody reports once a second. On a slow line the values to and from the coordinator delay the reports.
         """
-        others = self.rules.live - {self.me}
+        others = self.rules.live - {self.me} - self.brief.patience_s.keys()
         missing = sum(now - self._heard[member] >= self.stall_s / 2 for member in others)
         return self._may_step_aside() and 2 * missing > len(others)
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
+from shoal.allreduce.brief import Brief
 from shoal.allreduce.commit import Ask, Average, Contribute, MemberRules, Order, PartAction
 from shoal.allreduce.interface import MostWeight, any_weight, is_sound
 from shoal.sometimes import sometimes
@@ -105,6 +106,7 @@ class MemberMachine:
         silence_s: how long a sender may be silent that owes values.
         now: time at the beginning.
         promised_s: see `slow_lines`.
+        brief_s: see `Brief.patience_s`.
         most_weight: the largest weight that each member may give.
 
     Attributes:
@@ -126,13 +128,16 @@ class MemberMachine:
         silence_s: float,
         now: float,
         promised_s: Sequence[float] = (),
+        brief_s: Mapping[int, float] = MappingProxyType({}),
         most_weight: MostWeight = any_weight,
     ) -> None:
         self.me, self.coordinator = me, coordinator
         self.most_weights = [most_weight(member.contact.peer) for member in members]
         self.rules = MemberRules(me, reducers, contributes=members[me].contributes)
         contributing = [index for index, member in enumerate(members) if member.contributes]
-        self.contributions = Contributions(me, contributing, silence_s=silence_s, now=now, promised_s=promised_s)
+        self.contributions = Contributions(
+            me, contributing, silence_s=silence_s, now=now, promised_s=promised_s, brief_s=brief_s
+        )
         self.may_learn = True
         self.unheard: set[int] = set()
         self.round_id, self.members = round_id, members
@@ -314,7 +319,7 @@ class MemberMachine:
             actions.append(Blame(sender, "too slow: left out of the parts that are not averaged yet"))
             actions += self.contributions.exclude(sender)
             self.unheard.add(sender)
-        return actions
+        return actions + self.contributions.hurry(now)
 
     def report(self, moved_bytes: int) -> Report:
         """The news for the coordinator; without any it tells the bytes that were moved."""
@@ -343,6 +348,8 @@ class Contributions:
       on together. One that has announced a slow line, and is worth waiting for, is behind only when it is also later
       than it promised, in proportion to what it has sent (`slow_lines`).
 
+    - when it is waited for briefly, and nobody else is any more (`Brief`).
+
     Its contributions to parts that are done stay. A part is ready when the reducer waits for no more senders.
 
     Args:
@@ -351,11 +358,23 @@ class Contributions:
         silence_s: see above.
         now: time at the beginning.
         promised_s: for each member, the time within which it sends all, if it is waited for beyond the median; else 0.
+        brief_s: see `Brief.patience_s`.
+
+    Attributes:
+        brief: the members that are waited for briefly.
     """
 
     def __init__(
-        self, me: int, members: Iterable[int], *, silence_s: float, now: float, promised_s: Sequence[float] = ()
+        self,
+        me: int,
+        members: Iterable[int],
+        *,
+        silence_s: float,
+        now: float,
+        promised_s: Sequence[float] = (),
+        brief_s: Mapping[int, float] = MappingProxyType({}),
     ) -> None:
+        self.brief = Brief(brief_s)
         self.me, self.silence_s, self._start, self._promised_s = me, silence_s, now, promised_s
         self.senders = set(members)
         self.excluded: set[int] = set()
@@ -400,7 +419,12 @@ class Contributions:
         self._others[work] += sender != self.me
         self._heard[sender] = now
         self._delivered[sender].append(now)
-        return self._ready([work])
+        return [*self._ready([work]), *self.hurry(now)]
+
+    def hurry(self, now: float) -> list[Finish]:
+        """Leave out those that are waited for briefly, if it is time. Returns the parts that are ready now."""
+        late = self.brief.late(set().union(*self._waiting.values()), now) if self.brief.patience_s else []
+        return [finish for member in late for finish in self.exclude(member)]
 
     def exclude(self, sender: int) -> list[Finish]:
         """Wait for this sender no longer. Returns the parts that are ready now."""

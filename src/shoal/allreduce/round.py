@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from blake3 import blake3
@@ -107,6 +108,10 @@ class Seen(NamedTuple):
     """Their values or averages did not come to this member in time."""
     bad_lines: frozenset[PeerID]
     """This member did not wait for what they give (see `Round`)."""
+    hurried: frozenset[PeerID]
+    """They were waited for briefly, and left out, as all others were done."""
+    waited_s: float
+    """So long nobody was waited for but those that are waited for briefly."""
     reduced: frozenset[PeerID]
     """They own parts, after all that were moved."""
     led_badly: bool
@@ -123,8 +128,8 @@ class Round:
         weight: the weight of this member's values, 0 (takes part without counting) or within
             `MIN_WEIGHT`..`MAX_WEIGHT`. 0 for an auxiliary member.
         options: patience.
-        doubted: if this member coordinates, nobody waits for these, unless too few others are left. They can have the
-            averages all the same.
+        brief_s: how long these are waited for when all others have done their part, seconds (`brief`). They can have
+            the averages all the same.
         bad_lines: this member waits for no values and averages of these by the lines between them, unless that is more
             than half of all others: then its own line may be the bad one.
 
@@ -143,7 +148,7 @@ class Round:
         *,
         weight: float,
         options: RoundOptions,
-        doubted: Collection[PeerID] = (),
+        brief_s: Mapping[PeerID, float] = MappingProxyType({}),
         bad_lines: Collection[PeerID] = (),
     ) -> None:
         self.endpoint, self.env = table.endpoint, table.endpoint.env
@@ -155,6 +160,9 @@ class Round:
         self._table, self._options = table, options
         self._loop, self._over, self._closed = asyncio.get_running_loop(), False, False
         self._promised_s = self._promises(vector)
+        self._index = {member.contact.peer: index for index, member in enumerate(self.members)}
+        self._brief_s = {index: brief_s[peer] for peer, index in self._index.items() if peer in brief_s}
+        self._brief_s.pop(self.me, None)
         self.machine = MemberMachine(
             self.round_id,
             self.me,
@@ -164,11 +172,11 @@ class Round:
             silence_s=options.silence_s,
             now=self._loop.time(),
             promised_s=self._promised_s,
+            brief_s=self._brief_s,
             most_weight=options.most_weight,
         )
         self._parts = Parts(vector, self.parts, self.machine, self.env.executor, weight=weight)
         self._coordinating = self._new_coordinator(reducers) if self.me == self.coordinator else None
-        self._index = {member.contact.peer: index for index, member in enumerate(self.members)}
         # Of the coordinator: to each other member; of another member: to the coordinator.
         self._control: dict[int, ControlStream] = {
             index: group.controls[peer] for peer, index in self._index.items() if peer in group.controls
@@ -184,7 +192,6 @@ class Round:
         self._done: asyncio.Future[None] = self._loop.create_future()
         self._news = Changes()
         self._sign = asyncio.Event()
-        self._doubted = {index for peer, index in self._index.items() if peer in doubted}
         self._bad_lines = {index for peer, index in self._index.items() if peer in bad_lines}
         if 2 * len(self._bad_lines) > len(self.members) - 1:
             self._bad_lines = set()
@@ -230,6 +237,7 @@ class Round:
             min_group_size=options.min_group_size,
             stall_s=self._stall_s,
             now=self._loop.time(),
+            brief_s=self._brief_s,
         )
         coordinator.allowed_s = max(self._promised_s)
         return coordinator
@@ -251,8 +259,6 @@ class Round:
         self._table.add(self)
         self._begin_control()
         self._do(self.machine.start(self._loop.time(), self._bad_lines))
-        if self._coordinating is not None and self._doubted:
-            self._tell(self._coordinating.doubt(self._doubted, self._loop.time()))
         self._reporting.spawn(self._report_loop())
         self._tasks.spawn(self._tick_loop())
         self._tasks.spawn(self._look_loop())
@@ -314,11 +320,15 @@ class Round:
 
         # Where the round fails here alone, our own line may be the bad one: then only a lost coordinator counts.
         unheard = self.machine.unheard if self._coordinating is not None or self.machine.rules.succeeded else set()
-        away = self._doubted | {self.me}
+        briefs = [self.machine.contributions.brief, *([] if (c := self._coordinating) is None else [c.brief])]
+        hurried = set[int]().union(*(brief.left for brief in briefs))
+        away = self._brief_s.keys() | {self.me}
         return Seen(
             late=peers(self._late - away),
             unheard=peers(unheard - away - self._bad_lines),
             bad_lines=peers(self._bad_lines),
+            hurried=peers(hurried),
+            waited_s=sum(brief.waited_s for brief in briefs),
             reduced=peers(set(self.machine.rules.reducer)),
             led_badly=self._led_badly,
         )

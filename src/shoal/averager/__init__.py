@@ -2,8 +2,9 @@
 
 `Averager` is the core; `settings` has its numbers, `timeouts` their relations, `request` what one step is to do,
 `lock` the lock of the tensors, `sharing` the state for newcomers, `group_finder` the search for a group, `conduct` the
-peers that are not counted on, `pauses` for how long, `directory` the records by which groups and donors find each other
-in the DHT. The synchronous class that users hold is `shoal.DecentralizedAverager`, in `shoal.runtime`.
+peers that are not counted on, `pauses` for how long, `strangers` what may be lost to unknown ones, `directory` the
+records by which groups and donors find each other in the DHT. The synchronous class that users hold is
+`shoal.DecentralizedAverager`, in `shoal.runtime`.
 """
 
 from shoal.averager.averager import Averager
@@ -13,9 +14,12 @@ from shoal.averager.pauses import Pauses
 from shoal.averager.request import AveragingMode, AveragingStage, StepRequest, StepResult
 from shoal.averager.settings import AveragerSettings, check_group_bits
 from shoal.averager.sharing import StateSharing
+from shoal.averager.strangers import WORTH_S, Account, Strangers
 from shoal.averager.timeouts import choose_timeouts
 
 __all__ = [
+    "WORTH_S",
+    "Account",
     "Averager",
     "AveragerSettings",
     "AveragingMode",
@@ -25,6 +29,7 @@ __all__ = [
     "StateSharing",
     "StepRequest",
     "StepResult",
+    "Strangers",
     "TensorLock",
     "Turn",
     "check_group_bits",

@@ -29,6 +29,7 @@ from shoal.averager.lock import TensorLock
 from shoal.averager.request import AveragingStage, StepRequest, StepResult
 from shoal.averager.settings import AveragerSettings
 from shoal.averager.sharing import StateSharing
+from shoal.averager.strangers import NO_STRANGERS, Strangers
 from shoal.bounded import put_last
 from shoal.clock import Backoff, own_clock, shielded
 from shoal.compression import CompressionBase, NoCompression, choose_codecs
@@ -180,6 +181,7 @@ class Averager:
         expected: Expected | None = None,
         apply: Apply | None = None,
         most_weight: MostWeight = any_weight,
+        strangers: Strangers = NO_STRANGERS,
     ) -> StepResult:
         """Find a group and average once.
 
@@ -195,6 +197,7 @@ class Averager:
             apply: called under the lock with the averages in place of moving the tensors to them.
             most_weight: members that give a larger weight are refused. Members may know it differently: each is to
                 give no more than all others allow it.
+            strangers: the peers of which nothing is known yet.
 
         Raises:
             RoundFailed: there is no average; no tensor was touched.
@@ -215,7 +218,8 @@ class Averager:
         if self._ending is not None or self._leaving:
             raise ClosedError("the averager was shut down")
         request = request or StepRequest(weight=weight, gather=gather)
-        attempt = _Attempt(request, prepare or (lambda _: (request.weight, 1.0)), expected, apply, most_weight)
+        prepare = prepare or (lambda _: (request.weight, 1.0))
+        attempt = _Attempt(request, prepare, expected, apply, most_weight, strangers)
         self._stepping = asyncio.current_task()
         try:
             return await self._try_until(deadline, attempt, allow_retries)
@@ -270,7 +274,7 @@ class Averager:
                 tag=self.group_tag,
                 deadline=deadline,
                 expected=attempt.expected,
-                shunned=self.conduct.shunned(loop.time()),
+                trust=self.conduct.trust(attempt.strangers, loop.time()),
             )
         finally:
             matchmaker = self._finder.matchmaker
@@ -361,7 +365,7 @@ class Averager:
             self._last_round = round_
             self._tell_outweighing(round_)
             if self._still_s() < still_s + _STILL_S:  # else the others may have left us, not we them
-                self.conduct.played(round_, outcome, formed, loop.time())
+                self.conduct.played(round_, outcome, formed, loop.time(), attempt.strangers)
 
     def _tell_outweighing(self, round_: Round) -> None:
         if round_.outweighing is not None and round_.outweighing[0] not in self._outweighing:
@@ -408,7 +412,7 @@ class Averager:
                 self.vector,
                 weight=weight,
                 options=options,
-                doubted=self.conduct.idle.now(formed),
+                brief_s=self.conduct.brief_s(group.peers, attempt.strangers, formed),
                 bad_lines=self.conduct.bad_lines.now(formed),
             )
         except ConfigError as error:
@@ -541,6 +545,7 @@ class _Attempt(msgspec.Struct, frozen=True):
     expected: Expected | None
     apply: Apply | None
     most_weight: MostWeight
+    strangers: Strangers
 
 
 async def _finish(round_: Round, group: Group, *, orderly: bool) -> None:

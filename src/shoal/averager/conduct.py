@@ -6,13 +6,19 @@ out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
-from shoal.allreduce.round import Outcome, Round
+from shoal.allreduce.round import Outcome, Round, Seen
 from shoal.averager.pauses import Pauses
+from shoal.averager.strangers import NO_STRANGERS, Strangers
+from shoal.bounded import put_last
+from shoal.matchmaking.events import Trust
 from shoal.peer import PeerID
 
 __all__ = ["Conduct"]
+
+_MOST_HELPERS = 64
+"""So many auxiliary peers are remembered as no strangers."""
 
 
 class Conduct:
@@ -34,19 +40,39 @@ class Conduct:
     def __init__(self, window_s: float, warn: Callable[[str], None]) -> None:
         self.idle, self.bad_leaders, self.bad_lines = (Pauses(window_s) for _ in range(3))
         self._window_s, self._warn = window_s, warn
+        self._helpers: dict[PeerID, None] = {}  # that have reduced for us, and have no values with which to prove it
+        self._vain, self._next_told = 0, 1  # rounds that waited for strangers in vain
 
-    def shunned(self, now: float) -> frozenset[PeerID]:
-        """The peers that lead no group of this one (`now`: the loop's time, seconds)."""
-        return self.idle.now(now) | self.bad_leaders.now(now)
+    def trust(self, strangers: Strangers, now: float) -> Trust:
+        """How far the others are trusted in a search (`now`: the loop's time, seconds)."""
+        idle = self.idle.now(now)
+        return Trust(
+            known=strangers.known,
+            shunned=idle | self.bad_leaders.now(now),
+            spared=idle,
+            proved=self._helpers if strangers.account.is_spent(now) else None,
+        )
+
+    def brief_s(self, members: Collection[PeerID], strangers: Strangers, now: float) -> dict[PeerID, float]:
+        """The members of a round that are waited for only briefly, see `Brief`."""
+        idle = self.idle.now(now).intersection(members)
+        strange = strangers.among(members).difference(self._helpers)
+        patience_s = strangers.patience_s(now)
+        if len(idle) + 2 > len(members):
+            idle = frozenset()  # nobody else is left
+        return {**dict.fromkeys(strange, patience_s), **dict.fromkeys(idle, 0.0)}
 
     def searched(self, idled: Iterable[PeerID], now: float) -> None:
         """A search is over. These took this peer, and began no group in all the time that there was."""
         for peer in idled:
             self._led_badly(peer, self._window_s, now)
 
-    def played(self, round_: Round, outcome: Outcome | None, began: float, now: float) -> None:
+    def played(
+        self, round_: Round, outcome: Outcome | None, began: float, now: float, strangers: Strangers = NO_STRANGERS
+    ) -> None:
         """A round is over; `outcome` is None if it failed here."""
         seen, cost_s = round_.seen, now - began
+        self._pay(seen, strangers, now)
         gave = reduced = frozenset[PeerID]()
         if outcome is not None:
             in_part = (peer for peer, share in outcome.counted_in_part.items() if share)
@@ -57,12 +83,8 @@ class Conduct:
             self.idle.forgive(peer, now)
         for peer in gave - unheard - seen.bad_lines:
             self.bad_lines.forgive(peer, now)
-        for peer in sorted(late):
-            if times := self.idle.failed(peer, now, cost_s):
-                self._warn(
-                    f"{peer.short()} kept {times} rounds waiting, and gave nothing to them, or too late: the next ones "
-                    "go on without it. Check its line (`shoal doctor INVITE` there), and whether its process hangs"
-                )
+        self._note_helpers(reduced - gave - late - seen.unheard, late, strangers, cost_s, now)
+        self._note_idle(late, cost_s, now)
         for peer in sorted(unheard):
             if times := self.bad_lines.failed(peer, now, cost_s):
                 self._warn(
@@ -75,6 +97,41 @@ class Conduct:
             self._led_badly(leader, cost_s, now)
         elif outcome is not None:
             self.bad_leaders.forgive(leader, now)
+
+    def _note_idle(self, late: Collection[PeerID], cost_s: float, now: float) -> None:
+        for peer in sorted(late):
+            if times := self.idle.failed(peer, now, cost_s):
+                self._warn(
+                    f"{peer.short()} kept {times} rounds waiting, and gave nothing to them, or too late: the next ones "
+                    "go on without it. Check its line (`shoal doctor INVITE` there), and whether its process hangs"
+                )
+
+    def _note_helpers(
+        self, helped: Collection[PeerID], late: Collection[PeerID], strangers: Strangers, cost_s: float, now: float
+    ) -> None:
+        """These have reduced for us. One that is late is a stranger again, and what it has cost is paid as such."""
+        for peer in helped:
+            put_last(self._helpers, peer, None, _MOST_HELPERS)
+        for peer in self._helpers.keys() & late:
+            del self._helpers[peer]
+            strangers.account.pay(cost_s, now)
+
+    def _pay(self, seen: Seen, strangers: Strangers, now: float) -> None:
+        """Pay for what the round has waited for strangers."""
+        if seen.waited_s > 0:
+            strangers.account.pay(seen.waited_s, now)
+        if (strange := strangers.among(seen.hurried)) and strangers.account.is_spent(now):
+            self._tell_strangers(strange)
+
+    def _tell_strangers(self, strange: Collection[PeerID]) -> None:
+        self._vain += 1
+        if self._vain >= self._next_told:
+            self._next_told = 2 * self._vain  # it is told ever more rarely
+            self._warn(
+                f"{self._vain} rounds waited for peers that have given nothing to this run yet, the last one for "
+                f"{min(strange).short()}: rounds do not wait for such peers for a while. Honest newcomers get in "
+                "within about a minute"
+            )
 
     def _led_badly(self, leader: PeerID, cost_s: float, now: float) -> None:
         if times := self.bad_leaders.failed(leader, now, cost_s):

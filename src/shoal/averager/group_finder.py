@@ -8,7 +8,7 @@ and one search goes on as long as there is time. A search is given up when its s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 
@@ -24,6 +24,7 @@ from shoal.core import PeerCore
 from shoal.errors import ConfigError, RoundFailed, SchemaMismatch
 from shoal.matchmaking import Group, GroupBits, JoinTerms, Matchmaker
 from shoal.matchmaking.config import MANY
+from shoal.matchmaking.events import Trust
 from shoal.peer import PeerID
 from shoal.wire import Member
 
@@ -112,7 +113,7 @@ class GroupFinder:
         tag: str,
         deadline: float,
         expected: Expected | None,
-        shunned: Collection[PeerID] = (),
+        trust: Trust,
     ) -> Group | None:
         """Find a group, which its owner must `release`; None if the step is to begin later now.
 
@@ -121,7 +122,7 @@ class GroupFinder:
             tag: only peers with the same one meet.
             deadline: loop time at which the search ends.
             expected: the peers that the group should wait for; None starts by the usual rule.
-            shunned: peers that do not lead us.
+            trust: in the others.
 
         Raises:
             RoundFailed: there is none.
@@ -140,7 +141,7 @@ class GroupFinder:
         watcher = loop.create_task(give_up())
         try:
             async with scope:
-                group = await self._search(request.gathered, tag, deadline, expected, shunned)
+                group = await self._search(request.gathered, tag, deadline, expected, trust)
         except TimeoutError:
             if not scope.expired():
                 raise
@@ -154,7 +155,7 @@ class GroupFinder:
         return group
 
     async def _search(
-        self, gathered: bytes, tag: str, deadline: float, expected: Expected | None, shunned: Collection[PeerID]
+        self, gathered: bytes, tag: str, deadline: float, expected: Expected | None, trust: Trust
     ) -> Group:
         loop, window_s = asyncio.get_running_loop(), self._settings.window_s
         searches = 0
@@ -171,7 +172,7 @@ class GroupFinder:
                         deadline_s=max(0.001, deadline - began),
                         one_window=bool(bits),
                         expected=expected,
-                        shunned=shunned,
+                        trust=trust,
                     )
                 except SchemaMismatch:
                     raise

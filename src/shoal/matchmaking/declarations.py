@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 
 from shoal.bounded import put_last
 from shoal.matchmaking.config import CLOCK_GRACE_S, SETTLE_MAX_S, SETTLE_S, MatchmakingConfig
-from shoal.matchmaking.events import Action, Declaration, Declare, Key, Nudge, ReadDirectory, Withdraw
+from shoal.matchmaking.events import Action, Declaration, Declare, Key, Nudge, ReadDirectory, Trust, Withdraw
 from shoal.peer import PeerID
 from shoal.wire import Contact
 
@@ -106,9 +106,13 @@ class KnownDeclarations:
         config: window and patience.
         memory: the memory that is kept from one search to the next.
         wall_offset_s: wall clock minus the loop's time, seconds; can be set.
+        trust: in the others; it gives the order in which peers lead.
     """
 
-    def __init__(self, me: PeerID, config: MatchmakingConfig, memory: Memory, *, wall_offset_s: float) -> None:
+    def __init__(
+        self, me: PeerID, config: MatchmakingConfig, memory: Memory, *, wall_offset_s: float, trust: Trust
+    ) -> None:
+        self._trust = trust
         self._me, self._config, self._memory, self.wall_offset_s = me, config, memory, wall_offset_s
         self._listed: dict[PeerID, Declaration] = {}
         self._heard: dict[PeerID, tuple[Declaration, float]] = {}
@@ -120,7 +124,7 @@ class KnownDeclarations:
 
     def replace_listed(self, declarations: Iterable[Declaration], now: float) -> None:
         """Replace the directory's earlier entries by its current ones."""
-        earliest = sorted((each for each in declarations if math.isfinite(each.expiration)), key=lambda each: each.key)
+        earliest = sorted((each for each in declarations if math.isfinite(each.expiration)), key=self.key_of)
         # Without an address a peer cannot be asked. Of several declarations by one peer the last one counts.
         self._listed = {each.peer: each for each in earliest[:_MAX_DECLARATIONS] if each.contact.addresses}
         before = self._first_read
@@ -149,6 +153,10 @@ class KnownDeclarations:
 
     # --------------------------------------------------------------------------------------------------- knowing
 
+    def key_of(self, declaration: Declaration) -> Key:
+        """The place of a declarer in the order of leaders."""
+        return self._trust.key(declaration.peer, declaration.expiration)
+
     def expiration_of(self, peer: PeerID) -> float | None:
         """The latest expiration known of this peer; None if it never declared as far as is known."""
         listed, (heard, _) = self._listed.get(peer), self._heard.get(peer, (None, 0.0))
@@ -158,9 +166,9 @@ class KnownDeclarations:
         """The useful declarations earlier than `before` (None: all), in order, without those of peers in `joined`."""
         found: dict[PeerID, Declaration] = {}
         heard = (declaration for declaration, _ in self._heard.values())
-        for each in sorted((*self._listed.values(), *heard), key=lambda each: each.key):
+        for each in sorted((*self._listed.values(), *heard), key=self.key_of):
             if (
-                (before is None or each.key < before)
+                (before is None or self.key_of(each) < before)
                 and self._paused.get(each.peer, -math.inf) <= now
                 and self._is_useful(each, joined, now)
             ):
@@ -357,7 +365,7 @@ class DirectoryPoller:
         due = [each for each, at in self._to_nudge(key, followers, now) if at <= now][: _MAX_NUDGES - self._nudges]
         self._nudges += len(due)
         self._nudged |= {each.peer: each.expiration for each in due}
-        return [Nudge(each.contact, key[0]) for each in due]
+        return [Nudge(each.contact, key[1]) for each in due]
 
     def note_nudged(self, peer: PeerID) -> float:
         """Note that a nudge was answered; returns the expiration that the nudged peer had declared."""
@@ -368,7 +376,7 @@ class DirectoryPoller:
         if not self._leads:
             return []
         after_s = max(SETTLE_S, self._read_s)
-        later = [each for each in self._known.missing(followers, now) if each.key > key]
+        later = [each for each in self._known.missing(followers, now) if self._known.key_of(each) > key]
         # The next peer may lead others that belong to us, because it looked before it could find us: tell it at once.
         return [
             (each, self._known.read_at(each.peer) + (after_s if index else 0.0))

@@ -7,7 +7,7 @@ wall-clock time: it is sent to other peers, and together with the peer id it giv
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 import msgspec
@@ -15,8 +15,38 @@ import msgspec
 from shoal.peer import PeerID
 from shoal.wire import Begin, Contact, JoinAccepted, JoinRedirected, JoinRefused
 
-Key = tuple[float, PeerID]
-"""(expiration, peer id): the earlier of two peers leads."""
+Key = tuple[bool, float, PeerID]
+"""(whether it is a stranger, expiration, peer id): the earlier of two peers leads."""
+
+
+class Trust(msgspec.Struct, frozen=True):
+    """How far a peer that searches trusts the others: in which order they lead, and which of them own parts.
+
+    Attributes:
+        known: the peers that others follow before all *strangers*, whatever these declare. All members of a group must
+            name the same ones. Empty: nobody is a stranger.
+        shunned: the peers that do not lead us.
+        spared: in our groups these own no parts, unless nobody else can.
+        proved: of strangers only these own parts; None: all do.
+    """
+
+    known: Collection[PeerID] = ()
+    shunned: Collection[PeerID] = ()
+    spared: Collection[PeerID] = ()
+    proved: Collection[PeerID] | None = None
+
+    def is_strange(self, peer: PeerID) -> bool:
+        """Whether a peer is not among those that are known, if any are."""
+        return bool(self.known) and peer not in self.known
+
+    def key(self, peer: PeerID, expiration: float) -> Key:
+        """The place of a peer in the order, if it has declared itself until then."""
+        return self.is_strange(peer), expiration, peer
+
+    def spares(self, peer: PeerID) -> bool:
+        """Whether a peer that joins us is to own no parts."""
+        unproved = self.proved is not None and peer not in self.proved
+        return peer in self.spared or (unproved and self.is_strange(peer))
 
 
 class SearchPhase(enum.Enum):
@@ -42,11 +72,6 @@ class Declaration(msgspec.Struct, frozen=True):
     def peer(self) -> PeerID:
         """The peer that declared."""
         return self.contact.peer
-
-    @property
-    def key(self) -> Key:
-        """The declarer's place in the order of leaders."""
-        return self.expiration, self.contact.peer
 
 
 # -------------------------------------------------------------------------------------------------------------- events

@@ -1,8 +1,9 @@
 """The forming of a group, as a state machine. Sans-IO: events in, actions out, time and knowledge handed in.
 
 Every peer that can lead declares itself in a directory with an expiration and then reads it. Peers are ordered by their
-*key* (expiration, peer id). A peer asks the earliest declared peer before itself to lead. A peer that finds none before
-itself leads the peers that ask it, until the group is full or all present peers have joined.
+*key* (whether it is a stranger, expiration, peer id; see `Trust`). A peer asks the earliest declared peer before itself
+to lead. A peer that finds none before itself leads the peers that ask it, until the group is full or all present peers
+have joined.
 
 ::
 
@@ -38,12 +39,12 @@ learns of the leader, and the leader learns whether it is alive.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from shoal.matchmaking import events
 from shoal.matchmaking.config import SETTLE_MAX_S, SETTLE_S, MatchmakingConfig
 from shoal.matchmaking.declarations import DirectoryPoller, KnownDeclarations, Memory
-from shoal.matchmaking.events import TRANSITIONS, Answer, Declaration, SearchPhase
+from shoal.matchmaking.events import TRANSITIONS, Answer, Declaration, SearchPhase, Trust
 from shoal.peer import PeerID
 from shoal.rpc.rhythm import LOOK_S
 from shoal.sometimes import sometimes
@@ -137,7 +138,7 @@ class GroupMachine:
         is_silent: called every `LOOK_S` for a peer that is waited for; returns whether to stop waiting for it. The
             second argument is True for an expected member: giving up the leader costs more.
         contact_of: returns what is known of an expected peer's addresses.
-        shunned: peers that do not lead us.
+        trust: in the others; it gives the order in which peers lead.
 
     Attributes:
         idled: the leaders that we followed for half of a window or longer, and that began no group although there were
@@ -159,14 +160,15 @@ class GroupMachine:
         expected: Callable[[], frozenset[PeerID] | None] | None = None,
         is_silent: Callable[[PeerID, bool], bool] = lambda _, soon: False,
         contact_of: Callable[[PeerID], Contact] = Contact,
-        shunned: Collection[PeerID] = (),
+        trust: Trust = Trust(),  # noqa: B008 (frozen)
     ) -> None:
         self._me, self._leads = member.contact.peer, bool(member.contact.addresses)
         self._config, self._memory, self._expected = config, memory, expected
         self._is_silent, self._contact_of = is_silent, contact_of
-        self._known = KnownDeclarations(self._me, config, memory, wall_offset_s=wall_offset_s)
-        self._shunned = set(shunned)
-        for peer in shunned:
+        self._trust = trust
+        self._known = KnownDeclarations(self._me, config, memory, wall_offset_s=wall_offset_s, trust=trust)
+        self._shunned = set(trust.shunned)
+        for peer in trust.shunned:
             self._known.spend(peer, math.inf)
         self.idled: list[PeerID] = []
         self._now = self._followed_at = now
@@ -204,7 +206,7 @@ class GroupMachine:
     @property
     def key(self) -> events.Key:
         """Our place in the order."""
-        return self._expiration, self._me
+        return self._trust.key(self._me, self._expiration)
 
     @property
     def group_size(self) -> int:
@@ -224,9 +226,16 @@ class GroupMachine:
         """Begin the search; call it once, before `handle`."""
         self._begin_window(now)
         leader, expected = self._memory.leader, self._expected_members() or ()
-        expects_us = leader is not None and leader.peer in expected and leader.peer not in self._shunned
-        expects_us = expects_us and not self._memory.takes_the_lead
-        if leader is not None and expects_us and not self._is_silent(leader.peer, False):
+        if leader is not None and self._memory.takes_the_lead:
+            self._shunned.add(leader.peer)
+            self._known.spend(leader.peer, math.inf)
+        elif (
+            leader is not None
+            and leader.peer in expected
+            and leader.peer not in self._shunned
+            and not self._leads_before(leader.peer)
+            and not self._is_silent(leader.peer, False)
+        ):
             self._ask(leader)  # it searches now too: asking at once saves a read
         return self._decided(now)
 
@@ -315,11 +324,11 @@ class GroupMachine:
 
     def _on_join(self, event: events.JoinRequested, now: float) -> None:
         peer = event.contact.peer
-        asker = Declaration(event.contact, event.expiration)
+        asker, key = Declaration(event.contact, event.expiration), self._trust.key(peer, event.expiration)
         self._met_one = True
         self._lost_now.discard(peer)
         self._known.hear(asker, now)
-        if peer == self.leader and (asker.key > self.key or not event.contact.addresses):
+        if peer == self.leader and (key > self.key or not event.contact.addresses):
             sometimes("a peer is asked to lead by its own leader")
             # It has declared anew, so it leads us no more, and will not; its message about that is on the way.
             self._out.append(events.LeaveLeader(peer))
@@ -334,21 +343,30 @@ class GroupMachine:
                 self._out.append(Answer(peer, JoinRedirected(self._leader)))
         elif not self._leads:
             self._refuse(peer, "not-looking", "a client does not lead")
-        elif event.contact.addresses and asker.key < self.key:
+        elif event.contact.addresses and key < self.key:
             self._followers.pop(peer, None)
             self._refuse(peer, "later", "you are earlier: lead me")
-        elif not has_place and (self._followers.contributes or not event.contributes):
+        elif not has_place and (giving_way := self._gives_way(event)) is None:
             sometimes("a group is full when one more peer asks")
             self._refuse(peer, "full", full)
         else:
             if peer not in self._followers:
                 self._poller.note_join(now)
-            if not has_place:  # nobody has values yet: one that has takes the place of an auxiliary peer
-                sometimes("a peer with values takes the place of an auxiliary one")
-                last, _ = self._followers.popitem()
-                self._refuse(last, "full", full)
+            if not has_place and giving_way is not None:
+                del self._followers[giving_way]
+                self._refuse(giving_way, "full", full)
             self._followers[peer] = event
             self._out.append(Answer(peer, JoinAccepted()))
+
+    def _gives_way(self, event: events.JoinRequested) -> PeerID | None:
+        """The follower in a full group whose place this peer takes; None if there is none."""
+        followers = self._followers
+        if not followers.contributes and event.contributes:  # nobody has values yet
+            sometimes("a peer with values takes the place of an auxiliary one")
+            return next(reversed(followers))
+        if self._trust.is_strange(event.contact.peer):
+            return None
+        return next((peer for peer in reversed(followers) if self._trust.is_strange(peer)), None)
 
     def _note_mismatch(self, peer: PeerID, text: str) -> None:
         self._known.spend(peer, math.inf)
@@ -413,6 +431,7 @@ class GroupMachine:
     def _on_redirected(self, peer: PeerID, leader: Contact, now: float) -> None:
         self._met_one = True
         unfit = leader.peer in self._asked_in_a_row or leader.peer == self._me or leader.peer in self._followers
+        unfit = unfit or self._leads_before(leader.peer)
         if unfit or len(self._asked_in_a_row) >= _MAX_HOPS or self._known.is_set_aside(leader.peer, now):
             sometimes("peers are sent in a circle")
             # One of us knows less than the other; the next messages mend that.
@@ -440,7 +459,7 @@ class GroupMachine:
                 self._known.spend(peer, expiration)
                 other = leader.peer
                 unknown = self._known.expiration_of(other) is None and not self._known.is_lost(other)
-                unknown = unknown and other not in self._shunned
+                unknown = unknown and other not in self._shunned and not self._leads_before(other)
                 if self.phase is SearchPhase.LOOKING and unknown and other not in {self._me, *self._followers}:
                     # If this other leader is earlier it will take us; if not, it will refuse and come to us.
                     self._asked_in_a_row.clear()
@@ -584,8 +603,13 @@ class GroupMachine:
         if any(each.peer in expected for each in self._known.earlier(None, (), now)):
             return None
         able = [peer for peer in expected if not self._known.is_set_aside(peer, now)]
+        able = [peer for peer in able if not self._leads_before(peer)]
         able.sort(key=lambda peer: (self._asked_hidden.count(peer), peer < self._me, peer))
         return next((contact for contact in map(self._contact_of, able) if contact.addresses), None)
+
+    def _leads_before(self, peer: PeerID) -> bool:
+        """Whether this peer can lead, and never follows that one, whatever that declares: it is a stranger."""
+        return self._leads and self._trust.is_strange(peer) and not self._trust.is_strange(self._me)
 
     def _is_gone(self, peer: PeerID, *, looks: bool) -> bool:
         # One that was lost before this search may be here again.

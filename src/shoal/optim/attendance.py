@@ -11,7 +11,8 @@ round, if that waits for it.
 
 Keys are free, so the time that is spent in vain is bounded for all peers together, by two accounts. One is for peers
 that contributed to the last steps: two windows, and a tenth of the time after that. The other one is for *strangers*,
-that is all others: `_STRANGERS_S`, and a fiftieth of the time after that. The time itself counts. A liar that says that
+that is all others: `_STRANGERS_S`, and a fiftieth of the time after that. What the rounds themselves wait for strangers
+is paid from it, too. The time itself counts. A liar that says that
 it is coming, and takes it back before that is a miss, pays like any other. A newcomer that lives comes within a few
 round trips, as it was told of the round when it began, and so costs nothing.
 
@@ -24,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from shoal.averager import Pauses
+from shoal.averager import WORTH_S, Account, Pauses, Strangers
 from shoal.peer import PeerID
 
 __all__ = ["Attendance"]
@@ -35,17 +36,16 @@ _STRANGERS_S = 4.0
 _STRANGERS_PART, _KNOWN_PART = 0.02, 0.1
 """The share of the time that is added to `_STRANGERS_S`, and to the two windows for contributors."""
 
-_WORTH_S = 1.0
-"""Shorter waits are of little use: newcomers on slow lines would not come. Contributors are waited for at least so
-long."""
 
+class _Awaited:
+    """Whom a search waits for, and since when, at the expense of an account.
 
-class _Account:
-    """An account of the time that rounds may wait in vain for some peers, seconds."""
+    Args:
+        account: pays.
+    """
 
-    def __init__(self, most_s: float, part: float) -> None:
-        self._most_s, self._part = most_s, part
-        self._left_s, self._at = most_s, -math.inf
+    def __init__(self, account: Account) -> None:
+        self.account = account
         self.begin()
 
     def begin(self) -> None:
@@ -59,14 +59,10 @@ class _Account:
             self._awaited.update(peers)
             self._since = min(self._since, now)
 
-    def left_s(self, now: float) -> float:
-        """The time that a search which begins now may wait."""
-        return min(self._most_s, self._left_s + max(0.0, now - self._at) * self._part)
-
     @property
     def patience_s(self) -> float:
         """The time that this search may wait."""
-        return self.left_s(self._since)
+        return self.account.left_s(self._since)
 
     def over(self, now: float, least_s: float = 0.0) -> bool:
         """Whether this search has waited for that, and for so long at least."""
@@ -75,8 +71,7 @@ class _Account:
     def formed(self, members: Collection[PeerID], now: float) -> set[PeerID]:
         """Pay for the time until now, if it was in vain; returns the peers that were waited for and did not come."""
         if vain := self._awaited.difference(members):
-            self._left_s = max(0.0, self.patience_s - max(0.0, now - self._since))
-            self._at = max(now, self._since)
+            self.account.pay(max(0.0, now - self._since), now)
         self.begin()
         return vain
 
@@ -100,21 +95,26 @@ class Attendance:
         self.alone = False
         self._since: dict[PeerID, float] = {}
         self._missed = Pauses(window_s)
-        self._known = _Account(2 * window_s, _KNOWN_PART)
-        self._beside = _Account(_STRANGERS_S, _STRANGERS_PART)
-        self._alone = _Account(2 * window_s, _KNOWN_PART)
+        self._known = _Awaited(Account(2 * window_s, _KNOWN_PART))
+        self._beside = _Awaited(Account(_STRANGERS_S, _STRANGERS_PART))
+        self._alone = _Awaited(Account(2 * window_s, _KNOWN_PART))
         self._vain, self._next_told = 0, 1  # rounds that waited for strangers in vain
 
     @property
-    def _strange(self) -> _Account:
-        """The account of strangers: beside other contributors, or beside us alone."""
+    def _strange(self) -> _Awaited:
+        """The strangers that are waited for: beside other contributors, or beside us alone."""
         return self._alone if self.alone else self._beside
+
+    @property
+    def strangers(self) -> Strangers:
+        """Who is a stranger now."""
+        return Strangers(self.contributors, self._strange.account)
 
     def search(self) -> None:
         """A search for a group begins."""
         self._since = {}
-        for account in (self._known, self._beside, self._alone):
-            account.begin()
+        for awaited in (self._known, self._beside, self._alone):
+            awaited.begin()
 
     def wait_for(self, expected: frozenset[PeerID], now: float) -> frozenset[PeerID]:
         """Wait for these others, as far as that is of use (`now`: local time, seconds); called often in a search.
@@ -123,14 +123,14 @@ class Attendance:
             The peers among them that the group is to wait for now.
         """
         present = expected - self.absent(expected, now)
-        strangers = self._strangers_among(present)
+        strangers = self.strangers.among(present)
         known = present - strangers
         self._strange.wait(strangers, now)
         self._known.wait(known, now)
         self._since = {peer: self._since.get(peer, now) for peer in known}
         if self._strange.over(now):
             strangers = frozenset()
-        if self._known.over(now, _WORTH_S):
+        if self._known.over(now, WORTH_S):
             return strangers
         return strangers.union(peer for peer in known if now <= self._since[peer] + self._window_s)
 
@@ -138,23 +138,20 @@ class Attendance:
         """The peers among these that rounds no longer wait for."""
         gone = self._missed.now(now) | self._idle.now(now)
         late = gone.intersection(peers) if gone else gone  # of a thousand peers, each time
-        return late | self._strangers_among(peers) if self._strange.left_s(now) < _WORTH_S else late
+        return late | self.strangers.among(peers) if self._strange.account.is_spent(now) else late
 
     def given_up(self, peers: Collection[PeerID], now: float) -> frozenset[PeerID]:
         """Those among these that no search waits for now: they missed rounds or gave nothing, or they are strangers."""
-        spent = self._strange.over(now) or self._strange.left_s(now) < _WORTH_S
+        spent = self._strange.over(now) or self._strange.account.is_spent(now)
         gone = (self._missed.now(now) | self._idle.now(now)).intersection(peers)
-        return self._strangers_among(peers) | gone if spent else gone
-
-    def _strangers_among(self, peers: Collection[PeerID]) -> frozenset[PeerID]:
-        return frozenset(peer for peer in peers if peer not in self.contributors) if self.contributors else frozenset()
+        return self.strangers.among(peers) | gone if spent else gone
 
     def formed(self, members: Collection[PeerID], now: float) -> list[tuple[PeerID, int]]:
         """These peers made a round. Returns the peers that rounds no longer wait for, with the rounds they missed.
 
         For strangers it is one of them, and the rounds are those that any of them missed.
         """
-        patience_s, members = min(self._window_s, max(_WORTH_S, self._known.patience_s)), set(members)
+        patience_s, members = min(self._window_s, max(WORTH_S, self._known.patience_s)), set(members)
         late = [peer for peer, since in self._since.items() if peer not in members and now >= since + patience_s / 2]
         for peer in members:
             self._missed.forgive(peer, now)
@@ -162,7 +159,7 @@ class Attendance:
         self._known.formed(members, now)
         if vain := self._strange.formed(members, now):
             self._vain += 1
-            if self._strange.left_s(now) < _WORTH_S and self._vain >= self._next_told:
+            if self._strange.account.is_spent(now) and self._vain >= self._next_told:
                 self._next_told = 2 * self._vain  # it is told ever more rarely
                 given_up.append((min(vain), self._vain))
         self.search()

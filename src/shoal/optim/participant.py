@@ -595,6 +595,7 @@ class Participant:
             expected=self._awaited,
             prepare=lambda _: self._contribute(name, most),
             most_weight=self._most_weight,
+            strangers=self._attendance.strangers,
             apply=lambda vector: self._take_average(vector, name),
         )
         if result is None:
@@ -949,6 +950,7 @@ class Participant:
                     expected=self._stepped_with,
                     prepare=lambda _: (float(self.own.name == name and not self.training.evaluates), 1.0),
                     most_weight=lambda _: 1.0,
+                    strangers=self._attendance.strangers,
                     apply=lambda vector: None,  # the trainer will
                     gather=self._counts.said() if self.at_end and self._counts else None,
                 )

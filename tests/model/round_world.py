@@ -190,6 +190,9 @@ class World:
     def obey(self, peer: int) -> None:
         """A member reads the coordinator's next message."""
         message: Assign | Gone | Commit | Abort = self.control[peer].pop(0)
+        member = self.members[peer]
+        if isinstance(message, Assign) and not member.decided:
+            assert member.fits(message), "an honest word is taken for a lie"
         self.do(peer, self.members[peer].obey(message, 0.0))
 
     def relay(self, peer: int, knows: int) -> None:
@@ -241,7 +244,7 @@ class World:
                 member.rules = MemberRules(peer, (), contributes=self.contributes[peer])
                 member.rules.failed = "dead"
             elif rules.succeeded:
-                rules.reducer = []
+                rules.reducer, rules._owner, rules.replaced = [], [], set()
                 member._asked = {}
             if not self.alive[peer] or rules.succeeded:
                 self.averaging = [work for work in self.averaging if work[0] != peer]

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from shoal.allreduce.commit import Ask, Average, Contribute, Order
-from shoal.allreduce.member import AskOthers, Blame, Finish, MemberMachine, MemberPhase
+from shoal.allreduce.member import AskOthers, Blame, Finish, LookAt, MemberMachine, MemberPhase
 from shoal.peer import PeerID
 from shoal.wire import Abort, Assign, Commit, Contact, Gone, Held, Member, PartAbsent, Report
 
@@ -52,9 +52,9 @@ def test_parts_that_another_member_owned_are_averaged_sent_again_or_asked_for() 
     """By the attempt, and by the reducer that the coordinator names."""
     member = machine([0, 1, 2])
     member.start(0.0)
-    assert member.obey(Assign([2], 1, 1), 1.0) == [Average(2, 1)]
     assert member.obey(Assign([0], 1, 2), 1.0) == [Contribute(0, 1, 2)]
     assert member.obey(Assign([0], 1, 2), 1.0) == [Ask(0, 1, 2)]
+    assert member.obey(Assign([2], 1, 1), 1.0) == [Average(2, 1)]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,31 @@ def test_a_member_that_is_gone_by_its_own_coordinator_goes_on() -> None:
     member = machine([0, 1, 2])
     member.start(0.0)
     assert member.fits(Gone(1))
-    assert member.obey(Gone(1), 1.0) == []
+    assert member.obey(Gone(1), 1.0) == [LookAt(1)]  # to note that the word was false
+
+
+def test_a_false_gone_of_everybody_halved_the_share_of_honest_peers() -> None:
+    """The word of a leader is no fact: the member looks for itself, and goes on waiting for those that are there."""
+    member = machine([0, 1, 2])
+    member.start(0.0)
+    assert [member.obey(Gone(other), 1.0) for other in (1, 2)] == [[LookAt(1)], [LookAt(2)]]
+    assert member.contributions.expects(1, 0, 2)
+
+
+@pytest.mark.parametrize("reducer", [0, 1, 2])
+def test_an_assign_storm_of_a_leader_ends_where_all_others_have_been_replaced(reducer: int) -> None:
+    """A leader may have values sent again only as often as members can fail; each loses its parts once."""
+    member = machine([0, 1, 2])
+    member.start(0.0)
+    others = [each for each in range(3) if each != reducer]
+    for part in others:
+        assert member.fits(Assign([part], 1, reducer))
+        member.obey(Assign([part], 1, reducer), 1.0)
+    assert member.rules.replaced == set(others)
+    for part in range(3):
+        for other in range(3):
+            assert not member.fits(Assign([part], 2, other))
+    assert member.fits(Assign([others[0]], 1, others[1]))  # another source of what is averaged already
 
 
 def test_assign_of_attempt_2_to_62_does_not_count_up_to_it() -> None:
@@ -136,7 +160,8 @@ def test_nobody_waits_for_the_values_of_a_member_that_is_gone() -> None:
     member.start(0.0)
     for sender in (1, 0):
         assert member.contributions.contributed(1, 0, sender, counts=True, now=1.0) == []
-    assert member.obey(Gone(2), 1.0) == [Blame(2, "gone: the coordinator has lost it"), Finish(1, 0)]
+    assert member.obey(Gone(2), 1.0) == [LookAt(2)]
+    assert member.member_lost(2) == [Finish(1, 0)]
 
 
 def test_a_silent_sender_is_left_out_and_blamed() -> None:

@@ -25,7 +25,7 @@ class Brief:
     """
 
     def __init__(self, patience_s: Mapping[int, float]) -> None:
-        self.patience_s, self.waited_s = patience_s, 0.0
+        self.patience_s, self.waited_s = dict(patience_s), 0.0
         self.left: set[int] = set()
         self._since: float | None = None
 

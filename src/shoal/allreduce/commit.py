@@ -68,11 +68,16 @@ class MemberRules:
         me: index of this member in the group.
         reducers: for each part, the index of the member that averages it at first.
         contributes: False for an auxiliary member.
+
+    Attributes:
+        replaced: the members whose parts were averaged anew by others. They average nothing in this round any more.
     """
 
     def __init__(self, me: int, reducers: Sequence[int], *, contributes: bool = True) -> None:
         self.me, self.contributes = me, contributes
         self.reducer = list(reducers)
+        self._owner = list(reducers)  # of the present attempt, as far as it is known here
+        self.replaced: set[int] = set()
         self.attempt = [0] * len(reducers)
         self.held: list[Held | None] = [None] * len(reducers)
         self.commit: Commit | None = None
@@ -120,6 +125,16 @@ class MemberRules:
             self.unreported.append(held)
         return True
 
+    def may_assign(self, assign: Assign) -> bool:
+        """Whether an honest coordinator can say this: each member loses its parts once, and gets none after that.
+
+        So it can have the values sent again only as often as members of the group can fail.
+        """
+        raised = [part for part in assign.parts if assign.attempt > self.attempt[part]]
+        return not raised or not (
+            assign.reducer in self.replaced or any(self._owner[part] == assign.reducer for part in raised)
+        )
+
     def assigned(self, assign: Assign) -> list[PartAction]:
         """The coordinator gave parts another reducer."""
         actions: list[PartAction] = []
@@ -127,6 +142,9 @@ class MemberRules:
             if self.commit is not None or self.failed is not None or assign.attempt < self.attempt[part]:
                 continue
             raised = assign.attempt > self.attempt[part]
+            if raised:
+                self.replaced.add(self._owner[part])
+                self._owner[part] = assign.reducer
             self.attempt[part], self.reducer[part] = assign.attempt, assign.reducer
             if (held := self.held[part]) is not None and held.attempt >= assign.attempt:
                 continue

@@ -28,6 +28,7 @@ __all__ = [
     "Contributions",
     "CutOff",
     "Finish",
+    "LookAt",
     "MemberAction",
     "MemberMachine",
     "MemberPhase",
@@ -59,11 +60,17 @@ class Blame(NamedTuple):
     lied: bool = False
 
 
+class LookAt(NamedTuple):
+    """The coordinator says that a member is gone: see whether it is."""
+
+    member: int
+
+
 class AskOthers(NamedTuple):
     """The coordinator is lost: ask the others for its verdict."""
 
 
-MemberAction = PartAction | Finish | Blame | CutOff | AskOthers
+MemberAction = PartAction | Finish | Blame | CutOff | LookAt | AskOthers
 
 
 class MemberPhase(enum.Enum):
@@ -205,11 +212,8 @@ class MemberMachine:
                         self.unheard.add(sources[action.part])
                     if isinstance(action, Average):
                         actions += self.contributions.own(action.part, action.attempt, now)
-            case Gone(member) if member != self.me:
-                # We may never have had a connection with it, whose end would tell.
-                if self.me != self.coordinator:  # it has said so already
-                    actions.append(Blame(member, "gone: the coordinator has lost it"))
-                actions += self.member_lost(member)
+            case Gone(member) if self.me != self.coordinator:  # it knows
+                actions.append(LookAt(member))
             case Commit() if rules.commit is None:
                 actions += self._compare(message)
                 for part in rules.committed(message):
@@ -230,7 +234,8 @@ class MemberMachine:
             return message == commit
         match message:
             case Assign(numbers, attempt, reducer):
-                return 0 <= reducer < members and attempt <= members and all(0 <= part < parts for part in numbers)
+                known = 0 <= reducer < members and attempt <= members and all(0 <= part < parts for part in numbers)
+                return known and self.rules.may_assign(message)
             case Gone(member):
                 return 0 <= member < members
             case Abort():

@@ -33,7 +33,7 @@ from blake3 import blake3
 from shoal.allreduce.commit import Ask, Average, Contribute, Order
 from shoal.allreduce.coordinator import Coordinator, CoordinatorAction, LeftOut, Lied, Replaced, Send
 from shoal.allreduce.interface import MAX_WEIGHT, MIN_WEIGHT, Outcome, RoundOptions, is_weight
-from shoal.allreduce.member import AskOthers, Blame, CutOff, Finish, MemberAction, MemberMachine
+from shoal.allreduce.member import AskOthers, Blame, CutOff, Finish, LookAt, MemberAction, MemberMachine
 from shoal.allreduce.partition import Part
 from shoal.allreduce.parts import Parts
 from shoal.allreduce.segments import common_reference
@@ -115,7 +115,8 @@ class Seen(NamedTuple):
     reduced: frozenset[PeerID]
     """They own parts, after all that were moved."""
     led_badly: bool
-    """Another member led the round, and aborted it though we gave values, was lost, or decided far too late."""
+    """Another member led the round, and aborted it though we gave values, was lost, or decided far too late; or what it
+    said was false."""
 
 
 class Round:
@@ -195,8 +196,14 @@ class Round:
         self._bad_lines = {index for peer, index in self._index.items() if peer in bad_lines}
         if 2 * len(self._bad_lines) > len(self.members) - 1:
             self._bad_lines = set()
-        self._late, self._began, self._complete_at = set[int](), self._loop.time(), math.inf
+        self._late, self._began = set[int](), self._loop.time()
+        self._moved: tuple[int, int] | None = (
+            None  # how far the members other than the coordinator were, and since when
+        )
+        self._moved_at = self._began
         self._gives, self._led_badly = weight > 0, False
+        self._looked_at: dict[int, bool] = {}  # called gone by the coordinator; whether they gave us something since
+        self._told: set[int] = set()  # those that were told of another group
         self._blamed: dict[tuple[PeerID, str], None] = {}
         self._leaving = ExitStack()
         self._leaving.callback(self.endpoint.on_lost(self._peer_lost))
@@ -330,7 +337,16 @@ class Round:
             hurried=peers(hurried),
             waited_s=sum(brief.waited_s for brief in briefs),
             reduced=peers(set(self.machine.rules.reducer)),
-            led_badly=self._led_badly,
+            led_badly=self._led_badly or self._word_was_false,
+        )
+
+    @property
+    def _word_was_false(self) -> bool:
+        """Whether members that the coordinator called gone were there, or it had most reducers replaced."""
+        replaced = self.machine.rules.replaced
+        reducers = {part.reducer for part in self.parts}
+        return self._coordinating is None and (
+            any(self._looked_at.values()) or (len(replaced) > 1 and 2 * len(replaced) > len(reducers))
         )
 
     @property
@@ -373,6 +389,8 @@ class Round:
                     self._tell(self._coordinating.leave_out(self.me, reason, self._loop.time()))
                 case CutOff(reason):
                     self.give_up(reason)
+                case LookAt(member):
+                    self._called_gone(member)
                 case AskOthers():
                     self._tasks.spawn(self._ask_others())
         self._look_at_machine()
@@ -395,6 +413,22 @@ class Round:
                     self._to_say[member].put_nowait(message)
                     if isinstance(message, Commit | Abort):
                         self._to_say[member].put_nowait(None)
+
+    def _called_gone(self, member: int) -> None:
+        """The coordinator says that a member is gone. It may have a bad line, or lie: we see for ourselves."""
+        peer = self.members[member].contact.peer
+        if member == self.me or self.endpoint.connected(peer):
+            self._looked_at.setdefault(member, member == self.me)
+            return
+        # We may never have had a connection with it, whose end would tell.
+        self._blame(member, "gone: the coordinator has lost it")
+        self._do(self.machine.member_lost(member))
+
+    def _lives(self, member: int) -> None:
+        """A member has just given us something."""
+        if member in self._looked_at:
+            sometimes("a member that the coordinator calls gone gives values")
+            self._looked_at[member] = True
 
     def _look_at_machine(self) -> None:
         if self.machine.news:
@@ -435,6 +469,7 @@ class Round:
         if (index := self._index.get(peer)) is not None:
             # The coordinator first: if no contributing member is left, that is the better reason.
             self._control_lost(index, reason)
+            self._looked_at.pop(index, None)
             self._do(self.machine.member_lost(index))
 
     # --------------------------------------------------------------------------------------------------------- control
@@ -496,12 +531,20 @@ class Round:
         self._blame(member, reason, lied=True)
 
     def _told_otherwise(self, member: int) -> None:
-        """A member was told of other members, words or slices than this one: the two cannot take the same step."""
+        """A member was told of other members, words or slices than this one: the two cannot take the same step.
+
+        Or it says so: then others believe it once or twice, as it gives nothing to them. If it is said by more than
+        half of the others, this round is over.
+        """
+        self.machine.unheard.add(member)
         if self._coordinating is not None:  # we know what we have told all
             self._lied(member, "says that we have begun another group with it")
-        else:
+        elif member not in self._brief_s:
+            self._told.add(member)
             self._lied(self.coordinator, f"has begun another group with {self.members[member].contact.peer.short()}")
         self._do(self.machine.contributions.exclude(member))
+        if 2 * len(self._told) > len(self.members) - 2 and len(self.members) > 2:
+            self._control_lost(self.coordinator, "it has begun another group with most members")
 
     async def _talk(self, member: int, stream: ControlStream) -> None:
         """Tell a member what the coordinator has to say, up to the verdict."""
@@ -530,10 +573,12 @@ class Round:
         """
         others = [m.contact for i, m in enumerate(self.members) if i not in (self.me, self.coordinator)]
         may_learn = {contact.peer: True for contact in others}
+        until = self._loop.time() + self._patience_s  # they may say so for ever
         for contact in others:
             self._tasks.spawn(self._ask(contact, may_learn))
         while not self.machine.decided:
-            if not [peer for peer, may in may_learn.items() if may and not self.endpoint.is_silent(peer)]:
+            able = [peer for peer, may in may_learn.items() if may and not self.endpoint.is_silent(peer)]
+            if not able or self._loop.time() > until:
                 sometimes("nobody can tell the verdict of a coordinator that is lost")
                 self.give_up("outcome unknown: the coordinator was lost before its verdict came")
                 return
@@ -612,6 +657,7 @@ class Round:
     async def _answered(
         self, reducer: int, sender: SenderStream, stream: UpStream, message: PartAverage | PartAbsent, nbytes: int
     ) -> None:
+        self._lives(reducer)
         if isinstance(message, PartAverage):
             if await self._parts.land(sender, stream, message.held, nbytes):
                 self._look_at_machine()
@@ -648,6 +694,7 @@ class Round:
         try:
             while (received := await stream.recv()) is not None:
                 message, nbytes = received
+                self._lives(sender)
                 if isinstance(message, PartData):
                     self._do(await self._parts.add(message, nbytes, sender, stream.peer_id, served.read))
                 else:
@@ -751,14 +798,30 @@ class Round:
                 self._late.update(decision.member for decision in decisions if isinstance(decision, LeftOut))
                 self._tell(decisions)
 
+    @property
+    def _patience_s(self) -> float:
+        """A coordinator decides, or replaces members, within so long after all others have done their part here."""
+        took_s = self._moved_at - self._began
+        return self._stall_s + self._options.silence_s + took_s + max(self._promised_s)
+
     def _watch_coordinator(self, now: float) -> None:
-        """Note if it decides far too late: we hold all averages, and it has had time to leave slow members out."""
-        if self._coordinating is not None or not self._gives or self.machine.rules.missing():
-            self._complete_at = math.inf
+        """Give the coordinator up if it does nothing, where an honest one would long have left the slow members out.
+
+        As long as less than half of the reducers are done, all may wait for a slow member.
+        """
+        rules = self.machine.rules
+        if self._coordinating is not None or not rules.contributes:
             return
-        self._complete_at = min(self._complete_at, now)
-        patience_s = self._stall_s + 2 * (self._complete_at - self._began) + max(self._promised_s)
-        self._led_badly |= now > self._complete_at + patience_s
+        missing = rules.missing()
+        lacking, reducers = {rules.reducer[part] for part in missing}, set(rules.reducer)
+        awaited = sum(rules.reducer[part] != self.coordinator for part in missing)
+        moved = awaited, self._moved_bytes if awaited else 0
+        if moved != self._moved or 2 * len(reducers - lacking) < len(reducers):
+            self._moved, self._moved_at = moved, now
+        elif now > self._moved_at + self._patience_s:
+            sometimes("a coordinator that decides nothing is given up")
+            self._led_badly |= self._gives
+            self._control_lost(self.coordinator, "it decides nothing")
 
     async def _look_loop(self) -> None:
         """Stop waiting for silent members.
@@ -769,7 +832,7 @@ class Round:
         others = set(self._control)
         while not self._done.done():
             committed = self.machine.rules.commit is not None
-            for index in sorted(self.machine.awaited if committed else others):
+            for index in sorted(self.machine.awaited if committed else others | self._looked_at.keys() - {self.me}):
                 peer = self.members[index].contact.peer
                 if not self._done.done() and self.endpoint.is_silent(peer):
                     if committed:

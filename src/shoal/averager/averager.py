@@ -279,7 +279,8 @@ class Averager:
         finally:
             matchmaker = self._finder.matchmaker
             idled, matchmaker.idled = matchmaker.idled, []
-            self.conduct.searched(idled, loop.time())
+            left_out, matchmaker.left_out = matchmaker.left_out, []
+            self.conduct.searched(idled, loop.time(), left_out)
         if group is None:
             return None
         if not any(member.contributes for member in group.members):

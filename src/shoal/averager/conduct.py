@@ -38,7 +38,8 @@ class Conduct:
     """
 
     def __init__(self, window_s: float, warn: Callable[[str], None]) -> None:
-        self.idle, self.bad_leaders, self.bad_lines = (Pauses(window_s) for _ in range(3))
+        self.idle, self.bad_lines = Pauses(window_s), Pauses(window_s)
+        self.bad_leaders = Pauses(window_s, strict=True)
         self._window_s, self._warn = window_s, warn
         self._helpers: dict[PeerID, None] = {}  # that have reduced for us, and have no values with which to prove it
         self._vain, self._next_told = 0, 1  # rounds that waited for strangers in vain
@@ -62,9 +63,17 @@ class Conduct:
             idle = frozenset()  # nobody else is left
         return {**dict.fromkeys(strange, patience_s), **dict.fromkeys(idle, 0.0)}
 
-    def searched(self, idled: Iterable[PeerID], now: float) -> None:
-        """A search is over. These took this peer, and began no group in all the time that there was."""
+    def searched(self, idled: Iterable[PeerID], now: float, left_out: Iterable[PeerID] = ()) -> None:
+        """A search is over.
+
+        Args:
+            idled: took this peer, and began no group in all the time that there was.
+            now: seconds.
+            left_out: led groups in which a peer was missing that had asked to be in them, again and again.
+        """
         for peer in idled:
+            self._led_badly(peer, self._window_s, now)
+        for peer in left_out:
             self._led_badly(peer, self._window_s, now)
 
     def played(
@@ -135,7 +144,9 @@ class Conduct:
 
     def _led_badly(self, leader: PeerID, cost_s: float, now: float) -> None:
         if times := self.bad_leaders.failed(leader, now, cost_s):
+            groups = "a group" if times == 1 else f"{times} groups"
             self._warn(
-                f"{leader.short()} led {times} groups, and brought them to no average, or far too late: it leads none "
-                "of the next ones here. See in its log why"
+                f"{leader.short()} led {groups} badly: it brought them to no average, or far too late, left peers out "
+                "that are there, or called them gone. It leads none of the next ones here. See in its log why; if it "
+                "is no peer of yours, leave it out"
             )

@@ -36,10 +36,12 @@ class Pauses:
 
     Args:
         window_s: seconds.
+        strict: half of a window is too much to lose for the first time, too, and a pause lasts until the failure can be
+            forgiven: where nobody is harmed by the pause.
     """
 
-    def __init__(self, window_s: float) -> None:
-        self._window_s = window_s
+    def __init__(self, window_s: float, *, strict: bool = False) -> None:
+        self._window_s, self._strict = window_s, strict
         self._failed: dict[PeerID, _Record] = {}
 
     def failed(self, peer: PeerID, now: float, cost_s: float = 0.0) -> int:
@@ -50,8 +52,10 @@ class Pauses:
         """
         before = self._failed.pop(peer, _Record())
         times, forgivable = before.times + 1, max(before.forgivable, now + _OUTWEIGHED_S * cost_s)
-        windows = min(2**times, _LONGEST_WINDOWS) if times > _FORGIVEN else 0
-        self._failed[peer] = _Record(times, now + windows * self._window_s, forgivable)
+        costly = self._strict and cost_s >= self._window_s / 2
+        windows = min(2**times, _LONGEST_WINDOWS) if times > _FORGIVEN or costly else 0
+        until = now + windows * self._window_s
+        self._failed[peer] = _Record(times, max(until, forgivable) if costly else until, forgivable)
         bound(self._failed, _MAX_REMEMBERED)
         return times if windows else 0
 

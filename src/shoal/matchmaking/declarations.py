@@ -70,6 +70,7 @@ class Memory:
         led: whether that was this peer.
         stranded: peers that we expected, or sent on to our leader, and that were not in its group: how often lately.
             Each time adds one, and each group halves it.
+        refused: the same of those that we sent on alone: they had asked to be in the group.
     """
 
     lost: dict[PeerID, float] = field(default_factory=dict)
@@ -79,19 +80,26 @@ class Memory:
     leader: Contact | None = None
     led: bool = False
     stranded: dict[PeerID, float] = field(default_factory=dict)
+    refused: dict[PeerID, float] = field(default_factory=dict)
 
     @property
     def takes_the_lead(self) -> bool:
         """Whether a peer reaches us, and not the peer that leads us."""
         return any(times >= _STRANDED for times in self.stranded.values())
 
-    def followed(self, members: Collection[PeerID], awaited: Collection[PeerID]) -> None:
-        """Our leader began a group of these members. These live peers were awaited, here or by their own word."""
-        missing = set(awaited).difference(members)
-        for peer in {*self.stranded, *missing}:
-            times = self.stranded.pop(peer, 0.0) / 2 + (peer in missing)
-            if times > _FORGOTTEN:
-                put_last(self.stranded, peer, times, _MAX_STRANDED)
+    @property
+    def leader_refuses(self) -> bool:
+        """Whether our leader leaves out a peer that wants to be in its groups."""
+        return any(times >= _STRANDED for times in self.refused.values())
+
+    def followed(self, members: Collection[PeerID], awaited: Collection[PeerID], sent_on: Collection[PeerID]) -> None:
+        """Our leader began a group of these members. These live peers were awaited, or had come to us."""
+        for counts, peers in ((self.stranded, {*awaited, *sent_on}), (self.refused, set(sent_on))):
+            missing = peers.difference(members)
+            for peer in {*counts, *missing}:
+                times = counts.pop(peer, 0.0) / 2 + (peer in missing)
+                if times > _FORGOTTEN:
+                    put_last(counts, peer, times, _MAX_STRANDED)
 
     def lose(self, peer: PeerID, expiration: float) -> None:
         """Note that declarations of this peer up to `expiration` are dead."""

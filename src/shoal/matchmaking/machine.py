@@ -143,6 +143,7 @@ class GroupMachine:
     Attributes:
         idled: the leaders that we followed for half of a window or longer, and that began no group although there were
             enough peers, as far as we know: they lead us no more in this search.
+        left_out: the last leader, if it leaves out peers that ask it (`Memory.leader_refuses`): nor does it lead us.
         over_at: when the search is over, whatever goes on (loop time, seconds); infinity without a deadline.
         phase: the state of the search.
     """
@@ -167,10 +168,11 @@ class GroupMachine:
         self._is_silent, self._contact_of = is_silent, contact_of
         self._trust = trust
         self._known = KnownDeclarations(self._me, config, memory, wall_offset_s=wall_offset_s, trust=trust)
-        self._shunned = set(trust.shunned)
+        self._shunned = set[PeerID]()
         for peer in trust.shunned:
-            self._known.spend(peer, math.inf)
+            self._shun(peer)
         self.idled: list[PeerID] = []
+        self.left_out: list[PeerID] = []
         self._now = self._followed_at = now
         self._poller = DirectoryPoller(self._me, leads=self._leads, memory=memory, known=self._known, now=now)
         self._followers = Followers(member, config)
@@ -224,15 +226,16 @@ class GroupMachine:
 
     def start(self, now: float) -> list[events.Action]:
         """Begin the search; call it once, before `handle`."""
+        leader = self._memory.leader
+        if leader is not None and self._memory.leader_refuses:
+            self._memory.refused.clear()  # nobody else is to blame for it
+            self._shun(leader.peer)
+            self.left_out.append(leader.peer)
         self._begin_window(now)
-        leader, expected = self._memory.leader, self._expected_members() or ()
-        if leader is not None and self._memory.takes_the_lead:
-            self._shunned.add(leader.peer)
-            self._known.spend(leader.peer, math.inf)
-        elif (
+        if (
             leader is not None
-            and leader.peer in expected
-            and leader.peer not in self._shunned
+            and not self._memory.takes_the_lead
+            and leader.peer in (self._expected_members() or ())
             and not self._leads_before(leader.peer)
             and not self._is_silent(leader.peer, False)
         ):
@@ -308,9 +311,12 @@ class GroupMachine:
         """A leader that was followed for long, and began no group, leads us no more: it would have us wait again."""
         if self._now >= self._followed_at + self._config.window_s / 2:
             sometimes("a leader was followed for long, and began no group")
-            self._shunned.add(peer)
-            self._known.spend(peer, math.inf)
+            self._shun(peer)
             self.idled.append(peer)
+
+    def _shun(self, peer: PeerID) -> None:
+        self._shunned.add(peer)
+        self._known.spend(peer, math.inf)
 
     def _refuse(self, peer: PeerID, code: str, text: str) -> None:
         self._out.append(Answer(peer, JoinRefused(code, text[:_TEXT_CHARACTERS])))
@@ -400,8 +406,8 @@ class GroupMachine:
                 pass  # said twice
             case Begin() as begin if self.phase is SearchPhase.FOLLOWING:
                 self._change_phase(SearchPhase.OVER)
-                awaited = self._sent_on | (self._expected_members() or frozenset())
-                self._memory.followed({member.contact.peer for member in begin.members}, awaited)
+                members = {member.contact.peer for member in begin.members}
+                self._memory.followed(members, self._expected_members() or frozenset(), self._sent_on)
                 self._out += [events.Enter(begin), *self._poller.withdraw()]
             case Begin():
                 self._abandon(peer, "it began without having accepted us")
@@ -584,12 +590,15 @@ class GroupMachine:
         return None if self._leads and self._poller.awaits_followers(now) else earlier[-1]
 
     def _expected_members(self) -> frozenset[PeerID] | None:
-        """The peers that are expected to join and not known to be gone; None if none, or if not known."""
+        """The peers that are expected to join and not known to be gone; None if none, or if not known.
+
+        One that leads badly may come. It may also wait for us to follow it: so it is not waited for.
+        """
         expected = self._expected() if self._expected is not None else None
         if expected is None:
             return None
         looks = bool(self._followers) or len(expected) <= LOOKED_AT  # to look at a peer is to ask it, or to dial it
-        others = expected - {self._me}
+        others = expected.difference(self._trust.shunned) - {self._me}
         return frozenset(p for p in others if p in self._followers or not self._is_gone(p, looks=looks)) or None
 
     def _choose_hidden(self, expected: frozenset[PeerID], now: float) -> Contact | None:
@@ -618,6 +627,7 @@ class GroupMachine:
     def _start(self) -> None:
         self._change_phase(SearchPhase.OVER)
         self._memory.stranded.clear()
+        self._memory.refused.clear()
         self._out += [events.Start(tuple(self._followers)), *self._poller.withdraw()]
 
     def _begin_window(self, now: float) -> None:

@@ -72,7 +72,7 @@ class World:
     """
 
     def __init__(
-        self, reducers: tuple[int, int], auxiliary: set[int], *, may_step_aside: bool = False, may_doubt: bool = False
+        self, reducers: tuple[int, ...], auxiliary: set[int], *, may_step_aside: bool = False, may_doubt: bool = False
     ) -> None:
         self.may_step_aside, self.aside, self.may_doubt = may_step_aside, False, may_doubt
         self.gave_up: list[int] = []  # on the coordinator; as if they had crashed

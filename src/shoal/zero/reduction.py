@@ -271,7 +271,7 @@ class Reduction:
                 self._end()
         except LocalError as error:
             self._fault = error
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (the one under way is what the program is to see)
             self._flying.clear()
             self._running = self._broken = False
             _logger.warning("a backward pass broke off, and others may wait for the rest of it: %s", error)

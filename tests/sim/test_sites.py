@@ -11,11 +11,13 @@ import pytest
 from shoal import sim
 from shoal.errors import PeerRefused
 from shoal.optim.step_feed import MAX_FOLLOWERS
+from shoal.state import ShareLimits
 from shoal.strategies import DiLoCo
 from shoal.transport.tcp import TcpTransport
 from shoal.wire import DialBack, FollowSteps, StepsFrom, encode
 from tests.sim.optimizer_kit import Run
 from tests.sim.rpc_kit import QUICK, ByHand, Net, Say, identity_of, note_frame, on_sim
+from tests.sim.state_kit import Box, donors_of, fetch, new_swarm, node, random_tensors
 from tests.sim.test_hostile_words import liar
 from tests.sim.test_reachability import Cores
 
@@ -76,6 +78,27 @@ def test_hosts_of_one_site_kept_all_others_from_following() -> None:
         assert isinstance(received[0], StepsFrom)
 
     sim.run(main, seed=3)
+
+
+def test_hosts_of_one_site_kept_all_others_from_a_donor() -> None:
+    """They took all four places; now a fourth is for others."""
+
+    async def main() -> None:
+        swarm = new_swarm()
+        box = Box(random_tensors(1, 16))
+        giver = await swarm.start_peer("donor", node(box, limits=ShareLimits(max_receivers=4)))
+        names = [f"h{number}.evil.org" for number in range(4)]
+        for name in (*names, "other"):
+            await swarm.start_peer(name, node())
+        downloads = [asyncio.create_task(fetch(swarm, name, donors_of(giver))) for name in names]
+        await sim.sleep(3.0)
+        downloads.append(asyncio.create_task(fetch(swarm, "other", donors_of(giver))))
+        await sim.sleep(3.0)
+        assert giver.donor is not None
+        assert giver.donor._serving[swarm.peer("other").peer]
+        await asyncio.gather(*downloads)
+
+    sim.run(main)
 
 
 @pytest.mark.parametrize("domain", [".evil.org", ""], ids=["site", "hosts"])

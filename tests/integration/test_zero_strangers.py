@@ -12,6 +12,7 @@ import pytest
 
 from tests.integration import zero_restarts
 from tests.integration import zero_strangers as strangers
+from tests.integration import zero_uses as uses
 from tests.integration.ranks import Failed, Ranks, die_here, ranks
 from tests.integration.workers import LONG_S
 
@@ -143,3 +144,30 @@ def test_ranks_that_torchrun_starts_again_come_back(tmp_path: Path, soak: Callab
 def test_before_torch_2_9_a_group_does_not_name_its_store(pool: Ranks) -> None:
     """Stages 1 and 2, and `GroupOptimizer`, ended in "'ProcessGroup' object has no attribute 'get_group_store'"."""
     assert pool.play(2, strangers.on_older_torch) == [{"as usual": ("", 0.0)}] * 2
+
+
+_RIGHT = [("within", [*uses.WITHIN]), ("beside", [*uses.BESIDE])]
+_REFUSED = [("outside", [*uses.OUTSIDE]), ("beside", [*uses.REFUSED])]
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
+def test_operations_of_torch_with_weights(pool: Ranks, stage: int) -> None:
+    """`copy.deepcopy` of a weight of stage 3 was torch's raw error."""
+    for kind, cases in _RIGHT:
+        for found in pool.play(2, uses.used, kind, cases, stage):
+            for how, (words, apart) in found.items():
+                assert words == "", how
+                assert apart <= 1e-6, how
+
+
+def test_operations_of_torch_that_stage_3_cannot_carry(pool: Ranks) -> None:
+    """Most were torch's raw errors; numbers of a weight, and `full_tensor` in a graph, were wrong in silence."""
+    for kind, cases in _REFUSED:
+        for found in pool.play(2, uses.used, kind, cases, 3):
+            for how, (words, _) in found.items():
+                assert words.startswith(("ConfigError", "LocalError")), (how, words)
+                assert "of unit layers.0" in words or "unit the whole model" in words or "unit layers.1" in words, (
+                    how,
+                    words,
+                )
+                assert any(each in words for each in ("stage 1 or 2", "full_tensor()")), (how, words)

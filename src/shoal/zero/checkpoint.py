@@ -26,6 +26,7 @@ from shoal.errors import ConfigError
 from shoal.runtime.checks import flag
 from shoal.runtime.tensor_files import flush, seal, write_tensors
 from shoal.zero.ema import EMA
+from shoal.zero.lent import unwatched
 from shoal.zero.optimizer import ShardedOptimizer, check_sharded
 from shoal.zero.parameters import Piece, Scattered, flat, local, named_parameters, order_of
 from shoal.zero.plain import BareWeights, Whole, bare_weights, full_state_dict, overwrite
@@ -466,7 +467,8 @@ def _restore(optimizer: ShardedOptimizer, piece: Piece, statistics: Statistics) 
     for key, value in statistics.each.items():
         # Of a sparse table the parameter has the touched rows alone.
         like = piece.parameter if local(piece.parameter).numel() == value.numel() else piece.values
-        state[key] = torch.zeros_like(like, dtype=value.dtype, requires_grad=False)
+        with unwatched():
+            state[key] = torch.zeros_like(like, dtype=value.dtype, requires_grad=False)
         flat(local(state[key]), order_of(local(like))).copy_(value)
     for key, value in statistics.others.items():
         state[key] = tree_map(partial(_moved, device=piece.parameter.device), value)

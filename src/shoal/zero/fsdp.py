@@ -49,6 +49,12 @@ _NEEDED = (
 )
 
 
+_REPLACED = (
+    "{} was replaced, added or taken away after shard(), and would not be trained: write values into the parameters "
+    "that are there (with copy_(), or load_state_dict without assign=True), or build and tie before that"
+)
+
+
 def missing() -> list[str]:
     """The names that this version of torch lacks for stage 3."""
     return [name for name in _NEEDED if not hasattr(FSDPModule, name)]
@@ -192,10 +198,37 @@ def _hand_out(_: torch.nn.Module, __: object, output: object) -> object:
     return _apply_to_tensors(lambda each: each.clone() if is_lent(each) else each, output)
 
 
+def _once(unit: str, _: torch.nn.Module, __: object, output: object) -> None:
+    """A graph of the gradients would read weights that are freed by then."""
+
+    def check(_: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise LocalError(
+                f"gradients of unit {unit} are to be differentiated themselves (create_graph=True, or torch.func): in "
+                "stage 3 the unit is freed behind its backward pass. Differentiate twice within its forward method, or "
+                "use stage 1 or 2"
+            )
+
+    for each in tensors_in(output):
+        if each.requires_grad and torch.is_grad_enabled():
+            each.register_hook(check)  # type: ignore[no-untyped-call]
+
+
 def _broke_off(module: FSDPModule) -> bool:
     """Whether the last backward pass through a model began and did not end."""
     context = module._get_fsdp_state()._state_ctx  # noqa: SLF001 (there is no other way to ask)
     return context.post_backward_final_callback_queued and present_pass() == -1
+
+
+def _refuse_to_assign(
+    _: torch.nn.Module, state: Mapping[str, object], prefix: str, metadata: Mapping[str, object], *__: object
+) -> None:
+    """Whole tensors would be put in the places of shards."""
+    if metadata.get("assign_to_params_buffers") and any(key.startswith(prefix) for key in state):
+        raise LocalError(
+            "load_state_dict(assign=True) would replace the parameters, which are in shards: leave assign out, or use "
+            "shoal.zero.load(weights, model, optimizer)"
+        )
 
 
 def _seen(module: torch.nn.Module, _: object, output: object) -> None:
@@ -290,7 +323,17 @@ class FsdpEngine:
             cast(torch.nn.Module, module).register_forward_pre_hook(weakly(self._begin), prepend=True)
             cast(torch.nn.Module, module).register_forward_hook(_hand_out, prepend=True)  # before FSDP2's own
             cast(torch.nn.Module, module).register_forward_hook(_seen)
+            cast(torch.nn.Module, module).register_forward_hook(partial(_once, name or "the whole model"), prepend=True)
         self._unsharded = Unsharded(self._shards, self._units)
+        names = {id(shard): name for name, shard in self._shards.items()}
+        self._places = [
+            (part, key, names[id(each)], each.dtype)
+            for part in model.modules()
+            for key, each in part._parameters.items()  # noqa: SLF001 (tied ones in each of their places)
+            if each is not None
+        ]
+        for part in model.modules():
+            part.register_load_state_dict_pre_hook(_refuse_to_assign)  # type: ignore[no-untyped-call]
         self._offload(places)
         collectives.traffic = Traffic()  # that was no training
 
@@ -335,9 +378,11 @@ class FsdpEngine:
         """Before a unit runs: if the last backward pass broke off, FSDP2 is in the middle of it still.
 
         Raises:
-            LocalError: a part of its gradients is there.
+            LocalError: a part of its gradients is there; or a parameter is not the one that was sharded.
         """
         root = module._get_fsdp_state()._is_root  # noqa: SLF001 (there is no other way to ask)
+        if root is not False and present_pass() == -1:  # None before the first pass
+            self._check_places()  # FSDP2 is about to put others into these places
         if root and _broke_off(module):
             self._unsharded.forget()
             module.reset_iter_state()
@@ -421,10 +466,23 @@ class FsdpEngine:
 
     def check(self) -> None:
         """Raise `LocalError` if a parameter is not the one that was sharded."""
-        for name, parameter in named_parameters(self._model):
-            known = self._shards.get(name) if isinstance(parameter, DTensor) else self._unsharded.parameters.get(name)
-            if parameter is not known:
-                raise LocalError(f"{name} was replaced after shard(): build and load the model first, then shard it")
+        self._check_places()
+        for name, parameter in named_parameters(self._model):  # also of modules that are new
+            self._check_place(name, parameter)
+
+    def _check_places(self) -> None:
+        for module, key, name, dtype in self._places:
+            self._check_place(name, module._parameters.get(key))  # noqa: SLF001
+            if self._shards[name].dtype != dtype:
+                raise LocalError(
+                    f"{name} was converted to {self._shards[name].dtype} after shard(): do that before, or give "
+                    "shard() dtype="
+                )
+
+    def _check_place(self, name: str, now: torch.Tensor | None) -> None:
+        known = self._shards.get(name), self._unsharded.parameters.get(name)  # the whole one if its unit runs
+        if now is None or not any(now is each for each in known):
+            raise LocalError(_REPLACED.format(name))
 
     def pieces(self) -> Iterator[Piece]:
         """The rows of this rank, of all parameters that were trained when the model was sharded."""

@@ -12,8 +12,9 @@ FSDP2 does not see that, and would not gather the unit for its gradient: so each
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,16 +22,19 @@ from torch.distributed.tensor import DTensor
 
 from shoal.errors import ConfigError
 from shoal.runtime.nested import tensors_in
+from shoal.zero import rows
 
-__all__ = ["Loan", "is_lent", "lend", "replace", "watch_shard"]
+__all__ = ["Loan", "is_lent", "lend", "replace", "unwatched", "watch_shard"]
 
 _CURE = (
     "compute with it in the forward method of that unit, or in a method of which torch.distributed.fsdp."
     "register_fsdp_forward_method(module, name) was told after shard(); or give shard() units= without this one, so "
     "that it stays gathered while the model runs; or use stage 1 or 2. For a penalty on weights use weight_decay"
 )
+_OF_SHARDS = ("dtensor", "placement", "sharding", "subclass", "distributed operator", "used in the graph")
+"""Words of torch's errors that come of a tensor's being in shards."""
 _MIXED = "mixed torch.Tensor and DTensor"
-_IN_PLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
+_IN_PLACE = frozenset({"data =", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
 _LOOKS = (
     frozenset({"__get__", "__set__", "__delete__", "__hash__", "__len__", "__dlpack_device__", "_is_view"})
     | {"backward", "grad", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad"}
@@ -42,6 +46,8 @@ _LOOKS = (
     | {"unsqueeze", "view"}
 )
 """Functions that read no values, by name."""
+_NUMBERS = frozenset({"__bool__", "__complex__", "__float__", "__index__", "__int__", "item"})
+_watching = True
 _EXPORTS = frozenset(("numpy", "__array__", "__dlpack__"))
 """Functions that give memory to others, who do not know when it is freed: they get that of a copy."""
 
@@ -86,22 +92,24 @@ class _Lent:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 (torch's own way to run the function itself)
             given = [each for each in tensors_in([*args, *kwargs.values()]) if isinstance(each, _Lent)]
+            setting = func.__self__.__name__ if name == "__set__" else ""  # type: ignore[attr-defined]
             if name not in _LOOKS:
                 for each in given:
                     each.check_read(name)
-                _check_changed(name, args, kwargs)
-                if name in _EXPORTS:
+                if name in _EXPORTS and is_lent(args[0]):
                     args = [args[0].detach().clone(), *args[1:]]
-            try:
-                found = func(*args, **kwargs)
-            except RuntimeError as error:
-                shard: Any = next((each for each in given if isinstance(each, Shard)), None)
-                if shard is None or _MIXED not in str(error):
-                    raise
-                raise ConfigError(
-                    f"{shard.label} is used ({name}) beside tensors of this rank, while its unit does not run: in "
-                    f"stage 3 each rank has some rows of it then. To use all of it, {_CURE}"
-                ) from error
+            if setting == "grad" and isinstance(args[0], Shard):
+                _check_gradient(args[0].label, args[1])
+            changed = _changed(f"{setting} =" if setting == "data" else name, args, kwargs)
+            if isinstance(changed, Shard):
+                rows.refused(name, changed.label)
+                if setting:
+                    source = args[1].label if isinstance(args[1], Shard) and args[1].grad_fn is None else ""
+                    return rows.assign(changed, changed.label, args[1], source)
+                if rows.is_drawn(func, name) or (kwargs.get("out") is changed and len(given) == 1):
+                    return rows.write_drawn(func, changed, args, kwargs)
+                args, kwargs = rows.spread(changed, list(args)), rows.spread(changed, dict(kwargs))
+            found = _called(func, name, args, kwargs, given)
             if name != "__set__":
                 _mark(found, given)
             return found
@@ -153,6 +161,31 @@ class Shard(_Lent, DTensor):
 
     label = "a parameter"
 
+    def set_(self, *_: Any, **__: Any) -> Any:
+        """Not possible; torch lets nobody see it."""
+        rows.refused("set_", self.label)
+
+    def full_tensor(self, **options: Any) -> torch.Tensor:
+        """All rows, without a gradient."""
+        if torch.is_grad_enabled() and self.requires_grad:
+            raise ConfigError(
+                f"{self.label} is gathered (full_tensor) in a graph, in which each rank would add its own gradient to "
+                f"it: gather it within torch.no_grad(), or {_CURE}"
+            )
+        return super().full_tensor(**options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """A plain one."""
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 (torch's own way)
+            memo[id(self)] = found = self.detach().clone().requires_grad_(self.requires_grad)
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As a plain one."""
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 (torch's own way)
+            plain = self.detach().requires_grad_(self.requires_grad)
+            return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
 
 class Replaced(_Lent, torch.nn.Parameter):
     """A parameter as it was before `shard`."""
@@ -189,21 +222,84 @@ def replace(original: torch.nn.Parameter, name: str) -> None:
         original.label = name  # type: ignore[attr-defined]
 
 
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """What an optimizer computes from shards, and keeps, is its own."""
+    global _watching  # noqa: PLW0603 (all shards of the process)
+    before, _watching = _watching, False
+    try:
+        yield
+    finally:
+        _watching = before
+
+
 def is_lent(value: object) -> bool:
     """Whether it is a whole weight, or shares the memory of one."""
     return isinstance(value, _Guarded)
 
 
-def _check_changed(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if a change would be lost."""
+def _changed(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """The tensor that a function changes, if it is a lent one. Raises `ConfigError` if the change would be lost."""
     in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-    for each in tensors_in([kwargs.get("out"), args[0] if in_place and args else None]):
+    target = args[0] if args else kwargs.get("tensor", kwargs.get("self"))
+    found = None
+    for each in tensors_in([kwargs.get("out"), target if in_place and name not in _LOOKS else None]):
         if isinstance(each, _Guarded):
             raise ConfigError(
                 f"{each.loan.name} is changed ({name}) while that unit runs: in stage 3 the change would be lost, as "
                 "this is a copy of the shards. Change the shards, between steps, or compute with a clone() of it, or "
                 "use stage 1 or 2"
             )
+        if found is None and isinstance(each, Shard):
+            found = each
+    return found
+
+
+def _called(
+    func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any], given: Collection[Any]
+) -> Any:
+    """The result of a function. What torch cannot do with shards is a `ConfigError`."""
+    shard = next((each for each in given if isinstance(each, Shard)), None)
+    if name in _NUMBERS and isinstance(args[0], Shard) and not all(each.is_replicate() for each in args[0].placements):
+        raise ConfigError(
+            f"a number is made ({name}) of {args[0].label}, or of values computed from it, and it would be that of "
+            "this rank's rows alone: let all ranks call full_tensor() of it first, within torch.no_grad(). "
+            "optimizer.clip_grad_norm_() returns the norm of gradients"
+        )
+    try:
+        if shard is not None and rows.draws_like(name) and args[0] is shard:
+            return rows.draw_like(func, shard, args, kwargs)
+        return func(*args, **kwargs)
+    except (RuntimeError, NotImplementedError, AssertionError) as error:
+        said = str(error).strip()
+        if shard is None or not any(word in said.lower() for word in _OF_SHARDS):
+            raise
+        if name == "grad":
+            raise ConfigError(
+                f"the gradient of {shard.label} is asked for (torch.autograd.grad): in stage 3 passes go through whole "
+                "weights, of which a program has the shards: run backward(), and read .grad behind it, or use stage 1 "
+                "or 2"
+            ) from error
+        what = f"{shard.label} is used ({name})"
+        if _MIXED in said:
+            raise ConfigError(
+                f"{what} beside tensors of this rank, while its unit does not run: in stage 3 each rank has some rows "
+                f"of it then. To use all of it, {_CURE}"
+            ) from error
+        raise ConfigError(
+            f"{what} while its unit does not run: in stage 3 each rank has some rows of it then, and torch cannot do "
+            f"that with them ({said[:200]}). To change it, write whole values with copy_(). To read all of it, take it "
+            f"from shoal.zero.full_state_dict(model). To compute with it, {_CURE}"
+        ) from error
+
+
+def _check_gradient(label: str, gradient: Any) -> None:
+    """Raise `ConfigError` if a whole gradient is given to a shard."""
+    if isinstance(gradient, torch.Tensor) and not isinstance(gradient, DTensor):
+        raise ConfigError(
+            f"the gradient of {label} is set by hand to a tensor of this rank: in stage 3 it is in shards, and only "
+            "backward passes reduce any. Change the loss instead, or clear it (None)"
+        )
 
 
 def _mark(found: Any, given: Collection[Any]) -> None:
@@ -211,7 +307,7 @@ def _mark(found: Any, given: Collection[Any]) -> None:
     loans = {id(each.loan): each.loan for each in given if isinstance(each, _Guarded)}.values()
     shard = next((each for each in given if isinstance(each, Shard)), None)
     for each in tensors_in(found):
-        if type(each) is DTensor and shard is not None and each.grad_fn is not None:
+        if type(each) is DTensor and shard is not None and (_watching or each.grad_fn is not None):
             watch_shard(each, shard.label)
         if type(each) is not torch.Tensor or each.layout != torch.strided or _is_functional(each):
             continue

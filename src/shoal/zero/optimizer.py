@@ -20,6 +20,7 @@ from shoal.errors import ConfigError, LocalError
 from shoal.zero.collectives import Collectives, Traffic
 from shoal.zero.flat import FlatEngine
 from shoal.zero.fsdp import FsdpEngine
+from shoal.zero.lent import unwatched
 from shoal.zero.offload import Offload
 from shoal.zero.parameters import local, named_parameters, unique_bytes
 from shoal.zero.replicas import Replicas
@@ -248,7 +249,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 for stepped in windows:
                     self.carrier.adopt(stepped)
                     try:
-                        self.inner.step(**options)
+                        with unwatched():
+                            self.inner.step(**options)
                     finally:
                         self.carrier.write_out(stepped)
         except Exception as error:  # noqa: BLE001 (raised again below)

@@ -21,6 +21,7 @@ from shoal.zero.collectives import Collectives
 from shoal.zero.flat import FlatEngine
 from shoal.zero.fsdp import FsdpEngine, is_sharded, partition
 from shoal.zero.fsdp import units as find_units
+from shoal.zero.lent import unwatched
 from shoal.zero.offload import Offload
 from shoal.zero.optimizer import Carrier, ShardedOptimizer, described
 from shoal.zero.parameters import named_parameters
@@ -317,7 +318,8 @@ class _Cast:
 
 def _build(factory: OptimizerFactory, parameters: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
     """Call the factory, and check its optimizer. Raises `ConfigError`."""
-    inner = factory([each for each in parameters.values() if each.requires_grad])
+    with unwatched():
+        inner = factory([each for each in parameters.values() if each.requires_grad])
     if not isinstance(inner, torch.optim.Optimizer):
         raise ConfigError(f"optimizer_factory must return a torch optimizer, got {type(inner).__name__}")
     known = {id(each) for each in parameters.values()}

@@ -1,0 +1,59 @@
+"""`shoal.zero` where a program changes weights between steps: it takes effect, or an error names the weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.integration import zero_changed as changes
+from tests.integration.ranks import Ranks, ranks
+
+DEFAULT = ("data = values", "copy_", "xavier_uniform_", "load_state_dict", "data from a model")
+DEFAULT_REFUSED = ("set_", "share_memory", "tied", "replaced", "assign=True", "to bfloat16", "a gradient")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Ranks]:
+    """Processes for all tests of this module."""
+    with ranks() as made:
+        yield made
+
+
+def _as_in_one_process(pool: Ranks, cases: list[str], stage: int, steps: int) -> None:
+    for found in pool.play(2, changes.changed, cases, stage, steps):
+        for how, (words, apart) in found.items():
+            assert words == "", how
+            assert apart <= 1e-6, how
+
+
+def _named(pool: Ranks, cases: list[str], stage: int, steps: int) -> None:
+    for found in pool.play(2, changes.changed, cases, stage, steps):
+        for how, (words, _) in found.items():
+            assert words.startswith(("ConfigError", "LocalError")), (how, words)
+            assert any(each in words for each in (".weight", ".bias", "load_state_dict(assign=True)")), (how, words)
+            assert any(each in words for each in ("before", "copy_()", "leave assign out", "Change the loss")), (
+                how,
+                words,
+            )
+
+
+def test_weights_that_a_program_changes_in_stage_3(pool: Ranks) -> None:
+    """`weight.data = …` was lost in silence, `torch.nn.init` gave all ranks the same rows; others were raw errors."""
+    _as_in_one_process(pool, [*DEFAULT], 3, 1)
+
+
+def test_changes_of_weights_that_stage_3_cannot_carry(pool: Ranks) -> None:
+    """A replaced or tied parameter was not trained, in silence; `share_memory` ended the process."""
+    _named(pool, [*DEFAULT_REFUSED], 3, 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_change_of_weights(pool: Ranks, stage: int, steps: int) -> None:
+    """Before the first step, and between steps."""
+    moved = {"data = values", "data = data * 2", *changes.MOVED}
+    right = [each for each in changes.RIGHT if stage == 3 or each not in moved]
+    _as_in_one_process(pool, [*right, *(changes.MOVED if stage == 3 else ())], stage, steps)
+    _named(pool, [*changes.REFUSED] if stage == 3 else sorted(moved), stage, steps)

@@ -1,0 +1,170 @@
+"""Ways in which programs change weights between steps, on the ranks of the tests of `shoal.zero`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.utils import parametrizations
+
+import shoal.zero
+from tests.integration.zero_programs import said
+
+WIDTH = 4
+
+
+class Net(torch.nn.Module):
+    """Two units, and a head that is in none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Shape (batch, WIDTH)."""
+        for layer in self.layers:
+            hidden = layer(hidden).tanh()
+        found: torch.Tensor = self.head(hidden)
+        return found
+
+
+def values() -> torch.Tensor:
+    """Of a weight, each another one."""
+    return torch.arange(WIDTH * WIDTH, dtype=torch.float32).view(WIDTH, WIDTH) / 20 - 0.3
+
+
+def _whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: torch.full(each.shape, 0.25) for name, each in model.state_dict().items()}
+
+
+def _set(weight: Any, found: torch.Tensor) -> None:
+    weight.data = found
+
+
+def _from_another(model: Any, write: Callable[[Any, torch.Tensor], object]) -> None:
+    for one, name in zip(model.parameters(), _whole(model), strict=True):
+        write(one, _whole(Net())[name])
+
+
+def _replace(module: Any, key: str, found: Any) -> None:
+    setattr(module, key, found)
+
+
+def _grow(weight: Any) -> None:
+    weight.data += 0.5
+
+
+def _row(weight: Any) -> None:
+    weight[0] = 0.25
+
+
+def _unseeded(model: Any, init: Callable[[torch.Tensor], object]) -> None:
+    torch.manual_seed(0)
+    init(model.layers[0].weight)
+
+
+RIGHT: dict[str, Callable[[Any], object]] = {
+    "data = values": lambda model: _set(model.layers[0].weight, values()),
+    "data = data * 2": lambda model: _set(model.layers[0].weight, model.layers[0].weight.data * 0.5),
+    "data += 1": lambda model: _grow(model.layers[0].weight),
+    "data.copy_": lambda model: model.layers[0].weight.data.copy_(values()),
+    "copy_": lambda model: model.layers[0].weight.copy_(values()),
+    "add_": lambda model: model.layers[0].weight.add_(values()),
+    "lerp_": lambda model: model.layers[0].weight.lerp_(values(), 0.5),
+    "mul_": lambda model: model.layers[0].weight.mul_(0.5),
+    "fill_": lambda model: model.head.weight.data.fill_(0.25),
+    "out=": lambda model: torch.mul(model.head.weight, 0.5, out=model.head.weight),
+    "foreach": lambda model: torch._foreach_mul_(list(model.parameters()), 0.5),
+    "clamp_ of all": lambda model: [each.data.clamp_(-0.1, 0.1) for each in model.parameters()],
+    "divided by its norm": lambda model: model.layers[0].weight.div_(model.layers[0].weight.norm()),
+    "constant_": lambda model: torch.nn.init.constant_(model.layers[0].weight, 0.25),
+    "eye_": lambda model: torch.nn.init.eye_(model.layers[0].weight),
+    "xavier_uniform_": lambda model: _unseeded(model, torch.nn.init.xavier_uniform_),
+    "kaiming_normal_": lambda model: _unseeded(model, torch.nn.init.kaiming_normal_),
+    "trunc_normal_": lambda model: _unseeded(model, torch.nn.init.trunc_normal_),
+    "orthogonal_": lambda model: _unseeded(model, torch.nn.init.orthogonal_),
+    "normal_": lambda model: _unseeded(model, lambda each: each.normal_()),
+    "noise": lambda model: _unseeded(model, lambda each: each.add_(torch.randn_like(each), alpha=0.1)),
+    "reset_parameters": lambda model: _unseeded(model, lambda _: model.layers[1].reset_parameters()),
+    "apply": lambda model: model.layers.apply(lambda each: hasattr(each, "weight") and each.weight.data.fill_(0.1)),
+    "load_state_dict": lambda model: model.load_state_dict(_whole(model)),
+    "that of a layer": lambda model: model.layers[1].load_state_dict(_whole(model.layers[1])),
+    "copies from a model": lambda model: _from_another(model, lambda one, other: one.data.copy_(other)),
+    "frozen": lambda model: model.layers[0].weight.requires_grad_(requires_grad=False),
+    "all but the head frozen": lambda model: (model.requires_grad_(requires_grad=False), model.head.requires_grad_()),
+}
+"""What is as in one process in each stage."""
+MOVED: dict[str, Callable[[Any], object]] = {
+    "vector_to_parameters": lambda model: torch.nn.utils.vector_to_parameters(
+        torch.full((sum(each.numel() for each in model.parameters()),), 0.25), model.parameters()
+    ),
+    "data from a model": lambda model: _from_another(model, _set),
+}
+"""What is in stage 3, and an error in stages 1 and 2; as is ``data = values`` in those."""
+REFUSED: dict[str, Callable[[Any], object]] = {
+    "set_": lambda model: model.layers[0].weight.set_(values()),
+    "data.set_": lambda model: model.layers[0].weight.data.set_(values()),
+    "share_memory": lambda model: model.share_memory(),
+    "a row": lambda model: _row(model.layers[0].weight),
+    "a row of data": lambda model: _row(model.layers[0].weight.data),
+    "as an array": lambda model: model.layers[0].weight.detach().numpy().fill(0.25),
+    "another shape": lambda model: _set(model.layers[0].weight, torch.zeros(2, 2)),
+    "another dtype": lambda model: _set(model.layers[0].weight, values().double()),
+    "tied data": lambda model: _set(model.layers[0].weight, model.layers[1].weight.data),
+    "tied": lambda model: _replace(model.layers[0], "weight", model.layers[1].weight),
+    "replaced": lambda model: _replace(model.layers[0], "weight", torch.nn.Parameter(values())),
+    "a new layer": lambda model: model.layers.__setitem__(0, torch.nn.Linear(WIDTH, WIDTH)),
+    "taken away": lambda model: model.layers[0].register_parameter("weight", None),
+    "added": lambda model: model.layers[0].register_parameter("weights", torch.nn.Parameter(values())),
+    "assign=True": lambda model: model.load_state_dict(_whole(model), assign=True),
+    "to bfloat16": lambda model: model.to(torch.bfloat16),
+    "double": lambda model: model.layers[0].double(),
+    "a gradient": lambda model: setattr(model.layers[0].weight, "grad", torch.ones(WIDTH, WIDTH)),
+    "spectral_norm": lambda model: parametrizations.spectral_norm(model.layers[0]),
+}
+"""What is an error in stage 3 that names the weight."""
+
+
+def _batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def changed(cases: Sequence[str], stage: int, steps: int) -> dict[str, tuple[str, float]]:
+    """What is said where a program changes a weight so, behind some steps; and how far all is from one process then."""
+    ways = RIGHT | MOVED | REFUSED
+    return {how: _changed(ways[how], stage, steps, graded=how in ("spectral_norm", "another dtype")) for how in cases}
+
+
+def _changed(write: Callable[[Any], object], stage: int, steps: int, graded: bool) -> tuple[str, float]:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    model, plain = Net(), Net()
+    model, optimizer = shoal.zero.shard(model, lambda each: torch.optim.SGD(each, lr=0.1), stage=stage)
+    stepper = torch.optim.SGD(plain.parameters(), lr=0.1)
+
+    def train(step: int) -> None:
+        model(_batch(step, rank)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def train_alone(step: int) -> None:
+        torch.stack([plain(_batch(step, each)).square().mean() for each in range(ranks)]).mean().backward()  # type: ignore[no-untyped-call]
+        stepper.step()
+        stepper.zero_grad()
+
+    def do(each: torch.nn.Module) -> None:
+        with torch.set_grad_enabled(graded):
+            write(each)
+
+    for step in range(steps):
+        train(step)
+        train_alone(step)
+    if words := said(lambda: do(model)) or said(lambda: train(9)):
+        return words, -1.0
+    do(plain)
+    train_alone(9)
+    after = shoal.zero.full_state_dict(model)
+    return "", max(float((after[name] - value).abs().max()) for name, value in plain.state_dict().items())

@@ -543,7 +543,8 @@ class Reduction:
         moved += [name for name, table in self._tables.of.items() if table.moved()]
         for name in filter(None, moved):
             raise LocalError(
-                f"{name} was moved, converted or replaced after the model was sharded: do that before shard()"
+                f"{name} was moved, converted or replaced after the model was sharded: do that before shard(), or "
+                "write values into it (with copy_())"
             )
 
     def _check_order(self) -> None:

@@ -103,7 +103,7 @@ class _Lent:
             changed = _changed(f"{setting} =" if setting == "data" else name, args, kwargs)
             if isinstance(changed, Shard):
                 rows.refused(name, changed.label)
-                if setting:
+                if setting and isinstance(args[1], torch.Tensor):
                     source = args[1].label if isinstance(args[1], Shard) and args[1].grad_fn is None else ""
                     return rows.assign(changed, changed.label, args[1], source)
                 if rows.is_drawn(func, name) or (kwargs.get("out") is changed and len(given) == 1):

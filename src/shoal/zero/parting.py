@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,8 @@ __all__ = ["Parting", "Turn", "Waiting", "apart", "line_of"]
 
 UNCHANGED_BEATS = 4
 """How long nothing may change, while all ranks wait."""
-_KNOWN = 64
-"""So many watches of a group, and operations of a watch, are remembered."""
+_WATCHES, _OPERATIONS = 64, 1024
+"""So many of a group are remembered, those that were begun last."""
 _NOBODY = (1 << 29) + 1
 """A tag that no message has."""
 _PARTED = "shoal.zero/parted"
@@ -72,7 +72,9 @@ class Waiting(NamedTuple):
 
     def has_begun(self, watch: int, number: int) -> bool:
         """Whether the rank has begun an operation."""
-        return watch < min(self.begun, default=0) or self.begun.get(watch, 0) >= number  # forgotten ones are over
+        if watch in self.begun:
+            return self.begun[watch] >= number
+        return watch < max(self.begun, default=0)  # it is forgotten, so long ago was its last one
 
     def packed(self) -> str:
         """For the store."""
@@ -117,6 +119,17 @@ class _Ours:
         self.done: dict[tuple[int, int], str] = {}
         self.told: object = None  # the watch that has told last that it waits
 
+    def note(self, watch: int, number: int) -> None:
+        """A watch has begun so many operations."""
+        self.begun.pop(watch, None)
+        self.begun[watch] = number
+        _shorten(self.begun, _WATCHES)
+
+
+def _shorten(known: dict[Any, Any], count: int) -> None:
+    while len(known) > count:
+        del known[next(iter(known))]
+
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _Ours] = weakref.WeakKeyDictionary()
 
@@ -132,10 +145,8 @@ class Parting:
         self._rank, self._ranks = group.rank(), group.size()
         self._ours = _groups.setdefault(group, _Ours())
         self._ours.count += 1
-        self._watch = self._ours.count
-        self._ours.begun[self._watch] = 0
-        while len(self._ours.begun) > _KNOWN:
-            del self._ours.begun[min(self._ours.begun)]
+        self._watch, self._turns = self._ours.count, 0
+        self._ours.note(self._watch, 0)
         self._blocked: dict[Turn, int] = {}  # the threads that wait
         self._aside: set[int] = set()  # threads that wait while the program goes on
         self._known: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet([group])
@@ -149,12 +160,11 @@ class Parting:
 
     def turn(self, doing: str, size: str) -> Turn:
         """The next operation."""
-        ours = self._ours
-        number = ours.begun[self._watch] = ours.begun.get(self._watch, 0) + 1
-        ours.done[self._watch, number] = doing
-        while len(ours.done) > _KNOWN:
-            del ours.done[next(iter(ours.done))]
-        return Turn(self._watch, number, doing, size)
+        self._turns += 1
+        self._ours.note(self._watch, self._turns)
+        self._ours.done[self._watch, self._turns] = doing
+        _shorten(self._ours.done, _OPERATIONS)
+        return Turn(self._watch, self._turns, doing, size)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:

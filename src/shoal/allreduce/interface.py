@@ -56,7 +56,8 @@ class RoundOptions(msgspec.Struct, frozen=True, kw_only=True):
         report_s: the longest time between two reports to the coordinator.
         way_s: the time since the last round, in which members have worked for this one: so that those with slow lines
             may be worth waiting for (`slow_lines`); 0: members are compared with each other alone.
-        most_weight: a larger weight of a member is refused, and so is an average with far more for each.
+        most_weight: a larger weight of a member is refused, and so is an average with far more for each; None: any is
+            taken.
     """
 
     min_group_size: int = 2
@@ -65,7 +66,7 @@ class RoundOptions(msgspec.Struct, frozen=True, kw_only=True):
     reducer_silence_s: float | None = None
     report_s: float = 1.0
     way_s: float = 0.0
-    most_weight: MostWeight = any_weight
+    most_weight: MostWeight | None = None
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

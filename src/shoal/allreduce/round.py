@@ -32,7 +32,7 @@ from blake3 import blake3
 
 from shoal.allreduce.commit import Ask, Average, Contribute, Order
 from shoal.allreduce.coordinator import Coordinator, CoordinatorAction, LeftOut, Lied, Replaced, Send
-from shoal.allreduce.interface import MAX_WEIGHT, MIN_WEIGHT, Outcome, RoundOptions, is_weight
+from shoal.allreduce.interface import MAX_WEIGHT, MIN_WEIGHT, Outcome, RoundOptions, any_weight, is_weight
 from shoal.allreduce.member import AskOthers, Blame, CutOff, Finish, LookAt, MemberAction, MemberMachine
 from shoal.allreduce.partition import Part
 from shoal.allreduce.parts import Parts
@@ -174,7 +174,7 @@ class Round:
             now=self._loop.time(),
             promised_s=self._promised_s,
             brief_s=self._brief_s,
-            most_weight=options.most_weight,
+            most_weight=options.most_weight or any_weight,
         )
         self._parts = Parts(vector, self.parts, self.machine, self.env.executor, weight=weight)
         self._coordinating = self._new_coordinator(reducers) if self.me == self.coordinator else None

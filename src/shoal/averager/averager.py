@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import torch
 
-from shoal.allreduce.interface import MostWeight, any_weight
+from shoal.allreduce.interface import MostWeight
 from shoal.allreduce.round import Outcome, Round, RoundOptions
 from shoal.allreduce.segments import RoundMemory
 from shoal.allreduce.vector import Vector, describe
@@ -180,7 +180,7 @@ class Averager:
         allow_retries: bool = True,
         expected: Expected | None = None,
         apply: Apply | None = None,
-        most_weight: MostWeight = any_weight,
+        most_weight: MostWeight | None = None,
         strangers: Strangers = NO_STRANGERS,
     ) -> StepResult:
         """Find a group and average once.
@@ -195,8 +195,8 @@ class Averager:
             allow_retries: after a failed round look for another group.
             expected: the peers that the group should wait for; None starts by the usual rule.
             apply: called under the lock with the averages in place of moving the tensors to them.
-            most_weight: members that give a larger weight are refused. Members may know it differently: each is to
-                give no more than all others allow it.
+            most_weight: members that give a larger weight are refused; None: any weight is taken. Members may know it
+                differently: each is to give no more than all others allow it.
             strangers: the peers of which nothing is known yet.
 
         Raises:
@@ -545,7 +545,7 @@ class _Attempt(msgspec.Struct, frozen=True):
     prepare: Prepare
     expected: Expected | None
     apply: Apply | None
-    most_weight: MostWeight
+    most_weight: MostWeight | None
     strangers: Strangers
 
 

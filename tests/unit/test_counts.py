@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
 import torch
 
 from shoal.optim.rounds import Counts
@@ -28,14 +30,21 @@ def test_values_travel_as_they_are() -> None:
     assert bytes(ours[2].to(torch.uint8).flatten().tolist()) == b"\x01\x00"
 
 
-def test_those_of_the_lowest_contributor_are_chosen() -> None:
-    """Of those that have said as many as there are here."""
+def alike(peers: Collection[PeerID]) -> Mapping[PeerID, int]:
+    """Nothing is known of anybody."""
+    return dict.fromkeys(peers, 1)
+
+
+def test_a_ground_id_chose_the_counts_of_all() -> None:
+    """The lowest contributor did, whatever it had done. Those of most weight are taken that have as many as here."""
     counts = Counts(tensors(3, flag=False))
     low, high = b"l" * 10, b"h" * 10
-    assert counts.chosen({HIGH: high, LOW: low}, {LOW, HIGH}) == low
-    assert counts.chosen({HIGH: high, LOW: low}, {HIGH}) == high
-    assert counts.chosen({HIGH: high, LOW: low[1:]}, {LOW, HIGH}) == high
-    assert counts.chosen({HIGH: None, LOW: 3}, {LOW, HIGH}) is None
+    weigh = {LOW: 1, HIGH: 7}
+    assert counts.chosen({HIGH: high, LOW: low}, {LOW, HIGH}, lambda _: weigh) == high
+    assert counts.chosen({HIGH: high, LOW: low}, {LOW}, lambda _: weigh) == low
+    assert counts.chosen({HIGH: high, LOW: low}, {LOW, HIGH}, alike) == low
+    assert counts.chosen({HIGH: high, LOW: low[1:]}, {LOW, HIGH}, alike) == high
+    assert counts.chosen({HIGH: None, LOW: 3}, {LOW, HIGH}, alike) is None
 
 
 def test_too_many_are_left_out() -> None:
@@ -44,5 +53,5 @@ def test_too_many_are_left_out() -> None:
         counts = Counts(found)
         assert not counts
         assert counts.said() == b""
-        assert counts.chosen({LOW: b"", HIGH: bytes(8)}, {LOW, HIGH}) is None
+        assert counts.chosen({LOW: b"", HIGH: bytes(8)}, {LOW, HIGH}, alike) is None
     assert Counts([torch.zeros(512, dtype=torch.int64)])

@@ -55,7 +55,7 @@ from shoal.optim.step_feed import StepFeed
 from shoal.optim.takeover import Takeover
 from shoal.optim.training_state import TrainingState
 from shoal.optim.witness import Witness
-from shoal.optim.words import MOST_STEPS, heeds, hosts_of, may_give, weigh
+from shoal.optim.words import MOST_STEPS, Weigh, heeds, hosts_of, may_give, weigh
 from shoal.peer import PeerID
 from shoal.progress import StateKey, SwarmProgress, SwarmView
 from shoal.sometimes import sometimes
@@ -668,9 +668,7 @@ class Participant:
         if result.outcome.counts(self.core.peer_id):  # in each part, or in some, as where one line is bad
             self.contribution.counted(self._given)
             self.training.counted()
-        hosts = hosts_of(member.contact for member in result.outcome.members)
-        weighed = partial(weigh, committed=self.own.committed.weights, hosts=hosts)
-        outcome = result.outcome
+        outcome, weighed = result.outcome, self._weigh_in(result)
         total = max(held.weight for held in outcome.commit.parts)
         agreement = agree(result.gathered, outcome.contributors, outcome.counted_in_part, weigh=weighed, total=total)
         if (mend_from := await self._check.difference(result, self.own.name, weighed)) is not None:
@@ -701,6 +699,11 @@ class Participant:
         self._led_to = name.after_round(result, agreement.digest)
         self._ready(step, self._led_to, len(members), agreement)
         await self._tell_step(self._steps.add_round(name, result, self._averager.vector, agreement))
+
+    def _weigh_in(self, result: StepResult) -> Weigh:
+        """Weighs the words of the members of this round, as all of them do."""
+        hosts = hosts_of(member.contact for member in result.outcome.members)
+        return partial(weigh, committed=self.own.committed.weights, hosts=hosts)
 
     async def _tell_step(self, telling: Awaitable[None]) -> None:
         """Keep a step for peers that catch up: they can do without, and this peer's step does not wait for it."""
@@ -968,7 +971,7 @@ class Participant:
             if self._averages_what_is_held and result.outcome.counts(self.core.peer_id):
                 self.contribution.counted(self.training.held)
                 self.training.counted()
-            counts = self._counts.chosen(result.gathered, result.outcome.contributors)
+            counts = self._counts.chosen(result.gathered, result.outcome.contributors, self._weigh_in(result))
             members = [member.contact.peer for member in result.outcome.members]
             self._companions.share(members, name.key, result.duration_s)
             self._ready(partial(self._take_states, counts), name.after_averaging(result), len(members))

@@ -28,6 +28,7 @@ from shoal.events import Warned
 from shoal.optim.low_rank import NO_FEEDBACK
 from shoal.optim.settings import RunSettings
 from shoal.optim.training_state import TrainingState
+from shoal.optim.words import Weigh, heaviest
 from shoal.peer import PeerID
 from shoal.progress import SwarmView
 from shoal.tasks import Changes
@@ -170,8 +171,8 @@ class Rounds:
 class Counts:
     """The whole numbers (and flags) among the extra tensors, as of batch norm: equal on all at the end of a run.
 
-    They have no mean. So with the last averaging of states each member says its own, and all take those of one member:
-    of those whose values are in the average, the one with the lowest peer id. They are few: what has more than
+    They have no mean. So with the last averaging of states each member says its own, and all take those of most weight
+    (see `words`), of the members whose values are in the average. They are few: what has more than
     `_MOST_BYTES` in all (an index, a large mask) is not said, and stays each peer's own.
 
     Args:
@@ -191,10 +192,10 @@ class Counts:
         """Their values now."""
         return b"".join(view_bytes(each.detach().to("cpu").contiguous()) for each in self._tensors)
 
-    def chosen(self, gathered: Mapping[PeerID, Any], contributors: Collection[PeerID]) -> bytes | None:
+    def chosen(self, gathered: Mapping[PeerID, Any], contributors: Collection[PeerID], weigh: Weigh) -> bytes | None:
         """The values that all members take; None if no contributor has said its own as it should."""
-        fit = (said for peer, said in sorted(gathered.items()) if peer in contributors and self._fits(said))
-        return next(fit, None)
+        fit = {peer: said for peer, said in gathered.items() if peer in contributors and self._fits(said)}
+        return next(iter(heaviest(fit, weigh(fit))), None)
 
     def _fits(self, said: object) -> bool:
         return bool(self) and isinstance(said, bytes) and len(said) == self._bytes

@@ -215,7 +215,13 @@ def test_a_stranger_stands_there_the_longer_the_more_there_is_to_lose(names: lis
     sim.run(main, seed=76)
 
 
-@pytest.mark.parametrize("slower", [0, 1], ids=["the first part is slower", "the second part is slower"])
+@pytest.mark.parametrize(
+    "slower",
+    [
+        pytest.param(0, id="the first part is slower", marks=pytest.mark.long),
+        pytest.param(1, id="the second part is slower"),
+    ],
+)
 def test_two_parts_of_a_swarm_that_meet_again_go_on_from_more_samples(slower: int) -> None:
     """Two peers each: they know each other from the steps before, though no step of the last ten has both."""
 

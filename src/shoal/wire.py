@@ -738,7 +738,7 @@ class Abort(Message, frozen=True):
 
 
 class Gone(Message, frozen=True):
-    """The coordinator has lost its connection with a member: nobody need wait for that member's values.
+    """The coordinator has lost its connection with a member: who has none with it either waits for it no longer.
 
     Attributes:
         member: the lost member.

@@ -597,7 +597,7 @@ def test_a_checkpoint_is_saved_after_shutdown(tmp_path: Path) -> None:
         ({"checkpoint": 3}, "checkpoint must be the path"),
         ({"checkpoint": "x", "save_every": -1}, "save_every must be a whole number of at least 0"),
         ({"checkpoint": "x", "keep_checkpoints": 0}, "keep_checkpoints must be a whole number of at least 1"),
-        ({"checkpoint": __file__}, "the folder cannot be made"),
+        ({"checkpoint": __file__}, "is a file: give the path of a folder"),
     ],
 )
 def test_wrong_arguments_are_named(

@@ -13,6 +13,7 @@ import torch
 
 from shoal import sim
 from shoal.errors import ConfigError
+from shoal.events import Warned
 from shoal.optim.local_updates import LocalTrainingState
 from shoal.sim import SimNetwork
 from tests.replay import is_mean
@@ -573,3 +574,46 @@ def test_a_follower_of_the_last_step_of_a_peer_alone_ended_with_other_parameters
         await run.close()
 
     sim.run(main, seed=1)
+
+
+class OneMoves(Trainer):
+    """Only the first peer's batches move anything."""
+
+    def compute(self, number: int, size: int) -> None:
+        """The others have gradients of zero."""
+        super().compute(number, size)
+        for parameter in self.parameters if self.index else ():
+            torch.zero_(parameter.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_parameters_in_16_bits_that_averages_hardly_move_are_told(dtype: torch.dtype) -> None:
+    """What one of two peers moves by the least that 16 bits can is lost at each average, and nobody knew."""
+    told: list[str] = []
+
+    def sign_steps(parameters: list[torch.Tensor], lr: float) -> tuple[torch.optim.Optimizer, None]:
+        return torch.optim.Adam(parameters, lr=lr, betas=(0.0, 0.0), eps=1e-4), None
+
+    async def main() -> None:
+        lr = 0.1 * torch.finfo(torch.bfloat16 if dtype is torch.float32 else dtype).eps
+        run = Run(target=8, dtype=dtype, lr=lr, make=sign_steps, trainer=OneMoves)
+        for name in ("p0", "p1"):
+            await run.add(name, events=lambda e: told.append(e.line()) if isinstance(e, Warned) else None, **WAITS)
+        await sim.sleep(3.0)
+
+        async def train(name: str, size: int) -> None:
+            trainer = run.swarm.peer(name)
+            for epoch in range(12):
+                await trainer.take_batch(size)
+                await trainer.finish_epoch(epoch + 1)
+
+        await asyncio.gather(run.swarm.run_on("p0", train, "p0", 2), run.swarm.run_on("p1", train, "p1", 6))
+        assert run.agree(["p0", "p1"])
+        await run.close()
+
+    sim.run(main, seed=5)
+    if dtype is torch.float32:
+        assert not told
+    else:
+        assert told
+        assert all("of the elements did not move by the average" in each for each in told)

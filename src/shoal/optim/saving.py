@@ -288,6 +288,8 @@ def saver_of(
     if place is not None and every:
         try:
             place.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:
+            raise ConfigError(f"checkpoint={str(place)!r} is a file: give the path of a folder") from error
         except OSError as error:
             raise ConfigError(f"checkpoint={str(place)!r}: the folder cannot be made: {error}") from error
         if not os.access(place, os.W_OK | os.X_OK):

@@ -30,7 +30,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path
-from types import FunctionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -272,8 +271,6 @@ def _default(name: str, field: Any) -> str:
         return quantity(name, value)
     if isinstance(value, bytes | tuple | list | Mapping) and not value:
         return "empty"
-    if isinstance(value, FunctionType):
-        return f"`{value.__name__}`"
     return f"`{type(value).__name__}`" if isinstance(value, msgspec.Struct) else _WORDS[value]
 
 

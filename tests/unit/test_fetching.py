@@ -93,7 +93,7 @@ def test_a_trainer_that_waits_for_nobody_stands_still_for_what_is_here_only(
             trains_on=trains_on,
             fetching=fetching,
             claimed=lambda: SimpleNamespace(behind=own.name != second, best=second.key),
-            heed_contributors=lambda: None,
+            state_replaced=lambda: None,
         )
         parts: dict[str, Any] = dict.fromkeys(("core", "machine", "beginning", "gossip", "states", "notices", "news"))
         parts["core"] = SimpleNamespace(env=SimpleNamespace(executor=InlineExecutor()))

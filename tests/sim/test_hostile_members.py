@@ -252,7 +252,8 @@ async def led_by(how: str, honest: int, monkeypatch: pytest.MonkeyPatch) -> None
     me = bad.core.peer_id.short()
     told = [each.message for each in heard if isinstance(each, Warned) and " badly: " in each.message]
     print(how, honest, calm, later, shares, len(told))
-    assert later >= 0.8 * calm, (calm, later)
+    own = calm * honest / (honest + 1)  # a hostile leader that is shunned gives no samples
+    assert later >= 0.8 * own, (calm, later)
     assert min(shares) > 0.8 * max(shares), shares
     assert any(message.startswith(me) for message in told) or how == "no verdict"
     assert all(message.startswith(me) for message in told), told

@@ -88,6 +88,8 @@ def test_a_followed_step_that_cannot_be_taken_ended_the_program(wrong: str) -> N
         ]
         await sim.sleep(6.0)
         stranger, victim = await liar(run, "liar"), run.trainers["p0"].participant
+        lied_to: Any = victim._known
+        lied_to._heed = lied_to._heed_all  # it is followed as a contributor would be
         if wrong == "averages":
             await lead_on(stranger, victim, b"\xff")
         else:

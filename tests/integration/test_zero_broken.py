@@ -85,8 +85,7 @@ def test_an_exception_on_one_rank_that_leaves_the_others_waiting(pool: Ranks, wh
     for found in pool.outcomes(2, broken.broken, where, _ONE, "a new model", stage):
         words = str(found) if isinstance(found, Failed) else f"{found[0]} {found[1]}"
         assert "RankLost: ranks called different things, and waited for each other: rank 0 is in operation" in words
-        assert "zero_programs.py" in words
-        assert "(torch.autograd.backward(" in words
+        assert words.count("called in zero_") == 2
         assert "shoal.zero.shard(" in words
 
 

@@ -49,6 +49,24 @@ def test_a_fetch_that_failed_is_followed_by_a_pause(*, fails: bool, fetches: int
     sim.run(main)
 
 
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_state_that_came_too_late_gives_no_patience_back(*, taken: bool) -> None:
+    """It counted as taken over: whoever gives old states slowly could stop the trainer again and again."""
+
+    async def fetch(timeout_s: float) -> bool:
+        await sim.sleep(30.0)
+        return taken
+
+    async def main() -> None:
+        fetching, loop = Fetching(fetch, Changes(), on_failure=lambda error: None), asyncio.get_running_loop()
+        assert not await fetching.wait(VIEW, 60.0, patient=lambda: False)  # the trainer goes on before
+        await sim.sleep(15.0)
+        assert fetching.waits(VIEW, loop.time()) is taken
+        await fetching.close()
+
+    sim.run(main)
+
+
 @pytest.mark.parametrize(("trains_on", "stands_s"), [(True, 0.0), (False, 4.0)])
 def test_a_trainer_that_waits_for_nobody_stands_still_for_what_is_here_only(
     *, trains_on: bool, stands_s: float

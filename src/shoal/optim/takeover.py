@@ -282,7 +282,6 @@ class Takeover:
 
         await self.outlook.fetching.parked()
         if ours is not None and name.key <= self.own.name.key:
-            sometimes("a peer comes further while it downloads a state")
             return  # we came further meanwhile
         tell_loss: Callable[[], None] = _nothing
 

@@ -62,7 +62,7 @@ def test_a_member_that_was_waited_for_and_gave_nothing_is_idle(how: str) -> None
         seen: dict[str, Any] = {how: frozenset({B}), "gave": frozenset({A, C})}
         rounds.play(**seen)
     assert rounds.shut_out() == (frozenset({B}), NOBODY, NOBODY)
-    assert rounds.conduct.trust(NO_STRANGERS, rounds.now).shunned == {B}
+    assert rounds.conduct.precedence(NO_STRANGERS, rounds.now).shunned == {B}
     assert "gave nothing" in rounds.warnings[0]
 
 
@@ -72,7 +72,7 @@ def test_a_member_that_gave_to_others_has_a_bad_line_to_us() -> None:
     for _ in range(2):
         rounds.play(unheard=frozenset({B}))
     assert rounds.shut_out() == (NOBODY, NOBODY, frozenset({B}))
-    assert rounds.conduct.trust(NO_STRANGERS, rounds.now).shunned == NOBODY
+    assert rounds.conduct.precedence(NO_STRANGERS, rounds.now).shunned == NOBODY
     assert "the line between the two" in rounds.warnings[0]
 
 
@@ -107,4 +107,4 @@ def test_a_peer_that_leads_badly_may_be_a_member() -> None:
     rounds = Rounds()
     rounds.conduct.searched([A], rounds.now)
     rounds.play(led_badly=True, succeeds=False)
-    assert rounds.conduct.trust(NO_STRANGERS, rounds.now).shunned == {A}
+    assert rounds.conduct.precedence(NO_STRANGERS, rounds.now).shunned == {A}

@@ -35,11 +35,11 @@ from shoal.matchmaking.events import (
     Nudge,
     Nudged,
     PeerLost,
+    Precedence,
     ReadDirectory,
     SearchPhase,
     Start,
     Tick,
-    Trust,
     Withdraw,
 )
 from shoal.peer import PeerID
@@ -81,7 +81,7 @@ class Play:
             expected=expected,
             is_silent=silent or (lambda peer, soon: peer in self.silent),
             contact_of=contact,
-            trust=Trust(shunned=shunned),
+            precedence=Precedence(shunned=shunned),
         )
         self.first = self._note(self.machine.start(0.0))
 

@@ -274,7 +274,7 @@ class Averager:
                 tag=self.group_tag,
                 deadline=deadline,
                 expected=attempt.expected,
-                trust=self.conduct.trust(attempt.strangers, loop.time()),
+                precedence=self.conduct.precedence(attempt.strangers, loop.time()),
             )
         finally:
             matchmaker = self._finder.matchmaker

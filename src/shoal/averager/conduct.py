@@ -12,7 +12,7 @@ from shoal.allreduce.round import Outcome, Round, Seen
 from shoal.averager.pauses import Pauses
 from shoal.averager.strangers import NO_STRANGERS, Strangers
 from shoal.bounded import put_last
-from shoal.matchmaking.events import Trust
+from shoal.matchmaking.events import Precedence
 from shoal.peer import PeerID
 
 __all__ = ["Conduct"]
@@ -44,10 +44,10 @@ class Conduct:
         self._helpers: dict[PeerID, None] = {}  # that have reduced for us, and have no values with which to prove it
         self._vain, self._next_told = 0, 1  # rounds that waited for strangers in vain
 
-    def trust(self, strangers: Strangers, now: float) -> Trust:
-        """How far the others are trusted in a search (`now`: the loop's time, seconds)."""
+    def precedence(self, strangers: Strangers, now: float) -> Precedence:
+        """The order of the others in a search (`now`: the loop's time, seconds)."""
         idle = self.idle.now(now)
-        return Trust(
+        return Precedence(
             known=strangers.known,
             shunned=idle | self.bad_leaders.now(now),
             spared=idle,

@@ -24,7 +24,7 @@ from shoal.core import PeerCore
 from shoal.errors import ConfigError, RoundFailed, SchemaMismatch
 from shoal.matchmaking import Group, GroupBits, JoinTerms, Matchmaker
 from shoal.matchmaking.config import MANY
-from shoal.matchmaking.events import Trust
+from shoal.matchmaking.events import Precedence
 from shoal.peer import PeerID
 from shoal.wire import Member
 
@@ -113,7 +113,7 @@ class GroupFinder:
         tag: str,
         deadline: float,
         expected: Expected | None,
-        trust: Trust,
+        precedence: Precedence,
     ) -> Group | None:
         """Find a group, which its owner must `release`; None if the step is to begin later now.
 
@@ -122,7 +122,7 @@ class GroupFinder:
             tag: only peers with the same one meet.
             deadline: loop time at which the search ends.
             expected: the peers that the group should wait for; None starts by the usual rule.
-            trust: in the others.
+            precedence: of the others: see `Precedence`.
 
         Raises:
             RoundFailed: there is none.
@@ -141,7 +141,7 @@ class GroupFinder:
         watcher = loop.create_task(give_up())
         try:
             async with scope:
-                group = await self._search(request.gathered, tag, deadline, expected, trust)
+                group = await self._search(request.gathered, tag, deadline, expected, precedence)
         except TimeoutError:
             if not scope.expired():
                 raise
@@ -155,7 +155,7 @@ class GroupFinder:
         return group
 
     async def _search(
-        self, gathered: bytes, tag: str, deadline: float, expected: Expected | None, trust: Trust
+        self, gathered: bytes, tag: str, deadline: float, expected: Expected | None, precedence: Precedence
     ) -> Group:
         loop, window_s = asyncio.get_running_loop(), self._settings.window_s
         searches = 0
@@ -172,7 +172,7 @@ class GroupFinder:
                         deadline_s=max(0.001, deadline - began),
                         one_window=bool(bits),
                         expected=expected,
-                        trust=trust,
+                        precedence=precedence,
                     )
                 except SchemaMismatch:
                     raise

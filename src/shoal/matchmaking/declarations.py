@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 
 from shoal.bounded import put_last
 from shoal.matchmaking.config import CLOCK_GRACE_S, SETTLE_MAX_S, SETTLE_S, MatchmakingConfig
-from shoal.matchmaking.events import Action, Declaration, Declare, Key, Nudge, ReadDirectory, Trust, Withdraw
+from shoal.matchmaking.events import Action, Declaration, Declare, Key, Nudge, Precedence, ReadDirectory, Withdraw
 from shoal.peer import PeerID
 from shoal.wire import Contact
 
@@ -114,13 +114,13 @@ class KnownDeclarations:
         config: window and patience.
         memory: the memory that is kept from one search to the next.
         wall_offset_s: wall clock minus the loop's time, seconds; can be set.
-        trust: in the others; it gives the order in which peers lead.
+        precedence: of the others: in which order peers lead.
     """
 
     def __init__(
-        self, me: PeerID, config: MatchmakingConfig, memory: Memory, *, wall_offset_s: float, trust: Trust
+        self, me: PeerID, config: MatchmakingConfig, memory: Memory, *, wall_offset_s: float, precedence: Precedence
     ) -> None:
-        self._trust = trust
+        self._precedence = precedence
         self._me, self._config, self._memory, self.wall_offset_s = me, config, memory, wall_offset_s
         self._listed: dict[PeerID, Declaration] = {}
         self._heard: dict[PeerID, tuple[Declaration, float]] = {}
@@ -163,7 +163,7 @@ class KnownDeclarations:
 
     def key_of(self, declaration: Declaration) -> Key:
         """The place of a declarer in the order of leaders."""
-        return self._trust.key(declaration.peer, declaration.expiration)
+        return self._precedence.key(declaration.peer, declaration.expiration)
 
     def expiration_of(self, peer: PeerID) -> float | None:
         """The latest expiration known of this peer; None if it never declared as far as is known."""

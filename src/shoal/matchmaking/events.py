@@ -19,8 +19,8 @@ Key = tuple[bool, float, PeerID]
 """(whether it is a stranger, expiration, peer id): the earlier of two peers leads."""
 
 
-class Trust(msgspec.Struct, frozen=True):
-    """How far a peer that searches trusts the others: in which order they lead, and which of them own parts.
+class Precedence(msgspec.Struct, frozen=True):
+    """What a peer that searches makes of the others: in which order they lead, and which of them own parts.
 
     Attributes:
         known: the peers that others follow before all *strangers*, whatever these declare. All members of a group must

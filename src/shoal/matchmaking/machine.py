@@ -1,9 +1,9 @@
 """The forming of a group, as a state machine. Sans-IO: events in, actions out, time and knowledge handed in.
 
 Every peer that can lead declares itself in a directory with an expiration and then reads it. Peers are ordered by their
-*key* (whether it is a stranger, expiration, peer id; see `Trust`). A peer asks the earliest declared peer before itself
-to lead. A peer that finds none before itself leads the peers that ask it, until the group is full or all present peers
-have joined.
+*key* (whether it is a stranger, expiration, peer id; see `Precedence`). A peer asks the earliest declared peer before
+itself to lead. A peer that finds none before itself leads the peers that ask it, until the group is full or all present
+peers have joined.
 
 ::
 
@@ -44,7 +44,7 @@ from collections.abc import Callable, Sequence
 from shoal.matchmaking import events
 from shoal.matchmaking.config import SETTLE_MAX_S, SETTLE_S, MatchmakingConfig
 from shoal.matchmaking.declarations import DirectoryPoller, KnownDeclarations, Memory
-from shoal.matchmaking.events import TRANSITIONS, Answer, Declaration, SearchPhase, Trust
+from shoal.matchmaking.events import TRANSITIONS, Answer, Declaration, Precedence, SearchPhase
 from shoal.peer import PeerID
 from shoal.rpc.rhythm import LOOK_S
 from shoal.sometimes import sometimes
@@ -138,7 +138,7 @@ class GroupMachine:
         is_silent: called every `LOOK_S` for a peer that is waited for; returns whether to stop waiting for it. The
             second argument is True for an expected member: giving up the leader costs more.
         contact_of: returns what is known of an expected peer's addresses.
-        trust: in the others; it gives the order in which peers lead.
+        precedence: of the others: in which order peers lead.
 
     Attributes:
         idled: the leaders that we followed for half of a window or longer, and that began no group although there were
@@ -161,15 +161,15 @@ class GroupMachine:
         expected: Callable[[], frozenset[PeerID] | None] | None = None,
         is_silent: Callable[[PeerID, bool], bool] = lambda _, soon: False,
         contact_of: Callable[[PeerID], Contact] = Contact,
-        trust: Trust = Trust(),  # noqa: B008 (frozen)
+        precedence: Precedence = Precedence(),  # noqa: B008 (frozen)
     ) -> None:
         self._me, self._leads = member.contact.peer, bool(member.contact.addresses)
         self._config, self._memory, self._expected = config, memory, expected
         self._is_silent, self._contact_of = is_silent, contact_of
-        self._trust = trust
-        self._known = KnownDeclarations(self._me, config, memory, wall_offset_s=wall_offset_s, trust=trust)
+        self._precedence = precedence
+        self._known = KnownDeclarations(self._me, config, memory, wall_offset_s=wall_offset_s, precedence=precedence)
         self._shunned = set[PeerID]()
-        for peer in trust.shunned:
+        for peer in precedence.shunned:
             self._shun(peer)
         self.idled: list[PeerID] = []
         self.left_out: list[PeerID] = []
@@ -208,7 +208,7 @@ class GroupMachine:
     @property
     def key(self) -> events.Key:
         """Our place in the order."""
-        return self._trust.key(self._me, self._expiration)
+        return self._precedence.key(self._me, self._expiration)
 
     @property
     def group_size(self) -> int:
@@ -330,7 +330,7 @@ class GroupMachine:
 
     def _on_join(self, event: events.JoinRequested, now: float) -> None:
         peer = event.contact.peer
-        asker, key = Declaration(event.contact, event.expiration), self._trust.key(peer, event.expiration)
+        asker, key = Declaration(event.contact, event.expiration), self._precedence.key(peer, event.expiration)
         self._met_one = True
         self._lost_now.discard(peer)
         self._known.hear(asker, now)
@@ -370,9 +370,9 @@ class GroupMachine:
         if not followers.contributes and event.contributes:  # nobody has values yet
             sometimes("a peer with values takes the place of an auxiliary one")
             return next(reversed(followers))
-        if self._trust.is_strange(event.contact.peer):
+        if self._precedence.is_strange(event.contact.peer):
             return None
-        return next((peer for peer in reversed(followers) if self._trust.is_strange(peer)), None)
+        return next((peer for peer in reversed(followers) if self._precedence.is_strange(peer)), None)
 
     def _note_mismatch(self, peer: PeerID, text: str) -> None:
         self._known.spend(peer, math.inf)
@@ -598,7 +598,7 @@ class GroupMachine:
         if expected is None:
             return None
         looks = bool(self._followers) or len(expected) <= LOOKED_AT  # to look at a peer is to ask it, or to dial it
-        others = expected.difference(self._trust.shunned) - {self._me}
+        others = expected.difference(self._precedence.shunned) - {self._me}
         return frozenset(p for p in others if p in self._followers or not self._is_gone(p, looks=looks)) or None
 
     def _choose_hidden(self, expected: frozenset[PeerID], now: float) -> Contact | None:
@@ -618,7 +618,7 @@ class GroupMachine:
 
     def _leads_before(self, peer: PeerID) -> bool:
         """Whether this peer can lead, and never follows that one, whatever that declares: it is a stranger."""
-        return self._leads and self._trust.is_strange(peer) and not self._trust.is_strange(self._me)
+        return self._leads and self._precedence.is_strange(peer) and not self._precedence.is_strange(self._me)
 
     def _is_gone(self, peer: PeerID, *, looks: bool) -> bool:
         # One that was lost before this search may be here again.

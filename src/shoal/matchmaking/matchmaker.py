@@ -87,7 +87,7 @@ class _Search:
         member: this peer's word about itself, which all others will see.
         machine: decides.
         result: the group, or why there is none.
-        trust: in the others.
+        precedence: of the others: see `Precedence`.
         group: the group, also if nobody waits for the result.
         requests: the peers that asked us, and have not been refused.
         asking: asks a peer to lead us, and stays with it.
@@ -102,7 +102,7 @@ class _Search:
     member: Member
     machine: GroupMachine
     result: asyncio.Future[Group]
-    trust: events.Trust
+    precedence: events.Precedence
     group: Group | None = None
     requests: dict[PeerID, JoinRequest] = field(default_factory=dict)
     asking: asyncio.Task[None] | None = None
@@ -182,7 +182,7 @@ class Matchmaker:
         deadline_s: float | None = None,
         one_window: bool = False,
         expected: Callable[[], frozenset[PeerID] | None] | None = None,
-        trust: events.Trust = events.Trust(),  # noqa: B008 (frozen)
+        precedence: events.Precedence = events.Precedence(),  # noqa: B008 (frozen)
     ) -> Group:
         """Find a group and agree on it. The owner of the group must `release` it.
 
@@ -193,7 +193,7 @@ class Matchmaker:
             deadline_s: see `GroupMachine`.
             one_window: see `GroupMachine`.
             expected: see `GroupMachine`.
-            trust: see `GroupMachine`.
+            precedence: see `GroupMachine`.
 
         Raises:
             RoundFailed: there is no group; says why.
@@ -220,10 +220,10 @@ class Matchmaker:
             expected=expected,
             is_silent=lambda peer, soon: endpoint.is_silent(peer, soon=soon),
             contact_of=endpoint.contact_of,
-            trust=trust,
+            precedence=precedence,
         )
         self.idled, self.left_out = machine.idled, machine.left_out
-        search = self._search = _Search(group_key, member, machine, loop.create_future(), trust)
+        search = self._search = _Search(group_key, member, machine, loop.create_future(), precedence)
         self._begun.notify()
         try:
             self._feed(search, None)
@@ -452,7 +452,7 @@ class Matchmaker:
         nbytes = BEGIN_OVERHEAD_BYTES + member_bytes(search.member) + member_bytes(join.member)
         nbytes += sum(request.nbytes for request in search.requests.values())
         most = self._endpoint.limits.header_bytes
-        if nbytes > (most // 2 if search.trust.is_strange(peer) else most):
+        if nbytes > (most // 2 if search.precedence.is_strange(peer) else most):
             return JoinRefused("full", "what the members gathered is too much for one message")
         if peer in search.requests and join.expiration < search.requests[peer].expiration:
             # Streams are not ordered among each other: this Join is an older one.
@@ -473,7 +473,7 @@ class Matchmaker:
         rng.shuffle(members)
         # In the plan a member reduces nothing if this peer has dialed it twice in vain.
         able = [each.reduces and not self._endpoint.way_shut(each.contact.peer) for each in members]
-        proved = [a and not search.trust.spares(each.contact.peer) for a, each in zip(able, members, strict=True)]
+        proved = [a and not search.precedence.spares(each.contact.peer) for a, each in zip(able, members, strict=True)]
         able = proved if any(proved) else able
         if len(members) > MANY and sum(able) > 1:
             able[members.index(search.member)] = False

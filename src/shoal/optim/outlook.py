@@ -148,14 +148,14 @@ class Outlook:
         holders cannot go on without this peer either, as a quorum takes them all. It does not go back to a state that
         nobody has trained: peers that have begun anew are to be started from a checkpoint.
         """
-        own, now, others = self.own, self.loop.time(), claimed.others
-        others = {peer: word for peer, word in others.items() if peer not in claimed.refused}
-        here = (others[peer] for peer in claimed.together if peer in others)
+        own, now, others, refused = self.own, self.loop.time(), claimed.others, claimed.refused
+        here = (others[peer] for peer in claimed.together if peer in others and peer not in refused)
         # In a large swarm not all are looked at whenever something is heard.
         if not self.is_client or any(word.contact.addresses for word in here) or self.end.reached(own.name.epoch):
             self._worse = NO_STATE, now
             return None
-        best = max((StateKey.of_peer(word) for word in others.values() if word.contact.addresses), default=NO_STATE)
+        offered = (word for peer, word in others.items() if word.contact.addresses and peer not in refused)
+        best = max(map(StateKey.of_peer, offered), default=NO_STATE)
         may_take = not own.shared and not best.is_before(self.floor)  # it needs to give nothing up
         if not best.trained or best >= own.name.key or may_take:
             best = NO_STATE

@@ -536,7 +536,8 @@ class GroupMachine:
             self._conclude(now)
             return
         expected = self._expected_members()
-        if self._followers.can_start and expected is not None and expected <= self._followers.keys():
+        all_came = self._followers.can_start and expected is not None and expected <= self._followers.keys()
+        if all_came and not self._may_be_on_its_way(now):
             self._start()
             return
         self._out += self._poller.declare(self._expiration, now)
@@ -592,14 +593,28 @@ class GroupMachine:
     def _expected_members(self) -> frozenset[PeerID] | None:
         """The peers that are expected to join and not known to be gone; None if none, or if not known.
 
-        One that leads badly may come. It may also wait for us to follow it: so it is not waited for.
+        One that leads badly may come. It may also wait for us to follow it: see `_may_be_on_its_way`.
         """
         expected = self._expected() if self._expected is not None else None
         if expected is None:
             return None
-        looks = bool(self._followers) or len(expected) <= LOOKED_AT  # to look at a peer is to ask it, or to dial it
         others = expected.difference(self._precedence.shunned) - {self._me}
-        return frozenset(p for p in others if p in self._followers or not self._is_gone(p, looks=looks)) or None
+        return self._not_gone(others, among=len(expected)) or None
+
+    def _may_be_on_its_way(self, now: float) -> bool:
+        """Whether an expected peer that leads badly may be about to join, as the others have only just come.
+
+        It may be honest: it was frozen once, or cut off. It knows nothing of its fault, and is sent on to us.
+        """
+        if self._expected is None or not self._poller.awaits_followers(now):
+            return False
+        expected = self._expected() or frozenset()
+        awaited = (expected & set(self._precedence.shunned)) - {self._me} - self._followers.keys()
+        return bool(self._not_gone(awaited, among=len(expected)))
+
+    def _not_gone(self, peers: frozenset[PeerID], *, among: int) -> frozenset[PeerID]:
+        looks = bool(self._followers) or among <= LOOKED_AT  # to look at a peer is to ask it, or to dial it
+        return frozenset(p for p in peers if p in self._followers or not self._is_gone(p, looks=looks))
 
     def _choose_hidden(self, expected: frozenset[PeerID], now: float) -> Contact | None:
         """An expected peer to ask, as none has come here or stands in the directory: lying nodes there may hide them.

@@ -617,20 +617,17 @@ class Participant:
             await self._take_step_of(result, said)
 
     def _most_weight(self, peer: PeerID) -> float:
-        """The largest weight that this peer may give to the round now.
+        """The largest weight that a peer may give to the round now: twice what it may by its own count.
 
-        It grows with the time since it gave last, of which each member has its own idea. So this peer counts half of
-        that time for itself, and one step more for the others.
+        It grows with the time since it gave last, of which each member has its own idea.
         """
         committed, own = self.own.committed, peer == self.core.peer_id
         steps = self._witness.steps_since(peer, self._elapsed.time())
         if len(committed.steps) < _FEW_STEPS:
-            steps = MOST_STEPS / 2 if own else MOST_STEPS
-        elif own:
-            steps = 1.0 if steps is None else max(1.0, steps / 2)
-        else:
-            steps = MOST_STEPS if steps is None else steps + 1
-        return min(MAX_WEIGHT, may_give(committed.typical, steps))
+            steps = MOST_STEPS
+        elif steps is None:
+            steps = 1.0 if own else MOST_STEPS
+        return min(MAX_WEIGHT, may_give(committed.typical, max(1.0, steps)) * (1 if own else 2))
 
     async def _trainer_comes(self, within_s: float) -> None:
         """Wait for a trainer that is in the middle of a batch."""

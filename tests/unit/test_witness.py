@@ -53,6 +53,28 @@ def test_a_quarter_of_all_that_are_here_stands_for_a_state() -> None:
     assert taken(stepped(20, {ME: 10, A: 5, B: 85}), key(20), {A: key(21)}, 20.5) == {A}, "B is gone"
 
 
+def test_a_peer_that_weighs_little_and_goes_on_alone_is_followed_in_the_end() -> None:
+    """A fast peer came back, went on alone, and weighed a fifth: the run stayed in two parts for good."""
+    witness, weights = stepped(20, {ME: 40, A: 40, B: 20}), {ME: 40, A: 40}
+    for epoch in range(21, 121):
+        named = {A: key(epoch), B: key(2 * epoch)}
+        due_s = 60.0 / (4 * 0.2)
+        assert (B in taken(witness, key(epoch), named, epoch + 0.5)) == (epoch > 21 + due_s), epoch
+        stepped(epoch + 1, weights, witness, first=epoch + 1)
+    assert B not in taken(witness, key(121), {A: key(121), B: key(1 << 20)}, 121.5), "it cannot be there"
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_peers_that_are_started_again_take_the_newest_checkpoint(*, restarted: bool) -> None:
+    """Two that came seven seconds earlier knew each other by then, and refused it: its key was new."""
+    witness = Witness(ME, given=[], begins_s=600.0)
+    witness.heeded(key(10 * restarted), {}, {}, 1.0)
+    stepped(14, {ME: 10, A: 10}, witness, first=11)
+    named = {A: key(14), D: key(20)}
+    assert taken(witness, key(14), named, 15.0) == ({A, D} if restarted else {A})
+    assert taken(witness, key(14), named, 130.0) == {A}
+
+
 def test_a_claim_grows_with_the_time_that_it_was_out_of_sight() -> None:
     """A quarter may be so far as the run can have come; more than half may be anywhere."""
     witness = stepped(20, ALL)

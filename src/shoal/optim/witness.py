@@ -7,7 +7,8 @@ it likes. So this peer asks who stands for a state:
   those whose words have weighed here before: two branches that meet after a partition know each other so. Those
   who stand for it, or for a better one, weigh at least a quarter of all that are here, unless this peer's own state has
   stood still for long. As long as they are no majority, the state is one to which the run can have come since they and
-  this peer were last in one step.
+  this peer were last in one step. Who weighs less is heeded, too, once it has been ahead for as much longer: a
+  fast peer that others know may go on alone, and the branch with more samples is to win in the end.
 - **Strangers** are heeded only where no contributor is here but this peer, or none of them can give a state: all are
   clients, as this peer is. Then those come first that its user gave it. One that has just begun, or has measured
   nothing, heeds all: it has little to lose, and its run may have gone on without it. Later the state is one to which
@@ -43,7 +44,10 @@ _PATIENCE = 4
 """A stranger is heard for at least this part of the time that the run takes for what this peer would lose."""
 
 _STILL_S, _STILL_STEPS = 60.0, 8
-"""After so much time, and so many times that of a step, a state stands still."""
+"""After so much time, and so many times that of a step, a state stands still, or stays refused for too long."""
+
+_RESTARTED_S = 120.0
+"""Peers that are started again from their checkpoints come within this time."""
 
 _MEASURED, _LEAST_STEPS = 10, 3
 """The speed of a run is measured over so many steps."""
@@ -100,6 +104,8 @@ class Witness:
         self._gave_at: dict[PeerID, float] = {}
         self._first_heard: dict[PeerID, float] = {}
         self._founders: frozenset[PeerID] = frozenset()
+        self._ahead_since: dict[PeerID, float] = {}
+        self._restarted: bool | None = None  # whether it began with a trained state; None: not known
 
     def took_over(
         self, epoch: int, samples: int, now: float, *, gave: Collection[PeerID], weights: Mapping[PeerID, int]
@@ -168,6 +174,8 @@ class Witness:
         for peer in named:
             self._first_heard.setdefault(peer, now)
         bound(self._first_heard, _MAX_REMEMBERED)
+        if self._restarted is None:
+            self._restarted = own.trained and not self._speed.step_s
         trained = {peer: key for peer, key in named.items() if key.trained}
         if not own.trained:
             self._founders = self._founders.union(named.keys() - trained)
@@ -179,10 +187,11 @@ class Witness:
         part = former | {peer: self._parts[peer] for peer in trained if peer in self._parts}
         known = {peer: trained[peer] for peer in part}
         vouching = self._vouching(own, known, part, self._parts.get(self._me, 0.0), now)
-        if not part.keys().isdisjoint(can_give):
+        restarted = self._restarted and now < _RESTARTED_S
+        if not restarted and not part.keys().isdisjoint(can_give):
             return Heeded(vouching, frozenset())
         strangers = trained.keys() - part
-        if part:  # all of them are clients, as this peer is: an auxiliary peer gives their state
+        if part and not restarted:  # all of them are clients, as this peer is: an auxiliary peer gives their state
             strangers = (strangers & self._given) or strangers
         return Heeded(vouching, frozenset(peer for peer in strangers if self._is_heeded(peer, own, trained[peer], now)))
 
@@ -194,14 +203,17 @@ class Witness:
         found = known.keys() - ahead
         # Those who are gone stand for nothing, and parts of different times may be more than the whole.
         total = min(1.0, mine + sum(part.values()))
-        stands_still = now - self._place.at > max(_STILL_S, _STILL_STEPS * self._speed.step_s)
+        still_s = max(_STILL_S, _STILL_STEPS * self._speed.step_s)
+        stands_still = now - self._place.at > still_s
+        self._ahead_since = {peer: self._ahead_since.get(peer, now) for peer in ahead}
         behind_it = 0.0
         for index, peer in enumerate(ahead):
             behind_it += part[peer]
             if index + 1 < len(ahead) and known[ahead[index + 1]] == known[peer]:
                 continue  # they stand for the same state
-            many = stands_still or _PART * behind_it >= total
             equal = [each for each in ahead if known[each] == known[peer]]
+            ahead_s = now - min(self._ahead_since[each] for each in equal)
+            many = stands_still or _PART * behind_it >= total or _PART * behind_it * ahead_s > total * still_s
             if 2 * behind_it > total:
                 found = found | set(equal)
             elif many:

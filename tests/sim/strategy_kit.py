@@ -12,10 +12,13 @@ import asyncio
 import itertools
 import random
 import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -27,6 +30,7 @@ from shoal.events import Event, Warned
 from shoal.optim import Participant
 from shoal.optim.outer import OuterTrainingState
 from shoal.optim.state_name import StateName
+from shoal.peer import PeerID
 from shoal.sim import SimNetwork, Whims
 from shoal.strategies import Strategy
 from tests.sim.averaging_kit import SETTINGS
@@ -37,6 +41,32 @@ BATCH = 4
 MEAN = partial(torch.optim.SGD, lr=1.0)
 _MOVED = 1e-9
 """Less than that is rounding: what a peer has trained is in its outer gradient, and is taken from it again."""
+
+
+class Merge(NamedTuple):
+    """A merge of one fragment.
+
+    Attributes:
+        before: the digest of the state before it.
+        moved: the numbers of the batches that are in it. Each of them moves a number in one part of the average.
+        in_part: the peers that count in some parts of the average only, and their share of the parts.
+    """
+
+    before: bytes
+    moved: frozenset[int]
+    in_part: Mapping[PeerID, Fraction]
+
+
+class Give(NamedTuple):
+    """What a peer gave to a round.
+
+    Attributes:
+        numbers: of its batches.
+        samples: of these, as far as they count: see `Participant._most_weight`.
+    """
+
+    numbers: frozenset[int]
+    samples: int
 
 
 class Audit:
@@ -51,6 +81,7 @@ class Audit:
         self._bits: dict[tuple[int, bytes], str] = {}
         self._anchors: dict[tuple[int, bytes], torch.Tensor] = {}
         self._before: dict[tuple[int, bytes], tuple[int, bytes]] = {}
+        self._in_part: dict[tuple[int, bytes], Mapping[PeerID, Fraction]] = {}
 
     def look(self, fragment: int, participant: Participant) -> None:
         """A peer holds this state now.
@@ -62,24 +93,25 @@ class Audit:
         bits = hash_of([*training.export()[1]])
         assert self._bits.setdefault((fragment, state.digest), bits) == bits, f"two states of one name: {state}"
         assert training.epoch == state.epoch
-        if self.counts and (fragment, state.digest) not in self._anchors:
-            self._anchors[fragment, state.digest] = _flat(training.trained)
 
-    def merged(self, fragment: int, before: StateName, after: StateName, anchor: Sequence[torch.Tensor]) -> None:
-        """A merge led from one state, which had this anchor, to another."""
+    def merged(
+        self, fragment: int, before: StateName, anchor: Sequence[torch.Tensor], participant: Participant
+    ) -> None:
+        """A merge led from one state, which had this anchor, to the one that a peer holds now."""
+        after, round_ = participant.state, participant.last_round
         if before != after:
-            if self.counts:
-                self._anchors.setdefault((fragment, before.digest), _flat(anchor))
             self._before[fragment, after.digest] = fragment, before.digest
+            self._in_part[fragment, after.digest] = {} if round_ is None else round_.outcome.counted_in_part
+            for state, tensors in ((before, anchor), (after, participant.training.trained)) if self.counts else ():
+                self._anchors.setdefault((fragment, state.digest), _flat(tensors))
 
-    def contributed(self, fragment: int) -> set[int]:
-        """The numbers of all batches that are in a merge, of whatever history."""
-        found = set[int]()
-        for (number, digest), before in self._before.items():
-            if number == fragment and (number, digest) in self._anchors and before in self._anchors:
-                moved = (self._anchors[number, digest] - self._anchors[before]).abs() > _MOVED
-                found.update(moved.nonzero().view(-1).tolist())
-        return found
+    def merges(self, fragment: int, state: StateName) -> Iterator[Merge]:
+        """The merges that led to this state, the last one first."""
+        key = fragment, state.digest
+        while (before := self._before.get(key)) is not None:
+            moved = numbers_of(self._anchors[key] - self._anchors[before]) if self.counts else ()
+            yield Merge(before[1], frozenset(moved), self._in_part[key])
+            key = before
 
     def check(self, fragment: int, state: StateName) -> int:
         """How many merges that led to this state were looked at.
@@ -87,13 +119,15 @@ class Audit:
         Raises:
             AssertionError: a batch was counted in two of them.
         """
-        key, merges = (fragment, state.digest), 0
-        moved = torch.zeros_like(self._anchors[key], dtype=torch.int)
-        while (before := self._before.get(key)) is not None and key in self._anchors and before in self._anchors:
-            moved += (self._anchors[key] - self._anchors[before]).abs() > _MOVED
-            key, merges = before, merges + 1
-        assert moved.max() <= 1, f"{int((moved > 1).sum())} batches were counted twice"
-        return merges
+        merges = list(self.merges(fragment, state))
+        times = Counter(number for merge in merges for number in merge.moved)
+        assert not (twice := [number for number, count in times.items() if count > 1]), f"counted twice: {twice}"
+        return len(merges)
+
+
+def numbers_of(change: torch.Tensor) -> set[int]:
+    """The numbers of the batches that have moved something by so much."""
+    return set((change.abs() > _MOVED).nonzero().view(-1).tolist())
 
 
 def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -113,6 +147,9 @@ class Counted(Trainer):
         super().__init__(*args, **options)
         self.trained = list[int]()  # the number of each batch, but for those that were left out as not finite
         self.lost = [0 for _ in self.fragments]  # samples of each fragment before the end of the run came near
+        self.given = defaultdict[tuple[int, bytes], list[Give]](list)  # by fragment and state
+        for number, fragment in enumerate(self.fragments):
+            self._note_gives(number, fragment)
         local: Any = self.participant.training.local
         accumulate = local.accumulate
 
@@ -124,6 +161,36 @@ class Counted(Trainer):
 
         local.accumulate = accumulates
 
+    def _note_gives(self, number: int, fragment: Participant) -> None:
+        training: Any = fragment.training
+        contribute, into_round, limit = training.contribute, fragment._contribute, [sys.maxsize]
+
+        def contributes() -> tuple[float, float]:
+            weight: tuple[float, float] = contribute()
+            moved = frozenset(numbers_of(_flat(training.accumulators)).intersection(self.trained))
+            assert training.samples == BATCH * len(moved) or not self.audit.counts
+            give = Give(moved, min(training.samples, limit[0]))
+            self.given[number, fragment.state.digest].append(give)
+            return weight
+
+        def limited(name: StateName, said: int, most: float) -> tuple[float, float]:
+            limit[0] = int(most)
+            try:
+                return into_round(name, said, most)
+            finally:
+                limit[0] = sys.maxsize
+
+        training.contribute = contributes
+        fragment._contribute = limited  # type: ignore[method-assign]
+
+    def lost_whole(self, number: int, fragment: Participant) -> int:
+        """Samples that were dropped, but for what merges lack that have this peer in some of their parts only."""
+        me, dropped = fragment.core.peer_id, fragment.status().dropped
+        for merge in self.audit.merges(number, fragment.state):
+            if me in merge.in_part and (gives := self.given.get((number, merge.before))):
+                dropped -= gives[-1].samples - int(gives[-1].samples * merge.in_part[me])
+        return dropped
+
     def compute(self, number: int, size: int) -> None:
         """See `Trainer`."""
         self.place = next(self.numbers)
@@ -134,17 +201,38 @@ class Counted(Trainer):
     def check_account(self, *, over: bool = False) -> None:
         """Each batch of this peer was contributed, or dropped, or is still to be given; none if the run is `over`.
 
+        The anchors of the states that led to its own show which were contributed, and its parameters which it holds.
+
         Raises:
-            AssertionError: its account says otherwise; once the run is over, also if the merges have more batches.
+            AssertionError: its account says otherwise.
         """
         for number, fragment in enumerate(self.fragments):
             said, told = fragment.status(), f"p{self.index}, fragment {number} at epoch {fragment.epoch}"
             assert said.contributed + said.dropped + fragment.held == len(self.trained) * BATCH, told
             assert not (over and fragment.held), told
-            if over and self.audit.counts:
-                counted = self.audit.contributed(number).intersection(self.trained)
-                # More, where a merge counted this peer in some of its parts only, or nobody kept it.
-                assert said.contributed >= len(counted) * BATCH, told
+            if self.audit.counts:
+                least, most = self._contributed(number, fragment)
+                assert least <= said.contributed <= most, f"{told}: {said.contributed} where it is {least} to {most}"
+                training: Any = fragment.training
+                moved = numbers_of(_flat(training.trained) - _flat(training._own)).intersection(self.trained)
+                assert training.held == (0 if training._strays else BATCH * len(moved)), told
+
+    def _contributed(self, number: int, fragment: Participant) -> tuple[int, int]:
+        """The fewest and the most samples of this peer in the merges that led to its state.
+
+        They are one number where each merge has all that it gave. Of one that has it in some parts only, it is their
+        share of a give at that state, of which there may be several.
+        """
+        me, mine, least, most = fragment.core.peer_id, set(self.trained), 0, 0
+        for merge in self.audit.merges(number, fragment.state):
+            gives, moved = self.given.get((number, merge.before), []), merge.moved & mine
+            if me in merge.in_part:
+                counts = [int(give.samples * merge.in_part[me]) for give in gives]
+            else:
+                counts = [give.samples for give in gives if give.numbers == moved]
+                assert counts or not moved, "what is in the anchor was never given"
+            least, most = least + min(counts, default=0), most + max(counts, default=0)
+        return least, most
 
     async def take_turn(self, fragment: Participant | None = None) -> None:
         """See `Trainer`."""
@@ -168,7 +256,7 @@ class Counted(Trainer):
         """See `Trainer`."""
         before, anchor = participant.state, [each.detach().clone() for each in participant.training.trained]
         participant.own.step()
-        self.audit.merged(self.fragments.index(participant), before, participant.state, anchor)
+        self.audit.merged(self.fragments.index(participant), before, anchor, participant)
         await participant.stepped()
 
 
@@ -215,6 +303,7 @@ class Weather:
         )
         self.names = [f"p{number}" for number in range(peers)]
         self.batch_s: dict[str, float] = {}
+        self.work: list[asyncio.Task[None]] = []
         self.log: list[str] = []
 
     async def pass_over(self, faults: int) -> None:
@@ -265,7 +354,8 @@ class Weather:
         assert isinstance(trainer, Counted)
         trainer.audit, trainer.numbers = self.audit, self.numbers
         self.batch_s[name] = self.rng.uniform(0.2, 0.6)
-        self.run.swarm.spawn(name, trainer.train(BATCH, duration_s=self.batch_s[name], until=lambda: False))
+        work = trainer.train(BATCH, duration_s=self.batch_s[name], until=lambda: False)
+        self.work.append(self.run.swarm.spawn(name, work))
 
     async def fault(self) -> None:
         """Something goes wrong."""
@@ -344,18 +434,20 @@ class Weather:
         trainers = [trainer for trainer in swarm.peers.values() if isinstance(trainer, Counted)]
         last = max(fragment.epoch for trainer in trainers for fragment in trainer.fragments)
         for trainer in trainers:
-            trainer.lost = [fragment.status().dropped for fragment in trainer.fragments]
+            trainer.lost = [trainer.lost_whole(*each) for each in enumerate(trainer.fragments)]
         self.run.announce_end(last + merges)
         limit = asyncio.get_running_loop().time() + patience_s
         while not all(trainer.finished for trainer in swarm.peers.values()):
+            for work in self.work:
+                if work.done() and not work.cancelled():
+                    work.result()
             assert asyncio.get_running_loop().time() < limit, f"it does not end: {self._places()}"
             await sim.sleep(0.5)
         assert self.run.agree(sorted(swarm.peers)), self._places()
         for trainer in trainers:
             trainer.check_account(over=True)
-            lost = [
-                each.status().dropped - before for each, before in zip(trainer.fragments, trainer.lost, strict=True)
-            ]
+            now = [trainer.lost_whole(*each) for each in enumerate(trainer.fragments)]
+            lost = [after - before for after, before in zip(now, trainer.lost, strict=True)]
             assert max(lost) - min(lost) <= 2 * BATCH, f"p{trainer.index} loses more of one fragment: {lost}"
             assert len({fragment.epoch for fragment in trainer.fragments}) == 1, self._places()
         for number, fragment in enumerate(next(iter(swarm.peers.values())).fragments):

@@ -323,6 +323,31 @@ def test_a_peer_that_merged_alone_gives_up_its_state_for_that_of_more_samples(st
     sim.run(main, seed=7)
 
 
+@pytest.mark.parametrize("name", ["StreamingDiLoCo that keeps", "Decoupled in seconds"])
+def test_what_a_peer_gave_to_merges_that_are_given_up_stays_contributed(name: str) -> None:
+    """It does not: where a fork is resolved, it is dropped. `Weather.end` compares the account with the anchors."""
+    strategy, counts, _ = STRATEGIES[name]
+
+    async def main() -> None:
+        weather = Weather(strategy, 3, counts=counts)
+        await weather.begin()
+        await sim.sleep(8.0)
+        swarm = weather.run.swarm
+        swarm.partition([["p2", "p3"]])
+        await sim.sleep(10.0)
+        swarm.heal()
+        fragments = [each for trainer in swarm.peers.values() for each in trainer.fragments]
+        gave = {fragment: fragment.own.lineage.contributed for fragment in fragments}
+        limit, fell = asyncio.get_running_loop().time() + 20.0, False
+        while not fell:
+            assert asyncio.get_running_loop().time() < limit
+            await sim.sleep(0.01)
+            fell = any(fragment.own.lineage.contributed < gave[fragment] for fragment in fragments)
+        await weather.end(3, 120.0)
+
+    sim.run(main, seed=3)
+
+
 def test_a_newcomer_that_followed_the_losing_side_takes_the_better_state_at_once() -> None:
     """The steps that it was told of led on from a later epoch, so it refused the better state as too old."""
 

@@ -116,7 +116,6 @@ def test_a_trainer_that_waits_for_nobody_stands_still_for_what_is_here_only(
         parts: dict[str, Any] = dict.fromkeys(("core", "machine", "beginning", "gossip", "states", "notices", "news"))
         parts["core"] = SimpleNamespace(env=SimpleNamespace(executor=InlineExecutor()))
         parts["machine"], parts["beginning"] = SimpleNamespace(), SimpleNamespace(state_taken=lambda: None)
-        parts["counted"] = lambda samples: None
         catch_up: Any = SimpleNamespace(next=coming, following=following, give_up=give_up)
         takeover = Takeover(own=own, outlook=outlook, catch_up=catch_up, **parts)
         loop, stood_s = asyncio.get_running_loop(), 0.0

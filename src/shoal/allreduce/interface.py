@@ -119,6 +119,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         gave = any(counted and reducer != place for counted, reducer in zip(counts, self.reducers, strict=True))
         return Fraction(sum(counts), len(counts)) if gave else Fraction(0)
 
+    def share(self, peer: PeerID) -> Fraction:
+        """The share of the parts in which this member counts: see `counted_in_part`."""
+        return Fraction(1) if peer in self.contributors else self.counted_in_part.get(peer, Fraction(0))
+
     def counts(self, peer: PeerID) -> bool:
         """Return whether this member counts in at least one part."""
         places = [index for index, member in enumerate(self.members) if member.contact.peer == peer]

@@ -335,8 +335,8 @@ class CatchUp:
         gradients: of the run's rounds.
         states: of its averagings of states.
         max_bytes: the most that is kept.
-        counted: told of samples of this peer that are in a step which it takes here, if it had missed the verdict: in
-            the thread that takes the step.
+        counted: says how many samples that this peer gave at a state are in the step from there, as its record has so
+            many: see `Gives.counted`.
     """
 
     def __init__(
@@ -348,7 +348,7 @@ class CatchUp:
         states: Averager,
         *,
         max_bytes: int,
-        counted: Callable[[int], None],
+        counted: Callable[[bytes, int], int],
     ) -> None:
         self._core, self._run_id, self._training, self._max_bytes = core, run_id, training, max_bytes
         self._counted = counted
@@ -420,7 +420,7 @@ class CatchUp:
         step = await following.next(state, patience_s=_PATIENCE_S, until=until)
         if step is None:
             return None
-        agreement, name = agreement_of(step.header), name_after(step.header)
+        agreement, name, gave = agreement_of(step.header), name_after(step.header), 0
         vector = self._vector(agreement is None)
         try:
             await self._core.env.executor.run(land, step.header, memoryview(step.data), vector)
@@ -429,6 +429,8 @@ class CatchUp:
             following.refuse(state, error.message)
             return None
         if agreement is not None:
+            recorded = next((each.samples for each in agreement.contributors if each.peer == self._core.peer_id), 0)
+            gave = self._counted(state.digest, recorded)
             committed = committed.after(agreement.contributors, state.epoch)
             mine = options_of(self._training.optimizer.param_groups, self._training.own_options)
             if agreement.options is not None and (why := misfit(mine, agreement.options)) is not None:
@@ -446,6 +448,7 @@ class CatchUp:
             peers=0,
             samples=name.samples - state.samples,
             is_step=agreement is not None,
+            gave=gave,
         )
 
     def _take(self, step: Step, vector: Vector) -> None:
@@ -461,7 +464,7 @@ class CatchUp:
             vector.apply(self._averagers[True].settings.averaging_alpha)
         else:
             if any(each.peer == self._core.peer_id for each in agreement.contributors):
-                self._counted(self._training.given_is_in())
+                self._training.given_is_in()
             vector.overwrite()
             self._training.use_accumulators()
             self._training.step(agreement.options, agreement.absent, agreement.cores)

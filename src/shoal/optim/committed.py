@@ -100,6 +100,11 @@ class Committed:
         """Whether this peer's values are in the last of them, or a part of them."""
         return bool(self.steps) and any(each.peer == peer for each in self.steps[-1])
 
+    def samples_of(self, peer: PeerID, back: int) -> int:
+        """What this peer gave to the last of them (`back` is 1), or to an earlier one; 0 if that is not known."""
+        step = self.steps[-back] if 1 <= back <= len(self.steps) else ()
+        return next((each.samples for each in step if each.peer == peer), 0)
+
     def export(self) -> bytes:
         """The form for a newcomer, sent with the state."""
         return encode(self.steps)

@@ -85,9 +85,10 @@ class Contribution:
     """Counts a peer's samples, and finds out that none of them count, or few.
 
     Attributes:
-        contributed: samples that went into a step, or into a part of one.
-        dropped: samples that were computed and went into none: their state was over before they came, or the run was,
-            or this peer has left. As of the last `settle`.
+        contributed: samples in the steps that led to this peer's state: of what went into some parts of a step, the
+            share of these. As of the last `settle`, as `dropped`.
+        dropped: samples that were computed and are in none of them: their state was over before they came, or was given
+            up for that of others, or the run was over, or this peer has left.
     """
 
     def __init__(self) -> None:
@@ -127,25 +128,26 @@ class Contribution:
         much = samples > _MUCH * computed > 0
         return Dropped(min(samples, computed), computed, now - since) if much else None
 
-    def counted(self, samples: int) -> None:
-        """So many of this peer's samples went into a step."""
-        self.contributed += samples
+    def settle(self, contributed: int, processed: int, held: int) -> None:
+        """Of the samples that were computed, these are in this peer's state, and `held` may still go into a step."""
+        self.contributed = contributed
+        # A batch is held before it is counted as computed, so another thread may see one too many.
+        self.dropped = max(0, processed - contributed - held)
 
-    def settle(self, processed: int, held: int) -> None:
-        """Bring `dropped` up to date: of the samples that were computed, `held` may still go into a step."""
-        self.dropped = max(0, processed - self.contributed - held)
-
-    def state_changed(self, epoch: int, *, processed: int, batches: int, held: int, now: float) -> str | None:
+    def state_changed(
+        self, epoch: int, *, contributed: int, processed: int, batches: int, held: int, now: float
+    ) -> str | None:
         """The state has changed. Returns a warning for the user, once, if few of this peer's samples count, or none.
 
         Args:
             epoch: of the state.
+            contributed: samples of this peer that are in it.
             processed: samples that were computed so far.
             batches: in so many batches.
             held: samples that are accumulated for the next step.
             now: seconds.
         """
-        self.settle(processed, held)
+        self.settle(contributed, processed, held)
         before, now_at = self._last, _Mark(epoch, self.contributed, processed, batches, now)
         self._last = now_at
         leap = 0 if before is None else epoch - before.epoch
@@ -155,7 +157,7 @@ class Contribution:
             self._since = self._begun = now_at
             self._lost = self._states = self._used = 0
             return None
-        used = self.contributed != before.contributed
+        used = self.contributed > before.contributed
         in_vain = not used and batches != before.batches
         if self._states >= _LOOKED_AT:
             self._begun, self._states, self._used = before, 0, 0

@@ -253,21 +253,21 @@ class OuterTrainingState(TrainingState):
                 outer.copy_(anchor).sub_(own.to(outer.device))
         return (0.0 if self._strays or self._local.hides_weights else weight), 1.0
 
-    def given_is_in(self) -> int:
+    def given_is_in(self) -> None:
         """See `TrainingState.given_is_in`.
 
         It is taken out of what was trained, before that state is taken over: nothing is given twice.
         """
-        given, missed = self._given, super().given_is_in()
+        given = self._given
+        super().given_is_in()
         if given is None or not self.merging.keeps:
-            return missed
+            return
         sometimes("a merge has in it what this peer gave, though it missed the verdict")
         (samples, batches), self._counts, self._older = given, False, False
         self._trained.samples = max(0, self._trained.samples - samples)
         self._trained.batches = max(0, self._trained.batches - batches)
         with torch.no_grad(), self._local.moving(self._own):
             torch._foreach_add_(self._own, self._outer_gradient())
-        return missed
 
     def _outer_gradient(self) -> list[torch.Tensor]:
         return [each.to(own) for each, own in zip(self.accumulators, self._own, strict=True)]

@@ -6,7 +6,7 @@ one state. A change is made ready in the loop, and the trainer takes it in its o
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from shoal.averager import TensorLock
 from shoal.core import PeerCore
 from shoal.optim.agreement import Agreement, Deal, deal_to
 from shoal.optim.committed import Committed
+from shoal.optim.lineage import Gives, Lineage
 from shoal.optim.notices import Notices
 from shoal.optim.phases import Update
 from shoal.optim.shared_state import share
@@ -56,6 +57,8 @@ class OwnState:
         name: of the state.
         committed: the last steps that led to it.
         before: the digest of the state before the last of them; empty if it is not known.
+        lineage: the way to it, and how many samples of this peer are in it.
+        gives: what this peer gave to rounds.
         dealt: the samples that the last steps taken here dealt to this peer.
         shared: whether other peers hold it too, as far as this one knows.
         floor: the last state that was shared.
@@ -72,6 +75,8 @@ class OwnState:
         self._core, self._notices, self._auxiliary = core, notices, auxiliary
         self.name = self._beginning()
         self.committed, self.before = Committed(), b""
+        self.lineage, self.gives = Lineage(), Gives()
+        self._at_floor = 0  # samples of this peer in the floor
         self.dealt: tuple[Deal, ...] = ()
         self.shared = self.is_average = False
         self.floor = NO_STATE
@@ -103,7 +108,7 @@ class OwnState:
 
     def is_shared(self) -> None:
         """Other peers hold this state, too."""
-        self.shared, self.floor = True, self.name.key
+        self.shared, self.floor, self._at_floor = True, self.name.key, self.lineage.contributed
 
     @property
     def with_others(self) -> StateKey:
@@ -112,10 +117,19 @@ class OwnState:
 
     def export(self) -> SharedState:
         """The state as a donor gives it (under `lock`)."""
-        return share(self.training, self.name, self.committed, before=self.before, average=self.is_average)
+        history = self.lineage.history
+        return share(
+            self.training, self.name, self.committed, before=self.before, history=history, average=self.is_average
+        )
 
     def prepare(
-        self, apply: Callable[[], None], name: StateName, peers: int, agreement: Agreement | None = None
+        self,
+        apply: Callable[[], None],
+        name: StateName,
+        peers: int,
+        agreement: Agreement | None = None,
+        *,
+        gave: int = 0,
     ) -> None:
         """Make a change ready for the trainer.
 
@@ -124,6 +138,7 @@ class OwnState:
             name: of the state afterwards.
             peers: that make it.
             agreement: of its members, if it is the swarm's step; None for an average of states.
+            gave: samples of this peer that go into the state by it.
         """
         committed, dealt = self.committed, (0, 0)
         if agreement is not None:
@@ -136,6 +151,7 @@ class OwnState:
             peers=peers,
             samples=name.samples - self.name.samples,
             is_step=agreement is not None,
+            gave=gave,
             dealt=dealt,
         )
 
@@ -154,7 +170,7 @@ class OwnState:
         dealt = self.dealt
         if update.dealt[0] < update.dealt[1]:
             dealt = (*dealt[1 - _DEALS :], Deal(dealt[-1].number + 1 if dealt else 1, *update.dealt))
-        training, epoch = self.training, self.training.epoch
+        training, epoch, lineage = self.training, self.training.epoch, self.lineage.after(self.name, update.gave)
         training.whole = False
         try:
             update.apply()
@@ -166,11 +182,31 @@ class OwnState:
                 self.is_average = not update.is_step
                 self.before = self.name.digest if update.is_step else self.before
                 self.name, self.committed, self.dealt, update.taken = update.name, update.committed, dealt, True
+                self.lineage = lineage
             elif update.is_step and training.step_error is not None:
                 self.name, self.before, self.is_average, update.taken = failed, b"", False, True
             elif training.epoch != epoch or not update.is_step:
                 self.is_average, self.before = False, b""
                 self.name, self.committed, update.taken = interrupted, update.committed, True
+                self.lineage = lineage if update.is_step else self.lineage
+
+    def take_over(self, name: StateName, committed: Committed, before: bytes, history: Sequence[bytes]) -> None:
+        """A state of others has taken the place of the one here (under `lock`): name it.
+
+        Args:
+            name: of the state.
+            committed: the last steps that led to it.
+            before: the digest of the state before the last of them; empty if it is not known.
+            history: the digests of the states that led to it, as far as they are known, the last one last.
+        """
+        states = (*history, name.digest)
+        if (last := self.lineage.last_held(self.name, states)) is not None:
+            recorded = committed.samples_of(self._core.peer_id, name.epoch - last.epoch)
+            contributed = last.contributed + self.gives.counted(last.digest, recorded)
+        else:  # it has gone on for long since
+            contributed = self.lineage.contributed if self.shared else self._at_floor
+        self.lineage = self.lineage.taken_over(self.name, history, contributed)
+        self.name, self.committed, self.before = name, committed, before
 
     def loading(self) -> Replaced:
         """The user loads a checkpoint: forget the state that is here (under `lock`, in the trainer's thread).

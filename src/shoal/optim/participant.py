@@ -120,7 +120,7 @@ class Participant:
         self._held_at: StateName | None = None  # there the trainer has waited for a merge that was not due
         self.speed = RateMeter()
         self.contribution = Contribution()
-        self._given = 0
+        self._given = 0  # to the round
         self._counts = Counts(training.extra_tensors)
         self._companions = Companions()
         self._elapsed = Elapsed(core.env.clock)
@@ -149,7 +149,7 @@ class Participant:
             self._averager,
             self._states,
             max_bytes=settings.catch_up_bytes,
-            counted=self.contribution.counted,
+            counted=self.own.gives.counted,
         )
         self._news = Changes()  # reasons to look at the swarm
         self._moves = Changes()  # of the phase, and of all else that the trainer may wait for
@@ -196,7 +196,6 @@ class Participant:
             states=self._states,
             notices=self._notices,
             news=self._news,
-            counted=self.contribution.counted,
             keep=keep,
         )
         self._solitude = Solitude(
@@ -593,7 +592,7 @@ class Participant:
             gather=said,
             hopeless=lambda view: view.behind or self._outlook.alone(view),
             expected=self._awaited,
-            prepare=lambda _: self._contribute(name, most),
+            prepare=lambda _: self._contribute(name, said.samples, most),
             most_weight=self._most_weight,
             strangers=self._attendance.strangers,
             apply=lambda vector: self._take_average(vector, name),
@@ -653,17 +652,17 @@ class Participant:
         cores = min(training.cores, MOST_CORES)
         return Said(options, training.absent(), check, training.samples, end, cores)
 
-    def _contribute(self, name: StateName, most: float) -> tuple[float, float]:
+    def _contribute(self, name: StateName, said: int, most: float) -> tuple[float, float]:
         """Weight and factor of the accumulators at this state; the others refuse a larger weight than `most`."""
         samples = self.training.samples if self.own.name == name else 0
         self._given = min(samples, int(most))  # of more no more counts
+        self.own.gives.note(name.digest, said, self._given)
         weight, factor = self.training.contribute() if self.own.name == name else (0.0, 0.0)
         return min(weight, most), factor
 
     async def _take_step_of(self, result: StepResult, said: Said) -> None:
         """The step of a round, as all its members take it; not if this peer cannot: then it falls behind."""
         if result.outcome.counts(self.core.peer_id):  # in each part, or in some, as where one line is bad
-            self.contribution.counted(self._given)
             self.training.counted()
         outcome, weighed = result.outcome, self._weigh_in(result)
         total = max(held.weight for held in outcome.commit.parts)
@@ -694,7 +693,8 @@ class Participant:
         gave = [each.peer for each in agreement.contributors if each.samples]
         self._companions.share(members, name.key, result.duration_s, gave=gave)
         self._led_to = name.after_round(result, agreement.digest)
-        self._ready(step, self._led_to, len(members), agreement)
+        ours = int(self._given * result.outcome.share(self.core.peer_id))
+        self._ready(step, self._led_to, len(members), agreement, gave=ours)
         await self._tell_step(self._steps.add_round(name, result, self._averager.vector, agreement))
 
     def _weigh_in(self, result: StepResult) -> Weigh:
@@ -746,18 +746,23 @@ class Participant:
             said = self._said()
             contributors = [Contributor(self.core.peer_id, samples, said.end)]
             agreement = Agreement(said.options, said.absent, contributors, said.cores)
-            self.contribution.counted(samples)
             await self._tell_step(self._steps.add_alone(name, chance, samples, self._averager.vector, agreement))
         self.own.shared = False
         self.last_round = None  # nobody takes this step with us: for the average of the states none is waited for
         self._companions.forget()
         step = partial(self.training.step, cores=agreement.cores)
-        self._ready(step, name.after_step_alone(chance, self.core.peer_id.raw, samples), 1, agreement)
+        self._ready(step, name.after_step_alone(chance, self.core.peer_id.raw, samples), 1, agreement, gave=samples)
 
     def _ready(
-        self, apply: Callable[[], None], name: StateName, peers: int, agreement: Agreement | None = None
+        self,
+        apply: Callable[[], None],
+        name: StateName,
+        peers: int,
+        agreement: Agreement | None = None,
+        *,
+        gave: int = 0,
     ) -> None:
-        self.own.prepare(apply, name, peers, agreement)
+        self.own.prepare(apply, name, peers, agreement, gave=gave)
         self._happened(Event.STATES_AVERAGED if agreement is None else Event.AVERAGED)
 
     # ----------------------------------------------------------------------------------------------- the trainer's turn
@@ -897,7 +902,12 @@ class Participant:
         speed = self.speed
         self.pace.state_changed(self.epoch, self._now())
         why = self.contribution.state_changed(
-            self.epoch, processed=speed.processed, batches=speed.batches, held=self.held, now=self._now()
+            self.epoch,
+            contributed=self.own.lineage.contributed,
+            processed=speed.processed,
+            batches=speed.batches,
+            held=self.held,
+            now=self._now(),
         )
         if not self._gossip.has_twin:  # rounds take only one of the two: that was said
             if why is not None:
@@ -923,7 +933,7 @@ class Participant:
         return self.at_end and self.settings.use_local_updates
 
     def _settle(self) -> None:
-        self.contribution.settle(self.speed.processed, self.held)
+        self.contribution.settle(self.own.lineage.contributed, self.speed.processed, self.held)
 
     def _tell_dropped(self, *, left: int = 0) -> None:
         speed, contribution = self.speed, self.contribution
@@ -965,13 +975,12 @@ class Participant:
             if self.at_end:
                 await self._without_last_average(name)
         else:
-            if self._averages_what_is_held and result.outcome.counts(self.core.peer_id):
-                self.contribution.counted(self.training.held)
-                self.training.counted()
+            share = result.outcome.share(self.core.peer_id) if self._averages_what_is_held else 0
             counts = self._counts.chosen(result.gathered, result.outcome.contributors, self._weigh_in(result))
             members = [member.contact.peer for member in result.outcome.members]
             self._companions.share(members, name.key, result.duration_s)
-            self._ready(partial(self._take_states, counts), name.after_averaging(result), len(members))
+            after, gave = name.after_averaging(result), int(self.training.held * share)
+            self._ready(partial(self._take_states, counts), after, len(members), gave=gave)
             if counts is None:  # else a follower would lack them: it downloads the state, which is the last one
                 await self._tell_step(self._steps.add_round(name, result, self._states.vector))
 

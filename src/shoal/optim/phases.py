@@ -145,6 +145,7 @@ class Update:
         peers: that take it.
         samples: that go into the state by it.
         is_step: whether it is the swarm's step.
+        gave: samples of this peer that go into the state by it.
         dealt: the first number that the step deals to this peer, and the first after these; none in an average.
         taken: whether it was applied, or begun and not taken to its end.
     """
@@ -155,6 +156,7 @@ class Update:
     peers: int
     samples: int
     is_step: bool = True
+    gave: int = 0
     dealt: tuple[int, int] = (0, 0)
     taken: bool = False
 

@@ -16,15 +16,21 @@ from shoal.optim.state_name import LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN, StateNam
 from shoal.optim.training_state import TrainingState
 from shoal.progress import StateKey, bound
 from shoal.state import Manifest, SharedState
-from shoal.wire import encode
+from shoal.wire import Digest, encode
 
-__all__ = ["Misfits", "before_of", "committed_of", "is_average", "name_of", "share", "why_not_ours"]
+__all__ = ["Misfits", "before_of", "committed_of", "history_of", "is_average", "name_of", "share", "why_not_ours"]
 
 _DOWNLOADS, _REMEMBERED = 2, 64
 
 
 def share(
-    training: TrainingState, name: StateName, committed: Committed, *, before: bytes = b"", average: bool = False
+    training: TrainingState,
+    name: StateName,
+    committed: Committed,
+    *,
+    before: bytes = b"",
+    history: Sequence[bytes] = (),
+    average: bool = False,
 ) -> SharedState:
     """The state that a donor gives, with the tensors by reference: hold their lock while it is read.
 
@@ -35,6 +41,7 @@ def share(
         name: of the state that they are.
         committed: the last steps that led to it.
         before: the digest of the state before the last of them; empty if it is not known.
+        history: the digests of the states that led to it, as far as they are known, the last one last.
         average: whether it is an average of states, and not what a step has led to.
 
     Raises:
@@ -47,6 +54,7 @@ def share(
         metadata={
             "state": list(name),
             "before": before,
+            "history": list(history),
             "steps": committed.export(),
             "average": average,
             "training": values,
@@ -81,6 +89,14 @@ def before_of(metadata: Any) -> bytes:
     """The digest of the state before the last step, as its donor says; empty if that is not known."""
     before = metadata.get("before")
     return before if isinstance(before, bytes) else b""
+
+
+def history_of(metadata: Any) -> list[bytes]:
+    """The digests of the states that led to a state, the last one last, as its donor says; none if it says none."""
+    try:
+        return msgspec.convert(metadata.get("history", []), list[Digest])
+    except msgspec.ValidationError:
+        return []
 
 
 def is_average(metadata: Any) -> bool:

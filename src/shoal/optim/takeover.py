@@ -26,7 +26,7 @@ from shoal.optim.notices import Notices, left_out
 from shoal.optim.outlook import Outlook
 from shoal.optim.own_state import OwnState
 from shoal.optim.phases import PhaseMachine
-from shoal.optim.shared_state import Misfits, before_of, committed_of, is_average, name_of, why_not_ours
+from shoal.optim.shared_state import Misfits, before_of, committed_of, history_of, is_average, name_of, why_not_ours
 from shoal.optim.state_name import StateName
 from shoal.optim.training_state import PreparedState
 from shoal.peer import PeerID
@@ -62,7 +62,6 @@ class Takeover:
         states: the averager of states, whose donors are asked.
         notices: tell the user.
         news: told when a state was withheld.
-        counted: told of samples of this peer that are in a state which was taken over, if it had missed the verdict.
         keep: saves our state, which is about to be given up (under `lock`, in the executor); returns where it is kept,
             or None if nothing is.
         took_over: whether the last `run` changed the state.
@@ -81,7 +80,6 @@ class Takeover:
     states: Averager
     notices: Notices
     news: Changes
-    counted: Callable[[int], None]
     keep: Callable[[], object] | None = None
     took_over: bool = False
     why_not: str = ""
@@ -294,9 +292,10 @@ class Takeover:
             _note_fork(self.own, name, follows=follows)
             tell_loss = await self._loss(name)
             if follows and committed.gave_last(self.core.peer_id):
-                self.counted(await self.core.env.executor.run(training.given_is_in))
+                await self.core.env.executor.run(training.given_is_in)
             await self._load(prepared, follows=follows)
-            self.own.name, self.own.committed, self.own.before, self.took_over = name, committed, before, True
+            self.own.take_over(name, committed, before, history_of(state.metadata))
+            self.took_over = True
             self.own.is_average = is_average(state.metadata)
             self.own.followed = None if self.own.is_average else name
             self.outlook.state_replaced()

@@ -289,12 +289,11 @@ class TrainingState:
 
     @property
     def held(self) -> int:
-        """Samples that are in no step yet, as far as it is known here, and may still go into one. Any thread may ask.
+        """Samples that are in no step that was taken here, and may still go into one. Any thread may ask.
 
         After each step all that was trained is in a step, is held, or is dropped.
         """
-        late = self._late.samples if self._late is not None else 0
-        return late if self._counts else self._sum.samples + late
+        return self._sum.samples + (self._late.samples if self._late is not None else 0)
 
     def accumulate(self, batch_size: int) -> bool:
         """Add the gradients in `.grad`, the mean over `batch_size` samples; parameters without one count as 0.
@@ -411,15 +410,9 @@ class TrainingState:
         """What `contribute` has given is in the average of its round."""
         self._counts = True
 
-    def given_is_in(self) -> int:
-        """What `contribute` has given is in the state that is taken over next (under the lock).
-
-        Returns:
-            How many samples, if that was not known, as the verdict of the round did not come; else 0.
-        """
-        given = 0 if self._counts or self._given is None else self._given[0]
+    def given_is_in(self) -> None:
+        """What `contribute` has given is in the state that is taken over next (under the lock)."""
         self._given, self._counts = None, True
-        return given
 
     def unfit(self) -> int | None:
         """The trained parameter whose accumulator cannot be averaged; None if all can. Stricter than a round is."""

@@ -62,8 +62,8 @@ class SampleAudit:
             forget(each)
             self._in[id(each)] = []
 
-        def contributes(each: Participant, name: StateName, most: float) -> Any:
-            found = contribute(each, name, most)
+        def contributes(each: Participant, name: StateName, said: int, most: float) -> Any:
+            found = contribute(each, name, said, most)
             vars(each._averager)["brings"] = self._of(each) if each.own.name == name else []
             return found
 

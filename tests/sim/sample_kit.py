@@ -72,7 +72,9 @@ class SampleAudit:
             self._brought[group.round_id, each.core.peer_id.raw] = vars(each).get("brings", [])
             return round_
 
-        def is_ready(each: Participant, apply: Any, name: StateName, peers: int, agreement: Any = None) -> None:
+        def is_ready(
+            each: Participant, apply: Any, name: StateName, peers: int, agreement: Any = None, **gave: int
+        ) -> None:
             batches: list[object] = []
             if agreement is not None and each.last_round is None:
                 batches = self._of(each)
@@ -80,7 +82,7 @@ class SampleAudit:
                 by = [peer.raw for peer in each.last_round.outcome.contributors]
                 batches = [batch for peer in by for batch in self._brought[each.last_round.round_id, peer]]
             self.made[name.digest] = Made(each.own.name, tuple(sorted(batches, key=repr)))
-            ready(each, apply, name, peers, agreement)
+            ready(each, apply, name, peers, agreement, **gave)
 
         patch.setattr(GradientSum, "add", adds)
         patch.setattr(GradientSum, "take_in", takes_in)

@@ -25,10 +25,10 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 torch.seed()  # each peer draws other batches
 
 
-def draw_batch():
-    """Some places in the text: the characters before each, and the one that follows."""
+def loss_of_batch():
+    """How well the model tells the character that follows, at some places in the text, by the characters before it."""
     ends = torch.randint(CONTEXT, len(text), (BATCH,))
-    return torch.stack([text[end - CONTEXT : end] for end in ends]), text[ends]
+    return nn.functional.cross_entropy(model(torch.stack([text[end - CONTEXT : end] for end in ends])), text[ends])
 
 
 def main():
@@ -41,8 +41,7 @@ def main():
     swarm.announce_end(EPOCHS)  # shoal
     shown = 0.0
     while not swarm.finished:
-        inputs, targets = draw_batch()
-        loss = nn.functional.cross_entropy(model(inputs), targets)
+        loss = loss_of_batch()
         loss.backward()
         swarm.step()
         swarm.zero_grad()
@@ -52,7 +51,7 @@ def main():
     weights = hashlib.sha256(
         b"".join(bytes(p.detach().view(torch.uint8).flatten().tolist()) for p in model.parameters())
     )
-    print(f"loss {loss.item():.3f}, weights {weights.hexdigest()[:16]} at epoch {swarm.local_epoch}")
+    print(f"loss {loss_of_batch().item():.3f}, weights {weights.hexdigest()[:16]} at epoch {swarm.local_epoch}")
     dht.shutdown()
 
 

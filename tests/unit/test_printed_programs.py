@@ -1,0 +1,114 @@
+"""Each program that the project prints can be started again after its run has ended.
+
+A run that is over is over from the first look: `while not swarm.finished:` makes no pass then, and nothing that only a
+pass binds is there after it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TEMPLATES = ROOT / "src" / "shoal" / "cli" / "templates"
+Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
+Loop = ast.For | ast.AsyncFor | ast.While
+
+
+def printed() -> Iterator[tuple[str, str]]:
+    """Each program, with the place where it stands."""
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        text = page.read_text(encoding="utf-8")
+        for block in re.finditer(r"^( *)```py(?:thon)?\n(.*?)^\1```", text, re.MULTILINE | re.DOTALL):
+            line = text.count("\n", 0, block.start()) + 2
+            yield f"{page.relative_to(ROOT)}:{line}", dedent(block[2]).replace(", ...)", ")")
+    for script in [*sorted((ROOT / "examples").rglob("*.py")), *sorted(TEMPLATES.glob("*.py.txt"))]:
+        yield f"{script.relative_to(ROOT)}", script.read_text(encoding="utf-8")
+
+
+def unbound_after_loops(program: str) -> list[str]:
+    """The names that a program reads after a loop, and that only a pass of the loop binds."""
+    tree = ast.parse(program)
+    scopes = [each for each in ast.walk(tree) if isinstance(each, Scope)]
+    return [name for scope in scopes for name in _unbound(scope)]
+
+
+def _unbound(scope: Scope) -> Iterator[str]:
+    nodes = list(_within(scope.body))
+    bound = [(name, node) for node in nodes for name in _binds(node)]
+    arguments = [] if isinstance(scope, ast.Module) else ast.walk(scope.args)
+    given = {each.arg for each in arguments if isinstance(each, ast.arg)}
+    for loop in (each for each in nodes if isinstance(each, Loop) and not _makes_a_pass(each)):
+        inside = set(map(id, _within([*loop.body, *([] if isinstance(loop, ast.While) else [loop.target])])))
+        before = {name for name, node in bound if _place(node) < _place(loop)} | given
+        passes = {name for name, node in bound if id(node) in inside} - before
+        after = [each for each in nodes if _place(each) > (loop.end_lineno or 0, loop.end_col_offset or 0)]
+        for node in sorted((each for each in after if isinstance(each, ast.Name)), key=_place):
+            again = any(name == node.id and id(each) not in inside and each in after for name, each in bound)
+            if isinstance(node.ctx, ast.Load) and node.id in passes and not again:
+                yield f"line {node.lineno}: {node.id}"
+
+
+def _makes_a_pass(loop: Loop) -> bool:
+    """`for number in range(20)`: it always does."""
+    return isinstance(loop, ast.For) and bool(re.fullmatch(r"range\([1-9]\d*\)", ast.unparse(loop.iter)))
+
+
+def _within(nodes: Sequence[ast.AST]) -> Iterator[ast.AST]:
+    """These and all in them that runs in the same scope, when they do."""
+    for node in nodes:
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            yield from _within(list(ast.iter_child_nodes(node)))
+
+
+def _binds(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        return [node.id]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [(each.asname or each.name).split(".")[0] for each in node.names]
+    return [node.name] if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) else []
+
+
+def _place(node: ast.AST) -> tuple[int, int]:
+    return getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
+
+
+PRINTED = dict(printed())
+
+
+def test_there_are_programs() -> None:
+    """With a loop that may make no pass, on the pages, in the examples and in the templates."""
+    loops = [place for place, program in PRINTED.items() if ".finished" in program]
+    assert {place.split(":")[0].split("/")[0] for place in loops} >= {"README.md", "docs", "examples", "src"}
+
+
+@pytest.mark.parametrize("place", PRINTED)
+def test_a_printed_program_can_be_started_after_the_end_of_its_run(place: str) -> None:
+    """It ended with NameError, before `dht.shutdown()`: its last line printed the loss of a pass that was not made."""
+    assert unbound_after_loops(PRINTED[place]) == []
+
+
+@pytest.mark.parametrize(
+    ("program", "found"),
+    [
+        ("while not s.finished:\n    loss = f()\nprint(loss)", ["line 3: loss"]),
+        ("while not s.finished:\n    loss = f()\nprint(f'{loss:.3f}')", ["line 3: loss"]),
+        ("for x in data:\n    loss = f(x)\nprint(x, loss)", ["line 3: x", "line 3: loss"]),
+        ("loss = None\nwhile not s.finished:\n    loss = f()\nprint(loss)", []),
+        ("while not s.finished:\n    loss = f()\n    print(loss)\nprint(1)", []),
+        ("while not s.finished:\n    loss = f()\nloss = 1\nprint(loss)", []),
+        ("for number in range(20):\n    loss = f()\nprint(number, loss)", []),
+        ("for number in range(n):\n    loss = f()\nprint(number)", ["line 3: number"]),
+        ("def main(loss):\n    while not s.finished:\n        loss = f()\n    print(loss)", []),
+        ("def main():\n    while not s.finished:\n        loss = f()\n    print(loss)", ["line 4: loss"]),
+    ],
+)
+def test_the_look_at_a_program_finds_it(program: str, found: list[str]) -> None:
+    """What is read after a loop, at the top and in functions; what was bound before is no mistake."""
+    assert unbound_after_loops(program) == found

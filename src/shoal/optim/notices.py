@@ -19,7 +19,7 @@ from shoal.peer import PeerID
 from shoal.strategies import Merging
 from shoal.wire import Progress
 
-__all__ = ["Notices", "left_out"]
+__all__ = ["Notices", "left_out", "passes_a_power_of_ten"]
 
 _NAMES_SHOWN = 4
 _DOWNLOADS_TOLD = 4
@@ -62,7 +62,7 @@ class Notices:
     def skipped(self, what: str, error: BaseException) -> None:
         """This was left out as there was an error, for want of memory for example: the first time, the tenth, ..."""
         self._skipped[what] += 1
-        if _passes_a_power_of_ten(self._skipped[what] - 1, self._skipped[what]):
+        if passes_a_power_of_ten(self._skipped[what] - 1, self._skipped[what]):
             often = "" if self._skipped[what] == 1 else f" {self._skipped[what]} times"
             reason = "no memory" if is_out_of_memory(error) else "an error"
             self.warn(
@@ -105,7 +105,7 @@ class Notices:
         if training.broken is not None:
             if is_news:
                 self.warn(training.broken)
-        elif _passes_a_power_of_ten(before, self._left_out):
+        elif passes_a_power_of_ten(before, self._left_out):
             what = "1 batch was" if self._left_out == 1 else f"{self._left_out} batches were"
             self.warn(f"{what} left out, because gradients are not finite, or too large to be summed")
 
@@ -320,7 +320,7 @@ class Notices:
         before = {peer: self._without.get(peer, 0) for peer in further}
         for peer, times in before.items():
             put_last(self._without, peer, times + 1, _REMEMBERED)
-        if any(_passes_a_power_of_ten(times, times + 1) for times in before.values()):
+        if any(passes_a_power_of_ten(times, times + 1) for times in before.values()):
             self.warn(
                 f"{_names(further)} named a state of epoch {max(further.values())} and did not give it: training goes "
                 f"on from epoch {epoch} without them, so there are two runs. "
@@ -453,7 +453,7 @@ def _of_a_tie(verdict: Verdict) -> str:
     return ". Equally many peers hold either, so the wrong parameters may be those that are kept: look at both sides"
 
 
-def _passes_a_power_of_ten(before: int, now: int) -> bool:
+def passes_a_power_of_ten(before: int, now: int) -> bool:
     """Whether a count that was lower before has now come to 1, 10, 100, …: what goes on is told ever less often."""
     return len(str(now)) > (len(str(before)) if before else 0)
 

@@ -11,6 +11,7 @@ import concurrent.futures
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from shoal.clock import seconds_text
 from shoal.errors import ConfigError
 from shoal.events import CheckpointSaved, Event, Resumed, Warned
 from shoal.optim.checkpoint import Content, Files, Saved, given_up, newest, write, write_given_up
+from shoal.optim.notices import passes_a_power_of_ten
 from shoal.optim.state_name import StateName
 from shoal.runtime.checks import path, whole
 from shoal.runtime.pool import DaemonPool
@@ -73,7 +75,8 @@ class Saver:
         self._giving_up: concurrent.futures.Future[None] | None = None
         self._ended = Gate()  # of that write
         self.last: StateName | None = None
-        self._trouble = ""
+        self._trouble, self._failures = "", 0  # why the last save failed, and how many have in a row for that reason
+        self._ended_with: StateName | None = None  # the state at the end of the run, once it was to be saved
         self._memory: Files | None = None
 
     def warn(self, message: str) -> None:
@@ -91,19 +94,23 @@ class Saver:
         if self.folder is None or not self._is_due(name, finished=finished):
             return
         self.last = name
+        if finished:
+            self._ended_with = name
         began = time.monotonic()
         try:
             content = copy(self._memory)
         except Exception as error:  # noqa: BLE001 (no memory for it, or a state that cannot be saved)
-            self._failed(error)
+            self._failed(error, finished=finished)
             return
         copy_s, self._memory = time.monotonic() - began, content.files
         pool, self._ended = DaemonPool(1, "shoal-checkpoint"), Gate()
         try:
-            self._writing = pool.submit(self._write, self.folder, content, copy_s, self._ended)
+            self._writing = pool.submit(
+                partial(self._write, self.folder, content, copy_s, self._ended, finished=finished)
+            )
         except RuntimeError as error:  # no thread is to be had
             self._ended.open()
-            self._failed(error)
+            self._failed(error, finished=finished)
         pool.shutdown(wait=False)  # the thread ends with its work
         if finished:
             self._has_ended(_LAST_S)
@@ -139,11 +146,13 @@ class Saver:
         self.warn(f"the state that this peer gives up could not be saved in {self.folder}, and is lost: {_why(error)}")
 
     def _is_due(self, name: StateName, *, finished: bool) -> bool:
-        """An epoch that comes while another one is written is left out."""
-        if not self._every or name == self.last:
+        """An epoch that comes while another one is written is left out; the last one is tried again if that failed."""
+        if not self._every or name == self._ended_with:
             return False
         if finished:
-            return self._has_ended(_LAST_S)
+            return self._has_ended(_LAST_S) and not self.has_saved(name)
+        if name == self.last:
+            return False
         before = 0 if self.last is None else self.last.epoch
         return name.epoch // self._every != before // self._every and self._has_ended(0.0)
 
@@ -155,23 +164,31 @@ class Saver:
         """Whether nothing is being written, after so long at most."""
         return self._writing is None or self._ended.wait(timeout_s)
 
-    def _write(self, folder: Path, content: Content, copy_s: float, ended: Gate) -> None:
+    def _write(self, folder: Path, content: Content, copy_s: float, ended: Gate, *, finished: bool) -> None:
         try:
             self.write(folder, content, self.keep, copy_s)
             self._trouble = ""
         except Exception as error:  # noqa: BLE001 (training goes on)
-            self._failed(error)
+            self._failed(error, finished=finished)
         finally:
             ended.open()
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: Exception, *, finished: bool) -> None:
+        """Tell it the first, the tenth, … time in a row; and always at the end, as no other save comes."""
         why = _why(error)
-        if why != self._trouble:
-            self.warn(
-                f"no checkpoint was saved in {self.folder}: {why}. Training goes on, and the next one will be tried. "
-                "Mend the folder, or make room there"
-            )
+        self._failures = self._failures + 1 if why == self._trouble else 1
         self._trouble = why
+        often = "" if self._failures == 1 else f", {self._failures} times in a row"
+        if finished:
+            self.warn(
+                f"no checkpoint was saved in {self.folder}: {why}{often}. The run has ended, and its last weights are "
+                "in this program alone: save(folder) of the optimizer writes them to another folder"
+            )
+        elif passes_a_power_of_ten(self._failures - 1, self._failures):
+            self.warn(
+                f"no checkpoint was saved in {self.folder}: {why}{often}. Training goes on, and the next one will be "
+                "tried. Mend the folder, or make room there"
+            )
 
     def write(self, folder: Path, content: Content, keep: int | None, copy_s: float) -> Path:
         """Write a checkpoint, once no other one is being written (any thread).

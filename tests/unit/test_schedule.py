@@ -324,3 +324,77 @@ def test_a_schedule_after_a_state_of_the_beginning_has_its_own_first_rate() -> N
     training.resume(0, 0)
     training.adopt(ConstantLR(optimizer, 0.5, 2))
     assert optimizer.param_groups[0]["lr"] == 4.0
+
+
+@pytest.mark.parametrize("name", EVERY_SCHEDULE)
+def test_a_bound_step_that_was_taken_before_moves_no_schedule(name: str) -> None:
+    """Lists of callbacks hold it: it moved the schedule at each batch, and the rate ended 30 times too small."""
+    make = EVERY_SCHEDULE[name]
+    plain, optimizer = sgd(), sgd()
+    expected, schedule = make(plain), make(optimizer)
+    taken = schedule.step
+    follow(schedule)
+    training = TrainingState(optimizer, schedule)
+    for epoch in range(1, EPOCHS_BEFORE + 5):
+        plain.step()
+        expected.step()
+        step(training)
+        assert options_of(optimizer) == options_of(plain)
+        for _ in range(3):
+            taken()
+        assert training.scheduled == epoch
+    assert training.schedule_moved
+    training.put_schedule_back()
+    assert options_of(optimizer) == options_of(plain)
+    assert schedule.get_last_lr() == expected.get_last_lr()
+    assert repr(schedule.state_dict()) == repr(expected.state_dict())
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Of its parameter group: the rate, the momentum and the rest."""
+    return {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+
+
+def test_a_schedule_whose_count_or_state_is_set_by_hand_is_not_put_back() -> None:
+    """`scheduler.last_epoch = n` and `load_state_dict` are how people resume."""
+    training, optimizer, _ = begin()
+    schedule = ExponentialLR(optimizer, 0.5)
+    follow(schedule)
+    training.adopt(schedule)
+    schedule.last_epoch = 3
+    training.put_schedule_back()
+    assert training.scheduled == 3
+    other = ExponentialLR(sgd(), 0.5)
+    other.optimizer.step()
+    other.step()
+    schedule.load_state_dict(other.state_dict())
+    training.put_schedule_back()
+    assert training.scheduled == 1
+    optimizer.param_groups[0]["lr"] = 2.0
+    training.put_schedule_back()
+    assert optimizer.param_groups[0]["lr"] == 2.0
+    assert not training.schedule_moved
+
+
+def test_a_state_that_others_download_has_no_step_of_a_bound_method() -> None:
+    """Neither its count nor its rates."""
+    training, optimizer, _ = begin()
+    schedule = ExponentialLR(optimizer, 0.5)
+    taken = schedule.step
+    follow(schedule)
+    training.adopt(schedule)
+    step(training)
+    before = training.fingerprint()
+    taken()
+    values, tensors = training.export()
+    assert values["scheduled"] == 1
+    taken()
+    assert training.options().column("lr") == [4.0]
+    assert training.fingerprint() == before
+    step(training)
+    taken()
+    training.load(values, [each.clone() for each in tensors])
+    assert training.scheduled == 1
+    assert optimizer.param_groups[0]["lr"] == 4.0
+    step(training)
+    assert optimizer.param_groups[0]["lr"] == 2.0

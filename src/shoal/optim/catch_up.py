@@ -28,7 +28,7 @@ from shoal.core import PeerCore
 from shoal.errors import PeerError, PeerProtocolError
 from shoal.events import PeerDropped, duration
 from shoal.optim.committed import Committed
-from shoal.optim.options import differences, misfit, options_of
+from shoal.optim.options import differences, misfit
 from shoal.optim.phases import Update
 from shoal.optim.state_name import StateName
 from shoal.optim.steps import Step, agreement_of, check, land, name_after, name_before, size_of
@@ -432,7 +432,7 @@ class CatchUp:
             recorded = next((each.samples for each in agreement.contributors if each.peer == self._core.peer_id), 0)
             gave = self._counted(state.digest, recorded)
             committed = committed.after(agreement.contributors, state.epoch)
-            mine = options_of(self._training.optimizer.param_groups, self._training.own_options)
+            mine = self._training.options()
             if agreement.options is not None and (why := misfit(mine, agreement.options)) is not None:
                 self._following.missed = f"their options are {why}"
                 return None

@@ -65,7 +65,7 @@ from shoal.optim.participant import Participant
 from shoal.optim.phases import RunPhase
 from shoal.optim.power_sgd import low_rank_options
 from shoal.optim.saving import Saver, misfit, saver_of
-from shoal.optim.schedule import ScheduleWatch, follow
+from shoal.optim.schedule import ScheduleWatch, follow, is_moved
 from shoal.optim.settings import RunSettings, checked_settings, fragment_settings, run_settings
 from shoal.optim.state_name import StateName
 from shoal.optim.status import Status
@@ -791,7 +791,10 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         self.dht.loop_thread.check_alive()
 
     def _follow_schedule(self) -> None:
-        """A schedule that was made over this optimizer since the last step becomes the run's."""
+        """A schedule that was made over this optimizer since the last step becomes the run's, which only it moves."""
+        if is_moved(self._training.scheduler):
+            with self._lock.acquire_in_thread():
+                self._training.put_schedule_back()
         if (found := self._schedules.find()) is None:
             return
         what = f"the {type(found).__name__} that was made over this optimizer"

@@ -39,7 +39,7 @@ from shoal.optim.election import elected
 from shoal.optim.fetching import Fetching
 from shoal.optim.gossip import ProgressGossip
 from shoal.optim.notices import Notices
-from shoal.optim.options import differences, misfit, options_of
+from shoal.optim.options import differences, misfit
 from shoal.optim.outlook import Outlook
 from shoal.optim.own_state import OwnState
 from shoal.optim.pace import LOOKS, Pace
@@ -647,7 +647,7 @@ class Participant:
 
     def _said(self, check: Check | None = None) -> Said:
         training = self.training
-        options = options_of(training.optimizer.param_groups, training.own_options)
+        options = training.options()
         end = self._end.word(self.epoch, training.model_epoch)
         cores = min(training.cores, MOST_CORES)
         return Said(options, training.absent(), check, training.samples, end, cores)

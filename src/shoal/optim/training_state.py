@@ -30,8 +30,8 @@ from shoal.optim.gradient_sum import GradientSum
 from shoal.optim.inner import Scheduler
 from shoal.optim.offload import Offload
 from shoal.optim.optimizer_state import AnyTensor, OptimizerState, Prepared, is_number
-from shoal.optim.options import Options, apply
-from shoal.optim.schedule import advance, rates_of, tell_rates
+from shoal.optim.options import Options, apply, options_of
+from shoal.optim.schedule import advance, count_of, put_back, rates_of, restore_rates, set_rate, tell_rates
 from shoal.optim.state_name import LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN
 from shoal.optim.trial import blank_statistics, mixes_values
 from shoal.runtime.thread_state import ThreadState, forget_casts, way_of
@@ -90,6 +90,7 @@ class TrainingState:
         schedule_error: why the schedule does not follow the epochs any more (a `OneCycleLR` has an end): the learning
             rates stay as they are; None if it does.
         schedule_waits: steps of the run for which the schedule waits: the run went back, and it could not.
+        schedule_moved: whether somebody else has moved the schedule of the run, and it was put back.
         kept_back: says what the optimizer keeps and newcomers cannot be given; None if nothing was seen.
         frozen_here: says which trained parameter is frozen here only, so that the steps move it; None if none is.
         evaluations: how often weights to evaluate with were put into their place.
@@ -163,6 +164,7 @@ class TrainingState:
         self._steps_of_schedule = 0
         self.schedule_error: str | None = None
         self.schedule_waits = 0
+        self.schedule_moved = False
         self._first_schedule: dict[str, Any] | None = None
         self._resumed_rates: list[float] | None = None  # until the next step: those of a state that had a count
         if scheduler is not None and hasattr(scheduler, "state_dict"):
@@ -498,6 +500,7 @@ class TrainingState:
             cores: that the optimizer uses, so that all round alike; 0: those of the trainer's thread.
         """
         assert self._has_average
+        self.put_schedule_back()
         self._cores_of_step = cores
         if absent is None:
             absent = [index for index, given in enumerate(self._sum.given) if not given]
@@ -580,7 +583,7 @@ class TrainingState:
     @property
     def scheduled(self) -> int:
         """The steps of the schedule, by its own count, which the user may have loaded."""
-        count = None if self._first_schedule is None else getattr(self.scheduler, "last_epoch", None)
+        count = None if self._first_schedule is None else count_of(self.scheduler)
         return max(0, count) if isinstance(count, int) else self._steps_of_schedule
 
     def adopt(self, scheduler: Scheduler) -> None:
@@ -599,10 +602,18 @@ class TrainingState:
             written = [float(rate) for rate in rates_of(scheduler)] == rates
             self._move_schedule_alone(count, self._resumed_rates if written else rates)
 
+    def put_schedule_back(self) -> None:
+        """If somebody else has moved the schedule of the run, it is brought back to the steps that were taken."""
+        self.schedule_moved = put_back(self.scheduler) or self.schedule_moved
+
+    def options(self) -> Options:
+        """The options that this peer proposes for the next step: what its parameter groups hold."""
+        self.put_schedule_back()
+        return options_of(self.optimizer.param_groups, self.own_options)
+
     def restore_rates(self) -> None:
         """Somebody else has set the rates: let them be those of the schedule again."""
-        for group, rate in zip(self.optimizer.param_groups, rates_of(self.scheduler), strict=False):
-            _set_rate(group, rate)
+        restore_rates(self.scheduler, self.optimizer.param_groups)
 
     def _rates(self) -> list[float]:
         return [float(group["lr"]) for group in self._rated_groups]
@@ -615,12 +626,13 @@ class TrainingState:
         """Bring the schedule to this count, and let these rates be in force: most schedules go on from such."""
         self._move_schedule(to)
         for group, rate in zip(self._rated_groups, rates, strict=True):
-            _set_rate(group, rate)
+            set_rate(group, rate)
         tell_rates(self.scheduler, self._rated_groups)
 
     def _move_schedule(self, to: int) -> None:
         if self.scheduler is None:
             self._steps_of_schedule = to  # one that comes later begins there
+        self.put_schedule_back()
         if self.scheduler is None or self.schedule_error is not None:
             return
         with warnings.catch_warnings(), self._trainers.in_force():
@@ -674,6 +686,7 @@ class TrainingState:
 
     def export(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
         """All that another peer needs: plain values, and tensors by reference (hold the lock while they are read)."""
+        self.put_schedule_back()
         tensors = self.weights()
         tensors += [extra.detach() for extra in self.extra_tensors]
         values = self._kept.export(tensors)
@@ -848,7 +861,7 @@ class TrainingState:
 
     def _set_first_rates(self) -> None:
         for group in self._rated_groups:
-            _set_rate(group, group.get("initial_lr", group["lr"]))
+            set_rate(group, group.get("initial_lr", group["lr"]))
 
     def prepare_optimizer(self, state_dict: dict[str, Any]) -> Prepared:
         """Look at a state dict of the optimizer; nothing is changed.
@@ -893,14 +906,6 @@ def _trained(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             "most: put small ones together into larger tensors"
         )
     return trained
-
-
-def _set_rate(group: dict[str, Any], rate: Any) -> None:
-    """A rate that is a tensor stays the one it is, as schedules leave it: a captured graph reads it."""
-    if isinstance(group["lr"], torch.Tensor):
-        group["lr"].fill_(float(rate))
-    else:
-        group["lr"] = float(rate) if isinstance(rate, torch.Tensor) else rate
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:

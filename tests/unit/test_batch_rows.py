@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections import UserDict
 from collections.abc import Callable
 from typing import Any
@@ -292,3 +293,92 @@ def test_a_scripted_model_is_taken_and_its_samples_are_asked_for() -> None:
     with pytest.raises(ConfigError, match="batch_size is missing"):
         samples_of(None, rows, print)
     assert samples_of(4, rows, print) == 4
+
+
+def elsewhere(what: Callable[[], object]) -> None:
+    """In another thread, which ends before this returns."""
+    thread = threading.Thread(target=what)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("with_gradients", [True, False])
+def test_an_actor_thread_calls_the_model_within_a_backward_pass(*, with_gradients: bool) -> None:
+    """Its call forgot the pass that was under way in the trainer's thread, and `step` failed with a false reason."""
+    net, rows = made()
+    calls = []
+
+    def act() -> None:
+        with torch.set_grad_enabled(with_gradients):
+            calls.append(net(torch.ones(3, 4)))
+
+    net.net.weight.register_hook(lambda _: elsewhere(act))  # type: ignore[no-untyped-call]
+    for _ in range(2):
+        for micro in range(1, 4):
+            back(train(net, 8))
+            assert rows._samples == 8 * micro
+        assert rows.take() == 24
+        net.zero_grad()
+    assert len(calls) == 6
+
+
+class Interrupted(torch.nn.Module):
+    """A layer; in its first call an actor does something in another thread."""
+
+    def __init__(self, layer: torch.nn.Module, act: Callable[[torch.nn.Module], object]) -> None:
+        super().__init__()
+        self.layer, self.acts, self.act = layer, True, act
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+        """Of the rows, each with its weight."""
+        if self.acts:
+            self.acts = False
+            elsewhere(lambda: self.act(self))
+        result = self.layer(x)
+        rows: torch.Tensor = result[0] if isinstance(result, tuple) else result
+        return rows if weights is None else rows * weights[:, None]
+
+
+def test_an_actor_thread_calls_the_model_within_a_call_of_the_trainer() -> None:
+    """It ended the look at the layers, and nobody knew that the batch is in the second dimension."""
+
+    def act(net: torch.nn.Module) -> None:
+        with torch.no_grad():
+            net(torch.ones(5, 4, 4))
+
+    net = Interrupted(torch.nn.GRU(4, 3), act)
+    rows = BatchRows(net, list(net.parameters()))
+    back(net(torch.ones(7, 2, 4))[-1].sum())
+    assert rows.take() == 2
+
+
+def test_what_an_actor_does_in_a_layer_says_nothing_of_the_trainers_call() -> None:
+    """The hooks of a look are in the layers, which both threads call: a batch was taken for one sample."""
+
+    def act(net: torch.nn.Module) -> None:
+        assert isinstance(net, Interrupted)
+        net.layer(torch.ones(4))
+
+    net = Interrupted(torch.nn.Linear(4, 3), act)
+    rows = BatchRows(net, list(net.parameters()))
+    back(net(torch.ones(4, 4), torch.ones(4)).sum())
+    assert rows.take() == 4
+
+
+def test_a_backward_pass_that_raised_is_forgotten_beside_one_that_goes_on() -> None:
+    """Each thread forgets its own."""
+    net, rows = made()
+
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("mistake")
+
+    hook = net.net.weight.register_hook(fail)  # type: ignore[no-untyped-call]
+    with pytest.raises(ValueError, match="mistake"):
+        back(train(net, 8))
+    hook.remove()
+    elsewhere(lambda: train(net, 3))
+    assert rows._under_way
+    net.zero_grad()
+    back(train(net, 16))
+    assert rows.take() == 16
+    assert not rows._under_way

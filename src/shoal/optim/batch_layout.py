@@ -9,6 +9,7 @@ calls of that kind, and the hooks are gone: a compiled model never has them, and
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -37,6 +38,13 @@ class _Seen(NamedTuple):
     sequence: bool
 
 
+class _Looks(NamedTuple):
+    """What was seen in a call, and the hooks that look."""
+
+    seen: list[_Seen]
+    hooks: list[RemovableHandle]
+
+
 class _Found(NamedTuple):
     """Where the batch is: in the second dimension of this tensor; nowhere, if there is none; or why it is not known."""
 
@@ -54,16 +62,15 @@ class BatchLayout:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._found: dict[tuple[int, ...], _Found | None] = {}  # None: the rows count
-        self._seen: list[_Seen] | None = None  # in the call that goes on, if it is looked at
-        self._hooks: list[RemovableHandle] = []
+        self._looks: dict[int, _Looks] = {}  # by thread: at the call that goes on there, if it is looked at
 
     def begins(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """The model is about to be called: look at its layers, if nothing is known of such a call."""
-        self.close()
+        self.end()
         model, kind = self._model(), _kind_of(args, kwargs)
         if model is None or kind in self._found or len(self._found) >= _MOST_KINDS or _is_compiled(model):
             return
-        seen = self._seen = []
+        seen, hooks = self._looks[threading.get_ident()] = _Looks([], [])
         for name, layer in model.named_modules():
             if not isinstance(layer, (*_SEQUENCES, _ConvNd, nn.Linear)):
                 continue
@@ -71,7 +78,7 @@ class BatchLayout:
             if layer is model:
                 look(layer, tuple(args), dict(kwargs))  # torch calls no hook that comes so late
             else:
-                self._hooks.append(layer.register_forward_pre_hook(look, with_kwargs=True))
+                hooks.append(layer.register_forward_pre_hook(look, with_kwargs=True))
 
     def rows(self, counted: int | str, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> int | str:
         """The samples of a call that is over.
@@ -82,8 +89,7 @@ class BatchLayout:
             kwargs: what it was given by name.
             output: what it returned.
         """
-        seen, kind = self._seen, _kind_of(args, kwargs)
-        self.close()
+        seen, kind = self.end(), _kind_of(args, kwargs)
         given = list(tensors_in([*args, *kwargs.values()]))
         if kind in self._found:
             found = self._found[kind]
@@ -100,23 +106,36 @@ class BatchLayout:
             return found.why
         return 1 if found.tensor is None else given[found.tensor].size(1)
 
-    def close(self) -> None:
-        """Look at no layer any more."""
-        self._seen = None
-        for hook in self._hooks:
+    def end(self) -> list[_Seen] | None:
+        """The call that goes on in this thread is over: look at no layer any more.
+
+        Returns:
+            What was seen in it; None if it was not looked at.
+        """
+        return self._end(threading.get_ident())
+
+    def _end(self, thread: int) -> list[_Seen] | None:
+        if (looks := self._looks.pop(thread, None)) is None:
+            return None
+        for hook in looks.hooks:
             hook.remove()
-        self._hooks.clear()
+        return looks.seen
+
+    def close(self) -> None:
+        """Look at no layer any more, for whatever call."""
+        for thread in list(self._looks):
+            self._end(thread)
 
 
 class _Look:
-    """The hook of a layer. In a copy of the model it does nothing."""
+    """The hook of a layer. In a copy of the model, and in other threads than the call's, it does nothing."""
 
     def __init__(self, seen: list[_Seen] | None = None, name: str = "") -> None:
-        self._into, self._name = seen, name
+        self._into, self._name, self._thread = seen, name, threading.get_ident()
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = next(iter((*args, *kwargs.values())), None)
-        if self._into is None or not isinstance(given, torch.Tensor):
+        if self._into is None or not isinstance(given, torch.Tensor) or self._thread != threading.get_ident():
             return
         if isinstance(layer, _SEQUENCES):
             if given.ndim == 3 and layer.batch_first:

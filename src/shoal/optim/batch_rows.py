@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -112,12 +113,13 @@ class BatchRows:
         """The model was called."""
         outputs = [each for each in tensors_in(output) if each.requires_grad]
         if not outputs or not torch.is_grad_enabled():
-            self._layout.close()
+            self._layout.end()
             return
         within = torch._C._current_graph_task_id()  # noqa: SLF001 (an activation checkpoint calls it within backward)
         if within == -1:
-            self._under_way.clear()  # of a backward pass that raised
-            self._forget_cleared()
+            self._forget_raised()
+            if not self._under_way:
+                self._forget_cleared()
         tensors = list(tensors_in([*args, *kwargs.values()]))
         if self._rows is None:
             counted = self._layout.rows(rows_of_call(args, kwargs), args, kwargs, output)
@@ -184,6 +186,16 @@ class BatchRows:
         values = (each if each.layout is torch.strided else each.coalesce().values() for each in gradients)
         if not any(bool(each.count_nonzero()) for each in values):
             self._clear()
+
+    def _forget_raised(self) -> None:
+        """This thread calls the model: backward passes through its calls before are over, or have raised.
+
+        Other threads may be within theirs: an actor plays with the model that a trainer trains.
+        """
+        me = threading.get_ident()
+        for number, calls in list(self._under_way.items()):
+            if any(call.thread == me for call in calls):
+                self._under_way.pop(number, None)
 
     def _without_call(self, passes: set[int]) -> None:
         if self._added - passes:
@@ -270,6 +282,7 @@ class _Call:
         within: the number of the backward pass that made it, to compute an activation once more; else -1.
         units: what else may be counted: the rows of each sample, and their rows, of the tensor of most dimensions.
         tokens: elements of its largest tensor of whole numbers.
+        thread: in which it was made.
     """
 
     rows: int | str
@@ -277,6 +290,7 @@ class _Call:
     within: int
     units: tuple[int, ...]
     tokens: int
+    thread: int = dataclasses.field(default_factory=threading.get_ident)
 
     def like(self, other: _Call) -> bool:
         """Whether both were given the same tensors."""

@@ -46,6 +46,8 @@ _LOOKS = (
     | {"unsqueeze", "view"}
 )
 """Functions that read no values, by name."""
+_LEAVES = frozenset({"expand_as", "view_as"})
+"""Of a tensor and itself: torch, and programs, find so the place in a graph that adds to the tensor's gradient."""
 _NUMBERS = frozenset({"__bool__", "__complex__", "__float__", "__index__", "__int__", "item"})
 _watching = True
 _EXPORTS = frozenset(("numpy", "__array__", "__dlpack__"))
@@ -100,6 +102,10 @@ class _Lent:
                     args = [args[0].detach().clone(), *args[1:]]
             if setting == "grad" and isinstance(args[0], Shard):
                 _check_gradient(args[0].label, args[1])
+            if name in _LEAVES and args[0] is args[-1] and torch.is_grad_enabled():
+                args = given = [_leaf(each) for each in args]
+            if func is torch.autograd.backward and not any(isinstance(each, Shard) for each in tensors_in(args[0])):
+                kwargs = {**kwargs, "inputs": [_leaf(each) for each in kwargs.get("inputs") or ()] or None}
             changed = _changed(f"{setting} =" if setting == "data" else name, args, kwargs)
             if isinstance(changed, Shard):
                 rows.refused(name, changed.label)
@@ -157,9 +163,15 @@ class View(_Guarded, torch.Tensor):
 
 
 class Shard(_Lent, DTensor):
-    """This rank's rows of a weight, in its place while its unit does not run; or a value computed from them."""
+    """This rank's rows of a weight, in its place while its unit does not run; or a value computed from them.
+
+    Attributes:
+        label: the name of the weight, and its unit, for people.
+        whole: the weight, through which passes go; None for a computed value.
+    """
 
     label = "a parameter"
+    whole: torch.Tensor | None = None
 
     def set_(self, *_: Any, **__: Any) -> Any:
         """Not possible; torch lets nobody see it."""
@@ -208,11 +220,12 @@ def lend(whole: torch.nn.Parameter, loan: Loan) -> None:
         whole.loan = loan  # type: ignore[attr-defined]
 
 
-def watch_shard(shard: DTensor, name: str) -> None:
-    """Guard a shard."""
+def watch_shard(shard: DTensor, name: str, whole: torch.Tensor | None = None) -> None:
+    """Guard a shard, of a whole weight or of a computed value (None)."""
     if type(shard) is DTensor:
         shard.__class__ = Shard
         shard.label = name  # type: ignore[attr-defined]
+        shard.whole = whole  # type: ignore[attr-defined]
 
 
 def replace(original: torch.nn.Parameter, name: str) -> None:
@@ -236,6 +249,13 @@ def unwatched() -> Iterator[None]:
 def is_lent(value: object) -> bool:
     """Whether it is a whole weight, or shares the memory of one."""
     return isinstance(value, _Guarded)
+
+
+def _leaf(value: Any) -> Any:
+    """A trained weight in place of its shard: passes add to its gradient. Any other value as it is."""
+    if isinstance(value, Shard) and value.whole is not None and value.requires_grad:
+        return value.whole.requires_grad_()  # as FSDP2 does when its unit runs next
+    return value
 
 
 def _changed(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:

@@ -91,7 +91,7 @@ class Unsharded:
     @staticmethod
     def _guard(name: str, managed: Any, state: Any) -> None:
         """A program may use it only while its unit runs."""
-        watch_shard(managed.sharded_param, name)
+        watch_shard(managed.sharded_param, name, managed.unsharded_param)
         if len(managed.all_gather_outputs) == 1:  # otherwise an extension of FSDP2 has its own memory
             memory = managed.all_gather_outputs[0].untyped_storage()
             lend(managed.unsharded_param, Loan(name, memory, weakly(state._pre_backward)))  # noqa: SLF001

@@ -168,6 +168,86 @@ def test_one_sequence_is_one_sample_or_is_asked_for() -> None:
     assert f"one sequence or {STEPS} samples" in found
 
 
+@pytest.mark.parametrize("index", [..., None])
+def test_a_list_of_samples_that_layers_take_one_by_one_is_no_single_sample(index: Any) -> None:
+    """A detector's pictures have other sizes: the list of targets is counted, or the number is asked for."""
+    pictures = [torch.randn(3, 8 + each, 9) for each in range(4)]
+    model: Any = Model(lambda self, x, targets=None: [self.net(each[index]) for each in x], net=nn.Conv2d(3, 2, 3))
+    assert counted(model, (pictures, [{"labels": torch.ones(2)} for _ in pictures])) == 4
+    found = counted(model, (pictures,))
+    assert isinstance(found, str)
+    assert "list of tensors" in found
+    assert counted(model, (pictures[:1],)) == 1
+
+
+WORDS, IDS = nn.Embedding(9, WIDTH), torch.randint(0, 9, (STEPS,))
+
+
+@pytest.mark.parametrize(
+    ("model", "given"),
+    [
+        (Model(lambda self, x: self.net(x.unsqueeze(0)), net=head()), torch.randn(WIDTH)),
+        (Model(lambda self, x: self.net(x[None]), net=nn.Conv2d(3, 2, 3)), torch.randn(3, 8, 8)),
+        (Model(lambda self, x: self.net(x[None]).squeeze(0), net=nn.Conv2d(3, 3, 3)), torch.randn(3, 8, 8)),
+        (Model(lambda self, x: self.net(x.permute(2, 0, 1)[None]), net=nn.Conv2d(3, 2, 3)), torch.randn(8, 8, 3)),
+        (Model(lambda self, x: self.net(x.permute(2, 0, 1)), net=nn.Conv2d(3, 2, 3)), torch.randn(8, 8, 3)),
+        (Model(lambda self, x: self.net(x[None, None]), net=nn.Conv2d(1, 2, 3)), torch.randn(8, 8)),
+        (Model(lambda self, x: self.net(x.view(1, 1, -1)), net=nn.Conv1d(1, 2, 3)), torch.randn(9)),
+        (Model(lambda self, x: self.net(x.t()[None]), net=nn.Conv1d(WIDTH, 2, 3)), torch.randn(9, WIDTH)),
+        (Model(lambda self, x: self.net(self.words(x)[None]), net=encoder(batch_first=True), words=WORDS), IDS),
+        (Model(lambda self, x: self.net(self.words(x[None])), net=encoder(batch_first=True), words=WORDS), IDS),
+        (Model(lambda self, x: self.net(self.words(x)[None]), net=nn.Linear(WIDTH, 9), words=WORDS), IDS),
+        (
+            Model(lambda self, x: self.net(x[None])[0][:, -1], net=nn.GRU(WIDTH, 2, batch_first=True)),
+            time_first()[:, 0],
+        ),
+        (Model(lambda self, x: self.net(x.unsqueeze(1))[0][-1], net=nn.GRU(WIDTH, 2)), time_first()[:, 0]),
+        (Model(lambda self, x: self.net(x.view(1, -1, 1))[1], net=nn.GRU(1, 2, batch_first=True)), torch.randn(9)),
+    ],
+)
+def test_a_model_that_makes_a_batch_of_one_was_counted_by_the_rows_of_its_sample(model: nn.Module, given: Any) -> None:
+    """An observation, a picture, tokens, a sound, a series of numbers: forward itself adds the batch dimension."""
+    assert counted(model, (given,), (given.clone(),)) == 2
+
+
+def test_a_batch_of_one_whose_rows_may_be_samples_is_asked_for() -> None:
+    """Results for each row, or none but the loss; and what no layer says, where all results are of one row."""
+    net, rows = encoder(batch_first=True), torch.randn(STEPS, WIDTH)
+    for model in (
+        Model(lambda self, x: self.net(x[None])[0], net=net),
+        Model(lambda self, x: self.net(x[None]).square().mean(), net=net),
+        Model(lambda self, x: self.net(x.unsqueeze(1))[0], net=nn.LSTM(WIDTH, WIDTH)),
+    ):
+        found = counted(model, (rows,))
+        assert isinstance(found, str)
+        assert f"one sequence or {STEPS} samples" in found
+    pooled: Any = Model(lambda self, x: self.net(x).mean(0, keepdim=True), net=head())
+    found = counted(pooled, (rows,))
+    assert isinstance(found, str)
+    assert f"given {STEPS} rows, and returned one" in found
+    compiled: Any = torch.compile(Model(lambda self, x: self.net(x[None]), net=nn.Conv2d(3, 2, 3)), backend="eager")
+    found = counted(compiled, (torch.randn(3, 8, 8),))
+    torch._dynamo.reset()
+    assert isinstance(found, str)
+    assert "given 3 rows, and returned one" in found
+
+
+def test_batches_beside_a_dimension_of_one_are_counted_by_their_rows() -> None:
+    """Channels, steps or a mean that are one; loops over samples; a batch of one that comes before larger ones."""
+    wave: Any = Model(lambda self, x: self.net(x.unsqueeze(1)), net=nn.Conv1d(1, 2, 3))
+    assert counted(wave, (torch.randn(1, 9),), (torch.randn(4, 9),)) == 1 + 4
+    assert counted(Model(one_by_one, net=nn.Conv1d(3, 2, 3)), (torch.randn(5, 3, 9),)) == 5
+    loop: Any = Model(lambda self, x: torch.cat([self.net(each[None]) for each in x]), net=head())
+    assert counted(loop, (torch.randn(1, WIDTH),), (torch.randn(6, WIDTH),)) == 1 + 6
+    step: Any = Model(lambda self, x: self.net(x[:, None])[0][:, 0], net=nn.GRU(WIDTH, 2, batch_first=True))
+    assert counted(step, (torch.randn(1, WIDTH),), (torch.randn(6, WIDTH),)) == 1 + 6
+    ends: Any = Model(lambda self, x: self.net(x)[1], net=nn.GRU(WIDTH, 2, batch_first=True))
+    assert counted(ends, (torch.randn(BATCH, STEPS, WIDTH),)) == BATCH
+    assert counted(Model(lambda self, x: self.net(x).mean().view(1), net=head()), (torch.randn(6, WIDTH),)) == 6
+    token: Any = Model(lambda self, x: self.net(self.words(x)[None]), net=encoder(batch_first=True), words=WORDS)
+    assert counted(token, (IDS[:1],), (IDS,)) == 2
+
+
 def test_a_compiled_model_is_asked_by_its_results() -> None:
     """Hooks in it would become part of what was compiled."""
     model = Model(last, net=nn.GRU(WIDTH, WIDTH), head=head())
@@ -259,6 +339,63 @@ def test_the_samples_of_ten_kinds_of_models(expected: int | str, model: nn.Modul
         assert isinstance(found, str)
         assert expected in found
         assert "batch_size_per_step" in found
+
+
+class Opaque(torch.Tensor):
+    """A tensor that does not say its sizes."""
+
+    @property
+    def shape(self) -> Any:  # type: ignore[override]
+        """As torch's nested tensors do."""
+        raise RuntimeError("no sizes")
+
+
+class Lazy(dict[str, Any]):
+    """A batch that is read from elsewhere."""
+
+    def values(self) -> Any:
+        """Not all at once."""
+        raise OSError("cannot be listed")
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_broke_the_forward_of_the_model(layout: Any) -> None:
+    """It has no sizes, but parts; each of them is a sample."""
+    parts = torch.nested.nested_tensor([torch.randn(each, WIDTH) for each in (2, 3, 5)], layout=layout)
+    model: Any = Model(lambda self, x: self.net(torch.nested.to_padded_tensor(x, 0.0)), net=head())
+    assert counted(model, (parts,)) == 3
+    assert counted(model, {"x": parts}) == 3
+    inner: Any = Model(lambda self, x: torch.nested.to_padded_tensor(self.net(x), 0.0), net=head())
+    assert counted(inner, (parts,)) == 3
+
+
+@pytest.mark.parametrize("fixed", [None, 6])
+def test_a_look_that_raises_broke_the_forward_of_the_model(fixed: int | None) -> None:
+    """Of what cannot be looked at nothing is known, be it given to the model, to a layer, or returned."""
+    plain = torch.randn(6, WIDTH)
+
+    def inside(self: Any, x: torch.Tensor) -> Any:
+        return self.net(x.as_subclass(Opaque)).as_subclass(torch.Tensor)
+
+    for forward, given, is_known in (
+        (lambda self, x: self.net(x.as_subclass(torch.Tensor)), plain.as_subclass(Opaque), True),  # by its first size
+        (inside, plain, False),
+        (lambda self, x: self.net(x["x"]), Lazy(x=plain), False),
+        (lambda self, x: Lazy(y=self.net(x)), plain, False),
+    ):
+        model: Any = Model(forward, net=head())
+        rows, warnings = rows_of(model, fixed, list(model.parameters())), list[str]()
+        output = model(given)
+        losses(output["y"] if isinstance(output, dict) else output).backward()  # type: ignore[no-untyped-call]
+        if fixed is not None or is_known:
+            assert samples_of(fixed, rows, warnings.append) == 6
+            assert not warnings
+        else:
+            with pytest.raises(ConfigError, match=r"cannot be looked at.*batch_size_per_step"):
+                samples_of(None, rows, warnings.append)
+        assert rows is not None
+        rows.close()
 
 
 # ------------------------------------------------------------------------------------------------- sizes that are given

@@ -31,7 +31,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from shoal.errors import ConfigError
 from shoal.optim.arguments import MOST_SAMPLES
-from shoal.optim.batch_layout import BatchLayout
+from shoal.optim.batch_layout import BatchLayout, alike, looked, sizes_of
 from shoal.optim.gradient_watch import TensorMark
 from shoal.runtime.checks import whole
 from shoal.runtime.nested import tensors_in, within
@@ -107,12 +107,12 @@ class BatchRows:
     def begins(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """The model is about to be called."""
         if self._rows is None and torch.is_grad_enabled():
-            self._layout.begins(args, kwargs)
+            looked(self._layout.begins, args, kwargs)
 
     def called(self, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
         """The model was called."""
-        outputs = [each for each in tensors_in(output) if each.requires_grad]
-        if not outputs or not torch.is_grad_enabled():
+        outputs: list[torch.Tensor] | str = looked(_differentiable, output) if torch.is_grad_enabled() else []
+        if not outputs:
             self._layout.end()
             return
         within = torch._C._current_graph_task_id()  # noqa: SLF001 (an activation checkpoint calls it within backward)
@@ -120,12 +120,18 @@ class BatchRows:
             self._forget_raised()
             if not self._under_way:
                 self._forget_cleared()
-        tensors = list(tensors_in([*args, *kwargs.values()]))
+        if isinstance(outputs, str):
+            self._why = self._why or outputs
+            self._layout.end()
+            return
+        counted: int | str
         if self._rows is None:
-            counted = self._layout.rows(rows_of_call(args, kwargs), args, kwargs, output)
+            counted = looked(self._layout.rows, rows_of_call(args, kwargs), args, kwargs, output)
         else:
             counted = self._rows(args, kwargs)
-        call, me = _Call(counted, tuple(map(TensorMark, tensors)), within, *_units(tensors)), weakref.ref(self)
+        given = looked(_given, args, kwargs)
+        marks, units = ((), ((), 0)) if isinstance(given, str) else given
+        call, me = _Call(counted, marks, within, *units), weakref.ref(self)
 
         def coming(_gradient: torch.Tensor) -> None:
             if (rows := me()) is not None:
@@ -199,7 +205,7 @@ class BatchRows:
 
     def _without_call(self, passes: set[int]) -> None:
         if self._added - passes:
-            self._why = _NO_CALL
+            self._why = self._why or _NO_CALL
 
     def take(self, cure: str = _CURE) -> int:
         """The samples since the last time; 1, of nothing, if there is no gradient.
@@ -378,6 +384,10 @@ def rows_in(batch: Any, *, collated: bool = False) -> int | str:
         collated: whether its lists hold the fields of samples, as torch's `default_collate` makes them. Otherwise a
             list of tensors of one sort may as well hold one tensor for each sample.
     """
+    return looked(_rows_in, batch, collated=collated)
+
+
+def _rows_in(batch: Any, *, collated: bool) -> int | str:
     counts = list(_counts(batch, collated=collated))
     whole = [count for count in counts if isinstance(count, int)]
     if len(set(whole)) > 1 and (labels := _labels(batch)) is not None and whole.count(labels) > 1:
@@ -400,27 +410,32 @@ def _counts(given: Any, *, collated: bool) -> Iterator[int | str]:
         yield int(given.batch_sizes[0])
     elif isinstance(given, list | tuple) and given and all(isinstance(each, Mapping) for each in given):
         yield len(given)
-    elif isinstance(given, list | tuple) and not collated and not hasattr(given, "_fields") and _alike(given):
+    elif isinstance(given, list | tuple) and not collated and not hasattr(given, "_fields") and alike(given):
         yield "the model was given a list of tensors, which may be one for each sample"
     else:
         for each in within(given):
             yield from _counts(each, collated=collated)
 
 
+def _differentiable(output: Any) -> list[torch.Tensor]:
+    return [each for each in tensors_in(output) if each.requires_grad]
+
+
+def _given(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[TensorMark, ...], tuple[tuple[int, ...], int]]:
+    """The tensors of a call, and what may be counted in the place of its rows."""
+    tensors = list(tensors_in([*args, *kwargs.values()]))
+    return tuple(map(TensorMark, tensors)), _units(tensors)
+
+
 def _units(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], int]:
     """What may be counted in the place of rows (see `_Call`)."""
-    shape = max((each.shape for each in tensors), key=len, default=())
-    is_whole = [not each.is_floating_point() for each in tensors if each.shape == shape]
+    shape = max(map(sizes_of, tensors), key=len, default=())
+    is_whole = [not each.is_floating_point() for each in tensors if sizes_of(each) == shape]
     depth = len(shape) if any(is_whole) else len(shape) - 1
     units = tuple(math.prod(shape[: each + 1]) for each in range(1, depth))
     return units, max((each.numel() for each in tensors if each.ndim > 1 and not each.is_floating_point()), default=0)
-
-
-def _alike(given: Sequence[Any]) -> bool:
-    """Whether these are tensors of one sort."""
-    return (
-        all(isinstance(each, torch.Tensor) for each in given) and len({(each.ndim, each.dtype) for each in given}) == 1
-    )
 
 
 def _labels(batch: Any) -> int | None:

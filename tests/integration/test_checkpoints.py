@@ -684,7 +684,7 @@ class Crowd:
 
     def saved(self) -> list[int]:
         """The newest epoch of each folder."""
-        names = [[path.name for path in folder.iterdir() if path.name[0] != "."] for folder in self._folders]
+        names = [[path.name for path in folder.glob("epoch-*")] for folder in self._folders]  # none that was given up
         return [max(int(name.split("-")[1]) for name in each) for each in names]
 
 

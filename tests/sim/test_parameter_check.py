@@ -183,7 +183,7 @@ def test_a_step_that_always_differs_is_not_mended_for_ever(names: list[str]) -> 
     async def main() -> None:
         run, said = await train(names, 41, nothing, hook)
         downloads = sum(run.swarm.peer(name).downloads for name in names)
-        assert 2 <= downloads <= 8
+        assert 2 <= downloads <= 10  # of two, either may mend: ties have another order each time
         assert sum("the step itself differs on one side" in each for each in said) >= 1
 
     sim.run(main, seed=3)

@@ -4,16 +4,15 @@ A key costs nothing, and a state is a claim like any other: a stranger can chang
 it likes. So this peer asks who stands for a state:
 
 - **Contributors.** A state is *vouched* for by the peers whose words weigh here (`words.committed_weights`), and by
-  those whose words have weighed here before: two branches that meet after a partition know each other so. Those
-  who stand for it, or for a better one, weigh at least a quarter of all that are here, unless this peer's own state has
-  stood still for long. As long as they are no majority, the state is one to which the run can have come since they and
-  this peer were last in one step. Who weighs less is heeded, too, once it has been ahead for as much longer: a
-  fast peer that others know may go on alone, and the branch with more samples is to win in the end.
-- **Strangers** are heeded only where no contributor is here but this peer, or none of them can give a state: all are
-  clients, as this peer is. Then those come first that its user gave it. One that has just begun, or has measured
-  nothing, heeds all: it has little to lose, and its run may have gone on without it. Later the state is one to which
-  the run can have come, and the stranger was heard for a part of the time that this peer has trained alone: the more
-  there is to lose, the longer a claim has to stand.
+  those whose words have weighed here before: two branches that meet after a partition know each other so. If those who
+  stand for it, or for a better one, are no majority, it is one to which the run can have come since they and this peer
+  were last in one step. States of contributors come before others.
+- **Strangers** are heeded if the run can have come to their state since this peer's last step with others, as this peer
+  has measured it: a newcomer may be the only one that knows a step. Where no contributor is here but this peer, or none
+  of them can give a state (all are clients, as this peer is), one that has just begun, or has measured nothing, heeds
+  all: it has little to lose. Later the stranger was heard for a part of the time that this peer has trained alone, too:
+  the more there is to lose, the longer a claim has to stand. A peer that began with a state of its own heeds all for
+  `_RESTARTED_S`: others are started again then, under new keys, and one may have a newer checkpoint.
 - **Founders.** Those who were there before the run's first step count as contributors while this peer has just begun,
   each as much as any: nobody had done anything yet, and a line may have failed before the first step.
 - **A peer without a trained state** takes any, those first of the peers that its user gave it.
@@ -34,17 +33,11 @@ from shoal.progress import Heeded, StateKey
 
 __all__ = ["Witness"]
 
-_PART = 4
-"""Those who stand for a state have at least this part of the weight of all whose words count here."""
-
 _FASTER = 16
 """A run becomes so many times as fast at most, while this peer does not see it."""
 
 _PATIENCE = 4
 """A stranger is heard for at least this part of the time that the run takes for what this peer would lose."""
-
-_STILL_S, _STILL_STEPS = 60.0, 8
-"""After so much time, and so many times that of a step, a state stands still, or stays refused for too long."""
 
 _RESTARTED_S = 120.0
 """Peers that are started again from their checkpoints come within this time."""
@@ -104,7 +97,6 @@ class Witness:
         self._gave_at: dict[PeerID, float] = {}
         self._first_heard: dict[PeerID, float] = {}
         self._founders: frozenset[PeerID] = frozenset()
-        self._ahead_since: dict[PeerID, float] = {}
         self._restarted: bool | None = None  # whether it began with a trained state; None: not known
 
     def took_over(
@@ -187,13 +179,15 @@ class Witness:
         part = former | {peer: self._parts[peer] for peer in trained if peer in self._parts}
         known = {peer: trained[peer] for peer in part}
         vouching = self._vouching(own, known, part, self._parts.get(self._me, 0.0), now)
-        restarted = self._restarted and now < _RESTARTED_S
-        if not restarted and not part.keys().isdisjoint(can_give):
-            return Heeded(vouching, frozenset())
         strangers = trained.keys() - part
-        if part and not restarted:  # all of them are clients, as this peer is: an auxiliary peer gives their state
-            strangers = (strangers & self._given) or strangers
-        return Heeded(vouching, frozenset(peer for peer in strangers if self._is_heeded(peer, own, trained[peer], now)))
+        if part.keys().isdisjoint(can_give) or (self._restarted and now < _RESTARTED_S):
+            if part and not self._restarted:  # all are clients, as this peer is: an auxiliary peer gives their state
+                strangers = (strangers & self._given) or strangers
+            heeded = (peer for peer in strangers if self._is_heeded(peer, own, trained[peer], now))
+        else:
+            measured = strangers if self._speed.samples else ()
+            heeded = (peer for peer in measured if self._can_be_there(peer, trained[peer], now))
+        return Heeded(vouching, frozenset(heeded))
 
     def _vouching(
         self, own: StateKey, known: Mapping[PeerID, StateKey], part: Mapping[PeerID, float], mine: float, now: float
@@ -203,20 +197,15 @@ class Witness:
         found = known.keys() - ahead
         # Those who are gone stand for nothing, and parts of different times may be more than the whole.
         total = min(1.0, mine + sum(part.values()))
-        still_s = max(_STILL_S, _STILL_STEPS * self._speed.step_s)
-        stands_still = now - self._place.at > still_s
-        self._ahead_since = {peer: self._ahead_since.get(peer, now) for peer in ahead}
         behind_it = 0.0
         for index, peer in enumerate(ahead):
             behind_it += part[peer]
             if index + 1 < len(ahead) and known[ahead[index + 1]] == known[peer]:
                 continue  # they stand for the same state
             equal = [each for each in ahead if known[each] == known[peer]]
-            ahead_s = now - min(self._ahead_since[each] for each in equal)
-            many = stands_still or _PART * behind_it >= total or _PART * behind_it * ahead_s > total * still_s
             if 2 * behind_it > total:
                 found = found | set(equal)
-            elif many:
+            else:
                 found = found | {each for each in equal if self._can_be_there(each, known[each], now)}
         return frozenset(found)
 

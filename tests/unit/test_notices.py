@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from shoal.events import Event, EventBus, Warned
 from shoal.identity import Identity
 from shoal.optim.beginning import Beginning
 from shoal.optim.notices import Notices
+from shoal.optim.state_name import StateName
 from shoal.peer import PeerID
 
 OTHER = Identity.from_seed(bytes(32)).peer_id
@@ -100,3 +103,24 @@ def test_rounds_that_are_short_or_seldom_are_not_told() -> None:
     assert told_of_rounds(*[(1.0, 1.5)] * 10) == told_of_rounds(*[(12.0, 60.0)] * 10) == []
     assert told_of_rounds(*[(12.0, 14.0), (12.0, 14.0), (1.0, 3.0)] * 3) == []
     assert told_of_rounds(*[(12.0, 14.0)] * 10, awaited=False) == []
+
+
+@pytest.mark.parametrize(
+    ("ours", "taken", "why"),
+    [
+        ((10, 400, 2), (10, 500, 1), "as the state with more samples does"),
+        ((10, 400, 2), (11, 400, 3), "as of two states with equally many samples the one with more epochs does"),
+        ((10, 400, 2), (10, 400, 1), "as both states are equally far, and of two such the one with the lower digest "),
+        ((10, 400, 1), (9, 300, 2), "as the others go on from their state without this one"),
+    ],
+)
+def test_a_state_of_equal_numbers_is_not_said_to_have_more_samples(
+    ours: tuple[int, int, int], taken: tuple[int, int, int], why: str
+) -> None:
+    """It was said of every state that was taken, also of those with as many samples, or fewer."""
+    bus, said = EventBus(), list[Event]()
+    bus.subscribe(said.append)
+    names = [StateName(epoch, bytes([digest]) * 32, samples) for epoch, samples, digest in (ours, taken)]
+    Notices(bus, "run").gave_up(names[0], 8, names[1])
+    (message,) = (event.message for event in said if isinstance(event, Warned))
+    assert f"do not count, {why}" in message

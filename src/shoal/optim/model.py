@@ -81,9 +81,12 @@ class TrainedModel:
 
     @property
     def unshared_statistics(self) -> list[str]:
-        """Running statistics of normalization that no run shares: each peer has its own."""
+        """Running statistics of normalization that no run shares: each peer has its own.
+
+        Vectors of power iterations (spectral norm) are none: each peer finds them by itself, for the same weights.
+        """
         shared = self._shared | self._elsewhere
-        found = _statistics(self._model)
+        found = _running(self._model)
         return [name for name, tensor in found if tensor.dtype.is_floating_point and id(tensor) not in shared]
 
     @property
@@ -165,13 +168,13 @@ class TrainedModel:
                 )
         self._tree = _tree_of(self._model)
 
-    def find_change(self) -> str | None:
-        """A tensor that is not trained, and has other values than at first; None if there is none. Each is told once.
+    def changes(self) -> Iterator[str]:
+        """The tensors that are not trained, and have other values than at first. Each is told once.
 
         Values are looked at only where torch has counted a change, or the memory is another: a change through `.data`
         goes unseen.
         """
-        for name, before in self._marks.items():
+        for name, before in list(self._marks.items()):
             place = self._still[name]
             tensor = getattr(place.module, place.key, None)  # a model that is moved gets new buffers
             if id(tensor) in self._elsewhere:
@@ -181,8 +184,7 @@ class TrainedModel:
             self._marks[name] = mark
             if _digest(tensor, name) != self._digests[name]:
                 del self._marks[name]
-                return name
-        return None
+                yield name
 
 
 class _Place(NamedTuple):
@@ -279,11 +281,20 @@ def _dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _statistics(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The buffers that a forward pass in train mode moves: of normalization, and of power iterations."""
+    yield from _running(model)
     for prefix, module in model.named_modules():
         hooks = [each for each in module._forward_pre_hooks.values() if isinstance(each, SpectralNorm)]  # noqa: SLF001
         iterated = {f"{hook.name}_{vector}" for hook in hooks for vector in "uv"}
         if type(module).__name__ == "_SpectralNorm":
             iterated = {"_u", "_v"}
         for key, tensor in module.named_buffers(recurse=False):
-            if isinstance(module, _NormBase) or key in iterated:
+            if key in iterated:
+                yield f"{prefix}.{key}".strip("."), tensor
+
+
+def _running(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers of layers that normalize by running statistics."""
+    for prefix, module in model.named_modules():
+        if isinstance(module, _NormBase):
+            for key, tensor in module.named_buffers(recurse=False):
                 yield f"{prefix}.{key}".strip("."), tensor

@@ -288,7 +288,7 @@ class Notices:
         self.warn(
             f"this peer goes on from epoch {taken.epoch} of the others ({taken.samples} samples) and gives up its own "
             f"epoch {ours.epoch} ({ours.samples} samples): the {samples} samples that it has trained apart from them "
-            "do not count, as the state with more samples does. Before peers train apart again, see that they reach "
+            f"do not count, {_why_of(ours, taken)}. Before peers train apart again, see that they reach "
             "each other: let two of them be reachable (a port that is open, or a public Optimizer(auxiliary=True)). "
             f"{keep}"
         )
@@ -462,6 +462,17 @@ def _of_a_tie(verdict: Verdict) -> str:
 def passes_a_power_of_ten(before: int, now: int) -> bool:
     """Whether a count that was lower before has now come to 1, 10, 100, …: what goes on is told ever less often."""
     return len(str(now)) > (len(str(before)) if before else 0)
+
+
+def _why_of(ours: StateName, taken: StateName) -> str:
+    """Why the state of others counts, and not our own."""
+    if taken.key < ours.key:
+        return "as the others go on from their state without this one"
+    if taken.samples > ours.samples:
+        return "as the state with more samples does"
+    if taken.epoch > ours.epoch:
+        return "as of two states with equally many samples the one with more epochs does"
+    return "as both states are equally far, and of two such the one with the lower digest counts on all peers"
 
 
 def _names(peers: Iterable[PeerID]) -> str:

@@ -729,10 +729,11 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             self._model.check()
             if not self._model_told:
                 self._warn_of_model(self._model)
-            if (name := self._changed_tensor(self._model)) is not None:
+            if names := self._changed_tensors(self._model):
+                what = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more tensors"
                 self._warn(
-                    f"{name} of the model is not trained, but has changed since the run began: other peers do not have "
-                    "its new values. Leave it as it is; if it is meant to move, give it in extra_tensors"
+                    f"{what} of the model changed since the run began, but not by training: other peers do not have "
+                    "the new values. Leave what is not trained as it is; what is meant to move, give in extra_tensors"
                 )
         if not self.auxiliary and (message := self._watch.at_step()) is not None:
             self._warn(message)
@@ -745,14 +746,16 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         self._saver.at_step(self._state, self._copy, finished=self.finished)
         return loss
 
-    def _changed_tensor(self, model: TrainedModel) -> str | None:
+    def _changed_tensors(self, model: TrainedModel) -> list[str]:
+        names = []
         try:
-            return model.find_change()
+            for name in model.changes():
+                names.append(name)  # noqa: PERF402 (those before an error are told)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             self._warn(f"a look at tensors that are not trained was left out, because of no memory ({error})")
-            return None
+        return names
 
     def _asked_for_statistics(self) -> bool:
         training = self._training

@@ -71,6 +71,22 @@ def test_the_status_says_what_goes_on() -> None:
             one.status()
 
 
+def test_a_batch_that_is_not_finite_is_in_the_status() -> None:
+    """Its samples were neither contributed nor dropped. A step without any gradient has no samples."""
+    with shoal.DHT(start=True) as dht:
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        swarm = shoal.Optimizer(dht=dht, run_id="run", target_batch_size=64, batch_size_per_step=4, optimizer=optimizer)
+        swarm.step()
+        for number in range(6):
+            scale = float("nan") if number % 2 else 1.0
+            (model(torch.ones(4, 3)).square().mean() * scale).backward()
+            swarm.step()
+            swarm.zero_grad()
+        status = swarm.status()
+        assert (status.contributed, status.dropped, status.samples) == (0, 12, 12)
+
+
 def test_a_client_of_a_peer_that_listens_is_a_client_to_the_others() -> None:
     """Its DHT can be dialed, but it gives no state and leads no group: nobody is to ask it for one."""
     with shoal.DHT(start=True) as first, shoal.DHT([first.invite()], start=True) as second:

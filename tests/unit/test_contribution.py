@@ -193,3 +193,15 @@ def test_what_was_in_a_state_that_is_given_up_stays_contributed() -> None:
     assert (contribution.contributed, contribution.dropped) == (16, 0)
     contribution.state_changed(3, contributed=8, processed=24, batches=3, held=0, now=3.0)
     assert (contribution.contributed, contribution.dropped) == (8, 16)
+
+
+def test_a_batch_that_is_not_finite_is_neither_contributed_nor_dropped() -> None:
+    """It was in neither. Now it is dropped, and no warning says that it came too late."""
+    contribution = Contribution()
+    for _ in range(100):
+        contribution.leave_out(8)
+    contribution.settle(16, 24, 8)
+    assert (contribution.contributed, contribution.dropped) == (16, 800)
+    assert not contribution.first_dropped(processed=24, batches=3)
+    for now in (0.0, 4000.0):
+        assert contribution.much_dropped(processed=24, now=now, over=False) is None

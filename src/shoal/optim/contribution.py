@@ -86,13 +86,13 @@ class Contribution:
 
     Attributes:
         contributed: samples in the steps that led to this peer's state: of what went into some parts of a step, the
-            share of these. As of the last `settle`, as `dropped`.
-        dropped: samples that were computed and are in none of them: their state was over before they came, or was given
+            share of these. As of the last `settle`, as `in_vain`.
+        in_vain: samples that were computed and are in none of them: their state was over before they came, or was given
             up for that of others, or the run was over, or this peer has left.
     """
 
     def __init__(self) -> None:
-        self.contributed = self.dropped = 0
+        self.contributed = self.in_vain = self._left_out = 0
         self._last: _Mark | None = None
         self._widest = 0
         self._since = self._begun = _Mark(0, 0, 0, 0, 0.0)
@@ -102,9 +102,18 @@ class Contribution:
         self._hour: tuple[int, int, float] | None = None  # dropped, processed and the time when it began
         self._told_first = False
 
+    @property
+    def dropped(self) -> int:
+        """Samples that are in no step: those in vain, and those of batches that could not be summed."""
+        return self.in_vain + self._left_out
+
+    def leave_out(self, samples: int) -> None:
+        """The gradients of so many samples cannot be summed, which `Notices.accumulated` tells."""
+        self._left_out += samples
+
     def first_dropped(self, *, processed: int, batches: int) -> bool:
         """Whether it is to be told that samples were dropped: true once."""
-        if self._told_first or self.dropped * batches <= _FEW_BATCHES * processed:
+        if self._told_first or self.in_vain * batches <= _FEW_BATCHES * processed:
             return False
         self._told_first = True
         return True
@@ -118,12 +127,12 @@ class Contribution:
             over: the run is over: it need not have taken an hour, but a minute.
         """
         if self._hour is None:
-            self._hour = self.dropped, processed, now
+            self._hour = self.in_vain, processed, now
         dropped, computed, since = self._hour
         if now < since + (_LEAST_S if over else _HOUR_S):
             return None
-        self._hour = self.dropped, processed, now
-        samples, computed = self.dropped - dropped, processed - computed
+        self._hour = self.in_vain, processed, now
+        samples, computed = self.in_vain - dropped, processed - computed
         # What was held at the beginning of the hour may have been dropped in it.
         much = samples > _MUCH * computed > 0
         return Dropped(min(samples, computed), computed, now - since) if much else None
@@ -132,7 +141,7 @@ class Contribution:
         """Of the samples that were computed, these are in this peer's state, and `held` may still go into a step."""
         self.contributed = contributed
         # A batch is held before it is counted as computed, so another thread may see one too many.
-        self.dropped = max(0, processed - contributed - held)
+        self.in_vain = max(0, processed - contributed - held)
 
     def state_changed(
         self, epoch: int, *, contributed: int, processed: int, batches: int, held: int, now: float

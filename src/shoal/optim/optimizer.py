@@ -851,8 +851,12 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         if self._spent is None or not self._spent.are_there():
             with self._lock.acquire_in_thread():
                 worth = self._training.accumulate(samples) or self._training.holds_average
-            for participant in self._participants if worth else ():
-                participant.speed.count(samples)
+                has_gradients = any(each.grad is not None for each in self._training.trained)
+            for participant in self._participants:
+                if worth:
+                    participant.speed.count(samples)
+                elif has_gradients:
+                    participant.contribution.leave_out(samples)
         self._counted = True
 
     def _stay_at_end(self) -> None:

@@ -939,7 +939,7 @@ class Participant:
         speed, contribution = self.speed, self.contribution
         self._settle()
         if contribution.first_dropped(processed=speed.processed, batches=speed.batches):
-            self._notices.first_dropped(contribution.dropped, speed.processed)
+            self._notices.first_dropped(contribution.in_vain, speed.processed)
         much = contribution.much_dropped(processed=speed.processed, now=self._now(), over=self.at_end or self._closed)
         if much is not None:
             self._notices.much_dropped(much, self.settings.merging, keeps_late=self.training.keeps_late, left=left)

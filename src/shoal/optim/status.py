@@ -74,7 +74,8 @@ class Status:
         contributed: samples of this peer in the steps that led to its state: it falls where that is given up for a
             better one without them. Of what went into some parts of a step, the share of these. With fragments: of the
             one that has fewest.
-        dropped: samples of this peer that are in none, and will be in none; with fragments, of the one with most.
+        dropped: samples of this peer that are in none, and will be in none, with those of batches whose gradients are
+            not finite; with fragments, of the one with most.
         end_epoch: where the run ends, as far as it is known here; None: nowhere yet.
         finished: whether this peer is at the end, and may leave.
         alone_because: why this peer trains alone though it should not, and what to do: sentences; empty if it does not.

@@ -98,6 +98,32 @@ def test_an_optimizer_that_raises_on_one_rank(pool: Ranks, stage: int) -> None:
     assert first[2] == second[2]
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("how", ["apart", "signal"])
+def test_ctrl_c_within_a_step_leaves_all_ranks_with_the_same_weights(
+    pool: Ranks, tmp_path: Path, how: str, stage: int
+) -> None:
+    """In stages 1 and 2 each rank had the new weights of its own part alone, and went on without a word."""
+    first, second = pool.play(2, broken.interrupted, how, stage, str(tmp_path))
+    for found in (first, second):
+        assert found["step"] == "KeyboardInterrupt"
+        assert found["digest"] == first["digest"]
+        assert [found[each] for each in ("weights", "a part", "save", "next step", "load")] == [""] * 5
+        assert found["apart"] <= 1e-6
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_in_the_middle_of_a_step_are_refused_until_a_load(pool: Ranks, tmp_path: Path, stage: int) -> None:
+    """An interrupt while ranks exchange new weights: step, save and full_state_dict took them for whole ones."""
+    for found in pool.play(2, broken.interrupted, "between", stage, str(tmp_path)):
+        assert found["step"] == "KeyboardInterrupt"
+        for each in ("weights", "a part", "save", "next step"):
+            assert found[each].startswith("LocalError: the weights were changed"), (each, found[each])
+            assert "shoal.zero.load" in found[each]
+        assert found["load"] == ""
+        assert found["apart"] <= 1e-6
+
+
 @pytest.mark.parametrize(
     ("calls", "stage"),
     [

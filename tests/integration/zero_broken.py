@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import shoal.zero
 from shoal.errors import ConfigError, LocalError
 from shoal.zero.optimizer import ShardedOptimizer
+from tests.integration.scripts import digest
 from tests.integration.zero_cases import Odd, alone, train
 from tests.integration.zero_programs import backward, moved, said, small_buckets
 
@@ -131,6 +134,67 @@ def broken(where: str, on: Sequence[int], then: str, stage: int, folder: str | N
         apart = moved(model, wanted)
 
     return words, said(go_on), apart
+
+
+def interrupted(how: str, stage: int, folder: str) -> dict[str, Any]:
+    """Ctrl+C within a step on all ranks, at another moment on each; then a checkpoint from before, and another step.
+
+    Args:
+        how: "apart" for rank 0 behind the inner optimizer's step, and the others before; "between" where new weights
+            are about to be sent, by an exception; "signal" there, by a real signal.
+        stage: 1, 2 or 3.
+        folder: a new one.
+
+    Returns:
+        What is said of the step (``step``), and of uses of the weights behind it; the weights' digests behind it, and
+        how far they are from one process behind one more step (``apart``).
+    """
+    model = Odd()
+    with small_buckets():
+        model, optimizer = shoal.zero.shard(
+            model, lambda each: torch.optim.SGD(each, lr=0.1, momentum=0.9), stage=stage
+        )
+    train(optimizer, model, steps=1)
+    shoal.zero.save(f"{folder}/before", model, optimizer)
+    backward(model, 1)
+    inner, publish = optimizer.inner.step, optimizer.carrier.publish
+
+    def step() -> None:
+        if dist.get_rank():
+            raise KeyboardInterrupt
+        inner()
+        raise KeyboardInterrupt
+
+    def interrupt() -> None:
+        if how == "between":
+            raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
+        publish()
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "apart":
+            patch.setattr(optimizer.inner, "step", step)
+        else:
+            patch.setattr(optimizer.carrier, "publish", interrupt)
+        try:
+            optimizer.step()
+            found = {"step": ""}
+        except KeyboardInterrupt:
+            found = {"step": "KeyboardInterrupt"}
+    optimizer.zero_grad()
+    found["weights"] = said(lambda: found.update(digest=digest([*shoal.zero.full_state_dict(model).values()])))
+    found["a part"] = said(lambda: shoal.zero.full_state_dict(model.layers))
+    found["save"] = said(lambda: shoal.zero.save(f"{folder}/behind", model, optimizer))
+    found["next step"] = said(optimizer.step)
+    found["load"] = said(lambda: shoal.zero.load(f"{folder}/before", model, optimizer))
+    train(optimizer, model, steps=1, first=1)
+    signal.signal(signal.SIGINT, before)
+    plain = Odd()
+    wanted, *_ = alone(
+        dist.get_world_size(), "", steps=2, model=plain, optimizer=torch.optim.SGD(plain.parameters(), 0.1, 0.9)
+    )
+    return {**found, "apart": moved(model, wanted)}
 
 
 class Wide(torch.nn.Sequential):

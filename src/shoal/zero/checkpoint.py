@@ -78,6 +78,7 @@ def save(
     Raises:
         ConfigError: the path exists, or cannot be written, or is not the same on all ranks, or the optimizer, a module
             or `extra` keeps values that cannot be saved: on all ranks; there is no checkpoint then.
+        LocalError: a change of the weights was interrupted.
         RankLost: a rank is gone; there is no checkpoint then.
     """
     check_sharded(optimizer)
@@ -85,6 +86,7 @@ def save(
     leads = collectives.everyone.rank() == 0
     with agreement.together():
         optimizer.check_model(model)
+        optimizer.check_whole()
         _check_ema(ema, optimizer)
         target, in_one = location(path), flag("consolidated", consolidated)
         if target.exists():
@@ -362,7 +364,7 @@ def load(
             unsent = {name: saved.residual(name, rank, ranks) for name in residuals}
         _check_others(others, model, optimizer)
     _check_same(agreement, saved.identity, path)
-    with torch.no_grad():
+    with torch.no_grad(), optimizer.changing():
         for piece, values, statistics in found:
             piece.values.copy_(values)
             _restore(optimizer, piece, statistics)
@@ -373,12 +375,10 @@ def load(
         for name, kept in residuals.items():
             there = unsent[name]
             kept.zero_() if there is None else kept.copy_(there)
-    for group, entry in zip(optimizer.param_groups, saved.index["groups"], strict=True):
-        for key, value in entry["settings"].items():
-            group[key] = _like(group.get(key), value)
-    optimizer.state.update({key: untyped(entry) for key, entry in saved.index.get("common", {}).items()})
-    optimizer.carrier.write_out()
-    optimizer.carrier.publish()
+        for group, entry in zip(optimizer.param_groups, saved.index["groups"], strict=True):
+            for key, value in entry["settings"].items():
+                group[key] = _like(group.get(key), value)
+        optimizer.state.update({key: untyped(entry) for key, entry in saved.index.get("common", {}).items()})
     extra: dict[str, Any] = saved.index["extra"]
     return extra
 
@@ -404,13 +404,11 @@ def _load_weights(agreement: Agreement, bare: BareWeights, model: torch.nn.Modul
         tensors = bare.fitting(model, {name: each.shape for name, each in state.items() if torch.is_tensor(each)})
     _check_same(agreement, bare.identity, bare.where)
     orders = optimizer.carrier.orders()
-    with torch.no_grad():
+    with torch.no_grad(), optimizer.changing():
         for piece in optimizer.carrier.pieces():
             values = flat(tensors[piece.name], orders.get(piece.name))
             piece.values.copy_(values[piece.start : piece.stop])
         _overwrite(model, optimizer, {name: each for name, each in tensors.items() if id(state[name]) not in trained})
-    optimizer.carrier.write_out()
-    optimizer.carrier.publish()
 
 
 def _check_same(agreement: Agreement, identity: str, path: str | os.PathLike[str]) -> None:

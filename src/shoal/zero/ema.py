@@ -82,15 +82,17 @@ class EMA:
         with self.optimizer.agreement.together():
             self._check()
         self.optimizer.agreement.alike(self.described, "updates of averages: call update() on all ranks")
-        self._swap()
-        self.optimizer.lent = "within average_parameters(), where it has the averages in place of its weights"
         try:
+            self._swap("within average_parameters(), where it has the averages in place of its weights")
             yield
         finally:
-            self.optimizer.lent = ""
-            self._swap()
+            if not self.optimizer.whole:  # the swap itself has failed
+                self.optimizer.lent = ""
+            elif self.optimizer.lent:
+                self._swap("")
 
     def _check(self) -> None:
+        self.optimizer.check_whole()
         if self.optimizer.lent:
             raise LocalError("the model has the averages in place of its weights: leave the block first")
 
@@ -100,13 +102,13 @@ class EMA:
         return f"averages after {self.updates} updates"
 
     @torch.no_grad()
-    def _swap(self) -> None:
-        for piece, average in zip(self.optimizer.carrier.pieces(), self.averages, strict=True):
-            weights = piece.values.clone()
-            piece.values.copy_(average)
-            average.copy_(weights)
-        self.optimizer.carrier.write_out()
-        self.optimizer.carrier.publish()
+    def _swap(self, lent: str) -> None:
+        with self.optimizer.changing():
+            for piece, average in zip(self.optimizer.carrier.pieces(), self.averages, strict=True):
+                weights = piece.values.clone()
+                piece.values.copy_(average)
+                average.copy_(weights)
+            self.optimizer.lent = lent
 
     @torch.no_grad()
     def replace(self, averages: Sequence[torch.Tensor], updates: int) -> None:

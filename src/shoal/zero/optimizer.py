@@ -6,7 +6,7 @@ import contextlib
 import math
 import sys
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from numbers import Real
 from typing import Any, NamedTuple, NoReturn
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from shoal.errors import ConfigError, LocalError
+from shoal.zero.changes import begin, check_whole, end, is_whole, uninterrupted
 from shoal.zero.collectives import Collectives, Traffic
 from shoal.zero.flat import FlatEngine
 from shoal.zero.fsdp import FsdpEngine
@@ -133,6 +134,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if to_change and self.lent:
             raise LocalError(f"the model cannot be changed {self.lent}: leave that block first")
 
+    @property
+    def whole(self) -> bool:
+        """Whether no change of the weights was interrupted in its middle since the last `load`."""
+        return is_whole(self._model)
+
+    def check_whole(self) -> None:
+        """Raise `LocalError` if one was."""
+        check_whole(self._model)
+
     # ------------------------------------------------------------------------------------------------------- training
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -242,8 +252,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step_inner(self, options: Mapping[str, Any]) -> None:
-        """All ranks have the same parameters afterwards, also if the inner optimizer of one has raised: all raise."""
-        problem: Exception | None = None
+        """All ranks have the same parameters afterwards.
+
+        Also if the inner optimizer of one has raised, or was interrupted: all raise then.
+        """
+        problem: BaseException | None = None
+        begin(self._model)
         try:
             with closing(self.offload.windows(self.inner)) as windows:
                 for stepped in windows:
@@ -253,15 +267,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
                             self.inner.step(**options)
                     finally:
                         self.carrier.write_out(stepped)
-        except Exception as error:  # noqa: BLE001 (raised again below)
+        except BaseException as error:  # noqa: BLE001 (also an interrupt: raised again below)
             problem = error
-        self.carrier.publish()
-        failed = torch.tensor(problem is not None, dtype=torch.int32, device=self._device)
-        self._all_reduce(failed, dist.ReduceOp.MAX)
-        if failed:
-            with self.agreement.together():
-                if problem is not None:
-                    raise problem
+        with uninterrupted():
+            self.carrier.publish()
+            end(self._model)
+            failed = torch.tensor(problem is not None, dtype=torch.int32, device=self._device)
+            self._all_reduce(failed, dist.ReduceOp.MAX)
+            if failed:
+                with self.agreement.together():
+                    if problem is not None:
+                        raise problem
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """The weights of this rank change in this block; behind it all ranks get them."""
+        with uninterrupted():
+            begin(self._model)
+            yield
+            self.carrier.write_out()
+            self.carrier.publish()
+            end(self._model)
 
     def join(self, *_: object, **__: object) -> NoReturn:
         """Not possible: raises `LocalError`."""
@@ -308,6 +334,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         problem, finite = None, True
         try:
             self.check_model(self._model, to_change=True)
+            self.check_whole()
             self.carrier.check()
             finite = self.reduction.finite()
         except LocalError as error:

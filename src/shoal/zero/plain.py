@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.errors import ConfigError
 from shoal.runtime.checks import flag
+from shoal.zero.changes import check_whole
 from shoal.zero.parameters import Order, Piece, flat, named_parameters
 from shoal.zero.replicas import process_group
 from shoal.zero.saved import Range, Statistics, location, typed, warn_unchecked
@@ -60,10 +61,12 @@ def full_state_dict(
 
     Raises:
         ConfigError: an argument is wrong.
+        LocalError: a step was interrupted while ranks exchanged the new weights.
         RankLost: a rank is gone.
     """
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_whole(model)
     keep = not flag("rank0_only", rank0_only) or not dist.is_initialized() or dist.get_rank(group) == 0
     found: dict[str, Any] = {}
     seen: dict[int, torch.Tensor] = {}

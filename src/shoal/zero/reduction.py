@@ -31,6 +31,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from shoal.errors import LocalError, RankLost
+from shoal.zero.changes import uninterrupted
 from shoal.zero.collectives import Collectives, Pending, sum_in_order
 from shoal.zero.offload import Offload
 from shoal.zero.parameters import flat, like, order_of, present_pass, weakly, wide_dtype
@@ -398,7 +399,7 @@ class Reduction:
         if not self._running:
             return
         broken: list[int] = []
-        with self._unless_lost():
+        with self._unless_lost(), uninterrupted():
             while True:
                 while self._launched < len(self._buckets):
                     self._launch()

@@ -316,12 +316,12 @@ class Agreement:
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """If a rank raises in this block, all raise at its end: that rank its own error, the others `ConfigError`."""
-        problem: Exception | None = None
+        problem: BaseException | None = None
         try:
             yield
         except RankLost:
             raise
-        except Exception as error:  # noqa: BLE001 (raised again below)
+        except BaseException as error:  # noqa: BLE001 (also an interrupt: raised again below)
             problem = error
         texts = self.gather("" if problem is None else f"{type(problem).__name__}: {problem}")
         if problem is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 import shoal.zero
+from shoal.zero import standins
 
 WIDTH = 4
 
@@ -121,3 +123,22 @@ def watched(stage: int) -> list[list[bool]]:
     handle.remove()
     model(batch(2, dist.get_rank())).sum().backward()
     return calls
+
+
+def cleared_to_zeros(how: str, stage: int) -> list[str]:
+    """The warnings of a program that clears gradients to zeros, twice."""
+    standins.warn_of_zeros.cache_clear()
+    model, optimizer = shoal.zero.shard(Net(), lambda each: torch.optim.SGD(each, lr=0.1, momentum=0.9), stage=stage)
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("shoal.zero")
+    logger.addHandler(handler)
+    try:
+        for step in range(3):
+            model(batch(step, dist.get_rank())).sum().backward()
+            optimizer.step()
+            (optimizer if how == "optimizer" else model).zero_grad(set_to_none=False)
+    finally:
+        logger.removeHandler(handler)
+    return records

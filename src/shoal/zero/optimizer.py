@@ -25,6 +25,7 @@ from shoal.zero.lent import unwatched
 from shoal.zero.offload import Offload
 from shoal.zero.parameters import local, named_parameters, unique_bytes
 from shoal.zero.replicas import Replicas
+from shoal.zero.standins import warn_of_zeros
 from shoal.zero.topk import share
 from shoal.zero.watch import Agreement
 
@@ -156,8 +157,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Let go of all gradients; `model.zero_grad()` does the same.
 
         Args:
-            set_to_none: kept for compatibility: they always are.
+            set_to_none: False is for compatibility: gradients are None in any case, and a warning says so once.
         """
+        if not set_to_none:
+            warn_of_zeros()
         self.reduction.zero_grad()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

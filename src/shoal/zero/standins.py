@@ -9,6 +9,8 @@ its own `clip_grad_norm_` would.
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from collections.abc import Mapping
 
@@ -16,7 +18,19 @@ import torch
 
 from shoal.errors import LocalError
 
-__all__ = ["StandIns"]
+__all__ = ["StandIns", "warn_of_zeros"]
+
+_logger = logging.getLogger("shoal.zero")
+
+
+@functools.cache  # once
+def warn_of_zeros() -> None:
+    """Zeros were asked for in place of no gradients."""
+    _logger.warning(
+        "gradients were cleared with set_to_none=False, and are None: a parameter that gets no gradient until the next "
+        "step is not stepped, where one process steps it with zeros (momentum and weight decay move it then). If "
+        "that is meant, use set_to_none=True, the default"
+    )
 
 
 class StandIns:
@@ -81,6 +95,7 @@ class StandIns:
             marks.fill_(math.nan)
             for name, value in zip(names, values, strict=True):
                 if value == 0:
+                    warn_of_zeros()
                     self.lift(name)
                 elif not math.isnan(value):
                     raise LocalError(

@@ -314,7 +314,7 @@ class SamplesDropped(Event, frozen=True, kw_only=True):
     def line(self) -> str:
         return (
             f"run {self.run_id!r}: {self.dropped} of the {self.computed} samples that this peer has computed went into "
-            "no step, as they came too late; status().dropped counts them"
+            "no step: they came too late, or were more than it may give at once; status().dropped counts them"
         )
 
 

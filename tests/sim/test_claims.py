@@ -198,6 +198,29 @@ def test_a_liar_took_64_times_the_most_of_the_last_merges() -> None:
 
 
 @pytest.mark.parametrize("merges", [False, True], ids=["synchronous", "merges"])
+def test_samples_that_were_cut_were_said_to_come_too_late(merges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that gives more at once than it may is told so, and not to change the length of an epoch."""
+    monkeypatch.setattr("shoal.optim.participant.may_give", lambda _typical, _steps: 1.0)
+
+    async def main() -> None:
+        run, heard, every_s = Run(target=128), list[Event](), 4.0 if merges else 1.0
+        for name in NAMES:
+            strategy = Decoupled(every=1, fragments=1) if merges else None
+            await run.add(name, events=heard.append, strategy=strategy)
+            run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=every_s, until=until(65.0)))
+        await sim.sleep(70.0)
+        for name in NAMES:
+            await run.swarm.peer(name).participant.close()
+        told = [each.message for each in heard if isinstance(each, Warned) and "went into no step" in each.message]
+        assert told
+        assert all(f"than the time since its last {'merge' if merges else 'round'} allows" in each for each in told), (
+            told
+        )
+
+    sim.run(main, seed=58)
+
+
+@pytest.mark.parametrize("merges", [False, True], ids=["synchronous", "merges"])
 def test_what_was_trained_while_rounds_failed_was_cut(merges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where 80 steps' worth could not be given, all of it counts afterwards: it was cut to 64, or to four."""
 

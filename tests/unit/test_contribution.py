@@ -205,3 +205,16 @@ def test_a_batch_that_is_not_finite_is_neither_contributed_nor_dropped() -> None
     assert not contribution.first_dropped(processed=24, batches=3)
     for now in (0.0, 4000.0):
         assert contribution.much_dropped(processed=24, now=now, over=False) is None
+
+
+def test_what_was_cut_is_told_apart_from_what_came_too_late() -> None:
+    """Of this hour alone: of ten batches each minute five are given at once, of which the round takes one."""
+    contribution, told = Contribution(), list[Dropped]()
+    for minute in range(1, 122):
+        contribution.was_cut(32)
+        contribution.state_changed(
+            minute, contributed=8 * minute, processed=80 * minute, batches=10 * minute, held=0, now=60.0 * minute
+        )
+        much = contribution.much_dropped(processed=80 * minute, now=60.0 * minute, over=False)
+        told += [much] if much else []
+    assert told == [(72 * 60, 80 * 60, 3600.0, 32 * 60)] * 2

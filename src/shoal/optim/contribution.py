@@ -29,11 +29,13 @@ class Dropped(NamedTuple):
         samples: that went into none.
         computed: in all.
         seconds: in so much time.
+        cut: so many of these samples were given to a round beyond what this peer may give at once.
     """
 
     samples: int
     computed: int
     seconds: float
+    cut: int = 0
 
 
 class RateMeter:
@@ -88,18 +90,18 @@ class Contribution:
         contributed: samples in the steps that led to this peer's state: of what went into some parts of a step, the
             share of these. As of the last `settle`, as `in_vain`.
         in_vain: samples that were computed and are in none of them: their state was over before they came, or was given
-            up for that of others, or the run was over, or this peer has left.
+            up for that of others, or the run was over, or this peer has left, or gave more at once than it may.
     """
 
     def __init__(self) -> None:
-        self.contributed = self.in_vain = self._left_out = 0
+        self.contributed = self.in_vain = self._left_out = self._cut = 0
         self._last: _Mark | None = None
         self._widest = 0
         self._since = self._begun = _Mark(0, 0, 0, 0, 0.0)
         self._told = False
         # States that ended with batches of ours: in vain since some counted last; since `_begun`, all and those of use.
         self._lost = self._states = self._used = 0
-        self._hour: tuple[int, int, float] | None = None  # dropped, processed and the time when it began
+        self._hour: tuple[int, int, int, float] | None = None  # dropped, cut, processed and the time when it began
         self._told_first = False
 
     @property
@@ -127,15 +129,19 @@ class Contribution:
             over: the run is over: it need not have taken an hour, but a minute.
         """
         if self._hour is None:
-            self._hour = self.in_vain, processed, now
-        dropped, computed, since = self._hour
+            self._hour = self.in_vain, self._cut, processed, now
+        dropped, cut, computed, since = self._hour
         if now < since + (_LEAST_S if over else _HOUR_S):
             return None
-        self._hour = self.in_vain, processed, now
-        samples, computed = self.in_vain - dropped, processed - computed
+        self._hour = self.in_vain, self._cut, processed, now
+        samples, cut, computed = self.in_vain - dropped, self._cut - cut, processed - computed
         # What was held at the beginning of the hour may have been dropped in it.
         much = samples > _MUCH * computed > 0
-        return Dropped(min(samples, computed), computed, now - since) if much else None
+        return Dropped(min(samples, computed), computed, now - since, cut) if much else None
+
+    def was_cut(self, samples: int) -> None:
+        """So many were given to a round that counted, beyond what this peer may give at once."""
+        self._cut += samples
 
     def settle(self, contributed: int, processed: int, held: int) -> None:
         """Of the samples that were computed, these are in this peer's state, and `held` may still go into a step."""

@@ -348,6 +348,12 @@ class Notices:
                 "this peer leaves between two steps of the swarm, and what it has computed since the last one is lost. "
                 "A run that ends by announce_end() ends with a step"
             )
+        elif 2 * much.cut > much.samples:
+            last = "round" if merging is None else "merge"
+            why = (
+                f"it gave more at once than the time since its last {last} allows: about twice what the fastest one of "
+                "the regular peers gives in that time. Look whether all peers count samples alike (batch_size)"
+            )
         elif merging is not None and merging.waits:
             why = "a batch that is under way when a merge begins is lost. Raise the strategy's every, or take Decoupled"
         elif merging is not None:

@@ -120,7 +120,7 @@ class Participant:
         self._held_at: StateName | None = None  # there the trainer has waited for a merge that was not due
         self.speed = RateMeter()
         self.contribution = Contribution()
-        self._given = 0  # to the round
+        self._given = self._cut = 0  # samples of the round that may count, and those that it does not take
         self._counts = Counts(training.extra_tensors)
         self._companions = Companions()
         self._elapsed = Elapsed(core.env.clock)
@@ -657,12 +657,14 @@ class Participant:
         samples = self.training.samples if self.own.name == name else 0
         self._given = min(samples, int(most))  # of more no more counts
         self.own.gives.note(name.digest, said, self._given)
+        self._cut = samples - self._given
         weight, factor = self.training.contribute() if self.own.name == name else (0.0, 0.0)
         return min(weight, most), factor
 
     async def _take_step_of(self, result: StepResult, said: Said) -> None:
         """The step of a round, as all its members take it; not if this peer cannot: then it falls behind."""
         if result.outcome.counts(self.core.peer_id):  # in each part, or in some, as where one line is bad
+            self.contribution.was_cut(self._cut)
             self.training.counted()
         outcome, weighed = result.outcome, self._weigh_in(result)
         total = max(held.weight for held in outcome.commit.parts)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 
 import shoal
 from shoal.compression import Float16Compression
-from shoal.errors import ClosedError
+from shoal.errors import ClosedError, LocalError
 from shoal.events import Warned
 from shoal.optim.phases import RunPhase
 from tests.integration.workers import until
@@ -555,3 +556,46 @@ def test_why_a_better_state_is_not_taken_over_is_told_once(dht: shoal.DHT, monke
                 newcomer.zero_grad()
             assert sum(each.startswith("the state does not fit here") for each in told) == 1, told
             assert sum("no peer gives it now (the state does not fit here" in each for each in told) == 1, told
+
+
+def test_averaged_weights_were_saved_under_the_name_of_the_state(dht: shoal.DHT, tmp_path: Path) -> None:
+    """A checkpoint is refused while they are in place; a state dict of them is not that of the state."""
+    model = torch.nn.Linear(3, 1)
+    swarm, _ = begin(dht, model, "averaged")
+    train(swarm, model, 2)
+    true = copy.deepcopy(model.state_dict())
+    for each in model.parameters():
+        each.data.add_(1.0)
+    with pytest.raises(LocalError, match="put those back first"):
+        swarm.save(tmp_path)
+    other, named = copy.deepcopy(model.state_dict()), copy.deepcopy(swarm.state_dict())
+    model.load_state_dict(true)
+    assert swarm.save(tmp_path).is_dir()
+    right, state = copy.deepcopy(swarm.state_dict()), swarm.collaboration.state
+    model.load_state_dict(other)
+    swarm.load_state_dict(named)
+    assert swarm.collaboration.state.epoch == 2
+    assert swarm.collaboration.state.digest != state.digest
+    model.load_state_dict(true)
+    swarm.load_state_dict(right)
+    assert swarm.collaboration.state == state
+    swarm.shutdown()
+
+
+def test_first_weights_that_came_after_the_optimizer_had_the_name_of_those_before(dht: shoal.DHT) -> None:
+    """A run begins with what the model holds at the first step, and nobody is warned."""
+    told = list[str]()
+    dht.events.subscribe(lambda event: told.append(event.message) if isinstance(event, Warned) else None)
+    model = torch.nn.Linear(3, 1)
+    swarm, _ = begin(dht, model, "first", target=100)
+    before = swarm.collaboration.state
+    with torch.no_grad():
+        model.weight.fill_(0.5)
+    for _ in range(2):
+        model(torch.ones(TARGET, 3)).square().mean().backward()
+        swarm.step()
+        swarm.zero_grad()
+    assert swarm.collaboration.state != before
+    assert swarm.collaboration.training.samples == 2 * TARGET
+    assert not [each for each in told if "changed between" in each]
+    swarm.shutdown()

@@ -81,6 +81,7 @@ class LocalTrainingState(TrainingState):
     """
 
     _loses = False  # the last batch was computed at parameters that are no more, or soon will be
+    _gave_others = False  # the last round was given other values than those that are trained
 
     def __init__(
         self,
@@ -144,15 +145,24 @@ class LocalTrainingState(TrainingState):
             forget_casts()
             for parameter, gradient in zip(self.parameters, own, strict=True):
                 parameter.grad = gradient
+            self.note_values()
         return True
 
+    def _look_for_changes(self) -> None:
+        """Each batch moves the parameters of this peer alone, whatever was there before."""
+        self.note_values()
+
     def contribute(self) -> tuple[float, float]:
-        """The parameters go into a round now, as they are: see `TrainingState.contribute`."""
+        """The parameters go into a round now, as they are: see `TrainingState.contribute`.
+
+        They have no weight while other values stand in their place, for an evaluation.
+        """
         weight, _ = super().contribute()
+        self._gave_others = self.evaluates or self.is_displaced
         for each in self._statistics:
             if (kept := each.kept(self.optimizer)) is not None:
                 each.copy.copy_(kept)
-        return weight, 1.0
+        return (0.0 if self._gave_others else weight), 1.0
 
     def unfit(self) -> int | None:
         """Nothing is summed that could be too large. A round leaves out parameters that are not finite."""
@@ -160,7 +170,8 @@ class LocalTrainingState(TrainingState):
 
     def use_average(self, vector: Vector) -> None:
         """Let the next step be the one to the average. The trainer may be in the middle of a batch now."""
-        self._move_to_average = partial(vector.apply, 1.0)
+        # What was trained since is the difference to what was given: it is not known where that was something else.
+        self._move_to_average = vector.overwrite if self._gave_others else partial(vector.apply, 1.0)
         self.use_accumulators()
 
     def _step_from_average(self, absent: Collection[int]) -> None:

@@ -29,6 +29,9 @@ _ROUNDS_TOLD, _LONG_ROUND_S, _MUCH_OF_IT = 3, 2.0, 0.5
 """Rounds in a row that last so long, and take so much of the time, are told."""
 
 _OPTIONS_SHOWN = 4
+_CHANGES_APART = 10
+"""Epochs between two warnings of parameters that were changed."""
+
 _REMEMBERED = 256
 _REFUSED_S, _REFUSED_TOLD = 5.0, 16
 """A peer whose state is not taken is named after so many seconds; so many are, as a stranger has as many keys as it
@@ -46,7 +49,7 @@ class Notices:
 
     def __init__(self, events: EventBus, run_id: str, *, fragment: int = 0) -> None:
         self._events, self._run_id, self._tells_of_model = events, run_id, not fragment
-        self._left_out = self._downloads_in_a_row = self._long_rounds = 0
+        self._left_out = self._downloads_in_a_row = self._long_rounds = self._changed_from = 0
         self._skipped: Counter[str] = Counter()
         self._round_at = math.inf
         self._options_told: set[tuple[str, int]] = set()
@@ -89,13 +92,22 @@ class Notices:
         self._events.emit(LocalValuesRejected(prefix=self._run_id, tensor=tensor, reason=reason))
 
     def accumulated(self, training: TrainingState) -> None:
-        """Look whether batches were left out: an event each time, a warning for the first, the tenth, ...
+        """Look whether parameters were changed, or batches left out: an event each time, a warning for the first, ...
 
         Where the parameters themselves are the reason, that is told instead, once.
         """
         if self._tells_of_model and (error := training.no_memory) is not None:
             training.no_memory = None
             self.skipped("a batch, and those that were summed with it, were", error)
+        if self._tells_of_model and (epoch := training.changed_at) is not None and epoch >= self._changed_from:
+            self._changed_from = epoch + _CHANGES_APART
+            self.warn(
+                "the trained parameters were changed between two steps of the swarm, by something else than shoal: "
+                f"this peer trains on with other weights than the other peers have at epoch {epoch}. After an "
+                "evaluation with other weights put back exactly those that were there. Change weights within the "
+                "optimizer's step, on all peers (register_step_post_hook). To load a state, call load_state_dict() of "
+                "the shoal.Optimizer after the model's, before the first step"
+            )
         before, self._left_out = self._left_out, training.left_out
         if self._left_out == before or not self._tells_of_model:
             return

@@ -167,8 +167,9 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         average_state_every: epochs between two averagings of parameters and `extra_tensors`; 0 for never: all peers
             take the same steps, so their parameters need none.
         delay_state_averaging: let training go on while states are averaged; False: `step` waits for it.
-        check_parameters_every: epochs between two checks that all peers at one state hold the same parameters; 0 for
-            never. Each takes 0.6 s of one core for 1 GiB, beside the training. A peer that holds others downloads.
+        check_parameters_every: epochs between two checks that all peers at one state hold the same parameters, and
+            before the last step of the run; 0 for never. Each takes 0.6 s of one core for 1 GiB, beside the training. A
+            peer that holds others downloads.
         client_mode: this peer only dials; None takes it from `dht`.
         grad_compression: codec for gradients; None sends them as wide as the parameters (they are summed in float32).
         state_averaging_compression: codec for averaging parameters; it codes what changed since the last average, so
@@ -205,7 +206,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
     _not_taken_told_at = -math.inf  # why no better state was taken over (monotonic, seconds)
     _untold = False  # whether nobody was told of the state that is here: it is being loaded, or was in part
     _spent: SpentGradients | None = None
-    _closed = _left = _model_told = False
+    _closed = _left = _model_told = _asked = False
     _last_status: Status | None  # once it was shut down
 
     _past_end = 0
@@ -725,6 +726,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         if self._untold:  # the loading of a state was interrupted
             self._tell_loaded()
         self._follow_schedule()
+        self._follow_first_weights()
         if self._model is not None:
             self._model.check()
             if not self._model_told:
@@ -792,6 +794,18 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         if self._closed:
             raise ClosedError("the optimizer was shut down: make another one")
         self.dht.loop_thread.check_alive()
+
+    def _follow_first_weights(self) -> None:
+        """Before the first batch the model may be given other weights, as with any optimizer: name those."""
+        if self._asked or self.local_epoch:
+            return
+        self._asked = True
+        with self._lock.acquire_in_thread():
+            if not self._training.is_displaced or self._training.evaluates:
+                return
+            for each, replaced in zip(self._participants, self._loading(), strict=True):
+                each.own.loaded(replaced, None)
+        self._tell_loaded()
 
     def _follow_schedule(self) -> None:
         """A schedule that was made over this optimizer since the last step becomes the run's, which only it moves."""
@@ -968,10 +982,11 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             state, training = self._state, self._training
             name = {"epoch": state.epoch, "digest": state.digest.hex(), "samples": state.samples}
             shared = self._participant.own.with_others
+            displaced = any(each.training.is_displaced for each in self._participants)
             where = {
                 **name,
                 "scheduled": training.scheduled,
-                "fingerprint": fingerprint(training),
+                "fingerprint": "" if displaced else fingerprint(training),  # else that of other values has this name
                 "shared": [shared.epoch, shared.samples],
             }
             if isinstance(training, LocalSteps):
@@ -1084,7 +1099,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         Raises:
             ConfigError: the folder cannot be written, or the state cannot be saved (it holds NaN, or the model was
                 converted to another dtype).
-            LocalError: `step` is running in another thread.
+            LocalError: `step` is running in another thread; or other values stand in the place of the parameters.
         """
         place = path("folder", folder)
         keep = None if keep is None else whole("keep", keep)

@@ -27,6 +27,7 @@ from shoal.optim.local_updates import LocalTrainingState
 from shoal.optim.options import Options
 from shoal.optim.training_state import PreparedState, TrainingState, not_finite
 from shoal.optim.trial import weight_copies
+from shoal.optim.value_mark import ValueMark
 from shoal.runtime.thread_state import forget_casts
 from shoal.sometimes import sometimes
 from shoal.strategies import Merging
@@ -135,6 +136,7 @@ class OuterTrainingState(TrainingState):
                 "model, and of no others: give outer=lambda params: torch.optim.SGD(params, lr=0.7), for example"
             )
         super().__init__(outer, None, extra_tensors, late=True)
+        self._mark = ValueMark(())  # nothing but shoal has the anchor
         # Its parameter groups may have them in another order.
         self._model_of = {id(each): of_model for each, of_model in zip(anchor, own, strict=True)}
         self._own = [self._model_of[id(each)] for each in self.trained]
@@ -251,7 +253,8 @@ class OuterTrainingState(TrainingState):
             # What was rounded off is no part of what was trained.
             for outer, anchor, own in zip(self.accumulators, self._anchor, self._weights(), strict=True):
                 outer.copy_(anchor).sub_(own.to(outer.device))
-        return (0.0 if self._strays or self._local.hides_weights else weight), 1.0
+        others = self._local.hides_weights or self._local.is_displaced  # than those that are trained
+        return (0.0 if self._strays or others else weight), 1.0
 
     def given_is_in(self) -> None:
         """See `TrainingState.given_is_in`.
@@ -499,6 +502,7 @@ class LocalSteps(LocalTrainingState):
                 # What was not finite has no place of its own.
                 kept.copy_(torch.where(moved.isfinite(), moved, each.to(kept)).reshape(kept.shape))
             forget_casts()
+            self.note_values()
 
     def _copies_of(self, parameter: torch.Tensor) -> list[torch.Tensor]:
         if not self._judged and self.optimizer.state:
@@ -586,6 +590,7 @@ class LocalSteps(LocalTrainingState):
         """Let the anchor of each fragment be what the parameters are: other weights were loaded into the model."""
         for fragment in self.fragments:
             fragment.begin_anew()
+        self.note_values()
 
     def follow_schedule(self) -> None:
         """Move the schedule to where the run is."""

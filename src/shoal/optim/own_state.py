@@ -221,6 +221,7 @@ class OwnState:
         self.name = self.name.after_difference(self._core.env.rng.randbytes(16), self._core.peer_id.raw)
         self.committed, self.before, self.is_average, self.update = Committed(), b"", False, None
         self.training.discard()
+        self.training.forget_values()
         return replaced
 
     def loaded(
@@ -235,6 +236,7 @@ class OwnState:
             floor: the last state before it that was shared, as far as that was saved.
         """
         before = replaced.name
+        self.training.note_values()
         if saved is not None and unchanged:
             name = saved
         elif saved is None and before.epoch == 0:

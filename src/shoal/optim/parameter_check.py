@@ -1,14 +1,16 @@
 """One peer's part in the check of the parameters: it describes its own, and mends them if they differ.
 
 The description is made beside the trainer's next batches. It is good only if the state still has its name afterwards (a
-step gives it another one under the lock), and if no weights to evaluate with stood in its place meanwhile. `check` says
-what follows from the descriptions of all.
+step gives it another one under the lock), and if no weights to evaluate with stood in its place meanwhile. If such are
+there, it is tried again until the round comes, which then does without. `check` says what follows from the descriptions
+of all.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Callable
 from functools import partial
 
 from shoal.averager import StepResult
@@ -20,9 +22,12 @@ from shoal.optim.own_state import OwnState
 from shoal.optim.state_name import StateName
 from shoal.optim.words import Weigh
 from shoal.peer import PeerID
+from shoal.sometimes import sometimes
 from shoal.wire import encode
 
 __all__ = ["ParameterCheck"]
+
+_LOOK_AGAIN_S = 0.1
 
 
 class ParameterCheck:
@@ -33,10 +38,14 @@ class ParameterCheck:
         own: its state.
         notices: tell the user of differences.
         every: how many epochs there are between two checks; 0 for none.
+        is_last: whether the next step is the last one of the run: there is a check at it, too.
     """
 
-    def __init__(self, core: PeerCore, own: OwnState, notices: Notices, *, every: int) -> None:
-        self._core, self._own, self._notices, self._every = core, own, notices, every
+    def __init__(
+        self, core: PeerCore, own: OwnState, notices: Notices, *, every: int, is_last: Callable[[], bool]
+    ) -> None:
+        self._core, self._own, self._notices, self._every, self._is_last = core, own, notices, every, is_last
+        self._awaited: StateName | None = None  # a round at this state waits for the description
         self._checks = Checks()
         self._looking: tuple[StateName, asyncio.Task[Check | None]] | None = None
 
@@ -48,12 +57,14 @@ class ParameterCheck:
     def begin(self) -> None:
         """Look at the parameters of our state, if it is time to, beside the trainer's next batches."""
         name = self._own.name
-        if is_due(name.epoch, self._every) and (self._looking is None or self._looking[0] != name):
+        due = is_due(name.epoch, self._every) or (self._every > 0 and name.epoch > 0 and self._is_last())
+        if due and (self._looking is None or self._looking[0] != name):
             self._looking = name, asyncio.get_running_loop().create_task(self._look(name))
 
     async def of(self, name: StateName) -> Check | None:
         """The description of our parameters at this state, if it is time for a check."""
         self.begin()
+        self._awaited = name
         return await self._looking[1] if self._looking is not None and self._looking[0] == name else None
 
     async def _look(self, name: StateName) -> Check | None:
@@ -61,7 +72,14 @@ class ParameterCheck:
         evaluations = training.evaluations
         if training.evaluates:
             return None
-        describe = partial(check_of, on_host=training.steps_on_host, way=training.way)
+        while training.is_displaced:
+            sometimes("parameters are not those of the state when they are to be checked")
+            if name == self._awaited or self._own.name != name:
+                return None
+            await asyncio.sleep(_LOOK_AGAIN_S)
+        describe = partial(
+            check_of, on_host=training.steps_on_host, way=training.way, holds=lambda: not training.is_displaced
+        )
         try:
             check = await self._core.env.executor.run(describe, training.optimizer, training.parameters, name.digest)
         except Exception as error:  # noqa: BLE001 (no memory for it: the others compare theirs)

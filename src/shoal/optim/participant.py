@@ -117,6 +117,7 @@ class Participant:
         self.last_round: StepResult | None = None
         self._led_to: StateName | None = None  # by that round
         self._not_averaged: StateName | None = None  # as the round of states failed
+        self._gave_others = False  # the last round of states was given other values than those that are trained
         self._held_at: StateName | None = None  # there the trainer has waited for a merge that was not due
         self.speed = RateMeter()
         self.contribution = Contribution()
@@ -168,7 +169,9 @@ class Participant:
             witness=self._witness,
             elapsed=self._elapsed,
         )
-        self._check = ParameterCheck(core, self.own, self._notices, every=settings.check_every)
+        self._check = ParameterCheck(
+            core, self.own, self._notices, every=settings.check_every, is_last=self._comes_to_its_end
+        )
         self._rounds = Rounds(core.env, self._look_and_tell, self._news)
         self._tasks = Tasks(self._fail)
         self._told_at = -math.inf
@@ -405,6 +408,11 @@ class Participant:
         end = self._end.expected(self.epoch, self.training.model_epoch)
         self.pace.ends_at(end, left_behind=self._outlook.left_behind)
         self.training.ends_at(end)
+
+    def _comes_to_its_end(self) -> bool:
+        """Whether the next step is the last one of the run, as far as it is known."""
+        end = self._end.expected(self.epoch, self.training.model_epoch)
+        return end is not None and self.epoch + 1 == end
 
     def _hosts(self) -> dict[PeerID, str]:
         return hosts_of(map(self._gossip.contact, self._known.peers))
@@ -960,7 +968,7 @@ class Participant:
                     tag=name.group_tag,
                     hopeless=lambda view: view.behind or self._stepped_with() <= me,
                     expected=self._stepped_with,
-                    prepare=lambda _: (float(self.own.name == name and not self.training.evaluates), 1.0),
+                    prepare=lambda _: self._give_states(name),
                     most_weight=lambda _: 1.0,
                     strangers=self._attendance.strangers,
                     apply=lambda vector: None,  # the trainer will
@@ -986,6 +994,11 @@ class Participant:
             if counts is None:  # else a follower would lack them: it downloads the state, which is the last one
                 await self._tell_step(self._steps.add_round(name, result, self._states.vector))
 
+    def _give_states(self, name: StateName) -> tuple[float, float]:
+        """Weight and factor of the parameters as they are now; none if they are not those that are trained."""
+        self._gave_others = self.training.evaluates or self.training.is_displaced
+        return float(self.own.name == name and not self._gave_others), 1.0
+
     async def _without_last_average(self, name: StateName) -> None:
         """The last average failed: no other one makes up for it, so it is tried again while a member is alive."""
         view, members = self.view(), self.last_round.outcome.members if self.last_round is not None else ()
@@ -1003,10 +1016,13 @@ class Participant:
 
     def _take_states(self, counts: bytes | None) -> None:
         alpha = self._states.settings.averaging_alpha
-        if self.at_end and alpha == 1.0:  # also where a batch of another fragment has moved them since
+        self.training.forget_values()
+        # Also where a batch of another fragment has moved them since; or what was given was something else.
+        if self._gave_others or (self.at_end and alpha == 1.0):
             self._states.vector.overwrite()
         else:
             self._states.vector.apply(alpha)
+        self.training.note_values()
         if self._averages_what_is_held:
             self.training.discard()
         if counts is not None:

@@ -15,7 +15,7 @@ from shoal.optim.optimizer_state import AnyTensor
 from shoal.optim.state_name import LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN, StateName
 from shoal.optim.training_state import TrainingState
 from shoal.progress import StateKey, bound
-from shoal.state import Manifest, SharedState
+from shoal.state import Manifest, SharedState, StateAway
 from shoal.wire import Digest, encode
 
 __all__ = ["Misfits", "before_of", "committed_of", "history_of", "is_average", "name_of", "share", "why_not_ours"]
@@ -45,10 +45,16 @@ def share(
         average: whether it is an average of states, and not what a step has led to.
 
     Raises:
-        ConfigError: the parameters are not those to train with.
+        ConfigError: the parameters are not those to train with, by the optimizer's own doing.
+        StateAway: they are not, by the user's doing.
     """
     if training.hides_weights:
         raise ConfigError("the optimizer is in eval mode by its own eval(): call eval() of the shoal.Optimizer instead")
+    if training.is_displaced:
+        raise StateAway(
+            "other values stand in the place of the trained parameters than the last step has left there (averaged "
+            "ones, for an evaluation?): put those back first, and change them only within the optimizer's step"
+        )
     values, tensors = training.export()
     return SharedState(
         metadata={
@@ -62,6 +68,7 @@ def share(
         tensors=tensors,
         epoch=name.epoch,
         may_be_infinite=_extra(training),
+        holds=training.agrees_with,
     )
 
 

@@ -34,6 +34,7 @@ from shoal.optim.options import Options, apply, options_of
 from shoal.optim.schedule import advance, count_of, put_back, rates_of, restore_rates, set_rate, tell_rates
 from shoal.optim.state_name import LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN
 from shoal.optim.trial import blank_statistics, mixes_values
+from shoal.optim.value_mark import ValueMark
 from shoal.runtime.thread_state import ThreadState, forget_casts, way_of
 from shoal.wire import encode
 
@@ -94,6 +95,8 @@ class TrainingState:
         kept_back: says what the optimizer keeps and newcomers cannot be given; None if nothing was seen.
         frozen_here: says which trained parameter is frozen here only, so that the steps move it; None if none is.
         evaluations: how often weights to evaluate with were put into their place.
+        changed_at: the epoch at which a batch came last with parameters that something else than shoal had changed;
+            None: there was none.
         stepping: whether the optimizer takes a step of the swarm now.
         steps_on_host: whether the step is taken on the CPU, wherever the parameters are.
         own_options: names of options that stay this peer's own, whatever the others have.
@@ -107,6 +110,7 @@ class TrainingState:
     """
 
     no_memory: BaseException | None = None
+    changed_at: int | None = None
 
     def __init__(
         self,
@@ -140,6 +144,7 @@ class TrainingState:
                 raise ConfigError(f"{name}: {error}") from error
         self.trained = trained
         self._frozen = [parameter for parameter in self.parameters if not parameter.requires_grad]
+        self._mark = ValueMark(self.parameters)
         self._dtypes = [(parameter.dtype, parameter.shape) for parameter in self.parameters]
         self._sum, self._late = self._new_sum(), self._new_sum() if late else None
         self.accumulators = self._sum.tensors
@@ -214,6 +219,35 @@ class TrainingState:
     def hides_weights(self) -> bool:
         """Whether the weights to train with are not at hand: somebody has called the inner optimizer's own `eval`."""
         return self.evaluates and self._for_training is None
+
+    @property
+    def is_displaced(self) -> bool:
+        """Whether something else than shoal has put other values into the place of the trained parameters.
+
+        They are the user's, for an evaluation for example, and not those that the name of the state stands for.
+        """
+        return self._for_training is None and not self._mark.agrees()
+
+    def agrees_with(self, copy: Callable[[int], memoryview]) -> bool:
+        """Whether a copy of `export` has the values of the state: it gives the bytes of the tensor of a number."""
+        return self._mark.agrees_with(copy)
+
+    def forget_values(self) -> None:
+        """The parameters are about to be set (under the lock): until `note_values` they are nobody's."""
+        self._mark.forget()
+
+    def note_values(self) -> None:
+        """The parameters are what they are to be (under the lock): whatever else comes is `is_displaced`."""
+        if self._for_training is None:
+            self._mark.note()
+
+    def _look_for_changes(self) -> None:
+        """A batch has come: what it was computed with counts as the state's from now on. The user is told."""
+        if not self._mark.knows:
+            self._mark.note()
+        elif not self._mark.agrees():
+            self.changed_at = self.epoch
+            self._mark.note()
 
     def evaluate(self) -> None:
         """Put the parameters to evaluate with into the place of those to train with, if the optimizer has such."""
@@ -308,6 +342,7 @@ class TrainingState:
             ConfigError: other parameters are to be trained than when the run began.
         """
         self._check_parameters()
+        self._look_for_changes()
         given = [index for index, parameter in enumerate(self.trained) if parameter.grad is not None]
         chosen = self._late if self._in_round and self._late is not None else self._sum
         if not given or (self._has_average and chosen is self._sum):
@@ -506,6 +541,7 @@ class TrainingState:
             absent = [index for index, given in enumerate(self._sum.given) if not given]
         own = [parameter.grad for parameter in self.parameters]
         before, self.step_error = self.epoch, None
+        self.forget_values()
         try:
             if options is not None:
                 apply(self.optimizer.param_groups, options, self.own_options)
@@ -519,6 +555,7 @@ class TrainingState:
                 self._after_step(own, taken=self.epoch != before)
             finally:
                 self._after_step(own, taken=self.epoch != before)  # an interrupt may have come in between
+            self.note_values()
         self._resumed_rates = None
         self._move_schedule(self.scheduled + 1)
         self.whole = True
@@ -765,11 +802,13 @@ class TrainingState:
         """
         if evaluates := self._for_training is not None:
             self.train()  # else that would put back the weights before
+        self.forget_values()
         with torch.no_grad():
             for mine, theirs in zip(self.describe(), prepared.tensors, strict=True):
                 mine.copy_(theirs)
         self._kept.switch(prepared.optimizer)
         forget_casts()
+        self.note_values()
         if evaluates:
             self.evaluate()
         self.resume(prepared.epoch, prepared.scheduled)

@@ -9,7 +9,7 @@ from shoal.state.donor import StateDonor
 from shoal.state.download import Donor, DownloadedState, DownloadLimits, download_state
 from shoal.state.manifest import Accept, Manifest, StateTensorSpec, matching
 from shoal.state.pace import Pacer
-from shoal.state.snapshot import HoldState, SharedState, ShareLimits
+from shoal.state.snapshot import HoldState, SharedState, ShareLimits, StateAway
 
 __all__ = [
     "Accept",
@@ -22,6 +22,7 @@ __all__ = [
     "Pacer",
     "ShareLimits",
     "SharedState",
+    "StateAway",
     "StateDonor",
     "StateTensorSpec",
     "download_state",

@@ -20,6 +20,7 @@ import asyncio
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -30,6 +31,7 @@ from shoal.compression import CompressionBase, NoCompression, allocate, as_tenso
 from shoal.errors import ClosedError, ConfigError, LocalError, PeerProtocolError
 from shoal.peer import PeerID
 from shoal.rpc.rate_limiter import RateLimiter
+from shoal.sometimes import sometimes
 from shoal.state.manifest import (
     HASH_BYTES,
     MAX_CHUNK_BYTES,
@@ -45,7 +47,7 @@ from shoal.state.manifest import (
 )
 from shoal.wire import ManifestPending, ManifestReply, encode
 
-__all__ = ["CopyLimit", "HoldState", "ShareLimits", "SharedState", "Snapshot", "SnapshotStore"]
+__all__ = ["CopyLimit", "HoldState", "ShareLimits", "SharedState", "Snapshot", "SnapshotStore", "StateAway"]
 
 _HASH_AT_ONCE = 16
 """Chunks hashed in one go, so that other work gets its turn in the executor."""
@@ -70,6 +72,10 @@ _TOLD_S = 10.0
 """Only those receivers of a host count so that are told within this time after its first one."""
 
 
+class StateAway(LocalError):
+    """The owner's tensors hold something else than the state for now, so there is nothing to copy."""
+
+
 @dataclass(frozen=True, slots=True)
 class SharedState:
     """The state of a donor while it is held still.
@@ -81,6 +87,8 @@ class SharedState:
         epoch: the epoch of the state.
         may_be_infinite: positions of tensors that may hold infinities (masks). A state with infinities elsewhere,
             or with NaN, went wrong: it is not shared.
+        holds: whether a copy is one of the state, and not of what came into its place while it was made. It is given
+            what gives the bytes of the tensor of a number. None: nothing comes there. It goes with no codecs only.
     """
 
     metadata: Any
@@ -88,10 +96,12 @@ class SharedState:
     codecs: Sequence[CompressionBase] | None = None
     epoch: int = 0
     may_be_infinite: Collection[int] = ()
+    holds: Callable[[Callable[[int], memoryview]], bool] | None = None
 
 
 HoldState = Callable[[], AbstractAsyncContextManager[SharedState]]
-"""`async with hold() as state:` no tensor of `state` changes within the block: the owner's lock is held."""
+"""`async with hold() as state:` no tensor of `state` changes within the block: the owner's lock is held. It raises
+`StateAway` where there is none for now."""
 
 
 @dataclass(eq=False, slots=True)
@@ -227,8 +237,8 @@ class SnapshotStore:
                 that asks.
 
         Returns:
-            The snapshot; or that it is still being made; or that it cannot be made before others are through, or that
-            the peer's host has had too many made (`busy`).
+            The snapshot; or that it is still being made; or that it cannot be made before others are through, that the
+            state is away, or that the peer's host has had too many made (`busy`).
 
         Raises:
             ConfigError: the state cannot be sent (see the message).
@@ -250,7 +260,11 @@ class SnapshotStore:
             return ManifestPending(busy=False)
         if making.cancelled():
             raise ClosedError("the state is not shared any more")
-        return self._tell(making.result(), peer, host)
+        try:
+            return self._tell(making.result(), peer, host)
+        except StateAway:
+            sometimes("a donor's parameters are not those of its state")
+            return ManifestPending(busy=True)
 
     def _copy_for(self, peer: PeerID, host: str, epoch: int) -> Snapshot | ManifestPending | None:
         """The copy that exists, or that the peer has to come again; None if another one is to be made."""
@@ -321,6 +335,8 @@ class SnapshotStore:
                 layout = self._plan(state, specs, infinite)
                 _, data = allocate(layout.total_bytes, torch.uint8)
                 await asyncio.gather(*(run(_encode, layout, tensors, part, data) for part in parts))
+                if state.holds is not None and not state.holds(partial(_bytes_of, layout, data)):
+                    raise StateAway("other values came into the place of the state while it was copied")
             manifest = replace(layout, hashes=tuple(await self._hash(data, layout.chunk_bytes)))
         except (MemoryError, RuntimeError) as error:  # torch raises either where there is no memory
             raise LocalError(
@@ -387,6 +403,10 @@ class SnapshotStore:
         if found is not None and found.streams == 0 and now - found.used_at >= self._limits.linger_s:
             self.snapshot = None
         self._free_later()
+
+
+def _bytes_of(layout: Manifest, data: memoryview, position: int) -> memoryview:
+    return data[layout.offsets[position] : layout.offsets[position + 1]]
 
 
 def _encode(layout: Manifest, tensors: Sequence[torch.Tensor], share: range, data: memoryview) -> None:

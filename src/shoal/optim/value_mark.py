@@ -1,0 +1,90 @@
+"""Whether tensors hold the values that they had: known from a few of these, wherever a change came from.
+
+Torch counts changes of a tensor (`_version`), but not those through `.data`, by which libraries put averaged weights in
+place for an evaluation; and a tensor whose values were put back has another count. So values are compared: of
+`_PLACES` places, in up to so many of the tensors, spread evenly. An exchange of all weights is seen. That of a few
+values may go unseen: the check of the parameters (`check`) finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from shoal.compression import view_bytes
+
+__all__ = ["ValueMark"]
+
+_PLACES = 64
+"""So many values are read each time, however many tensors there are: with 20,000 of them that is nothing for each."""
+
+
+class ValueMark:
+    """Remembers a few values of some tensors, the present ones at first.
+
+    Args:
+        tensors: those that require a gradient are looked at; where none does, they always agree.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        trained = [number for number, each in enumerate(tensors) if each.requires_grad]
+        full = [number for number in trained if tensors[number].numel() and tensors[number].layout is torch.strided]
+        count = min(len(full), _PLACES)
+        taken = [full[index * (len(full) - 1) // max(1, count - 1)] for index in range(count)]
+        self._places: list[tuple[int, int]] = []
+        for number in taken:
+            size = tensors[number].numel()
+            each = min(size, _PLACES // count)
+            self._places += [(number, (2 * place + 1) * size // (2 * each)) for place in range(each)]
+        self.note()
+
+    def note(self) -> None:
+        """Remember the present values."""
+        self._noted = self._read()
+
+    def forget(self) -> None:
+        """The values are about to change: until `note` nothing agrees."""
+        self._noted = []
+
+    @property
+    def knows(self) -> bool:
+        """Whether values are remembered."""
+        return bool(self._noted) or not self._places
+
+    def agrees(self) -> bool:
+        """Whether the tensors hold what they held at `note`, as far as it is looked at."""
+        return self._read() == self._noted
+
+    def agrees_with(self, copy: Callable[[int], memoryview]) -> bool:
+        """Whether a copy of the tensors does: it gives the bytes of the tensor of a number, its values in order."""
+        if len(noted := self._noted) != len(self._places):
+            return False
+        for (number, index), value in zip(self._places, noted, strict=True):
+            if bytes(copy(number)[index * len(value) : (index + 1) * len(value)]) != value:
+                return False
+        return True
+
+    def _read(self) -> list[bytes]:
+        alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        with torch.no_grad():
+            values = [_value(self._tensors[number].detach(), index) for number, index in self._places]
+            for place, value in enumerate(values):
+                alike.setdefault((value.device, value.dtype), []).append(place)
+            found = [b""] * len(values)
+            for places in alike.values():  # one wait for each device
+                raw = bytes(view_bytes(torch.cat([values[place] for place in places]).cpu()))
+                size = len(raw) // len(places)
+                for number, place in enumerate(places):
+                    found[place] = raw[number * size : (number + 1) * size]
+        return found
+
+
+def _value(tensor: torch.Tensor, index: int) -> torch.Tensor:
+    """The value of this number, as a tensor that shares its memory: `tensor.flatten()[index]` copies some tensors."""
+    offset = tensor.storage_offset()
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        index, at = divmod(index, size)
+        offset += at * stride
+    return tensor.as_strided((1,), (1,), offset)

@@ -1,0 +1,197 @@
+"""A user puts other weights in place between two steps: what is shared under a state's name is still that state."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from shoal import sim
+from shoal.events import Event, Warned
+from shoal.optim import Participant
+from shoal.strategies import Decoupled, DiLoCo, Strategy
+from tests.sim.optimizer_kit import Run, Trainer
+from tests.situations import reaches
+
+NAMES = ["p0", "p1", "p2"]
+
+
+@contextmanager
+def others(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Other weights are in place, by `.data`, as libraries for averaged weights do it; yields those of before."""
+    before = [each.detach().clone() for each in parameters]
+    for each in parameters:
+        each.data.copy_(each.detach() + 1.0)
+    yield before
+    for each, own in zip(parameters, before, strict=True):
+        each.data.copy_(own)
+
+
+class Evaluating(Trainer):
+    """Evaluates with other weights for a while, in each epoch once: after so many batches."""
+
+    evaluates_s, after = 0.0, 0
+    _seen, _batches = 0, 0
+
+    async def take_batch(self, size: int, *, number: int | None = None, duration_s: float = 0.0) -> None:
+        await super().take_batch(size, number=number, duration_s=duration_s)
+        epoch = self.participant.epoch
+        self._batches = 0 if epoch != self._seen else self._batches + 1
+        self._seen = epoch
+        if self.evaluates_s and epoch and self._batches == self.after and not self.finished:
+            with others(self.parameters):
+                await sim.sleep(self.evaluates_s)
+
+
+async def train(
+    epochs: int, evaluates_s: float, *, after: int = 0, of_run: Any = None, **of_peer: Any
+) -> tuple[Run, list[str]]:
+    """Three peers, of which the first evaluates; returns the run, and the warnings of all."""
+    run, said = Run(target=24, **{"trainer": Evaluating, **(of_run or {})}), list[str]()
+
+    def note(event: Event) -> None:
+        if isinstance(event, Warned):
+            said.append(event.message)
+
+    for name in NAMES:
+        await run.add(name, events=note, **of_peer)
+    trainer = run.swarm.peer(NAMES[0])
+    assert isinstance(trainer, Evaluating)
+    trainer.evaluates_s, trainer.after = evaluates_s, after
+    await sim.sleep(3.0)
+    run.announce_end(epochs)
+
+    async def loop(name: str) -> None:
+        mine = run.swarm.peer(name)
+        while not mine.finished:
+            await mine.take_batch(4, duration_s=0.2)
+
+    await asyncio.gather(*(run.swarm.run_on(name, loop, name) for name in NAMES))
+    await run.close()
+    return run, said
+
+
+def test_a_newcomer_was_given_the_weights_that_its_donor_evaluates_with() -> None:
+    """It waits until those of the state are back, and nobody warns of anything."""
+    told = list[str]()
+
+    def note(event: Event) -> None:
+        if isinstance(event, Warned):
+            told.append(event.message)
+
+    async def main() -> None:
+        run = Run(target=8)
+        donor = await run.add("p0", events=note)
+        await run.swarm.run_on(
+            "p0", partial(donor.train, 4, duration_s=0.1), until=lambda: donor.participant.epoch == 3
+        )
+        with others(donor.parameters) as true:
+            newcomer = await run.add("p1", seed=5, events=note)
+            loading = asyncio.ensure_future(run.swarm.run_on("p1", newcomer.participant.download, 60.0))
+            await sim.sleep(8.0)
+            assert not loading.done()
+        assert await loading
+        assert newcomer.participant.state == donor.participant.state
+        assert all(map(torch.equal, newcomer.parameters, true))
+        assert not [each for each in told if "cannot be sent" in each or "changed between" in each]
+        await run.close()
+
+    with reaches("a donor's parameters are not those of its state"):
+        sim.run(main, seed=1)
+
+
+@pytest.mark.parametrize("evaluates_s", [0.15, 1.5])
+def test_the_check_blamed_a_peer_that_evaluated_with_other_weights(evaluates_s: float) -> None:
+    """It looks when they are back, or leaves this one out; nobody downloads for it."""
+
+    async def main() -> None:
+        run, said = await train(14, evaluates_s, check_every=2)
+        assert not [each for each in said if "check of the parameters" in each or "changed between" in each]
+        assert run.agree(NAMES)
+        check = run.swarm.peer(NAMES[0]).participant.progress().check
+        assert check is not None
+        assert check[1] == check[2]
+
+    with reaches("parameters are not those of the state when they are to be checked"):
+        sim.run(main, seed=2)
+
+
+def test_a_change_of_one_peer_near_the_end_was_neither_told_nor_mended() -> None:
+    """The last check was before: the run ended with unequal weights, and nobody said a word."""
+
+    async def main() -> None:
+        run, told = Run(target=24), list[str]()
+
+        def note(event: Event) -> None:
+            if isinstance(event, Warned):
+                told.append(event.message)
+
+        for name in NAMES:
+            await run.add(name, check_every=10, events=note if name == "p0" else None)
+        await sim.sleep(3.0)
+        run.announce_end(13)
+
+        async def loop(name: str) -> None:
+            mine, done = run.swarm.peer(name), False
+            while not mine.participant.finished:
+                await mine.take_batch(4, duration_s=0.2)
+                if name == "p0" and mine.participant.epoch >= 9 and not done:
+                    done = True
+                    with torch.no_grad():
+                        for each in mine.parameters:
+                            each.mul_(0.5)
+
+        await asyncio.gather(*(run.swarm.run_on(name, loop, name) for name in NAMES))
+        assert run.agree(NAMES)
+        assert len([each for each in told if "changed between two steps of the swarm" in each]) == 1
+        assert len([each for each in told if "ours differ" in each]) == 1
+        await run.close()
+
+    sim.run(main, seed=3)
+
+
+class EvaluatesAtOnce(Evaluating):
+    """Has other weights in place as soon as a step is taken, and for a second."""
+
+    async def step(self, participant: Participant) -> None:
+        participant.own.step()
+        if not self.evaluates_s:
+            await participant.stepped()
+            return
+        with others(self.parameters):
+            await participant.stepped()
+            await sim.sleep(1.0)
+
+
+def test_an_average_of_states_took_in_the_weights_of_an_evaluation() -> None:
+    """A peer that evaluates gives none, and takes what the others have averaged, as it is."""
+
+    async def main() -> None:
+        run = {"average_state_every": 1, "trainer": EvaluatesAtOnce}
+        ended, said = await train(7, 1.0, after=99, of_run=run, check_every=0)
+        assert not [each for each in said if "changed between" in each]
+        assert ended.agree(NAMES)
+        for name in NAMES:
+            assert max(float(each.detach().abs().max()) for each in ended.swarm.peer(name).parameters) < 1.0
+
+    sim.run(main, seed=4)
+
+
+@pytest.mark.parametrize("strategy", [None, DiLoCo(3), Decoupled(3, fragments=2)])
+def test_a_merge_took_in_the_weights_of_an_evaluation(strategy: Strategy | None) -> None:
+    """Neither with local updates nor with a strategy: what is trained stays as small as it begins."""
+
+    async def main() -> None:
+        local: dict[str, Any] = {"use_local_updates": True, "delay_grad_averaging": True} if strategy is None else {}
+        run, said = await train(6, 2.0, after=1, strategy=strategy, check_every=0, **local)
+        assert not [each for each in said if "changed between" in each]
+        largest = max(float(each.detach().abs().max()) for name in NAMES for each in run.swarm.peer(name).parameters)
+        assert largest < 1.5
+        assert run.agree(NAMES)
+
+    sim.run(main, seed=5)

@@ -1,0 +1,114 @@
+"""Values of tensors are known again, wherever a change of them came from."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from shoal.compression import view_bytes
+from shoal.optim import value_mark
+from shoal.optim.committed import Committed
+from shoal.optim.local_updates import LocalTrainingState
+from shoal.optim.shared_state import share
+from shoal.optim.state_name import StateName
+from shoal.optim.training_state import TrainingState
+from shoal.optim.value_mark import ValueMark
+from shoal.state import StateAway
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Of several forms; one of them is not contiguous, one has no values, and one value is no number."""
+    tensors = [torch.randn(4, 6).t(), torch.randn(3, 1, 2), torch.randn(()), torch.empty(0), torch.tensor([math.nan])]
+    return [torch.nn.Parameter(each.to(dtype)) for each in tensors]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_values_that_were_put_back_are_those_of_before(dtype: torch.dtype) -> None:
+    """The count of torch (`_version`) is another one then; and a change through `.data` does not count."""
+    tensors = parameters(dtype)
+    mark, before = ValueMark(tensors), [each.detach().clone() for each in tensors]
+    assert mark.agrees()
+    for each in tensors:
+        each.data.copy_(each.data * 0.9 + 0.1)
+    assert not mark.agrees()
+    with torch.no_grad():
+        for each, own in zip(tensors, before, strict=True):
+            each.copy_(own)
+    assert mark.agrees()
+    mark.forget()
+    assert not mark.agrees()
+    mark.note()
+    assert mark.agrees()
+
+
+def test_a_copy_of_other_values_is_seen() -> None:
+    """Also if the tensors are what they were again: the copy was made in between, of one of them."""
+    tensors = parameters()
+    mark = ValueMark(tensors)
+    copies = [view_bytes(each.detach().clone().contiguous()) for each in tensors]
+    assert mark.agrees_with(copies.__getitem__)
+    copies[1] = view_bytes(tensors[1].detach() + 1)
+    assert not mark.agrees_with(copies.__getitem__)
+
+
+def test_a_look_at_many_tensors_reads_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 20,000 tensors it reads 64, the first and the last among them: nothing for each of them at each step."""
+    tensors, read, real = [torch.nn.Parameter(torch.zeros(2)) for _ in range(20_000)], list[int](), value_mark._value
+
+    def count(tensor: torch.Tensor, index: int) -> torch.Tensor:
+        read.append(tensor.data_ptr())
+        return real(tensor, index)
+
+    mark = ValueMark(tensors)
+    monkeypatch.setattr(value_mark, "_value", count)
+    assert mark.agrees()
+    assert len(read) == 64
+    assert {tensors[0].data_ptr(), tensors[-1].data_ptr()} <= set(read)
+
+
+def test_a_state_was_shared_while_other_weights_stood_in_its_place() -> None:
+    """A donor and a checkpoint are refused until they are back."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    training = TrainingState(torch.optim.SGD([parameter], lr=0.1))
+    parameter.data.fill_(2.0)
+    with pytest.raises(StateAway, match="put those back first"):
+        share(training, StateName.genesis(b""), Committed())
+    parameter.data.fill_(1.0)
+    state = share(training, StateName.genesis(b""), Committed())
+    assert state.holds is not None
+    assert state.holds(lambda _: view_bytes(torch.ones(3)))
+    assert not state.holds(lambda _: view_bytes(torch.full((3,), 2.0)))
+
+
+class Moves:
+    """In place of the vector of a round: says how it is taken."""
+
+    taken = ""
+
+    def overwrite(self) -> None:
+        """The average is taken as it is."""
+        self.taken = "overwrite"
+
+    def apply(self, alpha: float) -> None:
+        """What changed since the round began is added."""
+        self.taken = f"apply {alpha:g}"
+
+
+@pytest.mark.parametrize(("evaluates", "weight", "taken"), [(False, 2.0, "apply 1"), (True, 0.0, "overwrite")])
+def test_local_updates_averaged_the_weights_of_an_evaluation(evaluates: bool, weight: float, taken: str) -> None:
+    """They have no weight; and the difference to what was given is not added, as that is not what was trained."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    training, vector = LocalTrainingState(torch.optim.SGD([parameter], lr=0.1)), Moves()
+    parameter.grad = torch.ones(3)
+    assert training.accumulate(2)
+    own = parameter.detach().clone()
+    if evaluates:
+        parameter.data.fill_(7.0)
+    assert training.contribute()[0] == weight
+    parameter.data.copy_(own)
+    training.use_average(vector)  # type: ignore[arg-type]
+    training.step()
+    assert vector.taken == taken
+    assert not training.is_displaced

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from shoal.optim.check import check_of, judge
+from shoal.optim.check import Check, check_of, judge
 from shoal.optim.words import weigh
 from shoal.peer import PeerID
 
@@ -29,19 +29,26 @@ def stepped(device: str, dtype: torch.dtype) -> tuple[torch.optim.Optimizer, tor
     return optimizer, parameter
 
 
+def checked(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Check:
+    """Of its state."""
+    found = check_of(optimizer, [parameter], NAME)
+    assert found is not None
+    return found
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_cpu_and_a_gpu_pass_the_check_unless_they_differ_by_more_than_rounding(dtype: torch.dtype) -> None:
     """Equal steps differ in some bits; parameters that are 2% larger are found."""
     (mine, ours), (theirs, other) = stepped("cpu", dtype), stepped("cuda", dtype)
     on_cpu, on_gpu = PEERS
-    checks = {on_cpu: check_of(mine, [ours], NAME), on_gpu: check_of(theirs, [other], NAME)}
+    checks = {on_cpu: checked(mine, ours), on_gpu: checked(theirs, other)}
     assert checks[on_cpu].arithmetic != checks[on_gpu].arithmetic
     verdict = judge(checks, alike)
     assert verdict is not None
     assert not verdict.others
     with torch.no_grad():
         other.mul_(1.02)
-    verdict = judge(checks | {on_gpu: check_of(theirs, [other], NAME)}, alike)
+    verdict = judge(checks | {on_gpu: checked(theirs, other)}, alike)
     assert verdict is not None
     assert len(verdict.others) == 1

@@ -85,7 +85,6 @@ RIGHT: dict[str, Callable[[Any], object]] = {
     "eye_": lambda model: torch.nn.init.eye_(model.layers[0].weight),
     "xavier_uniform_": lambda model: _unseeded(model, torch.nn.init.xavier_uniform_),
     "kaiming_normal_": lambda model: _unseeded(model, torch.nn.init.kaiming_normal_),
-    "trunc_normal_": lambda model: _unseeded(model, torch.nn.init.trunc_normal_),
     "orthogonal_": lambda model: _unseeded(model, torch.nn.init.orthogonal_),
     "normal_": lambda model: _unseeded(model, lambda each: each.normal_()),
     "noise": lambda model: _unseeded(model, lambda each: each.add_(torch.randn_like(each), alpha=0.1)),

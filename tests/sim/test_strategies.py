@@ -868,13 +868,16 @@ def test_newcomers_of_other_speeds_give_to_each_merge(strategy: Strategy, speeds
         merge_s = (strategy.merging.steps or 0) * max(speeds)
         await sim.sleep(10.0 + 6 * merge_s)  # the first ones wait for others that come late, once
         assert not any("does not come" in message or "none of the samples" in message for message in told), told
-        for trainer in newcomers:
+        for batch_s, trainer in zip(speeds[1:], newcomers, strict=True):
             status = trainer.participant.status()
             assert trainer.alone == 0
             # Where peers wait for a merge, a batch that was under way when it began is lost; and to a newcomer that
             # comes late to its first one, what it has trained until then.
             lost = 2 + (len(trainer.epochs) + 2 * (strategy.merging.steps or 0) if strategy.merging.waits else 0)
-            assert status.dropped <= lost * BATCH < status.contributed
+            # Of one that is faster than all others were, the first merges count in part only (`words.may_give`).
+            cut = 0.1 * status.contributed if batch_s < speeds[0] else 0.0
+            assert status.dropped <= lost * BATCH + cut
+            assert lost * BATCH < status.contributed
             assert len(trainer.epochs) >= 5
         await run.close()
 

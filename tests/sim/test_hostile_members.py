@@ -256,7 +256,9 @@ async def led_by(how: str, honest: int, monkeypatch: pytest.MonkeyPatch) -> None
     assert later >= 0.8 * own, (calm, later)
     assert min(shares) > 0.8 * max(shares), shares
     assert any(message.startswith(me) for message in told) or how == "no verdict"
-    assert all(message.startswith(me) for message in told), told
+    # Who leaves one peer out makes it look for another leader, which may be blamed once for what it never got.
+    wrong = sum(not message.startswith(me) for message in told)
+    assert wrong <= (len(told) // 3 if how == "one" else 0), told
 
 
 @pytest.mark.parametrize("how", ["gone", "one"])

@@ -14,7 +14,7 @@ from shoal import sim
 from shoal.allreduce.vector import Vector
 from shoal.errors import RoundFailed, is_out_of_memory
 from shoal.events import Event, RoundAborted, Warned
-from shoal.optim import parameter_check, participant, step_feed
+from shoal.optim import parameter_check, participant, step_feed, training_state
 from shoal.optim.gossip import ProgressGossip
 from shoal.optim.gradient_sum import GradientSum
 from shoal.optim.participant import Participant
@@ -60,7 +60,7 @@ SITES: dict[str, tuple[Any, str, str]] = {
     "prepare": (TrainingState, "contribute", "its values could not be copied"),
     "check": (parameter_check, "check_of", "the check of this peer's parameters was left out"),
     "agree": (participant, "agree", "a round or a step was left out"),
-    "what is said": (participant, "options_of", "a round or a step was left out"),
+    "what is said": (training_state, "options_of", "a round or a step was left out"),
     "the step that is told": (step_feed, "of_round", "a step for peers that catch up was left out"),
     "publish": (ProgressGossip, "_publish", "what it tells others, and hears from them, was left out"),
     "look": (ProgressGossip, "_look", "what it tells others, and hears from them, was left out"),

@@ -311,8 +311,9 @@ def weather(seed: int, epochs: int, patch: pytest.MonkeyPatch) -> None:
         for name, trainer in run.swarm.peers.items():
             said, done = trainer.participant.status(), trainer.batches_done * BATCH
             assert said.contributed + said.dropped + trainer.participant.held == done, name
-            # A step may be about to be taken; and a member that was lost in a round may count in some parts only.
-            assert abs(said.contributed // BATCH - sum(by == name for by, _ in counted)) <= 6, name
+            # A step may be about to be taken; and a member that was lost in a round may count in some parts only. Of
+            # states that were given up in a fork nothing is contributed any more.
+            assert -16 <= said.contributed // BATCH - sum(by == name for by, _ in counted) <= 6, name
             epochs_seen = [number for _, number, _, _ in trainer.epochs]
             assert epochs_seen == sorted(set(epochs_seen)), "an epoch was counted twice"
 

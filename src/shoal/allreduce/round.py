@@ -197,9 +197,8 @@ class Round:
         if 2 * len(self._bad_lines) > len(self.members) - 1:
             self._bad_lines = set()
         self._late, self._began = set[int](), self._loop.time()
-        self._moved: tuple[int, int] | None = (
-            None  # how far the members other than the coordinator were, and since when
-        )
+        # How far the members other than the coordinator were, and since when.
+        self._moved: tuple[int, int] | None = None
         self._moved_at = self._began
         self._gives, self._led_badly = weight > 0, False
         self._looked_at: dict[int, bool] = {}  # called gone by the coordinator; whether they gave us something since

@@ -71,9 +71,7 @@ class Conduct:
             now: seconds.
             left_out: led groups in which a peer was missing that had asked to be in them, again and again.
         """
-        for peer in idled:
-            self._led_badly(peer, self._window_s, now)
-        for peer in left_out:
+        for peer in (*idled, *left_out):
             self._led_badly(peer, self._window_s, now)
 
     def played(

@@ -37,7 +37,7 @@ class Pauses:
     Args:
         window_s: seconds.
         strict: half of a window is too much to lose for the first time, too, and a pause lasts until the failure can be
-            forgiven: where nobody is harmed by the pause.
+            forgiven: for peers that the others can do without in the same role, as in leading.
     """
 
     def __init__(self, window_s: float, *, strict: bool = False) -> None:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 from shoal.bounded import bound, put_last
@@ -193,20 +194,15 @@ class Witness:
         self, own: StateKey, known: Mapping[PeerID, StateKey], part: Mapping[PeerID, float], mine: float, now: float
     ) -> frozenset[PeerID]:
         """Those of the known peers that stand for a state that may be taken; the worse ones do if anybody does."""
-        ahead = sorted((peer for peer in known if known[peer] > own), key=lambda peer: known[peer], reverse=True)
+        ahead = sorted((peer for peer in known if known[peer] > own), key=known.__getitem__, reverse=True)
         found = known.keys() - ahead
         # Those who are gone stand for nothing, and parts of different times may be more than the whole.
         total = min(1.0, mine + sum(part.values()))
         behind_it = 0.0
-        for index, peer in enumerate(ahead):
-            behind_it += part[peer]
-            if index + 1 < len(ahead) and known[ahead[index + 1]] == known[peer]:
-                continue  # they stand for the same state
-            equal = [each for each in ahead if known[each] == known[peer]]
-            if 2 * behind_it > total:
-                found = found | set(equal)
-            else:
-                found = found | {each for each in equal if self._can_be_there(each, known[each], now)}
+        for key, peers in groupby(ahead, key=known.__getitem__):
+            equal = list(peers)
+            behind_it = sum((part[peer] for peer in equal), behind_it)
+            found |= {peer for peer in equal if 2 * behind_it > total or self._can_be_there(peer, key, now)}
         return frozenset(found)
 
     def _is_heeded(self, peer: PeerID, own: StateKey, key: StateKey, now: float) -> bool:

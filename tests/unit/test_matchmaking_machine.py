@@ -368,6 +368,17 @@ def test_a_peer_that_comes_to_our_leader_after_all_is_not_stranded() -> None:
     assert not memory.takes_the_lead
 
 
+def test_a_peer_that_wants_to_lead_and_follows_nobody_made_others_shun_an_honest_leader() -> None:
+    """It nudged the followers, as it was the earliest; they took that for a wish to join their leader."""
+    memory = Memory()
+    for _ in range(3):
+        play = following(2, memory=memory)
+        assert answers(play.joins(1)) == [JoinRedirected(contact_of(2))]
+        play.hear(Answered(peer_id(2), begun_with(2, ME)))
+    assert not memory.stranded
+    assert not memory.refused
+
+
 def test_does_not_ask_a_peer_that_is_silent_already() -> None:
     """It asks the next one at once: else each search would be over before it came to that."""
     play = Play()

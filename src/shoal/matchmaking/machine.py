@@ -334,7 +334,8 @@ class GroupMachine:
         self._met_one = True
         self._lost_now.discard(peer)
         self._known.hear(asker, now)
-        if peer == self.leader and (key > self.key or not event.contact.addresses):
+        wants_to_follow = key > self.key or not event.contact.addresses  # else it nudges us: we are to follow it
+        if peer == self.leader and wants_to_follow:
             sometimes("a peer is asked to lead by its own leader")
             # It has declared anew, so it leads us no more, and will not; its message about that is on the way.
             self._out.append(events.LeaveLeader(peer))
@@ -345,11 +346,12 @@ class GroupMachine:
             if peer == self.leader:
                 self._refuse(peer, "later", "I follow you")  # its nudge and our Join have crossed
             else:
-                self._sent_on.add(peer)
+                if not self._is_before(event, self._leader.peer):  # else it does not want to follow that one
+                    self._sent_on.add(peer)
                 self._out.append(Answer(peer, JoinRedirected(self._leader)))
         elif not self._leads:
             self._refuse(peer, "not-looking", "a client does not lead")
-        elif event.contact.addresses and key < self.key:
+        elif not wants_to_follow:
             self._followers.pop(peer, None)
             self._refuse(peer, "later", "you are earlier: lead me")
         elif not has_place and (giving_way := self._gives_way(event)) is None:
@@ -363,6 +365,11 @@ class GroupMachine:
                 self._refuse(giving_way, "full", full)
             self._followers[peer] = event
             self._out.append(Answer(peer, JoinAccepted()))
+
+    def _is_before(self, asker: events.JoinRequested, leader: PeerID) -> bool:
+        """Whether a peer that asks us comes before our leader in the order."""
+        key = self._precedence.key(asker.contact.peer, asker.expiration)
+        return bool(asker.contact.addresses) and key < self._precedence.key(leader, self._expiration_of(leader))
 
     def _gives_way(self, event: events.JoinRequested) -> PeerID | None:
         """The follower in a full group whose place this peer takes; None if there is none."""

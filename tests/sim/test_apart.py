@@ -147,6 +147,75 @@ def test_a_client_that_trained_less_apart_takes_the_state_of_the_others_and_is_t
     sim.run(main, seed=43)
 
 
+def lost_here(told: list[str]) -> list[int]:
+    """How many of the samples that are given up each warning says to be of the peer that is warned."""
+    found = (re.search(r"samples that were trained apart from them \((\d+) here\)", each) for each in told)
+    return [int(each[1]) for each in found if each]
+
+
+def test_a_branch_of_two_peers_that_lost_against_three_was_told_nothing() -> None:
+    """Only a peer that was alone was told. Each of the two is, once, and the numbers are those of their branch."""
+
+    async def main() -> None:
+        names, run = "abcde", Run(target=8)
+        told = {name: list[str]() for name in names}
+        for name in names:
+            await run.add(name, **warnings_of(told[name]))
+            await train(run, name, 60.0)
+        await sim.sleep(8.0)
+        run.swarm.partition([["a", "b"], ["c", "d", "e"]])
+        await sim.sleep(20.0)
+        gone = {name: run.swarm.peer(name).participant.own for name in names}
+        before = {name: own.name for name, own in gone.items()}
+        given = {name: own.lineage.contributed for name, own in gone.items()}
+        assert all(own.shared for own in gone.values())
+        marks = {mark.digest: mark for mark in gone["a"].lineage.held}
+        fork = next(marks[digest] for digest in reversed(gone["c"].lineage.history) if digest in marks)
+        assert before["a"].epoch > fork.epoch + 10
+        run.swarm.heal()
+        await sim.sleep(30.0)
+        assert len({own.name for own in gone.values()}) == 1
+        assert gone["a"].name.samples > before["c"].samples > before["a"].samples
+        for name in "cde":
+            assert not gave_up(told[name])
+        for name in "ab":
+            ((taken, _, epoch, samples, lost),) = gave_up(told[name])
+            assert taken >= before["c"].epoch
+            assert epoch >= before[name].epoch
+            assert lost == samples - fork.samples >= before[name].samples - fork.samples
+            (own,) = lost_here(told[name])
+            mine = next(mark for mark in gone[name].lineage.held if mark.digest == fork.digest)
+            assert given[name] - mine.contributed <= own < lost
+        lost = min(gave_up(told[name])[0][-1] for name in "ab")
+        assert lost <= sum(lost_here(told["a"]) + lost_here(told["b"])) <= lost + 16  # one may be a step ahead
+        await run.close()
+
+    with reaches("a peer gives up steps of its own and of others for those of a fork"):
+        sim.run(main, seed=46)
+
+
+def test_a_peer_that_stood_still_gives_nothing_up() -> None:
+    """Its state is one from which the others have gone on: all that it has trained is in theirs."""
+
+    async def main() -> None:
+        run, told = Run(target=8), list[str]()
+        await run.add("a", **warnings_of(told))
+        for name in "bc":
+            await run.add(name)
+            await train(run, name, 60.0)
+        a = run.swarm.peer("a")
+        run.swarm.spawn("a", a.train(4, duration_s=0.5, until=until(10.0)))
+        await sim.sleep(30.0)
+        before = a.participant.epoch
+        run.swarm.spawn("a", a.train(4, duration_s=0.5, until=until(60.0)))
+        await sim.sleep(10.0)
+        assert a.participant.epoch > before + 10
+        assert not gave_up(told)
+        await run.close()
+
+    sim.run(main, seed=47)
+
+
 def test_a_client_whose_state_is_not_taken_goes_back_to_others_that_stand_still() -> None:
     """After a minute, with a warning, and once. It kept its own state all the same, and warned at each look."""
 

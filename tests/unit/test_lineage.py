@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.optim.lineage import Gives, Lineage
+from shoal.optim.lineage import Apart, Gives, Lineage, may_have_led
 from shoal.optim.state_name import StateName
 
 
@@ -42,10 +42,29 @@ def test_a_peer_that_comes_back_to_a_side_that_it_was_on_has_again_what_it_gave_
 
 def test_a_way_that_has_gone_on_for_long_has_no_state_that_is_known() -> None:
     """What is sent with a state is bounded, as is what is remembered."""
-    long = led(*(named(epoch) for epoch in range(1000)))
-    assert len(long.history) == 128
-    assert len(long.held) == 256
-    assert led(named(0), named(1)).last_held(named(1), [*long.history, named(999).digest]) is None
+    long = led(*(named(epoch) for epoch in range(4000)))
+    assert len(long.history) == 1024
+    assert len(long.held) == 2048
+    assert led(named(0), named(1)).last_held(named(1), [*long.history, named(3999).digest]) is None
+
+
+def test_what_is_given_up_counts_from_the_last_state_that_both_came_from() -> None:
+    """Epochs and samples of the branch, and those of this peer."""
+    ours = led(named(0), named(1), named(2, "a"), named(3, "a"), gave=3)
+    last = ours.last_held(named(3, "a"), [named(0).digest, named(1).digest, named(2, "b").digest])
+    assert last is not None
+    assert ours.since(named(3, "a"), last) == Apart(epochs=2, samples=16, own=6)
+
+
+def test_a_peer_that_was_away_for_long_is_not_said_to_give_anything_up() -> None:
+    """But one that has just trained is, though the states before theirs that are known do not go back so far."""
+    ours, theirs = named(2000), named(5000)
+    assert may_have_led(ours, theirs, 1024, 3000.0)
+    assert may_have_led(ours, theirs, 1024, None)
+    assert not may_have_led(ours, theirs, 1024, 5.0)
+    assert not may_have_led(named(4500), theirs, 1024, None)  # it would be among the states that are known
+    assert may_have_led(named(4000), theirs, 1024, None)  # if each epoch has two
+    assert not may_have_led(named(5100), theirs, 1024, None)
 
 
 def test_after_two_gives_at_one_state_the_last_one_counts_though_the_first_was_committed() -> None:

@@ -7,6 +7,7 @@ import pytest
 from shoal.events import Event, EventBus, Warned
 from shoal.identity import Identity
 from shoal.optim.beginning import Beginning
+from shoal.optim.lineage import Apart
 from shoal.optim.notices import Notices
 from shoal.optim.state_name import StateName
 from shoal.peer import PeerID
@@ -121,6 +122,16 @@ def test_a_state_of_equal_numbers_is_not_said_to_have_more_samples(
     bus, said = EventBus(), list[Event]()
     bus.subscribe(said.append)
     names = [StateName(epoch, bytes([digest]) * 32, samples) for epoch, samples, digest in (ours, taken)]
-    Notices(bus, "run").gave_up(names[0], 8, names[1])
+    Notices(bus, "run").gave_up(names[0], Apart(4, 8, 8), names[1])
     (message,) = (event.message for event in said if isinstance(event, Warned))
     assert f"do not count, {why}" in message
+
+
+def test_what_was_trained_apart_for_long_is_told_without_a_number() -> None:
+    """Nobody knows it: the two states came from one that neither remembers."""
+    bus, said = EventBus(), list[Event]()
+    bus.subscribe(said.append)
+    Notices(bus, "run").gave_up(StateName(9_000, b"\1" * 32, 90_000), None, StateName(20_000, b"\2" * 32, 200_000))
+    (message,) = (event.message for event in said if isinstance(event, Warned))
+    assert "goes on from epoch 20000 of the others (200000 samples) and gives up its own epoch 9000 (90000" in message
+    assert "for longer than this peer remembers, does not count, as the state with more samples does" in message

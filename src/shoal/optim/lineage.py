@@ -13,13 +13,19 @@ from typing import NamedTuple
 from shoal.optim.state_name import StateName
 from shoal.progress import bound
 
-__all__ = ["Gives", "Lineage", "Mark"]
+__all__ = ["Apart", "Gives", "Lineage", "Mark", "may_have_led"]
 
-_STATES = 128
+_STATES = 1024
 """So many states before it a state names, of 32 bytes each: forks mostly last for fewer epochs."""
 
 _HELD = 2 * _STATES
 _GIVES = 16
+
+_STATES_OF_AN_EPOCH = 2
+"""The step's, and the average of the states after it."""
+
+_FASTER = 16
+"""A run becomes so many times as fast at most, while this peer is away: see `witness`."""
 
 
 class Mark(NamedTuple):
@@ -28,12 +34,28 @@ class Mark(NamedTuple):
     Attributes:
         digest: of its name.
         epoch: of its name.
+        samples: of its name.
         contributed: samples of this peer in the steps that led there.
     """
 
     digest: bytes
     epoch: int
+    samples: int
     contributed: int
+
+
+class Apart(NamedTuple):
+    """What is given up with a state: all that was trained since the last state that it and the other one came from.
+
+    Attributes:
+        epochs: since then.
+        samples: of all peers since then.
+        own: those of this peer among them.
+    """
+
+    epochs: int
+    samples: int
+    own: int
 
 
 class Lineage(NamedTuple):
@@ -63,8 +85,25 @@ class Lineage(NamedTuple):
         known = {mark.digest: mark for mark in self._with(name)}
         return next((known[digest] for digest in reversed(history) if digest in known), None)
 
+    def since(self, name: StateName, last: Mark) -> Apart:
+        """What was trained from a state on until the one of this name."""
+        return Apart(name.epoch - last.epoch, name.samples - last.samples, self.contributed - last.contributed)
+
     def _with(self, name: StateName) -> tuple[Mark, ...]:
-        return (*self.held, Mark(name.digest, name.epoch, self.contributed))
+        return (*self.held, Mark(name.digest, name.epoch, name.samples, self.contributed))
+
+
+def may_have_led(ours: StateName, theirs: StateName, known: int, steps: float | None) -> bool:
+    """Whether the run may have come from our state to theirs, though it is none of the last states before that.
+
+    Args:
+        ours: the name of the state of a peer that may have been away.
+        theirs: the name of the other one.
+        known: so many states before it are known.
+        steps: the time since this peer was in a step, in the time that a step takes; None if it is not known.
+    """
+    epochs = theirs.epoch - ours.epoch
+    return epochs * _STATES_OF_AN_EPOCH >= known and (steps is None or epochs <= _FASTER * (steps + 2))
 
 
 class Gives:

@@ -12,6 +12,7 @@ from shoal.events import EventBus, LocalValuesRejected, SamplesDropped, Warned, 
 from shoal.optim.beginning import Beginning, Stance
 from shoal.optim.check import Check, Verdict
 from shoal.optim.contribution import Dropped
+from shoal.optim.lineage import Apart
 from shoal.optim.options import Difference
 from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
@@ -285,10 +286,14 @@ class Notices:
             "the model is made or with a checkpoint"
         )
 
-    def gave_up(self, ours: StateName, samples: int, taken: StateName, kept: object = None) -> None:
-        """The state of others was taken, and our own one (`ours`) was trained apart from them, with so many samples.
+    def gave_up(self, ours: StateName, apart: Apart | None, taken: StateName, kept: object = None) -> None:
+        """The state of others was taken, and our own one (`ours`) was trained apart from them.
 
-        It is kept at this path, if at any.
+        Args:
+            ours: the name of the state that is given up.
+            apart: what was trained apart; None if that is not known, as it was for long.
+            taken: the name of the state of the others.
+            kept: the path where the state that is given up is kept; None if it is nowhere.
         """
         if kept is None:
             keep = "Give checkpoint=, and what is given up so is saved there"
@@ -297,12 +302,15 @@ class Notices:
                 f"It is saved as {kept}, where it stays until two later ones are: what is to be kept of both is to be "
                 "merged by hand"
             )
+        if apart is None:
+            lost = "what was trained apart from them, for longer than this peer remembers, does not count"
+        else:
+            lost = f"the {apart.samples} samples that were trained apart from them ({apart.own} here) do not count"
         self.warn(
             f"this peer goes on from epoch {taken.epoch} of the others ({taken.samples} samples) and gives up its own "
-            f"epoch {ours.epoch} ({ours.samples} samples): the {samples} samples that it has trained apart from them "
-            f"do not count, {_why_of(ours, taken)}. Before peers train apart again, see that they reach "
-            "each other: let two of them be reachable (a port that is open, or a public Optimizer(auxiliary=True)). "
-            f"{keep}"
+            f"epoch {ours.epoch} ({ours.samples} samples): {lost}, {_why_of(ours, taken)}. Before peers train apart "
+            "again, see that they reach each other: let two of them be reachable (a port that is open, or a public "
+            f"Optimizer(auxiliary=True)). {keep}"
         )
 
     def refused(self, named: Iterable[Progress], own: StateName, now: float) -> None:

@@ -14,7 +14,7 @@ from shoal.averager import TensorLock
 from shoal.core import PeerCore
 from shoal.optim.agreement import Agreement, Deal, deal_to
 from shoal.optim.committed import Committed
-from shoal.optim.lineage import Gives, Lineage
+from shoal.optim.lineage import Apart, Gives, Lineage, Mark
 from shoal.optim.notices import Notices
 from shoal.optim.phases import Update
 from shoal.optim.shared_state import share
@@ -207,6 +207,17 @@ class OwnState:
             contributed = self.lineage.contributed if self.shared else self._at_floor
         self.lineage = self.lineage.taken_over(self.name, history, contributed)
         self.name, self.committed, self.before = name, committed, before
+
+    def apart_from(self, name: StateName, history: Sequence[bytes]) -> Apart | None:
+        """What is given up if a state of others takes the place of the one here; see `take_over` for the arguments.
+
+        Returns:
+            None if none of the states is known that both came from: this peer was away for long, or apart for long.
+        """
+        last = self.lineage.last_held(self.name, (*history, name.digest))
+        if last is None and not self.shared:  # they have none of what it has trained alone
+            last = Mark(b"", self.floor.epoch, self.floor.samples, self._at_floor)
+        return None if last is None else self.lineage.since(self.name, last)
 
     def loading(self) -> Replaced:
         """The user loads a checkpoint: forget the state that is here (under `lock`, in the trainer's thread).

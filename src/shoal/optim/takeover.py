@@ -22,6 +22,7 @@ from shoal.errors import NoMemoryForState, StateUnavailable
 from shoal.optim.beginning import Beginning, Stance
 from shoal.optim.catch_up import CatchUp
 from shoal.optim.gossip import ProgressGossip
+from shoal.optim.lineage import may_have_led
 from shoal.optim.notices import Notices, left_out
 from shoal.optim.outlook import Outlook
 from shoal.optim.own_state import OwnState
@@ -289,12 +290,12 @@ class Takeover:
             prepared = await self.core.env.executor.run(training.prepare, values, state.tensors)
             prepared = prepared._replace(epoch=name.epoch)  # by which all is decided, whatever the values say
             follows = before == self.own.name.digest
-            _note_fork(self.own, name, follows=follows)
-            tell_loss = await self._loss(name)
+            history = history_of(state.metadata)
+            tell_loss = await self._loss(name, history)
             if follows and committed.gave_last(self.core.peer_id):
                 await self.core.env.executor.run(training.given_is_in)
             await self._load(prepared, follows=follows)
-            self.own.take_over(name, committed, before, history_of(state.metadata))
+            self.own.take_over(name, committed, before, history)
             self.took_over = True
             self.own.is_average = is_average(state.metadata)
             self.own.followed = None if self.own.is_average else name
@@ -323,21 +324,29 @@ class Takeover:
             self.own.loading()  # a part of it may be here: it is nobody's state
             raise
 
-    async def _loss(self, taken: StateName) -> Callable[[], None]:
+    async def _loss(self, taken: StateName, history: Sequence[bytes]) -> Callable[[], None]:
         """Tells of what is lost with our state if this one takes its place: on first weights, or apart from others.
 
         What was trained apart is kept on the disk, if it can be. A few batches or epochs are not told, as peers that
         start together have trained some before they meet.
         """
-        own, since = self.own, self.own.floor
-        if self.outlook.settings.fragment:
+        own, outlook = self.own, self.outlook
+        if outlook.settings.fragment:
             return _nothing
-        if taken.epoch == own.name.epoch == 0 and self.outlook.speed.batches >= _MANY_BATCHES and own.training.samples:
+        if taken.epoch == own.name.epoch == 0 and outlook.speed.batches >= _MANY_BATCHES and own.training.samples:
             return partial(self.notices.begins_anew, own.training.samples)
-        if not own.shared and own.name.epoch >= since.epoch + _MANY_EPOCHS:
-            kept = None if self.keep is None else await self.core.env.executor.run(self.keep)
-            return partial(self.notices.gave_up, own.name, own.name.samples - since.samples, taken, kept)
-        return _nothing
+        apart = own.apart_from(taken, history)
+        if apart is None:
+            steps = outlook.witness.steps_since(self.core.peer_id, outlook.elapsed.time())
+            is_lost = not may_have_led(own.name, taken, len(history), steps)
+        else:
+            is_lost = apart.epochs >= _MANY_EPOCHS
+        if not is_lost:
+            return _nothing
+        if own.shared:
+            sometimes("a peer gives up steps of its own and of others for those of a fork")
+        kept = None if self.keep is None else await self.core.env.executor.run(self.keep)
+        return partial(self.notices.gave_up, own.name, apart, taken, kept)
 
     def _tell_pace(self, intake: Intake) -> None:
         received, missing = intake.received_bytes, intake.missing_bytes
@@ -348,13 +357,6 @@ class Takeover:
         sometimes("a peer names a better state, and does not give it")
         self.outlook.known.note_withheld(peers, _now())
         self.news.notify()
-
-
-def _note_fork(own: OwnState, taken: StateName, *, follows: bool) -> None:
-    if own.name.epoch and own.shared and not follows:
-        sometimes("a peer gives up steps of its own for those of a fork")
-    if taken.samples == own.name.samples:
-        sometimes("the digests decide between two states of equal weight")
 
 
 def _nothing() -> None:

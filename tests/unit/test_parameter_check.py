@@ -7,9 +7,11 @@ import struct
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
+import msgspec
 import pytest
 
 from shoal.optim.check import Check, judge
+from shoal.optim.value_mark import Changed
 from shoal.optim.words import weigh
 from shoal.peer import PeerID
 
@@ -85,6 +87,53 @@ def test_free_keys_with_few_samples_win_the_check_of_the_parameters() -> None:
     assert set(verdict.others.values()) == {verdict.holders}
     new = {each: count for each, count in committed.items() if count > 10}
     assert judge(checks, partial(weigh, committed=new, hosts={})) == verdict
+
+
+NOT, WRITTEN, VALUES = Changed
+
+
+def known(parameters: str, changed: Changed = NOT, *, followed: bool = False) -> Check:
+    """Of one arithmetic, with what its peer knows of these parameters."""
+    return msgspec.structs.replace(check("X", parameters), changed=changed, followed=followed)
+
+
+@pytest.mark.parametrize(
+    ("checks", "holder", "tie"),
+    [
+        ((known("a", VALUES), known("b")), 1, False),
+        ((known("a", VALUES), known("b", WRITTEN)), 1, False),
+        ((known("a"), known("b", WRITTEN)), 0, False),
+        ((known("a", VALUES), known("b", VALUES)), None, True),
+        ((known("a", followed=True), known("b")), 1, True),
+        ((known("a"), known("b", followed=True)), 0, True),
+        ((known("a", followed=True), known("b", VALUES)), 0, False),
+        ((known("a", VALUES), known("a", VALUES), known("b")), 0, False),  # most have changed theirs alike
+        ((known("a", VALUES), known("b"), known("b")), 1, False),
+        ((known("a", VALUES), known("a"), known("b"), known("b", WRITTEN)), None, True),  # their steps made either
+    ],
+)
+def test_the_weights_that_one_of_two_had_changed_were_kept(
+    checks: Sequence[Check], holder: int | None, *, tie: bool
+) -> None:
+    """Which are right is known where one side has changed its own; else the side that followed follows again."""
+    given = {peer(number): each for number, each in enumerate(checks)}
+    seen = set[bytes]()
+    for number in range(20):
+        verdict = judge(given, alike, bytes([number]))
+        assert verdict is not None
+        assert verdict.is_tie == tie
+        assert holder is None or peer(holder) in verdict.holders
+        seen.add(verdict.digest)
+    assert len(seen) == (2 if holder is None else 1)  # chance decides the rest, another way each time
+
+
+@pytest.mark.parametrize(("weight", "holders"), [(50, {1}), (49, {0, 3}), (0, {0, 3})])
+def test_a_heavier_peer_kept_weights_that_it_had_changed(weight: int, holders: set[int]) -> None:
+    """It had made some steps alone, so of the two it had more weight. Of a few samples no key says what counts."""
+    checks = {peer(0): known("a", VALUES), peer(1): known("b"), peer(2): known("c"), peer(3): known("a")}
+    verdict = judge(checks, partial(weigh, committed={peer(0): 100, peer(1): weight}, hosts={}))
+    assert verdict is not None
+    assert verdict.holders == {peer(each) for each in holders}
 
 
 def test_what_differs_to_the_bit_is_found_wherever_it_is() -> None:

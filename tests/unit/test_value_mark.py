@@ -14,7 +14,7 @@ from shoal.optim.local_updates import LocalTrainingState
 from shoal.optim.shared_state import share
 from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
-from shoal.optim.value_mark import ValueMark
+from shoal.optim.value_mark import Changed, ValueMark
 from shoal.state import StateAway
 
 
@@ -41,6 +41,48 @@ def test_values_that_were_put_back_are_those_of_before(dtype: torch.dtype) -> No
     assert not mark.agrees()
     mark.note()
     assert mark.agrees()
+
+
+def test_a_change_of_a_row_that_is_not_looked_at_was_not_known() -> None:
+    """Torch counts it. A change through `.data` is known by its values only."""
+    table = torch.nn.Parameter(torch.randn(1000, 8))
+    mark = ValueMark([table])
+    assert mark.changed() is Changed.NOT
+    with torch.no_grad():
+        table[0].zero_()
+    assert mark.changed() is Changed.WRITTEN
+    mark.note()
+    assert mark.changed() is Changed.NOT
+    table.data.mul_(2.0)
+    assert mark.changed() is Changed.VALUES
+
+
+def test_changes_are_those_of_the_state_here_since_the_last_check() -> None:
+    """What an earlier check has seen is over, and so is what was changed in a state before another was loaded."""
+    parameter = torch.nn.Parameter(torch.ones(300))
+    training = TrainingState(torch.optim.SGD([parameter], lr=0.1))
+    parameter.grad = torch.ones(300)
+
+    def batch() -> None:
+        assert training.accumulate(1)
+
+    batch()
+    parameter.data.fill_(2.0)
+    batch()
+    with torch.no_grad():
+        parameter[0] = 7.0
+    batch()
+    assert [training.changed_since(look) for look in range(4)] == [
+        Changed.VALUES,
+        Changed.VALUES,
+        Changed.WRITTEN,
+        Changed.NOT,
+    ]
+    values, tensors = training.export()
+    training.load(values, [each.clone() for each in tensors])
+    assert training.changed_since(0) is Changed.NOT
+    batch()
+    assert training.changed_since(0) is Changed.NOT
 
 
 def test_a_copy_of_other_values_is_seen() -> None:

@@ -6,6 +6,9 @@ as it joins: by a digest of their bytes, and a sample of their values. From thes
 
 - The parameters that the members of most weight hold are the state (see `words`); of equal weights, those of the first
   peer in an order that chance has made.
+- Where others of half that weight or more are as many, that decides only what nobody knows better. A member knows
+  whether something else than shoal has written to its parameters: such parameters give way (see `Changed`). And of
+  members that differ at one check after the other the same ones take over each time: those that did so the last time.
 - Members with another arithmetic (torch, device, way of computing) than these holders must hold the same within
   `BOUND`, as far as the sample tells.
 - Members of equal arithmetic must hold the same parameters to the bit. Among the holders' own arithmetic these are the
@@ -22,8 +25,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -32,6 +34,7 @@ from blake3 import blake3
 
 from shoal.compression import view_bytes
 from shoal.optim.options import HOW
+from shoal.optim.value_mark import Changed
 from shoal.optim.words import Weigh, heaviest
 from shoal.peer import PeerID
 
@@ -47,6 +50,9 @@ steps, 1.0e-7 after 1,000; in bfloat16 2.0e-5.
 _BOUND_16_BITS = 0.01
 _SAMPLE = 256
 _LONGEST_WAY = 160
+_RIVAL = 2
+"""What some say of their own parameters counts beside others of up to so many times their weight: keys are free."""
+
 _LOOK_BYTES = 64 << 20
 """Whoever puts other values in place, and the first ones back, takes longer than it takes to read so many bytes."""
 _HOST = torch.device("cpu")
@@ -61,6 +67,9 @@ class Check(msgspec.Struct, frozen=True, array_like=True):
         sample: some of their values, at places that follow from the name of the state; float32, one after another.
         bits: of the narrowest dtype among the parameters.
         way: the settings that its steps depend on, in words, for people.
+        changed: whether something else than shoal has written to them since the last check, or since they were taken
+            over: see `Changed`.
+        followed: whether it held others than it should at the last check, too.
     """
 
     arithmetic: Annotated[bytes, msgspec.Meta(max_length=16)]
@@ -68,6 +77,8 @@ class Check(msgspec.Struct, frozen=True, array_like=True):
     sample: Annotated[bytes, msgspec.Meta(max_length=4 * _SAMPLE)]
     bits: Annotated[int, msgspec.Meta(ge=1, le=64)] = 32
     way: Annotated[str, msgspec.Meta(max_length=_LONGEST_WAY)] = ""
+    changed: Changed = Changed.NOT
+    followed: bool = False
 
     def is_near(self, other: Check) -> bool:
         """Whether the samples agree within the bound. Numbers that are none are near nothing."""
@@ -89,19 +100,14 @@ class Verdict(NamedTuple):
         others: the members that hold something else, each with the members whose parameters it takes over. A member
             that holds the state to rounding, and the same as most of its own arithmetic, is neither a holder nor one
             of these.
+        is_tie: whether as many differ from some parameters as hold them, and nobody says that its own were changed, so
+            that those may be the wrong ones. It decides nothing: the user is told to look at both sides.
     """
 
     digest: bytes
     holders: frozenset[PeerID]
     others: Mapping[PeerID, frozenset[PeerID]]
-
-    @property
-    def is_tie(self) -> bool:
-        """Whether as many differ from some parameters as hold them, so that those may be the wrong ones.
-
-        It decides nothing: the user is told to look at both sides.
-        """
-        return any(len(kept) <= number for kept, number in Counter(self.others.values()).items())
+    is_tie: bool = False
 
 
 def is_due(epoch: int, every: int) -> bool:
@@ -126,16 +132,41 @@ def judge(checks: Mapping[PeerID, Check], weigh: Weigh, chance: bytes = b"") -> 
         if holders.isdisjoint(group) and (near := {peer: each for peer, each in group.items() if each.is_near(state)}):
             kept = _most(near, weigh, chance)[1]
         others.update((peer, kept) for peer in group.keys() - kept)
-    return Verdict(state.digest, holders, others)
+    sides = dict[frozenset[PeerID], list[PeerID]]()
+    for peer, kept in others.items():
+        sides.setdefault(kept, []).append(peer)
+    tie = any(
+        len(kept) <= len(side) and _changed(checks, side) <= _changed(checks, kept) for kept, side in sides.items()
+    )
+    return Verdict(state.digest, holders, others, is_tie=tie)
+
+
+def _changed(checks: Mapping[PeerID, Check], peers: Collection[PeerID]) -> Changed:
+    """The least that any of these says."""
+    return min(checks[peer].changed for peer in peers)
 
 
 def _most(checks: Mapping[PeerID, Check], weigh: Weigh, chance: bytes) -> tuple[Check, frozenset[PeerID]]:
-    """The check of most weight, with its holders; of equal weights the one that the first peer holds."""
+    """The check that counts, with its holders: that of most weight, unless as many members of weight know better."""
     weights = weigh(checks)
-    digest = heaviest({peer: check.digest for peer, check in checks.items()}, weights, chance)[0]
-    holders = frozenset(peer for peer, check in checks.items() if check.digest == digest)
+    digests = heaviest({peer: check.digest for peer, check in checks.items()}, weights, chance)
+    holders: dict[bytes, list[PeerID]] = {digest: [] for digest in digests}
+    for peer, check in checks.items():
+        holders[check.digest].append(peer)
+    of_weight = {digest: [peer for peer in holders[digest] if weights.get(peer, 0)] for digest in digests}
+    weight = {digest: sum(weights[peer] for peer in of_weight[digest]) for digest in digests}
+    first = digests[0]
+    rivals = [
+        digest
+        for digest in digests
+        if len(of_weight[digest]) >= len(of_weight[first]) and _RIVAL * weight[digest] >= weight[first]
+    ]
+    # As most weigh, the first of those that give way least: one holder that gives way to nobody is enough.
+    digest = min(
+        rivals, key=lambda each: min((checks[peer].changed, checks[peer].followed) for peer in of_weight[each])
+    )
     # Others may name this digest, and another sample.
-    return heaviest({peer: checks[peer] for peer in holders}, weights, chance)[0], holders
+    return heaviest({peer: checks[peer] for peer in holders[digest]}, weights, chance)[0], frozenset(holders[digest])
 
 
 class Checks:
@@ -168,6 +199,16 @@ class Checks:
     def again(self) -> bool:
         """Whether our parameters differed the last time, too."""
         return self._in_a_row > 1
+
+    @property
+    def others_again(self) -> bool:
+        """Whether somebody's parameters differed the last time, too."""
+        return self._told > 1
+
+    @property
+    def differed(self) -> bool:
+        """Whether our parameters differed the last time."""
+        return self._in_a_row > 0
 
 
 def check_of(

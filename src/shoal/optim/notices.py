@@ -136,12 +136,17 @@ class Notices:
             "that changes as shoal.Optimizer(scheduler=...), the same on all peers"
         )
 
-    def differ(self, epoch: int, verdict: Verdict) -> None:
+    def differ(self, epoch: int, verdict: Verdict, checks: Mapping[PeerID, Check], *, again: bool) -> None:
         """Other peers name the state of this epoch, and hold other parameters than its holders."""
+        if again and all(checks[peer].is_near(checks[min(kept)]) for peer, kept in verdict.others.items()):
+            self._differ_by_rounding(epoch)
+            return
         who = ", ".join(peer.short() for peer in sorted(verdict.others))
+        changed = all(checks[peer].changed for peer in verdict.others)
+        why = ". They say that something else than shoal has written to theirs" if changed else ""
         self.warn(
             f"the check of the parameters at epoch {epoch}: {who} named the same state as {len(verdict.holders)} "
-            f"others, but held other parameters; they download the parameters of the others{_of_a_tie(verdict)}"
+            f"others, but held other parameters; they download the parameters of the others{why}{_of_a_tie(verdict)}"
         )
 
     def differs(self, epoch: int, verdict: Verdict, me: PeerID, checks: Mapping[PeerID, Check], *, again: bool) -> None:
@@ -156,6 +161,9 @@ class Notices:
                 "AdamW; or let average_state_every bring them together"
             )
             return
+        if again and checks[me].is_near(other):
+            self._differ_by_rounding(epoch)
+            return
         alike = "" if kept == verdict.holders else ", which compute as this peer does and the others do not"
         message = (
             f"the check of the parameters at epoch {epoch}: ours differ from those of {len(kept)} peers at the same "
@@ -163,13 +171,30 @@ class Notices:
         )
         if alike:
             message += ". Once this is nothing to worry about, if its state came from a peer that computes otherwise"
-        if again:
+        if checks[me].changed:
+            message += (
+                ". Something else than shoal has written to the parameters of this peer since the check before. Change "
+                "weights within the optimizer's step, on all peers (register_step_post_hook)"
+            )
+        elif again:
             message += (
                 ". The check before found a difference, too, so the step itself differs on one side. Look for hooks of "
                 "the optimizer, attributes, random numbers or code that changes parameters on this peer alone, and "
                 "test its memory"
             )
         self.warn(message)
+
+    def _differ_by_rounding(self, epoch: int) -> None:
+        """Parameters of peers of equal arithmetic differ again, by little: told once."""
+        if self._note("rounding", value=True):
+            self.warn(
+                f"the check of the parameters at epoch {epoch}: parameters differ at the same state, as at the check "
+                "before, and by no more than rounding as far as is seen. So the step is computed otherwise on one side "
+                "in a way that no setting shows: by another processor or build of a library, or by an optimizer that "
+                "draws random numbers. The same peers take over the parameters of the others each time, at ever fewer "
+                "checks. To keep equal parameters, train on machines of one kind with equal settings, or let "
+                "average_state_every bring them together; on machines of one kind test their memory"
+            )
 
     def round_took(self, duration_s: float, now: float, *, awaited: bool) -> None:
         """A round of gradients is over. The user is told of other ways, once, if the trainer does little but wait."""

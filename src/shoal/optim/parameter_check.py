@@ -13,6 +13,8 @@ import hashlib
 from collections.abc import Callable
 from functools import partial
 
+import msgspec
+
 from shoal.averager import StepResult
 from shoal.core import PeerCore
 from shoal.optim.agreement import checks_of
@@ -47,6 +49,7 @@ class ParameterCheck:
         self._core, self._own, self._notices, self._every, self._is_last = core, own, notices, every, is_last
         self._awaited: StateName | None = None  # a round at this state waits for the description
         self._checks = Checks()
+        self._described = self._known = 0  # changes up to this look are in what we said of a state, and in its verdict
         self._looking: tuple[StateName, asyncio.Task[Check | None]] | None = None
 
     @property
@@ -86,7 +89,11 @@ class ParameterCheck:
             self._notices.skipped("the check of this peer's parameters was", error)
             return None
         async with self._own.hold() as holds:  # a step renames under it: so they were those of this state all the time
-            return check if holds and self._own.name == name and training.evaluations == evaluations else None
+            if check is None or not holds or self._own.name != name or training.evaluations != evaluations:
+                return None
+            self._described = training.looks
+            changed = training.changed_since(self._known)
+            return msgspec.structs.replace(check, changed=changed, followed=self._checks.differed)
 
     async def difference(self, result: StepResult, name: StateName, weigh: Weigh) -> frozenset[PeerID] | None:
         """The peers whose parameters are to replace ours, if ours differ; None if ours stay.
@@ -99,8 +106,10 @@ class ParameterCheck:
         if (verdict := judge(checks, weigh, chance)) is None:
             return None
         to_mend = self._checks.concluded(name.epoch, verdict, checks, me)
+        if me in checks:
+            self._known = self._described
         if self._checks.count_difference(verdict) and me not in verdict.others:
-            self._notices.differ(name.epoch, verdict)
+            self._notices.differ(name.epoch, verdict, checks, again=self._checks.others_again)
         if not to_mend:
             return None
         self._notices.differs(name.epoch, verdict, me, checks, again=self._checks.again)

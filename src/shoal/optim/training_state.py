@@ -34,7 +34,7 @@ from shoal.optim.options import Options, apply, options_of
 from shoal.optim.schedule import advance, count_of, put_back, rates_of, restore_rates, set_rate, tell_rates
 from shoal.optim.state_name import LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN
 from shoal.optim.trial import blank_statistics, mixes_values
-from shoal.optim.value_mark import ValueMark
+from shoal.optim.value_mark import Changed, ValueMark
 from shoal.runtime.thread_state import ThreadState, forget_casts, way_of
 from shoal.wire import encode
 
@@ -95,6 +95,7 @@ class TrainingState:
         kept_back: says what the optimizer keeps and newcomers cannot be given; None if nothing was seen.
         frozen_here: says which trained parameter is frozen here only, so that the steps move it; None if none is.
         evaluations: how often weights to evaluate with were put into their place.
+        looks: how often a batch has looked for changes of the parameters by something else than shoal.
         changed_at: the epoch at which a batch came last with parameters that something else than shoal had changed;
             None: there was none.
         stepping: whether the optimizer takes a step of the swarm now.
@@ -111,6 +112,7 @@ class TrainingState:
 
     no_memory: BaseException | None = None
     changed_at: int | None = None
+    looks = 0
 
     def __init__(
         self,
@@ -145,6 +147,7 @@ class TrainingState:
         self.trained = trained
         self._frozen = [parameter for parameter in self.parameters if not parameter.requires_grad]
         self._mark = ValueMark(self.parameters)
+        self._last_changes: dict[Changed, int] = {}  # in the state here, by the number of the look that found it
         self._dtypes = [(parameter.dtype, parameter.shape) for parameter in self.parameters]
         self._sum, self._late = self._new_sum(), self._new_sum() if late else None
         self.accumulators = self._sum.tensors
@@ -243,11 +246,20 @@ class TrainingState:
 
     def _look_for_changes(self) -> None:
         """A batch has come: what it was computed with counts as the state's from now on. The user is told."""
-        if not self._mark.knows:
-            self._mark.note()
-        elif not self._mark.agrees():
+        self.looks += 1
+        if (changed := self._mark.changed() if self._mark.knows else Changed.NOT) is Changed.VALUES:
             self.changed_at = self.epoch
+        if changed is not Changed.NOT:
+            self._last_changes[changed] = self.looks
+        if changed is not Changed.NOT or not self._mark.knows:
             self._mark.note()
+
+    def changed_since(self, look: int) -> Changed:
+        """What something else than shoal has done to the parameters of the state here after the look of this number.
+
+        As far as batches have seen it. Another state that was loaded or taken over since has nothing of it.
+        """
+        return max((what for what, last in self._last_changes.items() if last > look), default=Changed.NOT)
 
     def evaluate(self) -> None:
         """Put the parameters to evaluate with into the place of those to train with, if the optimizer has such."""
@@ -872,6 +884,7 @@ class TrainingState:
         A schedule that fails on the way says so, in `schedule_error`; it raises nothing.
         """
         self.epoch = epoch
+        self._last_changes.clear()
         rates = self._rates()
         if scheduled < self.scheduled:
             # A peer that ran ahead on the worse side of a fork goes back: its schedule begins anew.

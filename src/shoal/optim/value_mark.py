@@ -3,21 +3,35 @@
 Torch counts changes of a tensor (`_version`), but not those through `.data`, by which libraries put averaged weights in
 place for an evaluation; and a tensor whose values were put back has another count. So values are compared: of
 `_PLACES` places, in up to so many of the tensors, spread evenly. An exchange of all weights is seen. That of a few
-values may go unseen: the check of the parameters (`check`) finds it.
+values may go unseen: the check of the parameters (`check`) finds it. The count is a hint then, of all of the tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 
 import torch
 
 from shoal.compression import view_bytes
 
-__all__ = ["ValueMark"]
+__all__ = ["Changed", "ValueMark"]
 
 _PLACES = 64
 """So many values are read each time, however many tensors there are: with 20,000 of them that is nothing for each."""
+
+
+class Changed(IntEnum):
+    """What is known of changes of some tensors that nobody was to change."""
+
+    NOT = 0
+    """Of none."""
+
+    WRITTEN = 1
+    """They were written to. Those values that are looked at are what they were: they may have been put back."""
+
+    VALUES = 2
+    """They had other values."""
 
 
 class ValueMark:
@@ -42,7 +56,7 @@ class ValueMark:
 
     def note(self) -> None:
         """Remember the present values."""
-        self._noted = self._read()
+        self._noted, self._writes = self._read(), self._count()
 
     def forget(self) -> None:
         """The values are about to change: until `note` nothing agrees."""
@@ -52,6 +66,12 @@ class ValueMark:
     def knows(self) -> bool:
         """Whether values are remembered."""
         return bool(self._noted) or not self._places
+
+    def changed(self) -> Changed:
+        """What has happened to the tensors since `note`, as far as it can be seen."""
+        if not self.agrees():
+            return Changed.VALUES
+        return Changed.NOT if self._count() == self._writes else Changed.WRITTEN
 
     def agrees(self) -> bool:
         """Whether the tensors hold what they held at `note`, as far as it is looked at."""
@@ -65,6 +85,9 @@ class ValueMark:
             if bytes(copy(number)[index * len(value) : (index + 1) * len(value)]) != value:
                 return False
         return True
+
+    def _count(self) -> int:
+        return sum(each._version for each in self._tensors if not each.is_inference())  # noqa: SLF001
 
     def _read(self) -> list[bytes]:
         alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}

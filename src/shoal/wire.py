@@ -624,7 +624,8 @@ class JoinRefused(Message, frozen=True):
     Attributes:
         code: `full`, `replaced` (the asker has asked again): the asker may ask again in a while. `not-looking`,
             `started`: it is too late. `too-few`, `no-reducer`: the leader gave up. `later`: the asker comes earlier in
-            the order, and the one that it asked asks it. `schema`, `settings`: the two can never be in one group.
+            the order, and the one that it asked asks it. `declined`: the asker comes earlier, and the one that it asked
+            does not follow it. `schema`, `settings`: the two can never be in one group.
         text: the reason, for people.
     """
 

@@ -333,7 +333,7 @@ def test_takes_the_lead_for_a_peer_that_reaches_us_and_not_our_leader() -> None:
     """Else one bad line between a leader and another peer shuts that peer out of all groups."""
     memory, head_start_s = Memory(), WINDOW_S / 10
     for _ in range(2):
-        assert not memory.takes_the_lead
+        assert not memory.missed
         play = following(1, memory=memory)
         play.joins(60)
         play.joins(61)
@@ -344,18 +344,18 @@ def test_takes_the_lead_for_a_peer_that_reaches_us_and_not_our_leader() -> None:
     assert play.first == [Declare(MINE - 2 * head_start_s)]
     play.joins(60)
     assert Start((peer_id(60), peer_id(1))) in play.joins(1)
-    assert not memory.takes_the_lead
+    assert not memory.missed
 
 
 def test_takes_the_lead_where_two_that_do_not_reach_each_other_lead_in_turns() -> None:
     """Each is in every other group. Two groups stepped side by side, and half of the steps were thrown away."""
     memory = Memory()
     for leader in (1, 2, 1):
-        assert not memory.takes_the_lead
+        assert not memory.missed
         awaited = frozenset({peer_id(1), peer_id(2)})
         play = following(leader, memory=memory, expected=lambda awaited=awaited: awaited)
         play.hear(Answered(peer_id(leader), begun_with(leader, ME)))
-    assert memory.takes_the_lead
+    assert memory.missed
 
 
 def test_a_peer_that_comes_to_our_leader_after_all_is_not_stranded() -> None:
@@ -365,7 +365,7 @@ def test_a_peer_that_comes_to_our_leader_after_all_is_not_stranded() -> None:
         play = following(1, memory=memory)
         play.joins(60)
         play.hear(Answered(peer_id(1), begun_with(*members)))
-    assert not memory.takes_the_lead
+    assert not memory.missed
 
 
 def test_a_peer_that_wants_to_lead_and_follows_nobody_made_others_shun_an_honest_leader() -> None:
@@ -376,7 +376,80 @@ def test_a_peer_that_wants_to_lead_and_follows_nobody_made_others_shun_an_honest
         assert answers(play.joins(1)) == [JoinRedirected(contact_of(2))]
         play.hear(Answered(peer_id(2), begun_with(2, ME)))
     assert not memory.stranded
-    assert not memory.refused
+
+
+def stranded_by(leader: int, missing: int, **options: Any) -> Memory:
+    """The memory of a peer that has followed this leader twice, to groups without another one that asked it."""
+    memory = Memory(**options)
+    for _ in range(2):
+        play = following(leader, memory=memory)
+        play.joins(missing)
+        play.hear(Answered(peer_id(leader), begun_with(leader, ME)))
+    memory.leader, memory.declared = contact_of(leader), -math.inf  # it was a while ago
+    return memory
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_leader_is_avoided_only_if_the_missing_peer_comes_where_another_one_leads(*, comes: bool) -> None:
+    """A peer that only said that it would come had honest leaders blamed, one after another."""
+    memory = stranded_by(1, 60)
+    play = Play(memory=memory, expected=lambda: frozenset({peer_id(1), peer_id(60), peer_id(61)}))
+    play.settle(declared(1), declared(60), declared(61))
+    play.joins(61)
+    if comes:
+        play.joins(60)
+    started = [action for action in play.wait(WINDOW_S) if isinstance(action, Start)]
+    assert peer_id(61) in started[0].followers
+    assert list(memory.avoided) == ([peer_id(1)] if comes else [])
+    assert not memory.missed
+
+
+def test_a_leader_that_is_avoided_is_followed_where_all_others_follow_it() -> None:
+    """Peers that avoid different leaders were in different groups, and the samples of the smaller one were lost."""
+    memory = Memory(avoided={peer_id(1): 100.0})
+    play = Play(memory=memory, expected=lambda: frozenset({peer_id(1), peer_id(2)}))
+    mine = MINE - WINDOW_S / 5  # a head start
+    assert AskToLead not in kinds(play.settle(declared(1, mine)))
+    assert AskToLead(contact_of(2), mine) in play.read(declared(1, mine), declared(2, mine))
+    assert AskToLead(contact_of(1), mine) in play.hear(Answered(peer_id(2), JoinRedirected(contact_of(1))))
+
+
+def test_a_leader_that_is_avoided_does_not_take_our_followers() -> None:
+    """They came to us, as they avoid it, too."""
+    memory = Memory(avoided={peer_id(1): 100.0})
+    play = Play(memory=memory, expected=lambda: frozenset({peer_id(1), peer_id(60), peer_id(61)}))
+    play.settle(declared(1, MINE - WINDOW_S / 5))
+    play.joins(60)
+    assert AskToLead not in kinds(play.wait(2.0))
+    assert Start((peer_id(60), peer_id(61))) in [*play.joins(61), *play.wait(3.0)]
+
+
+def test_half_of_the_peers_lead_in_any_case() -> None:
+    """Else a peer that stays away from the groups of all others in turns would leave nobody that leads."""
+    memory = Memory()
+    for number in range(6):
+        memory.avoid(peer_id(number), 100.0, 7)
+    assert list(memory.avoided) == [peer_id(number) for number in (3, 4, 5)]
+
+
+def test_a_leader_does_not_wait_for_a_peer_that_does_not_follow_it() -> None:
+    """Its other followers waited, too, and blamed it for that: an honest leader."""
+    play = Play(shunned=frozenset({peer_id(3)}))
+    assert answers(play.joins(3, expiration=MINE - WINDOW_S)) == [JoinRefused("declined", "I do not follow you")]
+    play = Play(expected=lambda: frozenset({peer_id(60), peer_id(61)}))
+    said = [*play.settle(declared(60), declared(61)), *play.joins(60), *play.wait(0.3)]
+    assert Nudge(contact_of(61), MINE) in said
+    assert Start((peer_id(60),)) in play.hear(Nudged(peer_id(61), JoinRefused("declined", "")))
+
+
+@pytest.mark.parametrize("here", [2, 15])
+def test_a_leader_that_says_that_its_group_is_full_and_cannot_be_has_turned_us_away(here: int) -> None:
+    """It is the peer that is left out who can tell: others may have been told a lie."""
+    others = frozenset(peer_id(number) for number in range(1, here + 1))
+    play = Play(setup=Setup(target_group_size=4), expected=lambda: others)
+    play.settle(declared(1))
+    play.hear(Answered(peer_id(1), JoinRefused("full", "")))
+    assert play.machine.turned_away == ({peer_id(1)} if here == 2 else set())
 
 
 def test_does_not_ask_a_peer_that_is_silent_already() -> None:

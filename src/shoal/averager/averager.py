@@ -279,8 +279,8 @@ class Averager:
         finally:
             matchmaker = self._finder.matchmaker
             idled, matchmaker.idled = matchmaker.idled, []
-            left_out, matchmaker.left_out = matchmaker.left_out, []
-            self.conduct.searched(idled, loop.time(), left_out)
+            turned_away, matchmaker.turned_away = matchmaker.turned_away, set()
+            self.conduct.searched(idled, turned_away, loop.time())
         if group is None:
             return None
         if not any(member.contributes for member in group.members):

@@ -63,16 +63,18 @@ class Conduct:
             idle = frozenset()  # nobody else is left
         return {**dict.fromkeys(strange, patience_s), **dict.fromkeys(idle, 0.0)}
 
-    def searched(self, idled: Iterable[PeerID], now: float, left_out: Iterable[PeerID] = ()) -> None:
+    def searched(self, idled: Iterable[PeerID], turned_away: Iterable[PeerID], now: float) -> None:
         """A search is over.
 
         Args:
             idled: took this peer, and began no group in all the time that there was.
+            turned_away: did not take this peer, though there was a place.
             now: seconds.
-            left_out: led groups in which a peer was missing that had asked to be in them, again and again.
         """
-        for peer in (*idled, *left_out):
+        for peer in idled:
             self._led_badly(peer, self._window_s, now)
+        for peer in sorted(turned_away):
+            self._led_badly(peer, 0.0, now)
 
     def played(
         self, round_: Round, outcome: Outcome | None, began: float, now: float, strangers: Strangers = NO_STRANGERS

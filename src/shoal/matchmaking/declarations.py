@@ -70,7 +70,8 @@ class Memory:
         led: whether that was this peer.
         stranded: peers that we expected, or sent on to our leader, and that were not in its group: how often lately.
             Each time adds one, and each group halves it.
-        refused: the same of those that we sent on alone: they had asked to be in the group.
+        avoided: the leaders that are to lead no group of ours, as others come to other groups and not to theirs, and
+            until when (loop time).
     """
 
     lost: dict[PeerID, float] = field(default_factory=dict)
@@ -80,26 +81,28 @@ class Memory:
     leader: Contact | None = None
     led: bool = False
     stranded: dict[PeerID, float] = field(default_factory=dict)
-    refused: dict[PeerID, float] = field(default_factory=dict)
+    avoided: dict[PeerID, float] = field(default_factory=dict)
 
     @property
-    def takes_the_lead(self) -> bool:
-        """Whether a peer reaches us, and not the peer that leads us."""
-        return any(times >= _STRANDED for times in self.stranded.values())
+    def missed(self) -> frozenset[PeerID]:
+        """The peers that were in few of the last groups, and should have been: they may not reach their leader."""
+        return frozenset(peer for peer, times in self.stranded.items() if times >= _STRANDED)
 
-    @property
-    def leader_refuses(self) -> bool:
-        """Whether our leader leaves out a peer that wants to be in its groups."""
-        return any(times >= _STRANDED for times in self.refused.values())
+    def avoid(self, leader: PeerID, until: float, members: int) -> None:
+        """Groups like one of so many members have another leader until then (loop time).
 
-    def followed(self, members: Collection[PeerID], awaited: Collection[PeerID], sent_on: Collection[PeerID]) -> None:
+        Half of the members lead in any case: else a peer that stays away from the groups of all others, one leader
+        after another, would leave none that leads.
+        """
+        put_last(self.avoided, leader, until, max(1, (members - 1) // 2))
+
+    def followed(self, members: Collection[PeerID], awaited: Collection[PeerID]) -> None:
         """Our leader began a group of these members. These live peers were awaited, or had come to us."""
-        for counts, peers in ((self.stranded, {*awaited, *sent_on}), (self.refused, set(sent_on))):
-            missing = peers.difference(members)
-            for peer in {*counts, *missing}:
-                times = counts.pop(peer, 0.0) / 2 + (peer in missing)
-                if times > _FORGOTTEN:
-                    put_last(counts, peer, times, _MAX_STRANDED)
+        missing = set(awaited).difference(members)
+        for peer in {*self.stranded, *missing}:
+            times = self.stranded.pop(peer, 0.0) / 2 + (peer in missing)
+            if times > _FORGOTTEN:
+                put_last(self.stranded, peer, times, _MAX_STRANDED)
 
     def lose(self, peer: PeerID, expiration: float) -> None:
         """Note that declarations of this peer up to `expiration` are dead."""

@@ -39,7 +39,7 @@ learns of the leader, and the leader learns whether it is alive.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from shoal.matchmaking import events
 from shoal.matchmaking.config import SETTLE_MAX_S, SETTLE_S, MatchmakingConfig
@@ -72,6 +72,9 @@ _CROWD_GROUPS = 4
 _LATER_S = 1e-3
 _HEAD_START_S = 1.0
 """The leader of the last group declares itself earlier than the others by this, so that it can lead them again."""
+_AVOIDED_WINDOWS = 10
+"""Whoever leads groups to which others do not come leads none for so long. Nobody is harmed by that."""
+
 _TEXT_CHARACTERS = 1000
 _CODE_CHARACTERS = 64
 
@@ -143,7 +146,7 @@ class GroupMachine:
     Attributes:
         idled: the leaders that we followed for half of a window or longer, and that began no group although there were
             enough peers, as far as we know: they lead us no more in this search.
-        left_out: the last leader, if it leaves out peers that ask it (`Memory.leader_refuses`): nor does it lead us.
+        turned_away: the peers that did not take us, as their groups were full, and fewer peers are here than that.
         over_at: when the search is over, whatever goes on (loop time, seconds); infinity without a deadline.
         phase: the state of the search.
     """
@@ -171,8 +174,12 @@ class GroupMachine:
         self._shunned = set[PeerID]()
         for peer in precedence.shunned:
             self._shun(peer)
+        self._avoided = {peer for peer, until in memory.avoided.items() if until > now}
         self.idled: list[PeerID] = []
-        self.left_out: list[PeerID] = []
+        self.turned_away: set[PeerID] = set()
+        self._on_trial: PeerID | None = None  # the leader of groups in which others were missing
+        self._missed = frozenset[PeerID]()  # those others
+        self._declined: set[PeerID] = set()  # they do not let us lead them, in this search
         self._now = self._followed_at = now
         self._poller = DirectoryPoller(self._me, leads=self._leads, memory=memory, known=self._known, now=now)
         self._followers = Followers(member, config)
@@ -226,15 +233,15 @@ class GroupMachine:
 
     def start(self, now: float) -> list[events.Action]:
         """Begin the search; call it once, before `handle`."""
-        leader = self._memory.leader
-        if leader is not None and self._memory.leader_refuses:
-            self._memory.refused.clear()  # nobody else is to blame for it
-            self._shun(leader.peer)
-            self.left_out.append(leader.peer)
+        leader, memory = self._memory.leader, self._memory
+        if leader is not None and memory.missed:
+            # The two do not reach each other, or one of them is at fault. Do the others come where another peer leads?
+            self._on_trial, self._missed = leader.peer, memory.missed
+            self._avoided.add(leader.peer)
         self._begin_window(now)
         if (
             leader is not None
-            and not self._memory.takes_the_lead
+            and leader.peer not in self._avoided
             and leader.peer in (self._expected_members() or ())
             and not self._leads_before(leader.peer)
             and not self._is_silent(leader.peer, False)
@@ -314,6 +321,16 @@ class GroupMachine:
             self._shun(peer)
             self.idled.append(peer)
 
+    def _judge_last_leader(self, members: Collection[PeerID]) -> None:
+        """Another peer leads, and these are its group. Are those there that were missing in the groups before?"""
+        leader = self._on_trial
+        if leader is None:
+            return
+        self._memory.stranded.clear()
+        if leader != self.leader and self._missed.intersection(members):
+            sometimes("a peer comes to a group that another peer leads than before")
+            self._memory.avoid(leader, self._now + _AVOIDED_WINDOWS * self._config.window_s, len(members))
+
     def _shun(self, peer: PeerID) -> None:
         self._shunned.add(peer)
         self._known.spend(peer, math.inf)
@@ -353,7 +370,10 @@ class GroupMachine:
             self._refuse(peer, "not-looking", "a client does not lead")
         elif not wants_to_follow:
             self._followers.pop(peer, None)
-            self._refuse(peer, "later", "you are earlier: lead me")
+            if peer in self._shunned:
+                self._refuse(peer, "declined", "I do not follow you")
+            else:
+                self._refuse(peer, "later", "you are earlier: lead me")
         elif not has_place and (giving_way := self._gives_way(event)) is None:
             sometimes("a group is full when one more peer asks")
             self._refuse(peer, "full", full)
@@ -367,9 +387,11 @@ class GroupMachine:
             self._out.append(Answer(peer, JoinAccepted()))
 
     def _is_before(self, asker: events.JoinRequested, leader: PeerID) -> bool:
-        """Whether a peer that asks us comes before our leader in the order."""
-        key = self._precedence.key(asker.contact.peer, asker.expiration)
-        return bool(asker.contact.addresses) and key < self._precedence.key(leader, self._expiration_of(leader))
+        """Whether a peer that asks us comes before our leader in the order, as far as we know."""
+        expiration = self._known.expiration_of(leader)
+        if expiration is None or not asker.contact.addresses:
+            return False
+        return self._precedence.key(asker.contact.peer, asker.expiration) < self._precedence.key(leader, expiration)
 
     def _gives_way(self, event: events.JoinRequested) -> PeerID | None:
         """The follower in a full group whose place this peer takes; None if there is none."""
@@ -412,9 +434,10 @@ class GroupMachine:
             case JoinAccepted():
                 pass  # said twice
             case Begin() as begin if self.phase is SearchPhase.FOLLOWING:
-                self._change_phase(SearchPhase.OVER)
                 members = {member.contact.peer for member in begin.members}
-                self._memory.followed(members, self._expected_members() or frozenset(), self._sent_on)
+                self._memory.followed(members, self._sent_on | (self._expected_members() or frozenset()))
+                self._judge_last_leader(members)
+                self._change_phase(SearchPhase.OVER)
                 self._out += [events.Enter(begin), *self._poller.withdraw()]
             case Begin():
                 self._abandon(peer, "it began without having accepted us")
@@ -429,6 +452,12 @@ class GroupMachine:
             self._trouble = (f"refused by the peer that was asked to lead: {reason}", (peer,))
         # A leader that began no group is not to blame if we know of too few peers ourselves.
         excused = code == "too-few" and 1 + len(self._known.earlier(None, (), now)) < self._config.min_group_size
+        expected = (self._expected() if self._expected is not None else None) or frozenset()
+        if code == "full" and peer in expected and len(expected) < self._config.full_size:
+            sometimes("a leader says that its group is full, and there are too few peers for that")
+            self.turned_away.add(peer)
+        if code == "declined":
+            self._declined.add(peer)
         if code in MISMATCH_CODES:
             self._note_mismatch(peer, text)
         else:
@@ -444,7 +473,7 @@ class GroupMachine:
     def _on_redirected(self, peer: PeerID, leader: Contact, now: float) -> None:
         self._met_one = True
         unfit = leader.peer in self._asked_in_a_row or leader.peer == self._me or leader.peer in self._followers
-        unfit = unfit or self._leads_before(leader.peer)
+        unfit = unfit or self._leads_before(leader.peer) or (leader.peer in self._avoided and bool(self._followers))
         if unfit or len(self._asked_in_a_row) >= _MAX_HOPS or self._known.is_set_aside(leader.peer, now):
             sometimes("peers are sent in a circle")
             # One of us knows less than the other; the next messages mend that.
@@ -464,6 +493,9 @@ class GroupMachine:
                 self._note_mismatch(peer, text)
             case JoinRefused("later"):
                 self._met_one = True
+            case JoinRefused("declined"):
+                self._met_one = True
+                self._declined.add(peer)
             case JoinRefused():
                 self._met_one = True
                 self._known.spend(peer, expiration)
@@ -472,7 +504,7 @@ class GroupMachine:
                 self._known.spend(peer, expiration)
                 other = leader.peer
                 unknown = self._known.expiration_of(other) is None and not self._known.is_lost(other)
-                unknown = unknown and other not in self._shunned and not self._leads_before(other)
+                unknown = unknown and other not in self._shunned | self._avoided and not self._leads_before(other)
                 if self.phase is SearchPhase.LOOKING and unknown and other not in {self._me, *self._followers}:
                     # If this other leader is earlier it will take us; if not, it will refuse and come to us.
                     self._asked_in_a_row.clear()
@@ -576,6 +608,8 @@ class GroupMachine:
         """The peers before us, and the one among them that should lead us, if any: none that is known to be silent."""
         while True:
             earlier = self._known.earlier(self.key if self._leads else None, self._followers, now)
+            if self._followers or (self._leads and self._poller.awaits_followers(now)):
+                earlier = [each for each in earlier if each.peer not in self._avoided]
             leader = self._first_to_ask(earlier, now)
             if leader is None or self._poller.is_outdated(now) or not self._is_silent(leader.peer, False):
                 return earlier, leader
@@ -605,7 +639,7 @@ class GroupMachine:
         expected = self._expected() if self._expected is not None else None
         if expected is None:
             return None
-        others = expected.difference(self._precedence.shunned) - {self._me}
+        others = expected - self._shunned - self._avoided - self._declined - {self._me}
         return self._not_gone(others, among=len(expected)) or None
 
     def _may_be_on_its_way(self, now: float) -> bool:
@@ -616,7 +650,7 @@ class GroupMachine:
         if self._expected is None or not self._poller.awaits_followers(now):
             return False
         expected = self._expected() or frozenset()
-        awaited = (expected & set(self._precedence.shunned)) - {self._me} - self._followers.keys()
+        awaited = (expected & (self._shunned | self._avoided)) - self._declined - {self._me} - self._followers.keys()
         return bool(self._not_gone(awaited, among=len(expected)))
 
     def _not_gone(self, peers: frozenset[PeerID], *, among: int) -> frozenset[PeerID]:
@@ -648,8 +682,8 @@ class GroupMachine:
 
     def _start(self) -> None:
         self._change_phase(SearchPhase.OVER)
+        self._judge_last_leader(self._followers)
         self._memory.stranded.clear()
-        self._memory.refused.clear()
         self._out += [events.Start(tuple(self._followers)), *self._poller.withdraw()]
 
     def _begin_window(self, now: float) -> None:
@@ -658,7 +692,7 @@ class GroupMachine:
         # Later than our last expiration: others were told between two searches that the last one is over.
         last, self._expiration = self._memory.declared, self._window_end + self._known.wall_offset_s
         # We must lead a peer that we shun, or at least not wait for it while it waits for us.
-        head_starts = 2 if self._shunned or self._memory.takes_the_lead else self._memory.led
+        head_starts = 2 if self._shunned or self._avoided else self._memory.led
         self._expiration -= head_starts * min(_HEAD_START_S, window_s / 10)
         if 0 <= last - self._expiration < window_s:  # a larger gap means that the clock was set back
             self._expiration = last + _LATER_S

@@ -149,7 +149,7 @@ class Matchmaker:
         self._prefix, self._terms, self._plan = prefix, terms, plan
         self._memory = Memory()
         self.idled: list[PeerID] = []  # see `GroupMachine`; of the last search
-        self.left_out: list[PeerID] = []  # the same
+        self.turned_away: set[PeerID] = set()  # the same
         self._companions: tuple[str, frozenset[PeerID]] = ("", frozenset())
         self._search: _Search | None = None
         self._begun = Changes()
@@ -222,7 +222,7 @@ class Matchmaker:
             contact_of=endpoint.contact_of,
             precedence=precedence,
         )
-        self.idled, self.left_out = machine.idled, machine.left_out
+        self.idled, self.turned_away = machine.idled, machine.turned_away
         search = self._search = _Search(group_key, member, machine, loop.create_future(), precedence)
         self._begun.notify()
         try:

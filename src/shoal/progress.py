@@ -476,6 +476,11 @@ class SwarmProgress:
         for peer in peers:
             self._withheld.pop(peer, None)
 
+    def forget_withheld(self) -> None:
+        """Let the states of those count again that did not give them: the reason was here, and is gone."""
+        self._seen = None
+        self._withheld.clear()
+
     def _offers(self, progress: Progress, now: float, end: int | None, *, at_end: bool) -> bool:
         """Return whether a peer's state may be taken by one for which the run ends there, and that may be at that end.
 

@@ -191,3 +191,39 @@ def test_a_peer_that_cannot_set_the_options_of_the_swarm_does_not_step_and_says_
 
     with reaches("the options of the swarm's step cannot be set here"):
         sim.run(main, seed=4)
+
+
+def test_an_option_of_another_kind_that_is_set_right_brings_a_peer_back_at_once() -> None:
+    """It took 51 s: the states that it had refused for its own option were put aside for a minute, or for longer."""
+
+    async def main() -> None:
+        run, told = Run(target=24), list[str]()
+        for name in NAMES:
+            trainer = await run.add(name)
+            trainer.participant.training.scheduler = None
+            trainer.participant.training.optimizer.param_groups[0]["foo"] = 1.0
+        odd, other = run.swarm.peer("p2"), run.swarm.peer("p0").participant
+        odd.participant.core.env.events.subscribe(
+            lambda event: told.append(event.message) if isinstance(event, Warned) else None
+        )
+        await sim.sleep(3.0)
+        for name in NAMES:
+            run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.25, until=lambda: False))
+        await sim.sleep(5.0)
+        options = odd.participant.training.optimizer.param_groups[0]
+        options["foo"] = "one"
+        await sim.sleep(10.0)
+        assert other.epoch > odd.participant.epoch > 0
+        assert "foo of 1.0, which is 'one' here" in told[0]
+        options["foo"] = 1.0
+        await sim.sleep(2.0)
+        assert odd.participant.epoch == other.epoch
+        assert odd.participant.core.peer_id in other.view().together
+        count = len(odd.epochs)
+        await sim.sleep(4.0)
+        assert len(odd.epochs) >= count + 2
+        assert odd.participant.state.digest == other.state.digest
+        await run.close()
+
+    with reaches("options that were set right let a state be taken"):
+        sim.run(main, seed=3)

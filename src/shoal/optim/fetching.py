@@ -155,6 +155,13 @@ class Fetching:
                 self._on_failure(error)
         self._news.notify()
 
+    def again(self) -> None:
+        """The reason why a fetch failed is gone: the next one may begin at once."""
+        self._again_at, self._pause_s = -math.inf, _FIRST_PAUSE_S
+        for patience in self._patience.values():
+            patience.rewarded()
+        self._news.notify()
+
     async def parked(self) -> None:
         """There is something to take over: return when the trainer stands still. It does until the fetch is over."""
         self._has_news = True

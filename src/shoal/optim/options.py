@@ -22,7 +22,18 @@ import torch
 from shoal.errors import ConfigError
 from shoal.wire import encode
 
-__all__ = ["HOW", "LEFT_OUT", "Difference", "Options", "agreed", "apply", "differences", "misfit", "options_of"]
+__all__ = [
+    "HOW",
+    "LEFT_OUT",
+    "Difference",
+    "Options",
+    "agreed",
+    "apply",
+    "differences",
+    "kinds",
+    "misfit",
+    "options_of",
+]
 
 HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Options of torch optimizers that say how a step is computed, not what it is."""
@@ -139,6 +150,11 @@ def misfit(mine: Options, theirs: Options) -> str | None:
             if here is not None and _kind(here) != _kind(there):
                 return f"{name} of {there!r:.80}, which is {here!r:.80} here"
     return None
+
+
+def kinds(options: Options) -> object:
+    """How many groups there are, and of what kind each value is: with others of the same kinds there is no `misfit`."""
+    return options.groups, {name: [_kind(value) for value in options.column(name)] for name in options.values}
 
 
 def differences(mine: Options, theirs: Options) -> list[Difference]:

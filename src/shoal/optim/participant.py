@@ -524,6 +524,7 @@ class Participant:
             self.speed.measure(self._now())
             self._notices.accumulated(self.training.local)
             seen = self._news.count
+            self.takeover.look_at_options()
             view, claimed = self._look()
             self._judge(view)
             if not machine.is_busy:

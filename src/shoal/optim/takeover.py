@@ -24,6 +24,7 @@ from shoal.optim.catch_up import CatchUp
 from shoal.optim.gossip import ProgressGossip
 from shoal.optim.lineage import may_have_led
 from shoal.optim.notices import Notices, left_out
+from shoal.optim.options import kinds
 from shoal.optim.outlook import Outlook
 from shoal.optim.own_state import OwnState
 from shoal.optim.phases import PhaseMachine
@@ -87,6 +88,7 @@ class Takeover:
     mend_from: frozenset[PeerID] = frozenset()
     downloads: list[tuple[int, float]] = field(default_factory=list)
     _misfits: Misfits = field(default_factory=Misfits)
+    _tried_with: object = None  # the kinds of our options when a state was refused; None if none was
     _intake: Intake | None = None  # of the download that is under way
 
     async def run(self, timeout_s: float) -> None:
@@ -113,6 +115,14 @@ class Takeover:
             if self.took_over:
                 self.why_not = ""
                 self.beginning.state_taken()
+
+    def look_at_options(self) -> None:
+        """What was refused counts again once our options are of other kinds: somebody has set them right."""
+        if self._tried_with is not None and kinds(self.own.training.options()) != self._tried_with:
+            sometimes("options that were set right let a state be taken")
+            self._tried_with, self._misfits = None, Misfits()
+            self.outlook.known.forget_withheld()
+            self.outlook.fetching.again()
 
     def stepped(self, peers: int) -> None:
         """A step was taken by so many peers."""
@@ -355,6 +365,7 @@ class Takeover:
 
     def _withheld(self, peers: Iterable[PeerID]) -> None:
         sometimes("a peer names a better state, and does not give it")
+        self._tried_with = kinds(self.own.training.options())
         self.outlook.known.note_withheld(peers, _now())
         self.news.notify()
 

@@ -1,14 +1,20 @@
-"""The background tasks of one object, and the waiters that it wakes. For the event loop's thread only."""
+"""The background tasks of one object, the waiters that it wakes, and limits on what moves. Loop only."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from types import MethodType
 from typing import Any, TypeVar
 from weakref import WeakMethod
 
-__all__ = ["Changes", "Tasks", "stopped"]
+__all__ = ["LEAST_BYTES_PER_S", "Changes", "Tasks", "stopped", "while_moving"]
+
+_LOOKS = 4
+
+LEAST_BYTES_PER_S = 1 << 10
+"""What comes or goes slower than this is not taken for progress where somebody else would have to wait for it."""
 
 T = TypeVar("T")
 
@@ -71,6 +77,43 @@ async def stopped(task: asyncio.Task[Any]) -> None:
     await asyncio.wait((task,))
     if not task.cancelled():
         task.exception()  # else asyncio complains that nobody asked for it
+
+
+@asynccontextmanager
+async def while_moving(stall_s: float, moved: Callable[[], int]) -> AsyncIterator[None]:
+    """A time limit that counts progress: a long message on a slow line takes as long as it takes.
+
+    Args:
+        stall_s: the time within which something has to move, seconds; up to a quarter more passes before the end.
+        moved: returns how many bytes have moved so far.
+
+    Raises:
+        TimeoutError: fewer bytes have moved within `stall_s` than at `LEAST_BYTES_PER_S`.
+    """
+    async with asyncio.timeout(None) as limit:
+        look = _Look(limit, stall_s, moved)
+        try:
+            yield
+        finally:
+            look.timer.cancel()
+
+
+class _Look:
+    """Ends a limit once too little moves."""
+
+    def __init__(self, limit: asyncio.Timeout, stall_s: float, moved: Callable[[], int]) -> None:
+        self._limit, self._stall_s, self._moved, self._loop = limit, stall_s, moved, asyncio.get_running_loop()
+        self._seen, self._at = moved(), self._loop.time()
+        self.timer = self._loop.call_later(stall_s / _LOOKS, self._look)
+
+    def _look(self) -> None:
+        now, moved = self._loop.time(), self._moved()
+        if moved - self._seen >= LEAST_BYTES_PER_S * self._stall_s:
+            self._seen, self._at = moved, now
+        if now >= self._at + self._stall_s:
+            self._limit.reschedule(now)
+        else:
+            self.timer = self._loop.call_at(min(now + self._stall_s / _LOOKS, self._at + self._stall_s), self._look)
 
 
 class Changes:

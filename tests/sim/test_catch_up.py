@@ -15,9 +15,11 @@ from shoal.allreduce.vector import Vector, describe
 from shoal.compression import BlockwiseQuantization, CompressionBase, Float16Compression, NoCompression
 from shoal.events import Warned
 from shoal.optim.agreement import Agreement
+from shoal.optim.catch_up import Following, _Coming, _Source
 from shoal.optim.state_name import StateName
-from shoal.optim.steps import land, of_step_alone
+from shoal.optim.steps import Step, land, of_step_alone
 from shoal.sim import SimNetwork
+from shoal.wire import StepBytes, StepTaken
 from tests.sim.optimizer_kit import Run, Trainer
 
 MEMBERS = ["p0", "p1", "p2"]
@@ -359,3 +361,49 @@ def test_a_step_alone_was_followed_with_the_gradients_of_other_tensors() -> None
     land(step.header, memoryview(step.data), follower)
     follower.overwrite()
     assert [each.tolist() for each in follower.tensors] == [[1.0] * 4, [2.0] * 4, [3.0] * 4]
+
+
+def test_a_newcomer_on_a_line_of_8_kb_a_second_takes_part() -> None:
+    """Its state comes from one of three donors, beside all other traffic, in about a minute; it never had one."""
+
+    async def main() -> None:
+        scene = Scene(MIB / 4 / 8e3, MIB // 4, batch_s=1.0)
+        await scene.begin()
+        await sim.sleep(10.0)
+        late = await scene.newcomer()
+        await scene.first_epoch(late, 300.0)
+        assert len(late.participant.takeover.downloads) == 1
+        names = await scene.end(3)
+        assert scene.run.agree(names)
+        await scene.run.close()
+
+    sim.run(main, seed=13)
+
+
+class SlowStream:
+    """What comes on a line of 8 kB/s."""
+
+    async def readinto(self, buffer: memoryview) -> None:
+        await sim.sleep(buffer.nbytes / 8e3)
+
+
+def test_a_piece_of_a_step_that_took_longer_than_30_s_cost_its_sender_the_place() -> None:
+    """Bytes came all the time: 256 KiB at 8 kB/s."""
+
+    async def main() -> None:
+        scene = Scene()
+        await scene.begin(["p0"])
+        core = scene.run.swarm.peer("p0").participant.core
+        following = Following(core, "run", lambda _: Vector([], describe([], [])), max_bytes=MIB)
+        source = _Source(core.endpoint.contact)
+        stream: Any = SlowStream()
+        source.stream = stream
+        header = StepTaken(0, b"d" * 32, 0, b"", None, [], 0, b"", 0, raw=True, nbytes=MIB)
+        now = scene.loop.time()
+        coming = following._coming[b"d" * 32] = _Coming(Step(header, bytearray(MIB)), source, now, now)
+        await following._receive(source, StepBytes(b"d" * 32, 0), MIB // 4)
+        assert coming.received == MIB // 4
+        assert coming.at == scene.loop.time() > now + 30.0
+        await scene.run.close()
+
+    sim.run(main, seed=13)

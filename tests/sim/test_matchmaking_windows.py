@@ -153,3 +153,23 @@ def test_followers_that_cannot_be_told_in_time_that_their_group_begins_are_dead_
 
     with reaches("a follower cannot be told that its group begins"):
         run(main())
+
+
+def test_a_long_join_on_a_line_of_8_kb_a_second_was_given_up_after_3_seconds() -> None:
+    """What its member gathers takes 8 s: the options of many parameter groups, for example. It came all the time."""
+
+    async def main() -> None:
+        fleet = Fleet.launch()
+        fleet.swarm.network.add_host("slow", up_bytes_s=8_000.0)
+        mates = await fleet.add("fast", "slow", target_group_size=2, window_s=20.0)
+        tasks = {
+            mate.name: fleet.call(mate, gathered=bytes(60_000), deadline_s=60.0, after_s=1.0 * number)
+            for number, mate in enumerate(mates)
+        }
+        ends = await outcomes(tasks)
+        assert groups_of(ends) == [{"fast", "slow"}]
+        assert asyncio.get_running_loop().time() < 10.0  # it was 35 s, in the next window
+        released(ends)
+        await fleet.close()
+
+    run(main())

@@ -15,7 +15,7 @@ from shoal.compression import (
     Uniform8BitQuantization,
 )
 from shoal.errors import ClosedError, ConfigError, StateUnavailable
-from shoal.events import PeerDropped, StateDownloaded, Warned
+from shoal.events import PeerDropped, StateDownloaded, StateServed, Warned
 from shoal.sim import run, sleep
 from shoal.state import matching
 from tests.sim.state_kit import MIB, Box, donors_of, fetch, new_swarm, node, random_tensors, same
@@ -365,3 +365,23 @@ def test_the_same_seed_gives_the_same_download() -> None:
 
     assert run(main, seed=5) == run(main, seed=5)
     assert run(main, seed=5) != run(main, seed=6)
+
+
+@pytest.mark.parametrize("whose", ["new", "donor"])
+@pytest.mark.parametrize("metadata_bytes", [0, 60_000], ids=["pieces", "manifest"])
+def test_a_line_of_8_kb_a_second_never_got_a_state(whose: str, metadata_bytes: int) -> None:
+    """A piece of 256 KiB, or a manifest that takes 8 s, was measured against 5 s though bytes came all the time."""
+
+    async def main() -> None:
+        swarm = new_swarm()
+        swarm.network.add_host(whose, up_bytes_s=8_000.0, down_bytes_s=8_000.0)
+        box = Box([torch.arange(400_000, dtype=torch.int32).view(torch.uint8)[:400_000]], metadata="m" * metadata_bytes)
+        donor = await swarm.start_peer("donor", node(box))
+        await swarm.start_peer("new", node())
+        state = await fetch(swarm, "new", donors_of(donor), timeout_s=600.0)
+        assert same(state.tensors, box.tensors)
+        assert state.bytes_received == 400_000  # nothing was fetched twice
+        assert 50.0 < state.duration_s < 80.0
+        assert donor.seen(StateServed)
+
+    run(main)

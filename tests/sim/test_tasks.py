@@ -10,7 +10,7 @@ import pytest
 
 from shoal import sim
 from shoal.sim import run
-from shoal.tasks import Changes, Tasks
+from shoal.tasks import Changes, Tasks, while_moving
 
 
 async def _forever() -> None:
@@ -221,3 +221,24 @@ def test_a_wait_leaves_nothing_behind() -> None:
         assert not changes._waiters
 
     run(main())
+
+
+def test_what_moves_is_not_called_dead_and_what_stands_still_is() -> None:
+    """However long a message takes; a few bytes now and then are no progress."""
+
+    async def main() -> list[float]:
+        moved, ends = 0, []
+        for step, times in ((8_000, 60), (100, 60), (8_000, 7)):
+            try:
+                async with while_moving(5.0, lambda: moved):  # noqa: B023 (the present value)
+                    for _ in range(times):
+                        await sim.sleep(1.0)
+                        moved += step
+                    if times < 60:
+                        await asyncio.Event().wait()
+            except TimeoutError:
+                pass
+            ends.append(asyncio.get_running_loop().time())
+        return ends
+
+    assert run(main()) == [60.0, 65.0, 77.5]

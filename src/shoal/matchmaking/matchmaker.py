@@ -55,7 +55,7 @@ from shoal.matchmaking.machine import LOOKED_AT, GroupMachine
 from shoal.peer import PeerID
 from shoal.rpc import LOOK_S, Endpoint
 from shoal.sometimes import sometimes
-from shoal.tasks import Changes, Tasks
+from shoal.tasks import Changes, Tasks, while_moving
 from shoal.wire import Begin, Contact, Join, JoinAccepted, JoinRedirected, JoinRefused, Member
 
 __all__ = ["Matchmaker"]
@@ -365,8 +365,8 @@ class Matchmaker:
         event: events.Event = events.Nudged(peer, None)
         try:
             try:
-                async with asyncio.timeout(timeout_s):
-                    stream = await self._endpoint.open(contact, join, timeout_s=timeout_s)
+                stream = await self._endpoint.open(contact, join, timeout_s=timeout_s)
+                async with while_moving(timeout_s, lambda: stream.bytes_moved):
                     answer = await receive_answer(stream)
                 if nudge:
                     event = events.Nudged(peer, answer if isinstance(answer, JoinRefused | JoinRedirected) else None)

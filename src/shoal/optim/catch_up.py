@@ -48,8 +48,9 @@ _PATIENCE_S = 2.0
 
 _SOURCES = 2
 _GREETED_WITHIN_S = 3.0
-_PIECE_WITHIN_S = 30.0
-"""Longer than a piece is held back beside rounds; the link shows whether a member is lost."""
+_MORE_WITHIN_S, _READ_BYTES = 30.0, 32 << 10
+"""So much of a piece comes within so long: longer than one is held back beside rounds. The link shows whether a member
+is lost."""
 
 _URGENT_S = 10.0
 """A state waits so long for steps that come too slowly: less than its donors wait for us."""
@@ -136,8 +137,8 @@ class Following:
         One that owes us a step, and sends nothing of it, is followed no longer.
         """
         for coming in list(self._coming.values()):
-            if _now() > coming.at + _PIECE_WITHIN_S:
-                self._drop(coming.source, f"it was asked for a step, and sends nothing of it for {_PIECE_WITHIN_S:g} s")
+            if _now() > coming.at + _MORE_WITHIN_S:
+                self._drop(coming.source, f"it was asked for a step, and sends nothing of it for {_MORE_WITHIN_S:g} s")
         new = []
         for contact in contacts:
             if len(self._sources) >= _SOURCES:
@@ -313,9 +314,12 @@ class Following:
         if nbytes > len(step.data) - coming.received:
             raise PeerProtocolError("more averages than there are")
         assert source.stream is not None
-        async with asyncio.timeout(_PIECE_WITHIN_S):
-            await source.stream.readinto(memoryview(step.data)[coming.received : coming.received + nbytes])
-        coming.received, coming.at = coming.received + nbytes, _now()
+        piece = memoryview(step.data)[coming.received : coming.received + nbytes]
+        while piece:
+            async with asyncio.timeout(_MORE_WITHIN_S):
+                await source.stream.readinto(piece[:_READ_BYTES])
+            coming.received, coming.at = coming.received + len(piece[:_READ_BYTES]), _now()
+            piece = piece[_READ_BYTES:]
         if coming.received == len(step.data):
             vector = self._vector(not step.header.agreement)
             await self._core.env.executor.run(check, step.header, memoryview(step.data), vector)

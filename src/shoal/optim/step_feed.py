@@ -32,7 +32,7 @@ from shoal.rpc import Stream
 from shoal.state import Pacer
 from shoal.state.pace import FREE_PIECE_BYTES, HELD_PIECE_BYTES
 from shoal.state.upload import Upload
-from shoal.tasks import Changes, stopped
+from shoal.tasks import Changes, stopped, while_moving
 from shoal.wire import FollowSteps, StepBytes, StepGone, StepsFrom, StepTaken, WantStep
 
 __all__ = ["HOLD_S", "KEPT", "MAX_FOLLOWERS", "MOST_KEPT", "SPARE_BYTES", "StepFeed"]
@@ -53,7 +53,7 @@ HOLD_S = 1.5
 """A piece waits no longer than this for the end of a round, seconds."""
 
 _SEND_WITHIN_S = 30.0
-"""For one piece; a follower that takes nothing for so long is dropped."""
+"""A follower that takes nothing for so long is dropped."""
 
 _Answer = StepsFrom | StepTaken | StepBytes | StepGone
 
@@ -259,7 +259,7 @@ class _Follower:
         return False
 
     async def _send(self, message: _Answer, payload: bytes | None = None) -> None:
-        async with asyncio.timeout(_SEND_WITHIN_S):
+        async with while_moving(_SEND_WITHIN_S, lambda: self._stream.bytes_moved):
             await self._stream.send(message, payload)
 
     async def _read(self) -> None:

@@ -16,7 +16,7 @@ import logging
 import math
 import statistics
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import takewhile
 from typing import Any, NamedTuple, TypeVar
 
@@ -37,7 +37,7 @@ from shoal.rpc.rhythm import LOOK_S, Rhythm
 from shoal.rpc.serving import Services, tag_of
 from shoal.rpc.stream import Stream
 from shoal.rpc.trust import Trust
-from shoal.tasks import Tasks
+from shoal.tasks import Tasks, while_moving
 from shoal.transport.base import Connection, Transport
 from shoal.transport.sockets import site_of
 from shoal.wire import (
@@ -64,7 +64,7 @@ Up = TypeVar("Up", bound=Message)
 Down = TypeVar("Down", bound=Message)
 
 _OPEN_TIMEOUT_S = 10.0
-"""The longest wait for the first frame of an incoming connection."""
+"""The longest wait for the first frame of an incoming connection, while little comes."""
 
 _MAX_LINKS = 4
 """Call links with one peer; of more the oldest is closed. Two come about if both peers dial at once, another one if a
@@ -511,12 +511,13 @@ class Endpoint:
                     self.limits,
                     lambda reusable: self._stream_released(connection, bulk=opening.bulk, reusable=reusable),
                 )
-                try:
+            try:
+                async with while_moving(timeout_s, lambda: stream.bytes_moved):
                     await connection.write(frame)
-                except BaseException:
-                    stream.abort()
-                    raise
-                return stream
+            except BaseException:
+                stream.abort()
+                raise
+            return stream
         except PeerTimeout:
             raise
         except TimeoutError:
@@ -560,7 +561,8 @@ class Endpoint:
         self._open.of(peer).accepted.add(connection)
         try:
             # A peer that we have a link with may dial ahead of its next stream.
-            async with asyncio.timeout(None if self.connected(peer) else _OPEN_TIMEOUT_S):
+            limit = while_moving(_OPEN_TIMEOUT_S, lambda: connection.bytes_received)
+            async with nullcontext() if self.connected(peer) else limit:
                 frame = await read_frame(connection, self.limits)
             if frame.kind is Kind.HELLO:
                 hello = decode(frame.header, Hello)

@@ -17,7 +17,7 @@ from shoal.clock import seconds_text
 from shoal.errors import PeerError, PeerProtocolError, PeerRefused, PeerTimeout, PeerUnreachable
 from shoal.peer import PeerID
 from shoal.rpc.framing import Kind, Limits, pack, read_frame
-from shoal.tasks import Tasks
+from shoal.tasks import LEAST_BYTES_PER_S, Tasks
 from shoal.transport.base import Connection
 from shoal.wire import MAX_DURATION_S, Beat, BeatReply, Bye, Call, Failure, Note, Reply, decode, encode
 
@@ -69,6 +69,7 @@ class CallLink:
         self._limits: Limits = endpoint.limits
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, asyncio.Future[msgspec.Raw]] = {}
+        self._timers: dict[int, asyncio.TimerHandle] = {}  # of those
         self._next_id = 1
         self._outbox: list[bytes] = []
         self._outbox_bytes = 0
@@ -78,6 +79,7 @@ class CallLink:
         self._last_heard = self._last_used = self._loop.time()
         self.heard = asyncio.Event()
         self._received = self._acked = 0
+        self._read = 0  # bytes that had come when the frame was begun that is read now
         self._asked_at: float | None = None  # when the first Beat left that nothing has come after
         self._next_tick = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -129,7 +131,7 @@ class CallLink:
         """Send a call and wait for the body of its reply.
 
         Raises:
-            PeerTimeout: no reply within `timeout_s`.
+            PeerTimeout: no reply within `timeout_s`, and no long message comes meanwhile.
             PeerUnreachable: the link broke first.
             LinkRetired: the link was closed as idle before the peer saw the call.
             PeerRefused: the peer said no, and why.
@@ -142,20 +144,27 @@ class CallLink:
         self._last_used = self._loop.time()
         reply: asyncio.Future[msgspec.Raw] = self._loop.create_future()
         self._waiting[number] = reply
-        timer: asyncio.TimerHandle | None = None
         try:
             self.post(Call(number, method, min(timeout_s, MAX_DURATION_S), msgspec.Raw(body)))
-            # Not `asyncio.timeout`, which costs several times as much.
-            timer = self._loop.call_later(timeout_s, self._give_up, number, method, timeout_s)
+            self._wait_for(number, method, timeout_s)
             return await reply
         finally:
-            if timer is not None:
+            if (timer := self._timers.pop(number, None)) is not None:
                 timer.cancel()
             del self._waiting[number], reply  # it holds its exception, whose traceback holds this frame
             self._last_used = self._loop.time()
 
-    def _give_up(self, number: int, method: str, timeout_s: float) -> None:
-        if (waiting := self._waiting.get(number)) and not waiting.done():
+    def _wait_for(self, number: int, method: str, timeout_s: float) -> None:
+        # Not `asyncio.timeout`, which costs several times as much.
+        seen = self.connection.bytes_received
+        self._timers[number] = self._loop.call_later(timeout_s, self._late, number, method, timeout_s, seen)
+
+    def _late(self, number: int, method: str, timeout_s: float, seen: int) -> None:
+        """A reply has not come in time. On a slow line it may be coming, or what is before it."""
+        received = self.connection.bytes_received
+        if received > self._read and received - seen >= LEAST_BYTES_PER_S * timeout_s:
+            self._wait_for(number, method, timeout_s)
+        elif not (waiting := self._waiting[number]).done():
             waiting.set_exception(PeerTimeout(f"no reply to {method} within {seconds_text(timeout_s)}", self.peer_id))
 
     def tell(self, frame: bytes) -> None:
@@ -212,6 +221,7 @@ class CallLink:
                 handled += 1
                 if handled % _HANDLED_AT_ONCE == 0:
                     await asyncio.sleep(0)  # bytes that are here are read without a wait: let others go on
+                self._read = self.connection.bytes_received
                 frame = await read_frame(self.connection, self._limits)
                 if frame.kind is not Kind.CALL:
                     raise PeerProtocolError(f"{frame.kind.name} frame on a call link", self.peer_id)

@@ -72,6 +72,11 @@ class Stream(Generic[Sent, Received]):
         return self._connection.bytes_acked
 
     @property
+    def bytes_moved(self) -> int:
+        """Bytes that came, that were handed to the connection, or that the other machine took: progress of any kind."""
+        return self.bytes_received + self.bytes_sent + self.bytes_acked
+
+    @property
     def closed(self) -> bool:
         """True once the stream was finished, aborted or lost."""
         return self._released or self._connection.closed

@@ -20,12 +20,12 @@ from shoal.sim.loop import VirtualLoop, world_time
 if TYPE_CHECKING:
     from shoal.sim.pipes import Host
 
-__all__ = ["SMALL_BYTES", "Delivery", "Line", "Link", "Medium"]
+__all__ = ["PACKET_BYTES", "SMALL_BYTES", "Delivery", "Line", "Link", "Medium"]
 
 SMALL_BYTES = 2048
 """A message of at most this size goes ahead of bulk."""
 
-_PACKET_BYTES = 1460
+PACKET_BYTES = 1460
 _RETRANSMIT_S = 0.2
 
 _NOBODY = contextvars.Context()
@@ -123,7 +123,7 @@ class Medium:
             delay_s += self.mischief.late_s()
         if link.jitter_s:
             delay_s += self.rng.random() * link.jitter_s
-        if link.loss and self.rng.random() > (1.0 - link.loss) ** (1 + nbytes // _PACKET_BYTES):
+        if link.loss and self.rng.random() > (1.0 - link.loss) ** (1 + nbytes // PACKET_BYTES):
             # Later packets show that one is missing, but nothing follows a small message: only a timeout tells.
             delay_s += 2 * latency_s if nbytes > SMALL_BYTES else max(_RETRANSMIT_S, 2 * latency_s)
         return delay_s

@@ -20,18 +20,23 @@ Costs: one timer per segment, two when the uplink has a rate; no work per byte b
 from __future__ import annotations
 
 import asyncio
+import math
+import sys
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 
 from shoal.errors import PeerError
-from shoal.sim.medium import Line, Link, Medium
+from shoal.sim.medium import PACKET_BYTES, Line, Link, Medium
 from shoal.sim.owner import Owner
 from shoal.transport.base import HIGH_WATER_BYTES, PipeAcceptor, PipeUser
 
 __all__ = ["Dial", "Flow", "Host", "PipeEnd"]
 
 _SOON_S = 1e-9  # a real loop may fire a timer this much early
+
+_SEGMENT_S = 1.0
+"""What is written at once arrives in pieces of so many seconds, at the rate of the slowest line."""
 
 
 class Host:
@@ -247,7 +252,24 @@ class Flow:
         return nbytes <= self._medium.small_bytes
 
     def send(self, data: bytes) -> None:
-        """Send the bytes now if that is possible; otherwise queue them."""
+        """Send the bytes: those of a slow line one after another, as they come there."""
+        most = self._segment_bytes()
+        if len(data) <= most:
+            self._send(data)
+            return
+        for start in range(0, len(data), most):
+            self._send(data[start : start + most])
+
+    def _segment_bytes(self) -> int:
+        """The most that arrives at once."""
+        if self.src is self.dst:
+            return sys.maxsize
+        rates = (self.src.uplink.rate, self.dst.downlink.rate, self.link.bandwidth_bytes_s)
+        slowest = min((rate for rate in rates if rate is not None), default=math.inf)
+        return sys.maxsize if slowest == math.inf else max(PACKET_BYTES, int(slowest * _SEGMENT_S))
+
+    def _send(self, data: bytes) -> None:
+        """Send a segment now if that is possible; otherwise queue it."""
         if not self._queue and (self._is_small(len(data)) or self._unlimited()) and self._may_leave():
             self._leave(data)
             return

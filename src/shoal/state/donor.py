@@ -21,7 +21,7 @@ from shoal.sometimes import sometimes
 from shoal.state.pace import Pacer
 from shoal.state.snapshot import HoldState, ShareLimits, Snapshot, SnapshotStore
 from shoal.state.upload import Upload
-from shoal.tasks import Changes, stopped
+from shoal.tasks import LEAST_BYTES_PER_S, Changes, stopped, while_moving
 from shoal.wire import Chunk, FetchChunks, GetManifest, ManifestPending, ManifestReply, MoreChunks
 
 __all__ = ["StateDonor"]
@@ -30,10 +30,6 @@ _ANSWER_WITHIN_S = 2.0
 """A snapshot that takes longer is answered with "not yet": so a receiver can tell a slow donor from a dead one."""
 
 _MESSAGE_ROOM = 1024
-
-_TAKEN_BYTES = 64 << 10
-"""A receiver that asks for nothing is left if its machine takes less than this meanwhile, of what was sent already. The
-queues of a slow line hold more than it carries within `send_stall_s`."""
 
 
 class StateDonor:
@@ -184,7 +180,7 @@ class StateDonor:
                 raise PeerRefused("the state is not shared any more")
             if snapshot.over:
                 raise PeerRefused("others have waited long for a newer state: ask for the manifest again")
-            async with asyncio.timeout(self._limits.send_stall_s):
+            async with while_moving(self._limits.send_stall_s, lambda: stream.bytes_moved):
                 await stream.send(Chunk(chunk, first - start), piece)
             first += piece.nbytes
         return stop - start
@@ -230,8 +226,8 @@ class _Wishes:
         taken = self._stream.bytes_acked
         while not self._queue and not self._reader.done():
             if not await self._changes.next(timeout_s):
-                before, taken = taken, self._stream.bytes_acked
-                if taken < before + _TAKEN_BYTES:
+                before, taken = taken, self._stream.bytes_acked  # a slow line's queues hold more than it carries soon
+                if taken - before < LEAST_BYTES_PER_S * timeout_s:
                     raise PeerRefused(f"no chunk was asked for within {seconds_text(timeout_s)}")
         if self._reader.done():
             self._reader.result()

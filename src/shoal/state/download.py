@@ -74,7 +74,8 @@ class DownloadLimits(msgspec.Struct, frozen=True, kw_only=True):
             of its tensors instead.
         answer_timeout_s: limit for each answer of a donor that is asked for its state. A donor that needs longer to
             make its snapshot says "not yet" after two seconds.
-        stall_s: a donor that sends nothing for this long is dropped, even if it gives signs of life.
+        stall_s: a donor that sends nothing for this long is dropped, even if it gives signs of life; on a slow line
+            later.
         manifest_timeout_s: longest time that a donor may take to make its snapshot.
         max_donors: donors that are asked, and send, at the same time; others take the places of those that end.
     """
@@ -335,7 +336,12 @@ class _Download:
         give_up_at = self._now() + limits.manifest_timeout_s
         while self._now() < give_up_at:
             request = GetManifest(self._prefix, min_epoch)
-            reply = await self._endpoint.call(donor.contact, request, timeout_s=limits.answer_timeout_s)
+            try:
+                reply = await self._endpoint.call(donor.contact, request, timeout_s=limits.answer_timeout_s)
+            except PeerTimeout:
+                if self._endpoint.is_silent(donor.peer) or not self._endpoint.connected(donor.peer):
+                    raise
+                continue  # it lives: the answer may wait behind other traffic on a slow line
             if not isinstance(reply, ManifestPending):
                 # In a thread, both: there may be hundreds of thousands of tensors.
                 run = self._env.executor.run

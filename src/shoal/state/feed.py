@@ -36,10 +36,8 @@ from shoal.wire import Chunk, Contact, FetchChunks, MoreChunks
 
 __all__ = ["Feed", "MayRead", "Target"]
 
-_READ_BYTES = 128 << 10
-"""Within the stall limit a whole piece must arrive, or this much of a larger one, or this much from all donors. A donor
-cuts pieces as small as its upload limit needs (`Pacer`), so that a slow donor does not look stalled; nor does one that
-waits until our line has carried what the others sent. Slow donors are bounded by the deadline of the download."""
+_QUEUED_BYTES = 64 << 10
+"""The queue of a slow line, which may be full of other traffic when a donor's next bytes come."""
 
 _READ_AT_ONCE = 32 << 10
 """Awaited before a read when other traffic may have to come first."""
@@ -147,7 +145,7 @@ class Feed:
         contact: the donor.
         snapshot: the snapshot's name at this donor.
         target: the snapshot to feed.
-        stall_s: a donor that sends neither a piece nor much of one for this long is dropped.
+        stall_s: a donor is dropped if nothing comes for this long, neither from it nor from others.
         may_read: awaited before every read, so that other traffic can come first on our line; None: nothing has to.
 
     Attributes:
@@ -304,7 +302,7 @@ class Feed:
         except TimeoutError as error:
             if isinstance(error, PeerError):
                 raise
-            what = "fell silent" if self._is_silent() else f"sent nothing for {seconds_text(self._stall_s)}"
+            what = "fell silent" if self._is_silent() else f"sent nothing for {seconds_text(patience.limit_s)}"
             raise PeerTimeout(what, self._peer) from None
 
     def _is_silent(self) -> bool:
@@ -376,25 +374,36 @@ class Feed:
 
 
 class _Patience:
-    """Ends a read `stall_s` after the last arrival (a piece, or `_READ_BYTES` from all donors), or on silence.
+    """Ends a read `stall_s` after bytes came last, from this donor or from others, or on silence.
+
+    Others count, as a donor may wait until our line has carried what they sent. Any byte does: on a slow line a piece
+    takes long. There the time is that of `_QUEUED_BYTES` at the pace so far, if that is longer, as other traffic may
+    come first. A donor that gives a few bytes now and then is bounded by the pace of the whole download.
 
     Args:
         target: has the bytes of all donors.
         limit: the timeout around the read.
-        stall_s: longest time without an arrival.
+        stall_s: longest time without an arrival, as long as the pace allows no longer one.
         is_silent: whether the donor gives no sign of life (`Endpoint.is_silent`).
+
+    Attributes:
+        limit_s: longest time without an arrival now.
     """
 
     def __init__(self, target: Target, limit: asyncio.Timeout, stall_s: float, is_silent: Callable[[], bool]) -> None:
         self._target, self._limit, self._stall_s, self._is_silent = target, limit, stall_s, is_silent
         self._loop = asyncio.get_running_loop()
+        self._began, self._before, self.limit_s = self._loop.time(), target.look(self._loop.time()), stall_s
         self.renew()
         self._timer = self._loop.call_later(LOOK_S, self._look)
 
     def renew(self) -> None:
-        """Give the donor `stall_s` again."""
-        self._seen = self._target.look(self._loop.time())
-        self._until = self._loop.time() + self._stall_s  # the timer checks it: moving the timer takes longer
+        """Give the donor its time again."""
+        now = self._loop.time()
+        self._seen = self._target.look(now)
+        if came := self._seen - self._before:
+            self.limit_s = max(self._stall_s, _QUEUED_BYTES / came * (now - self._began))
+        self._until = now + self.limit_s  # the timer checks it: moving the timer takes longer
 
     def pause(self) -> None:
         """Do not count time against the donor until `renew`."""
@@ -402,7 +411,7 @@ class _Patience:
 
     def _look(self) -> None:
         now, waits = self._loop.time(), self._until < math.inf
-        if self._target.look(now) - self._seen >= _READ_BYTES and waits:
+        if self._target.look(now) > self._seen and waits:
             self.renew()
         if now >= self._until or (waits and self._is_silent()):
             self._limit.reschedule(now)

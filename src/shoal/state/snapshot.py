@@ -155,7 +155,7 @@ class ShareLimits(msgspec.Struct, frozen=True, kw_only=True):
         hold_s: for so long after that, readers may keep an old copy while others wait for the next one; then the
             readers are sent away. As long as a download may take if its user does not say otherwise.
         linger_s: how long a copy that nobody downloads is kept, seconds.
-        send_stall_s: a receiver that does not take a piece of a chunk within this time, or asks for none though it has
+        send_stall_s: a receiver that takes less than 1 KiB/s of a piece for this long, or asks for none though it has
             what it was sent, is left.
     """
 

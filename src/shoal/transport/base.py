@@ -173,7 +173,7 @@ class Pipe(Protocol):
         """Bytes that are known to have come to the other host, even while its process stands still."""
 
     def send(self, data: bytes) -> None:
-        """Send these bytes; they arrive in one `data_received`. Never waits: the sender must watch `queued_bytes`."""
+        """Send these bytes. Never waits: the sender must watch `queued_bytes`."""
 
     def consumed(self, nbytes: int) -> None:
         """The user has taken so many of the received bytes: the other side may send as many more."""

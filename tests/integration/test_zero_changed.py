@@ -10,6 +10,15 @@ from tests.integration import zero_changed as changes
 from tests.integration.ranks import Ranks, ranks
 
 DEFAULT = ("data = values", "copy_", "xavier_uniform_", "load_state_dict", "data from a model")
+PARTS = (
+    "trunc_normal_",
+    "a row of data of zeros",
+    "rows",
+    "a part that was kept",
+    "drawn rows",
+    "dropout",
+    "index_put_",
+)
 DEFAULT_REFUSED = ("set_", "share_memory", "tied", "replaced", "assign=True", "to bfloat16", "a gradient")
 
 
@@ -41,6 +50,11 @@ def _named(pool: Ranks, cases: list[str], stage: int, steps: int) -> None:
 def test_weights_that_a_program_changes_in_stage_3(pool: Ranks) -> None:
     """`weight.data = …` was lost in silence, `torch.nn.init` gave all ranks the same rows; others were raw errors."""
     _as_in_one_process(pool, [*DEFAULT], 3, 1)
+
+
+def test_parts_of_weights_that_a_program_changes_in_stage_3(pool: Ranks) -> None:
+    """`weight[0].zero_()` and ``weight[1:3] = values`` were lost in silence; `trunc_normal_` was an error."""
+    _as_in_one_process(pool, [*PARTS], 3, 1)
 
 
 def test_changes_of_weights_that_stage_3_cannot_carry(pool: Ranks) -> None:

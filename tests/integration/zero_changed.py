@@ -58,8 +58,19 @@ def _grow(weight: Any) -> None:
     weight.data += 0.5
 
 
-def _row(weight: Any) -> None:
-    weight[0] = 0.25
+def _put(weight: Any, where: Any, found: Any) -> None:
+    weight[where] = found
+
+
+def _add_to_row(weight: Any) -> None:
+    weight[1] += 2.0
+
+
+def _kept_part(weight: Any) -> None:
+    """A part that is taken before the weight changes is that of the new values."""
+    part = weight[1]
+    weight.mul_(2.0)
+    weight[0].copy_(part)
 
 
 def _unseeded(model: Any, init: Callable[[torch.Tensor], object]) -> None:
@@ -90,6 +101,41 @@ RIGHT: dict[str, Callable[[Any], object]] = {
     "noise": lambda model: _unseeded(model, lambda each: each.add_(torch.randn_like(each), alpha=0.1)),
     "reset_parameters": lambda model: _unseeded(model, lambda _: model.layers[1].reset_parameters()),
     "apply": lambda model: model.layers.apply(lambda each: hasattr(each, "weight") and each.weight.data.fill_(0.1)),
+    "trunc_normal_": lambda model: _unseeded(model, torch.nn.init.trunc_normal_),
+    "trunc_normal_ of a tail": lambda model: _unseeded(model, lambda each: torch.nn.init.trunc_normal_(each, a=1, b=2)),
+    "sparse_": lambda model: _unseeded(model, lambda each: torch.nn.init.sparse_(each, 0.5)),
+    "erfinv_": lambda model: _unseeded(model, lambda each: each.uniform_(-0.9, 0.9).erfinv_().mul_(0.5)),
+    "dropout": lambda model: _unseeded(model, lambda each: torch.nn.functional.dropout(each, inplace=True)),
+    "of dropout": lambda model: _unseeded(model, lambda each: each.copy_(torch.nn.functional.dropout(each))),
+    "a row": lambda model: _put(model.layers[0].weight, 0, 0.25),
+    "a row of data": lambda model: _put(model.layers[0].weight.data, 0, 0.25),
+    "rows": lambda model: _put(model.layers[0].weight, slice(1, 3), values()[:2]),
+    "rows of its own": lambda model: _put(model.layers[0].weight, slice(0, 2), model.layers[0].weight[2:]),
+    "columns": lambda model: _put(model.layers[0].weight, (slice(None), slice(1, 3)), 0.25),
+    "a value": lambda model: _put(model.layers[0].bias.data, 3, 0.25),
+    "values by a mask": lambda model: _put(model.layers[0].weight, values() > 0, 0.25),
+    "values by its own mask": lambda model: _put(model.layers[0].weight, model.layers[0].weight > 0, 0.25),
+    "rows by numbers": lambda model: _put(model.layers[0].weight, [3, 0], 0.25),
+    "a row added to": lambda model: _add_to_row(model.layers[0].weight.data),
+    "a row of zeros": lambda model: model.layers[0].weight[0].zero_(),
+    "a row of data of zeros": lambda model: model.layers[0].weight.data[3].zero_(),
+    "a row of rows": lambda model: model.layers[0].weight[1:3][1].fill_(0.25),
+    "a part that was kept": lambda model: _kept_part(model.layers[0].weight),
+    "drawn rows": lambda model: _unseeded(model, lambda each: torch.nn.init.normal_(each[1:3])),
+    "drawn columns": lambda model: _unseeded(model, lambda each: torch.nn.init.normal_(each[:, 1:3])),
+    "chunks": lambda model: [each.mul_(k) for k, each in enumerate(model.layers[0].weight.chunk(4))],
+    "diagonal": lambda model: model.layers[0].weight.diagonal().fill_(0.25),
+    "index_put_": lambda model: model.layers[0].weight.index_put_((torch.tensor([1, 1]),), values()[:2], True),
+    "index_add_": lambda model: model.layers[0].weight.index_add_(0, torch.tensor([3]), values()[:1]),
+    "index_fill_": lambda model: model.layers[0].weight.index_fill_(0, torch.tensor([3]), 0.25),
+    "scatter_": lambda model: model.layers[0].weight.scatter_(0, torch.full((1, WIDTH), 3), 0.25),
+    "masked_scatter_": lambda model: model.layers[0].weight.masked_scatter_(values() > 0, values()),
+    "tril_": lambda model: model.layers[0].weight.tril_(),
+    "renorm_": lambda model: model.layers[0].weight.renorm_(2, 1, 0.5),
+    "cumsum_": lambda model: model.layers[0].weight.cumsum_(0),
+    "less its mean": lambda model: model.layers[0].weight.sub_(model.layers[0].weight.mean(0)),
+    "its transpose": lambda model: model.layers[0].weight.copy_(model.layers[0].weight.t().clone()),
+    "foreach_copy": lambda model: torch._foreach_copy_([*model.parameters()], [*_whole(model).values()]),
     "load_state_dict": lambda model: model.load_state_dict(_whole(model)),
     "that of a layer": lambda model: model.layers[1].load_state_dict(_whole(model.layers[1])),
     "copies from a model": lambda model: _from_another(model, lambda one, other: one.data.copy_(other)),
@@ -108,8 +154,7 @@ REFUSED: dict[str, Callable[[Any], object]] = {
     "set_": lambda model: model.layers[0].weight.set_(values()),
     "data.set_": lambda model: model.layers[0].weight.data.set_(values()),
     "share_memory": lambda model: model.share_memory(),
-    "a row": lambda model: _row(model.layers[0].weight),
-    "a row of data": lambda model: _row(model.layers[0].weight.data),
+    "one by one": lambda model: [each.mul_(k) for k, each in enumerate(model.layers[0].weight)],
     "as an array": lambda model: model.layers[0].weight.detach().numpy().fill(0.25),
     "another shape": lambda model: _set(model.layers[0].weight, torch.zeros(2, 2)),
     "another dtype": lambda model: _set(model.layers[0].weight, values().double()),

@@ -324,7 +324,7 @@ class FsdpEngine:
             cast(torch.nn.Module, module).register_forward_hook(_hand_out, prepend=True)  # before FSDP2's own
             cast(torch.nn.Module, module).register_forward_hook(_seen)
             cast(torch.nn.Module, module).register_forward_hook(partial(_once, name or "the whole model"), prepend=True)
-        self._unsharded = Unsharded(self._shards, self._units)
+        self._unsharded = Unsharded(self._shards, self._units, collectives.watch)
         names = {id(shard): name for name, shard in self._shards.items()}
         self._places = [
             (part, key, names[id(each)], each.dtype)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from shoal.errors import ConfigError
 from shoal.runtime.nested import tensors_in
 from shoal.zero import rows
+from shoal.zero.watch import Watch
 
 __all__ = ["Loan", "is_lent", "lend", "replace", "unwatched", "watch_shard"]
 
@@ -106,18 +108,17 @@ class _Lent:
                 args = given = [_leaf(each) for each in args]
             if func is torch.autograd.backward and not any(isinstance(each, Shard) for each in tensors_in(args[0])):
                 kwargs = {**kwargs, "inputs": [_leaf(each) for each in kwargs.get("inputs") or ()] or None}
+            if name == "new_empty" and isinstance(args[0], Shard) and rows.in_init(1):
+                args, given = [args[0].to_local().detach(), *args[1:]], []  # it is filled alike on all ranks
             changed = _changed(f"{setting} =" if setting == "data" else name, args, kwargs)
             if isinstance(changed, Shard):
-                rows.refused(name, changed.label)
-                if setting and isinstance(args[1], torch.Tensor):
-                    source = args[1].label if isinstance(args[1], Shard) and args[1].grad_fn is None else ""
-                    return rows.assign(changed, changed.label, args[1], source)
-                if rows.is_drawn(func, name) or (kwargs.get("out") is changed and len(given) == 1):
-                    return rows.write_drawn(func, changed, args, kwargs)
-                args, kwargs = rows.spread(changed, list(args)), rows.spread(changed, dict(kwargs))
+                return _write(func, setting or name, changed, args, kwargs)
             found = _called(func, name, args, kwargs, given)
             if name != "__set__":
                 _mark(found, given)
+            if _watching and args and isinstance(args[0], Shard):
+                for each, taken in rows.ways_to_take(func, args[0], found, args, kwargs):
+                    each.taken = taken
             return found
 
     def check_read(self, name: str) -> None:
@@ -168,10 +169,14 @@ class Shard(_Lent, DTensor):
     Attributes:
         label: the name of the weight, and its unit, for people.
         whole: the weight, through which passes go; None for a computed value.
+        watch: that of the ranks.
+        taken: how it was taken from another shard of which it would be a view in one process; None if it was not.
     """
 
     label = "a parameter"
     whole: torch.Tensor | None = None
+    watch: Watch | None = None
+    taken: rows.Taken | None = None
 
     def set_(self, *_: Any, **__: Any) -> Any:
         """Not possible; torch lets nobody see it."""
@@ -184,7 +189,15 @@ class Shard(_Lent, DTensor):
                 f"{self.label} is gathered (full_tensor) in a graph, in which each rank would add its own gradient to "
                 f"it: gather it within torch.no_grad(), or {_CURE}"
             )
-        return super().full_tensor(**options)
+        rows.refresh(self)
+        if self.watch is None or not self.numel():  # gloo cannot gather no values
+            return super().full_tensor(**options)
+        with self.watch.named(self.watch.turn(f"to gather {self.label}")):
+            return super().full_tensor(**options)
+
+    def check_read(self, _: str) -> None:
+        """It may have been taken from another one that has changed since."""
+        rows.refresh(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """A plain one."""
@@ -220,11 +233,12 @@ def lend(whole: torch.nn.Parameter, loan: Loan) -> None:
         whole.loan = loan  # type: ignore[attr-defined]
 
 
-def watch_shard(shard: DTensor, name: str, whole: torch.Tensor | None = None) -> None:
+def watch_shard(shard: DTensor, name: str, watch: Watch | None, whole: torch.Tensor | None = None) -> None:
     """Guard a shard, of a whole weight or of a computed value (None)."""
     if type(shard) is DTensor:
         shard.__class__ = Shard
         shard.label = name  # type: ignore[attr-defined]
+        shard.watch = watch  # type: ignore[attr-defined]
         shard.whole = whole  # type: ignore[attr-defined]
 
 
@@ -260,7 +274,7 @@ def _leaf(value: Any) -> Any:
 
 def _changed(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
     """The tensor that a function changes, if it is a lent one. Raises `ConfigError` if the change would be lost."""
-    in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True
     target = args[0] if args else kwargs.get("tensor", kwargs.get("self"))
     found = None
     for each in tensors_in([kwargs.get("out"), target if in_place and name not in _LOOKS else None]):
@@ -275,12 +289,32 @@ def _changed(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch
     return found
 
 
+def _write(func: Callable[..., Any], name: str, changed: Shard, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Change a shard by a function, or by setting its attribute of this name."""
+    rows.refused(name, changed.label)
+    if name == "data" and isinstance(args[1], torch.Tensor):
+        source = args[1].label if isinstance(args[1], Shard) and args[1].grad_fn is None else ""
+        return rows.assign(changed, changed.label, args[1], source)
+    read = [*tensors_in([*args, *(value for key, value in kwargs.items() if key != "out")])]
+    filled = kwargs.get("out") is changed and not any(isinstance(each, Shard) for each in read)
+    if changed.taken is None and (filled or rows.is_drawn(func, name)):
+        return rows.write_drawn(func, changed, args, kwargs)
+    if _watching and not rows.by_rows(name, changed, read):
+        return _called(partial(rows.write_whole, func, changed), name, [args, kwargs], {}, [changed])
+    args, kwargs = rows.spread(changed, list(args)), rows.spread(changed, dict(kwargs))
+    found = _called(func, name, args, kwargs, [changed])
+    _mark(found, [changed])
+    return found
+
+
 def _called(
     func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any], given: Collection[Any]
 ) -> Any:
     """The result of a function. What torch cannot do with shards is a `ConfigError`."""
     shard = next((each for each in given if isinstance(each, Shard)), None)
     if name in _NUMBERS and isinstance(args[0], Shard) and not all(each.is_replicate() for each in args[0].placements):
+        if rows.in_init(2):
+            return func(args[0].full_tensor())
         raise ConfigError(
             f"a number is made ({name}) of {args[0].label}, or of values computed from it, and it would be that of "
             "this rank's rows alone: let all ranks call full_tensor() of it first, within torch.no_grad(). "
@@ -289,6 +323,10 @@ def _called(
     try:
         if shard is not None and rows.draws_like(name) and args[0] is shard:
             return rows.draw_like(func, shard, args, kwargs)
+        if shard is not None and name == "_foreach_copy_":  # torch has none for shards
+            return [one.copy_(other) for one, other in zip(args[0], args[1], strict=True)]
+        if shard is not None and rows.draws(name) and args[0] is shard:
+            return rows.compute_whole(func, shard, args, kwargs)
         return func(*args, **kwargs)
     except (RuntimeError, NotImplementedError, AssertionError) as error:
         said = str(error).strip()
@@ -328,7 +366,7 @@ def _mark(found: Any, given: Collection[Any]) -> None:
     shard = next((each for each in given if isinstance(each, Shard)), None)
     for each in tensors_in(found):
         if type(each) is DTensor and shard is not None and (_watching or each.grad_fn is not None):
-            watch_shard(each, shard.label)
+            watch_shard(each, shard.label, shard.watch)
         if type(each) is not torch.Tensor or each.layout != torch.strided or _is_functional(each):
             continue
         owner = next((loan for loan in loans if loan.has(each)), None)

@@ -105,7 +105,7 @@ def _gathered(shard: DTensor, watch: Watch, name: str) -> torch.Tensor:
     here = shard.to(shard.device_mesh.device_type)  # it may be on the CPU beside its device
     assert isinstance(here, DTensor)
     with watch.named(watch.turn(f"to gather {name}")):
-        return here.full_tensor()
+        return DTensor.full_tensor(here)  # a weight that `shard` guards has a watch of its own
 
 
 def overwrite(target: torch.Tensor, values: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ from shoal.errors import LocalError
 from shoal.zero.freed import guard
 from shoal.zero.lent import Loan, lend, watch_shard
 from shoal.zero.parameters import local, present_pass, weakly
+from shoal.zero.watch import Watch
 
 __all__ = ["BROKE_OFF", "Unsharded"]
 
@@ -44,12 +45,13 @@ class Unsharded:
         shards: the parameters, by name.
         units: the modules whose parameters are gathered together, by name. Each of them is gathered once, here, so that
             every whole parameter is known before it is used, in whichever way.
+        watch: that of the ranks.
 
     Attributes:
         parameters: the whole ones, by name. Their memory may be freed.
     """
 
-    def __init__(self, shards: Mapping[str, DTensor], units: Mapping[str, FSDPModule]) -> None:
+    def __init__(self, shards: Mapping[str, DTensor], units: Mapping[str, FSDPModule], watch: Watch) -> None:
         self._shards = dict(shards)
         self.parameters: dict[str, torch.Tensor] = {}
         self._managed: dict[str, Any] = {}  # FSDP2's own entry for each: no other place has all kinds of gradients
@@ -69,7 +71,7 @@ class Unsharded:
                 for managed in group.fsdp_params:
                     name = names[id(managed.sharded_param)]
                     self._watch(name, managed, group)
-                    self._guard(f"{name} of {f'unit {place}' if place else 'the model'}", managed, state)
+                    self._guard(f"{name} of {f'unit {place}' if place else 'the model'}", managed, state, watch)
             unit.reshard()
 
     def _watch(self, name: str, managed: Any, group: Any) -> None:
@@ -89,9 +91,9 @@ class Unsharded:
         managed.sharded_param.requires_grad_(trained)
 
     @staticmethod
-    def _guard(name: str, managed: Any, state: Any) -> None:
+    def _guard(name: str, managed: Any, state: Any, watch: Watch) -> None:
         """A program may use it only while its unit runs."""
-        watch_shard(managed.sharded_param, name, managed.unsharded_param)
+        watch_shard(managed.sharded_param, name, watch, managed.unsharded_param)
         if len(managed.all_gather_outputs) == 1:  # otherwise an extension of FSDP2 has its own memory
             memory = managed.all_gather_outputs[0].untyped_storage()
             lend(managed.unsharded_param, Loan(name, memory, weakly(state._pre_backward)))  # noqa: SLF001

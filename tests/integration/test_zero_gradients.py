@@ -32,9 +32,18 @@ def test_a_hook_of_several_parameters(pool: Ranks, stage: int) -> None:
     assert pool.play(2, gradients.watched, stage) == [[used, used]] * 2
 
 
-@pytest.mark.parametrize(("how", "stage"), [("optimizer", 2), ("optimizer", 3), ("model", 1)])
-def test_gradients_that_are_cleared_to_zeros(pool: Ranks, how: str, stage: int) -> None:
-    """A parameter without a gradient is not stepped with zeros, as in one process it is; nobody said so."""
-    for said in pool.play(2, gradients.cleared_to_zeros, how, stage):
-        assert len(said) == 1, said
-        assert "set_to_none=False" in said[0]
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_that_are_set_to_zeros(pool: Ranks, stage: int) -> None:
+    """`zero_grad(set_to_none=False)` cleared them to None; a parameter was not stepped with zeros then."""
+    for found in pool.play(2, gradients.cleared_to_zeros, stage):
+        assert set(found) == set(gradients.CLEARS)
+        assert max(found.values()) <= 1e-6, found
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_that_a_program_uses_behind_a_pass(pool: Ranks, stage: int) -> None:
+    """They were NaN in silence, with which a program skipped each step; torch's clipping was a raw error."""
+    for found in pool.play(2, gradients.used, stage):
+        for how, words in found.items():
+            assert words.startswith("LocalError: the gradient of "), (how, words)
+            assert "optimizer.clip_grad_norm_()" in words, (how, words)

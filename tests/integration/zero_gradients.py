@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,7 +9,8 @@ import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 import shoal.zero
-from shoal.zero import standins
+from shoal.zero.parameters import local
+from tests.integration.zero_programs import said
 
 WIDTH = 4
 
@@ -125,20 +125,70 @@ def watched(stage: int) -> list[list[bool]]:
     return calls
 
 
-def cleared_to_zeros(how: str, stage: int) -> list[str]:
-    """The warnings of a program that clears gradients to zeros, twice."""
-    standins.warn_of_zeros.cache_clear()
-    model, optimizer = shoal.zero.shard(Net(), lambda each: torch.optim.SGD(each, lr=0.1, momentum=0.9), stage=stage)
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("shoal.zero")
-    logger.addHandler(handler)
-    try:
-        for step in range(3):
-            model(batch(step, dist.get_rank())).sum().backward()
+def _to_zeros(model: torch.nn.Module) -> None:
+    for each in model.parameters():
+        if each.grad is not None:
+            each.grad.zero_()
+
+
+CLEARS: dict[str, Callable[[torch.nn.Module, torch.optim.Optimizer], object]] = {
+    "the optimizer": lambda _, optimizer: optimizer.zero_grad(set_to_none=False),
+    "the model": lambda model, _: model.zero_grad(set_to_none=False),
+    "a layer": lambda model, _: model.get_submodule("layers.1").zero_grad(set_to_none=False),
+    "by hand": lambda model, _: _to_zeros(model),
+}
+"""Ways to set gradients to zeros."""
+
+
+def cleared_to_zeros(stage: int) -> dict[str, float]:
+    """How far a program that does so is from one process; it steps with zeros, and with gradients of a part."""
+    found = {}
+    for how, clear in CLEARS.items():
+        models = [Net(), Net()]
+        made: list[torch.optim.Optimizer] = []
+        for number, model in enumerate(models):
+
+            def factory(each: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+                return torch.optim.SGD(each, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+            made.append(factory([*model.parameters()]) if number else shoal.zero.shard(model, factory, stage=stage)[1])
+        for model, optimizer in zip(models, made, strict=True):
+            clear(model, optimizer)
+            model(batch(0, 0)).sum().backward()
             optimizer.step()
-            (optimizer if how == "optimizer" else model).zero_grad(set_to_none=False)
-    finally:
-        logger.removeHandler(handler)
-    return records
+            clear(model, optimizer)
+            optimizer.step()
+            model(batch(1, 0), "other").sum().backward()
+            clear(model, optimizer)
+            model(batch(2, 0)).sum().backward()
+            optimizer.step()
+        assert all((each.grad is None) == (other.grad is None) for each, other in _pairs(models))
+        clear(models[0], made[0])
+        if how != "a layer":
+            assert not any(bool(local(each.grad).any()) for each in models[0].parameters() if each.grad is not None)
+        found[how] = _apart(*models)
+    return found
+
+
+def _pairs(models: Sequence[torch.nn.Module]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return list(zip(models[0].parameters(), models[1].parameters(), strict=True))
+
+
+def used(stage: int) -> dict[str, str]:
+    """What is said where a program uses the gradients behind a pass as if they were its own."""
+    model, _ = shoal.zero.shard(Net(), lambda each: torch.optim.SGD(each, lr=0.1), stage=stage)
+    model(batch(0, dist.get_rank())).sum().backward()
+    gradient = model.head.weight.grad
+    assert gradient is not None
+    assert gradient.shape == gradient.detach().shape == (1, WIDTH)
+    assert "head.weight" in repr(gradient)
+    parameters = [*model.layers.parameters(), *model.head.parameters()]
+    uses: dict[str, Callable[[], object]] = {
+        "clip_grad_norm_": lambda: torch.nn.utils.clip_grad_norm_(parameters, 1.0),
+        "clip_grad_value_": lambda: torch.nn.utils.clip_grad_value_(parameters, 1.0),
+        "isfinite": lambda: [each.grad.isfinite().all() for each in parameters if each.grad is not None],
+        "a norm of data": lambda: torch.norm(gradient.data),
+        "an ascent": lambda: model.head.weight.detach().add_(gradient * 0.1),
+        "mul_": lambda: gradient.mul_(0.5),
+    }
+    return {how: said(use) for how, use in uses.items()}

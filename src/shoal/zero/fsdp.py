@@ -407,9 +407,9 @@ class FsdpEngine:
         for module in self._units.values():
             module.set_requires_gradient_sync(wanted, recurse=False)
 
-    def zero_grad(self) -> None:
-        """Let go of all gradients, of passes within `no_sync` too."""
-        self._unsharded.clear()
+    def zero_grad(self, *, set_to_none: bool = True) -> None:
+        """Let go of all gradients, of passes within `no_sync` too; or set those that there are to zeros."""
+        self._unsharded.clear(set_to_none=set_to_none)
 
     def gradients(self) -> list[torch.Tensor]:
         """The shards' gradients, averaged over the ranks.

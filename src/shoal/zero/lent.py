@@ -26,7 +26,7 @@ from shoal.runtime.nested import tensors_in
 from shoal.zero import rows
 from shoal.zero.watch import Watch
 
-__all__ = ["Loan", "is_lent", "lend", "replace", "unwatched", "watch_shard"]
+__all__ = ["LOOKS", "Loan", "is_in_place", "is_lent", "lend", "replace", "unwatched", "watch_shard"]
 
 _CURE = (
     "compute with it in the forward method of that unit, or in a method of which torch.distributed.fsdp."
@@ -37,7 +37,7 @@ _OF_SHARDS = ("dtensor", "placement", "sharding", "subclass", "distributed opera
 """Words of torch's errors that come of a tensor's being in shards."""
 _MIXED = "mixed torch.Tensor and DTensor"
 _IN_PLACE = frozenset({"data =", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
-_LOOKS = (
+LOOKS = (
     frozenset({"__get__", "__set__", "__delete__", "__hash__", "__len__", "__dlpack_device__", "_is_view"})
     | {"backward", "grad", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad"}
     | {"dim", "dim_order", "ndimension", "size", "numel", "nelement", "stride", "storage_offset", "element_size"}
@@ -97,7 +97,7 @@ class _Lent:
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 (torch's own way to run the function itself)
             given = [each for each in tensors_in([*args, *kwargs.values()]) if isinstance(each, _Lent)]
             setting = func.__self__.__name__ if name == "__set__" else ""  # type: ignore[attr-defined]
-            if name not in _LOOKS:
+            if name not in LOOKS:
                 for each in given:
                     each.check_read(name)
                 if name in _EXPORTS and is_lent(args[0]):
@@ -272,12 +272,17 @@ def _leaf(value: Any) -> Any:
     return value
 
 
+def is_in_place(name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function of this name changes its first argument."""
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True
+
+
 def _changed(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
     """The tensor that a function changes, if it is a lent one. Raises `ConfigError` if the change would be lost."""
-    in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True
+    in_place = is_in_place(name, kwargs)
     target = args[0] if args else kwargs.get("tensor", kwargs.get("self"))
     found = None
-    for each in tensors_in([kwargs.get("out"), target if in_place and name not in _LOOKS else None]):
+    for each in tensors_in([kwargs.get("out"), target if in_place and name not in LOOKS else None]):
         if isinstance(each, _Guarded):
             raise ConfigError(
                 f"{each.loan.name} is changed ({name}) while that unit runs: in stage 3 the change would be lost, as "

@@ -25,7 +25,6 @@ from shoal.zero.lent import unwatched
 from shoal.zero.offload import Offload
 from shoal.zero.parameters import local, named_parameters, unique_bytes
 from shoal.zero.replicas import Replicas
-from shoal.zero.standins import warn_of_zeros
 from shoal.zero.topk import share
 from shoal.zero.watch import Agreement
 
@@ -157,11 +156,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Let go of all gradients; `model.zero_grad()` does the same.
 
         Args:
-            set_to_none: False is for compatibility: gradients are None in any case, and a warning says so once.
+            set_to_none: False sets those that there are to zeros: the next step moves these parameters by momentum and
+                weight decay, also if they get no gradient until then.
         """
-        if not set_to_none:
-            warn_of_zeros()
-        self.reduction.zero_grad()
+        self.reduction.zero_grad(set_to_none=set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale gradients, so that together, over all ranks' shares, their norm is at most `max_norm`.

@@ -14,7 +14,7 @@ told: they wait for its messages.
 
 Invariant: between passes the `.grad` of each own tile is the mean over the ranks of all gradients reduced since it was
 cleared. Gradients that were not reduced are in the `local` of buckets and tables. The parameters' own `.grad` hold
-stand-ins (`standins`), which show what the user clears.
+stand-ins (`standins`), which show what the user clears, or sets to zeros.
 """
 
 from __future__ import annotations
@@ -435,8 +435,7 @@ class Reduction:
 
     def _seal(self) -> None:
         """From here on nobody else may change gradients."""
-        means = {tile: each.grad for tile, each in self._own.items() if each.grad is not None}
-        self._versions = {tile: mean._version for tile, mean in means.items()}  # noqa: SLF001 (counts changes)
+        self._versions = {tile: self._version(tile) for tile, each in self._own.items() if each.grad is not None}
 
     @contextlib.contextmanager
     def _unless_lost(self) -> Iterator[None]:
@@ -451,39 +450,65 @@ class Reduction:
 
     # ----------------------------------------------------------------------------------------- between backward passes
 
-    def zero_grad(self) -> None:
-        """Let go of all gradients."""
+    def zero_grad(self, *, set_to_none: bool = True) -> None:
+        """Let go of all gradients; or set those that there are to zeros."""
         self._broke_off()  # if autograd has not said so: others wait for the rest of it
+        kept = set() if set_to_none else set(self._stand_ins.present())
+        arrivals = self._arrivals & kept
         self._stand_ins.clear()
         for table in self._tables.of.values():
             table.clear()
         for bucket in self._buckets:
             bucket.forget()
-        for values in self._own.values():
-            values.grad = None
+        for tile, values in self._own.items():
+            if tile.name not in kept:
+                values.grad = None
         for forgotten in (self._totals, self._versions, self._arrivals, self._passes):
             forgotten.clear()
+        self._stand_ins.zero(kept)
+        self._set_to_zeros(kept)
+        self._arrivals |= arrivals
 
     def _look(self) -> None:
-        """Let go of the gradients that were cleared by others."""
-        if names := set(self._stand_ins.cleared()):
-            self._forget(names)
+        """Let go of the gradients that were cleared by others, or set to zeros."""
+        cleared, zeroed = set(self._stand_ins.cleared()), set(self._stand_ins.zeroed())
+        if cleared or zeroed:
+            self._drop(cleared | zeroed)
+            for tile, values in self._own.items():
+                if tile.name in cleared:
+                    values.grad = None
+            self._arrivals -= cleared
+            self._set_to_zeros(zeroed)
+            means = (values.grad for values in self._own.values())
+            self._totals = [each.sum().to(self._collectives.device) for each in means if each is not None]
 
-    def _forget(self, names: AbstractSet[str]) -> None:
+    def _drop(self, names: AbstractSet[str]) -> None:
+        """Let go of what was not reduced yet, and forget what was."""
         for bucket in self._buckets:
             bucket.filled -= names
             if not bucket.filled:
                 bucket.forget()
         for name in names & self._tables.of.keys():
             self._tables.of[name].clear()
-        for tile, values in self._own.items():
-            if tile.name in names:
-                values.grad = None
-        self._arrivals.difference_update(names)
         for name in names & self._passes.keys():
             del self._passes[name]
-        means = (values.grad for values in self._own.values())
-        self._totals = [each.sum().to(self._collectives.device) for each in means if each is not None]
+
+    def _set_to_zeros(self, names: AbstractSet[str]) -> None:
+        """The optimizer finds zeros, as in one process: momentum and decay move a parameter then."""
+        known = [tile for tile in self._versions if self._version(tile) == self._versions[tile]]
+        for tile, values in self._own.items():
+            if tile.name not in names or tile.name in self._tables.of:
+                continue
+            if values.grad is None:
+                room = self._rooms.get(tile)
+                values.grad = torch.zeros_like(values, requires_grad=False) if room is None else like(room, values)
+            values.grad.zero_()
+        self._versions.update((tile, self._version(tile)) for tile in known)  # means of one bucket have one version
+
+    def _version(self, tile: Tile) -> int:
+        """It counts changes of the tile's mean; -1 if there is none."""
+        mean = self._own[tile].grad
+        return -1 if mean is None else mean._version  # noqa: SLF001 (there is no other way to ask)
 
     def gradients(self) -> list[torch.Tensor]:
         """The own tiles' gradients, averaged over the ranks. They may be scaled in place.
@@ -508,8 +533,7 @@ class Reduction:
                 f"the gradient of {by_hand[0]} was set by hand, and is not reduced: only backward passes reduce any"
             )
         for tile, version in self._versions.items():
-            gradient = self._own[tile].grad
-            if gradient is not None and gradient._version != version:  # noqa: SLF001
+            if self._version(tile) not in (-1, version):
                 raise LocalError(
                     "gradients in param_groups were changed, and each rank has others there: clip with "
                     "optimizer.clip_grad_norm_(), and change the loss instead of gradients"

@@ -175,13 +175,17 @@ class Unsharded:
         self._used.discard(name)
         self._marks.pop(name, None)
 
-    def clear(self) -> None:
-        """Let go of all gradients, those of the shards too."""
-        for name, shard in self._shards.items():
-            shard.grad = None
-            self._drop(name)
+    def clear(self, *, set_to_none: bool = True) -> None:
+        """Let go of all gradients, those of the shards too; or set those that there are to zeros."""
         self._reduced.clear()
         self._passes.clear()
+        for name, shard in self._shards.items():
+            kept = None if set_to_none or not self.used(name) else shard.grad
+            shard.grad = None if kept is None else kept.zero_()
+            self._drop(name)
+            if kept is not None:
+                self._used.add(name)
+                self._reduced.add(name)
 
     def forget(self) -> None:
         """Let go of the gradients of a pass that broke off. Raises `LocalError` unless all were cleared since."""

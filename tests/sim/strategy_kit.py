@@ -90,7 +90,8 @@ class Audit:
             AssertionError: others hold the state of this name with other bits.
         """
         training, state = participant.training, participant.state
-        bits = hash_of([*training.export()[1]])
+        own = {extra.data_ptr() for extra in training.extra_tensors}  # they differ by design, until the end
+        bits = hash_of([each for each in training.export()[1] if each.data_ptr() not in own])
         assert self._bits.setdefault((fragment, state.digest), bits) == bits, f"two states of one name: {state}"
         assert training.epoch == state.epoch
 
@@ -197,6 +198,9 @@ class Counted(Trainer):
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
             parameter.grad.view(-1)[self.place] = -1.0
+        for fragment in self.fragments:
+            for extra in fragment.training.extra_tensors:
+                extra.add_(1.0 + self.index)
 
     def check_account(self, *, over: bool = False) -> None:
         """Each batch of this peer was contributed, or dropped, or is still to be given; none if the run is `over`.
@@ -285,13 +289,21 @@ class Weather:
         counts: whether the audit counts batches: the outer optimizer must be `MEAN`, all that is trained be kept or
             dropped, and the codec lose nothing.
         codec: of the outer gradients.
+        extras: there is a tensor that each batch moves, and that is averaged after every second merge and at the end.
     """
 
     def __init__(
-        self, strategy: Strategy, seed: int, *, peers: int = 4, counts: bool, codec: CompressionBase | None = None
+        self,
+        strategy: Strategy,
+        seed: int,
+        *,
+        peers: int = 4,
+        counts: bool,
+        codec: CompressionBase | None = None,
+        extras: bool = False,
     ) -> None:
         self.rng = random.Random(f"weather/{seed}")
-        self.strategy = strategy
+        self.strategy, self.extras = strategy, extras
         self.audit, self.warnings = Audit(counts=counts), list[str]()
         # Where nobody looks for numbers that moved twice, a long run uses them again.
         self.numbers: Iterator[int] = itertools.count() if counts else itertools.cycle(range(_WIDTH))
@@ -321,7 +333,9 @@ class Weather:
 
     async def add(self, name: str, *, client: bool = False) -> None:
         """One more peer trains."""
-        await self.run.add(name, client_mode=client, strategy=self.strategy, events=partial(self._note, name))
+        options: dict[str, Any] = {"extra_tensors": [torch.zeros(8)], "average_state_every": 2} if self.extras else {}
+        events = partial(self._note, name)
+        await self.run.add(name, client_mode=client, strategy=self.strategy, events=events, **options)
         self.train(name)
 
     def _note(self, name: str, event: Event) -> None:
@@ -444,6 +458,10 @@ class Weather:
             assert asyncio.get_running_loop().time() < limit, f"it does not end: {self._places()}"
             await sim.sleep(0.5)
         assert self.run.agree(sorted(swarm.peers)), self._places()
+        if self.extras:
+            ends: list[Any] = [trainer.participant.training.local._ended for trainer in trainers]
+            averages = [each[1][0].tolist() for each in ends]  # batches that come later move it for a moment
+            assert all(each == averages[0] for each in averages), averages
         for trainer in trainers:
             trainer.check_account(over=True)
             now = [trainer.lost_whole(*each) for each in enumerate(trainer.fragments)]
@@ -477,13 +495,14 @@ def play(
     faults: int = 8,
     counts: bool,
     codec: CompressionBase | None = None,
+    extras: bool = False,
     whims: Whims | None = None,
 ) -> Weather:
     """A run with so many faults, and these whims until they end."""
     played: list[Weather] = []
 
     async def main() -> None:
-        weather = Weather(strategy, seed, counts=counts, codec=codec)
+        weather = Weather(strategy, seed, counts=counts, codec=codec, extras=extras)
         played.append(weather)
         try:
             await weather.pass_over(faults)

@@ -60,9 +60,8 @@ async def train(
 
     for name in NAMES:
         await run.add(name, events=note, **of_peer)
-    trainer = run.swarm.peer(NAMES[0])
-    assert isinstance(trainer, Evaluating)
-    trainer.evaluates_s, trainer.after = evaluates_s, after
+    if isinstance(trainer := run.swarm.peer(NAMES[0]), Evaluating):
+        trainer.evaluates_s, trainer.after = evaluates_s, after
     await sim.sleep(3.0)
     run.announce_end(epochs)
 
@@ -195,3 +194,42 @@ def test_a_merge_took_in_the_weights_of_an_evaluation(strategy: Strategy | None)
         assert run.agree(NAMES)
 
     sim.run(main, seed=5)
+
+
+class Clips(Trainer):
+    """Clips its weights after each step, as critics of GANs do, and goes on training from what is left."""
+
+    async def take_batch(self, size: int, *, number: int | None = None, duration_s: float = 0.0) -> None:
+        await super().take_batch(size, number=number, duration_s=duration_s)
+        with torch.no_grad():
+            for each in self.parameters:
+                each.clamp_(-0.05, 0.05)
+
+
+@pytest.mark.parametrize("strategy", [None, Decoupled(4, fragments=2)])
+def test_peers_that_clip_their_weights_after_each_step_merged_nothing(strategy: Strategy | None) -> None:
+    """Theirs counted as weights of an evaluation at any time: nobody had any weight in any merge."""
+
+    async def main() -> None:
+        local: dict[str, Any] = {"use_local_updates": True, "delay_grad_averaging": True} if strategy is None else {}
+        run, _ = await train(4, 0.0, of_run={"trainer": Clips}, strategy=strategy, check_every=0, **local)
+        peers = [run.swarm.peer(name) for name in NAMES]
+        assert min(peer.participant.epoch for peer in peers) == 4
+        for status in (peer.participant.status() for peer in peers):
+            assert status.dropped < 0.2 * status.contributed
+
+    sim.run(main, seed=6)
+
+
+def test_peers_that_clip_their_weights_after_each_step_were_warned_for_ever() -> None:
+    """All of them do it, so they hold one state. That it is done at all is told twice at most."""
+
+    async def main() -> None:
+        run, said = await train(23, 0.0, of_run={"trainer": Clips}, check_every=4)
+        check = run.swarm.peer(NAMES[0]).participant.progress().check
+        assert check is not None
+        assert check[1] == check[2]
+        assert not [each for each in said if "check of the parameters" in each]
+        assert len([each for each in said if "changed between two steps" in each]) <= 2 * len(NAMES)
+
+    sim.run(main, seed=6)

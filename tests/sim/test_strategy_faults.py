@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -210,11 +211,13 @@ class Case(NamedTuple):
         counts: whether the anchor shows which batches are in it: where no momentum moves it, nothing is mixed, and
             values travel as they are.
         codec: of the outer gradients.
+        extras: a tensor is averaged, beside what is merged.
     """
 
     strategy: Strategy
     counts: bool = False
     codec: CompressionBase | None = None
+    extras: bool = False
 
 
 _4_BITS = ErrorFeedback(BlockwiseQuantization(bits=4))
@@ -230,6 +233,13 @@ STRATEGIES = {
     "Decoupled": Case(Decoupled(4, fragments=2, quorum=2, outer=MEAN), counts=True),
     "Decoupled in seconds": Case(Decoupled("2s", fragments=2, quorum=2, outer=MEAN), counts=True),
     "Decoupled with momentum": Case(Decoupled(4, fragments=2, quorum=2)),
+    "LocalSGD in seconds": Case(LocalSGD("2s"), counts=True, extras=True),
+    "LocalSGD with top-k": Case(LocalSGD(5), codec=ErrorFeedback(TopKCompression(0.2, bits=2))),
+    "SparseLoCo": Case(DiLoCo(4, MEAN), codec=ErrorFeedback(TopKCompression(0.03, bits=2))),
+    "DiLoCo with AdamW": Case(DiLoCo(4, partial(torch.optim.AdamW, lr=0.1)), extras=True),
+    "StreamingDiLoCo in seconds": Case(StreamingDiLoCo("3s", 2, 1, outer=MEAN), counts=True, extras=True),
+    "StreamingDiLoCo with top-k": Case(StreamingDiLoCo(6, 2, 2), codec=ErrorFeedback(TopKCompression(0.1))),
+    "Decoupled with extra tensors": Case(Decoupled(4, fragments=2, quorum=3, outer=MEAN), counts=True, extras=True),
     "DiLoCo in 4 bits": Case(DiLoCo(4), codec=_4_BITS),
     "DiLoCo with top-k": Case(DiLoCo(4), codec=_TOP),
     "StreamingDiLoCo in 2 bits": Case(StreamingDiLoCo(6, fragments=2, overlap=2), codec=_2_BITS),
@@ -241,8 +251,8 @@ STRATEGIES = {
 
 def weather(name: str, seed: int, faults: int = 8) -> None:
     """A run with so many faults, drawn from the seed; and how long its trainers stood still for a fragment."""
-    strategy, counts, codec = STRATEGIES[name]
-    played = play(strategy, seed, faults=faults, counts=counts, codec=codec)
+    strategy, counts, codec, extras = STRATEGIES[name]
+    played = play(strategy, seed, faults=faults, counts=counts, codec=codec, extras=extras)
     slowest_s = max(trainer.slowest_s for trainer in played.run.trainers.values() if isinstance(trainer, Counted))
     merging = strategy.merging
     assert merging is not None
@@ -326,7 +336,7 @@ def test_a_peer_that_merged_alone_gives_up_its_state_for_that_of_more_samples(st
 @pytest.mark.parametrize("name", ["StreamingDiLoCo that keeps", "Decoupled in seconds"])
 def test_what_a_peer_gave_to_merges_that_are_given_up_stays_contributed(name: str) -> None:
     """It does not: where a fork is resolved, it is dropped. `Weather.end` compares the account with the anchors."""
-    strategy, counts, _ = STRATEGIES[name]
+    strategy, counts, *_ = STRATEGIES[name]
 
     async def main() -> None:
         weather = Weather(strategy, 3, counts=counts)
@@ -389,7 +399,7 @@ def test_two_halves_of_a_swarm_that_went_on_apart_end_with_one_state(
     name: str, soak: Callable[[int, int], int], numbers: Callable[[int], Sequence[int]]
 ) -> None:
     """Each fragment goes on from the better of its two states. No batch counts twice, nor in what others give up."""
-    strategy, counts, _ = STRATEGIES[name]
+    strategy, counts, *_ = STRATEGIES[name]
 
     async def main() -> None:
         weather = Weather(strategy, seed, counts=counts)
@@ -442,7 +452,7 @@ def test_a_split_in_the_middle_of_a_merge_of_one_fragment_is_healed(
     name: str, soak: Callable[[int, int], int], numbers: Callable[[int], Sequence[int]]
 ) -> None:
     """Split twice: a peer may come back to a side that it was on before. All end with one state, no batch twice."""
-    strategy, counts, _ = STRATEGIES[name]
+    strategy, counts, *_ = STRATEGIES[name]
 
     async def main() -> None:
         weather = Weather(strategy, seed, peers=5, counts=counts)
@@ -461,7 +471,7 @@ def test_a_split_in_the_middle_of_a_merge_of_one_fragment_is_healed(
 
 def fair(name: str, seed: int, *, faults: int = 8) -> None:
     """Some faults; then each peer's batches count again."""
-    strategy, _, codec = STRATEGIES[name]
+    strategy, _, codec, _ = STRATEGIES[name]
 
     async def main() -> None:
         weather = Weather(strategy, seed, counts=False, codec=codec)

@@ -72,7 +72,7 @@ def test_changes_are_those_of_the_state_here_since_the_last_check() -> None:
     with torch.no_grad():
         parameter[0] = 7.0
     batch()
-    assert [training.changed_since(look) for look in range(4)] == [
+    assert [training.changes.since(look) for look in range(4)] == [
         Changed.VALUES,
         Changed.VALUES,
         Changed.WRITTEN,
@@ -80,9 +80,9 @@ def test_changes_are_those_of_the_state_here_since_the_last_check() -> None:
     ]
     values, tensors = training.export()
     training.load(values, [each.clone() for each in tensors])
-    assert training.changed_since(0) is Changed.NOT
+    assert training.changes.since(0) is Changed.NOT
     batch()
-    assert training.changed_since(0) is Changed.NOT
+    assert training.changes.since(0) is Changed.NOT
 
 
 def test_a_copy_of_other_values_is_seen() -> None:
@@ -122,6 +122,55 @@ def test_a_state_was_shared_while_other_weights_stood_in_its_place() -> None:
     assert state.holds is not None
     assert state.holds(lambda _: view_bytes(torch.ones(3)))
     assert not state.holds(lambda _: view_bytes(torch.full((3,), 2.0)))
+
+
+def stepped(training: TrainingState) -> None:
+    """A batch, and a step from it."""
+    for each in training.parameters:
+        each.grad = torch.ones_like(each)
+    assert training.accumulate(2)
+    training.use_own_mean()
+    training.step()
+
+
+def test_a_program_that_clips_weights_after_each_step_could_not_save_nor_give_its_state() -> None:
+    """What it has made of a step is what it trains from. A copy that was made while it did so is none, as before."""
+    parameter = torch.nn.Parameter(torch.zeros(8))
+    training = TrainingState(torch.optim.SGD([parameter], lr=1.0))
+    for _ in range(4):
+        stepped(training)
+        parameter.data.clamp_(-0.5, 0.5)
+    state = share(training, StateName.genesis(b""), Committed())
+    assert state.holds is not None
+    assert state.holds(lambda _: view_bytes(torch.full((8,), -0.5)))
+    assert not state.holds(lambda _: view_bytes(torch.full((8,), -1.5)))
+    assert training.changes.since(0) is Changed.VALUES  # the check says so to others
+
+
+def test_a_program_that_evaluates_between_all_steps_does_not_count_as_one_that_changes_weights() -> None:
+    """It has put the weights back when the next batch comes."""
+    parameter = torch.nn.Parameter(torch.zeros(8))
+    training = TrainingState(torch.optim.SGD([parameter], lr=1.0))
+    for _ in range(12):
+        stepped(training)
+        own = parameter.detach().clone()
+        parameter.data.fill_(7.0)
+        with pytest.raises(StateAway):
+            share(training, StateName.genesis(b""), Committed())
+        parameter.data.copy_(own)
+    assert training.changes.since(0) is Changed.NOT
+
+
+def test_a_program_that_changed_its_weights_once_does_not_do_so_after_each_step() -> None:
+    """It has loaded others between two steps: after some more, what stands there is an evaluation's."""
+    parameter = torch.nn.Parameter(torch.zeros(8))
+    training = TrainingState(torch.optim.SGD([parameter], lr=1.0))
+    for number in range(6):
+        stepped(training)
+        if number == 1:
+            parameter.data.fill_(3.0)
+    assert not training.changes.are_usual
+    assert training.changes.at == 2
 
 
 class Moves:

@@ -150,6 +150,7 @@ class LocalTrainingState(TrainingState):
 
     def _look_for_changes(self) -> None:
         """Each batch moves the parameters of this peer alone, whatever was there before."""
+        self.changes.after_step(changed=self._mark.knows and self.is_changed)
         self.note_values()
 
     def contribute(self) -> tuple[float, float]:

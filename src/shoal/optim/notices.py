@@ -50,7 +50,8 @@ class Notices:
 
     def __init__(self, events: EventBus, run_id: str, *, fragment: int = 0) -> None:
         self._events, self._run_id, self._tells_of_model = events, run_id, not fragment
-        self._left_out = self._downloads_in_a_row = self._long_rounds = self._changed_from = 0
+        self._left_out = self._downloads_in_a_row = self._long_rounds = 0
+        self._changed_from = 0.0
         self._skipped: Counter[str] = Counter()
         self._round_at = math.inf
         self._options_told: set[tuple[str, int]] = set()
@@ -100,8 +101,9 @@ class Notices:
         if self._tells_of_model and (error := training.no_memory) is not None:
             training.no_memory = None
             self.skipped("a batch, and those that were summed with it, were", error)
-        if self._tells_of_model and (epoch := training.changed_at) is not None and epoch >= self._changed_from:
-            self._changed_from = epoch + _CHANGES_APART
+        if self._tells_of_model and (epoch := training.changes.at) is not None and epoch >= self._changed_from:
+            # What it does after each step is told once: all peers may do so, and if not, the check finds it.
+            self._changed_from = epoch + _CHANGES_APART if not training.changes.are_usual else math.inf
             self.warn(
                 "the trained parameters were changed between two steps of the swarm, by something else than shoal: "
                 f"this peer trains on with other weights than the other peers have at epoch {epoch}. After an "

@@ -75,24 +75,28 @@ class ParameterCheck:
         evaluations = training.evaluations
         if training.evaluates:
             return None
-        while training.is_displaced:
-            sometimes("parameters are not those of the state when they are to be checked")
-            if name == self._awaited or self._own.name != name:
-                return None
-            await asyncio.sleep(_LOOK_AGAIN_S)
         describe = partial(
-            check_of, on_host=training.steps_on_host, way=training.way, holds=lambda: not training.is_displaced
+            check_of, on_host=training.steps_on_host, way=training.way, holds=lambda: not training.is_changed
         )
-        try:
-            check = await self._core.env.executor.run(describe, training.optimizer, training.parameters, name.digest)
-        except Exception as error:  # noqa: BLE001 (no memory for it: the others compare theirs)
-            self._notices.skipped("the check of this peer's parameters was", error)
-            return None
-        async with self._own.hold() as holds:  # a step renames under it: so they were those of this state all the time
-            if check is None or not holds or self._own.name != name or training.evaluations != evaluations:
+        run, check = self._core.env.executor.run, None
+        while check is None:
+            while training.is_changed or not training.changes.are_over(name.epoch):
+                sometimes("parameters are not those of the state when they are to be checked")
+                if name == self._awaited or self._own.name != name:
+                    return None
+                await asyncio.sleep(_LOOK_AGAIN_S)
+            try:
+                check = await run(describe, training.optimizer, training.parameters, name.digest)
+            except Exception as error:  # noqa: BLE001 (no memory for it: the others compare theirs)
+                self._notices.skipped("the check of this peer's parameters was", error)
                 return None
-            self._described = training.looks
-            changed = training.changed_since(self._known)
+            if self._own.name != name:
+                return None
+        async with self._own.hold() as holds:  # a step renames under it: so they were those of this state all the time
+            if not holds or self._own.name != name or training.evaluations != evaluations:
+                return None
+            self._described = training.changes.looks
+            changed = training.changes.since(self._known)
             return msgspec.structs.replace(check, changed=changed, followed=self._checks.differed)
 
     async def difference(self, result: StepResult, name: StateName, weigh: Weigh) -> frozenset[PeerID] | None:

@@ -34,7 +34,7 @@ from shoal.optim.options import Options, apply, options_of
 from shoal.optim.schedule import advance, count_of, put_back, rates_of, restore_rates, set_rate, tell_rates
 from shoal.optim.state_name import LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN
 from shoal.optim.trial import blank_statistics, mixes_values
-from shoal.optim.value_mark import Changed, ValueMark
+from shoal.optim.value_mark import Changed, OutsideChanges, ValueMark
 from shoal.runtime.thread_state import ThreadState, forget_casts, way_of
 from shoal.wire import encode
 
@@ -95,9 +95,7 @@ class TrainingState:
         kept_back: says what the optimizer keeps and newcomers cannot be given; None if nothing was seen.
         frozen_here: says which trained parameter is frozen here only, so that the steps move it; None if none is.
         evaluations: how often weights to evaluate with were put into their place.
-        looks: how often a batch has looked for changes of the parameters by something else than shoal.
-        changed_at: the epoch at which a batch came last with parameters that something else than shoal had changed;
-            None: there was none.
+        changes: of the parameters by something else than shoal, as batches have seen them.
         stepping: whether the optimizer takes a step of the swarm now.
         steps_on_host: whether the step is taken on the CPU, wherever the parameters are.
         own_options: names of options that stay this peer's own, whatever the others have.
@@ -111,8 +109,6 @@ class TrainingState:
     """
 
     no_memory: BaseException | None = None
-    changed_at: int | None = None
-    looks = 0
 
     def __init__(
         self,
@@ -147,7 +143,7 @@ class TrainingState:
         self.trained = trained
         self._frozen = [parameter for parameter in self.parameters if not parameter.requires_grad]
         self._mark = ValueMark(self.parameters)
-        self._last_changes: dict[Changed, int] = {}  # in the state here, by the number of the look that found it
+        self.changes = OutsideChanges()
         self._dtypes = [(parameter.dtype, parameter.shape) for parameter in self.parameters]
         self._sum, self._late = self._new_sum(), self._new_sum() if late else None
         self.accumulators = self._sum.tensors
@@ -224,16 +220,22 @@ class TrainingState:
         return self.evaluates and self._for_training is None
 
     @property
+    def is_changed(self) -> bool:
+        """Whether something else than shoal has changed the trained parameters since the last batch, or step."""
+        return self._for_training is None and not self._mark.agrees()
+
+    @property
     def is_displaced(self) -> bool:
         """Whether something else than shoal has put other values into the place of the trained parameters.
 
-        They are the user's, for an evaluation for example, and not those that the name of the state stands for.
+        They are the user's, for an evaluation for example, and not those that the name of the state stands for. Where
+        a program changes them after its steps, what it has made of them is the state.
         """
-        return self._for_training is None and not self._mark.agrees()
+        return self.is_changed and not self.changes.are_usual
 
     def agrees_with(self, copy: Callable[[int], memoryview]) -> bool:
         """Whether a copy of `export` has the values of the state: it gives the bytes of the tensor of a number."""
-        return self._mark.agrees_with(copy)
+        return self._mark.agrees_with(copy, now=self.changes.are_usual)
 
     def forget_values(self) -> None:
         """The parameters are about to be set (under the lock): until `note_values` they are nobody's."""
@@ -246,20 +248,10 @@ class TrainingState:
 
     def _look_for_changes(self) -> None:
         """A batch has come: what it was computed with counts as the state's from now on. The user is told."""
-        self.looks += 1
-        if (changed := self._mark.changed() if self._mark.knows else Changed.NOT) is Changed.VALUES:
-            self.changed_at = self.epoch
-        if changed is not Changed.NOT:
-            self._last_changes[changed] = self.looks
+        changed = self._mark.changed() if self._mark.knows else Changed.NOT
+        self.changes.seen(changed, self.epoch)
         if changed is not Changed.NOT or not self._mark.knows:
             self._mark.note()
-
-    def changed_since(self, look: int) -> Changed:
-        """What something else than shoal has done to the parameters of the state here after the look of this number.
-
-        As far as batches have seen it. Another state that was loaded or taken over since has nothing of it.
-        """
-        return max((what for what, last in self._last_changes.items() if last > look), default=Changed.NOT)
 
     def evaluate(self) -> None:
         """Put the parameters to evaluate with into the place of those to train with, if the optimizer has such."""
@@ -884,7 +876,7 @@ class TrainingState:
         A schedule that fails on the way says so, in `schedule_error`; it raises nothing.
         """
         self.epoch = epoch
-        self._last_changes.clear()
+        self.changes.forget()
         rates = self._rates()
         if scheduled < self.scheduled:
             # A peer that ran ahead on the worse side of a fork goes back: its schedule begins anew.

@@ -8,6 +8,7 @@ values may go unseen: the check of the parameters (`check`) finds it. The count 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 
@@ -15,10 +16,13 @@ import torch
 
 from shoal.compression import view_bytes
 
-__all__ = ["Changed", "ValueMark"]
+__all__ = ["Changed", "OutsideChanges", "ValueMark"]
 
 _PLACES = 64
 """So many values are read each time, however many tensors there are: with 20,000 of them that is nothing for each."""
+
+_USUAL, _OF_STEPS = 0.3, 10
+"""It is usual that something else changes the parameters if it has done so after such a part of the last steps."""
 
 
 class Changed(IntEnum):
@@ -77,9 +81,12 @@ class ValueMark:
         """Whether the tensors hold what they held at `note`, as far as it is looked at."""
         return self._read() == self._noted
 
-    def agrees_with(self, copy: Callable[[int], memoryview]) -> bool:
-        """Whether a copy of the tensors does: it gives the bytes of the tensor of a number, its values in order."""
-        if len(noted := self._noted) != len(self._places):
+    def agrees_with(self, copy: Callable[[int], memoryview], *, now: bool = False) -> bool:
+        """Whether a copy of the tensors does: it gives the bytes of the tensor of a number, its values in order.
+
+        `now`: whether it holds what the tensors do.
+        """
+        if len(noted := self._read() if now else self._noted) != len(self._places):
             return False
         for (number, index), value in zip(self._places, noted, strict=True):
             if bytes(copy(number)[index * len(value) : (index + 1) * len(value)]) != value:
@@ -102,6 +109,59 @@ class ValueMark:
                 for number, place in enumerate(places):
                     found[place] = raw[number * size : (number + 1) * size]
         return found
+
+
+class OutsideChanges:
+    """The changes of the trained parameters by something else than shoal, as far as batches have seen them.
+
+    There are two kinds of programs. One puts other values in place, for an evaluation, and the first ones back before
+    the next batch: what stands there meanwhile is not the state. The other one changes the parameters after its steps,
+    as it clips them, or keeps some of them at zero, and trains on with what it has made of them: that is the state.
+    Which kind it is tell the batches that came.
+
+    Attributes:
+        looks: of batches, so far.
+        at: the epoch at which a batch came last with other values than those that were left there; None: none has.
+    """
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self.at: int | None = None
+        self._last: dict[Changed, int] = {}  # in the state here, by the number of the look that found it
+        self._after_steps = deque[bool](maxlen=_OF_STEPS)
+        self._epoch = -1  # at the last look
+
+    def seen(self, changed: Changed, epoch: int) -> None:
+        """A batch has found this, at this epoch."""
+        self.looks += 1
+        if epoch != self._epoch:
+            self.after_step(changed=changed is Changed.VALUES)
+        self._epoch = epoch
+        if changed is Changed.VALUES:
+            self.at = epoch
+        if changed is not Changed.NOT:
+            self._last[changed] = self.looks
+
+    def after_step(self, *, changed: bool) -> None:
+        """The first batch after a step has found other values than that has left, or not."""
+        self._after_steps.append(changed)
+
+    def since(self, look: int) -> Changed:
+        """What was done to the state here after the look of this number."""
+        return max((what for what, last in self._last.items() if last > look), default=Changed.NOT)
+
+    def forget(self) -> None:
+        """Another state is here: it has nothing of all that."""
+        self._last.clear()
+
+    @property
+    def are_usual(self) -> bool:
+        """Whether this program changes the parameters after its steps, and trains on with what it has made of them."""
+        return sum(self._after_steps) >= max(1.0, _USUAL * len(self._after_steps))
+
+    def are_over(self, epoch: int) -> bool:
+        """Whether what is usual was done at this epoch: it was, once a batch has come."""
+        return self._epoch == epoch or not self.are_usual
 
 
 def _value(tensor: torch.Tensor, index: int) -> torch.Tensor:

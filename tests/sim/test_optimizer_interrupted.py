@@ -240,9 +240,31 @@ def test_an_error_of_the_inner_optimizer_counts_as_an_epoch_without_a_step(other
             await train_until(run, epoch=3)
             assert run.agree(["p0", "p1"])
             assert trainer.downloads == 1
+            gave = [each.participant.own.lineage.contributed for each in trainers]
+            assert sum(gave) == participant.state.samples  # also what was in the step that it did not take
         else:
             await run.swarm.run_on("p0", trainer.take_batch, BATCH)
             await run.swarm.run_on("p0", trainer.finish_epoch, 1)
+        await run.close()
+
+    sim.run(main, seed=4)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_samples_of_steps_stayed_contributed_when_an_earlier_state_was_loaded(*, known: bool) -> None:
+    """They are dropped with the steps, as where the state of others is taken over."""
+
+    async def main() -> None:
+        run = Run(target=BATCH)
+        trainer = await run.add("p0")
+        await train_until(run, epoch=3)
+        own, earlier = trainer.participant.own, trainer.participant.state
+        before = own.lineage.contributed
+        await train_until(run, epoch=5)
+        assert own.lineage.contributed > before > 0
+        saved = earlier if known else earlier._replace(digest=b"of another peer".ljust(32))
+        own.loaded(own.loading(), saved, unchanged=True)
+        assert own.lineage.contributed == (before if known else 0)  # nobody else has held what it has trained alone
         await run.close()
 
     sim.run(main, seed=4)

@@ -110,6 +110,9 @@ def test_one_weight_that_differs_is_found_and_mended_by_one_download(value: floa
         assert sum("ours differ from those of 2 peers" in each for each in said) == 1
         assert sum("held other parameters" in each for each in said) == 2
         assert not any("look at both sides" in each for each in said)
+        # What it gave at that check is in the step that it did not take: it counted as dropped.
+        participants = [run.swarm.peer(name).participant for name in NAMES]
+        assert sum(each.status().contributed for each in participants) == participants[0].state.samples
 
     sim.run(main, seed=2)
 

@@ -40,6 +40,7 @@ class Replaced(NamedTuple):
     committed: Committed
     before: bytes
     is_average: bool
+    lineage: Lineage
 
 
 class OwnState:
@@ -171,6 +172,7 @@ class OwnState:
         if update.dealt[0] < update.dealt[1]:
             dealt = (*dealt[1 - _DEALS :], Deal(dealt[-1].number + 1 if dealt else 1, *update.dealt))
         training, epoch, lineage = self.training, self.training.epoch, self.lineage.after(self.name, update.gave)
+        passed = self.lineage.after(self.name, 0)  # others may go on from there, with what this peer gave
         training.whole = False
         try:
             update.apply()
@@ -185,10 +187,19 @@ class OwnState:
                 self.lineage = lineage
             elif update.is_step and training.step_error is not None:
                 self.name, self.before, self.is_average, update.taken = failed, b"", False, True
+                self.lineage = passed
             elif training.epoch != epoch or not update.is_step:
                 self.is_average, self.before = False, b""
                 self.name, self.committed, update.taken = interrupted, update.committed, True
-                self.lineage = lineage if update.is_step else self.lineage
+                self.lineage = lineage if update.is_step else passed
+
+    def differs(self) -> None:
+        """The parameters are not those of this name, or soon will not be (under `lock`): they get a name of their own.
+
+        Any proper name of their epoch is better.
+        """
+        self.lineage = self.lineage.after(self.name, 0)
+        self.name = self.name.after_difference(self._core.env.rng.randbytes(16), self._core.peer_id.raw)
 
     def take_over(self, name: StateName, committed: Committed, before: bytes, history: Sequence[bytes]) -> None:
         """A state of others has taken the place of the one here (under `lock`): name it.
@@ -199,12 +210,7 @@ class OwnState:
             before: the digest of the state before the last of them; empty if it is not known.
             history: the digests of the states that led to it, as far as they are known, the last one last.
         """
-        states = (*history, name.digest)
-        if (last := self.lineage.last_held(self.name, states)) is not None:
-            recorded = committed.samples_of(self._core.peer_id, name.epoch - last.epoch)
-            contributed = last.contributed + self.gives.counted(last.digest, recorded)
-        else:  # it has gone on for long since
-            contributed = self.lineage.contributed if self.shared else self._at_floor
+        contributed = self._contributed_in(name, history, committed)
         self.lineage = self.lineage.taken_over(self.name, history, contributed)
         self.name, self.committed, self.before = name, committed, before
 
@@ -219,6 +225,14 @@ class OwnState:
             last = Mark(b"", self.floor.epoch, self.floor.samples, self._at_floor)
         return None if last is None else self.lineage.since(self.name, last)
 
+    def _contributed_in(self, name: StateName, history: Sequence[bytes], committed: Committed) -> int:
+        """How many samples of this peer are in a state that takes the place of the one here."""
+        if (last := self.lineage.last_held(self.name, (*history, name.digest))) is not None:
+            recorded = committed.samples_of(self._core.peer_id, name.epoch - last.epoch)
+            return last.contributed + self.gives.counted(last.digest, recorded)
+        # It has gone on for long since.
+        return self.lineage.contributed if self.shared else self._at_floor
+
     def loading(self) -> Replaced:
         """The user loads a checkpoint: forget the state that is here (under `lock`, in the trainer's thread).
 
@@ -228,8 +242,8 @@ class OwnState:
         Returns:
             What is forgotten, for `loaded`.
         """
-        replaced = Replaced(self.name, self.committed, self.before, self.is_average)
-        self.name = self.name.after_difference(self._core.env.rng.randbytes(16), self._core.peer_id.raw)
+        replaced = Replaced(self.name, self.committed, self.before, self.is_average, self.lineage)
+        self.differs()
         self.committed, self.before, self.is_average, self.update = Committed(), b"", False, None
         self.training.discard()
         self.training.forget_values()
@@ -255,7 +269,10 @@ class OwnState:
         else:
             name = (saved or before).after_loading(self.training.fingerprint())
         if name == before:
-            self.name, self.committed, self.before, self.is_average = replaced
+            self.name, self.committed, self.before, self.is_average, self.lineage = replaced
         else:
+            if saved is not None:
+                contributed = self._contributed_in(saved, (), Committed())
+                self.lineage = self.lineage.taken_over(self.name, (saved.digest,), contributed)
             self.name = name
             self.floor = max(self.floor, floor)

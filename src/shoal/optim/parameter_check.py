@@ -118,9 +118,9 @@ class ParameterCheck:
             return None
         self._notices.differs(name.epoch, verdict, me, checks, again=self._checks.again)
         async with self._own.hold() as holds:
-            if not holds:
+            if not holds or self._own.name != name:
                 return None  # the next check finds it, too
-            self._own.name = name.after_difference(self._core.env.rng.randbytes(16), me.raw)
+            self._own.differs()
             self._own.training.discard()
         return verdict.others[me]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -651,6 +652,33 @@ def test_reports_that_say_nothing_new_do_not_pile_up() -> None:
         machine.source_lost(1, PartAbsent(1, 0))
     assert machine.report(0) == Report([HELD], [1], 0)
     assert machine.report(0) == Report()
+
+
+def test_averages_that_come_close_together_are_told_together() -> None:
+    """Twenty parts within a second, one after another: one report for several. The last one waits for nothing."""
+
+    async def scenario(net: SimNet) -> None:
+        group = [await RoundPeer.make(net, name, torch.full((20_480,), i + 1.0)) for i, name in enumerate("ab")]
+        net.swarm.network.set_link("a", "b", latency_s=0.001, bandwidth_bytes_s=40_000.0)
+        await gather_group(group)
+        rounds = [each.round(group, [10_240, 10_240], part_bytes=4096) for each in group]
+        reports: list[list[tuple[float, Report]]] = [[], []]
+        for round_, said in zip(rounds, reports, strict=True):
+            round_.machine.report = partial(_noted, round_.machine.report, said)  # type: ignore[method-assign]
+        await asyncio.gather(*(round_.run() for round_ in rounds))
+        ended_at = asyncio.get_running_loop().time()
+        for said in reports:
+            full = [(at, report.held) for at, report in said if report.held]
+            assert len(full) < 16 < sum(len(held) for _, held in full) == 20
+            assert ended_at - full[-1][0] < 0.04
+        await asyncio.gather(*(round_.close() for round_ in rounds))
+
+    on_sim(scenario)
+
+
+def _noted(report: Callable[[int], Report], said: list[tuple[float, Report]], moved_bytes: int) -> Report:
+    said.append((asyncio.get_running_loop().time(), made := report(moved_bytes)))
+    return made
 
 
 # ------------------------------------------------------------------------------------------ who led badly, who was late

@@ -261,6 +261,23 @@ def test_a_report_has_all_news_since_the_last_one() -> None:
     assert member.report(11) == Report([], [], 11)
 
 
+def test_news_are_urgent_when_all_is_held_or_a_source_is_lost() -> None:
+    """Others may wait for these; one average of several can wait for the next."""
+    member = machine([0, 1, 2])
+    assert not member.urgent
+    member.rules.averaged(held(0))
+    member.rules.averaged(held(1))
+    assert member.news
+    assert not member.urgent
+    member.rules.averaged(held(2))
+    assert member.urgent
+    member.report(0)
+    assert not member.urgent
+    other = machine([0, 1, 2])
+    other.source_lost(2, None)
+    assert other.urgent
+
+
 def test_a_member_that_gives_up_stays_failed_and_one_that_succeeded_does_not_fail() -> None:
     """The first reason stays. An `Abort` of the coordinator fails it too."""
     member = machine([0])

@@ -87,7 +87,12 @@ class MemberRules:
     @property
     def succeeded(self) -> bool:
         """True once this member may apply the averages that it holds."""
-        return self.commit is not None and self.failed is None and not self.missing()
+        return self.commit is not None and self.failed is None and self.complete
+
+    @property
+    def complete(self) -> bool:
+        """Return whether nothing is `missing`."""
+        return not self.contributes or all(held is not None for held in self.held)
 
     def missing(self) -> list[int]:
         """The parts that this member lacks: of the commit if there is one, else of the current attempts.

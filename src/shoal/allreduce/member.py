@@ -175,6 +175,11 @@ class MemberMachine:
         return bool(self._lost_sources or self.rules.unreported)
 
     @property
+    def urgent(self) -> bool:
+        """Return whether the others may be waiting for the news: all is held here, or a source is lost."""
+        return bool(self._lost_sources) or (bool(self.rules.unreported) and self.rules.complete)
+
+    @property
     def awaited(self) -> set[int]:
         """After the commit: the members that were asked for averages which are still missing."""
         return {self._asked[part] for part in self.rules.missing() if part in self._asked}

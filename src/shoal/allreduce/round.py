@@ -91,8 +91,9 @@ _SHARE = 0.75
 _MAX_EARLY_STREAMS = 2 * MAX_GROUP_SIZE
 """The most `Reduce` streams that wait for their rounds: those of all members of two."""
 
-_MANY, _REPORTS_PER_S = 32, 10_000
-"""In a group of more than this all members together send the coordinator so many reports a second at most."""
+_BUNDLE_S, _REPORTS_PER_S = 0.05, 10_000
+"""A report waits so long for further news, unless somebody may be waiting for it; in a large group longer: all members
+together send the coordinator so many a second."""
 
 _REMEMBERED_VERDICTS = 64
 """The number of rounds whose verdicts are remembered."""
@@ -191,7 +192,7 @@ class Round:
         # Tasks that are over are not kept: their errors know this round, and memory in cycles is freed late.
         self._tasks, self._talks, self._reporting = (Tasks(self._failed) for _ in range(3))
         self._done: asyncio.Future[None] = self._loop.create_future()
-        self._news = Changes()
+        self._news, self._urgent = Changes(), Changes()
         self._sign = asyncio.Event()
         self._bad_lines = {index for peer, index in self._index.items() if peer in bad_lines}
         if 2 * len(self._bad_lines) > len(self.members) - 1:
@@ -432,6 +433,8 @@ class Round:
     def _look_at_machine(self) -> None:
         if self.machine.news:
             self._news.notify()
+        if self.machine.urgent:
+            self._urgent.notify()
         rules = self.machine.rules
         if not self._done.done() and (rules.succeeded or rules.failed is not None):
             self._done.set_result(None)
@@ -759,9 +762,11 @@ class Round:
 
     async def _report_loop(self) -> None:
         seen = moved_bytes = 0
-        counted_at, many = -math.inf, len(self.members) > _MANY
+        counted_at, bundle_s = -math.inf, max(_BUNDLE_S, len(self.members) / _REPORTS_PER_S)
         while not self.machine.decided:
-            await self._news.after(seen, self._options.report_s)  # even without news: a report carries the bytes moved
+            # Even without news: a report carries the bytes moved.
+            if await self._news.after(seen, self._options.report_s) and not self.machine.urgent:
+                await self._urgent.next(bundle_s)
             seen, now = self._news.count, self._loop.time()
             if now >= counted_at + self._options.report_s / 2:  # an average that is news shows progress by itself
                 counted_at, moved_bytes = now, self._moved_bytes
@@ -771,8 +776,6 @@ class Round:
                 continue
             try:
                 await self._control[self.coordinator].send(report)  # news that come meanwhile go into the next one
-                if many:
-                    await asyncio.sleep(len(self.members) / _REPORTS_PER_S)
             except PeerError as error:
                 self._control_lost(self.coordinator, error.message)
                 return

@@ -671,9 +671,9 @@ class Held(Message, frozen=True):
             ceil(members / 8) bytes, and no bits beyond the members.
         weight: the sum of their weights: above 0, and at most members × 1e12; 0 if nobody counts. Any other weight
             breaks the protocol.
-        digest: 16 bytes of BLAKE3 with a key, SHA-256(`shoal parts` + round id): over part, attempt (4 bytes each),
-            weight (8 bytes, IEEE 754) and the length of the contributors (4 bytes), all big-endian, then over the
-            contributors, and then over the encoded average. 16 zero bytes if nobody counts.
+        digest: 16 bytes of BLAKE3 with a key, SHA-256(`shoal parts` + round id): over the encoded average, then over
+            the contributors, and then over part, attempt (4 bytes each), weight (8 bytes, IEEE 754) and the length of
+            the contributors (4 bytes), all big-endian. 16 zero bytes if nobody counts.
     """
 
     part: PartNumber

@@ -21,9 +21,9 @@ def test_a_digest_is_blake3() -> None:
     """As the protocol's page says it."""
     data = bytes(range(256)) * 9
     key = hashlib.sha256(b"shoal parts" + ROUND).digest()
-    said = struct.pack(">IIdI", 5, 2, 3.5, 1) + b"\x07"
+    said = b"\x07" + struct.pack(">IIdI", 5, 2, 3.5, 1)
     digest = PartDigests(ROUND).of(HELD, data)
-    assert digest == blake3(said + data, key=key).digest()[:16]
+    assert digest == blake3(data + said, key=key).digest()[:16]
     assert len(digest) == len(NO_DIGEST) == 16
 
 

@@ -47,7 +47,7 @@ _NARROW = ("float16", "bfloat16")
 """Codecs that round each value by itself."""
 
 _SAID = struct.Struct(">IIdI")
-"""Part, attempt, weight, and the length of the contributors, which follow."""
+"""Part, attempt, weight, and the length of the contributors, which stand before it."""
 
 NO_DIGEST = bytes(16)
 """The digest of a part to which no member contributes: it has no average."""
@@ -67,9 +67,12 @@ class PartDigests:
         self._key = hashlib.sha256(b"shoal parts" + round_id).digest()
 
     def of(self, held: Held, data: Buffer) -> bytes:
-        """The digest of an encoded average and of what is said of it: 16 bytes of BLAKE3; `held.digest` is not read."""
-        digest = blake3(_SAID.pack(held.part, held.attempt, held.weight, len(held.contributors)), key=self._key)
-        return digest.update(held.contributors).update(data).digest(length=16)
+        """The digest of an encoded average and of what is said of it: 16 bytes of BLAKE3; `held.digest` is not read.
+
+        The data come first: BLAKE3 takes them in its widest steps only from the beginning of a block of its tree.
+        """
+        said = held.contributors + _SAID.pack(held.part, held.attempt, held.weight, len(held.contributors))
+        return blake3(data, key=self._key).update(said).digest(length=16)
 
 
 def check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:

@@ -185,18 +185,17 @@ class Layout:
         self, slices: Sequence[int], part_bytes: int, codecs: Sequence[str] | None
     ) -> Iterator[tuple[int, int, int, int, int]]:
         """The pieces that are each cut to parts: (reducer, segment, start, stop, how many parts)."""
+        coded = zip(self.segments, codecs or [segment.codec for segment in self.segments], strict=True)
+        most = [self._elements_within(part_bytes, segment, codec) for segment, codec in coded]
         for reducer, number, start, stop in self._intervals(slices):
-            segment = self.segments[number]
-            coded = segment if codecs is None else segment._replace(codec=codecs[number])
-            yield reducer, number, start, stop, -(-(stop - start) // self._elements_within(part_bytes, coded))
+            yield reducer, number, start, stop, -(-(stop - start) // most[number])
 
-    def _elements_within(self, nbytes: int, segment: Segment) -> int:
-        """Return how many elements of this segment can be encoded in so many bytes; one at least."""
+    def _elements_within(self, nbytes: int, segment: Segment, codec: str) -> int:
+        """Return how many elements of this segment the codec can encode in so many bytes; one at least."""
         # By bisection: some codecs have a header, or scales of blocks. However few bytes they take, at most two
         # elements count for a byte: a part is also the unit of work.
-        _, _, dtype, codec = segment
         counts = range(1, min(segment.stop - segment.start, 2 * nbytes) + 1)
-        return max(1, bisect_right(counts, nbytes, key=lambda count: self._encoded_bytes(dtype, codec, count)))
+        return max(1, bisect_right(counts, nbytes, key=lambda count: self._encoded_bytes(segment.dtype, codec, count)))
 
     def _intervals(self, slices: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
         """The stretches in which no slice and no segment ends: (reducer, segment, start, stop), in order, not empty."""

@@ -134,15 +134,15 @@ def is_weight(weight: float) -> bool:
     return weight == 0 or MIN_WEIGHT <= weight <= MAX_WEIGHT
 
 
-def is_sound(held: Held, most_weights: Sequence[float]) -> bool:
-    """Return whether this attempt, contributors and weight of an average are possible where members may give these.
+def is_sound(held: Held, members: int, most_weight: float) -> bool:
+    """Return whether an average may have this attempt, contributors and weight, where no member may give a larger one.
 
     The peer that names them may be lying; weights become part of the names of states, which others read.
     """
-    named, members = int.from_bytes(held.contributors, "little"), len(most_weights)
+    named = int.from_bytes(held.contributors, "little")
     if len(held.contributors) != (members + 7) // 8 or named >> members or held.attempt > members:
         return False
-    most = _OTHERWISE * named.bit_count() * max(most_weights)
+    most = _OTHERWISE * named.bit_count() * most_weight
     return 0 < held.weight <= 1.001 * most if named else held.weight == 0
 
 

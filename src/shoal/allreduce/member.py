@@ -140,6 +140,7 @@ class MemberMachine:
     ) -> None:
         self.me, self.coordinator = me, coordinator
         self.most_weights = [most_weight(member.contact.peer) for member in members]
+        self._most_weight = max(self.most_weights)
         self.rules = MemberRules(me, reducers, contributes=members[me].contributes)
         contributing = [index for index, member in enumerate(members) if member.contributes]
         self.contributions = Contributions(
@@ -162,7 +163,7 @@ class MemberMachine:
 
     def is_sound(self, held: Held) -> bool:
         """Return whether there may be such an average in this round."""
-        return is_sound(held, self.most_weights)
+        return is_sound(held, len(self.members), self._most_weight)
 
     @property
     def decided(self) -> bool:

@@ -355,19 +355,24 @@ class Round:
         rules = self.machine.rules
         return Verdict(rules.commit, self.machine.may_learn and rules.failed is None)
 
-    def obey(self, message: Order) -> None:
-        """The coordinator says something (or another member relays its commit)."""
+    def obey(self, message: Order) -> bool:
+        """The coordinator says something (or another member relays its commit). False if that cannot be said."""
         if self._closed:
-            return
-        if not self.machine.fits(message):  # our own commit: we hold a part of which all others say something else
-            self.give_up("the reports of the others contradict what this peer holds")
-            return
+            return True
+        if not self.machine.fits(message):
+            return False
         self._sign.set()
         if isinstance(message, Abort) and self._coordinating is None and self._gives:
             self._led_badly = True
         self._do(self.machine.obey(message, self._loop.time()))
         if isinstance(message, Assign):
             self._parts.assigned()
+        return True
+
+    def _obey_myself(self, message: Order) -> None:
+        """This member, as the coordinator, says something."""
+        if not self.obey(message):  # our own commit: we hold a part of which all others say something else
+            self.give_up("the reports of the others contradict what this peer holds")
 
     def _do(self, actions: Iterable[MemberAction]) -> None:
         """Carry out what this member is to do."""
@@ -408,7 +413,7 @@ class Round:
                 case Replaced(member):
                     self._blame(member, "nobody gets its averages: others average its parts")
                 case Send(member, message) if member == self.me:
-                    self._loop.call_soon(self.obey, message)  # not at once: its consequences may call this again
+                    self._loop.call_soon(self._obey_myself, message)  # not at once: what follows may call this again
                 case Send(member, message) if member in self._to_say:
                     self._to_say[member].put_nowait(message)
                     if isinstance(message, Commit | Abort):
@@ -490,11 +495,10 @@ class Round:
         try:
             while (received := await stream.recv()) is not None:
                 message, nbytes = received
-                if nbytes or not isinstance(message, Order) or not self.machine.fits(message):
+                if nbytes or not isinstance(message, Order) or not self.obey(message):
                     stream.abort()
                     self._lied(self.coordinator, f"a {type(message).__name__} that has no place in this round")
                     break
-                self.obey(message)
         except PeerProtocolError as error:
             self._lied(self.coordinator, error.message)
         except PeerError:
@@ -593,9 +597,8 @@ class Round:
                 verdict = await self.endpoint.call(contact, AskVerdict(self.round_id), timeout_s=_ASK_TIMEOUT_S)
             except PeerError:
                 verdict = Verdict(None, may_learn=False)
-            if verdict.commit is not None and not self.machine.decided and self.machine.fits(verdict.commit):
+            if verdict.commit is not None and not self.machine.decided and self.obey(verdict.commit):
                 sometimes("another member tells the verdict of a coordinator that is lost")
-                self.obey(verdict.commit)
             may_learn[contact.peer] = verdict.may_learn
             await asyncio.sleep(_ASK_PAUSE_S)
 

@@ -684,8 +684,10 @@ class Held(Message, frozen=True):
 
 
 class Report(Message, frozen=True):
-    """A member reports to the coordinator: at once when it holds all averages or has lost a source, 0.05 s after other
-    news (in a group of n members n / 10,000 s, if that is longer), and every `report_s`.
+    """A member reports to the coordinator.
+
+    It does so at once when it holds all averages or has lost a source, 0.05 s after other news (in a group of n members
+    n / 10,000 s, if that is longer), and every `report_s`.
 
     Attributes:
         held: averages that are newly held.

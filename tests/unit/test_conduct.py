@@ -105,6 +105,6 @@ def test_a_peer_that_leads_badly_may_be_a_member() -> None:
         rounds.play(led_badly=True, succeeds=False)
     assert rounds.shut_out() == (NOBODY, frozenset({A}), NOBODY)
     rounds = Rounds()
-    rounds.conduct.searched([A], rounds.now)
+    rounds.conduct.searched([A], [], rounds.now)
     rounds.play(led_badly=True, succeeds=False)
     assert rounds.conduct.precedence(NO_STRANGERS, rounds.now).shunned == {A}

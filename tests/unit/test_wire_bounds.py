@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from enum import Enum
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -38,8 +39,8 @@ def unbounded(hint: Any) -> list[str]:
         return [fault for each in arguments for fault in unbounded(each)]
     if plain in (bool, type(None)) or plain in CHECKED_WHEN_MADE | BY_ITS_FRAME:
         return []
-    if isinstance(plain, type) and issubclass(plain, msgspec.Struct):
-        return []  # looked at by itself
+    if isinstance(plain, type) and issubclass(plain, msgspec.Struct | Enum):
+        return []  # a message is looked at by itself, and an enumeration has no other values
     faults = [fault for each in arguments if each is not ... for fault in unbounded(each)]
     if plain in (int, float):
         bound = any(limit.ge is not None and limit.le is not None for limit in limits)

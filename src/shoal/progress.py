@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -148,6 +149,8 @@ class SwarmView:
         others: the last words of the other peers.
         own: of `samples`, what this peer has accumulated.
         trains: whether this peer has anything accumulated, or is about to: it has a rate.
+        ahead: one place has most of the samples (see `SwarmProgress.places`), and contributors at others are at their
+            first batch since this state.
         contributors: the peers that contributed to the last steps, if there were any.
         absent: peers that no round waits for.
         vouching: the others whose words for a state count.
@@ -168,6 +171,7 @@ class SwarmView:
     others: Mapping[PeerID, Progress] = field(default_factory=dict, compare=False)
     own: int = field(default=0, compare=False)
     trains: bool = field(default=True, compare=False)
+    ahead: bool = field(default=False, compare=False)
     contributors: Collection[PeerID] = field(default=(), compare=False)
     absent: frozenset[PeerID] = field(default=frozenset(), compare=False)
     vouching: frozenset[PeerID] = field(default=frozenset(), compare=False)
@@ -253,6 +257,8 @@ class SwarmProgress:
         self.believed: Mapping[PeerID, int] = {}
         """The most samples that each contributor may have, as far as it is bounded: more does not count. It belongs to
         `contributors`, and changes with it."""
+        self.places: Mapping[PeerID, bytes] = {}
+        """Where the contributors are; of those at one place nobody knows that they are more than one. Likewise."""
         self.left: dict[PeerID, int] = {}
         """The peers that have left in order, and have not come back; and the epoch of each when it left."""
         self.mismatches: dict[PeerID, str] = {}
@@ -639,6 +645,7 @@ class SwarmProgress:
             until=min(self._changes_at(now), now + _REFUSED_S if refused else math.inf),
             contributors=self.contributors,
             believed=self.believed,
+            places=self.places,
             others=others,
             peers=(self._me, *sorted(others, key=lambda peer: peer.raw)),
             here=together,
@@ -709,6 +716,7 @@ class _Seen:
         until: from then on it looks different though nobody has said anything (local time, seconds).
         contributors: of `SwarmProgress`, as they were.
         believed: the same.
+        places: the same.
         peers: all.
         others: the last words of all but this peer.
         here: those of them that are at this peer's state.
@@ -725,6 +733,7 @@ class _Seen:
     until: float
     contributors: Collection[PeerID]
     believed: Mapping[PeerID, int]
+    places: Mapping[PeerID, bytes]
     peers: tuple[PeerID, ...]
     others: dict[PeerID, Progress]
     here: set[PeerID]
@@ -736,6 +745,7 @@ class _Seen:
     refused: frozenset[PeerID]
     auxiliary: bool
     _known: int = 0
+    _known_at: Counter[bytes] = field(default_factory=Counter)  # by place
     _strange: int = 0
     _rate: float = 0.0
     _together: frozenset[PeerID] | None = None
@@ -754,9 +764,31 @@ class _Seen:
             return
         if peer in self.contributors:
             most = self.believed.get(peer, max(samples, before))
-            self._known += min(samples, most) - min(before, most)
+            more = min(samples, most) - min(before, most)
+            self._known += more
+            self._known_at[self.places.get(peer, peer.raw)] += more
         else:
             self._strange += samples - before
+
+    def _is_ahead(self, mine: Progress) -> bool:
+        """See `SwarmView.ahead`."""
+        me = self.peers[0]
+        own = self.places.get(me, me.raw)
+        place, most = max(self._known_at.items(), key=lambda each: each[1], default=(own, 0))
+        if (ours := self._known_at[own] + mine.samples) >= most:
+            place, most = own, ours
+        if 2 * most <= mine.samples + self._known:
+            return False
+        return any(self.places.get(each, each.raw) != place for each in self._first_batches(mine))
+
+    def _first_batches(self, mine: Progress) -> Iterator[PeerID]:
+        """The contributors at our state that have named no samples yet, and train."""
+        if self.peers[0] in self.contributors and not mine.samples and mine.rate > 0:
+            yield self.peers[0]
+        for peer in self.here:
+            said = self.others[peer]
+            if peer in self.contributors and not said.samples and said.rate > 0 and peer not in self.asked.absent:
+                yield peer
 
     def takes(self, progress: Progress) -> bool:
         """Add the words of a peer to what was seen; False if all has to be looked at again instead."""
@@ -849,6 +881,7 @@ class _Seen:
             others=self.others,
             own=mine.samples,
             trains=mine.samples > 0 or mine.rate > 0,
+            ahead=self._is_ahead(mine),
             contributors=self.contributors,
             absent=self.asked.absent,
             vouching=self.vouching,

@@ -13,7 +13,7 @@ from shoal import sim
 from shoal.averager import Averager, TensorLock
 from shoal.errors import RoundFailed
 from shoal.events import Event, PeerDropped, Warned
-from shoal.optim import Participant, TrainingState
+from shoal.optim import Participant, TrainingState, words
 from shoal.strategies import Decoupled
 from tests.sim.averaging_kit import Trial, start_core
 from tests.sim.optimizer_kit import Run, Trainer, make_optimizer, model
@@ -248,3 +248,53 @@ def test_what_was_trained_while_rounds_failed_was_cut(merges: bool, monkeypatch:
         assert not [each for each in heard if isinstance(each, PeerDropped) and "more than the" in each.reason]
 
     sim.run(main, seed=57)
+
+
+@pytest.mark.parametrize("keys", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_one_key_without_work_takes_the_weight_of_a_run(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives zeros, and says a million samples. Its claims filled the steps, and within 30 s it ended the run.
+
+    Two keys of one machine do no more. The others are in each step with a batch, and nobody ends the run but they.
+    """
+    liars = [f"liar{number}" for number in range(keys)]
+
+    async def main() -> None:
+        run, heard = Run(target=32), list[Event]()
+        sites_of, mine = words.sites_of, {run.swarm.identity(name).peer_id for name in liars}
+        monkeypatch.setattr(
+            "shoal.optim.participant.sites_of",
+            lambda contacts: {peer: b"one" if peer in mine else site for peer, site in sites_of(contacts).items()},
+        )
+        honest = [*NAMES, "p3"]
+        for name in honest:
+            await run.add(name, events=heard.append)
+            run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.5, until=until(80.0)))
+        await sim.sleep(15.0)
+        for name in liars:
+            liar = await run.add(name)
+
+            def zeros(_number: int, _size: int, liar: Trainer = liar) -> None:
+                for parameter in liar.parameters:
+                    parameter.grad = torch.zeros_like(parameter)
+
+            monkeypatch.setattr(liar, "compute", zeros)
+            run.swarm.spawn(name, liar.train(10**6, duration_s=0.5, until=until(80.0)))
+        first: Participant = run.swarm.peer("p0").participant
+        await sim.sleep(20.0)
+        before = {name: run.swarm.peer(name).participant.contribution.contributed for name in honest}
+        epoch = first.epoch
+        await sim.sleep(15.0)
+        gave = [run.swarm.peer(name).participant.contribution.contributed - before[name] for name in honest]
+        assert min(gave) >= 4 * 0.8 * (first.epoch - epoch), (gave, first.epoch - epoch)
+        assert min(gave) > 0.4 * 15.0 * 4 / 0.5, gave
+        weights = first.own.committed.weights
+        assert keys > 1 or mine <= weights.keys()
+        assert sum(weights.get(peer, 0) for peer in mine) < sum(weights.values()) / 2
+        for name in liars:
+            run.swarm.peer(name).participant.announce_end(first.epoch + 2)
+        await sim.sleep(10.0)
+        assert first.epoch > epoch + 10
+        assert not any(run.swarm.peer(name).participant.at_end for name in honest)
+        await run.close()
+
+    sim.run(main, seed=59)

@@ -15,7 +15,7 @@ NAME = bytes(32)
 PEERS = PeerID(bytes(32)), PeerID(bytes([1]) * 32)
 
 
-alike = partial(weigh, committed={}, hosts={})
+alike = partial(weigh, committed={}, sites={})
 
 
 def stepped(device: str, dtype: torch.dtype) -> tuple[torch.optim.Optimizer, torch.nn.Parameter]:

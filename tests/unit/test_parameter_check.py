@@ -25,7 +25,7 @@ def peer(number: int) -> PeerID:
 
 def alike(peers: Collection[PeerID]) -> Mapping[PeerID, int]:
     """Nothing is known of anybody."""
-    return weigh(peers, committed={}, hosts={})
+    return weigh(peers, committed={}, sites={})
 
 
 def check(arithmetic: str, parameters: str, value: float = 1.0) -> Check:
@@ -80,13 +80,13 @@ def test_free_keys_with_few_samples_win_the_check_of_the_parameters() -> None:
     good, bad = check("X", "x"), check("X", "filled", 7.0)
     checks = {peer(number): bad if number < 4 else good for number in range(7)}
     committed = {peer(number): 10 if number < 4 else 960 for number in range(7)}
-    verdict = judge(checks, partial(weigh, committed=committed, hosts={}))
+    verdict = judge(checks, partial(weigh, committed=committed, sites={}))
     assert verdict is not None
     assert verdict.holders == {peer(4), peer(5), peer(6)}
     assert set(verdict.others) == {peer(number) for number in range(4)}
     assert set(verdict.others.values()) == {verdict.holders}
     new = {each: count for each, count in committed.items() if count > 10}
-    assert judge(checks, partial(weigh, committed=new, hosts={})) == verdict
+    assert judge(checks, partial(weigh, committed=new, sites={})) == verdict
 
 
 NOT, WRITTEN, VALUES = Changed

@@ -655,3 +655,21 @@ def test_a_query_changes_nothing_and_expire_forgets() -> None:
     known.expire(131.0)
     assert list(known.peers) == []
     assert not known.heard(said(ANN, time=1.0), 132.0), "what it said before it fell silent is no news"
+
+
+def test_one_place_is_ahead_while_others_are_at_their_first_batch() -> None:
+    """It has most of the samples: one peer, or the keys of one place. Who trains nothing is at no batch."""
+    for places in ({}, {CAT: b"x", DAN: b"x"}):
+        known = swarm()
+        known.contributors, known.places = [ME, ANN, BEN, CAT, DAN], places
+        counts = {ANN: 4, BEN: 4, CAT: 9, DAN: 8} if places else {ANN: 4, BEN: 0, CAT: 20, DAN: 4}
+        for peer, samples in counts.items():
+            known.heard(said(peer, samples=samples), 0.0)
+        assert view(known, samples=4).ahead == (not places), "everybody has named some"
+        assert view(known, samples=0).ahead
+        known.heard(said(BEN, samples=4, time=101.0), 0.0)
+        assert not view(known, samples=0, rate=0.0).ahead
+        assert view(known, samples=0).ahead
+        known.heard(said(ANN, samples=40, time=101.0), 0.0)
+        known.heard(said(BEN, samples=40, time=102.0), 0.0)
+        assert not view(known, samples=0).ahead, "nobody has most"

@@ -38,11 +38,11 @@ def agree(
     gathered: Mapping[PeerID, Any],
     *args: Any,
     committed: Mapping[PeerID, int] | None = None,
-    hosts: Mapping[PeerID, str] | None = None,
+    sites: Mapping[PeerID, bytes] | None = None,
     total: float = math.inf,
 ) -> Agreement:
-    """The agreement of members that have committed so many samples at these hosts; nothing is known of them without."""
-    weighed = partial(weigh, committed=committed or {}, hosts=hosts or {})
+    """The agreement of members that have committed so many samples at these sites; nothing is known of them without."""
+    weighed = partial(weigh, committed=committed or {}, sites=sites or {})
     return agreement.agree(gathered, *args, weigh=weighed, total=total)
 
 
@@ -127,19 +127,19 @@ def test_four_free_keys_with_4_percent_of_the_samples_set_the_learning_rate() ->
     assert agree(free | {peer(7): honest[peer(7)]}, (), committed={peer(7): 1}).options == good
 
 
-def test_before_the_first_step_the_keys_of_one_host_have_one_voice() -> None:
-    """Nothing is known of anybody. Of as many hosts those with more keys weigh more; on one host each key counts."""
+def test_before_the_first_step_the_keys_of_one_site_have_one_voice() -> None:
+    """Nothing is known of anybody. Of as many sites those with more keys weigh more; at one site each key counts."""
     good, bad = (options_of(groups({"lr": lr})) for lr in (0.1, 1e4))
     honest = {peer(number): told(good, samples=4) for number in (5, 6)}
     free = {peer(number): told(bad, samples=4) for number in (1, 2, 3, 4)}
-    both, shared = honest | free, {peer(number): "x" for number in (1, 2, 3, 4)}
-    assert agree(both, (), hosts=shared | {peer(5): "y", peer(6): "z"}).options == good
-    assert agree(both, (), hosts=shared | {peer(5): "y", peer(6): "y"}).options == bad
+    both, shared = honest | free, {peer(number): b"x" for number in (1, 2, 3, 4)}
+    assert agree(both, (), sites=shared | {peer(5): b"y", peer(6): b"z"}).options == good
+    assert agree(both, (), sites=shared | {peer(5): b"y", peer(6): b"y"}).options == bad
     assert agree(both, ()).options == bad
-    assert agree(both, (), hosts=dict.fromkeys(both, "127.0.0.1")).options == bad
+    assert agree(both, (), sites=dict.fromkeys(both, b"x")).options == bad
     lab = {peer(number): told(good, samples=4) for number in range(2, 10)}
-    hosts = dict.fromkeys(lab, "192.0.2.1") | {peer(1): "x"}
-    assert agree(lab | {peer(1): told(bad, samples=4)}, (), hosts=hosts).options == good
+    sites = dict.fromkeys(lab, b"l") | {peer(1): b"x"}
+    assert agree(lab | {peer(1): told(bad, samples=4)}, (), sites=sites).options == good
 
 
 def test_options_keep_their_form() -> None:

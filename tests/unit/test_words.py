@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from shoal.optim.agreement import Contributor
 from shoal.optim.committed import Committed
-from shoal.optim.words import (
-    MOST_STEPS,
-    believed,
-    committed_weights,
-    heaviest,
-    heeds,
-    hosts_of,
-    may_give,
-    recorded,
-    shared_out,
-    typical,
-    weigh,
-)
+from shoal.optim.words import MOST_STEPS, Record, heaviest, heeds, may_give, recorded, shared_out, sites_of, weigh
 from shoal.peer import Address, PeerID
 from shoal.wire import Contact
 
@@ -31,40 +21,94 @@ def peer(number: int) -> PeerID:
 A, B, C, D = map(peer, range(1, 5))
 
 
-def steps(*made: dict[PeerID, int]) -> list[list[Contributor]]:
-    """Steps with so many samples of each."""
-    return [[Contributor(who, samples) for who, samples in step.items()] for step in made]
+def steps(*made: dict[PeerID, int], sites: dict[PeerID, bytes] | None = None) -> list[list[Contributor]]:
+    """Steps with so many samples of each. Each is at a site of its own, unless it is said."""
+    at = sites or {}
+    return [
+        [Contributor(who, samples, site=at.get(who, who.raw[:4])) for who, samples in step.items()] for step in made
+    ]
+
+
+def after(*made: dict[PeerID, int], sites: dict[PeerID, bytes] | None = None) -> Committed:
+    """What is known after these steps."""
+    committed = Committed()
+    for epoch, step in enumerate(steps(*made, sites=sites)):
+        committed = committed.after(step, epoch)
+    return committed
+
+
+def parts(committed: Committed) -> dict[PeerID, float]:
+    """The part of all weight that each has."""
+    total = sum(committed.weights.values())
+    return {who: weight / total for who, weight in committed.weights.items()}
 
 
 def test_a_key_weighs_nothing_before_it_has_contributed_to_a_third_of_the_last_steps() -> None:
-    """And then its samples in them: of a step no more than all others gave to it."""
+    """And then its samples in them, times the steps that it has given to."""
     known = {A: 10, B: 10}
-    for rounds, weight in ((1, None), (2, None), (3, 60)):
-        last = steps(*[known] * (10 - rounds), *[known | {C: 100}] * rounds)
-        found = committed_weights(last)
-        assert found == {A: 100, B: 100} | ({} if weight is None else {C: weight})
-        assert weigh([A, C], committed=found, hosts={}) == {A: 100, C: weight or 0}
-    assert committed_weights(steps(known, known | {C: 15})) == {A: 20, B: 20, C: 15}, "a young run"
-    assert committed_weights(steps({A: 10, B: 5})) == {A: 5, B: 5}
-    assert committed_weights([]) == {}
+    for rounds, weight in ((1, None), (2, None), (3, 90)):
+        found = Record(steps(*[known] * (10 - rounds), *[known | {C: 10}] * rounds)).weights
+        assert found == {A: 1000, B: 1000} | ({} if weight is None else {C: weight})
+        assert weigh([A, C], committed={A: 10, C: 0}, sites={}) == {A: 10, C: 0}
+    assert Record(steps(known, known | {C: 15})).weights == {A: 40, B: 40, C: 15}, "a young run"
+    assert Record(steps({A: 10, B: 5})).weights == {A: 5, B: 5}
+    assert Record([]).weights == {}
+
+
+def test_a_word_weighs_by_a_record_of_minutes_and_not_of_ten_steps() -> None:
+    """Whoever came 20 steps ago, and gave as much as the others in each, has a fifth of their weight."""
+    known = {A: 10, B: 10, C: 10}
+    long = after(*[known] * 100, *[known | {D: 10}] * 20)
+    assert long.weights == {A: 10_000, B: 10_000, C: 10_000, D: 2000}
+    away = after(*[known] * 100, *[{A: 10, B: 10}] * 10, *[known] * 3)
+    assert away.weights == {A: 10_000, B: 10_000, C: 90}, "it was away for all steps that are kept"
+
+
+@pytest.mark.parametrize("claim", [20, 10**6])
+def test_one_key_without_work_takes_the_weight_of_a_run(claim: int) -> None:
+    """A key that claims a million samples, and is alone in most steps, had all of the weight. Now it has not half."""
+    honest = {A: 4, B: 4, C: 4}
+    run = [honest] * 10
+    for _ in range(30):
+        run += [{D: claim}] * 3 + [{D: claim, A: 4}, {D: claim, B: 4}, {D: claim, C: 4}]
+    committed = after(*run)
+    assert 0.4 < parts(committed)[D] < 0.5
+    said = {A: 5, B: 5, C: 5, D: 7}
+    assert heaviest(said, committed.weights)[0] == 5
+    assert weigh([A, D], committed=committed.weights, sites={A: b"a", D: b"d"})[D] <= committed.weights[A], "both there"
+
+
+def test_the_keys_of_one_site_take_the_weight_of_a_run_together() -> None:
+    """Each was the other's witness. But the keys of a laboratory count as any others, if they claim no more."""
+    honest, liars = {peer(number): 4 for number in range(1, 5)}, {peer(10): 10**6, peer(11): 10**6}
+    committed = after(*[honest] * 10, *[honest | liars] * 100, sites=dict.fromkeys(liars, b"one"))
+    assert sum(parts(committed)[liar] for liar in liars) < 0.5
+    laboratory = {peer(number): 4 for number in range(20, 52)}
+    sites = dict.fromkeys(laboratory, b"laboratory")
+    for beside in ({A: 4}, {A: 4, B: 4}):
+        found = parts(after(*[laboratory | beside] * 10, sites=sites))
+        assert sum(found[each] for each in laboratory) == pytest.approx(32 / (32 + len(beside)))
+    found = parts(after(*[laboratory | {A: 1, B: 1}] * 10, sites=sites))
+    assert sum(found[each] for each in laboratory) == pytest.approx(32 / 34), "each as much as one elsewhere"
 
 
 def test_where_nobody_has_come_often_those_count_that_came_most() -> None:
     """Ten peers that made a step each: all weigh what they gave."""
     each = steps(*[{peer(number): number} for number in range(1, 11)])
-    assert committed_weights(each) == {peer(number): number for number in range(1, 11)}
+    assert Record(each).weights == {peer(number): number for number in range(1, 11)}
 
 
-def test_a_host_has_one_voice_which_its_keys_share() -> None:
-    """Where nothing is known of any that say something. Those without an address are one host."""
-    contacts = [Contact(who, (Address("192.0.2.1", 1, who),)) for who in (A, B)]
-    hosts = hosts_of([*contacts, Contact(C, (Address("192.0.2.2", 1, C),)), Contact(D)])
-    assert hosts == {A: "192.0.2.1", B: "192.0.2.1", C: "192.0.2.2"}
-    found = weigh([A, B, C, D], committed={}, hosts=hosts)
+def test_a_site_has_one_voice_which_its_keys_share() -> None:
+    """Where nothing is known of any that say something. Those without an address are one site."""
+    contacts = [Contact(who, (Address(host, 1, who),)) for who, host in ((A, "2001:db8::1"), (B, "2001:db8::2"))]
+    sites = sites_of([*contacts, Contact(C, (Address("192.0.2.2", 1, C),)), Contact(D)])
+    assert sites[A] == sites[B] != sites[C]
+    assert sites[D] == b""
+    found = weigh([A, B, C, D], committed={}, sites=sites)
     assert found[A] == found[B] < found[C] == found[D]
     assert found[C] < found[A] + found[B] < found[C] + found[D]
-    assert len(set(weigh([A, B, C, D], committed={}, hosts={}).values())) == 1
-    assert weigh([], committed={}, hosts={}) == {}
+    assert len(set(weigh([A, B, C, D], committed={}, sites={}).values())) == 1
+    assert weigh([], committed={}, sites={}) == {}
 
 
 @pytest.mark.parametrize("order", [(A, B, C), (C, B, A)])
@@ -77,26 +121,56 @@ def test_of_equal_weights_the_word_of_the_lowest_peer_is_first(order: tuple[Peer
 
 
 def test_samples_count_as_far_as_a_peer_has_been_able_to_give_them() -> None:
-    """Claims up to twice what it gave to one of the steps; given up to what the fastest key gives in the time."""
-    last = steps({A: 96, B: 40}, {A: 80, B: 60}, {A: 90, B: 50, C: 500}, {A: 1, B: 1}, {A: 1, B: 1}, {A: 1, B: 1})
-    assert believed(last) == {A: 192, B: 120, C: 1000}
-    found = typical(last)
-    assert found == (96 + 80 + 90 + 3) / 6, "C has contributed to one of six"
-    assert may_give(found, 1) == 4 * found
-    assert may_give(found, 20) == 42 * found
-    assert may_give(found, 10**9) == 2 * (1 + MOST_STEPS) * found
-    assert typical([]) is None
+    """Claims up to twice what it gave to one of the steps; given up to what the fastest other gives in the time."""
+    record = Record(
+        steps({A: 96, B: 40}, {A: 80, B: 60}, {A: 90, B: 50, C: 500}, {A: 1, B: 1}, {A: 1, B: 1}, {A: 1, B: 1})
+    )
+    rate = record.rate(B)
+    assert rate == 2 * (96 + 80 + 90 + 3) / 6, "C has contributed to one of six"
+    assert may_give(rate, 1) == 2 * rate
+    assert may_give(rate, 20) == 21 * rate
+    assert may_give(rate, 10**9) == (1 + MOST_STEPS) * rate
+    assert record.rate(D) == rate, "a newcomer"
+    assert record.rate(C) == 1.25 / 2 * 500
+    assert record.believed == {A: 120, B: 120, C: 625}
+    assert Record(steps({A: 7})).rate(A) is None
+    assert Record([]).rate(A) is None
     assert may_give(None, 0) == float("inf")
 
 
-def test_two_keys_of_small_work_had_16_times_the_samples_of_all_others_recorded() -> None:
+def test_the_record_of_a_claimant_raised_its_own_bound() -> None:
+    """It was the fastest key of weight, so it might give four times its mean in each step. Now a quarter more."""
+    honest, site = {A: 4, B: 4, C: 4}, {D: b"one", peer(5): b"one"}
+    for liars in ([D], [D, peer(5)]):  # at one site they are no witnesses of each other
+        claims = dict.fromkeys(liars, 10**9)
+        committed, before = after(*[honest] * 10, sites=site), 0
+        for epoch in range(10, 60):
+            committed = committed.after(steps(honest | claims, sites=site)[0], epoch)
+            gave = committed.samples_of(D, 1)
+            assert gave <= max(16, 1.25 * before)
+            before = gave
+        assert before <= 1.25 * 64 * 12
+
+
+@pytest.mark.parametrize("ratio", [4, 20, 60])
+def test_a_much_faster_newcomer_is_let_in_within_a_bounded_number_of_steps(ratio: int) -> None:
+    """By a quarter more with each step."""
+    committed, cut = after(*[{A: 10, B: 10, C: 10}] * 10), 0.0
+    for epoch in range(10, 40):
+        committed = committed.after(steps({A: 10, B: 10, C: 10, D: 10 * ratio})[0], epoch)
+        cut += 1 - committed.samples_of(D, 1) / (10 * ratio)
+    assert committed.samples_of(D, 1) == 10 * ratio
+    assert cut <= {4: 0.0, 20: 4.5, 60: 9.0}[ratio]
+
+
+def test_two_keys_of_small_work_had_many_times_the_samples_of_all_others_recorded() -> None:
     """Each counted the claims of the other one as those of others. Those far ahead have one bound, however many."""
     honest = {A: 96, B: 96}
     for liars in ({C: 10**6}, {C: 10**6, D: 10**6}, {C: 10**6, D: 10**9}):
-        assert recorded(honest | liars, None) == honest | dict.fromkeys(liars, 16 * 192)
-    assert recorded(honest | {C: 3072}, None) == honest | {C: 3072}, "as much faster"
-    assert recorded({A: 7}, None) == {A: 7}
-    assert recorded(honest, 50) == {A: 50, B: 50}
+        assert recorded(honest | liars, {}) == honest | dict.fromkeys(liars, 64 * 192)
+    assert recorded(honest | {C: 3072}, {}) == honest | {C: 3072}, "as much faster"
+    assert recorded({A: 7}, {}) == {A: 7}
+    assert recorded(honest, {A: 50.5, B: math.inf}) == {A: 50, B: 96}
 
 
 def test_claims_are_cut_to_what_all_have_given() -> None:
@@ -119,26 +193,21 @@ def test_ground_ids_decide_no_ties() -> None:
 def test_a_record_holds_no_more_than_a_peer_may_give() -> None:
     """Two keys that claim 10^12 each had nearly all of the weight from their first step on."""
     honest = {A: 96, B: 96}
-    committed = Committed()
-    for epoch in range(3):
-        committed = committed.after(steps(honest)[0], epoch)
-    committed = committed.after(steps(honest | {C: 10**12, D: 10**12})[0], 3)
-    assert committed.steps[-1] == steps(honest | {C: 384, D: 384})[0]
-    first = Committed().after(steps(honest | {C: 10**12})[0], 0)
-    assert first.samples == honest | {C: 16 * 192}
-    assert first.weights == honest | {C: 192}
+    committed = after(honest, honest, honest, honest | {C: 10**12, D: 10**12})
+    assert {each.peer: each.samples for each in committed.steps[-1]} == honest | {C: 384, D: 384}
+    first = after(honest | {C: 10**12})
+    assert first.samples == honest | {C: 64 * 192}
+    assert first.weights == honest | {C: 191}
 
 
 @pytest.mark.parametrize("ratio", [1, 3, 10, 60])
 def test_a_fast_machine_was_clamped_beside_a_slow_one(ratio: int) -> None:
     """All that both give may be given again, and is believed: it was four times, and twice, what the slow one gave."""
-    committed = Committed()
-    for epoch in range(12):
-        committed = committed.after(steps({A: 6, B: 6 * ratio})[0], epoch)
-        assert committed.typical is not None
-        assert may_give(committed.typical, 1) >= 6 * ratio
-        assert committed.believed[B] >= 6 * min(ratio, 30)
-    assert committed.weights == {A: 60, B: 60}
+    for count in range(1, 12):
+        committed = after(*[{A: 6, B: 6 * ratio}] * count)
+        assert may_give(committed.record.rate(B), 1) >= 6 * ratio
+        assert committed.believed[B] >= 6 * ratio
+        assert committed.weights[A] == committed.weights[B]
 
 
 def test_one_stranger_with_other_settings_ended_a_founders_program() -> None:

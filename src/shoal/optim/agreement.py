@@ -10,13 +10,14 @@ import hashlib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
 from shoal.optim.check import Check
 from shoal.optim.options import Options, agreed
-from shoal.optim.words import Weigh, shared_out
+from shoal.optim.words import RECORD, SITE_BYTES, Weigh, shared_out
 from shoal.peer import PeerID
 from shoal.wire import MAX_GROUP_SIZE, MAX_SAMPLES, Epoch, Samples, encode
 
@@ -60,11 +61,16 @@ class Contributor(msgspec.Struct, frozen=True, array_like=True):
         peer: its id.
         samples: that it had; of these the share of the parts, if its values are in some parts of the average only.
         end: where the run ends as far as it is concerned; None for nowhere.
+        site: where it was, see `words.sites_of`.
+        rounds: the steps that it has given to until then, without a pause of all that are kept. Known in a record of
+            steps only: see `committed`.
     """
 
     peer: PeerID
     samples: Samples
     end: Epoch | None = None
+    site: Annotated[bytes, msgspec.Meta(max_length=SITE_BYTES)] = b""
+    rounds: Annotated[int, msgspec.Meta(ge=0, le=RECORD)] = 0
 
 
 Contributors = Annotated[list[Contributor], msgspec.Meta(max_length=MAX_GROUP_SIZE)]
@@ -104,6 +110,7 @@ def agree(
     *,
     weigh: Weigh,
     total: float = math.inf,
+    sites: Mapping[PeerID, bytes] = MappingProxyType({}),
 ) -> Agreement:
     """The agreement that follows from the words of the members: the same for all of them.
 
@@ -114,6 +121,7 @@ def agree(
             they are named all the same, so that one which does not learn the verdict gives nothing twice.
         weigh: the words of the members.
         total: the largest total weight of a part. All members together have given no more samples than that.
+        sites: of the members, as their group knows them.
     """
     most = MAX_SAMPLES if total >= MAX_SAMPLES else math.ceil(total)
     shares = {**(in_part or {}), **dict.fromkeys(contributors, Fraction(1))}
@@ -129,7 +137,7 @@ def agree(
     gave = {peer: min(most, int(each.samples * shares[peer])) for peer, each in read.items() if shares.get(peer)}
     counted = shared_out(gave, most)
     made = [
-        Contributor(peer, max(1, counted[peer]) if shares[peer] else 0, each.end)
+        Contributor(peer, max(1, counted[peer]) if shares[peer] else 0, each.end, sites.get(peer, b""))
         for peer, each in read.items()
         if peer in shares
     ]

@@ -1,8 +1,8 @@
 """The contributors to the last steps, with their samples: the weight of each peer's word. Pure bookkeeping.
 
 Keys are free, so a word under a key counts by the work that was committed under it: see `words`. In a round a peer says
-itself how many samples it has. So no peer has more weight than all the others of its round together, nor more samples
-than it may give.
+itself how many samples it has. So no peer has more weight than all the others together, nor more samples than it may
+give. And weight takes time: with each step it is recorded to how many a key has given.
 
 These steps belong to a state, like the parameters. The members of a round know them from the round, a peer that follows
 their steps knows them from these, and a newcomer gets them with the state. So all peers at one state conclude the same
@@ -19,7 +19,7 @@ from typing import Annotated
 import msgspec
 
 from shoal.optim.agreement import Contributor, Contributors
-from shoal.optim.words import believed, committed_weights, may_give, recorded, typical
+from shoal.optim.words import RECORD, Record, may_give, recorded
 from shoal.peer import PeerID
 from shoal.wire import decode, encode
 
@@ -42,27 +42,24 @@ class Committed:
     steps: Sequence[Sequence[Contributor]] = ()
 
     @cached_property
+    def record(self) -> Record:
+        """What these steps say of each contributor."""
+        return Record(self.steps)
+
+    @property
     def samples(self) -> Mapping[PeerID, int]:
         """The samples of each contributor, over all these steps."""
-        samples: dict[PeerID, int] = {}
-        for each in (each for step in self.steps for each in step if each.samples):
-            samples[each.peer] = samples.get(each.peer, 0) + each.samples
-        return samples
+        return self.record.samples
 
-    @cached_property
+    @property
     def weights(self) -> Mapping[PeerID, int]:
         """The weight of each contributor's word."""
-        return committed_weights(self.steps)
+        return self.record.weights
 
-    @cached_property
+    @property
     def believed(self) -> Mapping[PeerID, int]:
         """The most samples for the next step that are believed of each contributor."""
-        return believed(self.steps)
-
-    @cached_property
-    def typical(self) -> float | None:
-        """The samples that the fastest key of weight gave to one of these steps, on average; None if none is known."""
-        return typical(self.steps)
+        return self.record.believed
 
     @cached_property
     def ends(self) -> Mapping[PeerID, int | None]:
@@ -86,9 +83,16 @@ class Committed:
 
         # All members keep the same record, so it depends on nothing that each has measured: who comes back after some
         # steps may give more, and is recorded with what one step takes.
-        most = None if self.typical is None else int(may_give(self.typical, 1))
+        most = {each.peer: may_give(self.record.rate(each.peer, each.site), 1) for each in contributors}
         kept = recorded({each.peer: each.samples for each in contributors}, most)
-        step = [Contributor(each.peer, kept[each.peer], end_of(each)) for each in contributors]
+        rounds = {each.peer: each.rounds for step in self.steps for each in step}
+
+        def rounds_of(each: Contributor) -> int:
+            return min(RECORD, rounds.get(each.peer, 0) + (kept[each.peer] > 0))
+
+        step = [
+            Contributor(each.peer, kept[each.peer], end_of(each), each.site, rounds_of(each)) for each in contributors
+        ]
         return Committed((*self.steps[1 - _STEPS :], step))
 
     @property

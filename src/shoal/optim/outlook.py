@@ -209,5 +209,5 @@ class Outlook:
         known, me = self.known, self.core.peer_id
         known.contributors = self.attendance.contributors = peers = self.own.committed.samples
         if self.settings.merging is None:  # else they say how far they are on their way
-            known.believed = self.own.committed.believed
+            known.believed, known.places = self.own.committed.believed, self.own.committed.record.places
         self.attendance.alone = not any(known.progress_of(peer) is not None for peer in peers if peer != me)

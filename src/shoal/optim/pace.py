@@ -14,6 +14,7 @@ from shoal.errors import ConfigError
 from shoal.optim.contribution import RateMeter
 from shoal.peer import PeerID
 from shoal.progress import SwarmView
+from shoal.sometimes import sometimes
 from shoal.strategies import Merging
 from shoal.wire import Progress
 
@@ -22,6 +23,9 @@ __all__ = ["LOOKS", "WAY", "MergePace", "Pace", "SamplesPace"]
 WAY = 1000
 """A peer that has trained for long enough since the last merge names this number, or a larger one."""
 
+
+_SOONER = 0.9
+"""A step that waits for others takes at most this part of the one before."""
 
 _MOST_WAYS = 4
 """A peer counts for so many ways at most, whatever it claims. One that does not count itself waits for so many at most:
@@ -102,6 +106,10 @@ class Pace(Protocol):
 class SamplesPace:
     """The pace of synchronous training.
 
+    Claims are free, and a machine may be far faster than the others. So a step that one place has filled, while others
+    are at their first batch since the last one, comes at most a tenth sooner than that one did: their samples are in
+    it, unless they are slower than a step for long. What is trained meanwhile counts in it.
+
     Args:
         target_batch_size: samples of the whole swarm in one step.
     """
@@ -110,9 +118,12 @@ class SamplesPace:
         if target_batch_size < 1:
             raise ConfigError(f"target_batch_size must be at least 1, got {target_batch_size}")
         self._target, self._others = target_batch_size, 0
+        self._began, self._now, self._lasted_s = math.inf, 0.0, 0.0
+        self._epoch, self._waits = 0, False
 
     def done(self, samples: int, batches: int, now: float, epoch: int) -> int:
         """See `Pace`."""
+        self._now = now
         return samples
 
     def target(self, view: SwarmView) -> int:
@@ -126,18 +137,28 @@ class SamplesPace:
     def enough(self, view: SwarmView) -> bool:
         """See `Pace`."""
         self._others = view.samples - view.own
-        return view.samples >= self._target
+        full = view.samples >= self._target
+        self._waits = full and view.ahead and self._now < self._begins_at
+        if self._waits:
+            sometimes("a step waits for others that are at their first batch")
+        return full and not self._waits
+
+    @property
+    def _begins_at(self) -> float:
+        """When this step is due at the latest, once it is full."""
+        return self._began + _SOONER * self._lasted_s
 
     def reaches(self, samples: int, batches: int, epoch: int) -> bool:
         """See `Pace`."""
-        return samples + self._others >= self._target
+        return samples + self._others >= self._target and not self._waits
 
     def missing(self, own: int, view: SwarmView) -> int:
         """See `Pace`."""
         return 0
 
-    def due_s(self, now: float) -> None:
+    def due_s(self, now: float) -> float | None:
         """See `Pace`."""
+        return max(0.0, self._begins_at - now) if self._waits else None
 
     def hold_s(self, batches: int, now: float, epoch: int) -> float:
         """See `Pace`: a batch that comes too late is dropped, or goes into the next step."""
@@ -160,6 +181,8 @@ class SamplesPace:
 
     def state_changed(self, epoch: int, now: float) -> None:
         """See `Pace`."""
+        self._lasted_s = max(0.0, now - self._began) if epoch == self._epoch + 1 else 0.0
+        self._epoch, self._began, self._waits = epoch, now, False
 
     def ends_at(self, epoch: int | None, *, left_behind: bool) -> None:
         """See `Pace`."""

@@ -55,7 +55,7 @@ from shoal.optim.step_feed import StepFeed
 from shoal.optim.takeover import Takeover
 from shoal.optim.training_state import TrainingState
 from shoal.optim.witness import Witness
-from shoal.optim.words import MOST_STEPS, Weigh, heeds, hosts_of, may_give, weigh
+from shoal.optim.words import MOST_STEPS, Weigh, heeds, may_give, sites_of, weigh
 from shoal.peer import PeerID
 from shoal.progress import StateKey, SwarmProgress, SwarmView
 from shoal.sometimes import sometimes
@@ -404,7 +404,7 @@ class Participant:
         return view, claimed
 
     def _settle_end(self) -> None:
-        self._end.settle(self.epoch, self.own.committed, lambda: self._known.ends, self._hosts)
+        self._end.settle(self.epoch, self.own.committed, lambda: self._known.ends, self._sites)
         end = self._end.expected(self.epoch, self.training.model_epoch)
         self.pace.ends_at(end, left_behind=self._outlook.left_behind)
         self.training.ends_at(end)
@@ -414,8 +414,8 @@ class Participant:
         end = self._end.expected(self.epoch, self.training.model_epoch)
         return end is not None and self.epoch + 1 == end
 
-    def _hosts(self) -> dict[PeerID, str]:
-        return hosts_of(map(self._gossip.contact, self._known.peers))
+    def _sites(self) -> dict[PeerID, bytes]:
+        return sites_of(map(self._gossip.contact, self._known.peers))
 
     def _missing(self) -> tuple[int, int]:
         """How many peers the next merge lacks, though this one is ready for it, and how many it takes.
@@ -635,7 +635,7 @@ class Participant:
             steps = MOST_STEPS
         elif steps is None:
             steps = 1.0 if own else MOST_STEPS
-        return min(MAX_WEIGHT, may_give(committed.typical, max(1.0, steps)) * (1 if own else 2))
+        return min(MAX_WEIGHT, may_give(committed.record.rate(peer), max(1.0, steps)) * (1 if own else 2))
 
     async def _trainer_comes(self, within_s: float) -> None:
         """Wait for a trainer that is in the middle of a batch."""
@@ -676,8 +676,14 @@ class Participant:
             self.contribution.was_cut(self._cut)
             self.training.counted()
         outcome, weighed = result.outcome, self._weigh_in(result)
-        total = max(held.weight for held in outcome.commit.parts)
-        agreement = agree(result.gathered, outcome.contributors, outcome.counted_in_part, weigh=weighed, total=total)
+        agreement = agree(
+            result.gathered,
+            outcome.contributors,
+            outcome.counted_in_part,
+            weigh=weighed,
+            total=max(held.weight for held in outcome.commit.parts),
+            sites=_sites_in(result),
+        )
         if (mend_from := await self._check.difference(result, self.own.name, weighed)) is not None:
             sometimes("a check finds that our parameters differ")
             self.takeover.mend_from = mend_from
@@ -710,8 +716,7 @@ class Participant:
 
     def _weigh_in(self, result: StepResult) -> Weigh:
         """Weighs the words of the members of this round, as all of them do."""
-        hosts = hosts_of(member.contact for member in result.outcome.members)
-        return partial(weigh, committed=self.own.committed.weights, hosts=hosts)
+        return partial(weigh, committed=self.own.committed.weights, sites=_sites_in(result))
 
     async def _tell_step(self, telling: Awaitable[None]) -> None:
         """Keep a step for peers that catch up: they can do without, and this peer's step does not wait for it."""
@@ -755,7 +760,8 @@ class Participant:
             self.training.counted()
             chance = self.core.env.rng.randbytes(16)
             said = self._said()
-            contributors = [Contributor(self.core.peer_id, samples, said.end)]
+            me = self.core.peer_id
+            contributors = [Contributor(me, samples, said.end, sites_of([self._outlook.contact])[me])]
             agreement = Agreement(said.options, said.absent, contributors, said.cores)
             await self._tell_step(self._steps.add_alone(name, chance, samples, self._averager.vector, agreement))
         self.own.shared = False
@@ -1104,3 +1110,8 @@ class Participant:
             if self.phase is RunPhase.STEPPING and self.own.update is None:  # also when the trainer is interrupted
                 self._happened(Event.OVERTAKEN)
         return self.takeover.took_over
+
+
+def _sites_in(result: StepResult) -> dict[PeerID, bytes]:
+    """The sites of the members of this round, as all of them know them."""
+    return sites_of(member.contact for member in result.outcome.members)

@@ -10,7 +10,7 @@ All peers at one state know the same words and the same weights, so the run ends
 that is at the end may name a later end, or none: then it goes on.
 
 A peer at a state of which it knows no steps goes by its own word, and so does one that has made all of them alone.
-Without a word of its own it goes by the word of more than half of all hosts that it knows (see `words`).
+Without a word of its own it goes by the word of more than half of all sites that it knows (see `words`).
 
 The first peer at the end holds data that the others still need: the last round may have failed for one of them, which
 would then make a last step of its own, and end with other weights. So a peer at the end waits for the others it knows.
@@ -83,7 +83,7 @@ class RunEnd:
         epoch: int,
         committed: Committed,
         words: Callable[[], Mapping[PeerID, int | None]],
-        hosts: Callable[[], Mapping[PeerID, str]] = dict,
+        sites: Callable[[], Mapping[PeerID, bytes]] = dict,
     ) -> None:
         """Compute the epoch at which the run ends.
 
@@ -91,7 +91,7 @@ class RunEnd:
             epoch: of this peer.
             committed: the steps that led to its state.
             words: returns the ends that other live peers name now. They matter where no steps are known.
-            hosts: returns the hosts of these peers.
+            sites: returns the sites of these peers.
         """
         if self._goes_on_at == epoch:
             self.epoch = self.said
@@ -101,7 +101,7 @@ class RunEnd:
             self.epoch = self.said
         else:
             ends = words()
-            self.epoch = median_end(ends, weigh(ends, committed=committed.weights, hosts=hosts()))
+            self.epoch = median_end(ends, weigh(ends, committed=committed.weights, sites=sites()))
 
     def reached(self, epoch: int) -> bool:
         """Whether nothing is trained beyond this epoch."""

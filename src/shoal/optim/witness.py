@@ -3,7 +3,7 @@
 A key costs nothing, and a state is a claim like any other: a stranger can change the weights and name what it has as
 it likes. So this peer asks who stands for a state:
 
-- **Contributors.** A state is *vouched* for by the peers whose words weigh here (`words.committed_weights`), and by
+- **Contributors.** A state is *vouched* for by the peers whose words weigh here (`words.Record`), and by
   those whose words have weighed here before: two branches that meet after a partition know each other so. If those who
   stand for it, or for a better one, are no majority, it is one to which the run can have come since they and this peer
   were last in one step. States of contributors come before others.

@@ -1,21 +1,24 @@
 """Whose word counts how much: the one place that decides it. Pure functions.
 
 Keys are free, so the number of peers that say something proves nothing. A key's word weighs by the samples that were
-committed under it, in the last steps that led to the state (see `committed`):
+committed under it, in the last steps that led to the state, times the number of steps that it has given to without a
+long pause, up to `RECORD` (see `committed`). So:
 
-- A key that has contributed to less than a third of these steps (3 of 10) weighs nothing; where nobody has contributed
-  to so many, those weigh that have contributed to most.
-- If none of those who say something weighs anything (no step is known, or all of them are new), each *host* has one
-  voice, which its keys share: nothing else is known of them. Peers that announce no address are one host together. Of
-  two sets of hosts of one size, the one with more keys weighs more. So peers of one laboratory, which share an address,
-  count like any others among themselves.
+- A key that has given to less than three steps weighs nothing, if others have given to more.
+- No *site* (see `transport.sockets.site_of`) weighs more than all others together, but where each of its keys weighs no
+  more than one elsewhere: peers of one laboratory, which share an address, count like any others. Of one site alone
+  the same holds for its keys. So no key decides anything while others are there.
+- If none of those who say something weighs anything (no step is known, or all of them are new), each site has one
+  voice, which its keys share: nothing else is known of them. Peers that announce no address are one site together. Of
+  two sets of sites of one size, the one with more keys weighs more.
 
 All members of a round know the same steps and the same addresses, so they weigh all words alike.
 
-A peer says itself how many samples it has. It is `believed` as far as it has been able to give them: up to twice the
-most that it gave to one of the last steps. What it may give to a round grows with the time since it gave last, and with
-what the fastest key of weight gives (`may_give`): so newcomers are not held back, nor those that were away, or are left
-when others go, and nobody makes an average its own.
+A peer says itself how many samples it has. It is `believed` as far as it has been able to give them. What it may give
+to a round grows with the time since it gave last, and with what the fastest key of another site gives (`Record.rate`,
+`may_give`): so newcomers are not held back, nor those that were away, or are left when others go, and nobody makes an
+average its own. A key's own record counts there, too, or a machine that is much faster than all others would be cut for
+ever. But so it allows it only a quarter more with each step, and `_AHEAD` times what all others give at most.
 """
 
 from __future__ import annotations
@@ -27,41 +30,51 @@ from hashlib import sha256
 from typing import Protocol, TypeVar
 
 from shoal.peer import PeerID
+from shoal.transport.sockets import site_of
 from shoal.wire import Contact
 
 __all__ = [
     "MOST_STEPS",
+    "RECORD",
+    "SITE_BYTES",
+    "Record",
     "Weigh",
-    "believed",
-    "committed_weights",
     "heaviest",
     "heeds",
-    "hosts_of",
     "may_give",
     "recorded",
     "shared_out",
-    "typical",
+    "sites_of",
     "weigh",
 ]
 
 _PART = 3
 """A key weighs nothing before it has contributed to one of so many of the last steps, on average."""
 
+RECORD = 100
+"""The weight of a key grows over so many steps: minutes, where steps are short."""
+
 _BELIEVED = 2
 """How many times the samples that a peer gave to one of the last steps it may claim for the next one."""
 
 _FASTER = 2
-"""A peer may be so many times as fast as the fastest one of weight."""
+"""A peer may be so many times as fast as the fastest one of another site."""
+
+_GROWS = 1.25
+"""A peer that is faster than that may give so many times the most that it gave to one of the last steps."""
+
+SITE_BYTES = 4
+"""A site is known by so many bytes of its hash."""
 
 MOST_STEPS = 64
 """A peer that was away gives what it has trained in the time of so many steps at most."""
 
-_AHEAD = 16
+_AHEAD = 64
 """A peer is recorded with no more than so many times the samples of those of its step who are not so far ahead: liars
 get no further ahead, however many they are, and a machine that is as much faster counts with all that it does."""
 
 _VOICE = 720_720
-"""The voice of a host: up to 16 keys share it without a rest."""
+"""The voice of a site: up to 16 keys share it without a rest."""
 
 T = TypeVar("T")
 
@@ -73,6 +86,10 @@ class _Gave(Protocol):
     def peer(self) -> PeerID: ...
     @property
     def samples(self) -> int: ...
+    @property
+    def site(self) -> bytes: ...
+    @property
+    def rounds(self) -> int: ...
 
 
 class Weigh(Protocol):
@@ -82,42 +99,87 @@ class Weigh(Protocol):
         """The weight of the word of each of these peers."""
 
 
-def committed_weights(steps: Sequence[Iterable[_Gave]]) -> dict[PeerID, int]:
-    """The weight that these last steps give each key: its samples in them; keys that weigh nothing are left out.
+class Record:
+    """What the last steps that led to a state say of each key that gave anything to them.
 
-    In a step a peer says itself how many samples it has. So no more count of a key than all others gave to that step.
+    Args:
+        steps: for each of them the words of its contributors.
+
+    Attributes:
+        samples: that each key gave to them.
+        weights: of the word of each key; keys that weigh nothing are left out.
+        believed: the most samples that each key may have for the next step, to be believed.
+        places: where each key was: its site; of one site alone each key is a place of its own.
     """
-    samples, rounds = Counter[PeerID](), Counter[PeerID]()
-    for gave in ([each for each in step if each.samples] for step in steps):
-        total = sum(each.samples for each in gave)
-        for each in gave:
-            samples[each.peer] += min(each.samples, total - each.samples) if len(gave) > 1 else each.samples
-            rounds[each.peer] += 1
-    needed = min(len(steps) // _PART, max(rounds.values(), default=0))
-    return {peer: count for peer, count in samples.items() if rounds[peer] >= needed}
+
+    def __init__(self, steps: Sequence[Iterable[_Gave]]) -> None:
+        self.samples, self._most = dict[PeerID, int](), dict[PeerID, int]()
+        self._steps, rounds, sites = len(steps), Counter[PeerID](), dict[PeerID, bytes]()
+        for each in (each for step in steps for each in step if each.samples):
+            peer = each.peer
+            self.samples[peer] = self.samples.get(peer, 0) + each.samples
+            self._most[peer] = max(self._most.get(peer, 0), each.samples)
+            rounds[peer] = max(rounds[peer] + 1, each.rounds)
+            sites[peer] = each.site
+        needed = min(len(steps) // _PART, max(rounds.values(), default=0))
+        grown = {peer: given * min(rounds[peer], RECORD) for peer, given in self.samples.items()}
+        regular = {peer: weight for peer, weight in grown.items() if rounds[peer] >= needed}
+        self.weights = _none_alone(regular, sites)
+        self._one = len(set(sites.values())) <= 1
+        self.places = {peer: self._place(peer, site) for peer, site in sites.items()}
+        self._most_at, fastest = Counter[bytes](), dict[bytes, tuple[bool, int]]()
+        for peer, place in self.places.items():
+            self._most_at[place] += self._most[peer]
+            fastest[place] = max(fastest.get(place, (False, 0)), (peer in regular, self.samples[peer]))
+        self._fastest = sorted(fastest.items(), key=lambda each: each[1])[-2:]
+        self.believed = {
+            peer: int(min(_BELIEVED * most, may_give(self.rate(peer), 1))) for peer, most in self._most.items()
+        }
+
+    def _place(self, peer: PeerID, site: bytes) -> bytes:
+        return peer.raw if self._one else site
+
+    def rate(self, peer: PeerID, site: bytes | None = None) -> float | None:
+        """The samples that a peer may give for the time of a step; None if nothing is known of others.
+
+        Args:
+            peer: that gives them.
+            site: of it; None for where it was last.
+        """
+        place = self.places.get(peer, peer.raw) if site is None else self._place(peer, site)
+        others = [found for at, (_, found) in self._fastest if at != place]
+        if not others:
+            return None
+        own = min(self._most.get(peer, 0), _AHEAD * (self._most_at.total() - self._most_at[place]))
+        # `may_give` allows two steps' worth for one.
+        return max(_FASTER * others[-1] / self._steps, _GROWS / 2 * own)
 
 
-def _most_given(steps: Sequence[Iterable[_Gave]]) -> dict[PeerID, int]:
-    """The most that each key gave to one of these steps."""
-    most = dict[PeerID, int]()
-    for each in (each for step in steps for each in step if each.samples):
-        most[each.peer] = max(most.get(each.peer, 0), each.samples)
-    return most
+def _none_alone(weights: Mapping[PeerID, int], sites: Mapping[PeerID, bytes]) -> dict[PeerID, int]:
+    """These weights, where no site, or of one site no key, decides against all others."""
+    together = dict[bytes, dict[PeerID, int]]()
+    for peer, weight in weights.items():
+        if weight:
+            together.setdefault(sites.get(peer, b""), {})[peer] = weight
+    if len(together) == 1:
+        together = {peer.raw: {peer: weight} for each in together.values() for peer, weight in each.items()}
+    if len(together) < 2:
+        return dict(weights)
+    *others, first = sorted(together.values(), key=lambda each: sum(each.values()))
+    rest, elsewhere = sum(sum(each.values()) for each in others), max(max(each.values()) for each in others)
+    # All others together have the last word, unless they are one as well.
+    most = max(rest - (len(others) > 1), sum(min(weight, elsewhere) for weight in first.values()))
+    return {**weights, **shared_out(first, most)}
 
 
-def believed(steps: Sequence[Iterable[_Gave]]) -> dict[PeerID, int]:
-    """The most samples that each contributor to these last steps may have for the next one, to be believed."""
-    return {peer: _BELIEVED * samples for peer, samples in _most_given(steps).items()}
-
-
-def recorded(gave: Mapping[PeerID, int], most: int | None) -> dict[PeerID, int]:
+def recorded(gave: Mapping[PeerID, int], most: Mapping[PeerID, float]) -> dict[PeerID, int]:
     """So many of the samples that each peer gave to a step are kept in the record of the step.
 
     Args:
         gave: the samples of each.
-        most: that any of them was able to give; None if that is not known.
+        most: that it was able to give, as far as that is known.
     """
-    found = {peer: samples if most is None else min(samples, most) for peer, samples in gave.items()}
+    found = {peer: int(min(samples, most.get(peer, math.inf))) for peer, samples in gave.items()}
     behind = 0
     for samples in sorted(found.values()):
         if behind and samples > _AHEAD * behind:
@@ -137,46 +199,41 @@ def shared_out(said: Mapping[PeerID, int], total: int) -> dict[PeerID, int]:
     return dict(said)
 
 
-def typical(steps: Sequence[Iterable[_Gave]]) -> float | None:
-    """The samples that the fastest key of weight gave to one of these last steps, on average; None if none is known."""
-    gave = Counter[PeerID]()
-    for each in (each for step in steps for each in step):
-        gave[each.peer] += each.samples
-    most = max((gave[peer] for peer in committed_weights(steps)), default=0)
-    return most / len(steps) if most else None
-
-
-def may_give(typical_samples: float | None, steps: float) -> float:
+def may_give(rate: float | None, steps: float) -> float:
     """The most samples that a peer may give to a round; infinite if nothing is known.
 
     Args:
-        typical_samples: see `typical`.
+        rate: see `Record.rate`.
         steps: the time since it gave last, or has come, in the time that a step takes; up to `MOST_STEPS`.
     """
     # One more, as times differ, and as a batch may have been under way when it gave last.
-    return math.inf if typical_samples is None else _FASTER * typical_samples * (1 + min(steps, MOST_STEPS))
+    return math.inf if rate is None else rate * (1 + min(steps, MOST_STEPS))
 
 
-def hosts_of(contacts: Iterable[Contact]) -> dict[PeerID, str]:
-    """The host of each of these peers, as far as it announces one."""
-    return {each.peer: each.addresses[0].host for each in contacts if each.addresses}
+def sites_of(contacts: Iterable[Contact]) -> dict[PeerID, bytes]:
+    """The site of each of these peers (a hash of it); empty for those that announce no address."""
+
+    def site(contact: Contact) -> bytes:
+        return sha256(site_of(contact.addresses[0].host).encode()).digest()[:SITE_BYTES] if contact.addresses else b""
+
+    return {each.peer: site(each) for each in contacts}
 
 
 def weigh(
-    peers: Collection[PeerID], *, committed: Mapping[PeerID, int], hosts: Mapping[PeerID, str]
+    peers: Collection[PeerID], *, committed: Mapping[PeerID, int], sites: Mapping[PeerID, bytes]
 ) -> dict[PeerID, int]:
     """The weight of the word of each of these peers, beside each other.
 
     Args:
         peers: that say something.
-        committed: the weights that the last steps give, see `committed_weights`.
-        hosts: of the peers, see `hosts_of`.
+        committed: the weights that the last steps give, see `Record`.
+        sites: of the peers, see `sites_of`.
     """
     found = {peer: committed.get(peer, 0) for peer in peers}
     if any(found.values()):
-        return found
-    keys = Counter(hosts.get(peer, "") for peer in peers)
-    return {peer: _VOICE // keys[hosts.get(peer, "")] + 1 for peer in peers}
+        return _none_alone(found, sites)
+    keys = Counter(sites.get(peer, b"") for peer in peers)
+    return {peer: _VOICE // keys[sites.get(peer, b"")] + 1 for peer in peers}
 
 
 def heeds(
@@ -188,7 +245,7 @@ def heeds(
 
     Args:
         peers: that say so.
-        committed: the weights that the last steps give, see `committed_weights`.
+        committed: the weights that the last steps give, see `Record`.
         given: the peers that its user gave it to begin with.
         begun: whether it has a state of the run.
     """

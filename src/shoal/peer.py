@@ -21,7 +21,7 @@ import msgspec
 
 from shoal.errors import ConfigError
 
-__all__ = ["Address", "Invite", "PeerID", "check_run_id", "host_kind", "is_host", "kind_of", "parse_peers"]
+__all__ = ["Address", "Invite", "PeerID", "check_run_id", "host_kind", "is_host", "kind_of", "parse_peers", "site_of"]
 
 PEER_ID_BYTES = 32
 _HOST = re.compile(r"[0-9A-Za-z.:_-]{1,253}")
@@ -351,3 +351,19 @@ def _addresses(item: object) -> tuple[Sequence[Address], str]:
             return [Address.parse(text)], ""
         item = Invite.parse(text)
     return item.addresses, item.run_id
+
+
+def site_of(host: str) -> str:
+    """The site that a host belongs to: what one owner has, who may use all of it.
+
+    This is an IPv4 address, the 64 bits of an IPv6 network, or the last two labels of a name.
+    """
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return ".".join(host.lower().rstrip(".").split(".")[-2:])
+    if address.version == 4:
+        return str(address)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.ip_network((int(address) >> 64 << 64, 64)))

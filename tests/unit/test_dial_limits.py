@@ -8,7 +8,7 @@ import pytest
 
 from shoal import sim
 from shoal.errors import PeerTimeout, PeerUnreachable
-from shoal.peer import Address, PeerID
+from shoal.peer import Address, PeerID, site_of
 from shoal.rpc.dial_limits import (
     ADDRESSES_TRIED,
     FAILURES,
@@ -22,7 +22,6 @@ from shoal.rpc.dial_limits import (
     DialLimits,
     NotDialed,
 )
-from shoal.transport.sockets import site_of
 
 
 def address(host: str, port: int = 4000, peer: int = 1) -> Address:

@@ -5,7 +5,7 @@ committed under it, in the last steps that led to the state, times the number of
 long pause, up to `RECORD` (see `committed`). So:
 
 - A key that has given to less than three steps weighs nothing, if others have given to more.
-- No *site* (see `transport.sockets.site_of`) weighs more than all others together, but where each of its keys weighs no
+- No *site* (see `peer.site_of`) weighs more than all others together, but where each of its keys weighs no
   more than one elsewhere: peers of one laboratory, which share an address, count like any others. Of one site alone
   the same holds for its keys. So no key decides anything while others are there.
 - If none of those who say something weighs anything (no step is known, or all of them are new), each site has one
@@ -29,8 +29,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from hashlib import sha256
 from typing import Protocol, TypeVar
 
-from shoal.peer import PeerID
-from shoal.transport.sockets import site_of
+from shoal.peer import PeerID, site_of
 from shoal.wire import Contact
 
 __all__ = [

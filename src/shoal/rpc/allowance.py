@@ -1,7 +1,7 @@
 """How much one host may ask of us: calls cost, and a host that has spent too much is not read for a while.
 
 This is pure bookkeeping. Keys are free, so a host counts with all its peers and links; so does a site of many hosts,
-such as the 64 bits of an IPv6 network (`transport.sockets.site_of`). Honest peers stay far below the limit: the
+such as the 64 bits of an IPv6 network (`peer.site_of`). Honest peers stay far below the limit: the
 messages of 1,000 others take 2% of a core, some 200 calls a second. TCP holds back data that is not read.
 
 All hosts together have a limit, too. Only while they are over it does each get no more than its share: in a swarm of

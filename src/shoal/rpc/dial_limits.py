@@ -20,10 +20,9 @@ from collections.abc import Iterable, Sequence
 from shoal.bounded import put_last
 from shoal.clock import seconds_text
 from shoal.errors import PeerError, PeerUnreachable
-from shoal.peer import Address, PeerID
+from shoal.peer import Address, PeerID, site_of
 from shoal.tasks import Changes
 from shoal.transport.base import Connection, Transport
-from shoal.transport.sockets import site_of
 
 __all__ = ["BoundedDials", "DialLimits", "NotDialed"]
 

@@ -26,7 +26,7 @@ from shoal.bounded import put_last
 from shoal.clock import Env, SharedClock, seconds_text
 from shoal.errors import ClosedError, LocalError, PeerError, PeerProtocolError, PeerTimeout, PeerUnreachable
 from shoal.events import PeerConnected, PeerDropped, PeerLost, PeerSilent, Warned
-from shoal.peer import Address, PeerID
+from shoal.peer import Address, PeerID, site_of
 from shoal.rpc.allowance import Account, Allowance, call_cost, reply_cost
 from shoal.rpc.connections import Connections
 from shoal.rpc.dial_limits import NotDialed
@@ -39,7 +39,6 @@ from shoal.rpc.stream import Stream
 from shoal.rpc.trust import Trust
 from shoal.tasks import Tasks, while_moving
 from shoal.transport.base import Connection, Transport
-from shoal.transport.sockets import site_of
 from shoal.wire import (
     Contact,
     Hello,

@@ -40,7 +40,6 @@ __all__ = [
     "packet_bytes",
     "resolve",
     "same_network",
-    "site_of",
     "takes_both_families",
     "tune",
 ]
@@ -225,22 +224,6 @@ _NEAR_BITS = {4: 24, 6: 64}
 
 
 @lru_cache(maxsize=4096)
-def site_of(host: str) -> str:
-    """The site that a host belongs to: what one owner has, who may use all of it.
-
-    This is an IPv4 address, the 64 bits of an IPv6 network, or the last two labels of a name.
-    """
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return ".".join(host.lower().rstrip(".").split(".")[-2:])
-    if address.version == 4:
-        return str(address)
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
-    return str(ipaddress.ip_network((int(address) >> 64 << 64, 64)))
-
-
 def same_network(own: str, host: str) -> bool:
     """Whether a host seems to be in the network of our own address: behind the same router, or in a private one.
 

@@ -35,7 +35,7 @@ from shoal.errors import (
     PeerUnreachable,
 )
 from shoal.identity import Identity
-from shoal.peer import Address, PeerID
+from shoal.peer import Address, PeerID, site_of
 from shoal.transport.base import Acceptor
 from shoal.transport.certificate import client_context, server_context
 from shoal.transport.connection import TcpConnection
@@ -51,7 +51,6 @@ from shoal.transport.sockets import (
     open_files_limit,
     outside_host,
     resolve,
-    site_of,
     takes_both_families,
 )
 from shoal.transport.uplink import Uplink

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import pytest
 
@@ -19,17 +19,30 @@ def key(epoch: int, samples: int | None = None) -> StateKey:
     return StateKey.of(epoch, 10 * epoch if samples is None else samples, b"")
 
 
-def stepped(until: int, weights: Mapping[PeerID, int], witness: Witness | None = None, first: int = 1) -> Witness:
+class Timed(Witness):
+    """A witness whose time is set."""
+
+    def __init__(self, *, given: Collection[PeerID] = (), begins_s: float = 600.0) -> None:
+        self.now = 0.0
+        super().__init__(ME, given=given, begins_s=begins_s, time=lambda: self.now)
+
+    def at(self, now: float) -> Timed:
+        """It is so late now."""
+        self.now = now
+        return self
+
+
+def stepped(until: int, weights: Mapping[PeerID, int], witness: Timed | None = None, first: int = 1) -> Timed:
     """One that has taken a step each second until this one, with these."""
-    found = witness or Witness(ME, given=[D], begins_s=600.0)
+    found = witness or Timed(given=[D])
     for epoch in range(first, until + 1):
-        found.stepped(epoch, 10 * epoch, float(epoch), gave=list(weights), weights=weights)
+        found.at(float(epoch)).stepped(epoch, 10 * epoch, gave=list(weights), weights=weights)
     return found
 
 
-def taken(witness: Witness, own: StateKey, named: Mapping[PeerID, StateKey], now: float) -> set[PeerID]:
+def taken(witness: Timed, own: StateKey, named: Mapping[PeerID, StateKey], now: float) -> set[PeerID]:
     """Those of these whose states may be taken."""
-    heeded = witness.heeded(own, named, named, now)
+    heeded = witness.at(now).heeded(own, named, named)
     assert not heeded.vouched & heeded.others
     return {*heeded.vouched, *heeded.others}
 
@@ -53,8 +66,8 @@ def test_a_newcomer_that_alone_knows_a_step_is_followed() -> None:
 @pytest.mark.parametrize("restarted", [False, True])
 def test_peers_that_are_started_again_take_the_newest_checkpoint(*, restarted: bool) -> None:
     """Two that came seven seconds earlier knew each other by then, and refused it: its key was new."""
-    witness = Witness(ME, given=[], begins_s=600.0)
-    witness.heeded(key(10 * restarted), {}, {}, 1.0)
+    witness = Timed()
+    witness.at(1.0).heeded(key(10 * restarted), {}, {})
     stepped(14, {ME: 10, A: 10}, witness, first=11)
     named = {A: key(14), D: key(20)}
     assert taken(witness, key(14), named | {D: key(2000)}, 15.0) == ({A, D} if restarted else {A})
@@ -96,12 +109,12 @@ def test_a_stranger_stands_there_the_longer_the_more_there_is_to_lose() -> None:
     slept = stepped(1000, ALL)
     assert taken(slept, key(1000), {D: key(1300)}, 1030.0) == {D}, "it has nothing to lose"
     assert taken(stepped(20, {ME: 10}), key(20), {A: key(10**6)}, 20.0) == {A}
-    assert taken(Witness(ME, given=(), begins_s=0.0), key(7), {A: key(9)}, 50.0) == {A}
+    assert taken(Timed(begins_s=0.0), key(7), {A: key(9)}, 50.0) == {A}
 
 
 def test_a_newcomer_takes_the_state_of_who_invited_it_first() -> None:
     """It knows nobody else: their words are as good as any other's."""
-    heeded = Witness(ME, given=[D], begins_s=600.0).heeded(key(0), {A: key(90), D: key(7)}, [A, D], 1.0)
+    heeded = Timed(given=[D]).at(1.0).heeded(key(0), {A: key(90), D: key(7)}, [A, D])
     assert heeded.vouched == {D}
     assert heeded.others == {A, D}
 
@@ -109,8 +122,8 @@ def test_a_newcomer_takes_the_state_of_who_invited_it_first() -> None:
 @pytest.mark.parametrize("there", [True, False])
 def test_who_was_there_before_the_first_step_counts_while_the_run_begins(there: bool) -> None:
     """A line may have failed before the first step: nobody else can know who that peer is."""
-    witness = Witness(ME, given=(), begins_s=600.0)
-    witness.heeded(key(0), {A: key(0)} | ({C: key(0)} if there else {}), [], 0.5)
+    witness = Timed()
+    witness.at(0.5).heeded(key(0), {A: key(0)} | ({C: key(0)} if there else {}), [])
     stepped(20, {ME: 10, A: 10}, witness)
     assert taken(witness, key(20), {A: key(20), C: key(60)}, 21.0) == ({A, C} if there else {A})
     stepped(700, {ME: 10, A: 10}, witness, first=21)
@@ -122,19 +135,19 @@ def test_clients_heed_strangers_where_no_contributor_can_give_a_state() -> None:
     witness = stepped(20, ALL)
     named = {A: key(21), C: key(21), PeerID(b"x" * 32): key(2200)}
     stranger = max(named)
-    assert witness.heeded(key(20), named, [A, stranger], 21.0).others == frozenset()
-    assert witness.heeded(key(20), named, [stranger], 21.0).others == {stranger}
-    assert witness.heeded(key(20), named | {D: key(21)}, [D, stranger], 21.0).others == {D}
+    assert witness.at(21.0).heeded(key(20), named, [A, stranger]).others == frozenset()
+    assert witness.at(21.0).heeded(key(20), named, [stranger]).others == {stranger}
+    assert witness.at(21.0).heeded(key(20), named | {D: key(21)}, [D, stranger]).others == {D}
 
 
 def test_the_time_since_a_peer_gave() -> None:
     """In steps. Of one that came later since then; of one that was there before, nobody knows."""
-    witness = Witness(ME, given=(), begins_s=600.0)
-    witness.heeded(key(0), {D: key(0)}, [], 0.5)
+    witness = Timed()
+    witness.at(0.5).heeded(key(0), {D: key(0)}, [])
     stepped(20, {ME: 10, A: 10}, witness)
-    witness.heeded(key(20), {C: key(20)}, [], 20.0)
-    assert witness.steps_since(A, 23.0) == 3.0
-    assert witness.steps_since(C, 24.0) == 4.0
-    assert witness.steps_since(D, 24.0) is None
-    witness.took_over(30, 300, 30.0, gave=[A, B], weights={A: 10, B: 10})
-    assert witness.steps_since(A, 31.0) == witness.steps_since(B, 31.0) == 1.0
+    witness.at(20.0).heeded(key(20), {C: key(20)}, [])
+    assert witness.at(23.0).steps_since(A) == 3.0
+    assert witness.at(24.0).steps_since(C) == 4.0
+    assert witness.at(24.0).steps_since(D) is None
+    witness.at(30.0).took_over(30, 300, gave=[A, B], weights={A: 10, B: 10})
+    assert witness.at(31.0).steps_since(A) == witness.at(31.0).steps_since(B) == 1.0

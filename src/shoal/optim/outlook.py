@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field, replace
 
-from shoal.clock import Elapsed
 from shoal.core import PeerCore
 from shoal.optim.attendance import Attendance
 from shoal.optim.companions import Companions
@@ -47,7 +46,6 @@ class Outlook:
         attendance: of the others in its rounds.
         fetching: of a better state.
         witness: of how far the run can have come.
-        elapsed: the time by which that counts.
         loop: of all this; its time may be asked from any thread.
     """
 
@@ -62,7 +60,6 @@ class Outlook:
     attendance: Attendance
     fetching: Fetching
     witness: Witness
-    elapsed: Elapsed
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     _worse: tuple[StateKey, float] = (NO_STATE, 0.0)  # the best state that a client can have, and since when
     _given_up: bytes | None = None  # the digest of the state that this client is about to go back from
@@ -198,10 +195,8 @@ class Outlook:
 
     def state_replaced(self) -> None:
         """This peer's state is another one now, and not by a step that it took with others, or alone."""
-        own, now = self.own, self.elapsed.time()
-        self.witness.took_over(
-            own.name.epoch, own.name.samples, now, gave=own.committed.gave, weights=own.committed.weights
-        )
+        own = self.own
+        self.witness.took_over(own.name.epoch, own.name.samples, gave=own.committed.gave, weights=own.committed.weights)
         self.heed_contributors()
 
     def heed_contributors(self) -> None:

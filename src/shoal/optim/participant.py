@@ -124,15 +124,16 @@ class Participant:
         self._given = self._cut = 0  # samples of the round that may count, and those that it does not take
         self._counts = Counts(training.extra_tensors)
         self._companions = Companions()
-        self._elapsed = Elapsed(core.env.clock)
         given = [contact.peer for contact in core.node.initial_peers]
-        self._witness = Witness(core.peer_id, given=given, begins_s=settings.state_patience_s)
+        self._witness = Witness(
+            core.peer_id, given=given, begins_s=settings.state_patience_s, time=Elapsed(core.env.clock).time
+        )
         self._known = SwarmProgress(
             core.peer_id,
             settings.fingerprint,
             ttl_s=settings.ttl_s,
             auxiliary=settings.auxiliary,
-            heed=lambda key, named, give: self._witness.heeded(key, named, give, self._elapsed.time()),
+            heed=self._witness.heeded,
         )
         memory = RoundMemory(training.averaged, training.state_tensors)
         ours = core, training, settings
@@ -167,7 +168,6 @@ class Participant:
             attendance=self._attendance,
             fetching=self._fetching,
             witness=self._witness,
-            elapsed=self._elapsed,
         )
         self._check = ParameterCheck(
             core, self.own, self._notices, every=settings.check_every, is_last=self._comes_to_its_end
@@ -630,7 +630,7 @@ class Participant:
         It grows with the time since it gave last, of which each member has its own idea.
         """
         committed, own = self.own.committed, peer == self.core.peer_id
-        steps = self._witness.steps_since(peer, self._elapsed.time())
+        steps = self._witness.steps_since(peer)
         if len(committed.steps) < _FEW_STEPS:
             steps = MOST_STEPS
         elif steps is None:
@@ -865,8 +865,8 @@ class Participant:
 
     def _advanced(self, update: Update) -> None:
         epoch, digest, all_samples = update.name
-        committed, now = self.own.committed, self._elapsed.time()
-        self._witness.stepped(epoch, all_samples, now, gave=committed.gave, weights=committed.weights)
+        committed = self.own.committed
+        self._witness.stepped(epoch, all_samples, gave=committed.gave, weights=committed.weights)
         run_id, samples, peers = self.settings.run_id, update.samples, update.peers
         fragment = self.settings.fragment
         event = EpochAdvanced(

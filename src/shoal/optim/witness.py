@@ -23,7 +23,7 @@ time, if many others have come to it meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -80,16 +80,17 @@ class _Speed:
 
 
 class Witness:
-    """Remembers how far this peer and others came together. All times are of `shoal.clock.Elapsed`, made when it began.
+    """Remembers how far this peer and others came together.
 
     Args:
         me: this peer.
         given: the peers that its user gave it to begin with.
-        begins_s: a peer has just begun for so long, seconds, from the time 0 on.
+        begins_s: a peer has just begun for so long, seconds.
+        time: returns the seconds since it began, also those for which the machine slept.
     """
 
-    def __init__(self, me: PeerID, *, given: Collection[PeerID], begins_s: float) -> None:
-        self._me, self._given, self._begins_s = me, frozenset(given), begins_s
+    def __init__(self, me: PeerID, *, given: Collection[PeerID], begins_s: float, time: Callable[[], float]) -> None:
+        self._me, self._given, self._begins_s, self._time = me, frozenset(given), begins_s, time
         self._place = self._together = _BEGINNING
         self._way: list[_Place] = []
         self._speed = _Speed()
@@ -100,28 +101,25 @@ class Witness:
         self._founders: frozenset[PeerID] = frozenset()
         self._restarted: bool | None = None  # whether it began with a trained state; None: not known
 
-    def took_over(
-        self, epoch: int, samples: int, now: float, *, gave: Collection[PeerID], weights: Mapping[PeerID, int]
-    ) -> None:
+    def took_over(self, epoch: int, samples: int, *, gave: Collection[PeerID], weights: Mapping[PeerID, int]) -> None:
         """This peer's state is another one now, which is no step of its own from the one before; see `stepped`."""
+        now = self._time()
         self._note_gave(gave, now)
         self._place = self._together = _Place(epoch, samples, now)
         self._way, self._parts = [self._place], _parts_of(weights)
         if epoch:
             self._founders = frozenset()
 
-    def stepped(
-        self, epoch: int, samples: int, now: float, *, gave: Collection[PeerID], weights: Mapping[PeerID, int]
-    ) -> None:
+    def stepped(self, epoch: int, samples: int, *, gave: Collection[PeerID], weights: Mapping[PeerID, int]) -> None:
         """This peer took a step of its own, or with others.
 
         Args:
             epoch: of the state after it.
             samples: that went into that state.
-            now: time, seconds.
             gave: the contributors to the step.
             weights: of all words, after the step.
         """
+        now = self._time()
         before, self._place = self._place, _Place(epoch, samples, now)
         self._way = [*self._way[-_MEASURED:], self._place]
         first = self._way[0]
@@ -144,26 +142,25 @@ class Witness:
         for peer in peers:
             put_last(self._gave_at, peer, now, _MAX_REMEMBERED)
 
-    def steps_since(self, peer: PeerID, now: float) -> float | None:
+    def steps_since(self, peer: PeerID) -> float | None:
         """The time since this peer gave to a step, or since it has come, in the time that a step takes.
 
         None if that is not known: nothing was measured, or it was there before this peer.
         """
+        now = self._time()
         came = self._first_heard.get(peer, now)
         since = self._gave_at.get(peer, came if came > _AT_FIRST_S else None)
         return None if since is None or not self._speed.step_s else (now - since) / self._speed.step_s
 
-    def heeded(
-        self, own: StateKey, named: Mapping[PeerID, StateKey], can_give: Collection[PeerID], now: float
-    ) -> Heeded:
+    def heeded(self, own: StateKey, named: Mapping[PeerID, StateKey], can_give: Collection[PeerID]) -> Heeded:
         """Those others whose states this peer may take.
 
         Args:
             own: this peer's state.
             named: the state that each of the others is at.
             can_give: those of them that can give it to this peer.
-            now: time, seconds.
         """
+        now = self._time()
         for peer in named:
             self._first_heard.setdefault(peer, now)
         bound(self._first_heard, _MAX_REMEMBERED)

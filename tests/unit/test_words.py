@@ -219,4 +219,6 @@ def test_one_stranger_with_other_settings_ended_a_founders_program() -> None:
     assert heeds([A], committed=nothing, given={C}, begun=False), "it was invited, and nobody else is there"
     assert heeds([A, B], committed={B: 7}, given=(), begun=True), "a contributor to its own state"
     assert heeds([A], committed=nothing, given={A}, begun=True), "its user has named it"
+    assert not heeds([A], committed={A: 9, B: 10, C: 10}, given=(), begun=True), "one of three contributors"
+    assert heeds([A, B], committed={A: 9, B: 10, C: 10}, given=(), begun=True)
     assert not heeds([], committed={B: 7}, given={A}, begun=True)

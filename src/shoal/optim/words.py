@@ -240,7 +240,8 @@ def heeds(
 ) -> bool:
     """Whether a peer believes these, the only others that there are, that a run has other settings than its own.
 
-    A newcomer that was invited does. One that founds a run, or goes on with its state of it, believes no stranger.
+    A newcomer that was invited does. One that founds a run, or goes on with its state of it, believes those who have
+    half of the weight there, and no stranger.
 
     Args:
         peers: that say so.
@@ -248,7 +249,10 @@ def heeds(
         given: the peers that its user gave it to begin with.
         begun: whether it has a state of the run.
     """
-    return bool(given and not begun) or any(peer in given or committed.get(peer, 0) > 0 for peer in peers)
+    if (given and not begun) or any(peer in given for peer in peers):
+        return True
+    weight, total = sum(committed.get(peer, 0) for peer in peers), sum(committed.values())
+    return weight > 0 and 2 * weight >= total
 
 
 def heaviest(said: Mapping[PeerID, T], weights: Mapping[PeerID, int], chance: bytes = b"") -> list[T]:

@@ -171,7 +171,7 @@ class SwarmView:
     others: Mapping[PeerID, Progress] = field(default_factory=dict, compare=False)
     own: int = field(default=0, compare=False)
     trains: bool = field(default=True, compare=False)
-    ahead: bool = field(default=False, compare=False)
+    ahead: bool = False
     contributors: Collection[PeerID] = field(default=(), compare=False)
     absent: frozenset[PeerID] = field(default=frozenset(), compare=False)
     vouching: frozenset[PeerID] = field(default=frozenset(), compare=False)
@@ -746,6 +746,7 @@ class _Seen:
     auxiliary: bool
     _known: int = 0
     _known_at: Counter[bytes] = field(default_factory=Counter)  # by place
+    _first_place: bytes = b""  # that with most of them
     _strange: int = 0
     _rate: float = 0.0
     _together: frozenset[PeerID] | None = None
@@ -766,7 +767,12 @@ class _Seen:
             most = self.believed.get(peer, max(samples, before))
             more = min(samples, most) - min(before, most)
             self._known += more
-            self._known_at[self.places.get(peer, peer.raw)] += more
+            place = self.places.get(peer, peer.raw)
+            self._known_at[place] += more
+            if self._known_at[place] > self._known_at[self._first_place]:
+                self._first_place = place
+            elif more < 0 and place == self._first_place:
+                self._first_place = max(self._known_at, key=self._known_at.__getitem__)
         else:
             self._strange += samples - before
 
@@ -774,7 +780,7 @@ class _Seen:
         """See `SwarmView.ahead`."""
         me = self.peers[0]
         own = self.places.get(me, me.raw)
-        place, most = max(self._known_at.items(), key=lambda each: each[1], default=(own, 0))
+        place, most = self._first_place, self._known_at[self._first_place]
         if (ours := self._known_at[own] + mine.samples) >= most:
             place, most = own, ours
         if 2 * most <= mine.samples + self._known:

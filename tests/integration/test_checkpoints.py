@@ -762,7 +762,7 @@ def test_the_last_state_is_saved_once(dht: shoal.DHT, tmp_path: Path) -> None:
     assert swarm.save_last() is None
     train(swarm, model, 2)
     assert swarm.save_last() is None
-    assert [path.name.split("-")[1] for path in tmp_path.iterdir()] == ["00000002"]
+    assert [path.name.split("-")[1] for path in tmp_path.glob("epoch-*")] == ["00000002"]
     train(swarm, model, 3)
     swarm.shutdown()
     path = swarm.save_last()

@@ -477,6 +477,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 if name is not None:
                     await participant.tell_loaded()
             await participants[0].check_settings(_OTHERS_S)
+            if self._saver.folder is not None:
+                participants[0].watch_folder(self._saver.folder)
         except BaseException:
             await _leave_all(participants)
             raise

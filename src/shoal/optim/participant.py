@@ -16,6 +16,7 @@ import math
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
@@ -37,6 +38,7 @@ from shoal.optim.companions import Companions
 from shoal.optim.contribution import Contribution, RateMeter
 from shoal.optim.election import elected
 from shoal.optim.fetching import Fetching
+from shoal.optim.folder_users import FolderUsers
 from shoal.optim.gossip import ProgressGossip
 from shoal.optim.notices import Notices
 from shoal.optim.options import differences, misfit
@@ -66,6 +68,9 @@ __all__ = ["Participant"]
 
 _FEW_STEPS = 3
 """Before that nobody knows how much a step takes: the first ones may have come late, or lack most peers."""
+
+_FEW_PEERS = 32
+"""Of so many each one is known."""
 
 _AGAIN_S = 1.0
 """Until work is tried again that this machine had no memory for, seconds."""
@@ -223,6 +228,11 @@ class Participant:
         if not self.settings.fragment:  # a peer is alone with all fragments of its model, and says it once
             self._tasks.spawn(self._lasting("a look for others was", self._solitude.watch))
 
+    def watch_folder(self, folder: Path) -> None:
+        """Tell of other programs that save in this folder of checkpoints, and train apart, from now on."""
+        users = FolderUsers(folder, self.settings.run_id, self.core.peer_id)
+        self._tasks.spawn(users.watch(self.core.env.executor, self._trains_with, self._notices.warn))
+
     async def check_settings(self, timeout_s: float) -> None:
         """Wait until it is known how the others train, at most so long. Later findings are told at the next step.
 
@@ -234,6 +244,11 @@ class Participant:
                 await self._gossip.looked.wait()
         if (misfit := self._misfit()) is not None:
             raise misfit
+
+    def _trains_with(self, peer: str) -> bool:
+        """Whether a peer of this id is known here, or may be: in a large swarm a peer does not know all."""
+        known = self._known.peers
+        return len(known) > _FEW_PEERS or peer in map(str, known)
 
     def _misfit(self) -> ConfigError | None:
         known, own = self._known, self.own

@@ -15,7 +15,7 @@ import torch
 import shoal
 from shoal.data import PeerSampler
 from shoal.errors import ConfigError
-from shoal.events import Event, Warned
+from shoal.events import EpochAdvanced, Event, Warned
 from shoal.strategies import LocalSGD
 from tests.integration.workers import Talk
 
@@ -127,6 +127,55 @@ def test_equals_plain_training(
     for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
     assert swarm.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / 5)
+
+
+class TimeFirst(lightning.LightningModule):  # type: ignore[name-defined,misc]
+    """A recurrent network as torch makes it by default: batches of 7 steps of 4 samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = torch.nn.LSTM(3, 5), torch.nn.Linear(5, 1)
+
+    def train_dataloader(self) -> Any:
+        samples = [(torch.ones(7, 3) * number, torch.tensor([float(number)])) for number in range(4)]
+        return torch.utils.data.DataLoader(samples, batch_size=4, collate_fn=_time_first)  # type: ignore[arg-type]
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        inputs, targets = batch
+        return (self.head(self.layer(inputs)[0][-1]) - targets).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def _time_first(samples: Any) -> Any:
+    return torch.stack([inputs for inputs, _ in samples], dim=1), torch.stack([target for _, target in samples])
+
+
+class TimeFirstAlone(TimeFirst):
+    """Its batch has no other tensor, which would say the number of samples, too."""
+
+    def training_step(self, batch: Any, number: int) -> Any:
+        return super().training_step((batch, torch.ones(1)), number)
+
+    def train_dataloader(self) -> Any:
+        loader = super().train_dataloader()
+        loader.collate_fn = lambda samples: _time_first(samples)[0]
+        return loader
+
+
+@pytest.mark.parametrize(("made", "accumulate"), [(TimeFirst, 1), (TimeFirstAlone, 1), (TimeFirstAlone, 3)])
+def test_time_first_data_was_counted_by_its_steps(
+    dht: shoal.DHT, tmp_path: Path, made: type[TimeFirst], accumulate: int
+) -> None:
+    """The layers say where the batch is, as for any other model: 4 samples, not 7. With targets it was refused."""
+    swarm, samples = SwarmCallback(dht=dht, run_id="run", target_batch_size=12), list[int]()
+    dht.events.subscribe(lambda event: samples.append(event.samples) if isinstance(event, EpochAdvanced) else None)
+    trainer = trainer_of(
+        tmp_path, swarm, max_steps=3, enable_checkpointing=False, accumulate_grad_batches=accumulate, max_epochs=9
+    )
+    trainer.fit(made())
+    assert samples == [12, 12, 12]
 
 
 def test_one_peer_evaluates_and_the_result_is_logged(dht: shoal.DHT, tmp_path: Path) -> None:
@@ -330,12 +379,18 @@ class WithoutTensors(Module):
     def train_dataloader(self) -> Any:
         return torch.utils.data.DataLoader([{"text": "a"}] * 8, batch_size=2)  # type: ignore[arg-type]
 
+    def training_step(self, batch: Any, _: int) -> Any:
+        return self.layer.weight.sum()
+
 
 class ListOfImages(Module):
     """A module whose batches are lists of images, as detectors take them: 8 of them counted 3, for their channels."""
 
     def train_dataloader(self) -> Any:
         return torch.utils.data.DataLoader([torch.ones(3, 4, 4)] * 16, batch_size=8, collate_fn=list)  # type: ignore[arg-type]
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        return self.layer.weight.sum()
 
 
 class Wrapped(Module):

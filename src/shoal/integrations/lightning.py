@@ -34,6 +34,7 @@ from shoal.integrations.trainers import (
 )
 from shoal.optim import Optimizer
 from shoal.optim.arguments import merging_of, target_of
+from shoal.optim.batch_layout import BatchLayout, looked
 from shoal.optim.batch_rows import rows_in
 from shoal.peer import check_run_id
 from shoal.runtime.checks import whole
@@ -87,8 +88,8 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         dht: this peer, started.
         run_id: names the run; all its peers give the same.
         target_batch_size: samples of the whole swarm in one step; left out with a `strategy` that merges.
-        batch_size: says how many samples a batch has; None: the rows that its tensors have in
-            common.
+        batch_size: says how many samples a batch has; None: the rows that its tensors have in common, along the
+            dimension in which the layers have the batch.
         evaluate: evaluates the module, and returns a loss or numbers by name. One peer of the run calls it, and all get
             the result: see `shoal.integrations.evaluation.Evaluation`. The module is in its mode to evaluate, without
             gradients. None: nothing is evaluated besides what the Trainer does.
@@ -142,6 +143,8 @@ class SwarmCallback(Callback):  # type: ignore[misc]
 
     def _begin_anew(self) -> None:
         self._samples = self._batch = self._parts = 0  # since the last step; of this batch; batches since then
+        self._given: tuple[Any, int | str] | None = None  # a batch that is not counted yet, and its rows
+        self._layout: BatchLayout | None = None
         self._stepped = False  # within this batch, as far as Lightning is concerned: its scaler may skip the step
         self._loss: Any = 0.0
         self._losses = 0
@@ -159,6 +162,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         inner, schedule = _configured(trainer, pl_module)
         before, self.optimizer = self.optimizer, None
         self._begin_anew()
+        self._layout = BatchLayout(pl_module)
         extra = self._options.get("extra_tensors", ())
         options = {**self._options, "extra_tensors": extra(pl_module) if callable(extra) else extra}
         self.optimizer = Optimizer(
@@ -207,6 +211,8 @@ class SwarmCallback(Callback):  # type: ignore[misc]
     def _leave(self, trainer: Any) -> None:
         if self._max_steps is not None:
             trainer.fit_loop.epoch_loop.max_steps, self._max_steps = self._max_steps, None
+        if self._layout is not None:
+            self._layout.close()
         if self.optimizer is not None:
             self.optimizer.shutdown()
 
@@ -217,20 +223,37 @@ class SwarmCallback(Callback):  # type: ignore[misc]
     # --------------------------------------------------------------------------------------------------------- batches
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Count the samples."""
+        """Look at the layers, which say where the batch is once they have it: then the samples are counted."""
+        self._parts += 1
         if self._batch_size is not None:
-            self._batch = whole("batch_size(batch)", self._batch_size(batch))
-        else:
-            collate = getattr(trainer.train_dataloader, "collate_fn", None)
-            rows = rows_in(batch, collated=collate is default_collate)
-            if not isinstance(rows, int):
-                why = rows.replace("the model was given", "it has")
-                raise ConfigError(
-                    f"the number of samples of a batch is not known ({why}): give the SwarmCallback "
-                    "batch_size=lambda batch: ..."
-                )
-            self._batch = rows
-        self._samples, self._parts = self._samples + self._batch, self._parts + 1
+            self._counted(whole("batch_size(batch)", self._batch_size(batch)))
+            return
+        collate = getattr(trainer.train_dataloader, "collate_fn", None)
+        self._given = batch, rows_in(batch, collated=collate is default_collate)
+        if self._layout is not None:
+            looked(self._layout.begins, [batch], {})
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        """The layers have had the batch."""
+        self._count()
+
+    def _count(self) -> None:
+        """Count the samples of the batch, once."""
+        if self._given is None:
+            return
+        (batch, rows), self._given = self._given, None
+        if self._layout is not None:
+            rows = looked(self._layout.rows, rows, [batch], {}, None)
+        if not isinstance(rows, int):
+            why = rows.replace("the model was given", "it has")
+            raise ConfigError(
+                f"the number of samples of a batch is not known ({why}): give the SwarmCallback "
+                "batch_size=lambda batch: ..."
+            )
+        self._counted(rows)
+
+    def _counted(self, samples: int) -> None:
+        self._batch, self._samples = samples, self._samples + samples
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """The last batches of a pass may be fewer than are accumulated, and Lightning divides by that number."""
@@ -242,13 +265,21 @@ class SwarmCallback(Callback):  # type: ignore[misc]
                         parameter.grad.mul_(wanted / self._parts)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        ours, *given = args
+        closure = given[0] if given else kwargs.get("closure")
+        if closure is not None:  # it has the forward pass, by which the samples are counted
+            with torch.enable_grad():
+                loss = closure()
+            kwargs = {**kwargs, "closure": lambda: loss}
+        self._count()
         samples = self._samples or self._batch  # a module that steps by hand may do so twice in a batch
         self._samples = 0
-        return args, {"batch_size": samples, **kwargs}
+        return (ours,), {"batch_size": samples, **kwargs}
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Evaluate in turn, log, and stop with the run."""
         swarm = self._swarm()
+        self._count()
         if self._stepped:
             self._samples, self._parts, self._stepped = 0, 0, False
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs

@@ -15,6 +15,7 @@ import pytest
 from shoal.averager import Averager
 from shoal.optim.gradient_sum import GradientSum
 from shoal.optim.participant import Participant
+from shoal.optim.phases import Update
 from shoal.optim.state_name import StateName
 
 __all__ = ["SampleAudit"]
@@ -47,7 +48,7 @@ class SampleAudit:
 
     def _wrap(self, patch: pytest.MonkeyPatch) -> None:
         add, take_in, forget = GradientSum.add, GradientSum.take_in, GradientSum.forget
-        contribute, begin, ready = Participant._contribute, Averager._begin_round, Participant._ready
+        contribute, begin, ready = Participant._contribute, Averager._begin_round, Participant._is_ready
 
         def adds(each: GradientSum, *args: Any) -> None:
             add(each, *args)
@@ -72,24 +73,22 @@ class SampleAudit:
             self._brought[group.round_id, each.core.peer_id.raw] = vars(each).get("brings", [])
             return round_
 
-        def is_ready(
-            each: Participant, apply: Any, name: StateName, peers: int, agreement: Any = None, **gave: int
-        ) -> None:
+        def is_ready(each: Participant, update: Update) -> None:
             batches: list[object] = []
-            if agreement is not None and each.last_round is None:
+            if update.is_step and each.last_round is None:
                 batches = self._of(each)
-            elif agreement is not None and each.last_round is not None:
+            elif update.is_step and each.last_round is not None:
                 by = [peer.raw for peer in each.last_round.outcome.contributors]
                 batches = [batch for peer in by for batch in self._brought[each.last_round.round_id, peer]]
-            self.made[name.digest] = Made(each.own.name, tuple(sorted(batches, key=repr)))
-            ready(each, apply, name, peers, agreement, **gave)
+            self.made[update.name.digest] = Made(each.own.name, tuple(sorted(batches, key=repr)))
+            ready(each, update)
 
         patch.setattr(GradientSum, "add", adds)
         patch.setattr(GradientSum, "take_in", takes_in)
         patch.setattr(GradientSum, "forget", forgets)
         patch.setattr(Participant, "_contribute", contributes)
         patch.setattr(Averager, "_begin_round", begins)
-        patch.setattr(Participant, "_ready", is_ready)
+        patch.setattr(Participant, "_is_ready", is_ready)
 
     def _of(self, participant: Participant) -> list[object]:
         return list(self._in.get(id(participant.training._sum), ()))

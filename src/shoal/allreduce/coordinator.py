@@ -204,12 +204,13 @@ class Coordinator:
         if now - self._ticked > self.stall_s / 4:
             self._heard = [now] * len(self.reduces)  # this peer itself stood still: that is no sign of a bad line
         self._ticked = now
-        actions = self.leave_out(self.me, "no progress", now) if self._cannot_hear(now) else []
+        actions = list[CoordinatorAction]()
+        if self._cannot_hear(now):
+            sometimes("a coordinator that hears nobody leaves itself out")
+            actions += self.leave_out(self.me, "no progress", now)
         for member in self._owing():
             if now - self._progress[member] >= self.stall_s and self._may_leave_out(member):
                 actions += self.leave_out(member, "no progress", now)
-        if any(isinstance(each, LeftOut) and each.member == self.me for each in actions):
-            sometimes("a coordinator that hears nobody leaves itself out")
         actions += self._hurry(now) + self._leave_brief(now)
         for member in self.slow(now):
             sometimes("a member is left out because it is slow")

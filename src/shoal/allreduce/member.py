@@ -283,12 +283,12 @@ class MemberMachine:
         if not self.may_learn or self.me == self.coordinator:
             return []
         self.may_learn = False
+        blame = Blame(self.coordinator, f"lost, and it was to decide: {reason}")
         if self.decided:
             sometimes("a coordinator is lost after its verdict is known here")
-        if not self.decided:
-            sometimes("a coordinator is lost before its verdict is known here")
-        asks = [] if self.decided else [AskOthers()]
-        return [Blame(self.coordinator, f"lost, and it was to decide: {reason}"), *asks]
+            return [blame]
+        sometimes("a coordinator is lost before its verdict is known here")
+        return [blame, AskOthers()]
 
     def source_lost(self, member: int, absent: PartAbsent | None) -> list[MemberAction]:
         """A member does not give a part that it was asked for (None: it gives no part at all)."""

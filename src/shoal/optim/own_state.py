@@ -131,8 +131,8 @@ class OwnState:
         agreement: Agreement | None = None,
         *,
         gave: int = 0,
-    ) -> None:
-        """Make a change ready for the trainer.
+    ) -> Update:
+        """Make a change ready for the trainer; returns it.
 
         Args:
             apply: makes it.
@@ -155,6 +155,7 @@ class OwnState:
             gave=gave,
             dealt=dealt,
         )
+        return self.update
 
     def step(self) -> None:
         """Take the update, and name the state anew (trainer, in its own thread, under `lock`).

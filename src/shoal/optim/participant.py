@@ -726,7 +726,7 @@ class Participant:
         self._companions.share(members, name.key, result.duration_s, gave=gave)
         self._led_to = name.after_round(result, agreement.digest)
         ours = int(self._given * result.outcome.share(self.core.peer_id))
-        self._ready(step, self._led_to, len(members), agreement, gave=ours)
+        self._is_ready(self.own.prepare(step, self._led_to, len(members), agreement, gave=ours))
         await self._tell_step(self._steps.add_round(name, result, self._averager.vector, agreement))
 
     def _weigh_in(self, result: StepResult) -> Weigh:
@@ -783,19 +783,12 @@ class Participant:
         self.last_round = None  # nobody takes this step with us: for the average of the states none is waited for
         self._companions.forget()
         step = partial(self.training.step, cores=agreement.cores)
-        self._ready(step, name.after_step_alone(chance, self.core.peer_id.raw, samples), 1, agreement, gave=samples)
+        after = name.after_step_alone(chance, self.core.peer_id.raw, samples)
+        self._is_ready(self.own.prepare(step, after, 1, agreement, gave=samples))
 
-    def _ready(
-        self,
-        apply: Callable[[], None],
-        name: StateName,
-        peers: int,
-        agreement: Agreement | None = None,
-        *,
-        gave: int = 0,
-    ) -> None:
-        self.own.prepare(apply, name, peers, agreement, gave=gave)
-        self._happened(Event.STATES_AVERAGED if agreement is None else Event.AVERAGED)
+    def _is_ready(self, update: Update) -> None:
+        """This change waits for the trainer now."""
+        self._happened(Event.AVERAGED if update.is_step else Event.STATES_AVERAGED)
 
     # ----------------------------------------------------------------------------------------------- the trainer's turn
 
@@ -1012,7 +1005,7 @@ class Participant:
             members = [member.contact.peer for member in result.outcome.members]
             self._companions.share(members, name.key, result.duration_s)
             after, gave = name.after_averaging(result), int(self.training.held * share)
-            self._ready(partial(self._take_states, counts), after, len(members), gave=gave)
+            self._is_ready(self.own.prepare(partial(self._take_states, counts), after, len(members), gave=gave))
             if counts is None:  # else a follower would lack them: it downloads the state, which is the last one
                 await self._tell_step(self._steps.add_round(name, result, self._states.vector))
 
@@ -1034,7 +1027,7 @@ class Participant:
             sometimes("nobody is left for the last average of the states")
             # Those who followed our last step, or were given a copy, have not what differs by design as it is now.
             last = name.after_last_average_alone(self.core.env.rng.randbytes(16), self.core.peer_id.raw)
-            self._ready(lambda: None, last, 1)
+            self._is_ready(self.own.prepare(lambda: None, last, 1))
 
     def _take_states(self, counts: bytes | None) -> None:
         alpha = self._states.settings.averaging_alpha

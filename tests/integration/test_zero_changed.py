@@ -57,6 +57,13 @@ def test_parts_of_weights_that_a_program_changes_in_stage_3(pool: Ranks) -> None
     _as_in_one_process(pool, [*PARTS], 3, 1)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_that_a_module_computes_are_assigned(pool: Ranks, stage: int) -> None:
+    """Of `weight_norm` and others: stages 1 and 2 refused the next step, and stage 3 had a raw error of torch."""
+    for found in pool.play(2, changes.assigned, stage):
+        assert max(found.values()) <= 1e-6, found
+
+
 def test_changes_of_weights_that_stage_3_cannot_carry(pool: Ranks) -> None:
     """A replaced or tied parameter was not trained, in silence; `share_memory` ended the process."""
     _named(pool, [*DEFAULT_REFUSED], 3, 1)

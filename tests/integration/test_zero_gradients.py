@@ -47,3 +47,24 @@ def test_gradients_that_a_program_uses_behind_a_pass(pool: Ranks, stage: int) ->
         for how, words in found.items():
             assert words.startswith("LocalError: the gradient of "), (how, words)
             assert "optimizer.clip_grad_norm_()" in words, (how, words)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_unit_that_is_called_before_the_model(pool: Ranks, stage: int) -> None:
+    """In stage 3 the model then raised "FSDP state has already been lazily initialized"."""
+    assert max(pool.play(2, gradients.a_unit_before_the_model, stage)) <= 1e-6
+
+
+def test_what_stage_3_cannot_carry_is_named(pool: Ranks) -> None:
+    """Forward-mode derivatives and copies of a model ended in raw errors of torch."""
+    for found in pool.play(2, gradients.what_stage_3_cannot):
+        for cure, words in found.items():
+            assert words.startswith(("ConfigError", "LocalError")), (cure, words)
+            assert cure in words, (cure, words)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_hooks_of_an_optimizers_state_run(pool: Ranks, stage: int) -> None:
+    """They were taken, and never called."""
+    wanted = ["before saving", "behind saving", "before loading", "behind loading"]
+    assert pool.play(2, gradients.hooks_of_states, stage) == [wanted] * 2

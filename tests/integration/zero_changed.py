@@ -212,3 +212,25 @@ def _changed(write: Callable[[Any], object], stage: int, steps: int, graded: boo
     train_alone(9)
     after = shoal.zero.full_state_dict(model)
     return "", max(float((after[name] - value).abs().max()) for name, value in plain.state_dict().items())
+
+
+def assigned(stage: int) -> dict[str, float]:
+    """How far a model is from one process where a program assigns weights that are computed from others."""
+    found = {}
+    for how in ("weight_norm", "spectral_norm", "orthogonal"):
+        nets = [Net(), Net()]
+        for each in nets:
+            torch.manual_seed(2)
+            getattr(parametrizations, how)(each.layers[0])
+        model, optimizer = shoal.zero.shard(nets[0], lambda each: torch.optim.SGD(each, lr=0.1), stage=stage)
+        stepper = torch.optim.SGD(nets[1].parameters(), lr=0.1)
+        for step in range(3):
+            for each, stepped in ((model, optimizer), (nets[1], stepper)):
+                each(_batch(step, 0)).square().mean().backward()
+                stepped.step()
+                stepped.zero_grad()
+                if step == 1:
+                    each.layers[0].weight = torch.eye(WIDTH) * 0.5 if how != "orthogonal" else torch.eye(WIDTH).flip(0)
+        after = shoal.zero.full_state_dict(model)
+        found[how] = max(float((after[name] - value).abs().max()) for name, value in nets[1].state_dict().items())
+    return found

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 import shoal.zero
@@ -192,3 +195,46 @@ def used(stage: int) -> dict[str, str]:
         "mul_": lambda: gradient.mul_(0.5),
     }
     return {how: said(use) for how, use in uses.items()}
+
+
+def a_unit_before_the_model(stage: int) -> float:
+    """How far a program that calls a layer by itself first, and then the model, is from one process."""
+    plain = Net()
+    stepper = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model, optimizer = shoal.zero.shard(Net(), lambda each: torch.optim.SGD(each, lr=0.1), stage=stage)
+    for step in range(2):
+        for each, stepped in ((model, optimizer), (plain, stepper)):
+            hidden = each.layers[1](each.layers[0](batch(step, 0)).tanh())
+            (hidden.square().mean() + each(batch(step, 0)).mean()).backward()
+            stepped.step()
+            stepped.zero_grad()
+    return _apart(model, plain)
+
+
+def what_stage_3_cannot() -> dict[str, str]:
+    """What is said of a forward-mode derivative, and of copies of a model."""
+    model, _ = shoal.zero.shard(Net(), lambda each: torch.optim.SGD(each, lr=0.1), stage=3)
+
+    def derive() -> None:
+        samples = batch(0, dist.get_rank())
+        with forward_ad.dual_level():
+            model(forward_ad.make_dual(samples, torch.ones_like(samples)))  # type: ignore[no-untyped-call]
+
+    return {
+        "torch.func.jvp": said(derive),
+        "full_state_dict": said(lambda: copy.deepcopy(model)),
+        "shoal.zero.EMA": said(lambda: torch.optim.swa_utils.AveragedModel(model)),
+        "shoal.zero.save": said(lambda: pickle.dumps(model)),
+    }
+
+
+def hooks_of_states(stage: int) -> list[str]:
+    """The hooks of an optimizer's state dictionaries that run."""
+    _, optimizer = shoal.zero.shard(Net(), lambda each: torch.optim.SGD(each, lr=0.1), stage=stage)
+    ran: list[str] = []
+    optimizer.register_state_dict_pre_hook(lambda _: ran.append("before saving"))
+    optimizer.register_state_dict_post_hook(lambda *_: ran.append("behind saving"))
+    optimizer.register_load_state_dict_pre_hook(lambda *_: ran.append("before loading"))
+    optimizer.register_load_state_dict_post_hook(lambda _: ran.append("behind loading"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    return ran

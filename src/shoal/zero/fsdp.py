@@ -20,10 +20,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -220,6 +221,22 @@ def _broke_off(module: FSDPModule) -> bool:
     return context.post_backward_final_callback_queued and present_pass() == -1
 
 
+def _has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether it has a forward-mode derivative, which FSDP2 would hand through a function of its own."""
+    if forward_ad._current_level < 0 or not torch.is_grad_enabled():  # noqa: SLF001 (there is no other way to ask)
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def _refuse_to_copy(*_: object) -> NoReturn:
+    """Each rank has some rows of a model."""
+    raise ConfigError(
+        "a model of stage 3 is copied or pickled (copy.deepcopy, torch.save, AveragedModel and others), and each rank "
+        "has some rows of it: make a new model, and load shoal.zero.full_state_dict(model) into that one. For a moving "
+        "average use shoal.zero.EMA, for a checkpoint shoal.zero.save; or use stage 1 or 2"
+    )
+
+
 def _refuse_to_assign(
     _: torch.nn.Module, state: Mapping[str, object], prefix: str, metadata: Mapping[str, object], *__: object
 ) -> None:
@@ -320,7 +337,7 @@ class FsdpEngine:
                 module.set_custom_all_gather(OwnAllGather(meeting))
             elif dtype is not None:
                 module.set_custom_reduce_scatter(NarrowReduceScatter(collectives.watch, dtype))
-            cast(torch.nn.Module, module).register_forward_pre_hook(weakly(self._begin), prepend=True)
+            cast(torch.nn.Module, module).register_forward_pre_hook(weakly(self._begin), prepend=True, with_kwargs=True)
             cast(torch.nn.Module, module).register_forward_hook(_hand_out, prepend=True)  # before FSDP2's own
             cast(torch.nn.Module, module).register_forward_hook(_seen)
             cast(torch.nn.Module, module).register_forward_hook(partial(_once, name or "the whole model"), prepend=True)
@@ -334,7 +351,11 @@ class FsdpEngine:
         ]
         for part in model.modules():
             part.register_load_state_dict_pre_hook(_refuse_to_assign)  # type: ignore[no-untyped-call]
+        for module in self._units.values():
+            module.__deepcopy__ = module.__reduce_ex__ = _refuse_to_copy  # type: ignore[method-assign, attr-defined]
         self._offload(places)
+        for module in self._units.values():
+            module._get_fsdp_state()._lazy_init()  # noqa: SLF001 (a program may call a unit by itself before the model)
         collectives.traffic = Traffic()  # that was no training
 
     def _offload(self, places: Offload) -> None:
@@ -374,21 +395,30 @@ class FsdpEngine:
             dist.all_gather_object(sizes, mine, group=self._collectives.group)
         return {name: sum(each[name] for each in sizes[: self._collectives.rank]) for name in mine}
 
-    def _begin(self, module: FSDPModule, _: object) -> None:
+    def _begin(self, module: FSDPModule, args: object, kwargs: object) -> None:
         """Before a unit runs: if the last backward pass broke off, FSDP2 is in the middle of it still.
 
         Raises:
-            LocalError: a part of its gradients is there; or a parameter is not the one that was sharded.
+            LocalError: a part of its gradients is there; or a parameter is not the one that was sharded; or the
+                arguments have forward-mode derivatives.
         """
-        root = module._get_fsdp_state()._is_root  # noqa: SLF001 (there is no other way to ask)
-        if root is not False and present_pass() == -1:  # None before the first pass
+        if any(map(_has_tangent, tensors_in([args, kwargs]))):
+            raise LocalError(
+                "a tensor with a forward-mode derivative (torch.autograd.forward_ad) goes into a unit of stage 3, which"
+                " cannot carry it: compute it within torch.no_grad(), or with torch.func.jvp, or use stage 1 or 2"
+            )
+        if present_pass() != -1:
+            return
+        state = module._get_fsdp_state()  # noqa: SLF001 (there is no other way to ask)
+        first = state._state_ctx.iter_forward_root in (None, state)  # noqa: SLF001 (it begins a pass)
+        if first:
             self._check_places()  # FSDP2 is about to put others into these places
-        if root and _broke_off(module):
+        if first and _broke_off(module):
             self._unsharded.forget()
-            module.reset_iter_state()
-        if self._collectives.tagged and present_pass() == -1:
+            state._state_ctx.all_states[0]._reset_iter_state()  # noqa: SLF001 (that of the root)
+        if self._collectives.tagged:
             # The next pass gathers it while the unit before it runs. FSDP2 does so by itself in the backward pass.
-            if self._before is not None and not root:
+            if self._before is not None and not first:
                 self._before.set_modules_to_forward_prefetch([module])
             self._before = module
 

@@ -31,6 +31,10 @@ from shoal.zero.watch import Agreement
 __all__ = ["Carrier", "Memory", "ShardedOptimizer", "described"]
 
 _TORCHS_STATES = "torch.distributed.checkpoint.state_dict"
+_STATE_HOOKS = tuple(
+    f"_optimizer_{which}_{when}_hooks" for which in ("state_dict", "load_state_dict") for when in ("pre", "post")
+)
+"""The attributes of an optimizer that have the hooks of its state dictionaries."""
 _PLAIN = (bool, int, float, str, tuple, list, type(None))
 """Settings that are the same text wherever they are the same."""
 
@@ -118,6 +122,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__([{"params": [torch.zeros((), dtype=torch.float32, device="cpu")]}], dict(inner.defaults))
         # Both optimizers show the same groups and statistics: schedulers and trainers hold on to either one.
         self.param_groups, self.state = inner.param_groups, inner.state
+        for kind in _STATE_HOOKS:  # the inner optimizer runs them
+            setattr(self, kind, getattr(inner, kind))
 
     def check_model(self, model: object, *, to_change: bool = False) -> None:
         """Raise `ConfigError` unless this is the model that it trains.

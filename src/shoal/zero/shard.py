@@ -25,6 +25,7 @@ from shoal.zero.lent import unwatched
 from shoal.zero.offload import Offload
 from shoal.zero.optimizer import Carrier, ShardedOptimizer, described
 from shoal.zero.parameters import named_parameters
+from shoal.zero.parametrized import keep_places
 from shoal.zero.plain import overwrite
 from shoal.zero.probe import Finding, Unit, finding, why_not_by_rows, why_not_lazy, why_not_saved, why_not_sharded
 from shoal.zero.replicas import Replicas, groups_of, process_group
@@ -183,6 +184,7 @@ def shard(  # noqa: PLR0913 (the choices of its users)
         irregular=judged.irregular,
         replicas=replicas,
     )
+    keep_places(model)
     _sharded.add(model)
     return model, optimizer
 

@@ -1,0 +1,32 @@
+"""Weights that a module computes from others (`torch.nn.utils.parametrize`), where a program assigns them."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.utils.parametrize import ParametrizationList
+
+__all__ = ["keep_places"]
+
+
+class _Kept(ParametrizationList):
+    """Torch puts other tensors in the places of the original ones when a weight is assigned; this writes into them."""
+
+    def right_inverse(self, value: torch.Tensor) -> None:
+        """Set the original tensors so that they give this weight."""
+        if not all(hasattr(each, "right_inverse") for each in self):
+            super().right_inverse(value)  # raises
+        with torch.no_grad():
+            found: object = value
+            for each in reversed([*self]):
+                found = each.right_inverse(found)
+            parts = [found] if self.is_tensor else found
+            names = ["original"] if self.is_tensor else [f"original{number}" for number in range(self.ntensors)]
+            for name, part in zip(names, parts, strict=True):  # type: ignore[call-overload]
+                getattr(self, name).copy_(part)
+
+
+def keep_places(model: torch.nn.Module) -> None:
+    """Let assignments of parametrized weights write into the parameters that are there."""
+    for part in model.modules():
+        if type(part) is ParametrizationList:
+            part.__class__ = _Kept

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.nn.utils import prune
 from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
@@ -104,6 +105,22 @@ def test_a_parameter_that_was_replaced_is_told() -> None:
     made.load_state_dict(made.state_dict())
     trained.check()
     made.load_state_dict(made.state_dict(), assign=True)
+    with pytest.raises(ConfigError, match=r"parameter 2\.weight of the model was replaced"):
+        trained.check()
+
+
+def test_a_layer_that_is_pruned_counted_as_one_whose_parameter_was_replaced() -> None:
+    """Pruning keeps the parameter under another name. A tied one that is replaced at one of its places is told."""
+    made: Any = model()
+    trained = TrainedModel(made, list(made[2].parameters()), [])
+    pruning: Any = prune
+    pruning.l1_unstructured(made[2], "weight", 0.5)
+    trained.check()
+    trained.check()
+    pruning.remove(made[2], "weight")
+    trained.check()
+    made[3].weight = made[2].weight
+    made[2].weight = torch.nn.Parameter(made[2].weight.detach().clone())
     with pytest.raises(ConfigError, match=r"parameter 2\.weight of the model was replaced"):
         trained.check()
 

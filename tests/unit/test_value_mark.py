@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import pytorch_optimizer
 import torch
 
 from shoal.compression import view_bytes
@@ -82,6 +83,18 @@ def test_changes_are_those_of_the_state_here_since_the_last_check() -> None:
     training.load(values, [each.clone() for each in tensors])
     assert training.changes.since(0) is Changed.NOT
     batch()
+    assert training.changes.since(0) is Changed.NOT
+
+
+def test_a_peer_that_evaluated_with_the_weights_of_its_optimizer_counted_as_changed() -> None:
+    """ScheduleFree's are put in place and taken back by shoal itself."""
+    parameter = torch.nn.Parameter(torch.ones(300))
+    training = TrainingState(pytorch_optimizer.ScheduleFreeAdamW([parameter], lr=0.1))
+    training.train()
+    stepped(training)
+    training.evaluate()
+    training.train()
+    stepped(training)
     assert training.changes.since(0) is Changed.NOT
 
 

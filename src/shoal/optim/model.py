@@ -140,8 +140,11 @@ class TrainedModel:
 
     def check(self) -> None:
         """Raise `ConfigError` if a tensor of the run is not the model's any more, or a trained layer came later."""
-        for each in self._places:
+        for number, each in enumerate(self._places):
             if getattr(each.module, each.key, None) is not each.tensor:
+                if each.key not in each.module._parameters and (elsewhere := self._place_of(each.tensor)):  # noqa: SLF001
+                    self._places[number] = elsewhere  # pruning gives it another name in its layer, and takes that back
+                    continue
                 if isinstance(each.tensor, torch.nn.Parameter):
                     raise ConfigError(
                         f"parameter {each.name} of the model was replaced, and the optimizer trains the one before: "
@@ -167,6 +170,9 @@ class TrainedModel:
                     "shared: make a new shoal.Optimizer of the model as it is now"
                 )
         self._tree = _tree_of(self._model)
+
+    def _place_of(self, tensor: torch.Tensor) -> _Place | None:
+        return next((each for each in _places(self._model) if each.tensor is tensor), None)
 
     def changes(self) -> Iterator[str]:
         """The tensors that are not trained, and have other values than at first. Each is told once.

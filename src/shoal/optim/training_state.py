@@ -272,6 +272,8 @@ class TrainingState:
                 for parameter, own in zip(self.parameters, self._for_training, strict=True):
                     parameter.copy_(own)
             self._for_training = None
+            if self._mark.agrees():
+                self._mark.note()  # it was not somebody else who has written to them
         forget_casts()
 
     @property

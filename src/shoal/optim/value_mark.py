@@ -51,6 +51,7 @@ class ValueMark:
         full = [number for number in trained if tensors[number].numel() and tensors[number].layout is torch.strided]
         count = min(len(full), _PLACES)
         taken = [full[index * (len(full) - 1) // max(1, count - 1)] for index in range(count)]
+        self._counted = [each for each in tensors if each.requires_grad and not each.is_inference()]
         self._places: list[tuple[int, int]] = []
         for number in taken:
             size = tensors[number].numel()
@@ -94,7 +95,7 @@ class ValueMark:
         return True
 
     def _count(self) -> int:
-        return sum(each._version for each in self._tensors if not each.is_inference())  # noqa: SLF001
+        return sum([each._version for each in self._counted])  # noqa: SLF001 (a list: there may be thousands)
 
     def _read(self) -> list[bytes]:
         alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}

@@ -347,7 +347,7 @@ class Takeover:
             return partial(self.notices.begins_anew, own.training.samples)
         apart = own.apart_from(taken, history)
         if apart is None:
-            steps = outlook.witness.steps_since(self.core.peer_id, outlook.elapsed.time())
+            steps = outlook.witness.steps_since(self.core.peer_id)
             is_lost = not may_have_led(own.name, taken, len(history), steps)
         else:
             is_lost = apart.epochs >= _MANY_EPOCHS

@@ -32,6 +32,9 @@ __all__ = ["FolderUsers", "User"]
 _LOOK_S = 20.0
 """Others are looked for so often. One that is not known at two looks in a row is told: it may just be joining."""
 
+_LEAVE_S = 1.0
+"""The longest wait for our own file to be removed. Others see that nobody locks it."""
+
 _CONTENT_BYTES = 4096
 
 
@@ -77,7 +80,7 @@ class FolderUsers:
         """Look now and then, and tell of each other program that trains apart, once.
 
         Args:
-            executor: the files are read there.
+            executor: the files are read there. It is used for nothing else, as a disk may hang.
             knows: whether a peer of this id is one of those that this peer trains with.
             warn: tells it.
         """
@@ -93,7 +96,9 @@ class FolderUsers:
                 strange = {each.peer for each in others}
                 await asyncio.sleep(_LOOK_S)
         finally:
-            self.leave()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LEAVE_S):
+                    await executor.run(self.leave)
 
     def _trains_with(self, other: User, knows: Callable[[str], bool]) -> bool:
         return other.run_id == self._me.run_id and knows(other.peer)

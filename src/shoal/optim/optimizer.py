@@ -76,6 +76,7 @@ from shoal.runtime.checks import flag, path, positive, seconds, whole
 from shoal.runtime.dht import DHT
 from shoal.runtime.hivemind import OptimizerOptions, check_optimizer_options
 from shoal.runtime.launch import launched
+from shoal.runtime.pool import DaemonPool
 from shoal.runtime.thread import GRACE_S, LoopThread
 from shoal.strategies import Merging, Strategy
 from shoal.wire import MAX_EPOCH
@@ -478,7 +479,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                     await participant.tell_loaded()
             await participants[0].check_settings(_OTHERS_S)
             if self._saver.folder is not None:
-                participants[0].watch_folder(self._saver.folder)
+                participants[0].watch_folder(self._saver.folder, DaemonPool(1, "shoal-folder"))
         except BaseException:
             await _leave_all(participants)
             raise

@@ -12,6 +12,7 @@ digest, so gradients of different states are never averaged, and equal digests m
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import math
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -24,7 +25,7 @@ from shoal.allreduce.interface import MAX_WEIGHT
 from shoal.allreduce.segments import RoundMemory
 from shoal.allreduce.vector import Vector
 from shoal.averager import StepResult, TensorLock
-from shoal.clock import Elapsed, own_clock, seconds_text
+from shoal.clock import Elapsed, ThreadExecutor, own_clock, seconds_text
 from shoal.compression import CompressionBase
 from shoal.core import PeerCore
 from shoal.errors import ClosedError, ConfigError, NoMemoryForState, StateUnavailable, is_out_of_memory
@@ -228,10 +229,23 @@ class Participant:
         if not self.settings.fragment:  # a peer is alone with all fragments of its model, and says it once
             self._tasks.spawn(self._lasting("a look for others was", self._solitude.watch))
 
-    def watch_folder(self, folder: Path) -> None:
-        """Tell of other programs that save in this folder of checkpoints, and train apart, from now on."""
-        users = FolderUsers(folder, self.settings.run_id, self.core.peer_id)
-        self._tasks.spawn(users.watch(self.core.env.executor, self._trains_with, self._notices.warn))
+    def watch_folder(self, folder: Path, pool: concurrent.futures.Executor) -> None:
+        """Tell of other programs that save in this folder of checkpoints, and train apart, from now on.
+
+        Args:
+            folder: of the checkpoints.
+            pool: its files are looked at there. It is used for nothing else, and shut down when this peer leaves.
+        """
+
+        async def watch() -> None:
+            users = FolderUsers(folder, self.settings.run_id, self.core.peer_id)
+            try:
+                with suppress(MemoryError, RuntimeError):  # no thread, for example: it can do without
+                    await users.watch(ThreadExecutor(pool), self._trains_with, self._notices.warn)
+            finally:
+                pool.shutdown(wait=False)
+
+        self._tasks.spawn(watch())
 
     async def check_settings(self, timeout_s: float) -> None:
         """Wait until it is known how the others train, at most so long. Later findings are told at the next step.

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from shoal import sim
 from shoal.allreduce.round import Round
-from shoal.averager import Averager, TensorLock
+from shoal.averager import Averager, AveragerSettings, TensorLock
 from shoal.errors import RoundFailed, ShoalError
 from shoal.events import Event, Warned
 from shoal.matchmaking.joins import JoinRequest
@@ -148,6 +148,107 @@ def test_an_honest_newcomer_gets_in_at_once_and_under_attack_within_a_minute(att
         print("newcomer", attacked, asyncio.get_running_loop().time() - began)
         if attacked:
             attacking.cancel()
+
+    sim.run(main, seed=1)
+
+
+def late_in(averager: Averager, is_late: Callable[[bytes], bool], late_s: float, *, gives: bool) -> None:
+    """From now on it takes no part in these rounds for so long, and then gives its values, or fails."""
+    begin: Any = averager._begin_round
+
+    async def begin_late(group: Any, *rest: Any) -> Any:
+        round_ = await begin(group, *rest)
+        run = round_.run
+
+        async def late() -> Any:
+            await sim.sleep(late_s)
+            if gives:
+                return await run()
+            raise RoundFailed("it gives nothing", [], round_id=group.round_id)
+
+        if is_late(group.round_id):
+            round_.run = late
+        return round_
+
+    averager._begin_round = begin_late  # type: ignore[method-assign, assignment]
+
+
+async def contributors(honest: int, keys: int) -> tuple[list[Trainer], list[Trainer]]:
+    """So many honest peers and others that give zeros, with the usual limits of time, which have trained for 10 s."""
+    run = Run(target=(honest + keys) * BATCH * BATCHES, averager=AveragerSettings())
+    trainers = await training(run, honest + keys)
+    for each in trainers[honest:]:
+
+        def compute(_number: int, _size: int, each: Trainer = each) -> None:
+            for parameter in each.parameters:
+                parameter.grad = torch.zeros_like(parameter)
+
+        each.compute = compute  # type: ignore[method-assign, assignment]
+    return trainers[:honest], trainers[honest:]
+
+
+async def samples(trainer: Trainer, seconds: float) -> float:
+    """Samples a second that count in steps, from now on."""
+    before = trainer.participant.contribution.contributed
+    await sim.sleep(seconds)
+    return (trainer.participant.contribution.contributed - before) / seconds
+
+
+@pytest.mark.long
+def test_a_contributor_that_is_always_nearly_late_takes_less_than_half_of_the_pace() -> None:
+    """Each round waited for it, 4.5 s, for good: a quarter of the pace was left."""
+
+    async def main() -> None:
+        good, (bad,) = await contributors(4, 1)
+        calm = await samples(good[0], 30.0)
+        late_in(bad.participant._averager, lambda _: True, 4.5, gives=True)
+        await sim.sleep(60.0)  # what may be lost is spent
+        later = await samples(good[0], 60.0)
+        print("late", calm, later)
+        assert later >= 0.5 * calm, (calm, later)
+
+    sim.run(main, seed=1)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(360)
+def test_contributors_that_stall_in_turns_do_not_stop_the_others() -> None:
+    """Another one of eight keys gave nothing in each round. Each was forgiven in time: a tenth of the pace was left."""
+
+    async def main() -> None:
+        good, keys = await contributors(3, 8)
+        calm = await samples(good[0], 30.0)
+        rounds = dict[bytes, int]()
+        for number, each in enumerate(keys):
+
+            def its_turn(round_id: bytes, number: int = number) -> bool:
+                return rounds.setdefault(round_id, len(rounds)) % len(keys) == number
+
+            late_in(each.participant._averager, its_turn, 8.0, gives=False)
+        await sim.sleep(60.0)  # what may be lost is spent
+        later = await samples(good[0], 60.0)
+        print("turns", calm, later)
+        assert later >= 0.5 * calm, (calm, later)
+
+    sim.run(main, seed=1)
+
+
+@pytest.mark.long
+def test_an_honest_peer_that_is_late_now_and_then_gets_its_samples_in() -> None:
+    """It is late by 1.5 s in every fifth round."""
+
+    async def main() -> None:
+        good, (slow,) = await contributors(3, 1)
+        rounds = dict[bytes, int]()
+        late_in(slow.participant._averager, lambda each: rounds.setdefault(each, len(rounds)) % 5 == 4, 1.5, gives=True)
+        await sim.sleep(20.0)
+        before = [each.participant.contribution.contributed for each in (*good, slow)]
+        await sim.sleep(60.0)
+        gave = [
+            each.participant.contribution.contributed - first for each, first in zip((*good, slow), before, strict=True)
+        ]
+        print("slow", gave)
+        assert gave[-1] >= 0.9 * max(gave), gave
 
     sim.run(main, seed=1)
 

@@ -10,7 +10,7 @@ import pytest
 
 from shoal.allreduce.round import Seen
 from shoal.averager.conduct import Conduct
-from shoal.averager.strangers import NO_STRANGERS
+from shoal.averager.strangers import NO_STRANGERS, Account, Strangers
 from shoal.peer import PeerID
 
 A, B, C = (PeerID(bytes([number]) * 32) for number in range(3))
@@ -29,7 +29,7 @@ class Rounds:
     def play(self, *, succeeds: bool = True, gave: frozenset[PeerID] = ALL, **seen: Any) -> None:
         """One round, in which this was seen; by default all three gave and own parts."""
         given: dict[str, Any] = {"late": NOBODY, "unheard": NOBODY, "bad_lines": NOBODY, "reduced": ALL}
-        given |= {"hurried": NOBODY, "waited_s": 0.0}
+        given |= {"hurried": NOBODY, "waited_s": 0.0, "lost_s": 0.0}
         members = [SimpleNamespace(contact=SimpleNamespace(peer=peer)) for peer in (A, B, C)]
         all_seen = Seen(**{**given, "led_badly": False, **seen})
         round_: Any = SimpleNamespace(seen=all_seen, members=members, coordinator=0)
@@ -105,6 +105,22 @@ def test_a_peer_that_leads_badly_may_be_a_member() -> None:
         rounds.play(led_badly=True, succeeds=False)
     assert rounds.shut_out() == (NOBODY, frozenset({A}), NOBODY)
     rounds = Rounds()
-    rounds.conduct.searched([A], [], rounds.now)
+    rounds.conduct.searched([A], (), rounds.now)
     rounds.play(led_badly=True, succeeds=False)
     assert rounds.conduct.precedence(NO_STRANGERS, rounds.now).shunned == {A}
+
+
+def test_leaders_and_slow_members_are_paid_from_one_account() -> None:
+    """Each key had its own patience: eight of them, in turns, left a tenth of the pace."""
+    conduct = Conduct(WINDOW_S, lambda _: None)
+    account = Account(4.0, 0.1)
+    strangers = Strangers({A, B, C}, Account(0.0, 0.0), account)
+    assert strangers.spare_s(0.0) == 4.0
+    conduct.searched([A], (), 10.0, strangers)
+    assert account.left_s(10.0) == 1.5
+    assert conduct.precedence(strangers, 10.0).shunned == {A}
+    assert conduct.precedence(strangers, 1000.0).shunned == NOBODY
+    strangers.pay(B, 4.0, 1000.0)
+    assert strangers.spare_s(1000.0) == 0.25
+    assert conduct.precedence(strangers, 1000.0).shunned == {A}  # nothing is left for another try
+    assert conduct.precedence(strangers, 1040.0).shunned == NOBODY

@@ -255,6 +255,24 @@ def test_of_two_the_one_far_behind_the_other_is_left_out() -> None:
     assert reducer.stalled(107.0) == [2]
 
 
+def test_a_slow_sender_is_waited_for_as_long_as_there_is_time_to_spare() -> None:
+    """Peers that were late in turns, or always nearly late, cost each round five seconds; what is lost is counted."""
+    reducer = Contributions(0, range(4), silence_s=5.0, now=100.0, spare_s=0.25)
+    reducer.own(0, 0, 100.0)
+    give(reducer, 0, [0], 100.0)
+    for sender in (1, 2):
+        give(reducer, sender, [0], 101.0)
+    assert reducer.lost_s == 0.0
+    assert deadline(reducer) == 101.0 + 1.0 + 0.25
+    assert reducer.stalled(102.25) == [3]
+    assert reducer.lost_s == 0.25
+    late = rules(0, 1, 2, 3)
+    late.own(0, 0, 100.0)
+    for sender, now in ((0, 100.0), (1, 101.0), (2, 101.0), (3, 105.0)):
+        give(late, sender, [0], now)
+    assert late.lost_s == 3.0
+
+
 def test_a_death_among_the_senders_does_not_excuse_a_slow_one() -> None:
     """What the dead one had given in time does not count any more; what the other one that lives gave does."""
     reducer = rules(0, 1, 2, 3)

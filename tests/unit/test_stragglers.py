@@ -80,6 +80,19 @@ def report(rules: Coordinator, member: int, parts: list[int], *lost: int, now: f
     return [action for action in actions if isinstance(action, Send)]
 
 
+def test_a_member_that_was_given_up_as_a_sender_does_not_get_its_time_once_more_as_a_reducer() -> None:
+    """It owes a part, too. One that owes nothing is left in: only its line to the coordinator may be slow."""
+    rules = coordinator()
+    for member in range(4):
+        report(rules, member, [0, 1, 2])
+    rules.tick(1.1)
+    assert rules.rules.live == {0, 1, 2, 3}
+    rules.tick(1.2, {2})
+    assert rules.rules.live == {0, 1, 2, 3}
+    rules.tick(1.3, {3})
+    assert rules.rules.live == {0, 1, 2}
+
+
 def test_a_reducer_that_all_others_have_lost_owns_nothing_any_more() -> None:
     """It holds its part, and can give it to nobody: somebody else averages it anew; the reducer stays a member."""
     rules = coordinator()

@@ -199,8 +199,11 @@ class Coordinator:
         parts = [part for part in parts if not all(part in rules.held[other] for other in rules.takers)]
         return [LeftOut(member, reason), *self._move(parts, now), *self._decide()]
 
-    def tick(self, now: float) -> list[CoordinatorAction]:
-        """Leave out members that keep the others waiting, or the coordinator itself if it cannot hear them."""
+    def tick(self, now: float, given_up: Collection[int] = ()) -> list[CoordinatorAction]:
+        """Leave out members that keep the others waiting, or the coordinator itself if it cannot hear them.
+
+        Those of which it waits for no values any more, as a reducer, do not get their time once more as reducers.
+        """
         if now - self._ticked > self.stall_s / 4:
             self._heard = [now] * len(self.reduces)  # this peer itself stood still: that is no sign of a bad line
         self._ticked = now
@@ -209,7 +212,8 @@ class Coordinator:
             sometimes("a coordinator that hears nobody leaves itself out")
             actions += self.leave_out(self.me, "no progress", now)
         for member in self._owing():
-            if now - self._progress[member] >= self.stall_s and self._may_leave_out(member):
+            stalls = member in given_up or now - self._progress[member] >= self.stall_s
+            if stalls and self._may_leave_out(member):
                 actions += self.leave_out(member, "no progress", now)
         actions += self._hurry(now) + self._leave_brief(now)
         for member in self.slow(now):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import reduce
@@ -53,6 +54,8 @@ class RoundOptions(msgspec.Struct, frozen=True, kw_only=True):
         silence_s: a member that sends nothing for this long, while it owes values, is left out.
         reducer_silence_s: a member that makes no progress for this long, while it owes averages, is left out by the
             coordinator; more than `silence_s`, as a reducer may be waiting for a sender. None: twice as long.
+        spare_s: members that are slower than the others are waited for no longer than this, beyond the time that such a
+            round usually needs (twice that of the median member).
         report_s: the longest time between two reports to the coordinator.
         way_s: the time since the last round, in which members have worked for this one: so that those with slow lines
             may be worth waiting for (`slow_lines`); 0: members are compared with each other alone.
@@ -64,6 +67,7 @@ class RoundOptions(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 120.0
     silence_s: float = 5.0
     reducer_silence_s: float | None = None
+    spare_s: float = math.inf
     report_s: float = 1.0
     way_s: float = 0.0
     most_weight: MostWeight | None = None

@@ -113,6 +113,7 @@ class MemberMachine:
         silence_s: how long a sender may be silent that owes values.
         now: time at the beginning.
         promised_s: see `slow_lines`.
+        spare_s: see `RoundOptions`.
         brief_s: see `Brief.patience_s`.
         most_weight: the largest weight that each member may give.
 
@@ -135,6 +136,7 @@ class MemberMachine:
         silence_s: float,
         now: float,
         promised_s: Sequence[float] = (),
+        spare_s: float = math.inf,
         brief_s: Mapping[int, float] = MappingProxyType({}),
         most_weight: MostWeight = any_weight,
     ) -> None:
@@ -144,7 +146,13 @@ class MemberMachine:
         self.rules = MemberRules(me, reducers, contributes=members[me].contributes)
         contributing = [index for index, member in enumerate(members) if member.contributes]
         self.contributions = Contributions(
-            me, contributing, silence_s=silence_s, now=now, promised_s=promised_s, brief_s=brief_s
+            me,
+            contributing,
+            silence_s=silence_s,
+            now=now,
+            promised_s=promised_s,
+            spare_s=spare_s,
+            brief_s=brief_s,
         )
         self.may_learn = True
         self.unheard: set[int] = set()
@@ -353,11 +361,11 @@ class Contributions:
 
     - when it is lost (`exclude`);
     - when it was *silent*: no byte for `silence_s` while it owes something;
-    - when it is *far behind*: the median of the other senders passed its place longer ago than `silence_s` plus the
-      time that the median needed to get there. So it would need more than twice as long as the others, plus
-      `silence_s`. With two other senders the median is the slower one, so that three senders of which two are slow go
-      on together. One that has announced a slow line, and is worth waiting for, is behind only when it is also later
-      than it promised, in proportion to what it has sent (`slow_lines`).
+    - when it is *far behind*: the median of the other senders passed its place longer ago than `silence_s` (`spare_s`,
+      if that is less) plus the time that the median needed to get there. So it would need more than twice as long as
+      the others, plus that. With two other senders the median is the slower one, so that three senders of which two are
+      slow go on together. One that has announced a slow line, and is worth waiting for, is behind only when it is also
+      later than it promised, in proportion to what it has sent (`slow_lines`).
 
     - when it is waited for briefly, and nobody else is any more (`Brief`).
 
@@ -369,10 +377,12 @@ class Contributions:
         silence_s: see above.
         now: time at the beginning.
         promised_s: for each member, the time within which it sends all, if it is waited for beyond the median; else 0.
+        spare_s: see above.
         brief_s: see `Brief.patience_s`.
 
     Attributes:
         brief: the members that are waited for briefly.
+        given_up: the senders that were too slow, and since when they are not waited for.
     """
 
     def __init__(
@@ -383,10 +393,13 @@ class Contributions:
         silence_s: float,
         now: float,
         promised_s: Sequence[float] = (),
+        spare_s: float = math.inf,
         brief_s: Mapping[int, float] = MappingProxyType({}),
     ) -> None:
         self.brief = Brief(brief_s)
         self.me, self.silence_s, self._start, self._promised_s = me, silence_s, now, promised_s
+        self._spare_s = min(silence_s, spare_s)
+        self.given_up: dict[int, float] = {}
         self.senders = set(members)
         self.excluded: set[int] = set()
         self._waiting: dict[Work, set[int]] = {}
@@ -452,7 +465,20 @@ class Contributions:
 
     def stalled(self, now: float) -> list[int]:
         """Senders to leave out: silent, or far behind the others."""
-        return [sender for sender, limit in self._limits().items() if now >= limit]
+        stalled = [sender for sender, limit in self._limits().items() if now >= limit]
+        self.given_up |= dict.fromkeys(stalled, now)
+        return stalled
+
+    @property
+    def lost_s(self) -> float:
+        """How long the slowest were waited for, beyond twice the time that the median sender has needed, seconds."""
+        known = self.senders - {self.me} - self.brief.patience_s.keys()
+        gave = sorted(times[-1] for sender in known - self.given_up.keys() if (times := self._delivered[sender]))
+        if not gave:
+            return 0.0
+        median = gave[(len(gave) - 1) // 2]
+        last = max(gave[-1], *(self.given_up.values() or (0.0,)))
+        return max(0.0, last - (median + (median - self._start)))
 
     def _limits(self) -> dict[int, float]:
         """For each sender that owes something, the time until which the reducer waits if nothing more comes from it."""
@@ -462,7 +488,7 @@ class Contributions:
         for sender in owing:
             silent = self._heard[sender] + self.silence_s
             at = passed[place := len(self._delivered[sender])]
-            behind = math.inf if at is None else at + (at - self._start) + self.silence_s
+            behind = math.inf if at is None else at + (at - self._start) + self._spare_s
             limits[sender] = min(silent, max(behind, self._promised(sender, place)))
         return limits
 

@@ -113,6 +113,8 @@ class Seen(NamedTuple):
     """They were waited for briefly, and left out, as all others were done."""
     waited_s: float
     """So long nobody was waited for but those that are waited for briefly."""
+    lost_s: float
+    """So long the slowest of the others were waited for, see `Contributions.lost_s`."""
     reduced: frozenset[PeerID]
     """They own parts, after all that were moved."""
     led_badly: bool
@@ -174,6 +176,7 @@ class Round:
             silence_s=options.silence_s,
             now=self._loop.time(),
             promised_s=self._promised_s,
+            spare_s=options.spare_s,
             brief_s=self._brief_s,
             most_weight=options.most_weight or any_weight,
         )
@@ -336,6 +339,7 @@ class Round:
             bad_lines=peers(self._bad_lines),
             hurried=peers(hurried),
             waited_s=sum(brief.waited_s for brief in briefs),
+            lost_s=self.machine.contributions.lost_s,
             reduced=peers(set(self.machine.rules.reducer)),
             led_badly=self._led_badly or self._word_was_false,
         )
@@ -784,7 +788,8 @@ class Round:
                 return
 
     async def _tick_loop(self) -> None:
-        period_s = min(self._options.report_s, self._options.silence_s / 4)
+        options = self._options
+        period_s = min(options.report_s, options.silence_s / 4, max(options.spare_s / 2, _LOOK_S))
         if not self.machine.rules.contributes:
             await self._sign.wait()
             self.machine.contributions.begin(self._loop.time())
@@ -799,15 +804,18 @@ class Round:
             self._watch_coordinator(now)
             self._do(self.machine.tick(now))
             if self._coordinating is not None:
-                decisions = self._coordinating.tick(now)
+                decisions = self._coordinating.tick(now, self.machine.contributions.given_up)
                 self._late.update(decision.member for decision in decisions if isinstance(decision, LeftOut))
                 self._tell(decisions)
 
     @property
     def _patience_s(self) -> float:
-        """A coordinator decides, or replaces members, within so long after all others have done their part here."""
+        """A coordinator decides, or replaces members, within so long after all others have done their part here.
+
+        It has about as much time to spare as this peer.
+        """
         took_s = self._moved_at - self._began
-        return self._stall_s + self._options.silence_s + took_s + max(self._promised_s)
+        return min(self._stall_s, self._options.spare_s) + self._options.silence_s + took_s + max(self._promised_s)
 
     def _watch_coordinator(self, now: float) -> None:
         """Give the coordinator up if it does nothing, where an honest one would long have left the slow members out.

@@ -280,7 +280,7 @@ class Averager:
             matchmaker = self._finder.matchmaker
             idled, matchmaker.idled = matchmaker.idled, []
             turned_away, matchmaker.turned_away = matchmaker.turned_away, set()
-            self.conduct.searched(idled, turned_away, loop.time())
+            self.conduct.searched(idled, turned_away, loop.time(), attempt.strangers)
         if group is None:
             return None
         if not any(member.contributes for member in group.members):
@@ -403,6 +403,7 @@ class Averager:
             timeout_s=max(0.001, min(deadline, formed + settings.allreduce_timeout_s) - loop.time()),
             silence_s=settings.silence_s,
             reducer_silence_s=settings.reducer_silence_s,
+            spare_s=attempt.strangers.spare_s(formed),
             way_s=self.way_s,
             most_weight=attempt.most_weight,
         )

@@ -46,10 +46,12 @@ class Conduct:
 
     def precedence(self, strangers: Strangers, now: float) -> Precedence:
         """The order of the others in a search (`now`: the loop's time, seconds)."""
-        idle = self.idle.now(now)
+        idle, bad = self.idle.now(now), self.bad_leaders.now(now)
+        if strangers.are_spent(now) and not self.bad_leaders.unforgiven.issuperset(strangers.known):
+            bad = self.bad_leaders.unforgiven
         return Precedence(
             known=strangers.known,
-            shunned=idle | self.bad_leaders.now(now),
+            shunned=idle | bad,
             spared=idle,
             proved=self._helpers if strangers.account.is_spent(now) else None,
         )
@@ -63,15 +65,19 @@ class Conduct:
             idle = frozenset()  # nobody else is left
         return {**dict.fromkeys(strange, patience_s), **dict.fromkeys(idle, 0.0)}
 
-    def searched(self, idled: Iterable[PeerID], turned_away: Iterable[PeerID], now: float) -> None:
+    def searched(
+        self, idled: Iterable[PeerID], turned_away: Iterable[PeerID], now: float, strangers: Strangers = NO_STRANGERS
+    ) -> None:
         """A search is over.
 
         Args:
             idled: took this peer, and began no group in all the time that there was.
             turned_away: did not take this peer, though there was a place.
             now: seconds.
+            strangers: who is a stranger, and what may be lost.
         """
         for peer in idled:
+            strangers.pay(peer, self._window_s / 2, now)
             self._led_badly(peer, self._window_s, now)
         for peer in sorted(turned_away):
             self._led_badly(peer, 0.0, now)
@@ -103,6 +109,7 @@ class Conduct:
                 )
         leader = round_.members[round_.coordinator].contact.peer
         if seen.led_badly:
+            strangers.pay(leader, cost_s - seen.lost_s, now)
             self._led_badly(leader, cost_s, now)
         elif outcome is not None:
             self.bad_leaders.forgive(leader, now)
@@ -129,6 +136,8 @@ class Conduct:
         """Pay for what the round has waited for strangers."""
         if seen.waited_s > 0:
             strangers.account.pay(seen.waited_s, now)
+        if strangers.others is not None:
+            strangers.others.pay(seen.lost_s, now)
         if (strange := strangers.among(seen.hurried)) and strangers.account.is_spent(now):
             self._tell_strangers(strange)
 

@@ -67,3 +67,8 @@ class Pauses:
     def now(self, now: float) -> frozenset[PeerID]:
         """The peers whose pause is not over."""
         return frozenset(peer for peer, failed in self._failed.items() if failed.until > now)
+
+    @property
+    def unforgiven(self) -> frozenset[PeerID]:
+        """The peers that have failed and were not forgiven, whether their pause is over or not."""
+        return frozenset(self._failed)

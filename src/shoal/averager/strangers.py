@@ -1,7 +1,8 @@
 """The peers of a run that have proved nothing yet, and the time that may be lost to all of them. Pure bookkeeping.
 
 Keys are free: whoever has cost a peer its patience comes back under another one. So patience is not counted for each
-key, but for all *strangers* together, on one `Account`: what searches and rounds wait for them is paid from it.
+key, but for all *strangers* together, on one `Account`: what searches and rounds wait for them is paid from it. Another
+one is for all others, contributors and leaders (decision 0086).
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ __all__ = ["WORTH_S", "Account", "Strangers"]
 
 WORTH_S = 1.0
 """Shorter waits are of little use: newcomers on slow lines would not come."""
+
+_LEAST_S = 0.25
+"""Whoever is not far slower than the others is always waited for."""
 
 
 class Account:
@@ -45,11 +49,13 @@ class Account:
 
 
 class Strangers(NamedTuple):
-    """Who is a stranger now, and what may be lost to strangers."""
+    """Who is a stranger now, and what may be lost to strangers, and to all others."""
 
     known: Collection[PeerID]
     """The others are strangers, unless these are none."""
     account: Account
+    others: Account | None = None
+    """What may be lost to the others; None: nobody keeps an account."""
 
     def among(self, peers: Collection[PeerID]) -> frozenset[PeerID]:
         """The strangers among these."""
@@ -58,6 +64,20 @@ class Strangers(NamedTuple):
     def patience_s(self, now: float) -> float:
         """How long a round waits for them when all others have done their part, seconds."""
         return 0.0 if self.account.is_spent(now) else self.account.left_s(now)
+
+    def pay(self, peer: PeerID, seconds: float, now: float) -> None:
+        """So much time was lost to this peer until now."""
+        account = self.account if self.among((peer,)) else self.others
+        if account is not None and seconds > 0:
+            account.pay(seconds, now)
+
+    def are_spent(self, now: float) -> bool:
+        """Whether nothing may be lost to others that are no strangers."""
+        return self.others is not None and self.others.is_spent(now)
+
+    def spare_s(self, now: float) -> float:
+        """How long a round waits for others that are slower than most, seconds."""
+        return math.inf if self.others is None else _LEAST_S if self.are_spent(now) else self.others.left_s(now)
 
 
 NO_STRANGERS = Strangers((), Account(0.0, 0.0))

@@ -692,7 +692,7 @@ class GroupMachine:
         # Later than our last expiration: others were told between two searches that the last one is over.
         last, self._expiration = self._memory.declared, self._window_end + self._known.wall_offset_s
         # We must lead a peer that we shun, or at least not wait for it while it waits for us.
-        head_starts = 2 if self._shunned or self._avoided else self._memory.led
+        head_starts = 2 * bool(self._shunned or self._avoided) + self._memory.led
         self._expiration -= head_starts * min(_HEAD_START_S, window_s / 10)
         if 0 <= last - self._expiration < window_s:  # a larger gap means that the clock was set back
             self._expiration = last + _LATER_S

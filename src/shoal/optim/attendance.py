@@ -10,11 +10,11 @@ at once without an expected peer, because its leader has not heard yet that the 
 round, if that waits for it.
 
 Keys are free, so the time that is spent in vain is bounded for all peers together, by two accounts. One is for peers
-that contributed to the last steps: two windows, and a tenth of the time after that. The other one is for *strangers*,
-that is all others: `_STRANGERS_S`, and a fiftieth of the time after that. What the rounds themselves wait for strangers
-is paid from it, too. The time itself counts. A liar that says that
-it is coming, and takes it back before that is a miss, pays like any other. A newcomer that lives comes within a few
-round trips, as it was told of the round when it began, and so costs nothing.
+that contributed to the last steps: two windows, and a tenth of the time after that. What rounds wait for slow members,
+and what bad leaders cost, is paid from it, too. The other one is for *strangers*, that is all others: `_STRANGERS_S`,
+and a fiftieth of the time after that. What the rounds themselves wait for strangers is paid from it, too. The time
+itself counts. A liar that says that it is coming, and takes it back before that is a miss, pays like any other. A
+newcomer that lives comes within a few round trips, as it was told of the round when it began, and so costs nothing.
 
 A peer beside which no other contributor is left holds up nobody else: it waits for strangers for two windows, and a
 tenth of the time after that.
@@ -108,7 +108,7 @@ class Attendance:
     @property
     def strangers(self) -> Strangers:
         """Who is a stranger now."""
-        return Strangers(self.contributors, self._strange.account)
+        return Strangers(self.contributors, self._strange.account, self._known.account)
 
     def search(self) -> None:
         """A search for a group begins."""

@@ -200,8 +200,7 @@ def test_a_peer_that_leads_to_nothing_does_not_stop_the_others(
         await sim.sleep(120.0)
         before = first.participant.epoch
         await sim.sleep(120.0)
-        # Of two, each shuns the other now and then, and waits for nobody: a quarter of the pace is left.
-        least = 0.4 if count > 2 else 0.2
+        least = 0.4
         assert first.participant.epoch - before > least * 120.0 / (BATCHES * BATCH_S) * (count - 1) / count
 
     sim.run(main, seed=1)

@@ -95,6 +95,23 @@ def test_ranks_that_differ_all_raise(pool: Ranks, case: Callable[[], None], kind
     assert [each.kind for each in found] == kinds
 
 
+@pytest.mark.parametrize("kind", ["ArithmeticError", "KeyboardInterrupt"])
+def test_a_forward_pass_that_one_rank_leaves(pool: Ranks, kind: str) -> None:
+    """Ctrl+C on one rank left the others waiting; behind any error all refused the next pass."""
+    (others, *nexts), here, last = ([*each] for each in pool.play(3, cases.left_by_one_rank, kind, False))
+    assert others.startswith("ConfigError: another rank cannot go on: rank 1: "), others
+    assert last == [others, ""]
+    assert here == [f"{kind}: stop", ""]
+    assert nexts == [""]
+
+
+def test_a_forward_pass_that_one_rank_leaves_while_others_communicate(pool: Ranks) -> None:
+    """They waited for the group's timeout; it is known within seconds that nobody comes."""
+    for said, _ in pool.play(2, cases.left_by_one_rank, "ArithmeticError", True):
+        assert said.startswith("RankLost: ranks called different things"), said
+        assert "zero_activations.py" in said, said
+
+
 @pytest.mark.parametrize(
     ("what", "message"),
     [

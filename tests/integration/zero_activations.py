@@ -336,6 +336,39 @@ def raises_on_one_rank() -> None:
             raise ArithmeticError("a bad batch")
 
 
+def left_by_one_rank(kind: str, communicates: bool) -> tuple[str, str]:
+    """Rank 1 leaves the forward pass by an error between two layers; what is said of it, and of the next pass.
+
+    If the model `communicates`, the others are in a collective of its own then.
+    """
+    model = _lines(3)
+    context = shoal.zero.partition_activations(model, everyone())
+    errors = [{"ArithmeticError": ArithmeticError, "KeyboardInterrupt": KeyboardInterrupt}[kind]("stop")]
+
+    def between(_: torch.nn.Module, __: object, output: torch.Tensor) -> None:
+        if errors and dist.get_rank() == 1:
+            raise errors.pop()
+        if communicates:
+            dist.all_reduce(output.detach().clone())
+
+    model[1].register_forward_hook(between)
+
+    def train() -> None:
+        inputs = torch.ones(4, 600, requires_grad=True)
+        with context:
+            loss = model(inputs).sum()
+        torch.autograd.backward(loss)
+
+    found = []
+    for _ in range(2):
+        try:
+            train()
+            found.append("")
+        except BaseException as error:  # noqa: BLE001 (an interrupt, too)
+            found.append(f"{type(error).__name__}: {error}")
+    return found[0], found[1]
+
+
 def another_order() -> None:
     """Two losses, and rank 1 begins with the other one."""
     model = _lines(2)

@@ -32,6 +32,9 @@ _WATCHES, _OPERATIONS = 64, 1024
 _NOBODY = (1 << 29) + 1
 """A tag that no message has."""
 _PARTED = "shoal.zero/parted"
+_STUCK_BEATS = 2
+"""How long a collective of the program's own may take in a block that another rank has left by an error."""
+_ENDED, _BROKE = "the end of a block", "an error in a block"
 _OWN = tuple(f"{Path(str(file)).parents[up]}/" for file, up in ((__file__, 1), (torch.__file__, 0), (json.__file__, 1)))
 """Folders of modules that are not the program's: of shoal, torch and Python."""
 
@@ -153,6 +156,29 @@ class Parting:
         self._seen: list[str] = []
         self._unchanged = 0
         self._told = ""
+        self._block: int | None = None  # the thread in one
+        self._stuck_at: object = None
+        self._stuck_beats = 0
+
+    def begin_block(self) -> None:
+        """This thread runs code of the program, which may wait for other ranks in collectives of its own."""
+        self._block = threading.get_ident()
+
+    def end_block(self, store: Store, *, broken: bool) -> None:
+        """It has ended, or an error has ended it on this rank: then others wait in vain in such a collective."""
+        self._block = None
+        turn = self.turn(_BROKE if broken else _ENDED, "")
+        if broken:
+            store.set(_broken(turn), "")
+
+    def _stuck(self, store: Store) -> Turn | None:
+        """The end of the block, if this rank does not get there since another one has left it by an error."""
+        frame = None if self._block is None else sys._current_frames().get(self._block)  # noqa: SLF001 (as below)
+        place = (id(frame), frame.f_lasti) if frame is not None and _communicates(frame) else None
+        self._stuck_beats = self._stuck_beats + 1 if place is not None and place == self._stuck_at else 0
+        self._stuck_at = place
+        turn = Turn(self._watch, self._turns + 1, _ENDED)
+        return turn if self._stuck_beats >= _STUCK_BEATS and store.check([_broken(turn)]) else None
 
     def cover(self, group: dist.ProcessGroup) -> None:
         """Some of the ranks wait in this group, too."""
@@ -196,7 +222,10 @@ class Parting:
             patient: whether an operation has waited for some time.
         """
         turn = next((each for each in list(self._blocked) if patient(each)), None)
-        frame = None if turn is None else sys._current_frames().get(self._blocked.get(turn, -1))  # noqa: SLF001
+        thread = -1 if turn is None else self._blocked.get(turn, -1)
+        if turn is None and (turn := self._stuck(store)) is not None:
+            thread = self._block or -1
+        frame = None if turn is None else sys._current_frames().get(thread)  # noqa: SLF001 (there is no other way)
         text = "" if turn is None or frame is None else self.waiting(turn, frame).packed()
         if text != self._told and (text or self._ours.told is self):
             store.set(at(self._rank), text)
@@ -216,6 +245,20 @@ class Parting:
         if parted(store):
             for group in list(self._known):
                 _close(group)
+
+
+def _broken(turn: Turn) -> str:
+    """The key of a block that a rank has left by an error."""
+    return f"shoal.zero/broken/{turn.watch}/{turn.number}"
+
+
+def _communicates(frame: FrameType | None) -> bool:
+    """Whether a thread is in a collective of torch, by its innermost frame."""
+    while frame is not None and frame.f_code.co_filename.startswith((_OWN[1], "<")):
+        if frame.f_code.co_filename.startswith(f"{_OWN[1]}distributed/"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def at(rank: int) -> str:

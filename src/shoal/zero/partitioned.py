@@ -100,7 +100,8 @@ class PartitionedActivations:
     """A context for forward passes; see `partition_activations`. It can be used again and again.
 
     Leaving it raises, on all ranks, `ConfigError` if the ranks have not saved the same tensors, or one of them has
-    raised. The backward pass raises `LocalError` on all ranks if they are not at the same tensor.
+    raised (Ctrl+C included); `RankLost` if others wait for that one in a collective of the program's own. The backward
+    pass raises `LocalError` on all ranks if they are not at the same tensor.
 
     Attributes:
         last: what was partitioned in the last forward pass.
@@ -115,7 +116,7 @@ class PartitionedActivations:
         self._alike: dict[int, StorageWeakRef] = {}  # memory of inputs, which no other memory replaces meanwhile
         self._saved: weakref.WeakValueDictionary[int, _Memory] = weakref.WeakValueDictionary()
         self._said: list[tuple[str, torch.Tensor]] = []  # of each share: its description, and a checksum
-        self._shares = itertools.count(1)
+        self._passes, self._shares = itertools.count(1), itertools.count()
         self._handles: list[RemovableHandle] = []
         self._hooks: saved_tensors_hooks | None = None
 
@@ -123,6 +124,9 @@ class PartitionedActivations:
         if self._hooks is not None:
             raise LocalError("partition_activations: this context is entered already: use it once around forward")
         self.last, self._said = Partitioned(0, 0, 0), []
+        # Ranks that an error has ended at different places count alike again.
+        self._shares = itertools.count(next(self._passes) << 32)
+        self.collectives.watch.parting.begin_block()
         hooks = saved_tensors_hooks(self._pack, self._unpack)
         hooks.__enter__()
         self._hooks = hooks
@@ -140,14 +144,19 @@ class PartitionedActivations:
         for handle in self._handles:
             handle.remove()
         self._alike.clear()
-        if isinstance(error, RankLost) or not isinstance(error, Exception | None):
+        self.collectives.watch.end_block(broken=error is not None)
+        if isinstance(error, RankLost):
             return
-        with self._agreement.together():
-            if error is not None:
-                raise error
-        sums = torch.stack([each for _, each in self._said]).tolist() if self._said else []
-        lines = [f"{text} {number:x}" for (text, _), number in zip(self._said, sums, strict=True)]
-        self._agreement.alike("\n".join(lines), "inputs of the modules, to the bit")
+        try:
+            with self._agreement.together():
+                if error is not None:
+                    raise error
+            sums = torch.stack([each for _, each in self._said]).tolist() if self._said else []
+            lines = [f"{text} {number:x}" for (text, _), number in zip(self._said, sums, strict=True)]
+            self._agreement.alike("\n".join(lines), "inputs of the modules, to the bit")
+        except BaseException:
+            self._saved = weakref.WeakValueDictionary()  # ranks have partitioned different tensors, and may go on
+            raise
 
     def _found_alike(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a module runs: its inputs are alike on all ranks. Checkpoints have saved some of them before."""

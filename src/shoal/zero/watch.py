@@ -101,6 +101,10 @@ class Watch:
         """
         return self.parting.turn(doing, size)
 
+    def end_block(self, *, broken: bool) -> None:
+        """See `Parting.end_block`."""
+        self.parting.end_block(self._store, broken=broken)
+
     @contextlib.contextmanager
     def named(self, turn: Turn) -> Iterator[None]:
         """Turn the failure of an operation that `turn` named into `RankLost`, which names the ranks that are gone.

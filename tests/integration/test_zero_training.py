@@ -241,7 +241,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "nothing to train": (cases.bad_nothing, "nothing to train"),
     "meta": (cases.bad_meta, "meta device"),
     "twice": (cases.bad_twice, "sharded already"),
-    "moved": (cases.bad_moved, "was moved, converted or replaced"),
+    "moved": (cases.bad_moved, "was moved, converted or tied"),
 }
 
 

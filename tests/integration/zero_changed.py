@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -149,7 +150,7 @@ MOVED: dict[str, Callable[[Any], object]] = {
     ),
     "data from a model": lambda model: _from_another(model, _set),
 }
-"""What is in stage 3, and an error in stages 1 and 2; as is ``data = values`` in those."""
+"""The same, where values come in other memory."""
 REFUSED: dict[str, Callable[[Any], object]] = {
     "set_": lambda model: model.layers[0].weight.set_(values()),
     "data.set_": lambda model: model.layers[0].weight.data.set_(values()),
@@ -234,3 +235,15 @@ def assigned(stage: int) -> dict[str, float]:
         after = shoal.zero.full_state_dict(model)
         found[how] = max(float((after[name] - value).abs().max()) for name, value in nets[1].state_dict().items())
     return found
+
+
+def saved_before_a_step() -> float:
+    """A weight in a checkpoint that was saved behind ``data = values``."""
+    model, optimizer = shoal.zero.shard(Net(), lambda each: torch.optim.SGD(each, lr=0.1), stage=1)
+    model.head.weight.data = torch.full((WIDTH, WIDTH), 0.25)
+    places = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(places)
+    shoal.zero.save(f"{places[0]}/saved", model, optimizer)
+    model.head.weight.data.zero_()
+    shoal.zero.load(f"{places[0]}/saved", model, optimizer)
+    return float(model.head.weight.detach().mean())

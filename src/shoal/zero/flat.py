@@ -36,7 +36,7 @@ from shoal.zero.parameters import (
 )
 from shoal.zero.reduction import Reduction
 from shoal.zero.sparse import Tables
-from shoal.zero.tiles import ALIGNMENT, Plan, Tile, assign, assign_whole, buckets_of, cut, tile_numel
+from shoal.zero.tiles import ALIGNMENT, Homes, Plan, Tile, assign, assign_whole, buckets_of, cut, tile_numel
 
 __all__ = ["FlatEngine"]
 
@@ -98,7 +98,10 @@ class FlatEngine:
         kept = {tile: offload.copy(tile.of(wide[tile.name], frozen[tile.name])) for tile in plan.owned(rank)}
         self._frozen = Copies(frozen, plan, kept, collectives)
         self.own.update({table.tile: table.values for table in self.tables.of.values()})
-        self.reduction = Reduction(parameters, self._buckets, self.own, stage, collectives, offload, self.tables)
+        self._homes = Homes(parameters)
+        self.reduction = Reduction(
+            parameters, self._buckets, self.own, stage, collectives, offload, self.tables, self._homes
+        )
         self._hooks = {name: hooks_of(each) for name, each in parameters.items()}
         _engines[model] = self
 
@@ -139,6 +142,7 @@ class FlatEngine:
 
     def adopt(self, stepped: Iterable[torch.Tensor] | None = None) -> None:
         """Take over values that were written into parameters, for these of `own`; None for all."""
+        self._homes.take_back()
         self._copies.adopt(stepped)
         for table in self.tables.among(stepped):
             table.begin()
@@ -158,6 +162,7 @@ class FlatEngine:
 
     def pieces(self) -> Iterator[Piece]:
         """The own tiles."""
+        self._homes.take_back()
         self._copies.adopt()
         for tile, values in self.own.items():
             if tile.name in self.tables.of:
@@ -200,6 +205,7 @@ class FlatEngine:
         """Raise `LocalError` if the model has or trains other parameters, or they were moved, or have other hooks."""
         self._roster.check()
         self.reduction.check()
+        self._homes.take_back()
         for name, each in self._parameters.items():
             if hooks_of(each) > self._hooks[name]:
                 raise LocalError(

@@ -37,7 +37,7 @@ from shoal.zero.offload import Offload
 from shoal.zero.parameters import flat, like, order_of, present_pass, weakly, wide_dtype
 from shoal.zero.sparse import Tables
 from shoal.zero.standins import StandIns
-from shoal.zero.tiles import Bucket, Tile
+from shoal.zero.tiles import Bucket, Homes, Tile
 
 __all__ = ["Reduction"]
 
@@ -95,6 +95,7 @@ class Reduction:
         collectives: among the ranks.
         offload: where means are kept that are not in buckets.
         tables: those of the parameters that are in no bucket.
+        homes: where the parameters are.
     """
 
     def __init__(
@@ -106,9 +107,10 @@ class Reduction:
         collectives: Collectives,
         offload: Offload,
         tables: Tables,
+        homes: Homes,
     ) -> None:
         assert stage in (1, 2)
-        self._offload, self._tables = offload, tables
+        self._offload, self._tables, self._homes = offload, tables, homes
         self._rooms: dict[Tile, torch.Tensor] = {}  # in files, for means that do not stay in buckets
         dense = {tile: values for tile, values in own.items() if tile.name not in tables.of}
         for tile, values in dense.items() if offload.folder is not None else ():
@@ -562,15 +564,9 @@ class Reduction:
         return [each for each in (*buckets, *means, *rows) if each is not None]
 
     def check(self) -> None:
-        """Raise `LocalError` if the parameters are no longer where they were, or ranks were at different models."""
+        """Raise `LocalError` if the parameters are no longer what they were, or ranks were at different models."""
         self._check_order()
-        moved = [bucket.moved() for bucket in self._buckets]
-        moved += [name for name, table in self._tables.of.items() if table.moved()]
-        for name in filter(None, moved):
-            raise LocalError(
-                f"{name} was moved, converted or replaced after the model was sharded: do that before shard(), or "
-                "write values into it (with copy_())"
-            )
+        self._homes.check()
 
     def _check_order(self) -> None:
         if self._fault is not None:

@@ -311,10 +311,6 @@ class Table:
             self.wide.copy_(self._lent)
         return Piece(self.name, self.tile.start, self.tile.stop, self.values, self._lent.view(-1))
 
-    def moved(self) -> bool:
-        """Whether the parameter is no longer where it was."""
-        return self._parameter.data_ptr() != self._data.data_ptr()
-
     def gradients(self) -> Iterator[torch.Tensor]:
         """All that is kept of gradients, but for those of `values`."""
         if self._touched is not None:

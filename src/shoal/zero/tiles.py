@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from shoal.errors import LocalError
 from shoal.zero.collectives import Run
 from shoal.zero.parameters import flat as flatten
 from shoal.zero.parameters import order_of, shaped
@@ -301,12 +302,48 @@ class Bucket:
 
         return [Run(owner, between(tiles[0], tiles[-1])) for owner, tiles in self.runs]
 
-    def moved(self) -> str | None:
-        """The name of a parameter that is no longer where it was, if there is one."""
-        for name, parameter in self.parameters.items():
-            if parameter.data_ptr() != self.flat.data_ptr() + self._offsets[name] * self.flat.itemsize:
-                return name
-        return None
+
+class Homes:
+    """Where the values of parameters are, in the memory of buckets, for as long as the model is carried.
+
+    A program may give a parameter other memory (``parameter.data = values``, `vector_to_parameters`): its values count.
+
+    Args:
+        parameters: by name; they are there now.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        self._parameters = dict(parameters)
+        self._homes = {name: each.detach() for name, each in parameters.items()}
+
+    def check(self) -> None:
+        """Raise `LocalError` if a parameter was converted, or moved to another device, or tied to another one."""
+        self._moved()
+
+    def take_back(self) -> None:
+        """Put parameters back, with the values that they have. Raises as `check` does."""
+        for name in self._moved():
+            self._homes[name].copy_(self._parameters[name].detach())
+            self._parameters[name].data = self._homes[name]
+
+    def _moved(self) -> list[str]:
+        found = [name for name, home in self._homes.items() if self._parameters[name].data_ptr() != home.data_ptr()]
+        if not found:
+            return []
+        taken = {home.untyped_storage().data_ptr() for home in self._homes.values()}
+        for name in found:
+            home, now = self._homes[name], self._parameters[name]
+            alike = (now.shape, now.dtype, now.device) == (home.shape, home.dtype, home.device)
+            others = [other for other in found if other != name]
+            tied = now.untyped_storage().data_ptr() in taken or any(
+                self._parameters[other].data_ptr() == now.data_ptr() for other in others
+            )
+            if not alike or tied:
+                raise LocalError(
+                    f"{name} was moved, converted or tied to another parameter after the model was sharded: do that "
+                    "before shard(), or write values into it (with copy_())"
+                )
+        return found
 
 
 def buckets_of(parameters: Mapping[str, torch.nn.Parameter], tile: int, alignment: int = 1) -> list[Bucket]:

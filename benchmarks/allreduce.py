@@ -43,7 +43,15 @@ CODECS = ("none", "float16", "uniform8bit", "quantile8bit", "blockwise")
 START_S, ROUND_S, STOP_S = 60.0, 90.0, 5.0
 MISSED = 3
 """Exit code: measured to the end, but something is not as it should be. A traceback ends Python with 1."""
-TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+
+
+def process_s(pid: int) -> float:
+    """CPU seconds of a process so far, by its clock on Linux (clock_getcpuclockid); `/proc` counts in ticks of 10 ms.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    return time.clock_gettime(~pid << 3 | 2)
 
 
 class Round(NamedTuple):
@@ -270,13 +278,12 @@ class Contender:
     def cpu_s(self) -> float:
         """CPU seconds of our processes so far. 0 where the system does not tell."""
         sessions = {peer.process.pid for peer in self.peers}
-        total = 0
+        total = 0.0
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
-                fields = stat.read_text().rpartition(")")[2].split()
-                if int(fields[3]) in sessions:
-                    total += int(fields[11]) + int(fields[12])
-        return total / TICKS_PER_S
+                if int(stat.read_text().rpartition(")")[2].split()[3]) in sessions:
+                    total += process_s(int(stat.parent.name))
+        return total
 
     async def stop(self) -> None:
         with contextlib.suppress(ContenderFailed):

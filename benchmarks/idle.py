@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.allreduce import ROOT, TICKS_PER_S, processor, spread, write
+from benchmarks.allreduce import ROOT, process_s, processor, spread, write
 
 SETTLE_S = 2.0
 
@@ -59,12 +59,11 @@ def memory(leader: int) -> dict[str, float]:
 
 
 def cpu_s(leader: int) -> float:
-    total = 0
+    total = 0.0
     for each in processes(leader):
         with contextlib.suppress(OSError):
-            fields = (each / "stat").read_text().rpartition(")")[2].split()
-            total += int(fields[11]) + int(fields[12])
-    return total / TICKS_PER_S
+            total += process_s(int(each.name))
+    return total
 
 
 def run(python: str, what: str, window_s: float) -> dict[str, float]:

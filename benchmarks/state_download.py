@@ -31,7 +31,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.allreduce import SOURCES, TICKS_PER_S, ContenderFailed, Peer, processor, write
+from benchmarks.allreduce import SOURCES, ContenderFailed, Peer, process_s, processor, write
 
 ROOT = Path(__file__).resolve().parent.parent
 OTHERS = ("hivemind", "floor")
@@ -107,13 +107,12 @@ def forget_peak(peer: Peer) -> None:
 
 
 def cpu_s(peers: Iterable[Peer]) -> float:
-    total = 0
+    total = 0.0
     for peer in peers:
         for each in processes(peer):
             with contextlib.suppress(OSError):
-                fields = (each / "stat").read_text().rpartition(")")[2].split()
-                total += int(fields[11]) + int(fields[12])
-    return total / TICKS_PER_S
+                total += process_s(int(each.name))
+    return total
 
 
 # ---------------------------------------------------------------------------------------------------------- downloads

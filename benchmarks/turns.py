@@ -210,6 +210,7 @@ KINDS: dict[str, Kind] = {
     "rounds": Rounds(2, 5_000_000),
     "rounds_of_4": Rounds(4, 1_000_000),
     "rounds_of_8": Rounds(8, 1_000_000),
+    "tiny_of_8": Rounds(8, 256, turns=25),
     "rounds_16bit": Rounds(2, 5_000_000, "float16"),
     "rounds_8bit": Rounds(2, 5_000_000, "uniform8bit"),
     "rounds_quantile": Rounds(2, 5_000_000, "quantile8bit"),
@@ -280,8 +281,6 @@ async def end(peer: Peer) -> None:
 def ratios(pairs: Sequence[dict[str, list[Turn]]], what: str) -> list[float]:
     """Of each pair: the base's time by ours."""
     middle = [{name: statistics.median(getattr(t, what) for t in turns) for name, turns in p.items()} for p in pairs]
-    if what == "cpu_s":  # counted in ticks of 10 ms
-        middle = [{name: sum(t.cpu_s for t in turns) for name, turns in p.items()} for p in pairs]
     return [each["base"] / each["new"] for each in middle]
 
 

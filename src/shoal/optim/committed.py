@@ -2,7 +2,7 @@
 
 Keys are free, so a word under a key counts by the work that was committed under it: see `words`. In a round a peer says
 itself how many samples it has. So no peer has more weight than all the others together, nor more samples than it may
-give. And weight takes time: with each step it is recorded to how many a key has given.
+give.
 
 These steps belong to a state, like the parameters. The members of a round know them from the round, a peer that follows
 their steps knows them from these, and a newcomer gets them with the state. So all peers at one state conclude the same

@@ -1,10 +1,9 @@
 """Whose word counts how much: the one place that decides it. Pure functions.
 
 Keys are free, so the number of peers that say something proves nothing. A key's word weighs by the samples that were
-committed under it, in the last steps that led to the state, times the number of steps that it has given to without a
-long pause, up to `RECORD` (see `committed`). So:
+committed under it, in the last steps that led to the state (see `committed`). So:
 
-- A key that has given to less than three steps weighs nothing, if others have given to more.
+- A key that has given to less than three steps since its last long pause weighs nothing, if others have given to more.
 - No *site* (see `peer.site_of`) weighs more than all others together, but where each of its keys weighs no
   more than one elsewhere: peers of one laboratory, which share an address, count like any others. Of one site alone
   the same holds for its keys. So no key decides anything while others are there.
@@ -50,8 +49,8 @@ __all__ = [
 _PART = 3
 """A key weighs nothing before it has contributed to one of so many of the last steps, on average."""
 
-RECORD = 100
-"""The weight of a key grows over so many steps: minutes, where steps are short."""
+RECORD = 3
+"""So far it is recorded to how many steps a key has given: it matters no more then."""
 
 _BELIEVED = 2
 """How many times the samples that a peer gave to one of the last steps it may claim for the next one."""
@@ -121,8 +120,7 @@ class Record:
             rounds[peer] = max(rounds[peer] + 1, each.rounds)
             sites[peer] = each.site
         needed = min(len(steps) // _PART, max(rounds.values(), default=0))
-        grown = {peer: given * min(rounds[peer], RECORD) for peer, given in self.samples.items()}
-        regular = {peer: weight for peer, weight in grown.items() if rounds[peer] >= needed}
+        regular = {peer: given for peer, given in self.samples.items() if rounds[peer] >= needed}
         self.weights = _none_alone(regular, sites)
         self._one = len(set(sites.values())) <= 1
         self.places = {peer: self._place(peer, site) for peer, site in sites.items()}

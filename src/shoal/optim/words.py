@@ -110,7 +110,7 @@ class Record:
         places: where each key was: its site; of one site alone each key is a place of its own.
     """
 
-    def __init__(self, steps: Sequence[Iterable[_Gave]]) -> None:
+    def __init__(self, steps: Sequence[Sequence[_Gave]]) -> None:
         self.samples, self._most = dict[PeerID, int](), dict[PeerID, int]()
         self._steps, rounds, sites = len(steps), Counter[PeerID](), dict[PeerID, bytes]()
         for each in (each for step in steps for each in step if each.samples):
@@ -121,6 +121,11 @@ class Record:
             sites[peer] = each.site
         needed = min(len(steps) // _PART, max(rounds.values(), default=0))
         regular = {peer: given for peer, given in self.samples.items() if rounds[peer] >= needed}
+        # Those who are shut out of most steps come to a third of them together; one that is gone does not.
+        often = Counter(each.peer for step in steps for each in step if each.samples)
+        rare = {peer for peer in regular if often[peer] < needed}
+        if sum(any(each.peer in rare and each.samples for each in step) for step in steps) < needed:
+            regular = {peer: given for peer, given in regular.items() if peer not in rare}
         self.weights = _none_alone(regular, sites)
         self._one = len(set(sites.values())) <= 1
         self.places = {peer: self._place(peer, site) for peer, site in sites.items()}

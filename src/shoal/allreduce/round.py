@@ -804,7 +804,9 @@ class Round:
             self._watch_coordinator(now)
             self._do(self.machine.tick(now))
             if self._coordinating is not None:
-                decisions = self._coordinating.tick(now, self.machine.contributions.given_up)
+                # A slow sender may still give its averages, as long as there is time to spare for that.
+                short = options.spare_s < options.silence_s
+                decisions = self._coordinating.tick(now, self.machine.contributions.given_up if short else ())
                 self._late.update(decision.member for decision in decisions if isinstance(decision, LeftOut))
                 self._tell(decisions)
 

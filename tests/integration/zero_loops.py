@@ -136,12 +136,16 @@ def arguments(folder: str, **options: Any) -> transformers.TrainingArguments:
     return transformers.TrainingArguments(**{**given, **options})
 
 
-def by_trainer(stage: int, folder: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[float], float]:
+def by_trainer(
+    stage: int, folder: str, *, sharded_first: bool = False
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[float], float]:
     """The weights by the Trainer and by the plain loop, the norms that it logged, and the loss by `evaluate`."""
     with launched():
         samples: Any = data()
-        trainer = transformers.Trainer(Lossy(), arguments(folder), train_dataset=samples, eval_dataset=samples)
-        model, optimizer = sharded(stage, trainer.model)
+        before = sharded(stage, Lossy()) if sharded_first else None
+        model = Lossy() if before is None else before[0]
+        trainer = transformers.Trainer(model, arguments(folder), train_dataset=samples, eval_dataset=samples)
+        model, optimizer = before or sharded(stage, trainer.model)
         attach(trainer, model, optimizer, schedule(optimizer))
         batches: list[dict[str, torch.Tensor]] = []
         recorded(model, batches)

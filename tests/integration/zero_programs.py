@@ -398,13 +398,13 @@ def other_parameters(stage: int) -> list[str]:
     def unfreeze(model: Odd) -> None:
         model.frozen.requires_grad_()
 
-    found = []
-    for change in (assign, replace, add, unfreeze):
+    def step_behind(change: Callable[[Odd], None]) -> None:
         model, optimizer = sharded(stage)
         change(model)
         backward(model)
-        found.append(said(optimizer.step))
-    return found
+        optimizer.step()
+
+    return [said(partial(step_behind, change)) for change in (assign, replace, add, unfreeze)]
 
 
 class Sum(torch.nn.Module):

@@ -23,7 +23,7 @@ from shoal.zero.flat import FlatEngine
 from shoal.zero.fsdp import FsdpEngine
 from shoal.zero.lent import unwatched
 from shoal.zero.offload import Offload
-from shoal.zero.parameters import local, named_parameters, unique_bytes
+from shoal.zero.parameters import UNFROZEN, local, named_parameters, unique_bytes
 from shoal.zero.replicas import Replicas
 from shoal.zero.topk import share
 from shoal.zero.watch import Agreement
@@ -118,6 +118,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.listed, self.irregular = listed, irregular
         self.replicas = replicas
         self.names = [[name for name in group if name in trained] for group in listed]
+        self._may_train = trained.union(*listed)
         self._model, self._skip_nonfinite = model, skip_nonfinite
         super().__init__([{"params": [torch.zeros((), dtype=torch.float32, device="cpu")]}], dict(inner.defaults))
         # Both optimizers show the same groups and statistics: schedulers and trainers hold on to either one.
@@ -343,6 +344,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.check_model(self._model, to_change=True)
             self.check_whole()
             self.carrier.check()
+            self._check_unfrozen()
             finite = self.reduction.finite()
         except LocalError as error:
             problem = error
@@ -351,6 +353,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             "step", problem, lines, [not finite, *(not each for each in self.reduction.absent())]
         )
         return not infinite, [not each for each in present]
+
+    def _check_unfrozen(self) -> None:
+        """Raise `LocalError` if a parameter has gradients now, and no optimizer steps it."""
+        for name, each in named_parameters(self._model):
+            if each.requires_grad and name not in self._may_train:
+                raise LocalError(UNFROZEN.format(name))
 
     def _passes(self) -> list[str]:
         """The number of backward passes whose gradients each parameter has: a line for each."""

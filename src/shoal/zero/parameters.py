@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from shoal.errors import LocalError
 
 __all__ = [
+    "UNFROZEN",
     "Order",
     "Piece",
     "Roster",
@@ -60,6 +61,12 @@ def bottom_up(module: torch.nn.Module, seen: set[int] | None = None) -> Iterator
     yield module
 
 
+UNFROZEN = (
+    "{} was frozen when the model was sharded, and would not be trained: call shard() after you unfreeze, on a model "
+    "that has the weights of this one"
+)
+
+
 class Roster:
     """For one model, as it is now.
 
@@ -83,10 +90,7 @@ class Roster:
                     "shard()"
                 )
             if parameter.requires_grad and not trained:
-                raise LocalError(
-                    f"{name} was frozen when the model was sharded, and would not be trained: call shard() after you "
-                    "unfreeze, on a model that has the weights of this one"
-                )
+                raise LocalError(UNFROZEN.format(name))
 
 
 class Piece(NamedTuple):

@@ -16,6 +16,7 @@ import torch
 import shoal
 from shoal.errors import ClosedError, ConfigError, LocalError
 from shoal.events import Warned
+from shoal.strategies import Decoupled, LocalSGD
 
 
 def swarm_of(dht: shoal.DHT, model: torch.nn.Module, /, **options: Any) -> shoal.Optimizer:
@@ -361,6 +362,25 @@ def test_nothing_is_loaded_after_the_shutdown() -> None:
             saved = swarm.state_dict()
         with pytest.raises(ClosedError):
             swarm.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("strategy", [None, LocalSGD(every=1), Decoupled(every=1, fragments=2, quorum=1)])
+def test_a_batch_that_was_under_way_when_the_run_ended_was_counted_nowhere(strategy: Any) -> None:
+    """A run ends in the background. What comes then is dropped, and a call that comes again with it counts no more."""
+    model = torch.nn.Linear(2, 1)
+    target: dict[str, Any] = {} if strategy is None else {"strategy": strategy, "target_batch_size": None}
+    with shoal.DHT(start=True) as dht, swarm_of(dht, model, **target) as swarm:
+        swarm.announce_end(2)
+        batches = 0
+        while not swarm.finished or batches < 9:
+            backward(model)
+            swarm.step()
+            swarm.zero_grad()
+            batches += 1
+            swarm.step()  # without a gradient it is no batch
+        status = swarm.status()
+    assert status.contributed + status.dropped == 4 * batches
+    assert status.dropped >= 4
 
 
 def test_a_loop_that_goes_on_after_the_end_is_told() -> None:

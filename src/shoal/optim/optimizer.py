@@ -840,16 +840,16 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         _emit(self.dht, Warned(where="optimizer", message=message))
 
     def _count(self, samples: int, loss: Any) -> Any:
-        participants = self._participants
+        participants, over = self._participants, self._at_end
+        if samples:
+            self._accumulate(samples, over=over)
         if self.finished:
             self._past_end += 1
             if self._past_end == _GOES_ON:
                 self._warn(f"the run has ended at epoch {self.local_epoch}: step() does nothing; look at `finished`")
             self._stay_at_end()
             return loss
-        if samples and not self._at_end:
-            self._accumulate(samples)
-        elif self._at_end:
+        if over:
             self._stay_at_end()  # before others are given a copy
         behind = []
         for participant in participants:
@@ -864,10 +864,10 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             self._stay_at_end()
         return loss
 
-    def _accumulate(self, samples: int) -> None:
+    def _accumulate(self, samples: int, *, over: bool) -> None:
         if self._spent is None or not self._spent.are_there():
             with self._lock.acquire_in_thread():
-                worth = self._training.accumulate(samples) or self._training.holds_average
+                worth = not over and (self._training.accumulate(samples) or self._training.holds_average)
                 has_gradients = any(each.grad is not None for each in self._training.trained)
             for participant in self._participants:
                 if worth:

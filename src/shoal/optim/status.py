@@ -75,7 +75,7 @@ class Status:
             better one without them. Of what went into some parts of a step, the share of these. With fragments: of the
             one that has fewest.
         dropped: samples of this peer that are in none, and will be in none, with those of batches whose gradients are
-            not finite; with fragments, of the one with most.
+            not finite, and of those that came when the run was over; with fragments, of the one with most.
         end_epoch: where the run ends, as far as it is known here; None: nowhere yet.
         finished: whether this peer is at the end, and may leave.
         alone_because: why this peer trains alone though it should not, and what to do: sentences; empty if it does not.

@@ -218,3 +218,16 @@ def test_what_was_cut_is_told_apart_from_what_came_too_late() -> None:
         much = contribution.much_dropped(processed=80 * minute, now=60.0 * minute, over=False)
         told += [much] if much else []
     assert told == [(72 * 60, 80 * 60, 3600.0, 32 * 60)] * 2
+
+
+def test_a_peer_that_gave_up_a_branch_was_told_a_negative_number() -> None:
+    """It said "only -672 of the 224 samples" counted: the branch's samples were in the numbers at the window's beginning."""
+    contribution, told = Contribution(), []
+    for epoch in range(1, 40):
+        counted = 160 * epoch if epoch < 6 else 100
+        why = contribution.state_changed(
+            epoch, contributed=counted, processed=160 * epoch, batches=epoch, held=0, now=10.0 * epoch
+        )
+        told += [f"{epoch}: {why}"] if why else []
+    assert len(told) == 1  # nothing counts from then on, which is still told
+    assert told[0].startswith("11: none of the samples that this peer computed in the last 5 epochs count")

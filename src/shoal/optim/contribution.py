@@ -106,11 +106,14 @@ class Contribution:
 
     @property
     def dropped(self) -> int:
-        """Samples that are in no step: those in vain, and those of batches that could not be summed."""
+        """Samples that are in no step: those in vain, and those of batches that were left out."""
         return self.in_vain + self._left_out
 
     def leave_out(self, samples: int) -> None:
-        """The gradients of so many samples cannot be summed, which `Notices.accumulated` tells."""
+        """So many samples go into no step, and no warning of lost ones is due.
+
+        Their gradients cannot be summed, which `Notices.accumulated` tells; or the run was over when they came.
+        """
         self._left_out += samples
 
     def first_dropped(self, *, processed: int, batches: int) -> bool:
@@ -167,8 +170,9 @@ class Contribution:
         self._last = now_at
         leap = 0 if before is None else epoch - before.epoch
         leaps, self._widest = leap > max(_LOST, 2 * self._widest), max(leap, self._widest)
-        if before is None or leaps:
-            # It was stopped, or parted from the others whose state it takes now: those epochs went by without it.
+        if before is None or leaps or self.contributed < before.contributed:
+            # It was stopped, or parted from the others whose state it takes now: those epochs went by without it. What
+            # it gives up with a branch of its own is told as that (see `Takeover`), and counts in no window.
             self._since = self._begun = now_at
             self._lost = self._states = self._used = 0
             return None

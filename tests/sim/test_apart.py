@@ -9,6 +9,7 @@ import pytest
 
 from shoal import sim
 from shoal.events import Warned
+from shoal.strategies import Decoupled, Strategy
 from tests.sim.optimizer_kit import Run, Trainer
 from tests.sim.test_alone import entered, until
 from tests.situations import reaches
@@ -192,6 +193,34 @@ def test_a_branch_of_two_peers_that_lost_against_three_was_told_nothing() -> Non
 
     with reaches("a peer gives up steps of its own and of others for those of a fork"):
         sim.run(main, seed=46)
+
+
+@pytest.mark.parametrize("parts_s", [3.0, 30.0], ids=["one-fragment", "both"])
+def test_a_branch_that_lost_in_one_fragment_only_was_told_nothing(parts_s: float) -> None:
+    """One merge held 160 samples of a peer, and only the first fragment told. It is one warning for all of them."""
+
+    async def main() -> None:
+        run, told = Run(target=1), dict[str, list[str]](a=[], b=[])
+        strategy: Strategy = Decoupled(every=40, fragments=2, quorum=1)
+        for name, duration_s in (("a", 0.1), ("b", 0.12)):
+            await run.add(name, strategy=strategy, **warnings_of(told[name]))
+            await train(run, name, 120.0, duration_s)
+        fragments = run.swarm.peer("b").fragments
+        while not fragments[0].epoch == fragments[1].epoch == 3:
+            await sim.sleep(0.05)
+        before = [each.epoch for each in fragments]
+        run.swarm.partition([["a"], ["b"]])
+        await sim.sleep(parts_s)
+        parted = [each.epoch - old for each, old in zip(fragments, before, strict=True)]
+        assert sorted(parted) == [0, 1] if parts_s == 3.0 else min(parted) > 2
+        run.swarm.heal()
+        await sim.sleep(30.0)
+        assert sum(len(gave_up(each)) for each in told.values()) == 1, told
+        loser = next(each for each in told.values() if gave_up(each))
+        assert sum(lost_here(loser)) >= 10 * 4
+        await run.close()
+
+    sim.run(main, seed=48)
 
 
 def test_a_peer_that_stood_still_gives_nothing_up() -> None:

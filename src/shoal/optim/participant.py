@@ -206,6 +206,7 @@ class Participant:
             notices=self._notices,
             news=self._news,
             keep=keep,
+            first=None if first is None else first.takeover,
         )
         self._solitude = Solitude(
             self._outlook,

@@ -8,6 +8,7 @@ while: see `beginning`.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -44,7 +45,10 @@ _MOST_DONORS = 256
 _MANY_BATCHES = 10
 """A peer that loses fewer before the run's first step is not told."""
 _MANY_EPOCHS = 3
-"""Nor is one that loses fewer which it has trained apart: peers step before they meet, or when a line fails."""
+"""Nor is one that loses fewer which it has trained apart: peers step before they meet, or when a line fails. An epoch of
+peers that merge may have many batches: they are told also of one, if so many batches of their own are lost."""
+_ONE_LOSS_S = 60.0
+"""The fragments of a model that are given up within so long are told together."""
 _SLOW_S = 20.0
 """The pace of a download is told after so long, if the rest would take longer than that."""
 
@@ -66,6 +70,7 @@ class Takeover:
         news: told when a state was withheld.
         keep: saves our state, which is about to be given up (under `lock`, in the executor); returns where it is kept,
             or None if nothing is.
+        first: that of the model's first fragment, if this is of another one: they tell of a loss together.
         took_over: whether the last `run` changed the state.
         why_not: says why the last state was not taken over; empty if none failed.
         mend_from: the only peers to ask, after a check found that our parameters differ; empty for all.
@@ -83,6 +88,7 @@ class Takeover:
     notices: Notices
     news: Changes
     keep: Callable[[], object] | None = None
+    first: Takeover | None = None
     took_over: bool = False
     why_not: str = ""
     mend_from: frozenset[PeerID] = frozenset()
@@ -90,6 +96,7 @@ class Takeover:
     _misfits: Misfits = field(default_factory=Misfits)
     _tried_with: object = None  # the kinds of our options when a state was refused; None if none was
     _intake: Intake | None = None  # of the download that is under way
+    _told_loss_at: float = -math.inf  # by one of the model's fragments
 
     async def run(self, timeout_s: float) -> None:
         """Take over the best state, or the steps that lead to it, within so many seconds.
@@ -340,23 +347,38 @@ class Takeover:
         What was trained apart is kept on the disk, if it can be. A few batches or epochs are not told, as peers that
         start together have trained some before they meet.
         """
-        own, outlook = self.own, self.outlook
-        if outlook.settings.fragment:
-            return _nothing
-        if taken.epoch == own.name.epoch == 0 and outlook.speed.batches >= _MANY_BATCHES and own.training.samples:
+        own, outlook, speed = self.own, self.outlook, self.outlook.speed
+        if taken.epoch == own.name.epoch == 0 and speed.batches >= _MANY_BATCHES and own.training.samples:
+            if outlook.settings.fragment:
+                return _nothing
             return partial(self.notices.begins_anew, own.training.samples)
         apart = own.apart_from(taken, history)
         if apart is None:
             steps = outlook.witness.steps_since(self.core.peer_id)
             is_lost = not may_have_led(own.name, taken, len(history), steps)
         else:
+            merges = outlook.settings.merging is not None
             is_lost = apart.epochs >= _MANY_EPOCHS
-        if not is_lost:
+            is_lost |= merges and apart.own * speed.batches >= _MANY_BATCHES * speed.processed > 0
+        all_fragments = self.first or self
+        if not is_lost or all_fragments.has_told_loss:
             return _nothing
         if own.shared:
             sometimes("a peer gives up steps of its own and of others for those of a fork")
         kept = None if self.keep is None else await self.core.env.executor.run(self.keep)
-        return partial(self.notices.gave_up, own.name, apart, taken, kept)
+        return partial(all_fragments.tell_loss, partial(self.notices.gave_up, own.name, apart, taken, kept))
+
+    @property
+    def has_told_loss(self) -> bool:
+        """Whether what is lost with one fragment of the model was told just now."""
+        fragments = 1 if (merging := self.outlook.settings.merging) is None else merging.fragments
+        return fragments > 1 and _now() < self._told_loss_at + _ONE_LOSS_S
+
+    def tell_loss(self, tell: Callable[[], None]) -> None:
+        """Tell of what is lost with a fragment, if that was not told of another one just now."""
+        if not self.has_told_loss:
+            self._told_loss_at = _now()
+            tell()
 
     def _tell_pace(self, intake: Intake) -> None:
         received, missing = intake.received_bytes, intake.missing_bytes

@@ -383,6 +383,39 @@ def test_a_batch_that_was_under_way_when_the_run_ended_was_counted_nowhere(strat
     assert status.dropped >= 4
 
 
+@pytest.mark.parametrize("hook", ["pre", "post"])
+def test_a_batch_whose_inner_step_raised_was_counted_nowhere(hook: str) -> None:
+    """If each batch is stepped from. It is dropped, or counts if the step was done; and it is stepped from once."""
+    model, told, calls = torch.nn.Linear(2, 1), list[str](), list[int]()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def boom(*_: object) -> None:
+        calls.append(len(calls))
+        if len(calls) == 2:
+            raise ZeroDivisionError(hook)
+
+    getattr(inner, f"register_step_{hook}_hook")(boom)
+    options: dict[str, Any] = {"strategy": LocalSGD(every=2), "target_batch_size": None, "optimizer": inner}
+    with shoal.DHT(start=True) as dht:
+        dht.events.subscribe(lambda event: told.append(event.message) if isinstance(event, Warned) else None)
+        with swarm_of(dht, model, **options) as swarm:
+            swarm.announce_end(2)
+            batches = 0
+            while not swarm.finished:
+                backward(model)
+                batches += 1
+                if batches == 2:
+                    with pytest.raises(ZeroDivisionError, match=hook):
+                        swarm.step()
+                swarm.step()  # with the batch that raised it comes again, and counts no more
+                swarm.zero_grad()
+            status = swarm.status()
+    assert (status.contributed, status.dropped) == ((16, 4) if hook == "pre" else (16, 0))
+    assert batches == (5 if hook == "pre" else 4)
+    became = "The batch is dropped" if hook == "pre" else "The parameters have moved, so the batch counts"
+    assert sum(f"own step raised ZeroDivisionError: {hook}. {became}" in each for each in told) == 1
+
+
 def test_a_loop_that_goes_on_after_the_end_is_told() -> None:
     """At the hundredth step: a program of two optimizers, as a GAN's, goes on until both runs have ended."""
     model, told = torch.nn.Linear(2, 1), list[str]()

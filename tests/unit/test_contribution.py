@@ -221,7 +221,7 @@ def test_what_was_cut_is_told_apart_from_what_came_too_late() -> None:
 
 
 def test_a_peer_that_gave_up_a_branch_was_told_a_negative_number() -> None:
-    """It said "only -672 of the 224 samples" counted: the branch's samples were in the numbers at the window's beginning."""
+    """It said that "only -672 of the 224 samples" count: the window had begun with the samples of the branch."""
     contribution, told = Contribution(), []
     for epoch in range(1, 40):
         counted = 160 * epoch if epoch < 6 else 100

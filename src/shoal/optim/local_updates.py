@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 import torch
 
 from shoal.allreduce.vector import Vector
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, is_out_of_memory
 from shoal.optim.gradient_sum import GradientSum
 from shoal.optim.inner import Scheduler
 from shoal.optim.optimizer_state import is_number
 from shoal.optim.training_state import TrainingState
 from shoal.optim.trial import first_statistics
+from shoal.optim.value_mark import Changed
 from shoal.runtime.thread_state import forget_casts
 
 __all__ = ["LocalTrainingState"]
@@ -81,6 +82,7 @@ class LocalTrainingState(TrainingState):
     """
 
     _loses = False  # the last batch was computed at parameters that are no more, or soon will be
+    _stepped = True  # the last batch has moved the parameters, where its step was tried
     _gave_others = False  # the last round was given other values than those that are trained
 
     def __init__(
@@ -117,13 +119,13 @@ class LocalTrainingState(TrainingState):
 
         Returns:
             Whether they count: not if they are not finite, or came after this peer had given to a round that it waits
-            for: they are not stepped from then.
+            for: they are not stepped from then; nor if the step raised (see `raised`) before it had moved anything.
 
         Raises:
             ConfigError: see `TrainingState.accumulate`.
         """
-        self._loses = False
-        return super().accumulate(batch_size) and not self._loses
+        self._loses, self._stepped, self.raised = False, True, None
+        return super().accumulate(batch_size) and self._stepped and not self._loses
 
     def _step_locally(self) -> bool:
         if self._waits_for_round:
@@ -140,13 +142,18 @@ class LocalTrainingState(TrainingState):
             self._step_watched()
             for group, was in zip(self.optimizer.param_groups, before, strict=True):
                 self.own_options.update(name for name in group if _changed(group[name], was.get(name)))
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            # A hook before it may have raised, when nothing has moved, or one after it, when all has.
+            self.raised, self._stepped = error, self._mark.changed() is not Changed.NOT
         finally:
             self.stepping = False
             forget_casts()
             for parameter, gradient in zip(self.parameters, own, strict=True):
                 parameter.grad = gradient
             self.note_values()
-        return True
+        return self._stepped
 
     def _look_for_changes(self) -> None:
         """Each batch moves the parameters of this peer alone, whatever was there before."""

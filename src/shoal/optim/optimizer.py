@@ -874,6 +874,14 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                     participant.speed.count(samples)
                 elif has_gradients:
                     participant.contribution.leave_out(samples)
+            self._counted = True
+            if not over and (error := self._training.raised) is not None:
+                becomes = "The parameters have moved, so the batch counts" if worth else "The batch is dropped"
+                self._warn(
+                    f"the optimizer's own step raised {type(error).__name__}: {error}. {becomes}. If every step "
+                    "raises, mend the optimizer or its options"
+                )
+                raise error
         self._counted = True
 
     def _stay_at_end(self) -> None:

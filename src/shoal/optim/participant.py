@@ -190,7 +190,7 @@ class Participant:
             asyncio.get_running_loop().create_future() if first is None else first.model_rank
         )
         self._gossip = ProgressGossip(core, settings, self._known, self._news, next_word=self._next_word)
-        self.takeover = Takeover(
+        self.takeover: Takeover = Takeover(
             core=core,
             own=self.own,
             outlook=self._outlook,

@@ -45,8 +45,8 @@ _MOST_DONORS = 256
 _MANY_BATCHES = 10
 """A peer that loses fewer before the run's first step is not told."""
 _MANY_EPOCHS = 3
-"""Nor is one that loses fewer which it has trained apart: peers step before they meet, or when a line fails. An epoch of
-peers that merge may have many batches: they are told also of one, if so many batches of their own are lost."""
+"""Nor is one that loses fewer which it has trained apart: peers step before they meet, or when a line fails. An epoch
+of peers that merge may have many batches: they are told also of fewer if they lose `_MANY_BATCHES` of their own."""
 _ONE_LOSS_S = 60.0
 """The fragments of a model that are given up within so long are told together."""
 _SLOW_S = 20.0

@@ -83,6 +83,8 @@ class TrainingState:
     Attributes:
         left_out: batches whose gradients could not be summed, so far.
         left_out_for: which trained parameter's gradient it was, the last time.
+        raised: the error that the step of the last batch raised, if each batch is stepped from; None if it did not.
+            What it has moved counts: whoever gave the batch counts it first, and raises this then.
         no_memory: the error, if there was no memory to sum the last batch; None once it was told.
         broken: says which trained parameter was not finite then, since when, and what to do; None if all were finite.
         epoch: swarm steps that went into the parameters.
@@ -108,6 +110,7 @@ class TrainingState:
         averaged_as: says in words what is averaged: the same on all peers.
     """
 
+    raised: Exception | None = None
     no_memory: BaseException | None = None
 
     def __init__(

@@ -19,7 +19,7 @@ from shoal.events import Event, Warned
 from shoal.matchmaking.joins import JoinRequest
 from shoal.optim.participant import Participant
 from shoal.peer import PeerID
-from shoal.wire import Assign, Begin, Gone, JoinRefused
+from shoal.wire import Assign, Begin, Gone, JoinRefused, Report
 from tests.sim.optimizer_kit import Run, Trainer
 from tests.sim.test_hostile_words import Liar, liar
 from tests.sim.test_idle_members import leads
@@ -173,10 +173,10 @@ def late_in(averager: Averager, is_late: Callable[[bytes], bool], late_s: float,
     averager._begin_round = begin_late  # type: ignore[method-assign, assignment]
 
 
-async def contributors(honest: int, keys: int) -> tuple[list[Trainer], list[Trainer]]:
+async def contributors(honest: int, keys: int, heard: list[Event] | None = None) -> tuple[list[Trainer], list[Trainer]]:
     """So many honest peers and others that give zeros, with the usual limits of time, which have trained for 10 s."""
     run = Run(target=(honest + keys) * BATCH * BATCHES, averager=AveragerSettings())
-    trainers = await training(run, honest + keys)
+    trainers = await training(run, honest + keys, heard)
     for each in trainers[honest:]:
 
         def compute(_number: int, _size: int, each: Trainer = each) -> None:
@@ -249,6 +249,71 @@ def test_an_honest_peer_that_is_late_now_and_then_gets_its_samples_in() -> None:
         ]
         print("slow", gave)
         assert gave[-1] >= 0.9 * max(gave), gave
+
+    sim.run(main, seed=1)
+
+
+def gives_averages_late(averager: Averager, late_s: float) -> None:
+    """From now on it gives its values in time, and the averages of its own parts so much later."""
+
+    def delay(round_: Any) -> None:
+        average = round_._parts.average
+
+        async def late(*args: Any) -> Any:
+            await sim.sleep(late_s)
+            return await average(*args)
+
+        round_._parts.average = late
+
+    each_round(averager, delay)
+
+
+def reports_nothing(averager: Averager, _: float) -> None:
+    """From now on it says that bytes move, and of no part that it holds it."""
+
+    def keep_quiet(round_: Any) -> None:
+        loop = asyncio.get_running_loop()
+        round_.machine.report = lambda _: Report([], [], int(loop.time() * 1e6))
+
+    each_round(averager, keep_quiet)
+
+
+def each_round(averager: Averager, harm: Callable[[Any], None]) -> None:
+    """From now on this is done to each round of this averager."""
+    begin: Any = averager._begin_round
+
+    async def begin_harmed(group: Any, *rest: Any) -> Any:
+        round_ = await begin(group, *rest)
+        harm(round_)
+        return round_
+
+    averager._begin_round = begin_harmed  # type: ignore[method-assign, assignment]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("attack", "late_s"), [(gives_averages_late, 4.0), (gives_averages_late, 9.0), (reports_nothing, 0.0)]
+)
+def test_a_reducer_that_gives_its_averages_late_takes_less_than_half_of_the_pace(
+    attack: Callable[[Averager, float], None], late_s: float
+) -> None:
+    """It gave its values in time, and a fifth of the pace was left for good; honest leaders were named at 9 s."""
+
+    async def main() -> None:
+        heard = list[Event]()
+        good, (bad,) = await contributors(4, 1, heard)
+        calm = await samples(good[0], 30.0)
+        attack(bad.participant._averager, late_s)
+        await sim.sleep(60.0)  # what may be lost is spent
+        later = await samples(good[0], 60.0)
+        assert later >= 0.5 * calm, (calm, later)
+        told = [event.message for event in heard if isinstance(event, Warned)]
+        # Of a leader that reports nothing to itself nobody else knows.
+        assert attack is reports_nothing or any(
+            "rounds waiting" in each and bad.participant.core.peer_id.short() in each for each in told
+        ), told
+        honest = [each.participant.core.peer_id.short() for each in good]
+        assert not [each for each in told if any(f"{name} led" in each or f"{name} kept" in each for name in honest)]
 
     sim.run(main, seed=1)
 

@@ -6,7 +6,7 @@ from itertools import permutations
 
 import pytest
 
-from shoal.allreduce.member import Contributions, Work
+from shoal.allreduce.member import Contributions, Giving, Work
 
 
 def rules(*members: int, me: int = 0, silence_s: float = 5.0, now: float = 100.0) -> Contributions:
@@ -271,6 +271,20 @@ def test_a_slow_sender_is_waited_for_as_long_as_there_is_time_to_spare() -> None
     for sender, now in ((0, 100.0), (1, 101.0), (2, 101.0), (3, 105.0)):
         give(late, sender, [0], now)
     assert late.lost_s == 3.0
+
+
+def test_what_late_reducers_and_missing_reports_cost_is_counted() -> None:
+    """Only what senders cost was: a reducer that gave its averages late cost each round four seconds, for good."""
+    giving = Giving(0, [0, 1, 2, 3, 3], now=100.0)
+    for part, now in enumerate((100.5, 101.0, 101.0, 101.0)):
+        giving.got(part, now)
+    assert giving.lost_s(102.0) == 0.0
+    assert giving.lost_s(106.0) == 4.0
+    giving.got(4, 106.0)
+    assert giving.is_late(3, 3.9)
+    assert not giving.is_late(3, 4.0)
+    assert not giving.is_late(1, 0.0)
+    assert Giving(0, [0, 1], now=100.0).lost_s(200.0) == 0.0  # nobody was done: all may be slow
 
 
 def test_a_death_among_the_senders_does_not_excuse_a_slow_one() -> None:

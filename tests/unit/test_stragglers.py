@@ -63,6 +63,18 @@ def test_a_new_reducer_gets_the_whole_time_again() -> None:
     assert late(stragglers, [{0, 1, 2}] * 4, 13.0, [0, 1, 2, 0]) == [0]
 
 
+def test_a_new_reducer_may_wait_for_a_slow_sender_beside_a_coordinator_with_little_to_spare() -> None:
+    """It waits twice as long as its senders needed from the beginning, and was left out itself."""
+    stragglers = Stragglers(margin_s=1.0, most_s=6.0, now=0.0)
+    kept = [{0, 1, 2}, {0, 1, 2}, {0, 1, 2}, {0, 1, 2, 3}]
+    assert late(stragglers, [set()] * 4, 0.0) == []
+    assert late(stragglers, kept, 0.5) == []
+    assert late(stragglers, kept, 2.0) == [3]
+    assert late(stragglers, [{0, 1, 2}] * 4, 2.0, [0, 1, 2, 0]) == []
+    assert late(stragglers, [{0, 1, 2}] * 4, 5.9, [0, 1, 2, 0]) == []
+    assert late(stragglers, [{0, 1, 2}] * 4, 6.0, [0, 1, 2, 0]) == [0]
+
+
 def coordinator(me: int = 0, *, least: int = 2) -> Coordinator:
     """Four members, each the reducer of one part."""
     every = [True] * 4

@@ -105,6 +105,7 @@ class Coordinator:
         me: index of the coordinator.
         min_group_size: with fewer members left, auxiliary ones counted, the round is aborted.
         stall_s: a member that owes parts and neither reports one nor moves any bytes for this long is left out.
+        margin_s: see `Stragglers`; None: half of `stall_s`.
         now: time at the beginning.
         brief_s: see `Brief.patience_s`.
 
@@ -126,11 +127,13 @@ class Coordinator:
         min_group_size: int,
         stall_s: float,
         now: float,
+        margin_s: float | None = None,
         brief_s: Mapping[int, float] = MappingProxyType({}),
     ) -> None:
         self.brief = Brief(brief_s)
         self.rules = CommitRules(round_id, reducers, contributes, min_group_size=min_group_size, me=me)
         self.me, self.stall_s, self.allowed_s = me, stall_s, 0.0
+        self._margin_s = stall_s / 2 if margin_s is None else margin_s
         self.reduces = list(reduces)
         self._told = False
         self._unreachable: dict[int, set[int]] = {}  # per member: those it gets no parts from
@@ -158,7 +161,7 @@ class Coordinator:
         self._began = now
         self._progress = [now] * len(self.reduces)
         self._heard = [now] * len(self.reduces)
-        self.stragglers = Stragglers(margin_s=self.stall_s / 2, now=now)
+        self.stragglers = Stragglers(margin_s=self._margin_s, most_s=self.stall_s / 2, now=now)
 
     def reported(self, member: int, report: Report, now: float) -> list[CoordinatorAction]:
         """A member reported the parts that it newly holds, and the reducers that it cannot get parts from."""
@@ -324,12 +327,11 @@ class Coordinator:
         """Name another source for parts that a member has waited for far longer than another member had to.
 
         If only the line between two members is slow, neither of them is slow: each can get the missing parts from a
-        third one. Far longer means twice as long plus a quarter of the limit of silence: before the member itself
-        counts as slow.
+        third one. Far longer means twice as long plus half of the margin: before the member itself counts as slow.
         """
 
         def limit(since: float, given_at: float) -> float:
-            return since + (given_at - self._began) + self.stall_s / 4
+            return since + (given_at - self._began) + self._margin_s / 2
 
         rules, actions = self.rules, list[CoordinatorAction]()
         late = {part: at for part, at in self._given_at.items() if now >= limit(at, at)}
@@ -421,10 +423,13 @@ class Stragglers:
 
     Args:
         margin_s: how much longer than twice the median's time a member may take, seconds.
+        most_s: a new reducer may wait for its senders twice as long as they need from the beginning of the round, but
+            no longer than this and the median's time, seconds. None: as `margin_s`.
         now: when the round began.
     """
 
-    def __init__(self, *, margin_s: float, now: float) -> None:
+    def __init__(self, *, margin_s: float, now: float, most_s: float | None = None) -> None:
+        self._most_s = margin_s if most_s is None else most_s
         self._margin_s, self._began, self._moved_at = margin_s, now, now
         self._reducer: list[int] = []
         self._delivered_at: dict[int, float] = {}
@@ -465,7 +470,9 @@ class Stragglers:
         if len(done_at) <= middle:
             return []
         median = sorted(done_at.values())[middle]
-        limit = max(median, self._moved_at) + (median - self._began) + self._margin_s
+        usual_s = median - self._began
+        anew = median + (self._moved_at - self._began)
+        limit = min(anew + (anew - self._began) + self._margin_s, max(median, self._moved_at) + usual_s + self._most_s)
         return sorted(waiting) if now >= limit else []
 
 

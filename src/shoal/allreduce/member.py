@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ __all__ = [
     "Contributions",
     "CutOff",
     "Finish",
+    "Giving",
     "LookAt",
     "MemberAction",
     "MemberMachine",
@@ -154,6 +155,7 @@ class MemberMachine:
             spare_s=spare_s,
             brief_s=brief_s,
         )
+        self.giving = Giving(me, reducers, now=now, brief=brief_s, promised_s=max(promised_s, default=0.0))
         self.may_learn = True
         self.unheard: set[int] = set()
         self.round_id, self.members = round_id, members
@@ -281,6 +283,15 @@ class MemberMachine:
         """This part was averaged here, or received whole. False if it is not wanted (any more)."""
         return self.rules.averaged(held)
 
+    def lost_s(self, now: float, waited_s: float) -> float:
+        """How long the slowest were waited for, as senders or as reducers, or as those that report, seconds.
+
+        Args:
+            now: the end of the round.
+            waited_s: so long only those were waited for that are waited for briefly: that is not lost to the others.
+        """
+        return max(self.contributions.lost_s, self.giving.lost_s(now) - waited_s, 0.0)
+
     def member_lost(self, member: int) -> list[Finish]:
         """A member is gone: nothing is waited for that it owes."""
         self.unheard.discard(member)
@@ -351,6 +362,59 @@ class MemberMachine:
         if given_up and self.me != self.coordinator:
             self.may_learn = False
         return given_up
+
+
+class Giving:
+    """When the reducers had given their averages to this member, and how long the slowest were waited for.
+
+    Args:
+        me: index of this member.
+        reducers: for each part, the index of the member that averages it at first.
+        now: time at the beginning.
+        brief: the members that are waited for briefly: they are not compared with the others.
+        promised_s: members with slow lines are waited for so long.
+    """
+
+    def __init__(
+        self, me: int, reducers: Sequence[int], *, now: float, brief: Collection[int] = (), promised_s: float = 0.0
+    ) -> None:
+        self._start, self._beside_brief, self._promised_s = now, bool(brief), promised_s
+        self._lacking: dict[int, set[int]] = {}
+        for part, reducer in enumerate(reducers):
+            if reducer != me and reducer not in brief:
+                self._lacking.setdefault(reducer, set()).add(part)
+        self._reducers = reducers
+        self._given_at: dict[int, float] = {}
+
+    def got(self, part: int, now: float) -> None:
+        """The average of this part is here."""
+        reducer = self._reducers[part]
+        if (lacking := self._lacking.get(reducer)) is None:
+            return
+        lacking.discard(part)
+        if not lacking:
+            self._given_at.setdefault(reducer, now)
+
+    def lost_s(self, now: float) -> float:
+        """How long was waited until now, beyond twice the time that the median reducer has needed, seconds.
+
+        Beside members that are waited for briefly the coordinator may wait for one of these in the end: then the time
+        counts until the last of the other reducers has given its averages.
+        """
+        last = max(self._given_at.values(), default=now) if self._beside_brief else now
+        return max(0.0, last - self._usual)
+
+    def is_late(self, reducer: int, margin_s: float) -> bool:
+        """Whether the averages of this one came later than twice the time of the median reducer, and this margin."""
+        return self._given_at.get(reducer, -math.inf) > self._usual + margin_s
+
+    @property
+    def _usual(self) -> float:
+        """When the others have had twice the time of the median reducer."""
+        middle, given = (len(self._lacking) - 1) // 2, sorted(self._given_at.values())
+        if not given or len(given) <= middle:
+            return math.inf
+        return self._start + max(2 * (given[middle] - self._start), self._promised_s)
 
 
 class Contributions:

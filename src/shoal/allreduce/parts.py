@@ -215,7 +215,13 @@ class Parts:
             held = Held(number, attempt, contributors, self._weights[number, attempt], NO_DIGEST)
             if any(contributors):
                 held = replace(held, digest=await self._work.light(part, self._divided, part, held))
-            return held if self._machine.averaged(held) else None
+            return held if self._averaged(held) else None
+
+    def _averaged(self, held: Held) -> bool:
+        news = self._machine.averaged(held)
+        if news:
+            self._machine.giving.got(held.part, asyncio.get_running_loop().time())
+        return news
 
     def _divided(self, part: Part, held: Held) -> bytes:
         return self._digests.of(held, self._vector.finish(part, held.weight))
@@ -264,7 +270,7 @@ class Parts:
                 if rules.wants(part.number, held.attempt):
                     rules.expect(part.number, held.attempt)
                     await self._land_in_place(sender, stream, part, held, nbytes)
-                    return self._machine.averaged(held)
+                    return self._averaged(held)
         sometimes("an average comes that is held already")
         await stream.readinto(sender.scratch(nbytes))
         return False

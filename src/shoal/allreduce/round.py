@@ -104,7 +104,7 @@ class Seen(NamedTuple):
 
     late: frozenset[PeerID]
     """They kept all others waiting: this member, as the coordinator, left them out; or they were the coordinator, and
-    were lost or did not decide in time."""
+    were lost, did not decide in time, or should have left themselves out, as their own averages came far too late."""
     unheard: frozenset[PeerID]
     """Their values or averages did not come to this member in time."""
     bad_lines: frozenset[PeerID]
@@ -114,7 +114,7 @@ class Seen(NamedTuple):
     waited_s: float
     """So long nobody was waited for but those that are waited for briefly."""
     lost_s: float
-    """So long the slowest of the others were waited for, see `Contributions.lost_s`."""
+    """So long the slowest of the others were waited for, see `MemberMachine.lost_s`."""
     reduced: frozenset[PeerID]
     """They own parts, after all that were moved."""
     led_badly: bool
@@ -201,6 +201,7 @@ class Round:
         if 2 * len(self._bad_lines) > len(self.members) - 1:
             self._bad_lines = set()
         self._late, self._began = set[int](), self._loop.time()
+        self._ended: float | None = None
         # How far the members other than the coordinator were, and since when.
         self._moved: tuple[int, int] | None = None
         self._moved_at = self._began
@@ -236,6 +237,19 @@ class Round:
         """A reducer may wait this long for a silent sender before it goes on without."""
         return (self._options.reducer_silence_s or 2 * self._options.silence_s) + 2 * self._options.report_s
 
+    @property
+    def _tick_s(self) -> float:
+        options = self._options
+        return min(options.report_s, options.silence_s / 4, max(options.spare_s / 2, _LOOK_S))
+
+    @property
+    def _margin_s(self) -> float:
+        """Reducers are waited for so long beyond twice the time of the median.
+
+        One may spare as much for a slow sender, or somewhat more than this peer, and sees that a tick later.
+        """
+        return min(self._stall_s / 2, max(self._options.spare_s, self._options.report_s) + self._tick_s)
+
     def _new_coordinator(self, reducers: list[int]) -> Coordinator:
         options = self._options
         coordinator = Coordinator(
@@ -247,6 +261,7 @@ class Round:
             min_group_size=options.min_group_size,
             stall_s=self._stall_s,
             now=self._loop.time(),
+            margin_s=self._margin_s,
             brief_s=self._brief_s,
         )
         coordinator.allowed_s = max(self._promised_s)
@@ -283,6 +298,7 @@ class Round:
             sometimes("a round is cancelled by its caller")
             self.give_up("cancelled")
             raise
+        self._ended = self._loop.time()
         commit = self.machine.rules.commit
         if not self.machine.rules.succeeded or commit is None:
             raise self._failure()
@@ -331,15 +347,19 @@ class Round:
         # Where the round fails here alone, our own line may be the bad one: then only a lost coordinator counts.
         unheard = self.machine.unheard if self._coordinating is not None or self.machine.rules.succeeded else set()
         briefs = [self.machine.contributions.brief, *([] if (c := self._coordinating) is None else [c.brief])]
+        waited_s = sum(brief.waited_s for brief in briefs)
         hurried = set[int]().union(*(brief.left for brief in briefs))
         away = self._brief_s.keys() | {self.me}
+        late = set(self._late)
+        if self._coordinating is None and self.machine.giving.is_late(self.coordinator, self._margin_s):
+            late.add(self.coordinator)  # it judges the others, and who else would judge it?
         return Seen(
-            late=peers(self._late - away),
+            late=peers(late - away),
             unheard=peers(unheard - away - self._bad_lines),
             bad_lines=peers(self._bad_lines),
             hurried=peers(hurried),
-            waited_s=sum(brief.waited_s for brief in briefs),
-            lost_s=self.machine.contributions.lost_s,
+            waited_s=waited_s,
+            lost_s=self.machine.lost_s(self._ended or self._began, waited_s),
             reduced=peers(set(self.machine.rules.reducer)),
             led_badly=self._led_badly or self._word_was_false,
         )
@@ -789,7 +809,7 @@ class Round:
 
     async def _tick_loop(self) -> None:
         options = self._options
-        period_s = min(options.report_s, options.silence_s / 4, max(options.spare_s / 2, _LOOK_S))
+        period_s = self._tick_s
         if not self.machine.rules.contributes:
             await self._sign.wait()
             self.machine.contributions.begin(self._loop.time())
@@ -814,10 +834,10 @@ class Round:
     def _patience_s(self) -> float:
         """A coordinator decides, or replaces members, within so long after all others have done their part here.
 
-        It has about as much time to spare as this peer.
+        It may have more time to spare than this peer: an honest one is not to blame for that.
         """
         took_s = self._moved_at - self._began
-        return min(self._stall_s, self._options.spare_s) + self._options.silence_s + took_s + max(self._promised_s)
+        return self._stall_s + self._options.silence_s + took_s + max(self._promised_s)
 
     def _watch_coordinator(self, now: float) -> None:
         """Give the coordinator up if it does nothing, where an honest one would long have left the slow members out.

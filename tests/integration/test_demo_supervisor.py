@@ -271,7 +271,7 @@ def test_file_is_complete_at_any_time(tmp_path: Path) -> None:
         while process.poll() is None:
             phases.add(read(record).get("phase"))
         phases.add(read(record).get("phase"))  # the last one may be written right before the end
-        assert process.returncode == 0
+        assert process.returncode == 0, texts(read(record))
     assert {"starting", "training", "done"} <= phases
     assert list(tmp_path.iterdir()) == [record]
 

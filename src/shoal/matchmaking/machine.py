@@ -452,7 +452,7 @@ class GroupMachine:
             self._trouble = (f"refused by the peer that was asked to lead: {reason}", (peer,))
         # A leader that began no group is not to blame if we know of too few peers ourselves.
         excused = code == "too-few" and 1 + len(self._known.earlier(None, (), now)) < self._config.min_group_size
-        expected = (self._expected() if self._expected is not None else None) or frozenset()
+        expected = self._all_expected()
         if code == "full" and peer in expected and len(expected) < self._config.full_size:
             sometimes("a leader says that its group is full, and there are too few peers for that")
             self.turned_away.add(peer)
@@ -522,7 +522,7 @@ class GroupMachine:
             self._abandon(peer, "it did not begin in time")
         else:
             # Look at the other followers: if our leader is silent, the next one is not to wait for silent ones as well.
-            expected = (self._expected() if self._expected is not None else None) or frozenset()
+            expected = self._all_expected()
             for other in expected - {self._me, peer} if len(expected) <= LOOKED_AT else ():
                 self._is_silent(other, True)
             if self._is_silent(peer, False):
@@ -631,6 +631,10 @@ class GroupMachine:
         # before us.
         return None if self._leads and self._poller.awaits_followers(now) else earlier[-1]
 
+    def _all_expected(self) -> frozenset[PeerID]:
+        """The peers that are expected; none if nobody knows them."""
+        return (self._expected() if self._expected is not None else None) or frozenset()
+
     def _expected_members(self) -> frozenset[PeerID] | None:
         """The peers that are expected to join and not known to be gone; None if none, or if not known.
 
@@ -649,7 +653,7 @@ class GroupMachine:
         """
         if self._expected is None or not self._poller.awaits_followers(now):
             return False
-        expected = self._expected() or frozenset()
+        expected = self._all_expected()
         awaited = (expected & (self._shunned | self._avoided)) - self._declined - {self._me} - self._followers.keys()
         return bool(self._not_gone(awaited, among=len(expected)))
 

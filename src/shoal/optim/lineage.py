@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shoal.optim.state_name import StateName
+from shoal.optim.witness import FASTER
 from shoal.progress import bound
 
 __all__ = ["Apart", "Gives", "Lineage", "Mark", "may_have_led"]
@@ -23,9 +24,6 @@ _GIVES = 16
 
 _STATES_OF_AN_EPOCH = 2
 """The step's, and the average of the states after it."""
-
-_FASTER = 16
-"""A run becomes so many times as fast at most, while this peer is away: see `witness`."""
 
 
 class Mark(NamedTuple):
@@ -103,7 +101,7 @@ def may_have_led(ours: StateName, theirs: StateName, known: int, steps: float | 
         steps: the time since this peer was in a step, in the time that a step takes; None if it is not known.
     """
     epochs = theirs.epoch - ours.epoch
-    return epochs * _STATES_OF_AN_EPOCH >= known and (steps is None or epochs <= _FASTER * (steps + 2))
+    return epochs * _STATES_OF_AN_EPOCH >= known and (steps is None or epochs <= FASTER * (steps + 2))
 
 
 class Gives:

@@ -32,9 +32,9 @@ from shoal.bounded import bound, put_last
 from shoal.peer import PeerID
 from shoal.progress import Heeded, StateKey
 
-__all__ = ["Witness"]
+__all__ = ["FASTER", "Witness"]
 
-_FASTER = 16
+FASTER = 16
 """A run becomes so many times as fast at most, while this peer does not see it."""
 
 _PATIENCE = 4
@@ -219,7 +219,7 @@ class Witness:
         if met is None and peer in self._founders:
             from_ = _BEGINNING
         # Two steps may have been under way, and their samples trained before.
-        most_s = _FASTER * (now - from_.at) + 2 / speed.epochs
+        most_s = FASTER * (now - from_.at) + 2 / speed.epochs
         return (
             key.epoch <= from_.epoch + speed.epochs * most_s and key.samples <= from_.samples + speed.samples * most_s
         )

@@ -344,7 +344,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.check_model(self._model, to_change=True)
             self.check_whole()
             self.carrier.check()
-            self._check_unfrozen()
+            if not isinstance(self.carrier, FlatEngine):  # that one looks itself, and takes in none that was frozen
+                self._check_unfrozen()
             finite = self.reduction.finite()
         except LocalError as error:
             problem = error

@@ -224,7 +224,7 @@ def without_values(how: str) -> str:
     return "it was taken"
 
 
-WIDTH, DEPTH = 512, 96
+WIDTH, DEPTH = 640, 80
 LARGE = 4 * DEPTH * WIDTH * (WIDTH + 1)
 """Bytes of parameters."""
 

@@ -364,12 +364,16 @@ def test_one_peer_evaluates_and_the_logs_have_the_result(swarm_of: Any, argument
         swarm_of(model, arguments(), evaluate=0.5)
 
 
-def test_a_users_own_train_loss_ended_the_run(swarm_of: Any, arguments: Any) -> None:
-    """It was taken for the Trainer's summary: this peer left the run, and its next step raised `ClosedError`."""
-    model, args = tiny_model(), arguments()
+@pytest.mark.parametrize("tokens", ["no", "all"])
+def test_a_log_that_looks_like_the_summary_ended_the_run(swarm_of: Any, arguments: Any, tokens: str) -> None:
+    """It was taken for the Trainer's summary: this peer left the run, and its next step raised `ClosedError`.
+
+    Users log a `train_loss` of their own; and with `include_num_input_tokens_seen` a speed stands in each log.
+    """
+    model, args = tiny_model(), arguments(include_num_input_tokens_seen=tokens, logging_steps=1)
     swarm = swarm_of(model, args)
     made = trainer(swarm, model, args)
-    swarm.optimizer.register_step_post_hook(lambda *_: made.log({"train_loss": 1.0}))
+    swarm.optimizer.register_step_post_hook(lambda *_: made.log({"train_loss": 1.0, "train_runtime": 1.0}))
     made.train()
     assert swarm.optimizer.local_epoch == 8
 
@@ -495,20 +499,22 @@ def test_peers_that_clip_otherwise_are_refused(swarm_of: Any, arguments: Any, dh
 
 
 class Stops(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-    """Ends the training after three batches, as `EarlyStoppingCallback` does by a measurement."""
+    """Ends the training after three batches, as `EarlyStoppingCallback` does by an evaluation."""
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """After a batch."""
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """After an evaluation."""
         control.should_training_stop |= state.global_step >= 3
 
 
-@pytest.mark.parametrize("stops", [True, False])
-def test_what_ends_one_peer_alone_is_told(swarm_of: Any, arguments: Any, dht: shoal.DHT, stops: bool) -> None:
+@pytest.mark.parametrize("stops", ["steps", "epoch", None])
+def test_what_ends_one_peer_alone_is_told(swarm_of: Any, arguments: Any, dht: shoal.DHT, stops: str | None) -> None:
     """It left the run, or ended with weights of its own, without a word. The run's own end is no such thing."""
     warned: list[str] = []
     dht.events.subscribe(lambda event: warned.append(event.message) if isinstance(event, Warned) else None)
-    more = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps"}
-    model, args = tiny_model(), arguments(max_steps=3, **(more | {"save_steps": 2} if not stops else {}))
+    more = {"eval_strategy": stops or "steps", "eval_steps": 2}
+    if not stops:
+        more |= {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 2}
+    model, args = tiny_model(), arguments(max_steps=3, **more)
     swarm = swarm_of(model, args, target_batch_size=64 if stops else 16)
     trainer(swarm, model, args, callbacks=[swarm, *([Stops()] if stops else [])], eval_dataset=Sentences()).train()
     found = [each[:45] for each in warned if "load_best" in each or "another callback" in each]

@@ -301,15 +301,20 @@ class SwarmCallback(TrainerCallback):
             control.should_epoch_stop = True  # the Trainer would look for max_steps batches in each pass
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Leave the run: the Trainer may load the best checkpoint now, and its weights are not the state of the run."""
+        """Leave the run at the end of the training."""
         if control.should_training_stop:
-            if not (self.optimizer.finished or state.max_steps != _ENDLESS):
-                warn(
-                    self.optimizer,
-                    f"another callback ends the training of this peer at epoch {self.optimizer.local_epoch} of "
-                    f"{self.epochs} (EarlyStoppingCallback, for example): it leaves the run, and the others go on",
-                )
-            self.optimizer.shutdown()
+            self._leave(state)
+
+    def _leave(self, state: TrainerState) -> None:
+        """Leave the run: the Trainer may load the best checkpoint now, and its weights are not the state of the run."""
+        if self._trains and not (self.optimizer.finished or state.max_steps != _ENDLESS):
+            warn(
+                self.optimizer,
+                f"another callback ends the training of this peer at epoch {self.optimizer.local_epoch} of "
+                f"{self.epochs} (EarlyStoppingCallback, for example): it leaves the run, and the others go on",
+            )
+        self._trains = False
+        self.optimizer.shutdown()
 
     def on_log(
         self,
@@ -330,13 +335,14 @@ class SwarmCallback(TrainerCallback):
         logs.update(more)
         if state.log_history:
             state.log_history[-1].update(more)
-        if "train_runtime" in logs:  # the summary, after the last checkpoint; users log a `train_loss` of their own
-            self.optimizer.shutdown()
+        # The summary, where an evaluation at the end of a pass ended the training. Only it counts operations: with
+        # `include_num_input_tokens_seen` each log has a speed, and users log a `train_loss` of their own.
+        if "total_flos" in logs:
+            self._leave(state)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Leave the run."""
-        self.optimizer.shutdown()
-        self._trains = False
+        """Give back what was taken of the Trainer's arguments."""
+        self._leave(state)
         self._rows.close()
         for name, value in self._taken.items():
             setattr(args, name, value)

@@ -20,6 +20,7 @@ from shoal.compression import Float16Compression
 from shoal.errors import ClosedError, LocalError
 from shoal.events import Warned
 from shoal.optim.phases import RunPhase
+from shoal.strategies import Decoupled, DiLoCo, LocalSGD
 from tests.integration.workers import until
 
 TARGET = 4
@@ -599,3 +600,50 @@ def test_first_weights_that_came_after_the_optimizer_had_the_name_of_those_befor
     assert swarm.collaboration.training.samples == 2 * TARGET
     assert not [each for each in told if "changed between" in each]
     swarm.shutdown()
+
+
+@pytest.mark.parametrize(
+    "options", [{"strategy": LocalSGD(3)}, {"strategy": Decoupled(3, fragments=2)}, {"use_local_updates": True}]
+)
+def test_a_file_that_is_loaded_into_the_model_of_one_peer_was_merged(dht: shoal.DHT, options: dict[str, Any]) -> None:
+    """Its weights are no training: this peer takes over the state of the others. They moved all peers' weights."""
+    models, told = [torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)], list[str]()
+    chosen = {"run_id": "run", "batch_size_per_step": TARGET, **options}
+    if "strategy" not in options:
+        chosen["target_batch_size"] = 6 * TARGET
+    with shoal.DHT([dht.invite()], start=True) as there, ThreadPoolExecutor(2) as threads:
+        there.events.subscribe(lambda event: told.append(event.message) if isinstance(event, Warned) else None)
+        swarms = [
+            shoal.Optimizer(dht=each, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-9), **chosen)
+            for each, model in zip((dht, there), models, strict=True)
+        ]
+        until(lambda: all(len(swarm.status().peers) == 2 for swarm in swarms))
+        list(threads.map(train, swarms, models, (2, 2)))
+        saved = {name: value + 100.0 for name, value in models[1].state_dict().items()}
+        before, kept = models[0].weight.detach().clone(), models[1].state_dict()
+        kept = {name: value.clone() for name, value in kept.items()}
+        models[1].load_state_dict(saved)  # for an evaluation
+        models[1].load_state_dict(kept)
+        list(threads.map(train, swarms, models, (4, 4)))
+        assert not told
+        models[1].load_state_dict(saved)
+        list(threads.map(train, swarms, models, (7, 7)))
+        assert all(torch.allclose(model.weight, before, atol=1e-3) for model in models)
+        assert len([each for each in told if "weights were loaded into the model at epoch" in each]) == 1
+        for swarm in swarms:
+            swarm.shutdown()
+
+
+def test_a_file_that_is_loaded_into_the_model_of_a_peer_alone_is_its_state(dht: shoal.DHT) -> None:
+    """It trains on from these weights, also with an outer optimizer of momentum: that took them for a large step."""
+    model = torch.nn.Linear(3, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=1e-9)
+    with shoal.Optimizer(
+        dht=dht, run_id="run", model=model, batch_size_per_step=4, optimizer=inner, strategy=DiLoCo(3)
+    ) as swarm:
+        train(swarm, model, 2)
+        model.load_state_dict({name: torch.ones_like(value) for name, value in model.state_dict().items()})
+        train(swarm, model, 5)
+        assert torch.allclose(model.weight, torch.ones(2, 3), atol=1e-5)
+        assert copy.deepcopy(model).load_state_dict(model.state_dict())
+    assert not model._load_state_dict_post_hooks

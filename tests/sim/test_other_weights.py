@@ -14,7 +14,7 @@ import torch
 from shoal import sim
 from shoal.events import Event, Warned
 from shoal.optim import Participant
-from shoal.strategies import Decoupled, DiLoCo, Strategy
+from shoal.strategies import Decoupled, DiLoCo, LocalSGD, Strategy
 from tests.sim.optimizer_kit import Run, Trainer
 from tests.situations import reaches
 
@@ -233,3 +233,58 @@ def test_peers_that_clip_their_weights_after_each_step_were_warned_for_ever() ->
         assert len([each for each in said if "changed between two steps" in each]) <= 2 * len(NAMES)
 
     sim.run(main, seed=6)
+
+
+class WritesOnce(Trainer):
+    """Adds to one of its parameters, once."""
+
+    writes = False
+
+    async def take_batch(self, size: int, *, number: int | None = None, duration_s: float = 0.0) -> None:
+        await super().take_batch(size, number=number, duration_s=duration_s)
+        if self.writes and self.batches_done == 7:
+            self.writes = False
+            with torch.no_grad():
+                self.parameters[0] += 3.0
+
+
+_MEAN = partial(torch.optim.SGD, lr=1.0)
+
+
+@pytest.mark.parametrize(
+    "strategy", [None, LocalSGD(3), DiLoCo(3, outer=_MEAN), Decoupled(3, fragments=2, outer=_MEAN)]
+)
+def test_weights_that_a_program_writes_were_merged_without_a_word(strategy: Strategy | None) -> None:
+    """A write is a change of this peer: the next average has its share of it, and the user is told so, once."""
+
+    async def main() -> None:
+        run, told = Run(target=24, lr=1e-9, trainer=WritesOnce), list[str]()
+
+        def note(event: Event) -> None:
+            if isinstance(event, Warned):
+                told.append(event.message)
+
+        local: dict[str, Any] = {"use_local_updates": True, "delay_grad_averaging": True} if strategy is None else {}
+        for name in NAMES:
+            await run.add(name, events=note if name == "p0" else None, strategy=strategy, check_every=0, **local)
+        first = run.swarm.peer("p0")
+        before = first.parameters[0].detach().clone()
+        assert isinstance(first, WritesOnce)
+        first.writes = True
+        await sim.sleep(3.0)
+        run.announce_end(8)
+
+        async def loop(name: str) -> None:
+            mine = run.swarm.peer(name)
+            while not mine.finished:
+                await mine.take_batch(4, duration_s=0.2)
+
+        await asyncio.gather(*(run.swarm.run_on(name, loop, name) for name in NAMES))
+        assert run.agree(NAMES)
+        moved = first.parameters[0].detach() - before
+        assert float(moved.min()) == pytest.approx(float(moved.max()), abs=1e-6)
+        assert 0.5 < float(moved.mean()) < 1.5
+        assert len([each for each in told if "changed between two batches" in each]) == 1
+        await run.close()
+
+    sim.run(main, seed=7)

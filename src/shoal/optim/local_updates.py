@@ -81,6 +81,7 @@ class LocalTrainingState(TrainingState):
     the round began and the average is added to them.
     """
 
+    steps_alone = True
     _loses = False  # the last batch was computed at parameters that are no more, or soon will be
     _stepped = True  # the last batch has moved the parameters, where its step was tried
     _gave_others = False  # the last round was given other values than those that are trained
@@ -154,11 +155,6 @@ class LocalTrainingState(TrainingState):
                 parameter.grad = gradient
             self.note_values()
         return self._stepped
-
-    def _look_for_changes(self) -> None:
-        """Each batch moves the parameters of this peer alone, whatever was there before."""
-        self.changes.after_step(changed=self._mark.knows and self.is_changed)
-        self.note_values()
 
     def contribute(self) -> tuple[float, float]:
         """The parameters go into a round now, as they are: see `TrainingState.contribute`.

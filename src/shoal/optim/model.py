@@ -10,6 +10,7 @@ no settings, and may move. So a parameter that requires a gradient is never comp
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from torch.nn import DataParallel
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.utils.hooks import RemovableHandle
 
 from shoal.compression import view_bytes
 from shoal.errors import ConfigError
@@ -71,9 +73,28 @@ class TrainedModel:
         self._digests = {name: _digest(each.tensor, name) for name, each in self._still.items()}
         self._marks = {name: _mark(each.tensor) for name, each in self._still.items()}
         self._tree = _tree_of(model)
+        self._loaded, self._hooks = False, list[RemovableHandle]()
         if not steps_alone:
             self._check_forward()
+        elif not isinstance(model, torch.jit.ScriptModule):
+            loaded, modules = _AfterLoading(weakref.ref(self)), {id(each.module): each.module for each in self._places}
+            for each in modules.values():
+                self._hooks.append(each.register_load_state_dict_post_hook(loaded))  # type: ignore[no-untyped-call]
         self._shared, self._all = shared, {id(each.tensor) for each in places}
+
+    def was_loaded(self) -> bool:
+        """Whether weights were loaded into the model since this was asked last, where each peer steps alone."""
+        loaded, self._loaded = self._loaded, False
+        return loaded
+
+    def note_load(self) -> None:
+        """Weights were loaded into the model."""
+        self._loaded = True
+
+    def close(self) -> None:
+        """Look at the model no more."""
+        for hook in self._hooks:
+            hook.remove()
 
     def shared_elsewhere(self, tensors: Iterable[torch.Tensor]) -> None:
         """Another run of this program shares these tensors: they may move here."""
@@ -191,6 +212,20 @@ class TrainedModel:
             if _digest(tensor, name) != self._digests[name]:
                 del self._marks[name]
                 yield name
+
+
+class _AfterLoading:
+    """A hook of the model. In a copy of the model, also one that was pickled, it does nothing."""
+
+    def __init__(self, of: Callable[[], TrainedModel | None] = lambda: None) -> None:
+        self._of = of
+
+    def __call__(self, module: torch.nn.Module, keys: object) -> None:
+        if (model := self._of()) is not None:
+            model.note_load()
+
+    def __reduce__(self) -> tuple[type[_AfterLoading], tuple[()]]:
+        return type(self), ()
 
 
 class _Place(NamedTuple):

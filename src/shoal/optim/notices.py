@@ -104,12 +104,19 @@ class Notices:
         if self._tells_of_model and (epoch := training.changes.at) is not None and epoch >= self._changed_from:
             # What it does after each step is told once: all peers may do so, and if not, the check finds it.
             self._changed_from = epoch + _CHANGES_APART if not training.changes.are_usual else math.inf
+            between, effect = (
+                ("batches", "the change counts as this peer's own training, and goes into the next average")
+                if training.steps_alone
+                else (
+                    "steps of the swarm",
+                    f"this peer trains on with other weights than the other peers have at epoch {epoch}",
+                )
+            )
             self.warn(
-                "the trained parameters were changed between two steps of the swarm, by something else than shoal: "
-                f"this peer trains on with other weights than the other peers have at epoch {epoch}. After an "
-                "evaluation with other weights put back exactly those that were there. Change weights within the "
-                "optimizer's step, on all peers (register_step_post_hook). To load a state, call load_state_dict() of "
-                "the shoal.Optimizer after the model's, before the first step"
+                f"the trained parameters were changed between two {between}, by something else than shoal: {effect}. "
+                "After an evaluation with other weights put back exactly those that were there. Change weights within "
+                "the optimizer's step, on all peers (register_step_post_hook). To load a state, call load_state_dict() "
+                "of the shoal.Optimizer after the model's, before the first step"
             )
         before, self._left_out = self._left_out, training.left_out
         if self._left_out == before or not self._tells_of_model:

@@ -729,7 +729,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         if self._untold:  # the loading of a state was interrupted
             self._tell_loaded()
         self._follow_schedule()
-        self._follow_first_weights()
+        self._follow_loaded_weights()
         if self._model is not None:
             self._model.check()
             if not self._model_told:
@@ -798,17 +798,34 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             raise ClosedError("the optimizer was shut down: make another one")
         self.dht.loop_thread.check_alive()
 
-    def _follow_first_weights(self) -> None:
-        """Before the first batch the model may be given other weights, as with any optimizer: name those."""
-        if self._asked or self.local_epoch:
+    def _follow_loaded_weights(self) -> None:
+        """Before the first batch the model may be given other weights, as with any optimizer: name those.
+
+        Later, where each peer steps alone, loaded weights are no training, and merging them as such would move all.
+        They are a state of this peer's own, which gives way to that of the others; of a peer alone it is the state.
+        """
+        first, self._asked = not (self._asked or self.local_epoch), True
+        loaded = self._model is not None and self._model.was_loaded()
+        if not (first or loaded):
             return
-        self._asked = True
         with self._lock.acquire_in_thread():
             if not self._training.is_displaced or self._training.evaluates:
                 return
-            for each, replaced in zip(self._participants, self._loading(), strict=True):
-                each.own.loaded(replaced, None)
+            replaced = self._loading()
+            if isinstance(self._training, LocalSteps):
+                self._training.begin_anew()
+            for each, before in zip(self._participants, replaced, strict=True):
+                if first:
+                    each.own.loaded(before, None)
+                else:
+                    each.training.note_values()
         self._tell_loaded()
+        if not first:
+            self._warn(
+                f"weights were loaded into the model at epoch {self.local_epoch}, and other peers do not have them: "
+                "this peer takes over the state of the others, or trains on from these weights if it is alone. To load "
+                "a state, call load_state_dict() of the shoal.Optimizer after the model's, before the first step"
+            )
 
     def _follow_schedule(self) -> None:
         """A schedule that was made over this optimizer since the last step becomes the run's, which only it moves."""
@@ -1288,6 +1305,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         self._watch.close()
         if self._rows is not None:
             self._rows.close()
+        if self._model is not None:
+            self._model.close()
         self._stop_guarding()
 
     def __enter__(self) -> Self:

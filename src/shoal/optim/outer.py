@@ -160,7 +160,7 @@ class OuterTrainingState(TrainingState):
     @property
     def model_epoch(self) -> int:
         """See `TrainingState.model_epoch`."""
-        return min(fragment.epoch for fragment in self._local.fragments)
+        return self._local.model_epoch
 
     @property
     def last_epoch_taken(self) -> int:
@@ -485,6 +485,11 @@ class LocalSteps(LocalTrainingState):
         super().heed_thread()
         for fragment in self.fragments:
             fragment.heed_thread()
+
+    @property
+    def model_epoch(self) -> int:
+        """See `TrainingState.model_epoch`."""
+        return min(fragment.epoch for fragment in self.fragments)
 
     @contextmanager
     def moving(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:

@@ -98,6 +98,7 @@ class TrainingState:
         frozen_here: says which trained parameter is frozen here only, so that the steps move it; None if none is.
         evaluations: how often weights to evaluate with were put into their place.
         changes: of the parameters by something else than shoal, as batches have seen them.
+        steps_alone: whether each batch moves the parameters of this peer alone, until the next average of them.
         stepping: whether the optimizer takes a step of the swarm now.
         steps_on_host: whether the step is taken on the CPU, wherever the parameters are.
         own_options: names of options that stay this peer's own, whatever the others have.
@@ -110,6 +111,7 @@ class TrainingState:
         averaged_as: says in words what is averaged: the same on all peers.
     """
 
+    steps_alone = False
     raised: Exception | None = None
     no_memory: BaseException | None = None
 
@@ -252,7 +254,7 @@ class TrainingState:
     def _look_for_changes(self) -> None:
         """A batch has come: what it was computed with counts as the state's from now on. The user is told."""
         changed = self._mark.changed() if self._mark.knows else Changed.NOT
-        self.changes.seen(changed, self.epoch)
+        self.changes.seen(changed, self.model_epoch, each_steps=self.steps_alone)
         if changed is not Changed.NOT or not self._mark.knows:
             self._mark.note()
 

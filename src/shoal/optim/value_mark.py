@@ -132,20 +132,16 @@ class OutsideChanges:
         self._after_steps = deque[bool](maxlen=_OF_STEPS)
         self._epoch = -1  # at the last look
 
-    def seen(self, changed: Changed, epoch: int) -> None:
-        """A batch has found this, at this epoch."""
+    def seen(self, changed: Changed, epoch: int, *, each_steps: bool = False) -> None:
+        """A batch has found this, at this epoch. `each_steps`: whether each batch comes after a step of this peer."""
         self.looks += 1
-        if epoch != self._epoch:
-            self.after_step(changed=changed is Changed.VALUES)
+        if each_steps or epoch != self._epoch:
+            self._after_steps.append(changed is Changed.VALUES)
         self._epoch = epoch
         if changed is Changed.VALUES:
             self.at = epoch
         if changed is not Changed.NOT:
             self._last[changed] = self.looks
-
-    def after_step(self, *, changed: bool) -> None:
-        """The first batch after a step has found other values than that has left, or not."""
-        self._after_steps.append(changed)
 
     def since(self, look: int) -> Changed:
         """What was done to the state here after the look of this number."""

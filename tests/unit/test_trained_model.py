@@ -109,19 +109,47 @@ def test_a_parameter_that_was_replaced_is_told() -> None:
         trained.check()
 
 
-def test_a_layer_that_is_pruned_counted_as_one_whose_parameter_was_replaced() -> None:
-    """Pruning keeps the parameter under another name. A tied one that is replaced at one of its places is told."""
+@pytest.mark.parametrize("given", ["weight", "bias"])
+def test_a_layer_that_was_pruned_in_mid_run_had_a_mask_of_its_own_on_each_peer(given: str) -> None:
+    """Each peer computed another function, without a word. Pruned before, a layer is as any other one."""
+    made: Any = model()
+    pruning: Any = prune
+    trained = TrainedModel(made, list(made[2].parameters()), [])
+    pruning.l1_unstructured(made[2], given, 0.5)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=rf"buffer 2\.{given}_mask came into the model after the optimizer"):
+            trained.check()
+    pruned = TrainedModel(made, list(made[2].parameters()), [])
+    pruned.check()
+    pruning.remove(made[2], given)
+    trained.check()
+    with pytest.raises(ConfigError, match=rf"buffer 2\.{given}_mask went out of the model"):
+        pruned.check()
+
+
+def test_a_parameter_that_was_replaced_at_one_of_its_places_is_told() -> None:
+    """A tied one. Under another name in its layer it is the same one."""
     made: Any = model()
     trained = TrainedModel(made, list(made[2].parameters()), [])
-    pruning: Any = prune
-    pruning.l1_unstructured(made[2], "weight", 0.5)
+    made[2].other = made[2].weight
+    del made[2].weight
+    made[2].register_buffer("cache", torch.zeros(2), persistent=False)
     trained.check()
-    trained.check()
-    pruning.remove(made[2], "weight")
+    made[2].weight = made[2].other
+    del made[2].other
     trained.check()
     made[3].weight = made[2].weight
     made[2].weight = torch.nn.Parameter(made[2].weight.detach().clone())
     with pytest.raises(ConfigError, match=r"parameter 2\.weight of the model was replaced"):
+        trained.check()
+
+
+def test_a_parameter_that_came_into_a_layer_later_is_told() -> None:
+    """Only layers that came were looked for."""
+    made: Any = model()
+    trained = TrainedModel(made, list(made[2].parameters()), [])
+    made[2].scale = torch.nn.Parameter(torch.ones(4))
+    with pytest.raises(ConfigError, match=r"2\.scale came into the model after the optimizer was made"):
         trained.check()
 
 

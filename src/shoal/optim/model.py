@@ -160,12 +160,11 @@ class TrainedModel:
                 )
 
     def check(self) -> None:
-        """Raise `ConfigError` if a tensor of the run is not the model's any more, or a trained layer came later."""
-        for number, each in enumerate(self._places):
+        """Raise `ConfigError` if a tensor of the run is not the model's any more, or one came later."""
+        if not all(map(_is_as_it_was, self._tree)):
+            self._look_at_tree()
+        for each in self._places:
             if getattr(each.module, each.key, None) is not each.tensor:
-                if each.key not in each.module._parameters and (elsewhere := self._place_of(each.tensor)):  # noqa: SLF001
-                    self._places[number] = elsewhere  # pruning gives it another name in its layer, and takes that back
-                    continue
                 if isinstance(each.tensor, torch.nn.Parameter):
                     raise ConfigError(
                         f"parameter {each.name} of the model was replaced, and the optimizer trains the one before: "
@@ -175,11 +174,16 @@ class TrainedModel:
                     f"buffer {each.name} of the model was replaced, and extra_tensors has the one before: write into "
                     "it (copy_), and move the model to its device before the shoal.Optimizer is made"
                 )
-        if all(module._modules == children for module, children in self._tree):  # noqa: SLF001 (no copy of all names)
-            return
+
+    def _look_at_tree(self) -> None:
+        """Layers, or names of tensors in them, are others than before."""
         here = {id(each.tensor): each for each in _places(self._model)}
+        layers, known = set(self._model.modules()), {each.module: each for each in self._tree}
+        for module, was in known.items():
+            if module in layers:
+                self._check_buffers(module, was)
         for each in self._places:
-            if id(each.tensor) not in here:
+            if id(each.tensor) not in here and each.module not in layers:
                 raise ConfigError(
                     f"the layer of {each.name} was replaced in the model, and the optimizer trains the one before: "
                     "make a new shoal.Optimizer of the model as it is now, or put the new weights into that layer"
@@ -190,10 +194,19 @@ class TrainedModel:
                     f"{each.name} came into the model after the optimizer was made, so it is neither trained nor "
                     "shared: make a new shoal.Optimizer of the model as it is now"
                 )
+        self._places = [here.get(id(each.tensor), each) for each in self._places]  # some may have another name now
         self._tree = _tree_of(self._model)
 
-    def _place_of(self, tensor: torch.Tensor) -> _Place | None:
-        return next((each for each in _places(self._model) if each.tensor is tensor), None)
+    def _check_buffers(self, module: torch.nn.Module, was: _Layer) -> None:
+        """Raise `ConfigError` if a layer has other buffers than before. Those that are not saved may come: caches."""
+        for key in sorted(was.buffers ^ _saved_buffers(module)):
+            name = f"{next(name for name, each in self._model.named_modules() if each is module)}.{key}".strip(".")
+            came = "went out of" if key in was.buffers else "came into"
+            raise ConfigError(
+                f"buffer {name} {came} the model after the optimizer was made, and other peers may have another, or "
+                "none: prune (a mask is a buffer) before, with equal masks on all peers, or make a new shoal.Optimizer "
+                "of the model as it is now on all of them"
+            )
 
     def changes(self) -> Iterator[str]:
         """The tensors that are not trained, and have other values than at first. Each is told once.
@@ -248,9 +261,34 @@ def _places(model: torch.nn.Module) -> Iterator[_Place]:
                     yield _Place(module, key, f"{prefix}.{key}".strip("."), tensor)
 
 
-def _tree_of(model: torch.nn.Module) -> list[tuple[torch.nn.Module, dict[str, torch.nn.Module | None]]]:
-    """Each module, with its children."""
-    return [(module, dict(module._modules)) for module in model.modules()]  # noqa: SLF001 (as `named_children`)
+class _Layer(NamedTuple):
+    """A module, with what it had."""
+
+    module: torch.nn.Module
+    children: dict[str, torch.nn.Module | None]
+    parameters: frozenset[str]
+    buffers: frozenset[str]
+
+
+def _tree_of(model: torch.nn.Module) -> list[_Layer]:
+    """Each module, with its children, and the names of its tensors."""
+    return [
+        _Layer(module, dict(module._modules), frozenset(module._parameters), _saved_buffers(module))  # noqa: SLF001
+        for module in model.modules()
+    ]
+
+
+def _saved_buffers(module: torch.nn.Module) -> frozenset[str]:
+    return frozenset(module._buffers.keys() - module._non_persistent_buffers_set)  # noqa: SLF001 (as `named_buffers`)
+
+
+def _is_as_it_was(layer: _Layer) -> bool:
+    module, children, parameters, buffers = layer
+    return (
+        module._modules == children  # noqa: SLF001 (as `named_children`; no copy of all names)
+        and module._parameters.keys() == parameters  # noqa: SLF001
+        and (not (buffers or module._buffers) or _saved_buffers(module) == buffers)  # noqa: SLF001
+    )
 
 
 _WRAPPERS = {

@@ -17,9 +17,12 @@ from shoal.errors import ConfigError
 from shoal.optim import TrainingState, agreement
 from shoal.optim.agreement import Agreement, Contributor, Said
 from shoal.optim.committed import Committed
+from shoal.optim.local_updates import LocalTrainingState
 from shoal.optim.options import Difference, Options, agreed, apply, differences, misfit, options_of
+from shoal.optim.outer import LocalSteps
 from shoal.optim.words import weigh
 from shoal.peer import PeerID
+from shoal.strategies import LocalSGD
 from shoal.wire import decode, decode_plain, encode
 
 
@@ -277,3 +280,68 @@ def test_a_step_uses_as_many_cores_as_the_member_with_fewest() -> None:
     without = {each: decode_plain(encode(Said(options, samples=4))) for each in cores}
     assert agree(without, list(cores)).cores == 0
     assert agree(gathered, list(cores)).digest != agree(without, list(cores)).digest
+
+
+def stepping(kind: str, made: torch.optim.Optimizer) -> TrainingState:
+    """What is trained by an optimizer, in each way in which steps are taken."""
+    if kind == "merging":
+        return LocalSteps(made, None, (), LocalSGD(2).merging)
+    return LocalTrainingState(made) if kind == "local updates" else TrainingState(made)
+
+
+@pytest.mark.parametrize("kind", ["synchronous", "local updates", "merging"])
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("lr", math.nan, "lr of parameter group 1 is nan"),
+        ("lr", math.inf, "lr of parameter group 1 is inf"),
+        ("lr", -0.5, "lr of parameter group 1 is -0.5"),
+        ("lr", 1e30, r"lr of parameter group 1 is 1e\+30"),
+        ("lr", torch.tensor(math.nan), "lr of parameter group 1 is nan"),
+        ("lr", np.float32("nan"), "lr of parameter group 1 is nan"),
+        ("betas", (0.9, math.nan), "betas of parameter group 1 is nan"),
+        ("betas", (0.9, 1.5), r"betas of parameter group 1 is 1\.5"),
+        ("weight_decay", -0.1, r"weight_decay of parameter group 1 is -0\.1"),
+        ("weight_decay", math.inf, "weight_decay of parameter group 1 is inf"),
+        ("eps", math.nan, "eps of parameter group 1 is nan"),
+    ],
+)
+def test_a_learning_rate_of_nan_was_refused_in_the_round_only(kind: str, option: str, value: Any, says: str) -> None:
+    """With a strategy that merges never: it made all weights NaN, again and again. It is refused at the next step."""
+    torch.manual_seed(0)
+    trained = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(1))]
+    made = torch.optim.AdamW([{"params": [each]} for each in trained], lr=0.1)
+    training, group = stepping(kind, made), made.param_groups[1]
+    good = group[option]
+    for each in trained:
+        each.grad = torch.ones_like(each)
+    assert training.accumulate(4)
+    samples, before = training.samples, [each.detach().clone() for each in trained]
+    group[option] = value
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=says):
+            training.accumulate(4)
+    assert training.samples == samples
+    assert all(map(torch.equal, before, trained))
+    group[option] = good
+    assert training.accumulate(4)
+
+
+def test_options_that_schedules_and_programs_set_are_taken() -> None:
+    """A rate that comes to 0 by rounding, one that begins at 0, an option that was infinite from the beginning."""
+
+    class Grows(torch.optim.SGD):
+        def __init__(self, params: Any, growth: float = math.inf) -> None:
+            super().__init__(params, lr=0.0)
+            self.param_groups[0].update(growth=growth, best=math.inf)
+
+    made = Grows([torch.nn.Parameter(torch.ones(2))])
+    training, group = TrainingState(made), made.param_groups[0]
+    group["params"][0].grad = torch.ones(2)
+    for options in ({}, {"lr": 0.1}, {"lr": 0.0}, {"best": -1.0}, {"lr": torch.tensor(0.5)}, {"nesterov": True}):
+        group.update(options)
+        assert training.accumulate(4)
+    training = TrainingState(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1))
+    training.optimizer.param_groups[0]["lr"] = -1e-18
+    training.parameters[0].grad = torch.ones(2)
+    assert training.accumulate(4)

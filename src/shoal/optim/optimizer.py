@@ -654,8 +654,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
 
         Raises:
             ConfigError: no batch size; another kind of `grad_scaler`; the run is trained with other settings; or since
-                the optimizer was made, a parameter was added or unfrozen, or a state was loaded into the inner
-                optimizer.
+                the optimizer was made, a parameter was added or unfrozen, a state was loaded into the inner optimizer,
+                or an option (a learning rate) was set to a number of no use.
             StateUnavailable: the run goes on without this peer, and gave it no state in time (`require_state`).
             LocalError: another thread is in `step` or `load_state_dict`.
             ClosedError: the optimizer or its DHT was shut down.

@@ -18,6 +18,7 @@ one step from it with copies (see `shoal.optim.trial`), and changes nothing. `sw
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, ValuesView
@@ -39,6 +40,10 @@ _MAX_COUNT = 1 << 53
 
 _MAX_RATE = 1e6
 _FRACTIONS = frozenset({"betas", "momentum"})
+_ALWAYS_TAKEN = frozenset({"lr", "betas", "momentum", "weight_decay", "eps"})
+"""Options that are looked at also where the optimizer's constructor does not name them, as it wraps another one."""
+
+_ROUNDED = 1e-6
 _MAX_DEPTH = 6
 _MOST_VALUES, _VALUES_EACH = 1 << 20, 64
 """The values in a state from the network: so many, and so many more for each parameter."""
@@ -78,8 +83,15 @@ class OptimizerState:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self.made_with = [frozenset(group) for group in optimizer.param_groups]
+        taken = (_ALWAYS_TAKEN | inspect.signature(type(optimizer)).parameters.keys()) - LEFT_OUT
+        self._first = [{name: _numbers_in(group[name]) for name in taken & group.keys()} for group in self._groups]
+        self._sound = [dict[str, Any]() for _ in self._groups]  # values that were found good
         self._held = [{k: v for k, v in vars(each).items() if k in _REPLACED} for each in self._optimizers]
         self._counted = [_numbers_of(each) for each in self._optimizers]
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups
 
     @property
     def _parameters(self) -> list[torch.Tensor]:
@@ -329,6 +341,25 @@ class OptimizerState:
         if len(prepared.states) == 1:  # of one that wraps others no twin can be made
             numbers = {name: prepared.attributes[0][name] for name in self._counted[0]}
             try_step(self._optimizer, prepared.options, prepared.states[0], numbers)
+
+    def check_options(self) -> None:
+        """Raise `ConfigError` if the program has set an option to a value that makes steps of no use.
+
+        Those are looked at that the optimizer is made with. Others are counts of its own.
+        """
+        for number, (group, first, sound) in enumerate(zip(self._groups, self._first, self._sound, strict=False)):
+            for name, was in first.items():
+                now = group.get(name)
+                if now is sound.get(name, sound) and not isinstance(now, torch.Tensor | list):
+                    continue  # as the last time
+                for mine, value in zip(was, _numbers_in(now), strict=False):
+                    rounded = -_ROUNDED * mine <= value <= 0  # schedules come to 0 so
+                    if not rounded and _out_of_bounds(name, mine, value) is not None:
+                        raise ConfigError(
+                            f"{name} of parameter group {number} is {value:g} (it was {mine:g} when the optimizer was "
+                            "made): no step is taken with that. Set another one, or mend the schedule"
+                        )
+                sound[name] = now
 
     def check_step(self, options: Sequence[Mapping[str, Any]]) -> None:
         """Look whether a step can be taken with these options of each group, from the statistics that are here.
@@ -585,6 +616,13 @@ def _misfit(name: str, mine: Any, theirs: Any) -> str | None:
     if isinstance(theirs, torch.Tensor) and not is_number(theirs):
         return None
     return _out_of_bounds(name, mine, float(theirs)) if isinstance(theirs, int | float | torch.Tensor) else None
+
+
+def _numbers_in(option: Any) -> list[float]:
+    """The numbers of an option that is one, or a list of such; else none."""
+    values = option if isinstance(option, list | tuple) else (option,)
+    plain = [each.item() if isinstance(each, torch.Tensor) and is_number(each) else _plain(each) for each in values]
+    return [float(each) for each in plain if isinstance(each, int | float) and not isinstance(each, bool)]
 
 
 def _out_of_bounds(name: str, mine: Any, number: float) -> str | None:

@@ -350,7 +350,7 @@ class TrainingState:
             epoch is here already and they are not kept for the next.
 
         Raises:
-            ConfigError: other parameters are to be trained than when the run began.
+            ConfigError: other parameters are to be trained than when the run began, or an option is of no use.
         """
         self._check_parameters()
         self._look_for_changes()
@@ -411,6 +411,7 @@ class TrainingState:
                     "to train others"
                 )
         self.check_dtypes()
+        self._kept.check_options()
         for parameter in self._frozen:
             if parameter.requires_grad:
                 index = next(i for i, each in enumerate(known) if each is parameter)

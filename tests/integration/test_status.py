@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import os
 import threading
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import shoal
-from shoal.errors import ClosedError
+from shoal.errors import ClosedError, LocalError
 from shoal.strategies import LocalSGD, StreamingDiLoCo
 from tests.integration.workers import until
 
@@ -67,8 +71,7 @@ def test_the_status_says_what_goes_on() -> None:
             assert one.is_alive()
             until(lambda: one.is_synchronized_with_peers() or two.is_synchronized_with_peers())
         assert not one.is_alive()
-        with pytest.raises(ClosedError):
-            one.status()
+        assert one.status().last_round == found.last_round
 
 
 def test_a_batch_that_is_not_finite_is_in_the_status() -> None:
@@ -171,3 +174,126 @@ def test_a_run_is_read_by_one_that_is_no_peer_of_it() -> None:
             assert found.samples_per_s == found.rate(found.best) >= 0
             assert [peer.peer for peer in swarm.status().peers] == [first.peer_id]
         until(lambda: shoal.read_run(reader, "status") is None)
+
+
+CHANGES = {
+    *(
+        "OptimizerPreHook",
+        "add_param_group",
+        "announce_end",
+        "another_shares",
+        "eval",
+        "keep_given_up",
+        "load_state_dict",
+    ),
+    *("load_state_from_peers", "profile_hook_step", "resume", "samples_are_given", "save", "save_last", "shutdown"),
+    *("step", "train", "zero_grad", "run_in_background", "wait_until_ready", "store", "get", "run_coroutine"),
+    *("add_validators", "at_shutdown", "start", "report_local_progress", "update_epoch", "pause_updates"),
+}
+"""Public names that do something. All others look at something only."""
+
+ALWAYS = {
+    "Optimizer": {"repr", "status", "local_epoch", "finished", "tracker", "local_progress", "is_alive", "state_dict"},
+    "ProgressTracker": {"repr", "local_progress", "is_alive"},
+    "DecentralizedAverager": {"repr", "is_alive"},
+    "DHT": {"repr", "peer_id", "is_alive"},
+}
+"""What answers also when nothing goes on any more."""
+
+MADE: dict[str, Callable[[shoal.DHT], Any]] = {
+    "Optimizer": lambda dht: swarm_of(dht)[0],
+    "Optimizer that merges": lambda dht: shoal.Optimizer(
+        dht=dht, run_id="merges", strategy=LocalSGD(2), optimizer=torch.optim.SGD(torch.nn.Linear(3, 1).parameters())
+    ),
+    "ProgressTracker": lambda dht: shoal.ProgressTracker(dht, "tracker", 4, start=True),
+    "DecentralizedAverager": lambda dht: shoal.DecentralizedAverager([torch.zeros(3)], dht, prefix="run", start=True),
+    "DHT": lambda dht: dht,
+}
+
+
+def looks(of: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """All public ways to look at an object, by name."""
+    yield "repr", partial(repr, of)
+    for name in sorted(set(dir(type(of))) - CHANGES):
+        kind = inspect.getattr_static(type(of), name)
+        if name.startswith(("_", "register_", "Optimizer")) or isinstance(kind, staticmethod | classmethod):
+            continue
+        if isinstance(kind, property):
+            yield name, partial(getattr, of, name)
+        elif callable(kind):
+            parameters = list(inspect.signature(kind).parameters.values())[1:]
+            if all(each.default is not each.empty for each in parameters):
+                yield name, lambda name=name: getattr(of, name)()
+
+
+def answers(of: Any) -> dict[str, str]:
+    """What each look gives: an empty text, or its error. An error that is none of shoal's is raised."""
+    found = {}
+    for name, look in looks(of):
+        try:
+            look()
+            found[name] = ""
+        except (ClosedError, LocalError) as error:
+            found[name] = str(error)
+    return found
+
+
+def in_a_child(of: Any) -> dict[str, str]:
+    """As `answers`, in a forked child."""
+    read, write = os.pipe()
+    if not (child := os.fork()):
+        said = "{}"
+        try:
+            said = json.dumps(answers(of))
+        finally:
+            os.write(write, said.encode())
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        found: dict[str, str] = json.load(pipe)
+    os.waitpid(child, 0)
+    return found
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_status_raised_after_shutdown(kind: str) -> None:
+    """Whatever only looks answers at any time, or says clearly why not; `status()` has what it had last."""
+    with shoal.DHT(start=True) as dht:
+        made = MADE[kind](dht)
+        always = ALWAYS[kind.partition(" ")[0]]
+        assert set(answers(made).values()) == {""}, "before the first step"
+        child = in_a_child(made)
+        assert child.keys() >= always
+        assert {why for why in child.values() if why} <= {
+            "objects of shoal do not survive a fork: make the DHT, and all that uses it, in this process"
+        }
+        begun, during, over = threading.Event(), list[dict[str, str]](), threading.Event()
+
+        def look_on() -> None:
+            while not over.is_set() or not during:
+                during.append(answers(made))
+                begun.set()
+
+        looker = threading.Thread(target=look_on)
+        looker.start()
+        assert begun.wait(60.0)
+        made.shutdown()
+        over.set()
+        looker.join()
+        during.append(answers(made))
+        dht.shutdown()
+        during.append(answers(made))
+    for found in during:
+        assert all(found[name] == "" for name in always), found
+        assert all("was shut down" in why for why in found.values() if why), found
+
+
+def test_status_raised_where_the_dht_was_shut_down_first() -> None:
+    """Its optimizers leave then; what they saw last is kept, with the samples that they had not given yet."""
+    with shoal.DHT(start=True) as dht:
+        swarm, model = swarm_of(dht)
+        batch(swarm, model)
+        before = swarm.status()
+    found = swarm.status()
+    assert (found.epoch, found.peers[0].peer, found.dropped) == (before.epoch, dht.peer_id, 4)
+    assert swarm.tracker.global_progress.num_peers == 1

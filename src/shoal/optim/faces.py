@@ -35,7 +35,7 @@ class TrackerView(Tracked):
     @property
     def global_progress(self) -> GlobalTrainingProgress:
         """The progress of all peers."""
-        status = self._swarm.last_status()
+        status = self._swarm.status()
         eta_s = math.inf if status.eta_s is None else status.eta_s
         return GlobalTrainingProgress(
             epoch=status.swarm_epoch,
@@ -49,7 +49,7 @@ class TrackerView(Tracked):
     @property
     def local_progress(self) -> LocalTrainingProgress:
         """The progress of this peer."""
-        me = self._swarm.last_status().peers[0]
+        me = self._swarm.status().peers[0]
         return LocalTrainingProgress(me.peer, me.epoch, me.samples, me.samples_per_s, get_dht_time(), self._only_dials)
 
     @property

@@ -208,7 +208,6 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
     _untold = False  # whether nobody was told of the state that is here: it is being loaded, or was in part
     _spent: SpentGradients | None = None
     _closed = _left = _model_told = _asked = False
-    _last_status: Status | None  # once it was shut down
 
     _past_end = 0
     """Calls of `step` since the run has ended."""
@@ -383,7 +382,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 **codecs,
             ),
         )
-        self.reuse_grad_buffers, self._last_status = reuse_grad_buffers, None
+        self.reuse_grad_buffers = reuse_grad_buffers
         self._one_step = TensorLock()  # no thread keeps it, whatever interrupts it
         self._participants = self._run(
             self._begin(
@@ -530,8 +529,10 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
     def status(self) -> Status:
         """The run as this peer sees it now: epoch, samples, peers, the last round. Any thread may ask.
 
+        After `shutdown` it is the last one before it, with the samples that were lost by that among those dropped.
+
         Raises:
-            ClosedError: the optimizer or its DHT was shut down.
+            ClosedError: in a forked child.
         """
         found = self._statuses()
         status = replace(
@@ -539,22 +540,24 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             swarm_epoch=min(each.swarm_epoch for each in found),
             finished=self.finished,
         )
-        return self._with_samples(status)
-
-    def _with_samples(self, status: Status) -> Status:
-        """This status with the samples that this peer has contributed and dropped."""
-        found = [each.contribution for each in self._participants]
-        contributed, dropped = min(each.contributed for each in found), max(each.dropped for each in found)
+        given = [each.contribution for each in self._participants]
+        contributed, dropped = min(each.contributed for each in given), max(each.dropped for each in given)
         return replace(status, contributed=contributed, dropped=dropped)
 
     def _statuses(self) -> list[Status]:
-        """Of each fragment of the model."""
-        self._check_open()
+        """Of each fragment of the model; the last ones once this peer has left."""
 
         async def look() -> list[Status]:
             return [each.status() for each in self._participants]
 
-        return self._run(look(), GRACE_S)
+        if self.is_training:
+            with suppress(ClosedError):  # it may leave meanwhile
+                return self._run(look(), GRACE_S)
+        found = [each.last_status for each in self._participants]
+        last = [each for each in found if each is not None]
+        if len(last) < len(found):
+            self._check_open()
+        return last
 
     def is_elected(self) -> bool:
         """Whether this peer is the one that is elected at the present epoch, to do what one of all peers should do.
@@ -572,10 +575,6 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             return self._participant.is_elected()
 
         return self._run(look(), GRACE_S)
-
-    def last_status(self) -> Status:
-        """As `status`; after `shutdown` the last one before it."""
-        return self.status() if self._last_status is None else self._last_status
 
     @property
     def use_local_updates(self) -> bool:
@@ -1281,8 +1280,6 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
     def shutdown(self) -> None:
         """Leave the run. The DHT goes on. Safe to call twice. Also done once nothing refers to the optimizer."""
         if not self._closed:
-            with suppress(ClosedError):
-                self._last_status = self.status()
             merged = any(each.epoch for each in self._participants)
             if isinstance(self._training, LocalSteps) and not merged and self._participant.speed.batches:
                 merging, trained = self._training.merging, self._participant.speed.batches
@@ -1296,8 +1293,6 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         self._closed = True
         if not self._left and self.dht.is_alive():
             self._run(_leave_all(self._participants), self._shutdown_timeout)
-            if self._last_status is not None:  # what it had not given yet is lost now
-                self._last_status = self._with_samples(self._last_status)
             self._run(self._saver.close(), self._shutdown_timeout)
             self._forget_closer()
         self._dropped.detach()

@@ -287,6 +287,7 @@ class Participant:
         """Leave the run. Safe to call twice: an interrupted caller does not end it half way."""
         self._closed = True
         if self._closing is None:
+            self.last_status = self.status()
             self._closing = asyncio.get_running_loop().create_task(self._leave())
         await asyncio.shield(self._closing)
 
@@ -358,8 +359,13 @@ class Participant:
         self._told_at = max(math.nextafter(self._told_at, math.inf), own_clock(self.core.env.clock).time())
         return self.progress()
 
+    last_status: Status | None = None
+    """Of when this peer left the run; None as long as it has not. Any thread may look."""
+
     def status(self) -> Status:
-        """The run as this peer sees it now."""
+        """The run as this peer sees it now; once it has left, as it saw it then."""
+        if self.last_status is not None:
+            return self.last_status
         view = self.view()
         self._settle()
         return status_of(

@@ -223,7 +223,7 @@ def looks(of: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
         elif callable(kind):
             parameters = list(inspect.signature(kind).parameters.values())[1:]
             if all(each.default is not each.empty for each in parameters):
-                yield name, lambda name=name: getattr(of, name)()
+                yield name, partial(kind, of)
 
 
 def answers(of: Any) -> dict[str, str]:

@@ -438,6 +438,36 @@ def test_random_numbers_that_another_thread_draws_are_not_the_optimizers(kind: A
     assert ("torch's random numbers" in (training.kept_back or "")) is told
 
 
+class Wrapped(torch.optim.SGD):
+    """Holds what no copy can be made of."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.guard = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("kind", "lr", "says"),
+    [
+        (Wrapped, 0.1, "a step on a copy, which would tell, failed (TypeError: cannot pickle '_thread.lock' object)"),
+        (torch.optim.SGD, 3e38, None),  # the step of the copy is not finite
+    ],
+)
+def test_a_trial_that_failed_for_another_reason_was_taken_for_random_numbers(kind: Any, lr: float, says: Any) -> None:
+    """The warning said that the steps depend on them. What is not known is told as such."""
+    training = training_of(lambda params: kind(params, lr=lr))
+    training.optimizer.register_step_post_hook(lambda *_: spawn_and_wait(lambda: torch.rand(1)))
+    with torch.no_grad():
+        for each in training.parameters:
+            each.fill_(-3.402e38)
+            each.grad = torch.zeros_like(each)
+    assert training.accumulate(1)
+    training.use_own_mean()
+    training.step()
+    assert "depend on more" not in (training.kept_back or "")
+    assert training.kept_back is None if says is None else says in (training.kept_back or "")
+
+
 def spawn_and_wait(work: Callable[[], object]) -> None:
     """Do this in another thread."""
     thread = threading.Thread(target=work)

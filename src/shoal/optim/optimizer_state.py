@@ -159,13 +159,27 @@ class OptimizerState:
                     marks[f"attribute {name!r} of {type(each).__name__}"] = _mark(value)
         return marks
 
-    def changed_outside(self, before: Mapping[str, object]) -> list[str]:
-        """The things that `outside` names and a step has changed; `before` is its result before the step."""
-        after = self.outside()
+    def depends_on_more(self, before: Mapping[str, object]) -> str | None:
+        """What a step has changed of what `outside` names, in a sentence; None if nothing.
+
+        `before` is its result before the step.
+        """
+        after, unknown = self.outside(), ""
         changed = [name for name, mark in after.items() if name in before and before[name] != mark]
-        if _CHANCE in changed and not draws_random_numbers(self._optimizer):
-            changed.remove(_CHANCE)  # another thread drew
-        return changed
+        if _CHANCE in changed:  # another thread may have drawn
+            draws, unknown = draws_random_numbers(self._optimizer)
+            if not draws:
+                changed.remove(_CHANCE)
+        if changed:
+            return (
+                f"the optimizer's steps depend on more than its state ({', '.join(changed)}): newcomers do not get "
+                "it, and peers may take different steps from equal gradients; use another optimizer"
+            )
+        return unknown and (
+            f"{_CHANCE} were drawn on during a step of the optimizer, by it or by another thread: a step on a copy, "
+            f"which would tell, failed ({unknown}). If its steps draw on them, peers take different steps from equal "
+            "gradients; use another optimizer then"
+        )
 
     def export(self, tensors: list[torch.Tensor]) -> dict[str, Any]:
         """Plain values; tensors are appended to `tensors`, by reference, and the values say where.

@@ -617,17 +617,13 @@ class TrainingState:
         before = self._kept.outside()
         with state.in_force():
             self.optimizer.step()
-            changed = self._kept.changed_outside(before)
+            more = self._kept.depends_on_more(before)
         try:
             self._kept.export([])
         except ConfigError as error:
             self.kept_back = str(error)
         else:
-            if changed:
-                self.kept_back = (
-                    f"the optimizer's steps depend on more than its state ({', '.join(changed)}): newcomers do not get "
-                    "it, and peers may take different steps from equal gradients; use another optimizer"
-                )
+            self.kept_back = more or self.kept_back
 
     @property
     def scheduled(self) -> int:

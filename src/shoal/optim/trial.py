@@ -45,6 +45,7 @@ _EXACT = frozenset(
 )
 """Operations that move values, make them or choose among them."""
 
+_NOT_FINITE = "it is not finite afterwards"
 _CROPPED = 8
 """Elements in each dimension of a parameter whose statistics are looked at for their kind alone."""
 
@@ -177,21 +178,26 @@ def _has_moved(here: object, there: object, numel: int) -> bool:
     return bool(((there - here - _MOVED).abs() < _MOVED / 10).all())
 
 
-def draws_random_numbers(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step of this optimizer draws on torch's generators; True if that cannot be tried. It is not changed.
+def draws_random_numbers(optimizer: torch.optim.Optimizer) -> tuple[bool, str]:
+    """Whether a step of this optimizer draws on torch's generators. It is not changed.
 
     The generators themselves do not tell: other threads of the program (that load data, say) draw on them too.
+
+    Returns:
+        Whether it was seen to draw; and why no step could be tried, empty if it was.
     """
-    watch = _Watch()
+    watch, failed = _Watch(), None
     states: list[Mapping[Any, Any]] = [{}, optimizer.state]  # some draw in their first step alone
     for group in optimizer.param_groups:
         for parameter in _of_each_sort(group, optimizer.state):
             for state in states:
                 with watch:
                     failure, _ = _step(optimizer, parameter, _options(group), state)
-                if failure is not None or any(torch.Tag.nondeterministic_seeded in each.tags for each in watch.called):
-                    return True
-    return False
+                if any(torch.Tag.nondeterministic_seeded in each.tags for each in watch.called):
+                    return True, ""
+                if failure not in (None, _NOT_FINITE):
+                    failed = failure
+    return False, failed or ""
 
 
 def mixes_values(optimizer: torch.optim.Optimizer) -> bool:
@@ -208,7 +214,7 @@ def mixes_values(optimizer: torch.optim.Optimizer) -> bool:
             corner = parameter.detach()[(slice(_CROPPED),) * parameter.dim()]
             with watch:
                 failure, _ = _step(optimizer, parameter, _options(group), {}, corner)
-            if failure is not None:
+            if failure not in (None, _NOT_FINITE):
                 return True
     return not all(map(_keeps_apart, watch.called))
 
@@ -296,7 +302,7 @@ def _step(
     except Exception as error:  # noqa: BLE001 (any code at all; what fails on both sides is not judged)
         return f"{type(error).__name__}: {error}", statistics.get(substitute, {})
     finite = bool(torch.isfinite(substitute).all()) or not bool(torch.isfinite(own).all())
-    return None if finite else "it is not finite afterwards", statistics.get(substitute, {})
+    return None if finite else _NOT_FINITE, statistics.get(substitute, {})
 
 
 def _unhooked(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import io
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ import shoal
 from shoal.compression import Float16Compression
 from shoal.errors import ClosedError, LocalError
 from shoal.events import Warned
+from shoal.optim import gradient_sum, local_updates, outer, training_state
 from shoal.optim.phases import RunPhase
 from shoal.strategies import Decoupled, DiLoCo, LocalSGD
 from tests.integration.workers import until
@@ -92,6 +95,130 @@ def test_a_batch_whose_step_was_interrupted_counts_once(dht: shoal.DHT, monkeypa
     swarm.step()
     assert swarm.local_progress.samples_accumulated == 3 * TARGET
     swarm.shutdown()
+
+
+class Interrupted(BaseException):
+    """As `KeyboardInterrupt`."""
+
+
+def interrupted(call: Callable[[], object], moment: int) -> bool:
+    """Make the call, and interrupt it where the batch is counted; False if that has not so many moments."""
+    left, files = moment, {each.__file__ for each in (gradient_sum, local_updates, outer, training_state)}
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        nonlocal left
+        code = frame.f_code
+        counts = code.co_filename in files and code.co_name != "<genexpr>"  # Python drops what is raised at its end
+        if event in ("call", "return", "c_return") and (counts or code.co_name == "_accumulate"):
+            left -= 1
+            if left == 0:
+                raise Interrupted
+
+    sys.setprofile(look)
+    try:
+        call()
+    except Interrupted:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+@pytest.mark.parametrize("options", [{"target_batch_size": 1 << 30}, {"strategy": LocalSGD(1 << 19)}])
+def test_an_interrupted_batch_was_counted_nowhere_or_stepped_from_twice(
+    dht: shoal.DHT, options: dict[str, Any]
+) -> None:
+    """At any moment: a call that comes again steps from it once, and its samples are held or dropped, once."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    with shoal.Optimizer(dht=dht, run_id="run", optimizer=optimizer, batch_size_per_step=1, **options) as swarm:
+        moment, goes_on, core = 0, True, swarm.collaboration
+        while goes_on:
+            moment, before = moment + 1, float(weight.detach())
+            weight.grad = torch.full((1,), -1.0)
+            if goes_on := interrupted(swarm.step, moment):
+                swarm.step()
+            held, dropped = core.training.held, swarm.status().dropped
+            assert held + dropped == moment, f"at moment {moment}"
+            if "strategy" in options:  # a step of which the interrupt has left nothing else counts for nothing
+                assert float(weight.detach()) - before in (0.0, 1.0), f"at moment {moment}"
+                assert float(weight.detach()) >= held > moment - 40, f"at moment {moment}"
+        assert moment > 50
+    assert swarm.status().dropped == moment  # it was given to nobody
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, RuntimeError])
+@pytest.mark.parametrize("where", ["before", "within", "after"])
+@pytest.mark.parametrize(
+    "options", [{"strategy": LocalSGD(1 << 19)}, {"use_local_updates": True, "target_batch_size": 99}]
+)
+def test_an_interrupt_within_the_inner_step_was_counted_nowhere(
+    dht: shoal.DHT, error: type[BaseException], where: str, options: dict[str, Any]
+) -> None:
+    """The batch counts if something has moved, and is dropped else; a call that comes again does not step from it."""
+
+    def fail(*_: object) -> None:
+        if raises:
+            raise error("now")
+
+    class Fails(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            """The second parameter is not stepped."""
+            for number, parameter in enumerate(self.param_groups[0]["params"]):
+                if number and where == "within":
+                    fail()
+                parameter -= parameter.grad
+
+    weights, raises = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)], True
+    optimizer = Fails(weights, lr=1.0)
+    if where != "within":
+        getattr(optimizer, f"register_step_{'pre' if where == 'before' else 'post'}_hook")(fail)
+    with shoal.Optimizer(dht=dht, run_id="run", optimizer=optimizer, batch_size_per_step=1, **options) as swarm:
+        for each in weights:
+            each.grad = torch.full((1,), -1.0)
+        with pytest.raises(error, match="now"):
+            swarm.step()
+        raises = False
+        swarm.step()
+        moved = {"before": [0.0, 0.0], "within": [1.0, 0.0], "after": [1.0, 1.0]}[where]
+        assert [float(each.detach()) for each in weights] == moved
+        held, seen = swarm.collaboration.training.held, swarm.status()
+        assert (held, seen.dropped) == ((0, 1) if where == "before" else (1, 0))
+
+
+@pytest.mark.parametrize("options", [{"target_batch_size": 1}, {"strategy": LocalSGD(1 << 19)}])
+@pytest.mark.parametrize("way", ["closure", "scaler", "scaler given"])
+def test_an_interrupt_in_a_closure_or_below_a_scaler_counts_nothing_twice(
+    dht: shoal.DHT, way: str, options: dict[str, Any]
+) -> None:
+    """A closure is called before anything is counted; a scaler's step is one of ours, and unscales once."""
+    weight, raises = torch.nn.Parameter(torch.zeros(1)), [True]
+
+    def fail(*_: object) -> None:
+        if raises and raises.pop():
+            raise KeyboardInterrupt
+
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with shoal.Optimizer(dht=dht, run_id="run", optimizer=optimizer, batch_size_per_step=1, **options) as swarm:
+        if way == "closure":
+            calls: Callable[[], object] = partial(swarm.step, fail)
+            weight.grad = torch.full((1,), -1.0)
+        else:
+            optimizer.register_step_pre_hook(fail)
+            scaler.scale((-weight).sum()).backward()  # type: ignore[no-untyped-call]
+            calls = partial(scaler.step, swarm) if way == "scaler" else partial(swarm.step, grad_scaler=scaler)
+        with pytest.raises(KeyboardInterrupt):
+            calls()
+        assert float(weight.detach()) == 0.0
+        assert swarm.collaboration.training.held == 0
+        calls()
+        until(lambda: swarm.collaboration.phase is not RunPhase.AVERAGING)
+        found = swarm.status()
+        counted = found.contributed + found.dropped + swarm.collaboration.training.held
+        assert counted == 1
+        assert float(weight.detach()) in (0.0, 1.0)
 
 
 def test_an_interrupt_at_the_end_leaves_the_extra_tensors_of_the_run(

@@ -143,11 +143,12 @@ class LocalTrainingState(TrainingState):
             self._step_watched()
             for group, was in zip(self.optimizer.param_groups, before, strict=True):
                 self.own_options.update(name for name in group if _changed(group[name], was.get(name)))
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
+        except BaseException as error:  # whoever gave the batch counts it first, and raises this then
             # A hook before it may have raised, when nothing has moved, or one after it, when all has.
-            self.raised, self._stepped = error, self._mark.changed() is not Changed.NOT
+            self._stepped = self._mark.changed() is not Changed.NOT
+            if is_out_of_memory(error) and not self._stepped:
+                raise
+            self.raised = error
         finally:
             self.stepping = False
             forget_casts()

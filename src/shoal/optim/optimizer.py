@@ -644,7 +644,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         If it is interrupted (Ctrl+C), the next call goes on from there; gradients that were counted already count once.
         If it was in the middle of the inner optimizer's step, that is not repeated, and another peer's state is
         downloaded if there is one. It is the same if the inner optimizer's step raises; that error is raised here, and
-        the epoch does not count for this peer.
+        the epoch does not count for this peer. Where each peer steps on its own batches, such a batch counts if
+        something has moved, and is dropped if not.
 
         Args:
             closure: forward and backward pass; its result is returned.
@@ -881,24 +882,37 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         return loss
 
     def _accumulate(self, samples: int, *, over: bool) -> None:
+        training = self._training
         if self._spent is None or not self._spent.are_there():
             with self._lock.acquire_in_thread():
-                worth = not over and (self._training.accumulate(samples) or self._training.holds_average)
-                has_gradients = any(each.grad is not None for each in self._training.trained)
-            for participant in self._participants:
-                if worth:
-                    participant.speed.count(samples)
-                elif has_gradients:
-                    participant.contribution.leave_out(samples)
-            self._counted = True
-            if not over and (error := self._training.raised) is not None:
-                becomes = "The parameters have moved, so the batch counts" if worth else "The batch is dropped"
-                self._warn(
-                    f"the optimizer's own step raised {type(error).__name__}: {error}. {becomes}. If every step "
-                    "raises, mend the optimizer or its options"
-                )
+                before, worth = training.takes, None
+                try:
+                    worth = not over and (training.accumulate(samples) or training.holds_average)
+                finally:
+                    if worth is None:  # an error, or an interrupt: a batch that has taken effect is not to come again
+                        held, begun = training.takes
+                        worth = held > before[0] or begun != before[1] or None
+                    if worth is not None:
+                        self._count_batch(samples, worth=worth)
+            if not over and (error := training.raised) is not None:
+                if isinstance(error, Exception):
+                    becomes = "The parameters have moved, so the batch counts" if worth else "The batch is dropped"
+                    self._warn(
+                        f"the optimizer's own step raised {type(error).__name__}: {error}. {becomes}. If every step "
+                        "raises, mend the optimizer or its options"
+                    )
                 raise error
         self._counted = True
+
+    def _count_batch(self, samples: int, *, worth: bool) -> None:
+        """This batch was trained, or is of no use if it has gradients at all (under the lock)."""
+        self._counted = True
+        has_gradients = any(each.grad is not None for each in self._training.trained)
+        for participant in self._participants:
+            if worth:
+                participant.speed.count(samples)
+            elif has_gradients:
+                participant.contribution.leave_out(samples)
 
     def _stay_at_end(self) -> None:
         """What a batch has changed beyond the end of the run is taken back."""

@@ -534,7 +534,7 @@ class LocalSteps(LocalTrainingState):
             fragment.pass_batch()
         settled = [fragment.settle() for fragment in self.fragments]
         if any(settled):
-            self._loses = True
+            self._loses, self.raised = True, None
             return False
         left_out = self.left_out
         if not super().accumulate(batch_size):

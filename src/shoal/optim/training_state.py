@@ -83,7 +83,8 @@ class TrainingState:
     Attributes:
         left_out: batches whose gradients could not be summed, so far.
         left_out_for: which trained parameter's gradient it was, the last time.
-        raised: the error that the step of the last batch raised, if each batch is stepped from; None if it did not.
+        raised: the error that the step of the last batch raised, if each batch is stepped from (or an interrupt); None
+            if it did not.
             What it has moved counts: whoever gave the batch counts it first, and raises this then.
         no_memory: the error, if there was no memory to sum the last batch; None once it was told.
         broken: says which trained parameter was not finite then, since when, and what to do; None if all were finite.
@@ -112,7 +113,7 @@ class TrainingState:
     """
 
     steps_alone = False
-    raised: Exception | None = None
+    raised: BaseException | None = None
     no_memory: BaseException | None = None
 
     def __init__(
@@ -333,6 +334,11 @@ class TrainingState:
     def samples(self) -> int:
         """Samples that go into the next step, as far as they are accumulated."""
         return self._sum.samples
+
+    @property
+    def takes(self) -> tuple[int, int]:
+        """Another one whenever a batch has begun to take effect here: it is not to be given again."""
+        return self.held, self._steps_here
 
     @property
     def held(self) -> int:

@@ -163,7 +163,7 @@ def test_an_interrupt_within_the_inner_step_was_counted_nowhere(
 
     class Fails(torch.optim.SGD):
         @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
             """The second parameter is not stepped."""
             for number, parameter in enumerate(self.param_groups[0]["params"]):
                 if number and where == "within":

@@ -235,3 +235,35 @@ def test_wrong_numbers_are_named(meeting: shoal.DHT) -> None:
         shoal.leave_on_sigterm(meeting, grace_s=-1)
     with pytest.raises(ConfigError, match="exit_code"):
         shoal.leave_on_sigterm(meeting, exit_code="143")  # type: ignore[arg-type]
+
+
+DROPS = """
+import asyncio, contextlib, sys
+import shoal
+
+def main():
+    dht = shoal.DHT([sys.argv[1]], start=True)
+
+    async def takes_long():
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.Event().wait(), 0.5)
+
+    dht.at_shutdown(takes_long)
+    print("joined", flush=True)
+    sys.stdin.readline()
+
+main()
+"""
+
+
+def test_a_program_that_lets_its_dht_go_and_ends_left_without_a_word() -> None:
+    """`main()` returns, and its DHT is collected: nobody waited until it had left."""
+    with shoal.DHT(start=True) as meeting:
+        heard = Heard(meeting)
+        with Talk([sys.executable, "-c", DROPS, str(meeting.invite())]) as talk:
+            assert talk.line() == "joined\n"
+            talk.write("")
+            assert (talk.rest(), talk.wait(), talk.errors()) == ([], 0, "")
+        event = heard.wait_for(PeerLost)
+        assert isinstance(event, PeerLost)
+        assert event.reason == "the peer left"

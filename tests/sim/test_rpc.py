@@ -22,7 +22,7 @@ from shoal.events import PeerConnected, PeerDropped, PeerLost, Warned
 from shoal.peer import Address, PeerID
 from shoal.rpc import Limits
 from shoal.rpc.framing import Kind, pack
-from shoal.wire import Bye, Contact, Failure, Hello, Reply, encode
+from shoal.wire import Beat, Bye, Contact, Failure, Hello, Reply, encode
 from tests.sim.rpc_kit import (
     QUICK,
     ByHand,
@@ -1169,6 +1169,31 @@ def test_a_bye_counts_when_a_write_fails_before_it_is_read(run: Run) -> None:
         with pytest.raises(PeerUnreachable, match="the peer left"):
             await b.endpoint.call(hand.transport.peer_id, Say("x"), timeout_s=60.0)
         assert (await b.event(PeerLost)).reason == "the peer left"
+        await hand.close()
+
+    run(scenario)
+
+
+@everywhere
+@pytest.mark.parametrize("again", [False, True])
+def test_a_peer_with_two_links_that_left_was_lost_for_the_end_of_the_second(run: Run, again: bool) -> None:
+    """It has said so on one of them. A link that it makes afterwards is of a peer that is here again."""
+
+    async def scenario(net: Net) -> None:
+        b = await net.peer("b")
+        hand = ByHand(net.transport("h"), b.contact)
+        links = [await hand.link(), await hand.link()]
+        for link in links:
+            await receive(link, Beat)
+        await links[0].write(pack(Kind.CALL, Bye(leaving=True)))
+        assert await ends(links[0])
+        if again:
+            links.append(await hand.link())
+            await receive(links[2], Beat)
+        for link in links[1:]:
+            await link.close()
+        reason = (await b.event(PeerLost)).reason
+        assert (reason == "the peer left") is not again, reason
         await hand.close()
 
     run(scenario)

@@ -23,9 +23,10 @@ class PeerState:
         idle: connections for the next streams that we open, oldest first, and whether they carried bulk data.
         accepted: connections for the streams that the peer opens, also while they wait for the next stream.
         received_before: bytes that came on connections that have ended since.
+        leaves: whether the peer has said, since its last link was made, that it leaves.
     """
 
-    __slots__ = ("accepted", "ahead", "dialing", "idle", "inbound", "links", "received_before", "streams")
+    __slots__ = ("accepted", "ahead", "dialing", "idle", "inbound", "leaves", "links", "received_before", "streams")
 
     def __init__(self) -> None:
         self.links: list[CallLink] = []
@@ -36,6 +37,7 @@ class PeerState:
         self.idle: dict[Connection, bool] = {}
         self.accepted: set[Connection] = set()
         self.received_before = 0
+        self.leaves = False
 
     @property
     def link(self) -> CallLink | None:

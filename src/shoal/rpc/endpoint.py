@@ -32,7 +32,7 @@ from shoal.rpc.connections import Connections
 from shoal.rpc.dial_limits import NotDialed
 from shoal.rpc.dialing import Dialer
 from shoal.rpc.framing import Kind, Limits, pack, read_frame
-from shoal.rpc.link import CallLink, LinkRetired
+from shoal.rpc.link import THE_PEER_LEFT, CallLink, LinkRetired
 from shoal.rpc.rhythm import LOOK_S, Rhythm
 from shoal.rpc.serving import Services, tag_of
 from shoal.rpc.stream import Stream
@@ -663,6 +663,7 @@ class Endpoint:
         link = CallLink(connection, self, self._open, self._services, self._tasks)
         self._allowance(site_of(connection.remote_host)).add(link, asyncio.get_running_loop().time())
         state.links.append(link)
+        state.leaves = False
         link.start()
         if len(state.links) > _MAX_LINKS:
             state.links[0].abort()
@@ -676,6 +677,7 @@ class Endpoint:
         self._allowances[site_of(link.connection.remote_host)].remove(link)
         self._open.count(link.connection)
         state = self._open.of(peer)
+        state.leaves |= link.leaves
         with suppress(ValueError):
             state.links.remove(link)
         if isinstance(error, PeerProtocolError):
@@ -685,7 +687,7 @@ class Endpoint:
         if not state.links and not self.closed:
             self._dialer.ways.forget(peer)
             if not expected:
-                self._peer_lost(peer, error.message)
+                self._peer_lost(peer, THE_PEER_LEFT if state.leaves else error.message)
             elif state.streams and self._dialer.contact(peer).addresses:
                 self._tasks.spawn(self._link_again(peer))
             else:

@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from shoal.rpc.endpoint import Endpoint
     from shoal.rpc.serving import Services
 
-__all__ = ["CallLink", "LinkRetired"]
+__all__ = ["THE_PEER_LEFT", "CallLink", "LinkRetired"]
 
 _FAREWELL_S = 1.0
+THE_PEER_LEFT = "the peer left"
 """The longest time for a `Bye` to leave."""
 
 _HANDLED_AT_ONCE = 32
@@ -93,6 +94,11 @@ class CallLink:
     def closed(self) -> bool:
         """True once the link can carry no more calls: it is lost, or one side has said Bye."""
         return self._closed or self._said_bye is not None
+
+    @property
+    def leaves(self) -> bool:
+        """Whether one side has said that it leaves."""
+        return self._said_bye is not None and self._said_bye.leaving
 
     def start(self) -> None:
         """Start to read and to watch."""
@@ -263,7 +269,7 @@ class CallLink:
                 self._compare_clocks(asked, theirs)
             case Bye():
                 self._said_bye = message
-                self._lose(PeerUnreachable("the peer left" if message.leaving else "idle link closed", self.peer_id))
+                self._lose(PeerUnreachable(THE_PEER_LEFT if message.leaving else "idle link closed", self.peer_id))
 
     def _compare_clocks(self, asked: float, theirs: float | None) -> None:
         """Compare clocks. Differences below the time of the answer do not count: either side may have stood still."""

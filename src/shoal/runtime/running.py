@@ -130,9 +130,11 @@ class RunningPeer:
         return take_back
 
     def stop(self, *, wait: bool = True) -> None:
-        """End everything; with `wait`, return when nothing is left. Safe to call twice, and in a forked child."""
+        """End everything; with `wait`, return when nothing is left. Safe to call twice, and in a forked child.
+
+        Without `wait`, the end of the program waits for it.
+        """
         self.thread.stop(self._leave, self._shutdown_timeout_s + _GOODBYE_S, wait=wait)
-        atexit.unregister(self._stop_at_exit)
 
     def _stop_at_exit(self) -> None:
         self.thread.stop(self._leave, self._shutdown_timeout_s + _GOODBYE_S, answer=False)
@@ -156,6 +158,7 @@ class RunningPeer:
         finally:
             await self._debug.close()
             await self._transport.close()
+            atexit.unregister(self._stop_at_exit)
 
 
 async def _close(closer: Closer) -> None:

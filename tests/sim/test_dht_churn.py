@@ -271,6 +271,28 @@ def test_neighbour_whose_connection_only_broke_is_back_in_moments() -> None:
     run(main)
 
 
+def test_nodes_that_were_parted_for_long_left_each_other_out_though_they_were_connected_again() -> None:
+    """Each avoided the other for up to two minutes, after as long a partition. Now one connection is enough."""
+
+    async def main() -> None:
+        swarm = new_swarm()
+        left, right = ["n0", "n1"], ["n2", "n3"]
+        await swarm.start_peer("n0", node(settings=BRISK))
+        await swarm.start_peers([*left[1:], *right], node([swarm.host("n0").address], settings=BRISK))
+        nodes = {name: swarm.peer(name) for name in (*left, *right)}
+        swarm.partition([left, right])
+        await sleep(60.0)
+        assert [nodes[name].dht.neighbours for name in (*left, *right)] == [1, 1, 1, 1]
+        assert nodes["n0"].dht._neighbours.avoids(nodes["n2"].dht.peer_id, asyncio.get_running_loop().time())
+        swarm.heal()
+        nodes["n0"].endpoint.dial_ahead(nodes["n2"].dht.peer_id, link=True)
+        await sleep(0.2)
+        for one, other in (("n0", "n2"), ("n2", "n0")):
+            assert nodes[other].dht.peer_id in nodes[one].dht._neighbours.table
+
+    run(main)
+
+
 def test_initial_peer_that_comes_back_is_joined_again() -> None:
     """A node that lost everybody keeps trying those it began with."""
 

@@ -152,6 +152,26 @@ def test_declared_peer_that_is_gone_does_not_hold_up_the_group() -> None:
         assert run(main(vanish=True), seed=seed) < 6.0
 
 
+def test_peer_that_is_connected_again_is_not_lost() -> None:
+    """It has declared nothing since that we have read, and may be the leader that others send us to."""
+
+    async def main() -> None:
+        fleet = Fleet.launch()
+        one, other = await fleet.add(*names(2))
+        released(await outcomes({mate.name: fleet.call(mate) for mate in (one, other)}))
+        fleet.swarm.partition([["p0"], ["p1"]])
+        await sleep(30.0)
+        assert list(one.matchmaker._memory.lost) == [other.peer]
+        fleet.swarm.heal()
+        one.endpoint.dial_ahead(other.peer, link=True)
+        await sleep(0.2)
+        assert not one.matchmaker._memory.lost
+        assert not other.matchmaker._memory.lost
+        await fleet.close()
+
+    run(main(), seed=1)
+
+
 def test_leader_that_dies_right_after_begin_leaves_broken_controls() -> None:
     """Begin is final with its first copy: who got it holds the group and sees that the coordinator is gone."""
 

@@ -1131,6 +1131,8 @@ def test_a_peer_that_leaves_says_so(run: Run) -> None:
     async def scenario(net: Net) -> None:
         a, b = await net.peer("a"), await net.peer("b")
         started = asyncio.Event()
+        linked: list[PeerID] = []
+        forget_links = a.endpoint.on_linked(linked.append)
         lost: list[tuple[PeerID, str]] = []
 
         async def never(peer: PeerID, request: Say) -> Said:
@@ -1146,10 +1148,12 @@ def test_a_peer_that_leaves_says_so(run: Run) -> None:
         with pytest.raises(PeerUnreachable, match="the peer left"):
             await call
         assert (await a.event(PeerLost)).reason == "the peer left"
+        assert linked == [b.peer_id]
         assert lost == [(b.peer_id, "the peer left")]
         assert not b.seen(PeerLost)
-        unsubscribe()
-        unsubscribe()
+        for forget in (forget_links, unsubscribe):
+            forget()
+            forget()
 
     run(scenario)
 

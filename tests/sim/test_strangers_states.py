@@ -216,8 +216,8 @@ def test_a_stranger_stands_there_the_longer_the_more_there_is_to_lose(names: lis
 @pytest.mark.parametrize(
     "slower",
     [
-        pytest.param(0, id="the first part is slower", marks=pytest.mark.long),
-        pytest.param(1, id="the second part is slower"),
+        pytest.param(0, id="the first part is slower"),
+        pytest.param(1, id="the second part is slower", marks=pytest.mark.long),
     ],
 )
 def test_two_parts_of_a_swarm_that_meet_again_go_on_from_more_samples(slower: int) -> None:
@@ -243,5 +243,4 @@ def test_two_parts_of_a_swarm_that_meet_again_go_on_from_more_samples(slower: in
         assert len(found[0].own.committed.weights) == 4
         assert not [each for each in swarm.told if "is not taken" in each]
 
-    # Of seeds 77 to 84 the first one leaves a peer out whose batches take longer than the steps of the others.
-    sim.run(main, seed=78)
+    sim.run(main, seed=77)

@@ -47,6 +47,20 @@ def test_node_that_comes_and_goes_between_two_looks_counts_as_gone() -> None:
     assert others.take_changes() == ([contact(1).peer], [])
 
 
+def test_node_that_is_connected_again_is_not_avoided() -> None:
+    """Whoever of them failed for minutes; unless it lied. One that was in the table is worth a question at once."""
+    others, dead, liar, lost = Neighbours(OWN, bucket_size=8), contact(1), contact(2), contact(3)
+    others.alive(lost, 0.0)
+    for _ in range(4):
+        others.unreachable(dead.peer, 1.0)
+        others.unreachable(lost.peer, 1.0)
+    others.lied(liar.peer, 1.0)
+    assert others.worth_asking([dead, liar, lost], 2.0) == []
+    assert [others.linked(each.peer) for each in (dead, liar, lost)] == [None, None, lost]
+    assert others.worth_asking([dead, liar, lost], 2.0) == [dead, lost]
+    assert list(others.table) == [], "it has not spoken as a node"
+
+
 def test_liar_is_not_believed_again_for_ten_minutes() -> None:
     """However alive it is; then it may come back."""
     others = Neighbours(OWN, bucket_size=8)

@@ -648,6 +648,16 @@ def test_redirected_asks_that_one() -> None:
     assert play.hear(Answered(peer_id(1), JoinRedirected(contact_of(0)))) == [AskToLead(contact_of(0), MINE)]
 
 
+@pytest.mark.parametrize("over", [False, True], ids=["lost a moment ago", "lost long ago"])
+def test_a_leader_that_was_lost_long_ago_was_followed_by_nobody_who_did_not_read_its_declaration(over: bool) -> None:
+    """Others send us to it. What it had declared when it was lost is over, so it has declared itself anew."""
+    play = Play()
+    play.memory.lose(peer_id(1), WALL_S + (-1.0 if over else WINDOW_S))
+    play.read(declared(2))
+    said = play.hear(Answered(peer_id(2), JoinRedirected(contact_of(1))))
+    assert (said == [AskToLead(contact_of(1), MINE)]) is over
+
+
 @pytest.mark.parametrize("to", [ME, 2, 60])
 def test_senseless_redirection_is_not_followed(to: int) -> None:
     """Not to ourselves, not in a circle, not to our own follower; the peer is asked again a little later."""

@@ -109,6 +109,13 @@ class Neighbours:
         if self.table.remove(peer) and contact is not None:
             self._note_lost(contact, now)
 
+    def linked(self, peer: PeerID) -> Contact | None:
+        """It is connected again, so it is avoided no longer, unless it lied; returns where it was if it was lost."""
+        if (avoided := self._avoided.get(peer)) is not None and not avoided.lied:
+            del self._avoided[peer]
+        contact, _ = self._lost.get(peer, (None, 0.0))
+        return contact
+
     def lied(self, peer: PeerID, now: float) -> None:
         """The node sent something that no honest node sends."""
         if self.table.remove(peer):

@@ -109,7 +109,7 @@ class DhtNode:
         self._upkeep = Upkeep(local, self._caller, self._crawler, self._publisher)
         self._service = Service(endpoint, local)
         self._turn = asyncio.Semaphore(settings.parallel_operations)
-        self._forget_losses = endpoint.on_lost(self._peer_lost)
+        self._unsubscribe = endpoint.on_lost(self._peer_lost), endpoint.on_linked(self._peer_linked)
         self._closed = False
 
     # ------------------------------------------------------------------------------------------------------ what we are
@@ -141,6 +141,10 @@ class DhtNode:
 
     def _peer_lost(self, peer: PeerID, _: str) -> None:
         self._neighbours.unreachable(peer, asyncio.get_running_loop().time())
+
+    def _peer_linked(self, peer: PeerID) -> None:
+        if (lost := self._neighbours.linked(peer)) is not None:
+            self._upkeep.ask(lost)
 
     def add_validators(self, *validators: RecordValidator) -> None:
         """Apply further rules to records from now on."""
@@ -394,7 +398,8 @@ class DhtNode:
     async def close(self) -> None:
         """Stop all work. Operations under way return what they have. The endpoint stays open. Safe to call twice."""
         self._closed = True
-        self._forget_losses()
+        for unsubscribe in self._unsubscribe:
+            unsubscribe()
         self._service.close()
         await self._caller.tasks.cancel()
 

@@ -248,6 +248,10 @@ class Upkeep:
         if missed and await self._ping(missed):
             await self.look_around()
 
+    def ask(self, lost: Contact) -> None:
+        """Ask a lost node in the background, which is connected again: others may not know of it, nor name it."""
+        self._caller.tasks.spawn(self._ping((lost,)))
+
     async def _ping(self, contacts: Sequence[Contact]) -> int:
         """Ask nodes for a sign of life; the number that gave one."""
         return sum(await asyncio.gather(*(self._answers(contact) for contact in contacts)))

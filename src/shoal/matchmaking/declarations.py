@@ -198,16 +198,20 @@ class KnownDeclarations:
         """Return when the declaration of this peer was first read (loop time); it must stand in the directory."""
         return self._first_read[peer][1]
 
-    def is_lost(self, peer: PeerID) -> bool:
-        """Return whether the link to this peer was lost and it has not been heard of since."""
+    def is_lost(self, peer: PeerID, now: float) -> bool:
+        """Return whether the link to this peer was lost and it has not been heard of since.
+
+        If others say that it looks for a group, and its declaration is not known, that ends later than now.
+        """
         expiration = self.expiration_of(peer)
-        return peer in self._memory.lost and (expiration is None or expiration <= self._memory.lost[peer])
+        ends = now + self.wall_offset_s if expiration is None else expiration
+        return ends <= self._memory.lost.get(peer, -math.inf)
 
     def is_set_aside(self, peer: PeerID, now: float) -> bool:
         """Return whether this peer is lost, of no use, or paused: then it is not asked, whoever names it."""
         expiration, spent = self.expiration_of(peer), self._spent.get(peer, -math.inf)
         useless = spent > -math.inf and (expiration is None or expiration <= spent)
-        return useless or self.is_lost(peer) or self._paused.get(peer, -math.inf) > now
+        return useless or self.is_lost(peer, now) or self._paused.get(peer, -math.inf) > now
 
     def next_change(self, now: float) -> float:
         """Return when the next pause ends; infinity if nobody is paused."""
@@ -337,7 +341,7 @@ class DirectoryPoller:
 
     def all_joined(self, followers: Followers, now: float, is_silent: Callable[[PeerID], bool]) -> bool:
         """Return whether a read begun after the quiet time shows no live peer that may still join."""
-        if self._declaring or self._last_read < self._quiet_end(followers):
+        if self._declaring or self._last_read < self._quiet_end(followers, now):
             return False
         return all(is_silent(each.peer) for each in self._known.missing(followers, now))
 
@@ -351,12 +355,12 @@ class DirectoryPoller:
         if self._declaring:
             return math.inf
         poll = max(self._read_begun, self.declared_at) + self._poll_s
-        quiet_end = self._quiet_end(followers)
+        quiet_end = self._quiet_end(followers, now)
         return min(quiet_end, poll) if followers and self._read_begun < quiet_end else poll
 
-    def _quiet_end(self, followers: Followers) -> float:
+    def _quiet_end(self, followers: Followers, now: float) -> float:
         companions = self._memory.companions - {self._me}
-        if any(peer not in followers and not self._known.is_lost(peer) for peer in companions):
+        if any(peer not in followers and not self._known.is_lost(peer, now) for peer in companions):
             quiet_s = SETTLE_MAX_S
         elif companions and followers.keys() <= companions:
             quiet_s = SETTLE_S

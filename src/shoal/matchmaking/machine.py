@@ -503,7 +503,7 @@ class GroupMachine:
                 self._met_one = True
                 self._known.spend(peer, expiration)
                 other = leader.peer
-                unknown = self._known.expiration_of(other) is None and not self._known.is_lost(other)
+                unknown = self._known.expiration_of(other) is None and not self._known.is_lost(other, self._now)
                 unknown = unknown and other not in self._shunned | self._avoided and not self._leads_before(other)
                 if self.phase is SearchPhase.LOOKING and unknown and other not in {self._me, *self._followers}:
                     # If this other leader is earlier it will take us; if not, it will refuse and come to us.

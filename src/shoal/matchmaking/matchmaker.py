@@ -159,7 +159,7 @@ class Matchmaker:
         self._requests: set[JoinRequest] = set()
         self._closed = False
         self.stop_serving = endpoint.serve_stream(Join, self._serve_join, scope=prefix)
-        self._unsubscribe = endpoint.on_lost(self._on_lost)
+        self._unsubscribe = endpoint.on_lost(self._on_lost), endpoint.on_linked(self._on_linked)
 
     # --------------------------------------------------------------------------------------------------- the work
 
@@ -551,6 +551,10 @@ class Matchmaker:
         if self._search is not None:
             self._feed(self._search, events.PeerLost(peer))
 
+    def _on_linked(self, peer: PeerID) -> None:
+        """It is here again: what it declares counts. To ask a peer in vain that has not declared anew costs little."""
+        self._memory.lost.pop(peer, None)
+
     # --------------------------------------------------------------------------------------------------- the end
 
     def _end(self, search: _Search) -> None:
@@ -591,7 +595,8 @@ class Matchmaker:
             return
         self._closed = True
         self.stop_serving()
-        self._unsubscribe()
+        for unsubscribe in self._unsubscribe:
+            unsubscribe()
         if self._search is not None:
             self._search.fail(ClosedError("this matchmaker was closed"))
             self._end(self._search)

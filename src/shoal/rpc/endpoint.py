@@ -61,6 +61,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 Up = TypeVar("Up", bound=Message)
 Down = TypeVar("Down", bound=Message)
+Callback = TypeVar("Callback", bound=Callable[..., None])
 
 _OPEN_TIMEOUT_S = 10.0
 """The longest wait for the first frame of an incoming connection, while little comes."""
@@ -153,6 +154,7 @@ class Endpoint:
         )
         self._linking_anew: set[PeerID] = set()
         self._looking = False
+        self._linked_callbacks: list[Callable[[PeerID], None]] = []
         self._lost_callbacks: list[Callable[[PeerID, str], None]] = []
         self.closed = False
         self._clock_told = False
@@ -287,13 +289,11 @@ class Endpoint:
 
     def on_lost(self, callback: Callable[[PeerID, str], None]) -> Callable[[], None]:
         """Call `callback(peer, reason)` whenever a connected peer is gone; returns a function that ends it."""
-        self._lost_callbacks.append(callback)
+        return _listed(self._lost_callbacks, callback)
 
-        def unsubscribe() -> None:
-            with suppress(ValueError):
-                self._lost_callbacks.remove(callback)
-
-        return unsubscribe
+    def on_linked(self, callback: Callable[[PeerID], None]) -> Callable[[], None]:
+        """Call `callback(peer)` whenever a peer is connected that was not; returns a function that ends it."""
+        return _listed(self._linked_callbacks, callback)
 
     def is_silent(self, peer: PeerID, *, soon: bool = False) -> bool:
         """Whether this peer was asked for a sign of life and gives none (`rhythm`), so that nobody should wait for it.
@@ -669,6 +669,8 @@ class Endpoint:
             state.links[0].abort()
         if len(state.links) == 1:
             self.env.events.emit(PeerConnected(peer=connection.peer_id))
+            for callback in list(self._linked_callbacks):
+                callback(connection.peer_id)
         return link
 
     def link_closed(self, link: CallLink, error: PeerError, expected: bool) -> None:
@@ -753,3 +755,14 @@ class Endpoint:
                 link.abort()
         await self._transport.close()
         self._open.peers.clear()
+
+
+def _listed(callbacks: list[Callback], callback: Callback) -> Callable[[], None]:
+    """Have this callback called, too; returns a function that ends it, and is safe to call twice."""
+    callbacks.append(callback)
+
+    def unsubscribe() -> None:
+        with suppress(ValueError):
+            callbacks.remove(callback)
+
+    return unsubscribe

@@ -63,7 +63,7 @@ class SampleAudit:
             forget(each)
             self._in[id(each)] = []
 
-        def contributes(each: Participant, name: StateName, said: int, most: float) -> Any:
+        def contributes(each: Participant, name: StateName, said: int, most: int) -> Any:
             found = contribute(each, name, said, most)
             vars(each._averager)["brings"] = self._of(each) if each.own.name == name else []
             return found

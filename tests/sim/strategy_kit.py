@@ -174,8 +174,8 @@ class Counted(Trainer):
             self.given[number, fragment.state.digest].append(give)
             return weight
 
-        def limited(name: StateName, said: int, most: float) -> tuple[float, float]:
-            limit[0] = int(most)
+        def limited(name: StateName, said: int, most: int) -> tuple[float, float]:
+            limit[0] = most
             try:
                 return into_round(name, said, most)
             finally:

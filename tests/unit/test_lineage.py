@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from shoal.optim.agreement import Contributor
+from shoal.optim.committed import Committed, Left
 from shoal.optim.lineage import Apart, Gives, Lineage, may_have_led
 from shoal.optim.state_name import StateName
+from shoal.peer import PeerID
 
 
 def named(epoch: int, side: str = "") -> StateName:
     """A state of this epoch, on one side of a fork."""
     return StateName(epoch, f"{epoch}{side}".encode().ljust(32, b"."), 8 * epoch)
+
+
+def peer(number: int) -> PeerID:
+    """A made-up peer."""
+    return PeerID(number.to_bytes(32))
 
 
 def led(*names: StateName, gave: int = 4) -> Lineage:
@@ -78,3 +86,40 @@ def test_after_two_gives_at_one_state_the_last_one_counts_though_the_first_was_c
     assert gives.counted(state, 0) == 0
     assert gives.counted(state, 300) == 0  # of a process before, under the same key
     assert gives.counted(named(4).digest, 96) == 0
+
+
+def test_what_a_peer_gave_before_a_branch_of_many_epochs_is_known() -> None:
+    """It gave at each state of the branch, too: after 16 of them it had forgotten the first."""
+    gives = Gives()
+    for epoch in range(3000):
+        gives.note(named(epoch).digest, 8, 8)
+    assert gives.counted(named(1500).digest, 8) == 8
+    assert gives.counted(named(0).digest, 8) == 0
+    assert len(gives._at) <= 2048
+
+
+def steps(*made: dict[int, int]) -> Committed:
+    """These, each with the samples of each peer."""
+    committed = Committed()
+    for epoch, gave in enumerate(made):
+        committed = committed.after([Contributor(peer(number), samples) for number, samples in gave.items()], epoch)
+    return committed
+
+
+def test_the_last_step_of_a_peer_that_left_is_known_after_more_than_ten_others() -> None:
+    """It may have missed the verdict: then it has trained apart, and must know whether the others have what it gave."""
+    committed = steps({1: 4, 2: 4, 3: 4}, {1: 4, 2: 6, 3: 4}, *({1: 4} for _ in range(30)), {1: 4, 3: 4}, {1: 4})
+    assert [committed.samples_of(peer(2), epoch, 34) for epoch in (0, 1, 2)] == [0, 6, 0]
+    assert [committed.samples_of(peer(3), epoch, 34) for epoch in (1, 32)] == [0, 4], "it is back"
+    assert [committed.samples_of(peer(1), epoch, 34) for epoch in (1, 24, 33)] == [0, 4, 4]
+    again = Committed.read(committed.export())
+    assert (list(again.left), again.samples) == (list(committed.left), committed.samples)
+    assert again.left == (Left(peer(2), 1, 6),)
+    old = Committed.read({"steps": committed.export()["steps"]})
+    assert (old.left, old.samples) == ((), committed.samples)
+
+
+def test_no_more_than_256_peers_that_left_are_remembered() -> None:
+    """The last ones: keys are free."""
+    committed = steps(*({0: 4, number: 4} for number in range(1, 401)))
+    assert [each.epoch for each in committed.left] == list(range(134, 390))

@@ -151,7 +151,7 @@ def test_a_peer_that_knows_no_steps_goes_by_what_most_others_say() -> None:
 @pytest.mark.parametrize("exported", [None, 7, b"", b"\xc1", encode([[["short", 1, 2]]]), encode([[]] * 11)])
 def test_steps_that_cannot_be_read_are_none(exported: object) -> None:
     """They come from a donor."""
-    assert Committed.read(exported) == Committed()
+    assert Committed.read({"steps": exported, "left": exported}) == Committed()
 
 
 def test_without_an_end_nobody_is_through() -> None:

@@ -147,7 +147,7 @@ def test_the_record_of_a_claimant_raised_its_own_bound() -> None:
         committed, before = after(*[honest] * 10, sites=site), 0
         for epoch in range(10, 60):
             committed = committed.after(steps(honest | claims, sites=site)[0], epoch)
-            gave = committed.samples_of(D, 1)
+            gave = committed.samples_of(D, epoch, epoch + 1)
             assert gave <= max(16, 1.25 * before)
             before = gave
         assert before <= 1.25 * 64 * 12
@@ -159,8 +159,8 @@ def test_a_much_faster_newcomer_is_let_in_within_a_bounded_number_of_steps(ratio
     committed, cut = after(*[{A: 10, B: 10, C: 10}] * 10), 0.0
     for epoch in range(10, 40):
         committed = committed.after(steps({A: 10, B: 10, C: 10, D: 10 * ratio})[0], epoch)
-        cut += 1 - committed.samples_of(D, 1) / (10 * ratio)
-    assert committed.samples_of(D, 1) == 10 * ratio
+        cut += 1 - committed.samples_of(D, epoch, epoch + 1) / (10 * ratio)
+    assert committed.samples_of(D, 39, 40) == 10 * ratio
     assert cut <= {4: 0.0, 20: 4.5, 60: 9.0}[ratio]
 
 

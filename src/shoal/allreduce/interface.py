@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import reduce
 from operator import and_, or_
+from statistics import fmean
 
 import msgspec
 
@@ -81,7 +82,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         members: the group, in order.
         contributors: members that count in every part.
         left_out: members that had values and are missing in at least one part; never an auxiliary member.
-        weight: total weight of the first part (of all parts, if nobody was left out on the way).
+        weight: total weight of a part, on average; the same in all parts, if nobody was left out on the way.
         reducers: for each part, the index of the member that was to average it at first.
     """
 
@@ -102,7 +103,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             commit=commit,
             members=tuple(members),
-            weight=commit.parts[0].weight,
+            weight=fmean(held.weight for held in commit.parts),
             contributors=tuple(peers[i] for i in sorted(everywhere)),
             left_out=tuple(peers[i] for i in sorted(missing)),
             reducers=tuple(reducers),

@@ -4,6 +4,9 @@ Keys are free, so a word under a key counts by the work that was committed under
 itself how many samples it has. So no peer has more weight than all the others together, nor more samples than it may
 give.
 
+Of a peer that gave to none of them, the last step to which it gave is known, too: it may have missed the verdict, and
+have trained apart since then (see `lineage`).
+
 These steps belong to a state, like the parameters. The members of a round know them from the round, a peer that follows
 their steps knows them from these, and a newcomer gets them with the state. So all peers at one state conclude the same
 from them.
@@ -14,21 +17,42 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 
 from shoal.optim.agreement import Contributor, Contributors
 from shoal.optim.words import RECORD, Record, may_give, recorded
 from shoal.peer import PeerID
-from shoal.wire import decode, encode
+from shoal.wire import Epoch, Samples, decode, encode
 
-__all__ = ["Committed", "median_end"]
+__all__ = ["Committed", "Left", "median_end"]
 
 _STEPS = 10
 """So many of the last steps count."""
 
+_MOST_LEFT = 256
+"""So many peers are remembered that gave to none of them."""
+
 _Steps = Annotated[list[Contributors], msgspec.Meta(max_length=_STEPS)]
+
+
+class Left(NamedTuple):
+    """A peer that gave to none of the last steps.
+
+    Attributes:
+        peer: its id.
+        epoch: of the state from which the last step led that has samples of it.
+        samples: that it gave to that step.
+    """
+
+    peer: PeerID
+    epoch: Epoch
+    samples: Samples
+
+
+_Left = Annotated[list[Left], msgspec.Meta(max_length=_MOST_LEFT)]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,9 +61,11 @@ class Committed:
 
     Attributes:
         steps: for each step the words of its contributors, with the samples that count.
+        left: the peers that gave to none of them, and to one before, the last one last.
     """
 
     steps: Sequence[Sequence[Contributor]] = ()
+    left: Sequence[Left] = ()
 
     @cached_property
     def record(self) -> Record:
@@ -93,7 +119,11 @@ class Committed:
         step = [
             Contributor(each.peer, kept[each.peer], end_of(each), each.site, rounds_of(each)) for each in contributors
         ]
-        return Committed((*self.steps[1 - _STEPS :], step))
+        steps = (*self.steps[1 - _STEPS :], step)
+        first = self.steps[0] if len(self.steps) == _STEPS else ()  # it is kept no longer
+        left = (*self.left, *(Left(each.peer, epoch - _STEPS, each.samples) for each in first if each.samples))
+        here = {each.peer for step in steps for each in step if each.samples} if left else set[PeerID]()
+        return Committed(steps, tuple(each for each in left if each.peer not in here)[-_MOST_LEFT:])
 
     @property
     def gave(self) -> Sequence[PeerID]:
@@ -104,23 +134,28 @@ class Committed:
         """Whether this peer's values are in the last of them, or a part of them."""
         return bool(self.steps) and any(each.peer == peer for each in self.steps[-1])
 
-    def samples_of(self, peer: PeerID, back: int) -> int:
-        """What this peer gave to the last of them (`back` is 1), or to an earlier one; 0 if that is not known."""
+    def samples_of(self, peer: PeerID, epoch: int, now: int) -> int:
+        """What this peer gave to the step from the state of this epoch; 0 if that is not known (`now`: of ours)."""
+        back = now - epoch
         step = self.steps[-back] if 1 <= back <= len(self.steps) else ()
-        return next((each.samples for each in step if each.peer == peer), 0)
+        gave = {each.peer: each.samples for each in self.left if each.epoch == epoch}
+        return next((each.samples for each in step if each.peer == peer), gave.get(peer, 0))
 
-    def export(self) -> bytes:
+    def export(self) -> dict[str, bytes]:
         """The form for a newcomer, sent with the state."""
-        return encode(self.steps)
+        return {"steps": encode(self.steps), "left": encode(self.left)}
 
     @classmethod
-    def read(cls, exported: object) -> Committed:
-        """Read the form that a donor exported; empty if it cannot be read."""
-        try:
-            steps = decode(exported, _Steps) if isinstance(exported, bytes) else []
-        except msgspec.MsgspecError:
-            steps = []
-        return cls(tuple(steps))
+    def read(cls, exported: Mapping[str, object]) -> Committed:
+        """Read the form that a donor exported, among other things; what cannot be read is left out."""
+        return cls(tuple(_read(exported.get("steps"), _Steps) or ()), tuple(_read(exported.get("left"), _Left) or ()))
+
+
+def _read(exported: object, kind: type[T]) -> T | None:
+    try:
+        return decode(exported, kind) if isinstance(exported, bytes) else None
+    except msgspec.MsgspecError:
+        return None
 
 
 def median_end(ends: Mapping[PeerID, int | None], weights: Mapping[PeerID, int]) -> int | None:

@@ -115,7 +115,7 @@ class Gives:
         gives = self._at.setdefault(state, [])
         gives.append((max(1, said), given))
         del gives[:-_GIVES]
-        bound(self._at, _GIVES)
+        bound(self._at, _HELD)  # as the others may have taken the step from any of these, and this peer another one
 
     def counted(self, state: bytes, recorded: int) -> int:
         """How many of the samples that it gave at this state are in a step whose record has so many of it.

@@ -229,7 +229,7 @@ class OwnState:
     def _contributed_in(self, name: StateName, history: Sequence[bytes], committed: Committed) -> int:
         """How many samples of this peer are in a state that takes the place of the one here."""
         if (last := self.lineage.last_held(self.name, (*history, name.digest))) is not None:
-            recorded = committed.samples_of(self._core.peer_id, name.epoch - last.epoch)
+            recorded = committed.samples_of(self._core.peer_id, last.epoch, name.epoch)
             return last.contributed + self.gives.counted(last.digest, recorded)
         # It has gone on for long since.
         return self.lineage.contributed if self.shared else self._at_floor

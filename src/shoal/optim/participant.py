@@ -625,7 +625,7 @@ class Participant:
     async def _average(self) -> None:
         """Average the gradients with everybody at our state, and make the step ready."""
         name, me = self.own.name, self.core.peer_id
-        most = self._most_weight(me)
+        most = max(1, int(self._most_weight(me)))  # whole samples: what counts is what this peer has contributed
         if (grace_s := self.pace.grace_s(self._now())) and not self._turns:
             await self._trainer_comes(grace_s)
         said = self._said(await self._check.of(name))
@@ -697,10 +697,10 @@ class Participant:
         cores = min(training.cores, MOST_CORES)
         return Said(options, training.absent(), check, training.samples, end, cores)
 
-    def _contribute(self, name: StateName, said: int, most: float) -> tuple[float, float]:
+    def _contribute(self, name: StateName, said: int, most: int) -> tuple[float, float]:
         """Weight and factor of the accumulators at this state; the others refuse a larger weight than `most`."""
         samples = self.training.samples if self.own.name == name else 0
-        self._given = min(samples, int(most))  # of more no more counts
+        self._given = min(samples, most)  # of more no more counts
         self.own.gives.note(name.digest, said, self._given)
         self._cut = samples - self._given
         weight, factor = self.training.contribute() if self.own.name == name else (0.0, 0.0)

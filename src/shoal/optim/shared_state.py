@@ -61,7 +61,7 @@ def share(
             "state": list(name),
             "before": before,
             "history": list(history),
-            "steps": committed.export(),
+            **committed.export(),
             "average": average,
             "training": values,
         },
@@ -89,7 +89,7 @@ def name_of(metadata: Any) -> StateName:
 
 def committed_of(metadata: Any) -> Committed:
     """The last steps that led to a state, as its donor says."""
-    return Committed.read(metadata.get("steps"))
+    return Committed.read(metadata)
 
 
 def before_of(metadata: Any) -> bytes:

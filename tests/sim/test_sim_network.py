@@ -157,6 +157,25 @@ def test_pipes_share_an_uplink_fairly() -> None:
     simulate(main)
 
 
+def test_short_messages_of_a_pipe_take_a_turn_each_on_a_full_uplink() -> None:
+    """Those that wait behind one that is not short travel together: else a pipe carries one in each second."""
+
+    async def main() -> None:
+        net = await make_net("a", "b", "c", latency_s=0.0, bandwidth_bytes_s=15_000.0)
+        (bulk, taken), (calls, answers) = await net.pipe("a", "b"), await net.pipe("a", "c")
+        writer = asyncio.ensure_future(bulk.write(bytes(600_000)))
+        reader = asyncio.ensure_future(read(taken, 600_000))
+        await sim.sleep(0.5)
+        start = now()
+        for nbytes in [3000, *[30] * 50]:
+            await calls.write(bytes(nbytes))
+        await read(answers, 3000 + 50 * 30)
+        assert now() - start < 2.5
+        await asyncio.gather(writer, reader)
+
+    simulate(main)
+
+
 def test_pipes_share_a_downlink() -> None:
     """Three hosts send 1 MB each to one whose line takes 1 MB/s: all is there after 3 s, and not before."""
 

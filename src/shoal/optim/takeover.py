@@ -96,6 +96,7 @@ class Takeover:
     _misfits: Misfits = field(default_factory=Misfits)
     _tried_with: object = None  # the kinds of our options when a state was refused; None if none was
     _intake: Intake | None = None  # of the download that is under way
+    _too_slow: AbstractSet[PeerID] = frozenset()  # the donors of the last one that was, if it came too slowly
     _told_loss_at: float = -math.inf  # by one of the model's fragments
 
     async def run(self, timeout_s: float) -> None:
@@ -187,13 +188,14 @@ class Takeover:
     def _giving(self) -> AbstractSet[PeerID]:
         """The donors of the download, if it may end before this peer begins without them.
 
-        While it waits for a donor that is busy, the peers that give us steps.
+        While it waits for a donor that is busy, the peers that give us steps; but for those whose state came too slowly
+        before, as it would again.
         """
         intake, now = self._intake, _now()
         if intake is None:
             return frozenset()
         if intake.missing_bytes is None:
-            return self.catch_up.giving
+            return self.catch_up.giving - self._too_slow
         return intake.donors if intake.in_time(now, self.beginning.until(now)) else frozenset()
 
     def _to_follow(self) -> list[Contact]:
@@ -292,8 +294,7 @@ class Takeover:
             raise
         finally:
             telling.cancel()
-            self.beginning.note_giving(self._giving())
-            self._intake = None
+            self._ended(self._intake)
         name, values = name_of(state.metadata), state.metadata["training"]
 
         await self.outlook.fetching.parked()
@@ -333,6 +334,14 @@ class Takeover:
         tell_loss()
         self.downloads.append((state.bytes_received, state.duration_s))
         self.notices.downloaded(state.duration_s, self.core.reachability.shut_out)
+
+    def _ended(self, intake: Intake) -> None:
+        """A download is over; it may have failed."""
+        giving = self._giving()
+        self.beginning.note_giving(giving)
+        if intake.asked:
+            self._too_slow = intake.asked - giving
+        self._intake = None
 
     async def _load(self, prepared: PreparedState, *, follows: bool) -> None:
         try:

@@ -3,9 +3,11 @@
 The model, per direction of a pipe (a `Flow`):
 
 - A write leaves the host when its uplink is free, flies for the link's latency, and arrives when the downlink has had
-  time for it. Segments of several pipes take turns on the uplink; on the downlink they come in the order in which they
-  were sent. Messages of at most `SMALL_BYTES` on a pipe with nothing queued go ahead of bulk, as fair queueing does for
-  sparse flows; they still use up their share of the line. In a network that is not `fair` they do not go ahead.
+  time for it. Segments of several pipes take turns on the uplink. Short messages of one pipe that wait there travel
+  together, as a pipe knows only bytes: else a pipe would carry one of them in each turn. On the downlink segments come
+  in the order in which they were sent. Messages of at most `SMALL_BYTES` on a pipe with nothing queued go ahead of
+  bulk, as fair queueing does for sparse flows; they still use up their share of the line. In a network that is not
+  `fair` they do not go ahead.
 - At most `window_bytes` (and one segment) are in flight or unread at the other side. The rest waits in the sender's
   queue, and so the writer waits. Credit comes back after one latency, a quarter of the window at a time.
 - Jitter and losses delay; nothing is lost, and nothing overtakes within a pipe.
@@ -37,6 +39,9 @@ _SOON_S = 1e-9  # a real loop may fire a timer this much early
 
 _SEGMENT_S = 1.0
 """What is written at once arrives in pieces of so many seconds, at the rate of the slowest line."""
+
+_TURN_BYTES = 16 << 10
+"""Short messages that wait for the uplink travel together up to this size, and up to `_SEGMENT_S`."""
 
 
 class Host:
@@ -292,7 +297,7 @@ class Flow:
         """Send the first segment of the queue; returns whether another can follow."""
         if not self._queue or not self._may_leave():
             return False
-        data = self._queue.popleft()
+        data = self._next_segment()
         before = self.queued_bytes
         self.queued_bytes = before - len(data)
         self._leave(data)
@@ -303,6 +308,15 @@ class Flow:
                 self.end_if_empty()
             return False
         return self._may_leave()
+
+    def _next_segment(self) -> bytes:
+        """Take the next segment from the queue: messages that wait for the uplink travel together."""
+        queue, parts = self._queue, [self._queue.popleft()]
+        size, most = len(parts[0]), 0 if self._unlimited() else min(self._segment_bytes(), _TURN_BYTES)
+        while queue and size + len(queue[0]) <= most:
+            size += len(queue[0])
+            parts.append(queue.popleft())
+        return b"".join(parts)
 
     def _leave(self, data: bytes) -> None:
         src, dst, medium, nbytes = self.src, self.dst, self._medium, len(data)

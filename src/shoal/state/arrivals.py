@@ -129,10 +129,12 @@ class Intake:
 
     Attributes:
         missing_bytes: the bytes that are not verified yet; None while no state is chosen.
+        asked: the donors that were asked for parts of a state which they had described.
     """
 
     def __init__(self, now: float) -> None:
         self.missing_bytes: int | None = None
+        self.asked: set[PeerID] = set()
         self._from: Counter[PeerID] = Counter()
         self._marks = [(now, 0), (now, 0)]  # the pace is counted from the first one
 

@@ -372,6 +372,7 @@ class _Download:
         assert target is not None, "a state was chosen"
         if not target.manifest.same_content(manifest):
             raise _OtherState
+        self._intake.asked.add(donor.peer)
         where = self._endpoint, self._env, self._prefix, donor.contact, manifest.snapshot
         return Feed(*where, target, stall_s=self._limits.stall_s, may_read=self._may_read)
 

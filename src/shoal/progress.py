@@ -249,6 +249,7 @@ class SwarmProgress:
         self._clients: set[PeerID] = set()  # of those known
         self._seen: _Seen | None = None
         self._key: StateKey | None = None  # of the state that the swarm was seen from last
+        self._own: dict[bytes, StateKey] = {}  # of this peer's last states, by their inverted digests
         self._silent = frozenset[PeerID]()  # at that time
         self.contributors: Collection[PeerID] = ()
         """The peers that contributed to the last steps, if there were any. A new key costs an attacker nothing. So the
@@ -302,6 +303,7 @@ class SwarmProgress:
             return False
         if progress.time <= self._last_time(peer, now, direct=direct):
             return False
+        progress = self._as_known(progress)
         if direct or peer in self._known:
             self._alive.add(peer)
         if direct:
@@ -334,6 +336,7 @@ class SwarmProgress:
         Of peers that we do not hear only the samples count, as those of strangers: the line to them may be bad, while
         the teller hears them. Else this peer would come late to each round.
         """
+        teller = self._as_known(teller)
         is_here = self._key in (None, StateKey.of_peer(teller))
         at_state = {"epoch": teller.epoch, "digest": teller.digest, "branch_samples": teller.branch_samples}
         others = list(others) if not self.contributors or teller.contact.peer in self.contributors else []
@@ -360,6 +363,30 @@ class SwarmProgress:
                 if not self._seen.takes(progress):
                     self._seen = None
         return news
+
+    def is_false(self, key: StateKey) -> bool:
+        """Whether this names a state at which this peer has been, with other samples, or another epoch, than it has.
+
+        Both follow from the digest (see `optim.state_name`).
+        """
+        return self._own.get(key.inverted_digest, key) != key
+
+    def _as_known(self, progress: Progress) -> Progress:
+        """A peer's word, with what its state is in place of what it says: what is ours is nothing better than ours."""
+        key = StateKey.of_peer(progress)
+        if not self.is_false(key):
+            return progress
+        sometimes("a peer says of a state what others know better")
+        own = self._own[key.inverted_digest]
+        return replace(progress, epoch=own.epoch, branch_samples=own.samples)
+
+    def _note_own(self, key: StateKey) -> None:
+        """This peer is at another state now, and knows what it is."""
+        if key.trained and not self.is_false(key):  # the digest of a beginning does not say how many steps came before
+            put_last(self._own, key.inverted_digest, key, _MAX_REMEMBERED)
+            for peer, word in self._known.items():
+                if self.is_false(StateKey.of_peer(word.said)):
+                    self._known[peer] = word._replace(said=self._as_known(word.said))
 
     def _told_of_unheard(self, teller: Progress, others: Sequence[Standing], now: float) -> bool:
         """Keep what this peer says of those that do not count here, in place of what it said before. True if news."""
@@ -576,6 +603,8 @@ class SwarmProgress:
             giving: clients that give this peer their states. (For a client `floor` says whether it gives its own.)
         """
         key, dialed = StateKey.of_peer(mine), bool(mine.contact.addresses)
+        if key != self._key:
+            self._note_own(key)
         self._key, self._silent = key, silent
         asked = _Asked(
             mine.digest,

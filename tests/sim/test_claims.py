@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
 from shoal import sim
 from shoal.averager import Averager, TensorLock
@@ -15,9 +18,11 @@ from shoal.errors import RoundFailed
 from shoal.events import Event, PeerDropped, Warned
 from shoal.optim import Participant, TrainingState, words
 from shoal.strategies import Decoupled
+from shoal.wire import Progress, TellProgress
 from tests.sim.averaging_kit import Trial, start_core
 from tests.sim.optimizer_kit import Run, Trainer, make_optimizer, model
 from tests.sim.test_alone import until
+from tests.situations import reaches
 
 NAMES = ["p0", "p1", "p2"]
 
@@ -87,6 +92,61 @@ def test_a_weight_above_what_a_peer_can_give_is_refused_and_blames_the_sender(cl
         await run.close()
 
     sim.run(main, seed=52)
+
+
+def says_otherwise(liar: Trainer, changes: Callable[[Progress], dict[str, int]]) -> None:
+    """Let this contributor say other things of its state, in all of its words from now on, and ten times a second."""
+    participant = liar.participant
+    gossip: Any = participant._gossip
+    next_word = gossip._next_word
+
+    def lie() -> Progress:
+        word: Progress = next_word()
+        return replace(word, **changes(word))
+
+    async def tell() -> None:
+        endpoint = participant.core.endpoint
+        while True:
+            endpoint.tell(endpoint.peers, TellProgress("run", lie(), []))
+            await sim.sleep(0.1)
+
+    gossip._next_word = lie
+    asyncio.get_running_loop().create_task(tell())
+
+
+@pytest.mark.parametrize("turns", [False, True], ids=["the next one", "others in turns"])
+def test_a_contributor_that_names_other_epochs_for_the_digest_of_all_split_the_run(turns: bool) -> None:
+    """They had 0.7 of their pace, nine false warnings of two runs, and one trained apart for ten steps."""
+
+    async def main() -> None:
+        run, heard, rng = Run(target=48), list[Event](), random.Random(5)
+        for name in (*NAMES, "liar"):
+            await run.add(name, events=heard.append)
+            run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.5, until=until(75.0)))
+        await sim.sleep(15.0)
+        first = run.swarm.peer("p0").participant
+
+        async def pace() -> int:
+            before = first.contribution.contributed
+            await sim.sleep(25.0)
+            return first.contribution.contributed - before
+
+        calm = await pace()
+        says_otherwise(
+            run.swarm.peer("liar"),
+            lambda word: {
+                "epoch": max(1, word.epoch + (rng.randint(-2, 2) if turns else 1)),
+                "branch_samples": word.branch_samples + (rng.randint(-96, 96) if turns else 48),
+            },
+        )
+        assert await pace() >= 0.9 * calm
+        assert not [each.message for each in heard if isinstance(each, Warned)]
+        assert not any(trainer.downloads for trainer in run.trainers.values())
+        assert run.agree(NAMES)
+        await run.close()
+
+    with reaches("a peer says of a state what others know better"):
+        sim.run(main, seed=1)
 
 
 def test_one_weight_beside_which_no_other_counts_is_told() -> None:

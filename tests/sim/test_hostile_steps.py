@@ -27,13 +27,16 @@ from tests.situations import reaches
 BATCH = 4
 
 
-def step_of(stranger: Liar, victim: Participant, **options: float) -> StepTaken:
-    """A step that leads on from where the victim stands; the stranger says that it has taken it alone."""
+def step_of(stranger: Liar, victim: Participant, *, later: int = 0, **options: float) -> StepTaken:
+    """A step that leads on from where the victim stands; the stranger says that it has taken it alone.
+
+    It says that this is so many epochs later than it is.
+    """
     said, peer = options_of(victim.training.optimizer.param_groups), stranger.core.peer_id
     values: dict[str, Any] = {**said.values, **{name: [value] for name, value in options.items()}}
     said = Options(said.groups, values)
     return StepTaken(
-        *victim.own.name,
+        *victim.own.name._replace(epoch=victim.own.name.epoch + later),
         agreement=encode(Agreement(said, b"", [Contributor(peer, 8)])),
         commit=None,
         slices=[],
@@ -46,7 +49,13 @@ def step_of(stranger: Liar, victim: Participant, **options: float) -> StepTaken:
 
 
 async def lead_on(
-    stranger: Liar, victim: Participant, data: bytes | None, pause_s: float = 0.0, **options: float
+    stranger: Liar,
+    victim: Participant,
+    data: bytes | None,
+    pause_s: float = 0.0,
+    *,
+    later: int = 0,
+    **options: float,
 ) -> None:
     """Let the victim follow a stranger, which tells it of a step, and gives no state.
 
@@ -54,7 +63,7 @@ async def lead_on(
     """
 
     async def serve(stream: Stream[Any, Any], opening: FollowSteps) -> None:
-        step = step_of(stranger, victim, **options)
+        step = step_of(stranger, victim, later=later, **options)
         await stream.send(StepsFrom(*victim.own.name))
         await stream.send(step)
         while (asked := await stream.recv()) is not None:
@@ -66,6 +75,35 @@ async def lead_on(
     endpoint = stranger.core.endpoint
     endpoint.serve_stream(FollowSteps, serve, scope="run")
     endpoint.serve(GetManifest, lambda peer, request: ManifestPending(busy=True), scope="run_state")
+
+
+def test_a_followed_step_from_the_right_digest_and_another_epoch_renamed_a_peer() -> None:
+    """It was at a state then that nobody else could have: those of its digest meet under another epoch."""
+    dropped = list[str]()
+
+    def note(event: Event) -> None:
+        if isinstance(event, PeerDropped) and event.where == "catching up":
+            dropped.append(event.reason)
+
+    async def main() -> None:
+        run = Run(target=1)
+        for name in ("p0", "p1"):
+            await run.add(name, strategy=DiLoCo(4), events=note if name == "p0" else None)
+        await sim.sleep(3.0)
+        for name, trainer in run.trainers.items():
+            run.swarm.spawn(name, trainer.train(BATCH, duration_s=0.5, until=lambda: False))
+        await sim.sleep(6.0)
+        stranger, victim = await liar(run, "liar"), run.trainers["p0"].participant
+        lied_to: Any = victim._known
+        lied_to._heed = lied_to._heed_all  # it is followed as a contributor would be
+        await lead_on(stranger, victim, b"\0", later=500)
+        epoch = victim.epoch
+        await stranger.say(victim, epoch=epoch + 1000, digest=b"x" * 32)
+        await sim.sleep(40.0)
+        assert dropped == ["its step leads on from a state that has another epoch, or other samples"]
+        assert epoch + 2 < victim.epoch < epoch + 100
+
+    sim.run(main, seed=3)
 
 
 @pytest.mark.parametrize("wrong", ["averages", "options"])

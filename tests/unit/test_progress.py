@@ -176,15 +176,15 @@ def test_strangers_are_not_believed_what_they_tell_of_others() -> None:
 def test_leaders_are_those_at_the_best_state_only() -> None:
     """Better than ours is not enough."""
     known = swarm()
-    known.heard(said(CAT, epoch=7), 0.0)
-    known.heard(said(ANN, epoch=6), 0.0)
-    known.heard(said(BEN, epoch=7), 0.0)
+    known.heard(said(CAT, epoch=7, digest=DIGESTS[2]), 0.0)
+    known.heard(said(ANN, epoch=6, digest=DIGESTS[1]), 0.0)
+    known.heard(said(BEN, epoch=7, digest=DIGESTS[2]), 0.0)
     assert view(known).leaders == (BEN, CAT)
     known.lost(CAT, 0.0)
     known.lost(BEN, 0.0)
     assert view(known).leaders == (ANN,)
-    assert view(known, epoch=6).leaders == (ANN,)  # at our own state now
-    assert not view(known, epoch=6).behind
+    assert view(known, epoch=6, digest=DIGESTS[1]).leaders == (ANN,)  # at our own state now
+    assert not view(known, epoch=6, digest=DIGESTS[1]).behind
 
 
 def test_a_state_that_only_clients_hold_holds_nobody_up() -> None:
@@ -467,7 +467,7 @@ def test_what_others_tell_of_a_peer_counts_until_it_says_something_itself() -> N
 
 def test_a_client_goes_back_to_no_state_before_the_last_one_that_it_had_with_others() -> None:
     """The only peer that others can dial was restarted at epoch 0: all clients threw away what they had trained."""
-    known, mine = swarm(), said(ME, client=True, epoch=7, branch_samples=700)
+    known, mine = swarm(), said(ME, client=True, epoch=7, branch_samples=700, digest=b"7" * 32)
     before, last = StateKey.of(4, 400, DIGESTS[0]), StateKey.of(5, 500, DIGESTS[1])
     known.heard(said(ANN, epoch=4, branch_samples=400), 0.0)
     assert known.view(mine, 0.0, shared=False, floor=before).behind
@@ -554,6 +554,39 @@ def test_a_contributor_told_each_peer_that_all_others_were_somewhere_else() -> N
     known.view(moved, 0.2)
     assert known.relayed(liar, [Standing(BEN, 5, 3e9)], 0.3)
     assert known.view(moved, 0.3).together == {ME, BEN}
+
+
+@pytest.mark.parametrize("known_before", [True, False])
+def test_another_epoch_for_the_state_that_all_have_was_a_better_state(known_before: bool) -> None:
+    """A digest is a history: who was at that state knows its epoch and its samples, and of all states before."""
+    known, old, mine = swarm(), said(ME), said(ME, epoch=6, digest=DIGESTS[3], branch_samples=1100)
+    if known_before:
+        known.view(old, 0.0)
+        known.view(mine, 0.0)
+    known.heard(said(ANN, epoch=9, digest=DIGESTS[3], branch_samples=2000, samples=7), 0.1)
+    known.heard(said(BEN, epoch=9), 0.1)
+    known.view(old, 0.1)
+    seen = known.view(mine, 0.1)
+    assert not seen.behind
+    assert not seen.refused
+    assert seen.together == {ME, ANN}
+    assert seen.samples == 17
+    assert StateKey.of_peer(seen.others[ANN]) == StateKey.of_peer(mine)
+    assert StateKey.of_peer(seen.others[BEN]) == StateKey.of_peer(old)
+    assert not known.further(StateKey.of_peer(mine))
+    known.contributors = {ANN}
+    known.heard(said(CAT), 0.1)
+    told = said(ANN, epoch=7, digest=DIGESTS[3], branch_samples=2000, time=101.0)
+    assert known.relayed(told, [Standing(CAT, 5, 200.0)], 0.2)
+    assert StateKey.of_peer(known.view(mine, 0.2).others[CAT]) == StateKey.of_peer(mine)
+
+
+def test_the_steps_before_a_beginning_are_no_lie() -> None:
+    """Its digest does not say how many steps its optimizer has taken."""
+    known = swarm()
+    view(known, epoch=0, branch_samples=0)
+    known.heard(said(ANN, epoch=0, branch_samples=40), 0.0)
+    assert view(known, epoch=0, branch_samples=0).behind
 
 
 def test_what_others_tell_of_a_peer_again_counts_for_longer() -> None:

@@ -417,6 +417,18 @@ def test_a_copy_that_is_no_better_than_ours_is_not_fetched(metadata: object, why
     assert found is None if why is None else why in (found or "")
 
 
+def test_a_copy_that_names_a_state_of_ours_otherwise_was_taken_for_a_better_one() -> None:
+    """Nobody else could have it: peers at that digest meet under the epoch that it has."""
+    training = TrainingState(torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=1.0))
+    spec = StateTensorSpec((3,), torch.float32, NoCompression())
+    ours, theirs = StateName(4, b"d" * 32, 100), StateName(9, b"d" * 32, 900)
+    metadata = {"state": [*theirs], "training": training.export()[0]}
+    manifest = Manifest(b"s" * 16, 9, metadata, (spec,), 1 << 20, (b"h" * 32,))
+    assert why_not_ours(training, manifest, ours.key) is None
+    found = why_not_ours(training, manifest, ours.key, is_false=lambda key: key == theirs.key)
+    assert "has other samples, or another epoch" in (found or "")
+
+
 KEEPERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "z": pytorch_optimizer.ScheduleFreeAdamW,
     "lookahead_params": partial(pytorch_optimizer.Ranger21, num_iterations=100),

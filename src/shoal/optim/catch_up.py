@@ -424,6 +424,9 @@ class CatchUp:
         step = await following.next(state, patience_s=_PATIENCE_S, until=until)
         if step is None:
             return None
+        if name_before(step.header) != state:  # only the digests are equal: others would not know the state after it
+            following.refuse(state, "its step leads on from a state that has another epoch, or other samples")
+            return None
         agreement, name, gave = agreement_of(step.header), name_after(step.header), 0
         vector = self._vector(agreement is None)
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -112,7 +112,11 @@ def is_average(metadata: Any) -> bool:
 
 
 def why_not_ours(
-    training: TrainingState, manifest: Manifest, mine: StateKey | None, misfits: Misfits | None = None
+    training: TrainingState,
+    manifest: Manifest,
+    mine: StateKey | None,
+    misfits: Misfits | None = None,
+    is_false: Callable[[StateKey], bool] = lambda key: False,
 ) -> str | None:
     """The reason why an offered state cannot be ours; None if it can. It may have more optimizer's tensors, or none.
 
@@ -123,6 +127,7 @@ def why_not_ours(
         manifest: of the offered state.
         mine: a state that is no better than this is not wanted.
         misfits: a state that was downloaded in vain is not wanted either.
+        is_false: whether the name of a state is none, as this peer has been at that state and knows it better.
     """
     try:
         theirs = name_of(manifest.metadata)
@@ -132,6 +137,8 @@ def why_not_ours(
         return f"its state, of epoch {theirs.epoch}, is beyond any run with this strategy"
     if manifest.epoch != theirs.epoch:
         return f"its state is of epoch {theirs.epoch}, and offered as one of epoch {manifest.epoch}"
+    if is_false(theirs.key):
+        return "it says that a state at which this peer was before has other samples, or another epoch"
     if mine is not None and mine >= theirs.key:
         return "its copy is of a state that is no better than ours: it will have a newer one"
     offered = manifest.tensors

@@ -283,7 +283,9 @@ class Takeover:
                 donors,
                 timeout_s=max(0.001, deadline - _now()),
                 min_epoch=self.catch_up.from_epoch(view.epoch),
-                accept=lambda manifest: why_not_ours(self.own.training, manifest, ours, self._misfits),
+                accept=lambda manifest: why_not_ours(
+                    self.own.training, manifest, ours, self._misfits, self.outlook.known.is_false
+                ),
                 limits=msgspec.structs.replace(self.states.sharing.limits, max_tensors=self.own.training.max_tensors),
                 may_read=self.catch_up.steps_first,
                 intake=self._intake,

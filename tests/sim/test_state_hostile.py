@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.errors import StateUnavailable
+from shoal.errors import PeerRefused, StateUnavailable
 from shoal.events import PeerDropped
 from shoal.peer import PeerID
 from shoal.rpc import Stream
-from shoal.sim import Swarm, run, sleep
+from shoal.sim import SimNetwork, Swarm, run, sleep
 from shoal.state import Donor, DownloadLimits, ShareLimits, StateDonor
 from shoal.state.snapshot import Snapshot
 from shoal.wire import Chunk, FetchChunks, GetManifest, ManifestPending, ManifestReply, MoreChunks
@@ -305,6 +305,95 @@ def test_a_donor_of_a_byte_a_second_is_left_for_another_one() -> None:
 
     with reaches("all donors are too slow for a state to come in time"):
         run(main)
+
+
+async def beside_three_honest_donors(kinds: Sequence[type[StateDonor]], *, same: bool = False) -> float:
+    """How long a newcomer takes beside these: each has a later state of its own, or the same one and is asked first."""
+    network = SimNetwork(1, window_bytes=64 << 10)
+    swarm = Swarm[Node](1, network=network)
+    good = []
+    for name in ("a", "b", "c"):
+        network.add_host(name, up_bytes_s=MIB / 4)
+        good.append(await swarm.start_peer(name, node(Box(random_tensors(1, 8), epoch=5))))
+    bad = [
+        await swarm.start_peer(
+            f"liar{i}", node(Box(random_tensors(1 if same else 2 + i, 8), epoch=5 if same else 6 + i), kind=kind)
+        )
+        for i, kind in enumerate(kinds)
+    ]
+    await swarm.start_peer("new", node())
+    donors = donors_of(*good, *bad, priorities=[1.0] * 3 + [9.0 if same else 1.0] * len(bad))
+    state = await fetch(swarm, "new", donors, timeout_s=600.0)
+    assert {each.peer for each in good} <= set(state.donors), "all three give it"
+    assert state.epoch == 5
+    return state.duration_s
+
+
+class Leaves(StateDonor):
+    """Describes its state, and gives none of it."""
+
+    async def _send(self, stream: Stream[Chunk, MoreChunks], opening: FetchChunks) -> None:
+        raise PeerRefused("this snapshot is gone: ask for the manifest again")
+
+
+class FastEnough(StateDonor):
+    """Gives its state as slowly as it may: just so that it would be there in ten minutes."""
+
+    async def _send_chunk(self, stream: Stream[Chunk, MoreChunks], snapshot: Snapshot, chunk: int) -> int:
+        start, stop = snapshot.manifest.chunk_range(chunk)
+        for place in range(start, stop, 4096):
+            await stream.send(Chunk(chunk, place - start), snapshot.data[place : min(place + 4096, stop)])
+            await sleep(0.32)
+        return stop - start
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["the same state", "a later state"])
+def test_a_donor_that_is_just_fast_enough_kept_a_newcomer_for_ten_minutes(same: bool) -> None:
+    """Beside three that had the state to give at once: they were not asked, as it was asked first; or put aside."""
+
+    async def main() -> None:
+        calm_s = await beside_three_honest_donors([])
+        assert await beside_three_honest_donors([FastEnough], same=same) < calm_s + 12.0
+
+    run(main)
+
+
+def test_a_slow_donor_that_comes_first_is_not_left_for_many_of_another_state() -> None:
+    """Keys are free: no number of others outvotes a peer that is asked first, as the user gave it."""
+
+    async def main() -> None:
+        swarm = new_swarm()
+        slow = await swarm.start_peer("slow", node(Box(random_tensors(1, 8), epoch=5), kind=FastEnough))
+        box = Box(random_tensors(2, 8), epoch=6)
+        others = [await swarm.start_peer(f"other{number}", node(box)) for number in range(12)]
+        await swarm.start_peer("new", node())
+        donors = donors_of(slow, *others, priorities=[2.0] + [1.0] * 12)
+        state = await fetch(swarm, "new", donors, timeout_s=1000.0)
+        assert (state.epoch, state.donors) == (5, (slow.peer,))
+        assert box.holds == 8, "so many are asked beside it"
+
+    run(main)
+
+
+def test_one_donor_of_three_gave_the_state_after_that_of_a_liar_was_chosen() -> None:
+    """The other two were put aside for the liar's state, and were not asked anew: it took three times as long."""
+
+    async def main() -> None:
+        calm_s = await beside_three_honest_donors([])
+        assert await beside_three_honest_donors([Leaves]) < calm_s + 1.0
+        assert await beside_three_honest_donors([sends(_a_byte_a_second)]) < calm_s + 12.0
+
+    run(main)
+
+
+def test_each_liar_with_a_later_state_of_its_own_cost_a_newcomer_10_seconds() -> None:
+    """The latest state came first, again and again. After the first of them the state of most donors does."""
+
+    async def main() -> None:
+        calm_s = await beside_three_honest_donors([])
+        assert await beside_three_honest_donors([sends(_a_byte_a_second)] * 6) < calm_s + 12.0
+
+    run(main)
 
 
 def test_busy_donors_of_a_better_state_keep_nobody_from_a_good_one() -> None:

@@ -98,6 +98,9 @@ class Candidates:
             level: the lowest priority of the donors that have a turn; None if no donor has. Then donors put aside, and
                 donors of lower priority, have a chance too.
         """
+        if level is None:  # no state is chosen, so each of them may have the next one
+            for each in self._all.values():
+                each.aside = False
         waiting = [each for each in self._eligible(level) if each.ready_at <= now]
         # Donors that have not failed yet go first.
         chosen = min(waiting, key=self._order, default=None)

@@ -8,12 +8,15 @@ the same, chunk hash by chunk hash, feed the download in parallel (see `feed`). 
   manifest. Otherwise `StateUnavailable` is raised, and nothing was handed over. Metadata does not tell states apart: if
   several donors have the same tensors, the metadata is the chosen donor's, even if that donor is lost on the way.
 - Of several states the one of the latest epoch is chosen; then the one that most donors have; then that of the donor
-  asked first.
-- Donors of another state wait until no donor is left that has the chosen one. Then they are asked anew: chunks whose
+  asked first. Once a state was chosen and not given, the one that most donors have comes first.
+- Donors of another state wait until no donor is left that has the chosen one. Then all are asked anew: chunks whose
   hash is the same are kept. If the state is laid out differently the download begins anew.
+- A state that is not complete after `_SLOW_S` is fetched from donors of lower priority, too, if they have the same one:
+  some of them are asked.
 - A state that comes so slowly that it would not be complete in time is given up: after `_SLOW_S` if there is another
-  donor to ask, else after `_HOPELESS_S`. So a donor that gives a few bytes now and then keeps nobody from a good state,
-  or from going on without one.
+  donor to ask, else after `_HOPELESS_S`. So is, once, a state whose rest would take longer than that, if more donors of
+  the same priority have another one. So a donor that gives little keeps nobody from a good state, or from going on
+  without one.
 - A donor that breaks the protocol (a wrong hash, an impossible manifest, a state with NaN or with infinities that it
   did not tell of) is dropped by name and not asked again.
 - A donor is not at fault if this machine has no memory for its state: `NoMemoryForState` says how much is needed.
@@ -59,7 +62,11 @@ _PROMPT_S = 2.0
 """Donors of lower priority are asked, too, where those above have described nothing within this time."""
 
 _SLOW_S, _HOPELESS_S = 10.0, 120.0
-"""The pace of a state is watched for so long before the state is given up for another one, or for good."""
+"""The pace of a state is watched for so long before more donors are asked for it, or it is given up for another one; or
+for good."""
+
+_MORE_DONORS = 8
+"""So many of lower priority are asked for a state that comes slowly: each may have to copy its own for that."""
 
 _CHOOSE_WITHIN_S = 0.3
 """After the first donor has described its state, the others have so long before one of the states is chosen."""
@@ -182,7 +189,7 @@ class _Download:
         self._min_epoch, self._accept, self._limits, self._may_read = min_epoch, accept, limits, may_read
         self._candidates = Candidates(donors, env.rng, endpoint.peer_id)
         self._turns: dict[asyncio.Task[None], Donor] = {}
-        self._described: dict[PeerID, Manifest] = {}  # the last manifest of each donor
+        self._described: dict[Donor, Manifest] = {}  # the last manifest of each
         self._offers: dict[Donor, Manifest] = {}  # the states described while none is chosen
         self._choose_at: float | None = None
         self._chosen = asyncio.Event()
@@ -196,6 +203,9 @@ class _Download:
         self._intake = intake or Intake(self._started)
         self._deadline = math.inf
         self._asked_at = self._started  # since then donors are asked, and none has described a state
+        self._least = -math.inf  # the priority of those among whose states one was chosen
+        self._more = _MORE_DONORS  # of lower priority, that may be asked yet
+        self._moved = False  # to the state that most donors have, as that of fewer came slowly
         self._looked = (self._started, 0)  # the pace is counted from here: time, and bytes until then
 
     def describe(self, what: str) -> str:
@@ -231,15 +241,23 @@ class _Download:
 
     @property
     def _level(self) -> float | None:
-        if not self._offers and not self._chosen.is_set() and self._now() >= self._asked_at + _PROMPT_S:
-            return None
-        return min((donor.priority for donor in self._turns.values()), default=None)
+        """The least priority of donors that are asked; None: also those that were put aside for another state."""
+        waited_s, least = (
+            self._now() - self._asked_at,
+            min((each.priority for each in self._turns.values()), default=None),
+        )
+        if least is None or not self._chosen.is_set():
+            return None if waited_s >= _PROMPT_S and not self._offers else least
+        # Who has the chosen state may give it, whoever that is: each chunk has its hash.
+        return -math.inf if waited_s >= _SLOW_S and self._more else self._least
 
     def _start_turns(self) -> None:
         while len(self._turns) < self._limits.max_donors:
-            donor = self._candidates.next(self._now(), self._level)
+            level = self._level
+            donor = self._candidates.next(self._now(), level)
             if donor is None:
                 return
+            self._more -= level == -math.inf
             if not self._turns:  # no donor is left that has the chosen state
                 self._offers.clear()
                 self._chosen.clear()
@@ -268,8 +286,9 @@ class _Download:
         """Wait until a turn has ended, the state is complete, or it is time to choose a state or to ask a donor."""
         now, since = self._now(), self._looked[0]
         times = [self._choose_at, *(at for at in (since + _SLOW_S, since + _HOPELESS_S) if at > now)]
-        if not self._chosen.is_set() and now < self._asked_at + _PROMPT_S:
-            times.append(self._asked_at + _PROMPT_S)
+        more_at = self._asked_at + (_SLOW_S if self._chosen.is_set() else _PROMPT_S)
+        if now < more_at:
+            times.append(more_at)
         if len(self._turns) < self._limits.max_donors:
             times.append(self._candidates.ready_at(self._level))
         until = min((at for at in times if at is not None), default=None)
@@ -282,7 +301,8 @@ class _Download:
         if now < since + _SLOW_S:
             return
         missing = target.missing_bytes if target is not None else 1
-        if HOPE * (received - before) * (self._deadline - now) >= missing * (now - since):
+        pace = (received - before) / (now - since)
+        if HOPE * pace * (self._deadline - now) >= missing and not self._should_move(target, pace):
             self._looked = now, received
             return
         feeding = [task for task, donor in self._turns.items() if target is not None and donor.peer in target.feeds]
@@ -294,6 +314,19 @@ class _Download:
         elif now >= since + _HOPELESS_S:
             sometimes("all donors are too slow for a state to come in time")
             raise StateUnavailable(self.describe("no donor gives a state fast enough"))
+
+    def _should_move(self, target: Target | None, pace: float) -> bool:
+        """Whether a state that comes slowly is given up for one that more donors have, of no lower priority; once.
+
+        A later state costs nothing to name. Given slowly, that of one donor would take all the time that there is.
+        """
+        if self._moved or target is None or pace * _HOPELESS_S >= target.missing_bytes:
+            return False
+        ours = [donor for donor, each in self._described.items() if each.same_content(target.manifest)]
+        level = max((donor.priority for donor in ours), default=math.inf)
+        others = [each for donor, each in self._described.items() if donor.priority >= level and donor not in ours]
+        self._moved = max((sum(map(each.same_content, others)) for each in others), default=0) > len(ours)
+        return self._moved
 
     async def _turn(self, donor: Donor) -> None:
         """One donor describes its state, and feeds it if it is the chosen one."""
@@ -361,7 +394,7 @@ class _Download:
         raise PeerTimeout(f"made no snapshot within {seconds_text(limits.manifest_timeout_s)}", donor.peer)
 
     async def _join(self, donor: Donor, manifest: Manifest) -> Feed:
-        self._described[donor.peer] = manifest
+        self._described[donor] = manifest
         if not self._chosen.is_set():
             self._offers[donor] = manifest
             if self._choose_at is None:
@@ -388,10 +421,17 @@ class _Download:
         if waits and 4 * len(described) < 3 * asked:  # before they are compared: their hashes may be many
             return
         votes = {donor: sum(map(manifest.same_content, described)) for donor, manifest in self._offers.items()}
-        donor, manifest = max(self._offers.items(), key=lambda each: (each[0].priority, each[1].epoch, votes[each[0]]))
+
+        def order(each: tuple[Donor, Manifest]) -> tuple[float, int, int]:
+            donor, manifest = each
+            # A later state costs nothing to name: once one was chosen and not given, those of many donors come first.
+            by_epoch = (manifest.epoch, votes[donor]) if self._target is None else (votes[donor], manifest.epoch)
+            return donor.priority, *by_epoch
+
+        donor, manifest = max(self._offers.items(), key=order)
         if waits and 4 * votes[donor] < 3 * asked:
             return
-        self._first = donor.peer
+        self._first, self._least = donor.peer, min(each.priority for each in self._turns.values())
         if self._target is None:
             self._target = Target(manifest, self._changes, self._intake)
         else:
@@ -424,9 +464,9 @@ class _Download:
         except PeerProtocolError as error:
             sometimes("a complete state has bad values")
             self._spoiled.append(manifest)
-            for peer, theirs in self._described.items():
+            for donor, theirs in self._described.items():
                 if theirs.same_content(manifest):
-                    self._drop(peer, error.message)
+                    self._drop(donor.peer, error.message)
             return None
         tensors = [tensor for part in taken for tensor in part]
         duration_s = self._now() - self._started

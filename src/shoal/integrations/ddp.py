@@ -3,7 +3,7 @@
 The ranks compute one gradient together, as `DistributedDataParallel` has it. Rank 0 alone is in the swarm: it has the
 `DHT` and the `shoal.Optimizer`, and decides. Each call that may change the state is made by all ranks alike:
 
-1. Each rank says which call it is at, with how many samples, or why it cannot go on.
+1. Each rank says which call it is at, with how many samples and which weights, or why it cannot go on.
 2. Rank 0 does what was called, with the samples of all.
 3. It tells the others the outcome: its error, or where the run stands and what it has changed.
 4. If the state has another name than before, rank 0 sends all of it, and the others take it over bit by bit.
@@ -62,6 +62,7 @@ class _Call(NamedTuple):
     name: str
     samples: int = 0
     gradient: str = ""
+    weights: str = ""
     problem: str = ""
     warning: str = ""
 
@@ -313,7 +314,8 @@ class GroupOptimizer(torch.optim.Optimizer):
         try:
             warnings: list[str] = []
             samples = samples_of(self._batch_size if batch_size is None else batch_size, self._rows, warnings.append)
-            call = call._replace(samples=samples, gradient=self._mark(), warning="".join(warnings))
+            weights = json.dumps(self._training.values_now())
+            call = call._replace(samples=samples, gradient=self._mark(), weights=weights, warning="".join(warnings))
         except ConfigError as error:
             problem, call = error, call._replace(problem=f"{error}")
         outcome, own = self._lead(call, lambda peer, samples: peer.step(batch_size=samples))
@@ -460,6 +462,16 @@ def _why_not(calls: list[_Call]) -> Exception | None:
             "the ranks of the group have different gradients: give each rank's model to DistributedDataParallel, call "
             "that in the loop, and call step() only after a backward pass outside its no_sync()"
         )
+    first, *others = (json.loads(each.weights or "{}") for each in calls)
+    for rank, other in enumerate(others, 1):
+        for number in first:
+            if first[number] != other[number]:
+                return ConfigError(
+                    f"parameter {number} of the optimizer has other values on rank {rank} than on rank 0: the program "
+                    "has changed it on some ranks alone, or to other values. Make the same change on all ranks, with "
+                    "the same values. To go on with the weights of rank 0, let all ranks call "
+                    "load_state_dict(state_dict()) of the GroupOptimizer"
+                )
     return None
 
 

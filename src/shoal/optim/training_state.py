@@ -243,6 +243,10 @@ class TrainingState:
         """Whether a copy of `export` has the values of the state: it gives the bytes of the tensor of a number."""
         return self._mark.agrees_with(copy, now=self.changes.are_usual)
 
+    def values_now(self) -> dict[int, int]:
+        """Checksums of some values of the parameters, by their numbers: to compare with another process's."""
+        return self._mark.now()
+
     def forget_values(self) -> None:
         """The parameters are about to be set (under the lock): until `note_values` they are nobody's."""
         self._mark.forget()

@@ -8,6 +8,7 @@ values may go unseen: the check of the parameters (`check`) finds it. The count 
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import IntEnum
@@ -93,6 +94,13 @@ class ValueMark:
             if bytes(copy(number)[index * len(value) : (index + 1) * len(value)]) != value:
                 return False
         return True
+
+    def now(self) -> dict[int, int]:
+        """A checksum of the values of each tensor that is looked at, by its number: equal for equal tensors."""
+        found: dict[int, int] = {}
+        for (number, _), value in zip(self._places, self._read(), strict=True):
+            found[number] = zlib.crc32(value, found.get(number, 0))
+        return found
 
     def _count(self) -> int:
         return sum([each._version for each in self._counted])  # noqa: SLF001 (a list: there may be thousands)

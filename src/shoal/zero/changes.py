@@ -1,4 +1,7 @@
-"""Changes of a model's weights that need several steps: an interrupt in the middle must not pass for a whole one.
+"""Changes of a model's weights: all ranks make the same ones, and an interrupt must not leave a part of one.
+
+Those of a program are compared at the next step (`check_alike`): if one rank alone has made a change, each rank would
+go on from its own share of it.
 
 Ctrl+C waits for the end of the short part that the ranks do together (`uninterrupted`). Whatever ends a change in its
 middle nevertheless leaves the model marked (`begin` without `end`), and nobody can use its weights before a `load`.
@@ -7,18 +10,20 @@ middle nevertheless leaves the model marked (`begin` without `end`), and nobody 
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
 
 import torch
 
-from shoal.errors import LocalError
+from shoal.errors import ConfigError, LocalError
+from shoal.zero.watch import Agreement
 
-__all__ = ["begin", "check_whole", "end", "is_whole", "uninterrupted"]
+__all__ = ["begin", "check_alike", "check_whole", "end", "is_whole", "uninterrupted"]
 
 _PATIENCE = 2
 """So many interrupts wait for the end of a block; a later one ends it."""
@@ -51,6 +56,31 @@ def check_whole(model: torch.nn.Module) -> None:
             "the weights were changed (by a step, a load or average_parameters()), and that was interrupted: each rank "
             "may have others now. Load a checkpoint (shoal.zero.load, with ema= if there are averages) on all ranks, "
             "or start anew"
+        )
+
+
+def check_alike(agreement: Agreement, writes: Mapping[str, tuple[bool, str]]) -> None:
+    """Raise `ConfigError`, on all ranks, if programs have changed weights otherwise on some. All ranks call it.
+
+    Args:
+        agreement: among them.
+        writes: of each weight whether it was changed on this rank since the last step; and a digest, the same on all
+            ranks that have made the same changes.
+    """
+    said = [json.loads(each) for each in agreement.gather(json.dumps(writes))]
+    for name, (_, first) in said[0].items():
+        other = next((rank for rank, each in enumerate(said) if each[name][1] != first), None)
+        if other is None:
+            continue
+        changed = [str(rank) for rank, each in enumerate(said) if each[name][0]]
+        how = f"to other values on rank {other} than on rank 0"
+        if 0 < len(changed) < len(said):
+            how = f"on rank {' and '.join(changed)} alone"
+        raise ConfigError(
+            f"the program has changed {name} {how}, since the last step: ranks would go on from a mixture. Make the "
+            "same change on all ranks, with the same values (random ones after the same torch.manual_seed); or on rank "
+            "0 before shard(), from which all take over. To go on here, load weights on all ranks with "
+            "shoal.zero.load(weights, model, optimizer), or start anew"
         )
 
 

@@ -77,7 +77,8 @@ def save(
 
     Raises:
         ConfigError: the path exists, or cannot be written, or is not the same on all ranks, or the optimizer, a module
-            or `extra` keeps values that cannot be saved: on all ranks; there is no checkpoint then.
+            or `extra` keeps values that cannot be saved, or a program has changed weights on some ranks alone: on all
+            ranks; there is no checkpoint then.
         LocalError: a change of the weights was interrupted.
         RankLost: a rank is gone; there is no checkpoint then.
     """
@@ -95,9 +96,11 @@ def save(
             raise ConfigError(f"extra must be a dictionary, or None for none, got {extra!r:.80}")
         _check_unfrozen(model, optimizer)
         kept = pack(dict(extra or {})) if leads else {}
+        weights = optimizer.carrier.written()
     agreement.alike(
         f"{target}\n{None if ema is None else ema.described}\nconsolidated {in_one}", "path, ema and consolidated"
     )
+    optimizer.check_written(weights)
     identity = agreement.gather(secrets.token_hex(8))[0]
     folder = target.with_name(f".{target.name}.{identity}")
     others = _others(model, optimizer)

@@ -76,12 +76,15 @@ class EMA:
 
         Raises:
             LocalError: within another such block.
-            ConfigError: ranks have not updated equally often: on all ranks.
+            ConfigError: ranks have not updated equally often, or a program has changed weights on some alone: on all
+                ranks.
             RankLost: a rank is gone.
         """
         with self.optimizer.agreement.together():
             self._check()
+            written = self.optimizer.carrier.written()
         self.optimizer.agreement.alike(self.described, "updates of averages: call update() on all ranks")
+        self.optimizer.check_written(written)
         try:
             self._swap("within average_parameters(), where it has the averages in place of its weights")
             yield

@@ -14,11 +14,13 @@ Source: Rajbhandari et al., "ZeRO" (2020), sections 5.1 and 5.2.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch.autograd.graph import increment_version
 
+from shoal.compression import view_bytes
 from shoal.errors import LocalError
 from shoal.zero.collectives import Collectives, Run
 from shoal.zero.offload import Offload
@@ -36,10 +38,13 @@ from shoal.zero.parameters import (
 )
 from shoal.zero.reduction import Reduction
 from shoal.zero.sparse import Tables
-from shoal.zero.tiles import ALIGNMENT, Homes, Plan, Tile, assign, assign_whole, buckets_of, cut, tile_numel
+from shoal.zero.tiles import ALIGNMENT, Bucket, Homes, Plan, Tile, assign, assign_whole, buckets_of, cut, tile_numel
+from shoal.zero.topk import Fraction
 
 __all__ = ["FlatEngine"]
 
+LOOKED_AT = 4
+"""So many values of each weight are looked at, to see whether a program has changed it."""
 _engines: weakref.WeakKeyDictionary[torch.nn.Module, FlatEngine] = weakref.WeakKeyDictionary()
 """The engine of each carried model. An engine lives as long as its model, to which it does not refer."""
 
@@ -103,6 +108,7 @@ class FlatEngine:
             parameters, self._buckets, self.own, stage, collectives, offload, self.tables, self._homes
         )
         self._hooks = {name: hooks_of(each) for name, each in parameters.items()}
+        self._writes = Writes(dict(named_parameters(model)), self._buckets, self.tables.of)
         _engines[model] = self
 
     def _is_copied(self, parameter: torch.Tensor) -> bool:
@@ -159,6 +165,7 @@ class FlatEngine:
         for pending in [self._collectives.all_gather(bucket.pieces(bucket.flat)) for bucket in self._buckets]:
             pending.wait()
         increment_version(self._parameters.values())  # values computed from the old ones have no gradient any more
+        self._writes.forget()
 
     def pieces(self) -> Iterator[Piece]:
         """The own tiles."""
@@ -201,8 +208,29 @@ class FlatEngine:
         tables = [each.wide for each in self.tables.of.values() if each.wide is not None]
         return self.reduction.tensors(), [*self._copies.tensors(), *self._frozen.tensors(), *tables]
 
+    @property
+    def fraction(self) -> Fraction | None:
+        """The share of a gradient that is sent in a step; None if `shard` was given none."""
+        return self.tables.fraction
+
+    def trainable(self, _: Collection[str]) -> Collection[str]:
+        """Names of the parameters that may be trained: those that required a gradient at `shard`."""
+        return self._roster.trained
+
+    def written(self) -> int:
+        """A number that is the same on all ranks while programs change weights alike. Raises `LocalError`, as `check`.
+
+        It may differ where a change was taken back: see `writes`.
+        """
+        self._homes.take_back()
+        return self._writes.number()
+
+    def writes(self) -> dict[str, tuple[bool, str]]:
+        """Of each weight whether a program has changed it since the last step; and a digest, the same on all ranks."""
+        return self._writes.digests()
+
     def check(self) -> None:
-        """Raise `LocalError` if the model has or trains other parameters, or they were moved, or have other hooks."""
+        """Raise `LocalError` if the model has other parameters, or they were moved, or have other hooks."""
         self._roster.check()
         self.reduction.check()
         self._homes.take_back()
@@ -212,6 +240,75 @@ class FlatEngine:
                     f"{name} got a hook (register_post_accumulate_grad_hook) after shard(), when its gradient may be "
                     "elsewhere: register it before shard(), and it sees this rank's own gradient"
                 )
+
+
+class Writes:
+    """What programs have written into weights since the last step, where each rank has all of each weight.
+
+    All ranks have the same values after a step. A program may change them then, alike on all ranks: otherwise each tile
+    would go on from the values of its owner. Torch counts changes, but not those through ``.data``: so a few values of
+    each trained weight are looked at, too.
+
+    Args:
+        parameters: all of the model, by name.
+        buckets: those of trained ones.
+        others: names of trained ones that are in no bucket.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, torch.Tensor], buckets: Sequence[Bucket], others: Iterable[str]
+    ) -> None:
+        self._parameters = dict(parameters)
+        self._names = [list(bucket.parameters) for bucket in buckets]
+        self._places = [
+            (bucket.flat, _spread([bucket.place(bucket.flat, name) for name in bucket.parameters]))
+            for bucket in buckets
+        ]
+        for name in others:
+            values = parameters[name].detach().reshape(-1)
+            if values.numel():
+                self._names.append([name])
+                self._places.append((values, _spread([values])))
+        self.forget()
+
+    def _look(self) -> list[torch.Tensor]:
+        return [values[places].view(torch.uint8) for values, places in self._places]
+
+    def forget(self) -> None:
+        """All ranks have the same values now."""
+        self._versions = {name: each._version for name, each in self._parameters.items()}  # noqa: SLF001
+        self._seen = self._look()
+
+    def _counts(self) -> dict[str, int]:
+        return {name: each._version - self._versions[name] for name, each in self._parameters.items()}  # noqa: SLF001
+
+    def number(self) -> int:
+        """The same on all ranks, if they have changed weights alike."""
+        found = zlib.crc32(repr([*self._counts().values()]).encode())
+        for each in self._look():
+            found = zlib.crc32(view_bytes(each.cpu()), found)
+        return found
+
+    def digests(self) -> dict[str, tuple[bool, str]]:
+        """Of each weight whether it was changed here, and a checksum of all of its values."""
+        changed = {name for name, count in self._counts().items() if count}
+        for names, now, before in zip(self._names, self._look(), self._seen, strict=True):
+            differ = (now != before).any(1).tolist()
+            changed |= {name for name, other in zip(names, differ, strict=True) if other}
+        return {name: (name in changed, f"{_checksum(each):x}") for name, each in self._parameters.items()}
+
+
+def _spread(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Where some values of each part of a flat tensor are in it, shape (parts, LOOKED_AT), int64."""
+    found = [
+        [each.storage_offset() + (2 * number + 1) * each.numel() // (2 * LOOKED_AT) for number in range(LOOKED_AT)]
+        for each in parts
+    ]
+    return torch.tensor(found, dtype=torch.int64, device=parts[0].device)
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    return zlib.crc32(view_bytes(tensor.detach().cpu().contiguous()))
 
 
 class Copies:

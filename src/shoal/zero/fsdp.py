@@ -16,8 +16,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, NoReturn, cast
@@ -34,7 +35,7 @@ from shoal.errors import ConfigError, LocalError
 from shoal.runtime.nested import tensors_in
 from shoal.zero.collectives import Collectives, Traffic
 from shoal.zero.fsdp_comms import NarrowReduceScatter, OwnAllGather, OwnReduceScatter, UnitMeeting
-from shoal.zero.lent import is_lent, replace
+from shoal.zero.lent import is_lent, replace, writes_of
 from shoal.zero.mapped import let_go
 from shoal.zero.offload import Offload
 from shoal.zero.parameters import Order, Piece, bottom_up, local, named_parameters, present_pass, weakly
@@ -493,6 +494,27 @@ class FsdpEngine:
                     group.wait_for_unshard()
                     group.reshard()
         self._unsharded.change()
+
+    @property
+    def reduction(self) -> FsdpEngine:
+        """The part that has the gradients."""
+        return self
+
+    @property
+    def fraction(self) -> None:
+        """All of a gradient is sent."""
+
+    def trainable(self, listed: Collection[str]) -> Collection[str]:
+        """Names of the parameters that may be trained: those that the optimizer lists, frozen ones too."""
+        return {*self._trained, *listed}
+
+    def written(self) -> int:
+        """A number that is the same on all ranks while programs change weights alike."""
+        return zlib.crc32(repr(self.writes()).encode())
+
+    def writes(self) -> dict[str, tuple[bool, str]]:
+        """Of each weight whether a program has changed it since the last step; and a digest, the same on all ranks."""
+        return writes_of(self._shards)
 
     def check(self) -> None:
         """Raise `LocalError` if a parameter is not the one that was sharded."""

@@ -26,7 +26,18 @@ from shoal.runtime.nested import tensors_in
 from shoal.zero import rows
 from shoal.zero.watch import Watch
 
-__all__ = ["LOOKS", "Loan", "is_in_place", "is_lent", "lend", "replace", "unwatched", "watch_shard"]
+__all__ = [
+    "LOOKS",
+    "Loan",
+    "Shard",
+    "is_in_place",
+    "is_lent",
+    "lend",
+    "replace",
+    "unwatched",
+    "watch_shard",
+    "writes_of",
+]
 
 _CURE = (
     "compute with it in the forward method of that unit, or in a method of which torch.distributed.fsdp."
@@ -52,6 +63,7 @@ _LEAVES = frozenset({"expand_as", "view_as"})
 """Of a tensor and itself: torch, and programs, find so the place in a graph that adds to the tensor's gradient."""
 _NUMBERS = frozenset({"__bool__", "__complex__", "__float__", "__index__", "__int__", "item"})
 _watching = True
+_INIT, _VECTOR = "torch.nn.init", "torch.nn.utils.convert_parameters"
 _EXPORTS = frozenset(("numpy", "__array__", "__dlpack__"))
 """Functions that give memory to others, who do not know when it is freed: they get that of a copy."""
 
@@ -108,17 +120,16 @@ class _Lent:
                 args = given = [_leaf(each) for each in args]
             if func is torch.autograd.backward and not any(isinstance(each, Shard) for each in tensors_in(args[0])):
                 kwargs = {**kwargs, "inputs": [_leaf(each) for each in kwargs.get("inputs") or ()] or None}
-            if name == "new_empty" and isinstance(args[0], Shard) and rows.in_init(1):
-                args, given = [args[0].to_local().detach(), *args[1:]], []  # it is filled alike on all ranks
-            changed = _changed(f"{setting} =" if setting == "data" else name, args, kwargs)
-            if isinstance(changed, Shard):
+            if args and (plain := _plain(name, args[0])) is not None:
+                args, given = [plain, *args[1:]], []
+            if changed := _changed(f"{setting} =" if setting == "data" else name, args, kwargs):
                 return _write(func, setting or name, changed, args, kwargs)
             found = _called(func, name, args, kwargs, given)
             if name != "__set__":
                 _mark(found, given)
             if _watching and args and isinstance(args[0], Shard):
                 for each, taken in rows.ways_to_take(func, args[0], found, args, kwargs):
-                    each.taken = taken
+                    each.taken, each.writes = taken, args[0].writes
             return found
 
     def check_read(self, name: str) -> None:
@@ -171,12 +182,14 @@ class Shard(_Lent, DTensor):
         whole: the weight, through which passes go; None for a computed value.
         watch: that of the ranks.
         taken: how it was taken from another shard of which it would be a view in one process; None if it was not.
+        writes: of the weight, or of the one of which it would be a view in one process; None for any other value.
     """
 
     label = "a parameter"
     whole: torch.Tensor | None = None
     watch: Watch | None = None
     taken: rows.Taken | None = None
+    writes: rows.Writes | None = None
 
     def set_(self, *_: Any, **__: Any) -> Any:
         """Not possible; torch lets nobody see it."""
@@ -233,13 +246,26 @@ def lend(whole: torch.nn.Parameter, loan: Loan) -> None:
         whole.loan = loan  # type: ignore[attr-defined]
 
 
-def watch_shard(shard: DTensor, name: str, watch: Watch | None, whole: torch.Tensor | None = None) -> None:
+def watch_shard(
+    shard: DTensor, name: str, watch: Watch | None, writes: rows.Writes | None, whole: torch.Tensor | None = None
+) -> None:
     """Guard a shard, of a whole weight or of a computed value (None)."""
     if type(shard) is DTensor:
         shard.__class__ = Shard
         shard.label = name  # type: ignore[attr-defined]
         shard.watch = watch  # type: ignore[attr-defined]
+        shard.writes = writes  # type: ignore[attr-defined]
         shard.whole = whole  # type: ignore[attr-defined]
+
+
+def writes_of(named: Mapping[str, object]) -> dict[str, tuple[bool, str]]:
+    """Of the weights among these whether a program has changed each since the last step; and a digest of the changes.
+
+    Args:
+        named: shards, by name; anything else is left out.
+    """
+    found = {name: each.writes for name, each in named.items() if isinstance(each, Shard)}
+    return {name: (each.count > 0, f"{each.count} {each.digest}") for name, each in found.items() if each is not None}
 
 
 def replace(original: torch.nn.Parameter, name: str) -> None:
@@ -272,16 +298,25 @@ def _leaf(value: Any) -> Any:
     return value
 
 
+def _plain(name: str, value: Any) -> torch.Tensor | None:
+    """What a function of torch that all ranks call alike works with, in place of a shard."""
+    if isinstance(value, Shard) and name == "new_empty" and rows.called_in(_INIT, 2):
+        return value.to_local().detach()  # it is filled alike on all ranks
+    if isinstance(value, Shard) and name == "view" and rows.called_in(_VECTOR, 2):
+        return rows.as_whole(value)
+    return None
+
+
 def is_in_place(name: str, kwargs: Mapping[str, Any]) -> bool:
     """Whether a function of this name changes its first argument."""
     return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True
 
 
-def _changed(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """The tensor that a function changes, if it is a lent one. Raises `ConfigError` if the change would be lost."""
+def _changed(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Shard]:
+    """The shards that a function changes. Raises `ConfigError` if the change would be lost."""
     in_place = is_in_place(name, kwargs)
     target = args[0] if args else kwargs.get("tensor", kwargs.get("self"))
-    found = None
+    found = {}
     for each in tensors_in([kwargs.get("out"), target if in_place and name not in LOOKS else None]):
         if isinstance(each, _Guarded):
             raise ConfigError(
@@ -289,27 +324,40 @@ def _changed(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch
                 "this is a copy of the shards. Change the shards, between steps, or compute with a clone() of it, or "
                 "use stage 1 or 2"
             )
-        if found is None and isinstance(each, Shard):
-            found = each
-    return found
+        if isinstance(each, Shard):
+            found[id(each)] = each
+    return list(found.values())
 
 
-def _write(func: Callable[..., Any], name: str, changed: Shard, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Change a shard by a function, or by setting its attribute of this name."""
+def _write(
+    func: Callable[..., Any], name: str, targets: list[Shard], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Change shards by a function, or set an attribute of this name."""
+    changed = targets[0]
     rows.refused(name, changed.label)
     if name == "data" and isinstance(args[1], torch.Tensor):
-        source = args[1].label if isinstance(args[1], Shard) and args[1].grad_fn is None else ""
-        return rows.assign(changed, changed.label, args[1], source)
+        other = args[1] if isinstance(args[1], Shard) and args[1].writes not in (None, changed.writes) else None
+        rows.assign(changed, changed.label, args[1], "" if other is None else other.label)
+        _note(targets, name, args[1])
+        return None
     read = [*tensors_in([*args, *(value for key, value in kwargs.items() if key != "out")])]
-    filled = kwargs.get("out") is changed and not any(isinstance(each, Shard) for each in read)
-    if changed.taken is None and (filled or rows.is_drawn(func, name)):
-        return rows.write_drawn(func, changed, args, kwargs)
-    if _watching and not rows.by_rows(name, changed, read):
-        return _called(partial(rows.write_whole, func, changed), name, [args, kwargs], {}, [changed])
-    args, kwargs = rows.spread(changed, list(args)), rows.spread(changed, dict(kwargs))
-    found = _called(func, name, args, kwargs, [changed])
-    _mark(found, [changed])
+    drawn = rows.is_drawn(func, name) or (
+        kwargs.get("out") is not None and not any(isinstance(each, Shard) for each in read)
+    )
+    if drawn or (_watching and not rows.by_rows(name, targets, read)):
+        write = partial(rows.write_whole, func, name, targets, fresh=drawn)
+        return _called(write, name, [args, kwargs], {}, targets)
+    found = _called(func, name, rows.spread(changed, list(args)), rows.spread(changed, dict(kwargs)), targets)
+    _mark(found, targets)
+    _note(targets, name, args[1:], kwargs)
     return found
+
+
+def _note(targets: list[Shard], name: str, *given: Any) -> None:
+    """Shards were changed by a program, which gave this."""
+    for each in targets:
+        if _watching and each.writes is not None:
+            each.writes.note(name, *given)
 
 
 def _called(
@@ -318,7 +366,7 @@ def _called(
     """The result of a function. What torch cannot do with shards is a `ConfigError`."""
     shard = next((each for each in given if isinstance(each, Shard)), None)
     if name in _NUMBERS and isinstance(args[0], Shard) and not all(each.is_replicate() for each in args[0].placements):
-        if rows.in_init(2):
+        if rows.called_in(_INIT, 2):
             return func(args[0].full_tensor())
         raise ConfigError(
             f"a number is made ({name}) of {args[0].label}, or of values computed from it, and it would be that of "
@@ -326,12 +374,10 @@ def _called(
             "optimizer.clip_grad_norm_() returns the norm of gradients"
         )
     try:
-        if shard is not None and rows.draws_like(name) and args[0] is shard:
-            return rows.draw_like(func, shard, args, kwargs)
         if shard is not None and name == "_foreach_copy_":  # torch has none for shards
             return [one.copy_(other) for one, other in zip(args[0], args[1], strict=True)]
         if shard is not None and rows.draws(name) and args[0] is shard:
-            return rows.compute_whole(func, shard, args, kwargs)
+            return rows.compute_whole(func, name, shard, args, kwargs)
         return func(*args, **kwargs)
     except (RuntimeError, NotImplementedError, AssertionError) as error:
         said = str(error).strip()
@@ -368,10 +414,12 @@ def _check_gradient(label: str, gradient: Any) -> None:
 def _mark(found: Any, given: Collection[Any]) -> None:
     """Results that share a weight's memory are views of it; others gather its unit when a gradient comes to them."""
     loans = {id(each.loan): each.loan for each in given if isinstance(each, _Guarded)}.values()
-    shard = next((each for each in given if isinstance(each, Shard)), None)
+    shards = [each for each in given if isinstance(each, Shard)]
     for each in tensors_in(found):
-        if type(each) is DTensor and shard is not None and (_watching or each.grad_fn is not None):
-            watch_shard(each, shard.label, shard.watch)
+        if type(each) is DTensor and shards and (_watching or each.grad_fn is not None):
+            of = next((shard for shard in shards if rows.shares_memory(each, shard)), None)
+            near = shards[0] if of is None else of
+            watch_shard(each, near.label, near.watch, near.writes if near is of else None)
         if type(each) is not torch.Tensor or each.layout != torch.strided or _is_functional(each):
             continue
         owner = next((loan for loan in loans if loan.has(each)), None)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from shoal.errors import ConfigError, LocalError
-from shoal.zero.changes import begin, check_whole, end, is_whole, uninterrupted
+from shoal.zero.changes import begin, check_alike, check_whole, end, is_whole, uninterrupted
 from shoal.zero.collectives import Collectives, Traffic
 from shoal.zero.flat import FlatEngine
 from shoal.zero.fsdp import FsdpEngine
@@ -112,13 +112,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         # A rank may own nothing of a group, or of any.
         self.inner, self.carrier, self.skipped, self.lent = inner, carrier, 0, ""
-        self.reduction = carrier.reduction if isinstance(carrier, FlatEngine) else carrier
+        self.reduction = carrier.reduction
         trained = {name for name, each in named_parameters(model) if each.requires_grad}
         self.collectives, self.offload = collectives, offload
         self.listed, self.irregular = listed, irregular
         self.replicas = replicas
         self.names = [[name for name in group if name in trained] for group in listed]
-        self._may_train = trained.union(*listed)
+        self._trainable = carrier.trainable([name for group in listed for name in group])
         self._model, self._skip_nonfinite = model, skip_nonfinite
         super().__init__([{"params": [torch.zeros((), dtype=torch.float32, device="cpu")]}], dict(inner.defaults))
         # Both optimizers show the same groups and statistics: schedulers and trainers hold on to either one.
@@ -185,13 +185,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ConfigError: an argument is out of its range, or ranks give different ones, or have not cleared the same
                 gradients: on all ranks.
         """
-        limit, kind, problem = math.nan, math.nan, None
+        limit, kind, written, problem = math.nan, math.nan, 0, None
         try:
             limit, kind = _above_0("max_norm", max_norm), _above_0("norm_type", norm_type)
             self.reduction.gradients()  # raises if there are none to clip yet
+            written = self.carrier.written()
         except (ConfigError, LocalError) as error:
             problem = error
-        self._meet("clip", problem, [f"max_norm={limit} norm_type={kind}", *self._passes()])
+        self._meet("clip", problem, [f"max_norm={limit} norm_type={kind}", *self._passes()], written)
         gradients = [each for each in self._settle() if each.numel()]  # of few rows a rank may have none
         norm = self._norm(gradients, kind)
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
@@ -315,50 +316,53 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ConfigError: it is set to no share.
             LocalError: it is set, and `shard` was called without it.
         """
-        fraction = self.carrier.tables.fraction if isinstance(self.carrier, FlatEngine) else None
-        return None if fraction is None else fraction.value
+        return None if self.carrier.fraction is None else self.carrier.fraction.value
 
     @top_k.setter
     def top_k(self, value: float) -> None:
-        if not isinstance(self.carrier, FlatEngine) or self.carrier.tables.fraction is None:
+        if self.carrier.fraction is None:
             raise LocalError("top_k can be changed only where shard() was called with one")
-        self.carrier.tables.fraction.value = share(value)
+        self.carrier.fraction.value = share(value)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """The attribute by which torch's GradScaler decides, from this rank's gradients alone, whether to step."""
-        if not any(isinstance(each, DTensor) for group in self.param_groups for each in group["params"]):
+        if not self._steps_shards:
             raise LocalError(
                 "a GradScaler cannot be used in stages 1 and 2, where each rank would decide for itself whether it "
                 "steps: leave it out, bfloat16 and float32 need none"
             )
         return False  # of sharded tensors it finds the same on all ranks
 
+    @property
+    def _steps_shards(self) -> bool:
+        """Whether it steps whole parameters, in shards, as torch names their state."""
+        return any(isinstance(each, DTensor) for group in self.param_groups for each in group["params"])
+
     def _agree(self, options: Mapping[str, Any]) -> tuple[bool, list[bool]]:
         """Whether the gradients of all ranks are finite; and which parameters got none on any rank.
 
         One all-reduce, which also tells whether a rank cannot step, and whether all have the same settings.
         """
-        problem, finite = None, True
+        problem, finite, written = None, True, 0
         try:
             self.check_model(self._model, to_change=True)
             self.check_whole()
             self.carrier.check()
-            if not isinstance(self.carrier, FlatEngine):  # that one looks itself, and takes in none that was frozen
-                self._check_unfrozen()
-            finite = self.reduction.finite()
+            self._check_unfrozen()
+            finite, written = self.reduction.finite(), self.carrier.written()
         except LocalError as error:
             problem = error
         lines = [*self._passes(), described([*self.param_groups, options])] if problem is None else []
         infinite, *present = self._meet(
-            "step", problem, lines, [not finite, *(not each for each in self.reduction.absent())]
+            "step", problem, lines, written, [not finite, *(not each for each in self.reduction.absent())]
         )
         return not infinite, [not each for each in present]
 
     def _check_unfrozen(self) -> None:
         """Raise `LocalError` if a parameter has gradients now, and no optimizer steps it."""
         for name, each in named_parameters(self._model):
-            if each.requires_grad and name not in self._may_train:
+            if each.requires_grad and name not in self._trainable:
                 raise LocalError(UNFROZEN.format(name))
 
     def _passes(self) -> list[str]:
@@ -366,7 +370,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [f"gradients of {count} passes for {name}" for name, count in self.reduction.reduced().items()]
 
     def _meet(
-        self, what: str, problem: Exception | None, lines: Sequence[str], flags: Sequence[bool] | None = None
+        self,
+        what: str,
+        problem: Exception | None,
+        lines: Sequence[str],
+        written: int,
+        flags: Sequence[bool] | None = None,
     ) -> list[int]:
         """All ranks do the same, or all raise: if one has a problem, or is at something else, or lines are not alike.
 
@@ -374,13 +383,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             what: they are about to do.
             problem: of this rank: a `ConfigError` or a `LocalError`.
             lines: what must be the same on all ranks.
+            written: of the carrier: the same on all ranks, if programs have changed weights alike.
             flags: of this rank, one more than parameters, whatever they are about to do; None for no flag.
 
         Returns:
             For each flag whether any rank has set it.
         """
         known = "\n".join([f"the sharded model number {self.collectives.model}", f"to {what}", *lines])
-        number = zlib.crc32(known.encode())
+        number = zlib.crc32(f"{known}\n{written}".encode())
         refused = 0 if problem is None else 1 + isinstance(problem, ConfigError)
         if flags is None:
             flags = [False] * (1 + len(self.reduction.absent()))
@@ -395,7 +405,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise (ConfigError if refused > 1 else LocalError)(f"another rank cannot {what}: {said}")
         if most != -least:
             self.agreement.alike(known, "settings, and clear the same gradients; decide on them by what all ranks know")
+            check_alike(self.agreement, self.carrier.writes())
         return told
+
+    def check_written(self, written: int) -> None:
+        """Raise `ConfigError` on all ranks if programs have changed weights otherwise on some.
+
+        Args:
+            written: that of the carrier.
+        """
+        if len(set(self.agreement.gather(str(written)))) > 1:
+            check_alike(self.agreement, self.carrier.writes())
 
     @property
     def agreement(self) -> Agreement:
@@ -488,7 +508,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _check_caller(self) -> None:
         """Raise `ConfigError` if the method's caller is torch's helper, which would end in a KeyError."""
         caller = sys._getframe(2).f_globals.get("__name__")  # noqa: SLF001 (it does not say so in any other way)
-        if isinstance(self.carrier, FlatEngine) and caller == _TORCHS_STATES:
+        if caller == _TORCHS_STATES and not self._steps_shards:
             raise ConfigError(
                 f"{_TORCHS_STATES} names an optimizer's state by whole parameters, and in stages 1 and 2 a rank has "
                 "pieces of them: save with shoal.zero.save(path, model, optimizer) and load() (consolidated=True for "

@@ -72,25 +72,26 @@ class Roster:
 
     Args:
         model: not kept alive.
+
+    Attributes:
+        trained: names of the parameters that require a gradient.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._known = {name: (each, each.requires_grad) for name, each in named_parameters(model)}
+        self._known = dict(named_parameters(model))
+        self.trained = {name for name, each in self._known.items() if each.requires_grad}
 
     def check(self) -> None:
-        """Raise `LocalError` if the model has another parameter now, or trains one that was frozen."""
+        """Raise `LocalError` if the model has another parameter now."""
         model = self._model()
         for name, parameter in named_parameters(model) if model is not None else ():
-            known, trained = self._known.get(name, (None, False))
-            if known is not parameter and (trained or parameter.requires_grad):
+            if self._known.get(name) is not parameter and (name in self.trained or parameter.requires_grad):
                 raise LocalError(
                     f"{name} is another parameter than when the model was sharded, and would not be trained: write "
                     "into parameters instead of replacing them (load_state_dict without assign=True), or do it before "
                     "shard()"
                 )
-            if parameter.requires_grad and not trained:
-                raise LocalError(UNFROZEN.format(name))
 
 
 class Piece(NamedTuple):

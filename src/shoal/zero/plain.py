@@ -26,11 +26,12 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.errors import ConfigError
 from shoal.runtime.checks import flag
-from shoal.zero.changes import check_whole
+from shoal.zero.changes import check_alike, check_whole
+from shoal.zero.lent import writes_of
 from shoal.zero.parameters import Order, Piece, flat, named_parameters
 from shoal.zero.replicas import process_group
 from shoal.zero.saved import Range, Statistics, location, typed, warn_unchecked
-from shoal.zero.watch import Watch
+from shoal.zero.watch import Agreement, Watch
 
 __all__ = ["BareWeights", "Whole", "bare_weights", "fitting", "full_state_dict", "overwrite"]
 
@@ -60,7 +61,7 @@ def full_state_dict(
         Tensors on the CPU, copies, and modules' extra state as it is; empty on other ranks if `rank0_only`.
 
     Raises:
-        ConfigError: an argument is wrong.
+        ConfigError: an argument is wrong; or, on all ranks, a program has changed weights of stage 3 on some alone.
         LocalError: a step was interrupted while ranks exchanged the new weights.
         RankLost: a rank is gone.
     """
@@ -72,7 +73,8 @@ def full_state_dict(
     seen: dict[int, torch.Tensor] = {}
     with contextlib.ExitStack() as stack:
         watch: Watch | None = None  # that of `shard` is with the optimizer
-        for name, value in model.state_dict(keep_vars=True).items():
+        state = model.state_dict(keep_vars=True)
+        for name, value in state.items():
             if id(value) in but:
                 continue
             if not isinstance(value, torch.Tensor):  # the result of a module's get_extra_state
@@ -82,7 +84,10 @@ def full_state_dict(
             if id(value) not in seen:
                 whole = value.detach()
                 if isinstance(whole, DTensor):
-                    watch = watch or stack.enter_context(contextlib.closing(Watch(_ranks_of(whole, group))))
+                    if watch is None:
+                        ranks = _ranks_of(whole, group)
+                        watch = stack.enter_context(contextlib.closing(Watch(ranks)))
+                        check_alike(Agreement(ranks, watch), writes_of(state))
                     whole = _gathered(whole, watch, name)
                 seen[id(value)] = (
                     whole.to("cpu", copy=True) if keep else torch.empty(0, dtype=value.dtype, device="cpu")

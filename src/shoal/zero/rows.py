@@ -11,34 +11,34 @@ a copy (``weight[0].zero_()``): it remembers how it was taken, and changes of it
 
 from __future__ import annotations
 
-import contextlib
 import sys
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.errors import ConfigError
 from shoal.runtime.nested import tensors_in
 
 __all__ = [
     "Taken",
+    "Writes",
+    "as_whole",
     "assign",
     "by_rows",
+    "called_in",
     "compute_whole",
-    "draw_like",
     "draws",
-    "draws_like",
-    "in_init",
     "is_drawn",
     "refresh",
     "refused",
+    "shares_memory",
     "spread",
     "ways_to_take",
-    "write_drawn",
     "write_whole",
 ]
 
@@ -77,6 +77,10 @@ _MOVES = frozenset(
 """Functions that change where values are, or their shape."""
 
 
+_LOOKED_AT = 16
+"""So many values of a tensor that all ranks give alike are compared."""
+
+
 class Taken(NamedTuple):
     """How a value was taken from another one, in memory of its own, where one process has a view.
 
@@ -89,34 +93,50 @@ class Taken(NamedTuple):
     take: Callable[[torch.Tensor], torch.Tensor]
 
 
+class Writes:
+    """What a program has written into a weight: alike on all ranks, or rows of several changes would be mixed.
+
+    Attributes:
+        count: how many changes there were.
+        digest: another one if their values, as far as they are looked at, or their kinds differ.
+    """
+
+    def __init__(self) -> None:
+        self.count = self.digest = 0
+
+    def note(self, name: str, *given: Any) -> None:
+        """A function of this name has changed the weight; it was given this."""
+        self.count += 1
+        said = [name, *(_glimpse(each) for each in tree_leaves(given))]
+        self.digest = zlib.crc32("\n".join(said).encode(), self.digest)
+
+    def forget(self) -> None:
+        """All ranks have written alike so far."""
+        self.count = self.digest = 0
+
+
+def _glimpse(value: Any) -> str:
+    """Some of a value that all ranks give alike; nothing of those of which each rank has its own rows."""
+    if isinstance(value, torch.Tensor):
+        own = isinstance(value, DTensor) or value.is_meta or not value.numel()
+        some = value.detach().reshape(-1) if not own else None
+        return "" if some is None else str(some[:: max(1, len(some) // _LOOKED_AT)].tolist())
+    return repr(value) if isinstance(value, bool | int | float | str | slice | None) else type(value).__name__
+
+
 def is_drawn(func: Callable[..., Any], name: str) -> bool:
     """Whether a function fills a tensor with random values, or those that depend on its whole shape."""
-    return name in _DRAWN or _is_init(func)
-
-
-def draw_like(func: Callable[..., Any], target: DTensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Random values for each value of a weight: the rows of this rank."""
-    found = func(torch.empty(target.shape, dtype=target.dtype, device=target.to_local().device), *args[1:], **kwargs)
-    return spread(target, found).redistribute(placements=target.placements)
-
-
-def draws_like(name: str) -> bool:
-    """Whether a function makes a tensor of random values like the one that it is given."""
-    return name in _DRAWN_LIKE
+    return name in _DRAWN or getattr(func, "__module__", "") == "torch.nn.init"
 
 
 def draws(name: str) -> bool:
-    """Whether a function reads a tensor, and draws random values for it."""
-    return name in _DRAWS
+    """Whether a function reads a tensor, or its shape alone, and draws random values for it."""
+    return name in _DRAWS or name in _DRAWN_LIKE
 
 
-def in_init(depth: int) -> bool:
-    """Whether the caller so many frames up is of `torch.nn.init`, which all ranks call to fill a weight."""
-    return sys._getframe(depth + 1).f_globals.get("__name__") == "torch.nn.init"  # noqa: SLF001 (nothing else tells)
-
-
-def _is_init(func: Callable[..., Any]) -> bool:
-    return getattr(func, "__module__", "") == "torch.nn.init"
+def called_in(module: str, depth: int) -> bool:
+    """Whether the caller so many frames up is of a module of torch whose functions all ranks call alike."""
+    return sys._getframe(depth + 1).f_globals.get("__name__") == module  # noqa: SLF001 (nothing else tells)
 
 
 def refused(name: str, label: str) -> None:
@@ -140,62 +160,87 @@ def spread(target: DTensor, values: Any) -> Any:
     return tree_map(each, values)
 
 
-def write_drawn(func: Callable[..., Any], target: DTensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTensor:
-    """Let a function fill a whole tensor, and keep the rows of this rank."""
-    whole = torch.empty(target.shape, dtype=target.dtype, device=target.to_local().device)
-    args, kwargs = tree_map(lambda each: whole if each is target else each, (list(args), dict(kwargs)))
-    with torch.no_grad() if _is_init(func) else contextlib.nullcontext():
-        func(*args, **kwargs)
-        target.copy_(spread(target, whole))
-    return target
-
-
-def by_rows(name: str, target: Any, read: Sequence[torch.Tensor]) -> bool:
+def by_rows(name: str, targets: Sequence[Any], read: Sequence[torch.Tensor]) -> bool:
     """Whether a change can be made to the rows of this rank.
 
     Args:
         name: of the function.
-        target: what it changes, a `Shard`.
+        targets: what it changes, each a `Shard`.
         read: the tensors that it reads.
     """
-    values = name.startswith("_foreach_") or (name in _BY_VALUE and target.taken is None)
-    return values and all(
-        not isinstance(each, DTensor) or not each.ndim or each.placements == target.placements for each in read
+    values = name.startswith("_foreach_") or name in _BY_VALUE
+    return (
+        values
+        and all(each.taken is None for each in targets)
+        and all(
+            not isinstance(each, DTensor) or not each.ndim or each.placements == targets[0].placements for each in read
+        )
     )
 
 
-def write_whole(func: Callable[..., Any], target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Let a function change a whole tensor, and keep the rows of this rank. All ranks call it.
+def write_whole(
+    func: Callable[..., Any],
+    name: str,
+    targets: Sequence[Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    fresh: bool,
+) -> Any:
+    """Let a function change whole tensors, and keep the rows of this rank. All ranks call it.
 
     Args:
         func: the function.
-        target: what it changes, a `Shard`.
-        args: its arguments, `target` among them.
+        name: of it.
+        targets: what it changes, each a `Shard`.
+        args: its arguments, `targets` among them.
         kwargs: the same.
+        fresh: it overwrites all values, and needs none of the old ones.
 
     Returns:
-        `target`, or what it returns else.
+        The target, or what it returns else.
+
+    Raises:
+        ConfigError: it gives a target another shape.
     """
-    root, ways = target, list[Callable[[torch.Tensor], torch.Tensor]]()
-    while root.taken is not None:
-        ways.append(root.taken.take)
-        root = root.taken.base
-    with torch.no_grad():
-        whole = _gathered(root)
-        if whole.data_ptr() == root.to_local().data_ptr():  # of one rank
-            whole = whole.clone()
-    # A change of a leaf that requires a gradient is torch's error, as in one process.
-    found = whole.requires_grad_(root.requires_grad)
-    for way in reversed(ways):
-        found = way(found)
-    args, kwargs = tree_map(lambda each: found if each is target else _gathered(each), (list(args), dict(kwargs)))
+    wholes: dict[int, tuple[Any, torch.Tensor]] = {}  # by the `id` of the weight
+    parts: dict[int, tuple[Any, torch.Tensor]] = {}  # by the `id` of the target
+    for target in targets:
+        root, ways = target, list[Callable[[torch.Tensor], torch.Tensor]]()
+        while root.taken is not None:
+            ways.append(root.taken.take)
+            root = root.taken.base
+        if id(root) not in wholes:
+            whole = _blank(root) if fresh and not ways else _gathered(root)
+            if whole.data_ptr() == root.to_local().data_ptr():  # of one rank
+                whole = whole.clone()
+            # A change of a leaf that requires a gradient is torch's error, as in one process.
+            wholes[id(root)] = root, whole.requires_grad_(root.requires_grad)
+        found = wholes[id(root)][1]
+        for way in reversed(ways):
+            found = way(found)
+        parts[id(target)] = target, found
+
+    def each(value: Any) -> Any:
+        return parts[id(value)][1] if id(value) in parts else _gathered(value)
+
+    args, kwargs = tree_map(each, (list(args), dict(kwargs)))
     result = func(*args, **kwargs)
     with torch.no_grad():
-        root.copy_(spread(root, whole))
-    return target if result is found else result
+        for root, whole in wholes.values():
+            if whole.shape != root.shape:
+                refused("resize_", root.label)
+            root.copy_(spread(root, whole))
+            if root.requires_grad != whole.requires_grad:  # as of `torch.zeros(..., out=weight)`
+                root.requires_grad_(whole.requires_grad)
+            if root.writes is not None:
+                root.writes.note(name, whole)
+    return next((target for target, part in parts.values() if part is result), result)
 
 
-def compute_whole(func: Callable[..., Any], shard: DTensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def compute_whole(
+    func: Callable[..., Any], name: str, shard: DTensor, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     """The result of a function of whole tensors: of each tensor of the shard's shape, the rows of this rank."""
 
     def each(value: Any) -> Any:
@@ -203,8 +248,34 @@ def compute_whole(func: Callable[..., Any], shard: DTensor, args: Sequence[Any],
             return spread(shard, value).redistribute(placements=shard.placements)
         return value
 
-    args, kwargs = tree_map(_gathered, (list(args), dict(kwargs)))
+    found = _blank if name in _DRAWN_LIKE else _gathered
+    shards = partial(tree_map, lambda value: found(value) if isinstance(value, DTensor) else value)
+    args, kwargs = shards((list(args), dict(kwargs)))
     return tree_map(each, func(*args, **kwargs))
+
+
+def as_whole(shard: Any) -> torch.Tensor:
+    """All of a weight, for a function that all ranks call. No gradient can go through it."""
+    with torch.no_grad():
+        whole: torch.Tensor = _gathered(shard)
+    if not torch.is_grad_enabled() or not shard.requires_grad:
+        return whole
+
+    def refuse(_: torch.Tensor) -> None:
+        raise ConfigError(
+            f"a gradient goes through all of {shard.label} (parameters_to_vector), and each rank would add its own to "
+            "it: make the vector within torch.no_grad(). For a penalty on weights use weight_decay of the optimizer, or use "
+            "stage 1 or 2"
+        )
+
+    found = whole.requires_grad_().clone()
+    found.register_hook(refuse)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _blank(shard: DTensor) -> torch.Tensor:
+    """Memory for a whole weight."""
+    return torch.empty(shard.shape, dtype=shard.dtype, device=shard.to_local().device)
 
 
 def _gathered(value: Any) -> Any:
@@ -235,9 +306,9 @@ def ways_to_take(
         return list(tensors_in(func(value, *args[1:], **kwargs)))[number]
 
     nothing = torch.empty(base.shape, dtype=base.dtype, device="meta")
-    memory, listed = _memory(base), list[tuple[Any, Taken]]()
+    listed = list[tuple[Any, Taken]]()
     for number, each in enumerate(tensors_in(found)):
-        own = isinstance(each, DTensor) and (base.taken is not None or _memory(each) != memory)
+        own = isinstance(each, DTensor) and (base.taken is not None or not shares_memory(each, base))
         if own and take(number, nothing)._is_view():  # noqa: SLF001 (there is no other way to ask)
             listed.append((each, Taken(base, partial(take, number))))
     return listed
@@ -251,8 +322,11 @@ def refresh(value: Any) -> None:
             value._local_tensor = value.taken.take(value.taken.base)._local_tensor  # noqa: SLF001 (the same object)
 
 
-def _memory(value: DTensor) -> int:
-    return int(value._local_tensor.untyped_storage()._cdata)  # noqa: SLF001 (that of no values has no address)
+def shares_memory(one: DTensor, other: DTensor) -> bool:
+    """Whether the rows of this rank are in the same memory."""
+    # That of no values has no address.
+    mine, its = (each._local_tensor.untyped_storage() for each in (one, other))  # noqa: SLF001 (not in any graph)
+    return bool(mine._cdata == its._cdata)  # noqa: SLF001 (as above)
 
 
 def assign(target: DTensor, label: str, values: Any, source: str) -> None:

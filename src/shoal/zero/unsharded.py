@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from shoal.errors import LocalError
 from shoal.zero.freed import guard
-from shoal.zero.lent import Loan, lend, watch_shard
+from shoal.zero.lent import Loan, Shard, lend, watch_shard
 from shoal.zero.parameters import local, present_pass, weakly
+from shoal.zero.rows import Writes
 from shoal.zero.watch import Watch
 
 __all__ = ["BROKE_OFF", "Unsharded"]
@@ -54,6 +55,7 @@ class Unsharded:
     def __init__(self, shards: Mapping[str, DTensor], units: Mapping[str, FSDPModule], watch: Watch) -> None:
         self._shards = dict(shards)
         self.parameters: dict[str, torch.Tensor] = {}
+        self._writes: list[Writes] = []  # of programs, into each of them
         self._managed: dict[str, Any] = {}  # FSDP2's own entry for each: no other place has all kinds of gradients
         self._used: set[str] = set()  # in backward passes here, since they were cleared
         self._reduced: set[str] = set()  # had a gradient when they were last looked at
@@ -71,7 +73,12 @@ class Unsharded:
                 for managed in group.fsdp_params:
                     name = names[id(managed.sharded_param)]
                     self._watch(name, managed, group)
-                    self._guard(f"{name} of {f'unit {place}' if place else 'the model'}", managed, state, watch)
+                    label = f"{name} of {f'unit {place}' if place else 'the model'}"
+                    shard = self._shards[name]
+                    watch_shard(shard, label, watch, Writes(), managed.unsharded_param)
+                    if isinstance(shard, Shard) and shard.writes is not None:
+                        self._writes.append(shard.writes)
+                    self._guard(label, managed, state)
             unit.reshard()
 
     def _watch(self, name: str, managed: Any, group: Any) -> None:
@@ -91,9 +98,8 @@ class Unsharded:
         managed.sharded_param.requires_grad_(trained)
 
     @staticmethod
-    def _guard(name: str, managed: Any, state: Any, watch: Watch) -> None:
+    def _guard(name: str, managed: Any, state: Any) -> None:
         """A program may use it only while its unit runs."""
-        watch_shard(managed.sharded_param, name, watch, managed.unsharded_param)
         if len(managed.all_gather_outputs) == 1:  # otherwise an extension of FSDP2 has its own memory
             memory = managed.all_gather_outputs[0].untyped_storage()
             lend(managed.unsharded_param, Loan(name, memory, weakly(state._pre_backward)))  # noqa: SLF001
@@ -227,3 +233,5 @@ class Unsharded:
     def change(self) -> None:
         """The parameters are about to change: values computed from them cannot be differentiated any more."""
         increment_version(list(self.parameters.values()))
+        for each in self._writes:
+            each.forget()

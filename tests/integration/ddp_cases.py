@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 import shoal
-from shoal.errors import LocalError, RankLost, StateUnavailable
+from shoal.errors import ConfigError, LocalError, RankLost, StateUnavailable
 from shoal.integrations.ddp import GroupOptimizer
 from tests.integration.ranks import die_here
 from tests.integration.scripts import digest
@@ -235,6 +235,23 @@ def wrong(case: str) -> None:
             group.swarm.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
         elif case == "copy":
             copy.deepcopy(group.swarm)
+
+
+def change_on_one_rank(changed: int) -> list[Any]:
+    """A weight is changed on one rank alone: what a step says, and all behind it."""
+    with Group() as group:
+        group.train(1)
+        if dist.get_rank() == changed:
+            group.model.weight.data.mul_(2)
+        try:
+            group.step()
+            words = ""
+        except ConfigError as error:
+            words = f"{error}"
+        group.swarm.zero_grad()
+        group.swarm.load_state_dict(group.swarm.state_dict())
+        group.train(1)
+        return [words, group.swarm.local_epoch, held(group.model, group.inner)]
 
 
 def lose_a_rank(lost: int) -> str:

@@ -74,6 +74,15 @@ def test_an_error_is_raised_on_all_ranks(processes: Ranks, case: str) -> None:
     assert kind in {outcome.kind for outcome in outcomes}
 
 
+@pytest.mark.parametrize("changed", [0, 1])
+def test_a_weight_that_one_rank_changes_is_named(processes: Ranks, changed: int) -> None:
+    """Its gradients went into the mean of the group, and rank 0's change was trained on, in silence."""
+    found = processes.play(2, cases.change_on_one_rank, changed)
+    assert found[0] == found[1]
+    assert found[0][0].startswith("parameter 0 of the optimizer has other values on rank 1 than on rank 0"), found
+    assert found[0][1] == 2
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_killed_rank_ends_the_group(processes: Ranks, lost: int) -> None:
     """A rank is killed: the next call on the other one names it."""

@@ -10,6 +10,8 @@ from tests.integration import zero_changed as changes
 from tests.integration.ranks import Ranks, ranks
 
 DEFAULT = ("data = values", "copy_", "xavier_uniform_", "load_state_dict", "data from a model")
+VECTORS = ("parameters_to_vector", "a vector and noise", "data = another's * 0.5", "data = a mean")
+OUT = ("randn out= data", "zeros out=", "qr out= two", "mean out= a bias", "foreach of rows")
 PARTS = (
     "trunc_normal_",
     "a row of data of zeros",
@@ -74,6 +76,43 @@ def test_weights_that_a_module_computes_are_assigned(pool: Ranks, stage: int) ->
 def test_changes_of_weights_that_stage_3_cannot_carry(pool: Ranks) -> None:
     """A replaced or tied parameter was not trained, in silence; `share_memory` ended the process."""
     _named(pool, [*DEFAULT_REFUSED], 3, 1)
+
+
+def test_weights_that_are_made_from_vectors_and_from_others(pool: Ranks) -> None:
+    """`vector_to_parameters` of `parameters_to_vector`, and values computed from a weight, were taken to tie it."""
+    _as_in_one_process(pool, [*VECTORS], 3, 1)
+
+
+def test_weights_that_are_given_as_out(pool: Ranks) -> None:
+    """The second of two weights was not written to, rows in a list were not, and `torch.zeros` did not freeze it."""
+    _as_in_one_process(pool, [*OUT], 3, 1)
+    _named(pool, ["a mask", "out= of another shape"], 3, 1)
+
+
+def test_a_parametrization_that_is_taken_away(pool: Ranks) -> None:
+    """Torch's error said that a class has no attribute."""
+    for stage, key in ((2, "layers.0.weight"), (3, "layers.0.parametrizations.weight.original")):
+        for found in pool.play(2, changes.parametrized, stage):
+            assert all(key in words and "before shard()" in words for words in found), found
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 2, 3])
+def test_weights_that_ranks_change_apart(pool: Ranks, stage: int) -> None:
+    """They were mixed in silence: each rank went on from its share of its own change."""
+    for found in pool.play(2, changes.apart, [*changes.APART], stage):
+        for how, (clipped, stepped, saved, after) in found.items():
+            who, words = changes.APART[how][0], stepped
+            assert clipped == words, how
+            assert words.startswith("ConfigError: the program has changed"), (how, words)
+            assert any(f"changed {each}" in words for each in ("layers.", "head.")), (how, words)
+            assert ("to other values on rank 1" if who is None else f"on rank {who} alone") in words, (how, words)
+            assert saved == words, (how, saved)
+            assert after == "", (how, after)
+
+
+def test_weights_that_one_rank_changes_and_puts_back(pool: Ranks) -> None:
+    """As a rank does that evaluates others: in stages 1 and 2 it has changed nothing."""
+    assert pool.play(2, changes.put_back, 2) == [""] * 2
 
 
 @pytest.mark.long

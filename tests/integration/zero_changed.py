@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, prune, vector_to_parameters
 
 import shoal.zero
 from tests.integration.zero_programs import said
@@ -72,6 +72,11 @@ def _kept_part(weight: Any) -> None:
     part = weight[1]
     weight.mul_(2.0)
     weight[0].copy_(part)
+
+
+def _by_vector(source: Any, target: Any) -> None:
+    vector = parameters_to_vector(source.parameters())
+    vector_to_parameters(vector.detach() * 0.5 + 0.1 * torch.randn(len(vector)), target.parameters())
 
 
 def _unseeded(model: Any, init: Callable[[torch.Tensor], object]) -> None:
@@ -140,14 +145,36 @@ RIGHT: dict[str, Callable[[Any], object]] = {
     "load_state_dict": lambda model: model.load_state_dict(_whole(model)),
     "that of a layer": lambda model: model.layers[1].load_state_dict(_whole(model.layers[1])),
     "copies from a model": lambda model: _from_another(model, lambda one, other: one.data.copy_(other)),
+    "foreach of rows": lambda model: torch._foreach_add_([model.head.weight[0], model.head.weight.data[2]], 1.0),
+    "randn out= data": lambda model: _unseeded(model, lambda each: torch.randn(WIDTH, WIDTH, out=each.data)),
+    "normal out=": lambda model: _unseeded(model, lambda each: torch.normal(each, 0.1, out=each)),
+    "zeros out=": lambda model: torch.zeros(WIDTH, WIDTH, out=model.layers[0].weight),
+    "rand out=": lambda model: _unseeded(model, lambda each: torch.rand(WIDTH, WIDTH, out=each)),
+    "add out= a row": lambda model: torch.add(values()[0], 1.0, out=model.layers[0].weight[0]),
+    "mean out= a bias": lambda model: torch.mean(model.layers[0].weight, 0, out=model.layers[0].bias),
+    "cumsum out=": lambda model: torch.cumsum(model.layers[0].weight, 0, out=model.layers[0].weight),
+    "qr out= two": lambda model: torch.linalg.qr(
+        values() + torch.eye(WIDTH), out=(model.layers[0].weight, model.layers[1].weight)
+    ),
+    "pruned": lambda model: prune.remove(prune.l1_unstructured(model.layers[0], "weight", 0.5), "weight"),  # type: ignore[no-untyped-call]
+    "data = another's * 0.5": lambda model: _set(model.layers[0].weight, model.layers[1].weight.data * 0.5),
+    "data = a clone of another": lambda model: _set(model.layers[0].weight, model.layers[1].weight.detach().clone()),
+    "data = a mean": lambda model: _set(
+        model.layers[0].weight, torch.stack([model.layers[0].weight, model.head.weight]).mean(0)
+    ),
     "frozen": lambda model: model.layers[0].weight.requires_grad_(requires_grad=False),
     "all but the head frozen": lambda model: (model.requires_grad_(requires_grad=False), model.head.requires_grad_()),
 }
 """What is as in one process in each stage."""
 MOVED: dict[str, Callable[[Any], object]] = {
-    "vector_to_parameters": lambda model: torch.nn.utils.vector_to_parameters(
+    "vector_to_parameters": lambda model: vector_to_parameters(
         torch.full((sum(each.numel() for each in model.parameters()),), 0.25), model.parameters()
     ),
+    "parameters_to_vector": lambda model: vector_to_parameters(
+        parameters_to_vector(model.parameters()), model.parameters()
+    ),
+    "a vector and noise": lambda model: _unseeded(model, lambda _: _by_vector(model, model)),
+    "a vector of another layer": lambda model: _unseeded(model, lambda _: _by_vector(model.layers[1], model.layers[0])),
     "data from a model": lambda model: _from_another(model, _set),
 }
 """The same, where values come in other memory."""
@@ -170,8 +197,14 @@ REFUSED: dict[str, Callable[[Any], object]] = {
     "double": lambda model: model.layers[0].double(),
     "a gradient": lambda model: setattr(model.layers[0].weight, "grad", torch.ones(WIDTH, WIDTH)),
     "spectral_norm": lambda model: parametrizations.spectral_norm(model.layers[0]),
+    "orthogonal": lambda model: parametrizations.orthogonal(model.layers[0]),
+    "a mask": lambda model: prune.custom_from_mask(model.layers[0], "weight", values() > 0),  # type: ignore[no-untyped-call]
+    "out= of another shape": lambda model: torch.randn(2, 2, out=model.layers[0].weight.data),
 }
 """What is an error in stage 3 that names the weight."""
+
+
+GRADED = ("spectral_norm", "orthogonal", "a mask", "another dtype", "parameters_to_vector", "a vector and noise")
 
 
 def _batch(step: int, rank: int) -> torch.Tensor:
@@ -181,7 +214,7 @@ def _batch(step: int, rank: int) -> torch.Tensor:
 def changed(cases: Sequence[str], stage: int, steps: int) -> dict[str, tuple[str, float]]:
     """What is said where a program changes a weight so, behind some steps; and how far all is from one process then."""
     ways = RIGHT | MOVED | REFUSED
-    return {how: _changed(ways[how], stage, steps, graded=how in ("spectral_norm", "another dtype")) for how in cases}
+    return {how: _changed(ways[how], stage, steps, graded=how in GRADED) for how in cases}
 
 
 def _changed(write: Callable[[Any], object], stage: int, steps: int, graded: bool) -> tuple[str, float]:
@@ -235,6 +268,77 @@ def assigned(stage: int) -> dict[str, float]:
         after = shoal.zero.full_state_dict(model)
         found[how] = max(float((after[name] - value).abs().max()) for name, value in nets[1].state_dict().items())
     return found
+
+
+def parametrized(stage: int) -> list[str]:
+    """What is said where a program takes a parametrization away, of one original tensor and of two, and trains on."""
+    found = []
+    for how in ("spectral_norm", "weight_norm"):
+        model = Net()
+        getattr(parametrizations, how)(model.layers[0])
+        model, optimizer = shoal.zero.shard(model, lambda each: torch.optim.SGD(each, lr=0.1), stage=stage)
+
+        def go_on(model: Any = model, optimizer: Any = optimizer) -> None:
+            parametrize.remove_parametrizations(model.layers[0], "weight")
+            model(_batch(0, 0)).square().mean().backward()
+            optimizer.step()
+
+        found.append(said(go_on))
+    return found
+
+
+def _put_back(model: Any) -> None:
+    before = [each.detach().clone() for each in model.parameters()]
+    torch._foreach_mul_([*model.parameters()], 2.0)
+    for each, old in zip(model.parameters(), before, strict=True):
+        each.copy_(old)
+
+
+APART: dict[str, tuple[int | None, Callable[[Any], object]]] = {
+    "mul_": (0, lambda model: model.layers[0].weight.mul_(2.0)),
+    "data.mul_ of rank 1": (1, lambda model: model.head.bias.data.add_(2.0)),
+    "data = values": (0, lambda model: _set(model.layers[0].weight, values())),
+    "load_state_dict": (0, lambda model: model.load_state_dict(_whole(model))),
+    "foreach": (1, lambda model: torch._foreach_mul_([*model.parameters()], 2.0)),
+    "normal_": (0, lambda model: torch.nn.init.normal_(model.layers[1].weight)),
+    "unlike seeds": (None, lambda model: (torch.manual_seed(dist.get_rank()), model.layers[1].weight.normal_())),
+    "unlike numbers": (None, lambda model: model.layers[0].weight.mul_(2.0 + dist.get_rank())),
+    "unlike values": (None, lambda model: model.layers[0].weight.copy_(values() + dist.get_rank())),
+    "unlike rows": (None, lambda model: _put(model.layers[0].weight.data, 0, 2.0 + dist.get_rank())),
+}
+"""Changes that one rank alone makes, or all of them otherwise (None)."""
+
+
+def apart(cases: Sequence[str], stage: int) -> dict[str, list[str]]:
+    """What a step, a clipping or `save` says behind such a change, and a step that follows a `load` of weights."""
+    return {how: _apart(*APART[how], stage) for how in cases}
+
+
+def _apart(who: int | None, write: Callable[[Any], object], stage: int) -> list[str]:
+    model, optimizer = shoal.zero.shard(Net(), lambda each: torch.optim.SGD(each, lr=0.1), stage=stage)
+
+    def train() -> None:
+        model(_batch(0, dist.get_rank())).square().mean().backward()
+        optimizer.step()
+
+    train()
+    if who in (None, dist.get_rank()):
+        with torch.no_grad():
+            write(model)
+    model(_batch(0, dist.get_rank())).square().mean().backward()
+    words = [
+        said(lambda: optimizer.clip_grad_norm_(1.0)),
+        said(optimizer.step),
+        said(lambda: shoal.zero.save("/proc/nowhere", model, optimizer)),
+    ]
+    optimizer.zero_grad()
+    shoal.zero.load({name: torch.full(each.shape, 0.25) for name, each in Net().state_dict().items()}, model, optimizer)
+    return [*words, said(train)]
+
+
+def put_back(stage: int) -> str:
+    """What a step says behind a change that one rank alone has made, and taken back."""
+    return _apart(0, _put_back, stage)[1]
 
 
 def saved_before_a_step() -> float:

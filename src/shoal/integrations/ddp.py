@@ -457,11 +457,6 @@ def _why_not(calls: list[_Call]) -> Exception | None:
         )
     if wrong := [f"rank {rank}: {each.problem}" for rank, each in enumerate(calls) if each.problem]:
         return ConfigError("another rank cannot go on: " + "; ".join(wrong))
-    if len({each.gradient for each in calls}) > 1:
-        return ConfigError(
-            "the ranks of the group have different gradients: give each rank's model to DistributedDataParallel, call "
-            "that in the loop, and call step() only after a backward pass outside its no_sync()"
-        )
     first, *others = (json.loads(each.weights or "{}") for each in calls)
     for rank, other in enumerate(others, 1):
         for number in first:
@@ -472,6 +467,11 @@ def _why_not(calls: list[_Call]) -> Exception | None:
                     "the same values. To go on with the weights of rank 0, let all ranks call "
                     "load_state_dict(state_dict()) of the GroupOptimizer"
                 )
+    if len({each.gradient for each in calls}) > 1:
+        return ConfigError(
+            "the ranks of the group have different gradients: give each rank's model to DistributedDataParallel, call "
+            "that in the loop, and call step() only after a backward pass outside its no_sync()"
+        )
     return None
 
 

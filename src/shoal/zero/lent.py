@@ -42,7 +42,8 @@ __all__ = [
 _CURE = (
     "compute with it in the forward method of that unit, or in a method of which torch.distributed.fsdp."
     "register_fsdp_forward_method(module, name) was told after shard(); or give shard() units= without this one, so "
-    "that it stays gathered while the model runs; or use stage 1 or 2. For a penalty on weights use weight_decay"
+    "that it stays gathered while the model runs; or use stage 1 or 2. For a penalty on weights use weight_decay. "
+    "Prune, fuse and parametrize modules before shard()"
 )
 _OF_SHARDS = ("dtensor", "placement", "sharding", "subclass", "distributed operator", "used in the graph")
 """Words of torch's errors that come of a tensor's being in shards."""
@@ -397,8 +398,8 @@ def _called(
             ) from error
         raise ConfigError(
             f"{what} while its unit does not run: in stage 3 each rank has some rows of it then, and torch cannot do "
-            f"that with them ({said[:200]}). To change it, write whole values with copy_(). To read all of it, take it "
-            f"from shoal.zero.full_state_dict(model). To compute with it, {_CURE}"
+            f"that with them ({said.splitlines()[0]:.200}). To change it, write whole values with copy_(). To read all "
+            f"of it, take it from shoal.zero.full_state_dict(model). To compute with it, {_CURE}"
         ) from error
 
 

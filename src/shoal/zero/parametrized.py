@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
-from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.parametrize import ParametrizationList, remove_parametrizations
+
+from shoal.errors import ConfigError
+from shoal.zero.lent import Shard
 
 __all__ = ["keep_places"]
 
 
 class _Kept(ParametrizationList):
     """Torch puts other tensors in the places of the original ones when a weight is assigned; this writes into them."""
+
+    @property
+    def is_tensor(self) -> bool:  # type: ignore[override]
+        """Whether there is one original tensor. Raises `ConfigError` where torch takes all of it away in stage 3."""
+        shard = next((each for each in self.parameters(recurse=False) if isinstance(each, Shard)), None)
+        caller = sys._getframe(1).f_code  # noqa: SLF001 (it does not say so in any other way)
+        if shard is not None and caller is remove_parametrizations.__code__:
+            raise ConfigError(
+                f"the parametrization of {shard.label} is taken away (remove_parametrizations) after shard(), by which "
+                "another parameter would be in its place: do it before shard(), or in a model of one process that has "
+                "loaded shoal.zero.full_state_dict(model)"
+            )
+        found: bool = self.__dict__["is_tensor"]
+        return found
 
     def right_inverse(self, value: torch.Tensor) -> None:
         """Set the original tensors so that they give this weight."""

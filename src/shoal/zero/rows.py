@@ -203,20 +203,21 @@ def write_whole(
     Raises:
         ConfigError: it gives a target another shape.
     """
-    wholes: dict[int, tuple[Any, torch.Tensor]] = {}  # by the `id` of the weight
+    wholes: dict[Any, tuple[Any, torch.Tensor]] = {}  # of each weight, also where it is given as `weight.data`
     parts: dict[int, tuple[Any, torch.Tensor]] = {}  # by the `id` of the target
     for target in targets:
         root, ways = target, list[Callable[[torch.Tensor], torch.Tensor]]()
         while root.taken is not None:
             ways.append(root.taken.take)
             root = root.taken.base
-        if id(root) not in wholes:
+        weight = id(root.writes or root), root.shape
+        if weight not in wholes:
             whole = _blank(root) if fresh and not ways else _gathered(root)
             if whole.data_ptr() == root.to_local().data_ptr():  # of one rank
                 whole = whole.clone()
             # A change of a leaf that requires a gradient is torch's error, as in one process.
-            wholes[id(root)] = root, whole.requires_grad_(root.requires_grad)
-        found = wholes[id(root)][1]
+            wholes[weight] = root, whole.requires_grad_(root.requires_grad)
+        found = wholes[weight][1]
         for way in reversed(ways):
             found = way(found)
         parts[id(target)] = target, found
@@ -264,8 +265,7 @@ def as_whole(shard: Any) -> torch.Tensor:
     def refuse(_: torch.Tensor) -> None:
         raise ConfigError(
             f"a gradient goes through all of {shard.label} (parameters_to_vector), and each rank would add its own to "
-            "it: make the vector within torch.no_grad(). For a penalty on weights use weight_decay of the optimizer, or use "
-            "stage 1 or 2"
+            "it: make the vector within torch.no_grad(). For a penalty on weights use weight_decay, or stage 1 or 2"
         )
 
     found = whole.requires_grad_().clone()

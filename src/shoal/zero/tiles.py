@@ -315,6 +315,7 @@ class Homes:
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         self._parameters = dict(parameters)
         self._homes = {name: each.detach() for name, each in parameters.items()}
+        self._tensors = {name: each._cdata for name, each in parameters.items()}  # noqa: SLF001 (that of no other one)
 
     def check(self) -> None:
         """Raise `LocalError` if a parameter was converted, or moved to another device, or tied to another one."""
@@ -327,12 +328,22 @@ class Homes:
             self._parameters[name].data = self._homes[name]
 
     def _moved(self) -> list[str]:
-        found = [name for name, home in self._homes.items() if self._parameters[name].data_ptr() != home.data_ptr()]
+        found = [
+            name
+            for name, now in self._parameters.items()
+            if now.data_ptr() != self._homes[name].data_ptr() or now._cdata != self._tensors[name]  # noqa: SLF001
+        ]
         if not found:
             return []
         taken = {home.untyped_storage().data_ptr() for home in self._homes.values()}
         for name in found:
             home, now = self._homes[name], self._parameters[name]
+            if now._cdata != self._tensors[name]:  # noqa: SLF001 (as above)
+                raise LocalError(
+                    f"{name} was swapped with another tensor after the model was sharded (torch.utils.swap_tensors, or "
+                    "torch.__future__.set_swap_module_params_on_conversion), and would not be trained: write values "
+                    "into it with copy_(), or do it before shard()"
+                )
             alike = (now.shape, now.dtype, now.device) == (home.shape, home.dtype, home.device)
             others = [other for other in found if other != name]
             tied = now.untyped_storage().data_ptr() in taken or any(

@@ -96,6 +96,13 @@ def test_a_parametrization_that_is_taken_away(pool: Ranks) -> None:
             assert all(key in words and "before shard()" in words for words in found), found
 
 
+def test_a_parameter_that_is_swapped_with_another_tensor(pool: Ranks) -> None:
+    """It was not trained, in silence; and a copy of the optimizer had lost its ranks."""
+    for swapped, copied in pool.play(2, changes.swapped):
+        assert swapped.startswith("LocalError: head.weight was swapped with another tensor"), swapped
+        assert copied.startswith("LocalError: a sharded optimizer is copied"), copied
+
+
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 2, 3])
 def test_weights_that_ranks_change_apart(pool: Ranks, stage: int) -> None:
     """They were mixed in silence: each rank went on from its share of its own change."""

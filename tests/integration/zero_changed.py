@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -339,6 +340,14 @@ def _apart(who: int | None, write: Callable[[Any], object], stage: int) -> list[
 def put_back(stage: int) -> str:
     """What a step says behind a change that one rank alone has made, and taken back."""
     return _apart(0, _put_back, stage)[1]
+
+
+def swapped() -> list[str]:
+    """What stage 2 says where a parameter is swapped with another tensor; and where its optimizer is copied."""
+    model, optimizer = shoal.zero.shard(Net(), lambda each: torch.optim.SGD(each, lr=0.1), stage=2)
+    torch.utils.swap_tensors(model.head.weight, torch.nn.Parameter(values()))
+    model(_batch(0, 0)).square().mean().backward()
+    return [said(optimizer.step), said(lambda: copy.deepcopy(optimizer))]
 
 
 def saved_before_a_step() -> float:

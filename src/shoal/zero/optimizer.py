@@ -515,6 +515,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "plain torch), or use stage 3"
             )
 
+    def __getstate__(self) -> NoReturn:
+        """It cannot be copied or pickled: raises `LocalError`."""
+        raise LocalError(
+            "a sharded optimizer is copied or pickled (copy.deepcopy, torch.save), and it is a part of the ranks' "
+            "training: save with shoal.zero.save(path, model, optimizer), or this rank's part by its state_dict()"
+        )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not possible any more: raises `LocalError`."""
         if "inner" in self.__dict__ and "state" in self.__dict__ and self.param_groups:

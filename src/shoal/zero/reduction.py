@@ -177,8 +177,8 @@ class Reduction:
         if not self._syncing:
             self._hold(name)
             return
-        if self._asked != self._task:
-            self._asked = self._task
+        if self._asked != (task := present_pass()):  # not all passes come by `_before`: see `Homes.check`
+            self._asked = task
             self._call_at_the_end()
         if not self._running:
             self._check_order()

@@ -120,6 +120,7 @@ def test_weights_that_ranks_change_apart(pool: Ranks, stage: int) -> None:
 def test_weights_that_one_rank_changes_and_puts_back(pool: Ranks) -> None:
     """As a rank does that evaluates others: in stages 1 and 2 it has changed nothing."""
     assert pool.play(2, changes.put_back, 2) == [""] * 2
+    assert pool.play(2, changes.frozen_in_inference_mode) == [""] * 2
 
 
 @pytest.mark.long

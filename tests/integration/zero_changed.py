@@ -342,6 +342,16 @@ def put_back(stage: int) -> str:
     return _apart(0, _put_back, stage)[1]
 
 
+def frozen_in_inference_mode() -> str:
+    """What a step of stage 2 says where a frozen weight was made in inference mode: torch counts no changes of it."""
+    model = Net()
+    with torch.inference_mode():
+        model.layers[0] = torch.nn.Linear(WIDTH, WIDTH).requires_grad_(requires_grad=False)
+    model, optimizer = shoal.zero.shard(model, lambda each: torch.optim.SGD(each, lr=0.1), stage=2)
+    model(_batch(0, dist.get_rank())).square().mean().backward()
+    return said(optimizer.step)
+
+
 def swapped() -> list[str]:
     """What stage 2 says where a parameter is swapped with another tensor; and where its optimizer is copied."""
     model, optimizer = shoal.zero.shard(Net(), lambda each: torch.optim.SGD(each, lr=0.1), stage=2)

@@ -258,7 +258,8 @@ class Writes:
     def __init__(
         self, parameters: Mapping[str, torch.Tensor], buckets: Sequence[Bucket], others: Iterable[str]
     ) -> None:
-        self._parameters = dict(parameters)
+        # Torch counts no changes of frozen ones that were made in inference mode.
+        self._parameters = {name: each for name, each in parameters.items() if not each.is_inference()}
         self._names = [list(bucket.parameters) for bucket in buckets]
         self._places = [
             (bucket.flat, _spread([bucket.place(bucket.flat, name) for name in bucket.parameters]))

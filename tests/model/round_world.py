@@ -7,12 +7,14 @@ messages here: a reducer may finish the average of its part at any moment. So mo
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
 from shoal.allreduce.commit import Ask, Average, MemberRules
 from shoal.allreduce.coordinator import Coordinator, CoordinatorAction, Send
+from shoal.allreduce.lateness import Lateness
 from shoal.allreduce.member import Contributions, Finish, MemberAction, MemberMachine
 from shoal.peer import PeerID
 from shoal.wire import Abort, Assign, Commit, Contact, Gone, Held, PartAbsent, Report
@@ -49,10 +51,13 @@ class Member(MemberMachine):
         self.contributions, self.contributing = _ANYTIME, contributes
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("contributions", "members")}
+        same = ("contributions", "members", "_reducing", "_owed")
+        return {name: value for name, value in self.__dict__.items() if name not in same}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        nobody = Lateness((), now=0.0)  # who is late makes a difference to later rounds only
         self.__dict__.update(state, contributions=_ANYTIME, members=_group(state["contributing"]))
+        self._reducing, self._owed = nobody, Counter[int]()
 
 
 def new_coordinator(reducers: Sequence[int], contributes: Sequence[bool]) -> Coordinator:
@@ -152,7 +157,7 @@ class World:
         member = self.members[peer]
         if member.rules.wants(part, attempt):
             member.rules.expect(part, attempt)
-            member.averaged(Held(part, attempt, b"\x07", 3.0, f"{part}/{attempt}".encode().ljust(16)))
+            member.averaged(Held(part, attempt, b"\x07", 3.0, f"{part}/{attempt}".encode().ljust(16)), 0.0)
         self.do(peer, [])
 
     def answer(self, part: int, attempt: int, asked: int, asking: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.allreduce.commit import Average, MemberRules
-from shoal.allreduce.coordinator import Coordinator, CoordinatorAction, Send, Stragglers
+from shoal.allreduce.coordinator import Coordinator, CoordinatorAction, Send
 from shoal.wire import Abort, Assign, Commit, Held, Report
 
 ROUND = b"r" * 16
@@ -165,10 +165,10 @@ def test_a_coordinator_that_stood_still_blames_nobody_for_it() -> None:
     assert rules.rules.live == {0, 1, 2, 3}
 
 
-class EverybodyIsLate(Stragglers):
+class EverybodyIsLate(Coordinator):
     """As when one is slow and the rest wait for its values."""
 
-    def late(self, *_: object, **__: object) -> list[int]:
+    def _late(self, now: float) -> list[int]:
         return [0, 1, 2, 3]
 
 
@@ -180,6 +180,6 @@ def test_of_several_slow_ones_only_as_many_are_left_out_as_can_be_done_without()
         ([False, True, False, False], 2, [2, 3]),
     ]
     for contributes, least, late in every:
-        rules = coordinator([1, 2, 3], contributes, min_group_size=least)
-        rules.stragglers = EverybodyIsLate(margin_s=1.0, now=0.0)
+        reduces = [True] * 4
+        rules = EverybodyIsLate(ROUND, [1, 2, 3], reduces, contributes, 0, min_group_size=least, stall_s=5.0, now=0.0)
         assert rules.slow(1.0) == late

@@ -127,7 +127,7 @@ def test_a_commit_that_says_of_an_average_what_its_reducer_did_not_say_is_refuse
     """A leader that gives each member another commit forked the names of the state; the digest binds all of it."""
     member = machine([0, 1, 2])
     member.start(0.0)
-    member.averaged(held(0))
+    member.averaged(held(0), 0.5)
     lie = Commit(ROUND, [replace(held(0), **said), held(1), held(2)])
     assert not member.fits(lie)
     assert member.obey(lie, 1.0) == []
@@ -140,7 +140,7 @@ def test_a_reducer_that_gave_this_member_another_average_is_named_by_it() -> Non
     member = machine([0, 1, 2])
     member.start(0.0)
     for part in range(3):
-        member.averaged(replace(held(part), digest=b"another one 16 b") if part == 2 else held(part))
+        member.averaged(replace(held(part), digest=b"another one 16 b") if part == 2 else held(part), 0.5)
     actions = member.obey(commit(0, 0, 0), 1.0)
     assert actions == [Blame(2, "gave this peer another average of part 2 than others", lied=True), Ask(2, 0, 0)]
     assert member.unheard == {2}
@@ -150,7 +150,7 @@ def test_an_older_average_is_no_lie() -> None:
     """An older attempt's average is another one without a lie."""
     member = machine([0, 1, 2])
     member.start(0.0)
-    member.averaged(replace(held(2), digest=b"another one 16 b"))
+    member.averaged(replace(held(2), digest=b"another one 16 b"), 0.5)
     assert not [each for each in member.obey(commit(0, 0, 1), 1.0) if isinstance(each, Blame)]
 
 
@@ -293,3 +293,45 @@ def test_a_member_that_gives_up_stays_failed_and_one_that_succeeded_does_not_fai
     told = machine([0])
     told.obey(Abort(ROUND, "too few members are left"), 1.0)
     assert told.rules.failed == "too few members are left"
+
+
+def test_a_late_reducer_that_was_replaced_is_late_in_the_eyes_of_all() -> None:
+    """Only the coordinator that left it out judged it: the next groups were divided about it."""
+
+    def round_of(*orders: Order, now: float) -> MemberMachine:
+        member = machine([0, 1, 2, 3], group="tttt")
+        member.start(0.0)
+        member.averaged(held(0), 0.5)
+        member.averaged(held(2), 0.5)
+        for order in orders:
+            member.obey(order, now)
+        return member
+
+    assert round_of(Assign([3], 1, 2), now=2.1).late(5.0, 1.0) == {3}
+    assert round_of(Assign([3], 1, 2), now=2.0).late(5.0, 1.0) == set()  # it says so too early
+    assert round_of(Assign([2], 1, 0), now=2.1).late(5.0, 1.0) == set()  # it gave its average here in time
+    line = round_of(Assign([3], 0, 2), now=9.0)  # another one has it: only our line to it is bad
+    assert (line.late(5.0, 1.0), line.unheard) == (set(), {3})
+    gone = round_of(Assign([3], 1, 2), Gone(3), now=9.0)
+    gone.member_lost(3)
+    assert gone.late(5.0, 1.0) == set()
+    slow = machine([0, 1, 2, 3], group="tttt")
+    slow.start(0.0)
+    for part, now in ((2, 0.5), (3, 0.5), (0, 6.1)):
+        slow.averaged(held(part), now)
+    assert slow.late(5.0, 1.0) == {COORDINATOR}  # nobody else could leave it out
+    assert slow.late(5.2, 1.0) == set()
+
+
+def test_the_values_of_a_late_reducer_are_not_waited_for_once_more() -> None:
+    """It was not told of the new reducer, which waited for its values in vain. One that is replaced early is honest."""
+    for now, finishes in ((2.1, [Finish(3, 1)]), (0.6, [])):
+        member = machine([0, 1, 2, 3], group="tttt")
+        member.start(0.0)
+        for part in (0, 2):
+            member.averaged(held(part), 0.5)
+        for sender in range(4):
+            member.contributions.contributed(1, 0, sender, counts=True, now=0.5)
+        assert member.obey(Assign([3], 1, 1), now) == [Average(3, 1)]
+        told = [member.contributions.contributed(3, 1, sender, counts=True, now=now) for sender in (0, 1, 2)]
+        assert told == [[], [], finishes]

@@ -6,7 +6,8 @@ from itertools import permutations
 
 import pytest
 
-from shoal.allreduce.member import Contributions, Giving, Work
+from shoal.allreduce.lateness import Lateness
+from shoal.allreduce.member import Contributions, Work
 
 
 def rules(*members: int, me: int = 0, silence_s: float = 5.0, now: float = 100.0) -> Contributions:
@@ -262,29 +263,65 @@ def test_a_slow_sender_is_waited_for_as_long_as_there_is_time_to_spare() -> None
     give(reducer, 0, [0], 100.0)
     for sender in (1, 2):
         give(reducer, sender, [0], 101.0)
-    assert reducer.lost_s == 0.0
+    assert reducer.lateness.lost_s() == 0.0
     assert deadline(reducer) == 101.0 + 1.0 + 0.25
     assert reducer.stalled(102.25) == [3]
-    assert reducer.lost_s == 0.25
+    assert reducer.lateness.lost_s() == 0.25
     late = rules(0, 1, 2, 3)
     late.own(0, 0, 100.0)
     for sender, now in ((0, 100.0), (1, 101.0), (2, 101.0), (3, 105.0)):
         give(late, sender, [0], now)
-    assert late.lost_s == 3.0
+    assert late.lateness.lost_s() == 3.0
 
 
 def test_what_late_reducers_and_missing_reports_cost_is_counted() -> None:
     """Only what senders cost was: a reducer that gave its averages late cost each round four seconds, for good."""
-    giving = Giving(0, [0, 1, 2, 3, 3], now=100.0)
-    for part, now in enumerate((100.5, 101.0, 101.0, 101.0)):
-        giving.got(part, now)
-    assert giving.lost_s(102.0) == 0.0
-    assert giving.lost_s(106.0) == 4.0
-    giving.got(4, 106.0)
-    assert giving.is_late(3, 3.9)
-    assert not giving.is_late(3, 4.0)
-    assert not giving.is_late(1, 0.0)
-    assert Giving(0, [0, 1], now=100.0).lost_s(200.0) == 0.0  # nobody was done: all may be slow
+    reducers = Lateness((1, 2, 3), now=100.0)
+    assert reducers.lost_s(200.0) == 0.0  # nobody is done: all may be slow
+    reducers.done((1,), 100.5)
+    assert reducers.lost_s(200.0) == 0.0
+    reducers.done((2,), 101.0)
+    assert reducers.lost_s(102.0) == 0.0
+    assert reducers.lost_s(106.0) == 4.0
+    reducers.done((3,), 106.0)
+    assert reducers.late(3.9) == {3}
+    assert reducers.late(4.0) == set()
+
+
+def test_what_a_member_that_is_not_waited_for_has_needed_is_no_measure_for_the_others() -> None:
+    """It was given up after 2 s, that is, 1 s later than usual; one that has left is not compared with the others."""
+    reducers = Lateness((1, 2, 3), now=100.0)
+    reducers.done((1,), 100.5)
+    reducers.give_up(2, 102.0)
+    reducers.leave(3)
+    assert (reducers.usual, reducers.lost_s()) == (101.0, 1.0)
+    assert reducers.late(0.9) == {2}
+    assert reducers.late(1.0) == set()
+
+
+def test_a_member_whose_parts_others_average_does_not_cost_its_time_once_more() -> None:
+    """The new reducer waited as long for its values as everybody had waited for its averages."""
+    reducer = rules(0, 1, 2, 3)
+    reducer.own(0, 0, 100.0)
+    for sender in range(4):
+        give(reducer, sender, [0], 100.1)
+    reducer.own(3, 1, 104.0)
+    reducer.brief.add(3)
+    for sender in (0, 1):
+        assert give(reducer, sender, [3], 104.1, attempt=1) == []
+    assert give(reducer, 2, [3], 104.1, attempt=1) == [(3, 1)]
+
+
+def test_the_values_of_a_part_that_was_moved_are_late_by_the_time_since_then() -> None:
+    """Nobody could give them before: the wait for a slow one began with the round, and was as long as that."""
+    reducer = Contributions(0, range(4), silence_s=5.0, now=100.0, spare_s=0.25)
+    reducer.own(0, 0, 100.0)
+    for sender in range(4):
+        give(reducer, sender, [0], 100.5)
+    reducer.own(3, 1, 110.0)
+    for sender in (0, 1, 2):
+        give(reducer, sender, [3], 111.0, attempt=1)
+    assert deadline(reducer) == 111.0 + 1.0 + 0.25
 
 
 def test_a_death_among_the_senders_does_not_excuse_a_slow_one() -> None:

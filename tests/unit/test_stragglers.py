@@ -3,82 +3,85 @@
 from __future__ import annotations
 
 from shoal.allreduce.brief import Brief
-from shoal.allreduce.coordinator import Coordinator, Send, Stragglers
+from shoal.allreduce.coordinator import Coordinator, Send
 from shoal.wire import Assign, Commit, Held, Report
 
 REDUCER = [0, 1, 2, 3]
 ALL = {0, 1, 2, 3}
 
 
-def late(stragglers: Stragglers, parts: list[set[int]], now: float, reducer: list[int] = REDUCER) -> list[int]:
-    """The late members, with these parts held by each member."""
-    return stragglers.late(reducer, [dict.fromkeys(held) for held in parts], ALL, now)
+def coordinator(
+    me: int = 0, *, least: int = 2, margin_s: float | None = None, allowed_s: float = 0.0, reduces: int = 4
+) -> Coordinator:
+    """Four members, each the reducer of one part; the first ones can average others."""
+    able, every = [member < reduces for member in range(4)], [True] * 4
+    return Coordinator(
+        b"r" * 16,
+        REDUCER,
+        able,
+        every,
+        me,
+        min_group_size=least,
+        stall_s=6.0,
+        now=0.0,
+        margin_s=margin_s,
+        allowed_s=allowed_s,
+    )
+
+
+def late(rules: Coordinator, parts: list[set[int]], now: float) -> list[int]:
+    """The late members, once each has said that it holds these parts."""
+    for member, held_parts in enumerate(parts):
+        rules.reported(member, Report([held(part, rules.rules.attempt[part]) for part in sorted(held_parts)]), now)
+    return rules.slow(now)
+
+
+KEPT = [{0, 1, 2}, {0, 1, 2}, {0, 1, 2}, {0, 1, 2, 3}]
+"""The last reducer has given its part to nobody."""
 
 
 def test_a_reducer_that_gives_its_part_to_nobody_is_late() -> None:
     """The others' parts were there after 2 s: twice that and the margin is the limit."""
-    stragglers = Stragglers(margin_s=3.0, now=0.0)
-    kept = [{0, 1, 2}, {0, 1, 2}, {0, 1, 2}, {0, 1, 2, 3}]
-    assert late(stragglers, kept, 2.0) == []
-    assert late(stragglers, kept, 6.9) == []
-    assert late(stragglers, kept, 7.0) == [3]
+    rules = coordinator(margin_s=3.0)
+    assert late(rules, KEPT, 2.0) == []
+    assert rules.slow(6.9) == []
+    assert rules.slow(7.0) == [3]
 
 
 def test_a_reducer_that_may_wait_for_a_slow_line_is_not_late() -> None:
     """Others may have given that member up before: it is no fault to wait for as long as it promised."""
-    rules = coordinator()
-    rules.allowed_s = 30.0
-    for member in (0, 1, 2):
-        report(rules, member, [0, 1, 2])
-    report(rules, 3, [0, 1, 2, 3])
-    assert rules.slow(2.0) == []
+    rules = coordinator(allowed_s=30.0)
+    assert late(rules, KEPT, 2.0) == []
     assert rules.slow(32.9) == []
     assert rules.slow(33.0) == [3]
 
 
 def test_a_receiver_is_late_only_when_all_parts_are_given() -> None:
     """A member that lacks a part which its reducer gives to nobody is not at fault."""
-    stragglers = Stragglers(margin_s=1.0, now=0.0)
-    assert late(stragglers, [{0, 1, 2}, {0}, {0, 1, 2}, {0, 1, 2, 3}], 2.0) == []
-    assert late(stragglers, [{0, 1, 2}, {0}, {0, 1, 2}, {0, 1, 2, 3}], 5.0) == [3]
+    rules = coordinator(margin_s=1.0)
+    lacks = [{0, 1, 2}, {0}, {0, 1, 2}, {0, 1, 2, 3}]
+    assert late(rules, lacks, 2.0) == []
+    assert late(rules, lacks, 5.0) == [3]
     whole = set(REDUCER)
-    assert late(stragglers, [whole, {0, 1}, whole, whole], 6.0) == []
-    assert late(stragglers, [whole, {0, 1}, whole, whole], 12.9) == []
-    assert late(stragglers, [whole, {0, 1}, whole, whole], 13.0) == [1]
+    assert late(rules, [whole, {0, 1}, whole, whole], 6.0) == []
+    assert rules.slow(12.9) == []
+    assert rules.slow(13.0) == [1]
 
 
 def test_nobody_is_late_as_long_as_the_median_is_not_done() -> None:
     """A slow network is slow for all."""
-    stragglers = Stragglers(margin_s=1.0, now=0.0)
-    assert late(stragglers, [{0}, {0, 1}, {0, 2}, {0, 3}], 1000.0) == []
+    assert late(coordinator(margin_s=1.0), [{0}, {0, 1}, {0, 2}, {0, 3}], 1000.0) == []
 
 
-def test_a_new_reducer_gets_the_whole_time_again() -> None:
-    """What happened before it owned the parts is not its fault."""
-    stragglers = Stragglers(margin_s=1.0, now=0.0)
-    kept = [{0, 1, 2}, {0, 1, 2}, {0, 1, 2}, {0, 1, 2, 3}]
-    assert late(stragglers, kept, 2.0) == []
-    assert late(stragglers, [{0, 1, 2}] * 4, 10.0, [0, 1, 2, 0]) == []
-    assert late(stragglers, [{0, 1, 2}] * 4, 12.9, [0, 1, 2, 0]) == []
-    assert late(stragglers, [{0, 1, 2}] * 4, 13.0, [0, 1, 2, 0]) == [0]
-
-
-def test_a_new_reducer_may_wait_for_a_slow_sender_beside_a_coordinator_with_little_to_spare() -> None:
-    """It waits twice as long as its senders needed from the beginning, and was left out itself."""
-    stragglers = Stragglers(margin_s=1.0, most_s=6.0, now=0.0)
-    kept = [{0, 1, 2}, {0, 1, 2}, {0, 1, 2}, {0, 1, 2, 3}]
-    assert late(stragglers, [set()] * 4, 0.0) == []
-    assert late(stragglers, kept, 0.5) == []
-    assert late(stragglers, kept, 2.0) == [3]
-    assert late(stragglers, [{0, 1, 2}] * 4, 2.0, [0, 1, 2, 0]) == []
-    assert late(stragglers, [{0, 1, 2}] * 4, 5.9, [0, 1, 2, 0]) == []
-    assert late(stragglers, [{0, 1, 2}] * 4, 6.0, [0, 1, 2, 0]) == [0]
-
-
-def coordinator(me: int = 0, *, least: int = 2) -> Coordinator:
-    """Four members, each the reducer of one part."""
-    every = [True] * 4
-    return Coordinator(b"r" * 16, REDUCER, every, every, me, min_group_size=least, stall_s=6.0, now=0.0)
+def test_a_new_reducer_gets_the_usual_time_again() -> None:
+    """What happened before it owned the parts is not its fault, and it waits for nobody's values as long as for all."""
+    rules = coordinator(margin_s=1.0, reduces=1)
+    assert late(rules, KEPT, 2.0) == []
+    rules.tick(10.0)
+    assert rules.rules.reducer == [0, 1, 2, 0]
+    assert late(rules, [{0, 1, 2}] * 4, 10.0) == []
+    assert rules.slow(14.9) == []
+    assert rules.slow(15.0) == [0]
 
 
 def held(part: int, attempt: int = 0) -> Held:
@@ -154,8 +157,7 @@ def test_a_coordinator_that_lacks_what_others_lack_too_stays() -> None:
 
 def test_nobody_is_left_out_for_slowness_where_too_few_would_be_left() -> None:
     """Waiting costs less than failing."""
-    rules = coordinator(least=4)
-    rules.stragglers = Stragglers(margin_s=1.0, now=0.0)
+    rules = coordinator(least=4, margin_s=1.0)
     for member in (0, 1, 2):
         report(rules, member, [0, 1, 2, 3])
     report(rules, 3, [3])

@@ -29,6 +29,10 @@ class Brief:
         self.left: set[int] = set()
         self._since: float | None = None
 
+    def add(self, member: int) -> None:
+        """This one is not waited for any more when all others have done their part."""
+        self.patience_s[member] = 0.0
+
     def late(self, awaited: Collection[int], now: float) -> list[int]:
         """Those to be left out now, where these are the members that are waited for (`now`: seconds)."""
         if self._since is not None:

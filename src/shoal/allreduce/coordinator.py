@@ -7,7 +7,7 @@ A member is left out
 
 - when its connection is lost, or when it is silent (the caller tells);
 - when it keeps the others waiting and makes no progress for `stall_s`: it reports no part and moves no bytes;
-- when it is far slower than the others (`Stragglers`);
+- when it is far slower than the others (`Lateness`, and `Coordinator.slow`);
 - when it is waited for briefly, and nobody else is any more (`Brief`).
 
 The parts that it owned get another reducer. If only the line between two members is bad, none of them is left out: the
@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from shoal.allreduce.brief import Brief
 from shoal.allreduce.commit import CommitRules, Order
+from shoal.allreduce.lateness import Lateness
 from shoal.sometimes import sometimes
 from shoal.wire import Abort, Assign, Commit, Gone, Report
 
@@ -39,7 +40,6 @@ __all__ = [
     "Lied",
     "Replaced",
     "Send",
-    "Stragglers",
 ]
 
 
@@ -105,15 +105,14 @@ class Coordinator:
         me: index of the coordinator.
         min_group_size: with fewer members left, auxiliary ones counted, the round is aborted.
         stall_s: a member that owes parts and neither reports one nor moves any bytes for this long is left out.
-        margin_s: see `Stragglers`; None: half of `stall_s`.
+        margin_s: see `Lateness`; None: half of `stall_s`.
         now: time at the beginning.
         brief_s: see `Brief.patience_s`.
+        allowed_s: reducers may wait so long for members with slow lines (`slow_lines`).
 
     Attributes:
         brief: the members that are waited for briefly.
-        allowed_s: reducers may wait so long for members with slow lines (`slow_lines`), to be set before the round.
         rules: what is held, and the verdict.
-        stragglers: compares the members' speeds.
     """
 
     def __init__(  # noqa: PLR0913 (half of them by name)
@@ -129,10 +128,11 @@ class Coordinator:
         now: float,
         margin_s: float | None = None,
         brief_s: Mapping[int, float] = MappingProxyType({}),
+        allowed_s: float = 0.0,
     ) -> None:
         self.brief = Brief(brief_s)
         self.rules = CommitRules(round_id, reducers, contributes, min_group_size=min_group_size, me=me)
-        self.me, self.stall_s, self.allowed_s = me, stall_s, 0.0
+        self.me, self.stall_s, self._allowed_s = me, stall_s, allowed_s
         self._margin_s = stall_s / 2 if margin_s is None else margin_s
         self.reduces = list(reduces)
         self._told = False
@@ -161,7 +161,8 @@ class Coordinator:
         self._began = now
         self._progress = [now] * len(self.reduces)
         self._heard = [now] * len(self.reduces)
-        self.stragglers = Stragglers(margin_s=self._margin_s, most_s=self.stall_s / 2, now=now)
+        stages = self.rules.reducer, self._compared
+        self._reducing, self._receiving = (Lateness(each, now=now, least_s=self._allowed_s) for each in stages)
 
     def reported(self, member: int, report: Report, now: float) -> list[CoordinatorAction]:
         """A member reported the parts that it newly holds, and the reducers that it cannot get parts from."""
@@ -198,6 +199,8 @@ class Coordinator:
         if rules.verdict is not None or member not in rules.live:
             return []
         rules.leave_out(member)
+        self._reducing.leave(member)
+        self._receiving.leave(member)
         parts = [part for part, reducer in enumerate(rules.reducer) if reducer == member]
         parts = [part for part in parts if not all(part in rules.held[other] for other in rules.takers)]
         return [LeftOut(member, reason), *self._move(parts, now), *self._decide()]
@@ -283,6 +286,8 @@ class Coordinator:
         return able[self._turn % len(able)], rules.attempt[part] + 1
 
     def _assign(self, parts: list[int], attempt: int, reducer: int, now: float) -> list[CoordinatorAction]:
+        self._reducing.again(now)
+        self._receiving.again(now)
         for part in parts:
             if attempt > self.rules.attempt[part]:
                 self._given_at.pop(part, None)
@@ -320,6 +325,7 @@ class Coordinator:
                 if parts and rules.verdict is None:
                     sometimes("nobody gets parts from a reducer that lives")
                     self.reduces[reducer] = False
+                    self._reducing.leave(reducer)
                     actions += [Replaced(reducer), *self._move(parts, now)]
         return actions
 
@@ -356,10 +362,7 @@ class Coordinator:
         Nobody if too few members would be left, or none that contributes: waiting costs less than failing.
         """
         rules, slow = self.rules, set[int]()
-        if rules.verdict is not None:
-            return []
-        takers = rules.takers - self.brief.patience_s.keys() or rules.takers
-        for each in self.stragglers.late(rules.reducer, rules.held, takers, now, allowed_s=self.allowed_s):
+        for each in self._late(now) if rules.verdict is None else ():
             left = rules.live - slow - {each}
             if each not in rules.live or (each == self.me and not self._may_step_aside()):
                 continue
@@ -368,6 +371,24 @@ class Coordinator:
                     sometimes("a coordinator is far slower than the others, and steps aside")
                 slow.add(each)
         return sorted(slow)
+
+    def _late(self, now: float) -> list[int]:
+        """The reducers that have not given each of their parts to another member, if it is time.
+
+        When all have: the members that lack parts.
+        """
+        rules, takers = self.rules, self._compared
+        waiting = _undelivered(rules.reducer, rules.held, takers)
+        lacking = {each for each in takers if len(rules.held[each]) < len(rules.reducer)}
+        self._reducing.done(set(rules.reducer) - waiting, now)
+        self._receiving.done(takers - lacking, now)
+        late, lateness = (waiting, self._reducing) if waiting else (lacking, self._receiving)
+        return sorted(late) if now >= lateness.usual + self._margin_s else []
+
+    @property
+    def _compared(self) -> set[int]:
+        """The members that are to hold all parts; those that are waited for briefly are not compared with others."""
+        return self.rules.takers - self.brief.patience_s.keys() or self.rules.takers
 
     def _cannot_hear(self, now: float) -> bool:
         """Return whether the coordinator's own line is slow: for half of the limit most others' reports are missing.
@@ -412,78 +433,6 @@ class Coordinator:
         return kept if len(takers) > 1 else kept - takers  # from the only taker nobody else wants a part
 
 
-class Stragglers:
-    """Finds members that keep a round waiting although they live and move bytes.
-
-    This is about slowness, not silence: a member at 1% of its speed makes progress all the time, and would make the
-    round a hundred times as long. Members are compared with each other. First the reducers: a reducer is done when
-    another member holds each of its parts. When all reducers are done, the receivers: a receiver is done when it holds
-    every part. The median takes some time to be done; a member that is not done after twice that time and a margin is
-    late. So no member is late that needs at most twice as long as the median.
-
-    Args:
-        margin_s: how much longer than twice the median's time a member may take, seconds.
-        most_s: a new reducer may wait for its senders twice as long as they need from the beginning of the round, but
-            no longer than this and the median's time, seconds. None: as `margin_s`.
-        now: when the round began.
-    """
-
-    def __init__(self, *, margin_s: float, now: float, most_s: float | None = None) -> None:
-        self._most_s = margin_s if most_s is None else most_s
-        self._margin_s, self._began, self._moved_at = margin_s, now, now
-        self._reducer: list[int] = []
-        self._delivered_at: dict[int, float] = {}
-        self._complete_at: dict[int, float] = {}
-
-    def late(
-        self,
-        reducer: Sequence[int],
-        held: Sequence[Mapping[int, object]],
-        takers: Collection[int],
-        now: float,
-        *,
-        allowed_s: float = 0.0,
-    ) -> list[int]:
-        """The members that are late, in order.
-
-        Args:
-            reducer: of each part.
-            held: for each member, the parts that it holds.
-            takers: the members that are to hold every part.
-            now: time.
-            allowed_s: nobody is late before so much time and the margin have passed, seconds.
-        """
-        if self._reducer != reducer:
-            self._reducer, self._moved_at = list(reducer), now  # those that are waited for now get the whole time again
-        reducers, waiting = set(reducer), _undelivered(reducer, held, takers)
-        lacking = {each for each in takers if len(held[each]) < len(reducer)}
-        _note(self._delivered_at, reducers - waiting, now)
-        _note(self._complete_at, set(takers) - lacking, now)
-        if now < self._began + allowed_s + self._margin_s:
-            return []
-        if waiting:
-            return self._past_limit(waiting, self._delivered_at, len(reducers), now)
-        return self._past_limit(lacking, self._complete_at, len(takers), now)
-
-    def _past_limit(self, waiting: Iterable[int], done_at: Mapping[int, float], count: int, now: float) -> list[int]:
-        middle = (count - 1) // 2
-        if len(done_at) <= middle:
-            return []
-        median = sorted(done_at.values())[middle]
-        usual_s = median - self._began
-        anew = median + (self._moved_at - self._began)
-        limit = min(anew + (anew - self._began) + self._margin_s, max(median, self._moved_at) + usual_s + self._most_s)
-        return sorted(waiting) if now >= limit else []
-
-
 def _undelivered(reducer: Sequence[int], held: Sequence[Mapping[int, object]], takers: Collection[int]) -> set[int]:
     """The reducers of parts that no other member holds which is to hold them."""
     return {of for part, of in enumerate(reducer) if not any(part in held[each] for each in takers if each != of)}
-
-
-def _note(done_at: dict[int, float], done: set[int], now: float) -> None:
-    """Remember since when these are done; forget those that are not any more."""
-    for member in set(done_at) - done:
-        del done_at[member]
-    for member in done:
-        done_at.setdefault(member, now)

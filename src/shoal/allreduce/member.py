@@ -11,13 +11,15 @@ from __future__ import annotations
 import enum
 import math
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
 from shoal.allreduce.brief import Brief
 from shoal.allreduce.commit import Ask, Average, Contribute, MemberRules, Order, PartAction
 from shoal.allreduce.interface import MostWeight, any_weight, is_sound
+from shoal.allreduce.lateness import Lateness
 from shoal.sometimes import sometimes
 from shoal.wire import Abort, Assign, Commit, Gone, Held, Member, PartAbsent, Report
 
@@ -28,7 +30,6 @@ __all__ = [
     "Contributions",
     "CutOff",
     "Finish",
-    "Giving",
     "LookAt",
     "MemberAction",
     "MemberMachine",
@@ -155,7 +156,9 @@ class MemberMachine:
             spare_s=spare_s,
             brief_s=brief_s,
         )
-        self.giving = Giving(me, reducers, now=now, brief=brief_s, promised_s=max(promised_s, default=0.0))
+        self._first_reducer, self._owed, self._has_brief = tuple(reducers), Counter(reducers), bool(brief_s)
+        others = set(reducers) - {me} - brief_s.keys()
+        self._reducing = Lateness(others, now=now, least_s=max(promised_s, default=0.0))
         self.may_learn = True
         self.unheard: set[int] = set()
         self.round_id, self.members = round_id, members
@@ -221,13 +224,18 @@ class MemberMachine:
             case _ if not self.fits(message):
                 return []
             case Assign():
-                sources = list(rules.reducer)
+                sources, replaced = list(rules.reducer), set(rules.replaced)
                 for action in rules.assigned(message):
                     actions.append(action)
                     if isinstance(action, Ask):  # somebody else has got it
                         self.unheard.add(sources[action.part])
                     if isinstance(action, Average):
                         actions += self.contributions.own(action.part, action.attempt, now)
+                for member in rules.replaced - replaced:
+                    self._reducing.give_up(member, now)
+                    if member in self._reducing.late(0.0):
+                        sometimes("a late reducer is replaced")
+                        self.contributions.brief.add(member)  # it does not cost its time once more as a sender
             case Gone(member) if self.me != self.coordinator:  # it knows
                 actions.append(LookAt(member))
             case Commit() if rules.commit is None:
@@ -279,22 +287,44 @@ class MemberMachine:
             for reducer, part in lied.items()
         ]
 
-    def averaged(self, held: Held) -> bool:
+    def averaged(self, held: Held, now: float) -> bool:
         """This part was averaged here, or received whole. False if it is not wanted (any more)."""
-        return self.rules.averaged(held)
+        news, reducer = self.rules.averaged(held), self._first_reducer[held.part]
+        if news and not held.attempt:
+            self._owed[reducer] -= 1
+            if not self._owed[reducer]:
+                self._reducing.done((reducer,), now)
+        return news
 
     def lost_s(self, now: float, waited_s: float) -> float:
         """How long the slowest were waited for, as senders or as reducers, or as those that report, seconds.
+
+        Beside members that are waited for briefly the coordinator may wait for one of these in the end: then the time
+        counts until the last of the other reducers has given its averages.
 
         Args:
             now: the end of the round.
             waited_s: so long only those were waited for that are waited for briefly: that is not lost to the others.
         """
-        return max(self.contributions.lost_s, self.giving.lost_s(now) - waited_s, 0.0)
+        given = self._reducing.lost_s(None if self._has_brief else now) - waited_s
+        return max(self.contributions.lateness.lost_s(), given, 0.0)
+
+    def late(self, margin_s: float, least_s: float) -> set[int]:
+        """The members whose averages were late, here and at all others.
+
+        Those that were replaced gave some to nobody. The coordinator should have left itself out.
+
+        Args:
+            margin_s: of this peer, for the coordinator: see `Lateness`.
+            least_s: the least margin of any coordinator, for those that were replaced.
+        """
+        late = self._reducing.late
+        return late(margin_s) & {self.coordinator} | late(least_s) & self.rules.replaced
 
     def member_lost(self, member: int) -> list[Finish]:
         """A member is gone: nothing is waited for that it owes."""
         self.unheard.discard(member)
+        self._reducing.forget(member)
         return self.contributions.exclude(member)
 
     def coordinator_lost(self, reason: str) -> list[MemberAction]:
@@ -364,59 +394,6 @@ class MemberMachine:
         return given_up
 
 
-class Giving:
-    """When the reducers had given their averages to this member, and how long the slowest were waited for.
-
-    Args:
-        me: index of this member.
-        reducers: for each part, the index of the member that averages it at first.
-        now: time at the beginning.
-        brief: the members that are waited for briefly: they are not compared with the others.
-        promised_s: members with slow lines are waited for so long.
-    """
-
-    def __init__(
-        self, me: int, reducers: Sequence[int], *, now: float, brief: Collection[int] = (), promised_s: float = 0.0
-    ) -> None:
-        self._start, self._beside_brief, self._promised_s = now, bool(brief), promised_s
-        self._lacking: dict[int, set[int]] = {}
-        for part, reducer in enumerate(reducers):
-            if reducer != me and reducer not in brief:
-                self._lacking.setdefault(reducer, set()).add(part)
-        self._reducers = reducers
-        self._given_at: dict[int, float] = {}
-
-    def got(self, part: int, now: float) -> None:
-        """The average of this part is here."""
-        reducer = self._reducers[part]
-        if (lacking := self._lacking.get(reducer)) is None:
-            return
-        lacking.discard(part)
-        if not lacking:
-            self._given_at.setdefault(reducer, now)
-
-    def lost_s(self, now: float) -> float:
-        """How long was waited until now, beyond twice the time that the median reducer has needed, seconds.
-
-        Beside members that are waited for briefly the coordinator may wait for one of these in the end: then the time
-        counts until the last of the other reducers has given its averages.
-        """
-        last = max(self._given_at.values(), default=now) if self._beside_brief else now
-        return max(0.0, last - self._usual)
-
-    def is_late(self, reducer: int, margin_s: float) -> bool:
-        """Whether the averages of this one came later than twice the time of the median reducer, and this margin."""
-        return self._given_at.get(reducer, -math.inf) > self._usual + margin_s
-
-    @property
-    def _usual(self) -> float:
-        """When the others have had twice the time of the median reducer."""
-        middle, given = (len(self._lacking) - 1) // 2, sorted(self._given_at.values())
-        if not given or len(given) <= middle:
-            return math.inf
-        return self._start + max(2 * (given[middle] - self._start), self._promised_s)
-
-
 class Contributions:
     """The contributions that a reducer of parts has got and still waits for. The numbers are added elsewhere.
 
@@ -446,7 +423,7 @@ class Contributions:
 
     Attributes:
         brief: the members that are waited for briefly.
-        given_up: the senders that were too slow, and since when they are not waited for.
+        lateness: compares the senders; the silent, and those that were far behind, were given up.
     """
 
     def __init__(
@@ -463,18 +440,21 @@ class Contributions:
         self.brief = Brief(brief_s)
         self.me, self.silence_s, self._start, self._promised_s = me, silence_s, now, promised_s
         self._spare_s = min(silence_s, spare_s)
-        self.given_up: dict[int, float] = {}
         self.senders = set(members)
+        self.lateness = Lateness(self.senders - {me} - brief_s.keys(), now=now)
         self.excluded: set[int] = set()
         self._waiting: dict[Work, set[int]] = {}
         self.contributors: dict[Work, set[int]] = {}
         self._others: dict[Work, int] = {}
+        self._owned_at = array("d")  # when: the 1st, 2nd, 3rd … part
         self._heard = dict.fromkeys(self.senders, now)
         self._delivered = {sender: array("d") for sender in self.senders}  # when: its 1st, 2nd, 3rd … contribution
 
     def begin(self, now: float) -> None:
         """Nobody was silent or behind before this moment."""
         self._start, self._heard = now, dict.fromkeys(self.senders, now)
+        self._owned_at = array("d", [now] * len(self._owned_at))
+        self.lateness.begin(now)
 
     def own(self, part: int, attempt: int, now: float) -> list[Finish]:
         """Start to collect contributions for a part. Older attempts of it are forgotten."""
@@ -484,6 +464,7 @@ class Contributions:
         self._waiting[work] = self.senders - self.excluded
         self.contributors[work] = set()
         self._others[work] = 0
+        self._owned_at.append(now)
         self._heard = dict.fromkeys(self.senders, now)
         return self._ready([work])
 
@@ -507,6 +488,8 @@ class Contributions:
         self._others[work] += sender != self.me
         self._heard[sender] = now
         self._delivered[sender].append(now)
+        if len(self._delivered[sender]) >= len(self._owned_at):
+            self.lateness.done((sender,), now)
         return [*self._ready([work]), *self.hurry(now)]
 
     def hurry(self, now: float) -> list[Finish]:
@@ -519,6 +502,7 @@ class Contributions:
         if sender in self.excluded or sender == self.me:
             return []
         self.excluded.add(sender)
+        self.lateness.leave(sender)
         for waiting in self._waiting.values():
             waiting.discard(sender)
         return self._ready(list(self._waiting))
@@ -530,19 +514,9 @@ class Contributions:
     def stalled(self, now: float) -> list[int]:
         """Senders to leave out: silent, or far behind the others."""
         stalled = [sender for sender, limit in self._limits().items() if now >= limit]
-        self.given_up |= dict.fromkeys(stalled, now)
+        for sender in stalled:
+            self.lateness.give_up(sender, now)
         return stalled
-
-    @property
-    def lost_s(self) -> float:
-        """How long the slowest were waited for, beyond twice the time that the median sender has needed, seconds."""
-        known = self.senders - {self.me} - self.brief.patience_s.keys()
-        gave = sorted(times[-1] for sender in known - self.given_up.keys() if (times := self._delivered[sender]))
-        if not gave:
-            return 0.0
-        median = gave[(len(gave) - 1) // 2]
-        last = max(gave[-1], *(self.given_up.values() or (0.0,)))
-        return max(0.0, last - (median + (median - self._start)))
 
     def _limits(self) -> dict[int, float]:
         """For each sender that owes something, the time until which the reducer waits if nothing more comes from it."""
@@ -552,7 +526,8 @@ class Contributions:
         for sender in owing:
             silent = self._heard[sender] + self.silence_s
             at = passed[place := len(self._delivered[sender])]
-            behind = math.inf if at is None else at + (at - self._start) + self._spare_s
+            since = self._owned_at[min(place, len(self._owned_at) - 1)]
+            behind = math.inf if at is None else at + (at - since) + self._spare_s
             limits[sender] = min(silent, max(behind, self._promised(sender, place)))
         return limits
 

@@ -218,10 +218,7 @@ class Parts:
             return held if self._averaged(held) else None
 
     def _averaged(self, held: Held) -> bool:
-        news = self._machine.averaged(held)
-        if news:
-            self._machine.giving.got(held.part, asyncio.get_running_loop().time())
-        return news
+        return self._machine.averaged(held, asyncio.get_running_loop().time())
 
     def _divided(self, part: Part, held: Held) -> bytes:
         return self._digests.of(held, self._vector.finish(part, held.weight))

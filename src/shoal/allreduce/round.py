@@ -103,8 +103,8 @@ class Seen(NamedTuple):
     """What one member saw of the others in a round."""
 
     late: frozenset[PeerID]
-    """They kept all others waiting: this member, as the coordinator, left them out; or they were the coordinator, and
-    were lost, did not decide in time, or should have left themselves out, as their own averages came far too late."""
+    """They kept all others waiting: this member, as the coordinator, left them out; or their averages were late, see
+    `MemberMachine.late`; or they were the coordinator, and were lost, or did not decide in time."""
     unheard: frozenset[PeerID]
     """Their values or averages did not come to this member in time."""
     bad_lines: frozenset[PeerID]
@@ -252,7 +252,7 @@ class Round:
 
     def _new_coordinator(self, reducers: list[int]) -> Coordinator:
         options = self._options
-        coordinator = Coordinator(
+        return Coordinator(
             self.round_id,
             reducers,
             [member.reduces and not self.endpoint.way_shut(member.contact.peer) for member in self.members],
@@ -263,9 +263,8 @@ class Round:
             now=self._loop.time(),
             margin_s=self._margin_s,
             brief_s=self._brief_s,
+            allowed_s=max(self._promised_s),
         )
-        coordinator.allowed_s = max(self._promised_s)
-        return coordinator
 
     # ----------------------------------------------------------------------------------------------------- one round
 
@@ -345,14 +344,13 @@ class Round:
             return frozenset(self.members[member].contact.peer for member in members)
 
         # Where the round fails here alone, our own line may be the bad one: then only a lost coordinator counts.
-        unheard = self.machine.unheard if self._coordinating is not None or self.machine.rules.succeeded else set()
+        judges = self._coordinating is not None or self.machine.rules.succeeded
+        unheard = self.machine.unheard if judges else set()
+        late = self._late | (self.machine.late(self._margin_s, self._options.report_s) if judges else set())
         briefs = [self.machine.contributions.brief, *([] if (c := self._coordinating) is None else [c.brief])]
         waited_s = sum(brief.waited_s for brief in briefs)
         hurried = set[int]().union(*(brief.left for brief in briefs))
         away = self._brief_s.keys() | {self.me}
-        late = set(self._late)
-        if self._coordinating is None and self.machine.giving.is_late(self.coordinator, self._margin_s):
-            late.add(self.coordinator)  # it judges the others, and who else would judge it?
         return Seen(
             late=peers(late - away),
             unheard=peers(unheard - away - self._bad_lines),
@@ -826,7 +824,7 @@ class Round:
             if self._coordinating is not None:
                 # A slow sender may still give its averages, as long as there is time to spare for that.
                 short = options.spare_s < options.silence_s
-                decisions = self._coordinating.tick(now, self.machine.contributions.given_up if short else ())
+                decisions = self._coordinating.tick(now, self.machine.contributions.lateness.given_up if short else ())
                 self._late.update(decision.member for decision in decisions if isinstance(decision, LeftOut))
                 self._tell(decisions)
 

@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 
 __all__ = ["THE_PEER_LEFT", "CallLink", "LinkRetired"]
 
-_FAREWELL_S = 1.0
 THE_PEER_LEFT = "the peer left"
+"""The reason of a loss that was announced."""
+
+_FAREWELL_S = 1.0
 """The longest time for a `Bye` to leave."""
 
 _HANDLED_AT_ONCE = 32

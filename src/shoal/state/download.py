@@ -11,12 +11,10 @@ the same, chunk hash by chunk hash, feed the download in parallel (see `feed`). 
   asked first. Once a state was chosen and not given, the one that most donors have comes first.
 - Donors of another state wait until no donor is left that has the chosen one. Then all are asked anew: chunks whose
   hash is the same are kept. If the state is laid out differently the download begins anew.
-- A state that is not complete after `_SLOW_S` is fetched from donors of lower priority, too, if they have the same one:
-  some of them are asked.
 - A state that comes so slowly that it would not be complete in time is given up: after `_SLOW_S` if there is another
-  donor to ask, else after `_HOPELESS_S`. So is, once, a state whose rest would take longer than that, if more donors of
-  the same priority have another one. So a donor that gives little keeps nobody from a good state, or from going on
-  without one.
+  donor to ask, else after `_HOPELESS_S`. If the rest would take longer than `_HOPELESS_S`, two donors of lower priority
+  are asked, too, for the same state. And if more donors of the same priority have another state, that one is fetched in
+  its place, once. So a donor that gives little keeps nobody from a good state, or from going on without one.
 - A donor that breaks the protocol (a wrong hash, an impossible manifest, a state with NaN or with infinities that it
   did not tell of) is dropped by name and not asked again.
 - A donor is not at fault if this machine has no memory for its state: `NoMemoryForState` says how much is needed.
@@ -65,8 +63,9 @@ _SLOW_S, _HOPELESS_S = 10.0, 120.0
 """The pace of a state is watched for so long before more donors are asked for it, or it is given up for another one; or
 for good."""
 
-_MORE_DONORS = 8
-"""So many of lower priority are asked for a state that comes slowly: each may have to copy its own for that."""
+_MORE_DONORS = 2
+"""So many of lower priority are asked for a state that comes slowly. Each may have to copy its own for that, and our
+own line may be the slow one."""
 
 _CHOOSE_WITHIN_S = 0.3
 """After the first donor has described its state, the others have so long before one of the states is chosen."""
@@ -204,6 +203,7 @@ class _Download:
         self._deadline = math.inf
         self._asked_at = self._started  # since then donors are asked, and none has described a state
         self._least = -math.inf  # the priority of those among whose states one was chosen
+        self._slow = False  # the rest would take longer than `_HOPELESS_S`
         self._more = _MORE_DONORS  # of lower priority, that may be asked yet
         self._moved = False  # to the state that most donors have, as that of fewer came slowly
         self._looked = (self._started, 0)  # the pace is counted from here: time, and bytes until then
@@ -242,14 +242,13 @@ class _Download:
     @property
     def _level(self) -> float | None:
         """The least priority of donors that are asked; None: also those that were put aside for another state."""
-        waited_s, least = (
-            self._now() - self._asked_at,
-            min((each.priority for each in self._turns.values()), default=None),
-        )
-        if least is None or not self._chosen.is_set():
-            return None if waited_s >= _PROMPT_S and not self._offers else least
+        if not self._turns:
+            return None
+        if not self._chosen.is_set():
+            in_vain = not self._offers and self._now() >= self._asked_at + _PROMPT_S
+            return None if in_vain else min(each.priority for each in self._turns.values())
         # Who has the chosen state may give it, whoever that is: each chunk has its hash.
-        return -math.inf if waited_s >= _SLOW_S and self._more else self._least
+        return -math.inf if self._slow and self._more else self._least
 
     def _start_turns(self) -> None:
         while len(self._turns) < self._limits.max_donors:
@@ -286,9 +285,8 @@ class _Download:
         """Wait until a turn has ended, the state is complete, or it is time to choose a state or to ask a donor."""
         now, since = self._now(), self._looked[0]
         times = [self._choose_at, *(at for at in (since + _SLOW_S, since + _HOPELESS_S) if at > now)]
-        more_at = self._asked_at + (_SLOW_S if self._chosen.is_set() else _PROMPT_S)
-        if now < more_at:
-            times.append(more_at)
+        if not self._chosen.is_set() and now < self._asked_at + _PROMPT_S:
+            times.append(self._asked_at + _PROMPT_S)
         if len(self._turns) < self._limits.max_donors:
             times.append(self._candidates.ready_at(self._level))
         until = min((at for at in times if at is not None), default=None)
@@ -302,7 +300,8 @@ class _Download:
             return
         missing = target.missing_bytes if target is not None else 1
         pace = (received - before) / (now - since)
-        if HOPE * pace * (self._deadline - now) >= missing and not self._should_move(target, pace):
+        self._slow = target is not None and pace * _HOPELESS_S < missing
+        if HOPE * pace * (self._deadline - now) >= missing and not self._should_move(target):
             self._looked = now, received
             return
         feeding = [task for task, donor in self._turns.items() if target is not None and donor.peer in target.feeds]
@@ -315,12 +314,12 @@ class _Download:
             sometimes("all donors are too slow for a state to come in time")
             raise StateUnavailable(self.describe("no donor gives a state fast enough"))
 
-    def _should_move(self, target: Target | None, pace: float) -> bool:
+    def _should_move(self, target: Target | None) -> bool:
         """Whether a state that comes slowly is given up for one that more donors have, of no lower priority; once.
 
         A later state costs nothing to name. Given slowly, that of one donor would take all the time that there is.
         """
-        if self._moved or target is None or pace * _HOPELESS_S >= target.missing_bytes:
+        if self._moved or target is None or not self._slow:
             return False
         ours = [donor for donor, each in self._described.items() if each.same_content(target.manifest)]
         level = max((donor.priority for donor in ours), default=math.inf)

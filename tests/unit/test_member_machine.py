@@ -335,3 +335,14 @@ def test_the_values_of_a_late_reducer_are_not_waited_for_once_more() -> None:
         assert member.obey(Assign([3], 1, 1), now) == [Average(3, 1)]
         told = [member.contributions.contributed(3, 1, sender, counts=True, now=now) for sender in (0, 1, 2)]
         assert told == [[], [], finishes]
+
+
+def test_a_reducer_with_more_to_spare_waited_longer_for_a_sender_than_the_coordinator() -> None:
+    """It was late itself for that, and all judged it. The sender gave nothing to it: that is seen here, too."""
+    for now, finishes in ((2.1, [Finish(1, 0)]), (1.0, [])):
+        member = machine([0, 1, 2, 3], group="tttt")
+        member.start(0.0)
+        for sender in (0, 1, 2):
+            member.contributions.contributed(1, 0, sender, counts=True, now=1.0)
+        assert member.obey(Assign([3], 1, 2), now) == [*finishes, Contribute(3, 1, 2)]
+        assert member.unheard == ({3} if finishes else set())

@@ -75,8 +75,8 @@ class Lateness:
 
     def late(self, margin_s: float) -> set[int]:
         """Those that were done, or given up, later than usual by more than this margin."""
-        ends = {**self.given_up, **self._done_at}
-        return {member for member, at in ends.items() if at > self.usual + margin_s}
+        ends, limit = {**self.given_up, **self._done_at}, self.usual + margin_s
+        return {member for member, at in ends.items() if at > limit}
 
     def _times(self) -> list[float]:
         return sorted(at for member, at in self._done_at.items() if member in self._members)

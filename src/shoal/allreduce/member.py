@@ -209,6 +209,7 @@ class MemberMachine:
         for member in bad_lines:
             sometimes("a member with a bad line is not waited for")
             self.contributions.exclude(member)
+            self._reducing.leave(member)
             self._lost_sources.add(member)  # if it owns parts
         for part, reducer in enumerate(self.rules.reducer):
             if reducer == self.me:
@@ -225,17 +226,15 @@ class MemberMachine:
                 return []
             case Assign():
                 sources, replaced = list(rules.reducer), set(rules.replaced)
-                for action in rules.assigned(message):
+                found = rules.assigned(message)
+                for member in rules.replaced - replaced:
+                    actions += self._replaced(member, now)
+                for action in found:
                     actions.append(action)
                     if isinstance(action, Ask):  # somebody else has got it
                         self.unheard.add(sources[action.part])
                     if isinstance(action, Average):
                         actions += self.contributions.own(action.part, action.attempt, now)
-                for member in rules.replaced - replaced:
-                    self._reducing.give_up(member, now)
-                    if member in self._reducing.late(0.0):
-                        sometimes("a late reducer is replaced")
-                        self.contributions.brief.add(member)  # it does not cost its time once more as a sender
             case Gone(member) if self.me != self.coordinator:  # it knows
                 actions.append(LookAt(member))
             case Commit() if rules.commit is None:
@@ -245,6 +244,18 @@ class MemberMachine:
             case Abort() if rules.commit is None:
                 self.give_up(message.reason)
         return actions
+
+    def _replaced(self, member: int, now: float) -> list[Finish]:
+        """Others average the parts of this one. If it is late by what was seen here, it is waited for no longer."""
+        contributions = self.contributions
+        self._reducing.give_up(member, now)
+        owes = contributions.awaits(member) and now > contributions.lateness.usual
+        if owes or member in self._reducing.late(0.0):
+            sometimes("a late reducer is replaced")
+            contributions.brief.add(member)
+        if owes:
+            self.unheard.add(member)
+        return contributions.hurry(now)
 
     def fits(self, message: Order) -> bool:
         """Return whether the coordinator of this round can say this: `obey` ignores anything else.
@@ -471,6 +482,10 @@ class Contributions:
     def expects(self, part: int, attempt: int, sender: int) -> bool:
         """Return whether a contribution of this sender to this part would still count."""
         return sender in self._waiting.get((part, attempt), ())
+
+    def awaits(self, sender: int) -> bool:
+        """Return whether this sender owes values now."""
+        return any(sender in waiting for waiting in self._waiting.values())
 
     def heard(self, sender: int, now: float) -> None:
         """Bytes came from this sender."""

@@ -1376,12 +1376,15 @@ def _leave_when_dropped(
 ) -> weakref.finalize[[], Optimizer]:
     """Once nobody holds the optimizer, other peers shall not wait for it, and its run's name is free."""
 
-    def leave() -> None:
-        with suppress(ClosedError):
-            thread.submit(_leave_all(participants))
-            forget_closer()
+    async def leave() -> None:
+        await _leave_all(participants)
+        forget_closer()  # until now the end of the DHT waits for it
 
-    dropped = weakref.finalize(swarm, leave)
+    def begin() -> None:
+        with suppress(ClosedError):
+            thread.submit(leave())
+
+    dropped = weakref.finalize(swarm, begin)
     dropped.atexit = False  # the DHT sees to that
     return dropped
 

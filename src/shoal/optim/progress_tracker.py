@@ -254,10 +254,13 @@ class ProgressTracker(Tracked):
         tracking = self._tracking = self.dht.loop_thread.run(begin(), _OTHERS_S + GRACE_S)
         forget_closer, thread = self.dht.at_shutdown(lambda *_: tracking.close()), self.dht.loop_thread
 
+        async def close() -> None:
+            await tracking.close()
+            forget_closer()  # until now the end of the DHT waits for it
+
         def end() -> None:
             with suppress(ClosedError):
-                thread.submit(tracking.close())
-                forget_closer()
+                thread.submit(close())
 
         self._end = weakref.finalize(self, end)
         self._end.atexit = False  # the DHT sees to that

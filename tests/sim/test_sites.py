@@ -95,7 +95,7 @@ def test_hosts_of_one_site_kept_all_others_from_a_donor() -> None:
         downloads.append(asyncio.create_task(fetch(swarm, "other", donors_of(giver))))
         await sim.sleep(3.0)
         assert giver.donor is not None
-        assert giver.donor._serving[swarm.peer("other").peer]
+        assert giver.donor._readers.of_peer(swarm.peer("other").peer)
         await asyncio.gather(*downloads)
 
     sim.run(main)

@@ -19,6 +19,7 @@ from shoal.peer import PeerID
 from shoal.rpc import Stream
 from shoal.sim import SimNetwork, Swarm, run, sleep
 from shoal.state import Donor, DownloadLimits, ShareLimits, StateDonor
+from shoal.state.readers import Reader
 from shoal.state.snapshot import Snapshot
 from shoal.wire import Chunk, FetchChunks, GetManifest, ManifestPending, ManifestReply, MoreChunks
 from tests.sim.state_kit import MIB, Box, Node, donors_of, fetch, new_swarm, node, random_tensors, same
@@ -30,11 +31,13 @@ Send = Callable[[Stream[Chunk, MoreChunks], list[int], bytes], Awaitable[None]]
 class ChangesBytes(StateDonor):
     """Sends other bytes than it promised, in the middle."""
 
-    async def _send_chunk(self, stream: Stream[Chunk, MoreChunks], snapshot: Snapshot, chunk: int) -> int:
+    async def _send_chunk(
+        self, stream: Stream[Chunk, MoreChunks], reader: Reader, snapshot: Snapshot, chunk: int
+    ) -> int:
         if chunk == 2:
             snapshot = replace(snapshot, data=memoryview(bytearray(snapshot.data)))
             snapshot.data[2 * MIB + 5] ^= 1
-        return await super()._send_chunk(stream, snapshot, chunk)
+        return await super()._send_chunk(stream, reader, snapshot, chunk)
 
 
 class ChangesManifest(StateDonor):
@@ -339,7 +342,9 @@ class Leaves(StateDonor):
 class FastEnough(StateDonor):
     """Gives its state as slowly as it may: just so that it would be there in ten minutes."""
 
-    async def _send_chunk(self, stream: Stream[Chunk, MoreChunks], snapshot: Snapshot, chunk: int) -> int:
+    async def _send_chunk(
+        self, stream: Stream[Chunk, MoreChunks], reader: Reader, snapshot: Snapshot, chunk: int
+    ) -> int:
         start, stop = snapshot.manifest.chunk_range(chunk)
         for place in range(start, stop, 4096):
             await stream.send(Chunk(chunk, place - start), snapshot.data[place : min(place + 4096, stop)])

@@ -17,6 +17,7 @@ from shoal.events import PeerDropped, StateServed
 from shoal.rpc import Stream
 from shoal.sim import Swarm, run, sleep
 from shoal.state import DownloadLimits, Pacer, ShareLimits, StateDonor
+from shoal.state.readers import Reader
 from shoal.state.snapshot import Snapshot
 from shoal.wire import Chunk, MoreChunks, Opening
 from tests.sim.state_kit import (
@@ -178,10 +179,12 @@ def test_all_but_one_may_die(last: str) -> None:
 class Lies(StateDonor):
     """Every chunk that it sends has one wrong bit."""
 
-    async def _send_chunk(self, stream: Stream[Chunk, MoreChunks], snapshot: Snapshot, chunk: int) -> int:
+    async def _send_chunk(
+        self, stream: Stream[Chunk, MoreChunks], reader: Reader, snapshot: Snapshot, chunk: int
+    ) -> int:
         snapshot = replace(snapshot, data=memoryview(bytearray(snapshot.data)))
         snapshot.data[snapshot.manifest.chunk_range(chunk)[0] + 5] ^= 1
-        return await super()._send_chunk(stream, snapshot, chunk)
+        return await super()._send_chunk(stream, reader, snapshot, chunk)
 
 
 @pytest.mark.parametrize("rate", [2.0, 0.25])
@@ -210,10 +213,12 @@ def test_a_liar_among_three_is_named_and_left_out(rate: float) -> None:
 class LiesOnce(Lies):
     """Only the first chunk that it sends is wrong."""
 
-    async def _send_chunk(self, stream: Stream[Chunk, MoreChunks], snapshot: Snapshot, chunk: int) -> int:
+    async def _send_chunk(
+        self, stream: Stream[Chunk, MoreChunks], reader: Reader, snapshot: Snapshot, chunk: int
+    ) -> int:
         if chunk == 0:
-            return await super()._send_chunk(stream, snapshot, chunk)
-        return await StateDonor._send_chunk(self, stream, snapshot, chunk)
+            return await super()._send_chunk(stream, reader, snapshot, chunk)
+        return await StateDonor._send_chunk(self, stream, reader, snapshot, chunk)
 
 
 def test_a_lie_that_overtakes_the_truth_does_not_touch_it() -> None:

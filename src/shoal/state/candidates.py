@@ -133,7 +133,7 @@ class Candidates:
         self._wait(donor, now, pause=True)
 
     def refused(self, donor: Donor, reason: str, now: float) -> None:
-        """The donor described its state but did not send it: it is probably busy, unless this happens repeatedly."""
+        """The donor described its state but sent no chunk: it is probably busy, unless this happens again and again."""
         each = self._all[donor.peer]
         each.refusals += 1
         if each.refusals < _BUSY_REFUSALS:

@@ -1,15 +1,15 @@
 """The donor's side: describes the state, and sends it.
 
-Invariants: a donor sends a snapshot, never a live tensor, and there is one snapshot at a time. Receivers, upload and
-the time that copying takes are bounded. Requests are checked, and a wrong request costs the receiver its stream. A
-receiver that does not read, or that keeps its stream and asks for nothing, is dropped after `send_stall_s`. What is
-still under way to it is no such time.
+Invariants: a donor sends a snapshot, never a live tensor. Receivers, upload, the memory for snapshots and the time that
+copying takes are bounded. Requests are checked, and a wrong request costs the receiver its stream. A receiver that does
+not read, or that keeps its stream and asks for nothing, is dropped after `send_stall_s`. What is still under way to it
+is no such time. While others wait, a receiver that takes little is left after seconds (`readers`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Hashable
 
 from shoal.clock import Env, seconds_text
@@ -19,6 +19,7 @@ from shoal.peer import PeerID
 from shoal.rpc import Endpoint, Stream
 from shoal.sometimes import sometimes
 from shoal.state.pace import Pacer
+from shoal.state.readers import Reader, Readers
 from shoal.state.snapshot import HoldState, ShareLimits, Snapshot, SnapshotStore
 from shoal.state.upload import Upload
 from shoal.tasks import LEAST_BYTES_PER_S, Changes, stopped, while_moving
@@ -75,10 +76,11 @@ class StateDonor:
         self._upload = Upload.of(endpoint)
         self._pacer = pacer or Pacer(self._limits.upload_bytes_per_s)
         self._endpoint = endpoint
-        self._serving: Counter[PeerID] = Counter()
-        self._sites: Counter[str] = Counter()  # of those that are served
+        self._readers = Readers()
         message_bytes = endpoint.limits.header_bytes - _MESSAGE_ROOM
-        self._store = SnapshotStore(env, hold, version, self._limits, max_message_bytes=message_bytes)
+        self._store = SnapshotStore(
+            env, hold, version, self._limits, max_message_bytes=message_bytes, crowded=self._readers.make_way
+        )
         self._stopped, self._told = False, ""
         self._unserve = (
             endpoint.serve(GetManifest, self._show, scope=prefix),
@@ -88,7 +90,7 @@ class StateDonor:
     @property
     def receivers(self) -> int:
         """Return how many streams are being served."""
-        return self._serving.total()
+        return len(self._readers)
 
     @property
     def snapshot(self) -> Snapshot | None:
@@ -110,11 +112,15 @@ class StateDonor:
             raise PeerRefused("state sharing is switched off here")
 
     def _busy(self, peer: PeerID) -> bool:
-        limits = self._limits
-        if self._serving.total() >= limits.max_receivers or self._serving[peer] >= limits.max_receivers_per_peer:
+        limits, readers = self._limits, self._readers
+        if readers.of_peer(peer) >= limits.max_receivers_per_peer:
             return True
         # Keys and hosts are free: a site that has all other places does not get the last quarter.
-        return self._sites[self._endpoint.site_of(peer)] >= limits.max_receivers - limits.max_receivers // 4
+        most_of_site = limits.max_receivers - limits.max_receivers // 4
+        if len(readers) < limits.max_receivers and readers.of_site(self._endpoint.site_of(peer)) < most_of_site:
+            return False
+        readers.make_way(asyncio.get_running_loop().time())
+        return True
 
     async def _show(self, peer: PeerID, request: GetManifest) -> ManifestReply | ManifestPending:
         self._check_enabled()
@@ -147,32 +153,43 @@ class StateDonor:
             raise PeerRefused("this snapshot is gone: ask for the manifest again")
         if self._busy(peer):
             raise PeerRefused("busy: too many receivers at the moment")
-        site = self._endpoint.site_of(peer)
-        self._serving[peer] += 1
-        self._sites[site] += 1
-        self._store.begin(snapshot, peer)
+        loop, site, sent = asyncio.get_running_loop(), self._endpoint.site_of(peer), 0
         wishes = _Wishes(stream, len(snapshot.manifest.hashes))
-        sent = 0
-        try:
-            wishes.add(opening.chunks)
-            with self._upload.stream(stream):
-                while (chunk := await wishes.next(self._limits.send_stall_s)) is not None:
-                    sent += await self._send_chunk(stream, snapshot, chunk)
-        except PeerProtocolError as error:
-            self._env.events.emit(PeerDropped(peer=peer, where="state sharing", reason=error.message))
-            raise
-        finally:
-            await wishes.close()
-            self._store.end(snapshot, site, sent)
-            self._serving -= Counter({peer: 1})
-            self._sites -= Counter({site: 1})
-            if sent:
-                self._env.events.emit(StateServed(prefix=self.prefix, peer=peer, bytes_sent=sent))
+        async with asyncio.timeout(None) as limit:
+            reader = Reader(
+                peer,
+                site,
+                lambda: stream.bytes_acked or stream.bytes_sent,
+                lambda: limit.reschedule(loop.time()),
+                loop.time(),
+            )
+            self._readers.add(reader)
+            self._store.begin(snapshot, peer)
+            try:
+                wishes.add(opening.chunks)
+                with self._upload.stream(stream):
+                    while (chunk := await self._next_wish(wishes, reader)) is not None:
+                        sent += await self._send_chunk(stream, reader, snapshot, chunk)
+            except PeerProtocolError as error:
+                self._env.events.emit(PeerDropped(peer=peer, where="state sharing", reason=error.message))
+                raise
+            finally:
+                self._readers.remove(reader, loop.time())
+                self._store.end(snapshot, site, sent)
+                await wishes.close()
+                if sent:
+                    self._env.events.emit(StateServed(prefix=self.prefix, peer=peer, bytes_sent=sent))
 
-    async def _send_chunk(self, stream: Stream[Chunk, MoreChunks], snapshot: Snapshot, chunk: int) -> int:
+    async def _next_wish(self, wishes: _Wishes, reader: Reader) -> int | None:
+        with reader.awaited(asyncio.get_running_loop().time):
+            return await wishes.next(self._limits.send_stall_s)
+
+    async def _send_chunk(
+        self, stream: Stream[Chunk, MoreChunks], reader: Reader, snapshot: Snapshot, chunk: int
+    ) -> int:
         start, stop = snapshot.manifest.chunk_range(chunk)
         pacer, fraction = self._pacer, self._limits.beside_rounds
-        first = start
+        first, time = start, asyncio.get_running_loop().time
         while first < stop:
             piece = snapshot.data[first : first + self._upload.piece_bytes(stop - first, pacer, fraction)]
             await self._upload.admit(piece.nbytes, pacer, fraction)
@@ -180,8 +197,9 @@ class StateDonor:
                 raise PeerRefused("the state is not shared any more")
             if snapshot.over:
                 raise PeerRefused("others have waited long for a newer state: ask for the manifest again")
-            async with while_moving(self._limits.send_stall_s, lambda: stream.bytes_moved):
-                await stream.send(Chunk(chunk, first - start), piece)
+            with reader.awaited(time):
+                async with while_moving(self._limits.send_stall_s, lambda: stream.bytes_moved):
+                    await stream.send(Chunk(chunk, first - start), piece)
             first += piece.nbytes
         return stop - start
 

@@ -41,6 +41,7 @@ from shoal.errors import (
     PeerProtocolError,
     PeerRefused,
     PeerTimeout,
+    PeerUnreachable,
     StateUnavailable,
 )
 from shoal.events import PeerDropped, StateDownloaded
@@ -351,7 +352,9 @@ class _Download:
                 sometimes("a donor is lost that gave a part of the state")
             if self._target is not None and not self._target.plan.missing:
                 sometimes("a donor is lost when only chunks under way are missing")
-            if isinstance(error, PeerRefused) and feed is not None and not brought:
+            # One that was giving may have left us for others that waited: we come again, as to one that is busy.
+            left = isinstance(error, PeerUnreachable) and feed is not None and feed.was_giving
+            if (left or isinstance(error, PeerRefused)) and feed is not None and not brought:
                 candidates.refused(donor, error.message, self._now())
             else:
                 candidates.failed(donor, error.message, self._now(), brought_chunks=brought)

@@ -150,6 +150,7 @@ class Feed:
 
     Attributes:
         chunks_brought: chunks that were verified, from this donor, in this turn.
+        was_giving: whether bytes came in it.
         beaten: another donor was faster with the chunk that was coming, so this turn was ended.
     """
 
@@ -177,6 +178,7 @@ class Feed:
         self._ended = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.chunks_brought = 0
+        self.was_giving = False
         self.beaten = False
 
     async def run(self) -> None:
@@ -265,10 +267,12 @@ class Feed:
         self._rate.asked(asyncio.get_running_loop().time())
         stream = await self._endpoint.open(self._contact, opening, timeout_s=self._stall_s)
         self._target.streams[self._peer] = stream
+        before = stream.bytes_received
         try:
             await self._receive(stream)
             await self._finish(stream)
         finally:
+            self.was_giving |= stream.bytes_received > before
             self._target.ended(self._peer)
             self._writing = None
             stream.abort()  # nothing to do after an orderly end

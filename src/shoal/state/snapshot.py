@@ -4,11 +4,12 @@ Invariants:
 
 - A snapshot is one version: the owner holds the state still (its lock) while it is encoded, and no longer. Hashing and
   sending work on the copy.
-- One copy exists at any time, including one being made. The next one is made when nobody downloads the old one any
-  more.
+- Copies that are still downloaded take `spare_bytes` at most when another one is made. So a small state is copied anew
+  whatever others do, and of a large one there is one copy, including one that is being made.
 - A receiver that comes while others download a copy of a state that has moved on gets that copy, if it will do and is
-  young enough; otherwise it waits for the next. If a copy is old and others wait for the next one, its readers are sent
-  away. So no receiver, by reading or coming again and again, keeps a state from the others for ever.
+  young enough; otherwise it is given a new one, or waits until there is room for one. Readers that take little are left
+  then (`crowded`), and all others when their copy is old. So no receiver, by reading slowly or coming again and again,
+  keeps a state from the others for ever.
 - A copy that nobody uses is freed `linger_s` after its last use, or at once when its place is needed.
 - Hosts that ask again and again cause few copies (`CopyLimit`), and keep no copy by asking, whatever the number of
   keys.
@@ -150,10 +151,12 @@ class ShareLimits(msgspec.Struct, frozen=True, kw_only=True):
             their traffic, so that newcomers do not slow them; None: no such limit.
         max_receivers: streams that are served at the same time; more are asked to come again.
         max_receivers_per_peer: how many of them may be one peer's.
-        join_s: there is one copy of a state at a time. While it is being taken, newcomers are given the same one for so
-            long after it was made, though the state has moved on; after that they wait for the next.
-        hold_s: for so long after that, readers may keep an old copy while others wait for the next one; then the
-            readers are sent away. As long as a download may take if its user does not say otherwise.
+        spare_bytes: the memory for copies that are still being taken, beside the last one.
+        join_s: while a copy is being taken, newcomers are given the same one for so long after it was made, though the
+            state has moved on; after that they get the next, as soon as `spare_bytes` allow one.
+        hold_s: for so long after that, readers may keep an old copy while others wait for room for the next one; then
+            the readers are sent away. As long as a download may take if its user does not say otherwise. Readers that
+            take far less than their share of what the donor can send are left after seconds.
         linger_s: how long a copy that nobody downloads is kept, seconds.
         send_stall_s: a receiver that takes less than 1 KiB/s of a piece for this long, or asks for none though it has
             what it was sent, is left.
@@ -163,6 +166,7 @@ class ShareLimits(msgspec.Struct, frozen=True, kw_only=True):
     beside_rounds: float | None = 0.1
     max_receivers: int = 16
     max_receivers_per_peer: int = 4
+    spare_bytes: int = 256 << 20
     join_s: float = 120.0
     hold_s: float = 600.0
     linger_s: float = 10.0
@@ -209,22 +213,32 @@ class SnapshotStore:
         version: the current version of the state: cheap, and different whenever the state is.
         limits: how long a copy is given to newcomers, kept for its readers, and kept without any.
         max_message_bytes: the largest manifest that can be sent.
-
-    Attributes:
-        snapshot: the copy, if there is one.
+        crowded: called (with the time) while a receiver waits for room for a new copy.
     """
 
     def __init__(
-        self, env: Env, hold: HoldState, version: Callable[[], Hashable], limits: ShareLimits, *, max_message_bytes: int
+        self,
+        env: Env,
+        hold: HoldState,
+        version: Callable[[], Hashable],
+        limits: ShareLimits,
+        *,
+        max_message_bytes: int,
+        crowded: Callable[[float], None],
     ) -> None:
         self._env, self._hold, self._version = env, hold, version
-        self._limits, self._max_message_bytes = limits, max_message_bytes
-        self.snapshot: Snapshot | None = None
+        self._limits, self._max_message_bytes, self._crowded = limits, max_message_bytes, crowded
+        self._kept: dict[bytes, Snapshot] = {}  # by name, the last one at the end
         self._making: asyncio.Task[Snapshot] | None = None
         self._awaited_by: dict[PeerID, str] = {}  # with their hosts
         self._copies = CopyLimit()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """The last copy, if it is kept."""
+        return next(reversed(self._kept.values()), None)
 
     async def offer(self, peer: PeerID, host: str, *, epoch: int, timeout_s: float) -> Snapshot | ManifestPending:
         """A snapshot for this peer: of the present state, or the one that others are downloading.
@@ -250,7 +264,7 @@ class SnapshotStore:
         if self._making is None:
             if (found := self._copy_for(peer, host, epoch)) is not None:
                 return found
-            self.snapshot = None  # before the next one takes memory
+            self._keep(lambda each, now: each.in_use(now))  # before the next one takes memory
             self._making = asyncio.get_running_loop().create_task(self._make(host))
             self._making.add_done_callback(lambda task: task.cancelled() or task.exception())  # perhaps nobody waits
         making = self._making
@@ -271,19 +285,26 @@ class SnapshotStore:
         snapshot, now = self.snapshot, asyncio.get_running_loop().time()
         if snapshot is not None and snapshot.version == self._version():
             return self._tell(snapshot, peer, host)
-        if (snapshot is None or not snapshot.in_use(now)) and self._copies.allows(host, now):
+        used = [each for each in self._kept.values() if each.in_use(now)]
+        may = self._copies.allows(host, now)
+        has_room = sum(each.data.nbytes for each in used) <= self._limits.spare_bytes
+        if may and has_room and snapshot not in used:
             return None
-        if snapshot is not None:
-            age_s = now - snapshot.made_at
-            if age_s <= self._limits.join_s and snapshot.manifest.epoch >= epoch:
-                return self._tell(snapshot, peer, host)
-            snapshot.over = age_s > self._limits.join_s + self._limits.hold_s
+        if snapshot is not None and now - snapshot.made_at <= self._limits.join_s and snapshot.manifest.epoch >= epoch:
+            return self._tell(snapshot, peer, host)
+        if may and has_room:
+            sometimes("a state is copied anew while an older copy is taken")
+            return None
+        if may:
+            for each in used:
+                each.over = now - each.made_at > self._limits.join_s + self._limits.hold_s
+            self._crowded(now)
         return ManifestPending(busy=True)
 
     def find(self, name: bytes) -> Snapshot | None:
         """The snapshot of this name, if it still exists."""
-        found = self.snapshot
-        return found if found is not None and found.manifest.snapshot == name and not found.over else None
+        found = self._kept.get(name)
+        return found if found is not None and not found.over else None
 
     def begin(self, snapshot: Snapshot, peer: PeerID) -> None:
         """A receiver takes this snapshot from now on: it stays until `end`."""
@@ -305,13 +326,14 @@ class SnapshotStore:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self.snapshot = None
+        self._kept.clear()
 
     # -------------------------------------------------------------------------------------------------------- making
 
     async def _make(self, host: str) -> Snapshot:
         try:
-            self.snapshot = snapshot = await self._copy(host)
+            snapshot = await self._copy(host)
+            self._kept[snapshot.manifest.snapshot] = snapshot
             for peer, its_host in self._awaited_by.items():
                 self._tell(snapshot, peer, its_host)
             self._free_later()
@@ -394,15 +416,17 @@ class SnapshotStore:
         return snapshot
 
     def _free_later(self) -> None:
-        if self._timer is None and self.snapshot is not None:
+        if self._timer is None and self._kept:
             self._timer = asyncio.get_running_loop().call_later(self._limits.linger_s, self._free)
 
     def _free(self) -> None:
         self._timer = None
-        now, found = asyncio.get_running_loop().time(), self.snapshot
-        if found is not None and found.streams == 0 and now - found.used_at >= self._limits.linger_s:
-            self.snapshot = None
+        self._keep(lambda each, now: each.streams > 0 or now - each.used_at < self._limits.linger_s)
         self._free_later()
+
+    def _keep(self, wanted: Callable[[Snapshot, float], bool]) -> None:
+        now = asyncio.get_running_loop().time()
+        self._kept = {name: each for name, each in self._kept.items() if wanted(each, now)}
 
 
 def _bytes_of(layout: Manifest, data: memoryview, position: int) -> memoryview:

@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from shoal import sim
+from shoal.errors import PeerRefused
 from shoal.events import Event, PeerDropped
 from shoal.optim import Participant, step_feed
 from shoal.optim.agreement import Agreement, Contributor
@@ -185,6 +186,35 @@ def test_one_host_kept_all_others_from_following() -> None:
         assert isinstance(received[0], StepsFrom)
 
     sim.run(main, seed=3)
+
+
+def test_followers_that_fetch_nothing_kept_all_places() -> None:
+    """From two sites and more they had all sixteen, for ever: nobody could catch up. Now each makes way in seconds."""
+
+    async def main() -> None:
+        run = Run(target=1)
+        first = await run.add("p0", strategy=DiLoCo(4))
+        await run.add("p1", strategy=DiLoCo(4))
+        idle, other = [await liar(run, f"liar{number}") for number in range(3)], await liar(run, "other")
+        contact, opening = first.participant.core.endpoint.contact, FollowSteps("run")
+        for number in range(MAX_FOLLOWERS):
+            await idle[number % 3].core.endpoint.open(contact, opening, timeout_s=5.0)
+        for name, trainer in run.trainers.items():
+            run.swarm.spawn(name, trainer.train(BATCH, duration_s=0.25, until=lambda: False))
+        began = asyncio.get_running_loop().time()
+        while True:
+            assert asyncio.get_running_loop().time() < began + 30.0
+            stream = await other.core.endpoint.open(contact, opening, timeout_s=5.0)
+            try:
+                received = await stream.recv()
+                break
+            except PeerRefused:
+                await sim.sleep(1.0)
+        assert received is not None
+        assert isinstance(received[0], StepsFrom)
+
+    with reaches("a follower that fetches nothing makes way"):
+        sim.run(main, seed=3)
 
 
 @pytest.mark.parametrize(("spare", "most"), [(256 << 20, MOST_KEPT), (20 << 20, KEPT + 1), (1 << 20, KEPT)])

@@ -10,7 +10,7 @@ they fit in `SPARE_BYTES`, so for small models only. With a step of `n` bytes (t
 holds `KEPT * n + min((MOST_KEPT - KEPT) * n, SPARE_BYTES)` at most, however many followers there are, and however
 slowly they read: the oldest goes before the next one is made. While a round of this peer is under way it sends none of
 them, or little if the round takes long (`HOLD_S`). A follower needs one step for each round, so its share of the line
-between two rounds is bounded.
+between two rounds is bounded. When all places are taken, one that fetches no step makes way for the next.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from shoal.optim.agreement import Agreement
 from shoal.optim.state_name import StateName
 from shoal.optim.steps import Step, name_after, name_before, of_round, of_step_alone
 from shoal.rpc import Stream
+from shoal.sometimes import sometimes
 from shoal.state import Pacer
 from shoal.state.pace import FREE_PIECE_BYTES, HELD_PIECE_BYTES
 from shoal.state.upload import Upload
@@ -51,6 +52,9 @@ MAX_WANTED = 16
 MAX_UNTOLD = 32
 HOLD_S = 1.5
 """A piece waits no longer than this for the end of a round, seconds."""
+
+_FETCH_WITHIN_S = 10.0
+"""A follower that was told of `MOST_KEPT` steps, and has got none within this time, makes way when others wait."""
 
 _SEND_WITHIN_S = 30.0
 """A follower that takes nothing for so long is dropped."""
@@ -144,6 +148,9 @@ class StepFeed:
         site = self._core.endpoint.site_of(stream.peer_id)
         # Keys and hosts are free: a site that has all other places does not get the last quarter.
         if len(self._followers) >= MAX_FOLLOWERS or self._sites[site] >= MAX_FOLLOWERS - MAX_FOLLOWERS // 4:
+            for each in [each for each in self._followers if each.fetches_nothing]:
+                sometimes("a follower that fetches nothing makes way")
+                each.leave()
             raise PeerRefused("busy: too many peers catch up at the moment", code="busy")
         follower = _Follower(stream, self._core.pacer(), self._averagers, self._kept)
         self._followers.add(follower)
@@ -186,6 +193,7 @@ class _Follower:
         self._untold: deque[StepTaken] = deque()
         self._wanted: dict[bytes, int] = {}  # and how much of it was sent
         self._news, self._over = Changes(), False
+        self._told_in_vain, self._fetched_at = 0, asyncio.get_running_loop().time()
         self._reader = asyncio.get_running_loop().create_task(self._read())
         self._reader.add_done_callback(lambda _: self._news.notify())
 
@@ -193,11 +201,23 @@ class _Follower:
         """Return whether it has got some of this step, and not yet all."""
         return bool(self._wanted.get(digest))
 
+    @property
+    def fetches_nothing(self) -> bool:
+        """Whether it has got none of the last steps, though it had time to."""
+        since_s = asyncio.get_running_loop().time() - self._fetched_at
+        return self._told_in_vain >= MOST_KEPT and since_s >= _FETCH_WITHIN_S
+
+    def leave(self) -> None:
+        """Serve it no more, at once: it may be in the midst of a piece that it reads slowly."""
+        self._stream.abort()
+        self.end()
+
     def add(self, header: StepTaken) -> None:
         """Tell it of this step, once. One that does not even read of the steps is dropped."""
         if header.digest in self._told:
             return
         self._told.append(header.digest)
+        self._told_in_vain += 1
         self._untold.append(header)
         if len(self._untold) > MAX_UNTOLD:
             self._stream.abort()
@@ -248,6 +268,7 @@ class _Follower:
         await self._send(StepBytes(digest, sent), piece)
         if sent + nbytes == total:
             del self._wanted[digest]
+            self._told_in_vain, self._fetched_at = 0, asyncio.get_running_loop().time()
 
     async def _between_rounds(self) -> bool:
         """Wait until no round is under way, for `HOLD_S` at most; whether there is none."""

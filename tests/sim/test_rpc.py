@@ -454,6 +454,35 @@ def test_what_a_lost_peer_has_sent_before_uses_up_its_hosts_allowance(run: Run) 
 
 
 @everywhere
+def test_a_flood_ends_with_its_connection(run: Run) -> None:
+    """What it had sent lay in memory, and used up its host's allowance, for minutes after the sender was gone.
+
+    600 KiB for each connection: peers of the same host had no rounds meanwhile.
+    """
+
+    async def scenario(net: Net) -> None:
+        b = await net.peer("b", limits=msgspec.structs.replace(QUICK, calls_per_host_s=200.0))
+        taken, begun, lost = list[Say](), asyncio.Event(), asyncio.Event()
+
+        def take(peer: PeerID, note: Say) -> None:
+            taken.append(note)
+            begun.set()
+
+        b.endpoint.take_notes(Say, take)
+        b.endpoint.on_lost(lambda peer, reason: lost.set())
+        hand = ByHand(net.transport("h"), b.contact)
+        link = await hand.link()
+        await link.write(note_frame("Say", encode(Say("x"))) * 3000)
+        await begun.wait()
+        await link.close()
+        await lost.wait()
+        assert 0 < len(taken) < 1500
+        await hand.close()
+
+    run(scenario)
+
+
+@everywhere
 def test_a_message_that_is_too_long_is_refused_here(run: Run) -> None:
     """Requests, replies, openings and stream messages beyond the limit never leave: the other side would drop us."""
 

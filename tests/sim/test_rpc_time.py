@@ -505,6 +505,28 @@ def test_calls_to_a_peer_that_does_not_read_fail_before_memory_does() -> None:
     on_sim(scenario)
 
 
+def test_strangers_that_do_not_read_share_the_memory_for_what_waits() -> None:
+    """Each of many keys had 8 MiB, and as much again that was being sent; honest peers are answered beside them."""
+
+    async def scenario(net: SimNet) -> None:
+        b = await net.peer("b", limits=Limits(outboxes_bytes=4 << 20))
+        b.endpoint.serve(Say, lambda peer, request: Said("x" * 50_000))
+        hands = [ByHand(net.transport(f"h{number}"), b.contact) for number in range(12)]
+        asked = b"".join(call_frame(number, "Say", encode(Say("x"))) for number in range(100))
+        for hand in hands:
+            await (await hand.link()).write(asked)
+        await sleep(10.0)
+        waiting = b.endpoint._open.outbox_bytes
+        assert 3 << 20 < waiting < (4 << 20) + 12 * (256 << 10)
+        a = await net.peer("a")
+        reply = await a.endpoint.call(b.contact, Say("x"), timeout_s=5.0)
+        assert len(reply.text) == 50_000
+        for hand in hands:
+            await hand.close()
+
+    on_sim(scenario, window_bytes=64 << 10)
+
+
 # ----------------------------------------------------------------------------------------------------------- idle links
 
 

@@ -85,6 +85,11 @@ class Connections:
             sent, received = sent + connection.bytes_sent, received + connection.bytes_received
         return sent, received
 
+    @property
+    def outbox_bytes(self) -> int:
+        """The bytes that wait on all links."""
+        return sum(link.outbox_bytes for state in self.peers.values() for link in state.links)
+
     def of(self, peer: PeerID) -> PeerState:
         """The connections with a peer, to be added to. Call `forget` if none was added."""
         return self.peers.setdefault(peer, PeerState())

@@ -48,6 +48,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             with nothing.
         calls_s: the same for all hosts together. While they ask for more, each gets its share, at least 10 a second.
         outbox_bytes: small frames that may wait on one link. Beyond it our own calls to that peer fail.
+        outboxes_bytes: the same for all links together. Beyond it each link may have 256 KiB waiting.
         idle_streams: idle stream connections that are kept for each peer.
         dial_timeout_s: the longest time to make one connection.
         beat_s: a peer with open streams that is silent for so long is asked for a sign of life.
@@ -64,6 +65,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     calls_per_host_s: float = 500.0
     calls_s: float = 4000.0
     outbox_bytes: int = 8 << 20
+    outboxes_bytes: int = 32 << 20
     idle_streams: int = 4
     dial_timeout_s: float = 5.0
     beat_s: float = 1.0

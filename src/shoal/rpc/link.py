@@ -34,6 +34,9 @@ THE_PEER_LEFT = "the peer left"
 _FAREWELL_S = 1.0
 """The longest time for a `Bye` to leave."""
 
+_OUTBOX_OF_EACH = 256 << 10
+"""So much may always wait on a link, whatever waits on others: strangers that do not read cost honest peers nothing."""
+
 _HANDLED_AT_ONCE = 32
 """After so many messages of one link the other tasks have their turn."""
 
@@ -59,6 +62,7 @@ class CallLink:
 
     Attributes:
         heard: set once a message has come.
+        outbox_bytes: small frames that wait to be sent, or are being sent.
     """
 
     def __init__(
@@ -75,7 +79,7 @@ class CallLink:
         self._timers: dict[int, asyncio.TimerHandle] = {}  # of those
         self._next_id = 1
         self._outbox: list[bytes] = []
-        self._outbox_bytes = 0
+        self.outbox_bytes = 0
         self._more: asyncio.Future[None] | None = None  # the writer waits on it for something to send
         self._closed = False
         self._said_bye: Bye | None = None
@@ -196,10 +200,13 @@ class CallLink:
         self._queue(pack(Kind.CALL, message, limits=self._limits))
 
     def _queue(self, frame: bytes) -> None:
-        if self._outbox_bytes + len(frame) > self._limits.outbox_bytes:
+        waiting, limits = self.outbox_bytes + len(frame), self._limits
+        if waiting > limits.outbox_bytes or (
+            waiting > _OUTBOX_OF_EACH and self._open.outbox_bytes + len(frame) > limits.outboxes_bytes
+        ):
             raise PeerUnreachable("the peer does not read: too many small messages wait", self.peer_id)
         self._outbox.append(frame)
-        self._outbox_bytes += len(frame)
+        self.outbox_bytes = waiting
         self._wake_writer()
 
     def _wake_writer(self) -> None:
@@ -215,8 +222,10 @@ class CallLink:
                     await self._more
                     continue
                 frames, self._outbox = self._outbox, []
-                self._outbox_bytes = 0
-                await self.connection.write(frames[0] if len(frames) == 1 else b"".join(frames))
+                data = frames[0] if len(frames) == 1 else b"".join(frames)
+                del frames
+                await self.connection.write(data)
+                self.outbox_bytes -= len(data)
         except PeerError:
             pass  # the connection has ended: the reader first reads all that came (it may be a Bye), then ends the link
 
@@ -241,6 +250,8 @@ class CallLink:
                     await asyncio.sleep(0)  # the answer may be ready: it counts before the next call is read
                 if not wanted and (pause_s := self._endpoint.spent(self, len(frame.header))) > 0.0:
                     await asyncio.sleep(pause_s)
+                    if self.connection.closed:  # else a flood goes on, for minutes, after its sender is gone
+                        raise PeerUnreachable("it ended while it was not read", self.peer_id)
         except msgspec.MsgspecError as error:
             self._lose(PeerProtocolError(f"undecodable message on a call link: {error}", self.peer_id))
         except PeerError as error:
@@ -338,7 +349,7 @@ class CallLink:
     async def _say_bye(self, bye: Bye) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        frames, self._outbox, self._outbox_bytes = self._outbox, [], 0
+        frames, self._outbox = self._outbox, []
         try:
             async with asyncio.timeout(_FAREWELL_S):
                 await self.connection.write(b"".join([*frames, pack(Kind.CALL, bye)]))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -227,3 +228,44 @@ def test_an_option_of_another_kind_that_is_set_right_brings_a_peer_back_at_once(
 
     with reaches("options that were set right let a state be taken"):
         sim.run(main, seed=3)
+
+
+@pytest.mark.parametrize("rate", [100.0, "x"])
+def test_in_a_run_of_two_one_peer_sets_no_rate_for_the_other(rate: Any) -> None:
+    """The one with the lower id had 100 taken as the rate of most peers; with a text the other one lost its steps."""
+
+    async def main() -> None:
+        run, rates, told = Run(target=16), list[float](), list[str]()
+        liar, honest = sorted(("p0", "p1"), key=lambda name: run.swarm.identity(name).peer_id)
+        for name in (honest, liar):
+            trainer = await run.add(name)
+            trainer.participant.training.scheduler = None
+        inner = run.swarm.peer(honest).participant.training.optimizer
+        inner.register_step_pre_hook(lambda inner, *_: rates.append(inner.param_groups[0]["lr"]))
+        run.swarm.peer(honest).participant.core.env.events.subscribe(
+            lambda event: told.append(event.message) if isinstance(event, Warned) else None
+        )
+        await sim.sleep(3.0)
+        tasks = [
+            run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.25, until=lambda: False))
+            for name in NAMES[:2]
+        ]
+        await sim.sleep(5.0)
+        participant, before = run.swarm.peer(liar).participant, run.swarm.peer(honest).participant.epoch
+        said = participant._said
+
+        def lies(check: Any = None) -> Any:
+            word = said(check)
+            options = msgspec.structs.replace(word.options, values={**word.options.values, "lr": [rate]})
+            return msgspec.structs.replace(word, options=options)
+
+        participant._said = lies  # type: ignore[method-assign]
+        await sim.sleep(20.0)
+        assert set(rates) == {0.05}
+        assert run.swarm.peer(honest).participant.epoch >= before + 9
+        assert not [each for each in told if "not taken here" in each]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    sim.run(main, seed=3)

@@ -389,7 +389,7 @@ def test_a_state_that_others_download_has_no_step_of_a_bound_method() -> None:
     values, tensors = training.export()
     assert values["scheduled"] == 1
     taken()
-    assert training.options().column("lr") == [4.0]
+    assert list(training.options().column("lr")) == [4.0]
     assert training.fingerprint() == before
     step(training)
     taken()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from fractions import Fraction
@@ -24,6 +25,7 @@ from shoal.optim.words import weigh
 from shoal.peer import PeerID
 from shoal.strategies import LocalSGD
 from shoal.wire import decode, decode_plain, encode
+from tests.cost import cost_of
 
 
 def groups(*options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -43,10 +45,12 @@ def agree(
     committed: Mapping[PeerID, int] | None = None,
     sites: Mapping[PeerID, bytes] | None = None,
     total: float = math.inf,
+    mine: Options | None = None,
+    last: Options | None = None,
 ) -> Agreement:
     """The agreement of members that have committed so many samples at these sites; nothing is known of them without."""
     weighed = partial(weigh, committed=committed or {}, sites=sites or {})
-    return agreement.agree(gathered, *args, weigh=weighed, total=total)
+    return agreement.agree(gathered, *args, weigh=weighed, total=total, mine=mine, last=last)
 
 
 def told(options: Options, samples: int = 0) -> Any:
@@ -100,6 +104,67 @@ def test_most_members_decide_and_the_lowest_peer_where_as_many_have_others() -> 
     tie = {peer(2): told(one), peer(1): told(other)}
     assert agree(tie, ()).options == agree(dict(reversed(tie.items())), ()).options == other
     assert agree(tie, ()).digest != agree(gathered, ()).digest
+
+
+def test_in_a_run_of_two_the_lower_peer_id_sets_no_options() -> None:
+    """A rate of 100 was taken as that of most peers. Of equal weight the smaller change counts, whoever says it."""
+    last, honest, wild = (options_of(groups({"lr": lr})) for lr in (0.1, 0.101, 100.0))
+    for liar in (1, 3):
+        said = {peer(liar): told(wild), peer(2): told(honest)}
+        assert agree(said, (), last=last).options == honest
+        assert agree({**said, peer(2): told(last)}, (), last=last).options == last
+        assert agree({peer(liar): told(wild), peer(2): told(wild)}, (), last=last).options == wild
+    from_nothing = options_of(groups({"lr": 0.0}))
+    assert agree({peer(1): told(wild), peer(2): told(from_nothing)}, (), last=from_nothing).options == from_nothing
+
+
+@pytest.mark.parametrize(
+    "wrong", [Options(1, {"lr": ["x"]}), Options(2, {"lr": [0.1]}), Options(1, {"lr": [0.1], "betas": [[0.9]]})]
+)
+def test_a_tie_is_never_for_options_of_another_kind_than_ones_own(wrong: Options) -> None:
+    """A text as the rate came from the lower peer id: the honest peer could not take the step, and lost its samples."""
+    mine = options_of(groups({"lr": 0.1}))
+    said = {peer(1): told(wrong), peer(2): told(mine)}
+    assert agree(said, (), mine=mine).options == mine
+    assert agree(said, (), mine=wrong).options == wrong
+    assert agree({**said, peer(3): told(wrong)}, (), mine=mine).options == wrong, "most weight decides as before"
+
+
+def test_the_smaller_change_is_that_of_all_values() -> None:
+    """A value of each group counts with its share, a name that comes or goes as a change, whatever its size."""
+    last = Options(4, {"lr": [0.1], "betas": [[0.9, 0.99]]})
+    one_group = Options(4, {**last.values, "lr": [0.1, 0.1, 0.1, 0.2]})
+    all_groups = Options(4, {**last.values, "lr": [0.2]})
+    unnamed = Options(4, {"lr": [0.1]})
+    endless = Options(4, {**last.values, "lr": [math.inf]})
+    order = [last, one_group, all_groups, endless]
+    for less, more in itertools.combinations([*order[:3], unnamed], 2):
+        assert agreed([(more, 1), (less, 1)], last=last) == less
+        assert agreed([(less, 1), (more, 1)], last=last) == less
+    assert agreed([(endless, 1), (all_groups, 1)], last=last) == all_groups
+
+
+@pytest.mark.parametrize("width", [0, 16])
+def test_36_bytes_that_say_65536_groups_held_the_loop_of_each_member_for_a_second(width: int) -> None:
+    """A value that all groups have was looked at for each group. Now words cost what their bytes do."""
+    value: Any = [0.5] * width if width else 0.5
+    wild = [Options(1 << 16, {**{f"{name:x}": [value] for name in range(256)}, "0": [lie]}) for lie in range(4)]
+    honest = options_of(groups({"lr": 0.1}))
+    for weights in ((5, 0), (5, 1), (1, 1)):
+        said = [(honest, weights[0]), *((each, weights[1]) for each in wild)]
+        cost = cost_of(partial(agreed, said, mine=honest, last=honest))
+        assert cost.lines < 50 * len(encode(wild)), weights
+        assert agreed(said, mine=honest, last=honest) == honest
+    assert cost_of(lambda: misfit(honest, wild[0])).lines < 50
+
+
+def test_words_of_many_values_are_compared_no_more_often_than_is_soon_done() -> None:
+    """A leader may name members that all say 3,000 values, equal to rounding: then their bits count."""
+    many = [Options(3000, {"lr": [*[0.5] * 2999, 0.5 + 1e-9 * number]}) for number in range(30)]
+    said = [(each, 2 if each is many[7] else 1) for each in many]
+    assert agreed(said) == many[7]
+    assert cost_of(lambda: agreed(said)).lines < 2 * 30 * 3000
+    assert agreed(said[:3]) == many[0], "few of them are"
 
 
 def test_who_has_no_samples_has_no_say_beside_those_who_have() -> None:
@@ -232,7 +297,9 @@ def test_who_made_a_step_is_part_of_it() -> None:
     assert in_part.contributors == [*made.contributors, Contributor(peer(3), 3)]
     in_part = agree(gathered, [peer(1), peer(2)], {peer(3): Fraction(0)})
     assert in_part.contributors == [*made.contributors, Contributor(peer(3), 0)]
-    committed = Committed().after(agree(gathered, [peer(2)], {peer(3): Fraction(0)}).contributors, 0)
+    committed = Committed().after(agree(gathered, [peer(2)], {peer(3): Fraction(0)}).contributors, 0, options)
+    assert Committed.read(committed.export()) == Committed([list(each) for each in committed.steps], (), options)
+    assert Committed.read({**committed.export(), "options": b"nonsense"}).options is None
     assert committed.samples == {peer(2): 7}  # it is the only one that has weight
     assert committed.gave_last(peer(3))
 

@@ -111,6 +111,8 @@ def agree(
     weigh: Weigh,
     total: float = math.inf,
     sites: Mapping[PeerID, bytes] = MappingProxyType({}),
+    mine: Options | None = None,
+    last: Options | None = None,
 ) -> Agreement:
     """The agreement that follows from the words of the members: the same for all of them.
 
@@ -122,6 +124,8 @@ def agree(
         weigh: the words of the members.
         total: the largest total weight of a part. All members together have given no more samples than that.
         sites: of the members, as their group knows them.
+        mine: the options of this peer, see `agreed`.
+        last: the options of the step before, see `agreed`.
     """
     most = MAX_SAMPLES if total >= MAX_SAMPLES else math.ceil(total)
     shares = {**(in_part or {}), **dict.fromkeys(contributors, Fraction(1))}
@@ -130,7 +134,7 @@ def agree(
     # Without samples a trainer may be in its first batch: a schedule that it has made is found at its first step.
     trained = {peer: each for peer, each in read.items() if each.samples} or read
     weights = weigh(trained)
-    options = agreed([(each.options, weights[peer]) for peer, each in trained.items()])
+    options = agreed([(each.options, weights[peer]) for peer, each in trained.items()], mine=mine, last=last)
     # The fewest: no machine is asked for more than it has, unless its word weighs nothing yet.
     cores = min((each.cores for peer, each in trained.items() if each.cores and weights[peer]), default=0)
     absent = _in_all([each.absent if each is not None else b"" for each in said.values()])

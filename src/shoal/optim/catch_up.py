@@ -438,7 +438,7 @@ class CatchUp:
         if agreement is not None:
             recorded = next((each.samples for each in agreement.contributors if each.peer == self._core.peer_id), 0)
             gave = self._counted(state.digest, recorded)
-            committed = committed.after(agreement.contributors, state.epoch)
+            committed = committed.after(agreement.contributors, state.epoch, agreement.options)
             mine = self._training.options()
             if agreement.options is not None and (why := misfit(mine, agreement.options)) is not None:
                 self._following.missed = f"their options are {why}"

@@ -22,6 +22,7 @@ from typing import Annotated, NamedTuple, TypeVar
 import msgspec
 
 from shoal.optim.agreement import Contributor, Contributors
+from shoal.optim.options import Options
 from shoal.optim.words import RECORD, Record, may_give, recorded
 from shoal.peer import PeerID
 from shoal.wire import Epoch, Samples, decode, encode
@@ -62,10 +63,12 @@ class Committed:
     Attributes:
         steps: for each step the words of its contributors, with the samples that count.
         left: the peers that gave to none of them, and to one before, the last one last.
+        options: that the last one was taken with; None if that is not known.
     """
 
     steps: Sequence[Sequence[Contributor]] = ()
     left: Sequence[Left] = ()
+    options: Options | None = None
 
     @cached_property
     def record(self) -> Record:
@@ -97,8 +100,8 @@ class Committed:
         """The epoch at which the run ends by these words and weights; None if it does not."""
         return median_end(self.ends, self.weights)
 
-    def after(self, contributors: Sequence[Contributor], epoch: int) -> Committed:
-        """These steps and one more, from the state of this epoch.
+    def after(self, contributors: Sequence[Contributor], epoch: int, options: Options | None = None) -> Committed:
+        """These steps and one more, from the state of this epoch, with these options.
 
         An end that is over is ignored, unless the peer has named one in time before.
         """
@@ -123,7 +126,7 @@ class Committed:
         first = self.steps[0] if len(self.steps) == _STEPS else ()  # it is kept no longer
         left = (*self.left, *(Left(each.peer, epoch - _STEPS, each.samples) for each in first if each.samples))
         here = {each.peer for step in steps for each in step if each.samples} if left else set[PeerID]()
-        return Committed(steps, tuple(each for each in left if each.peer not in here)[-_MOST_LEFT:])
+        return Committed(steps, tuple(each for each in left if each.peer not in here)[-_MOST_LEFT:], options)
 
     @property
     def gave(self) -> Sequence[PeerID]:
@@ -143,12 +146,14 @@ class Committed:
 
     def export(self) -> dict[str, bytes]:
         """The form for a newcomer, sent with the state."""
-        return {"steps": encode(self.steps), "left": encode(self.left)}
+        return {"steps": encode(self.steps), "left": encode(self.left), "options": encode(self.options)}
 
     @classmethod
     def read(cls, exported: Mapping[str, object]) -> Committed:
         """Read the form that a donor exported, among other things; what cannot be read is left out."""
-        return cls(tuple(_read(exported.get("steps"), _Steps) or ()), tuple(_read(exported.get("left"), _Left) or ()))
+        steps, left = _read(exported.get("steps"), _Steps) or (), _read(exported.get("left"), _Left) or ()
+        options = _read(exported.get("options"), Options)
+        return cls(tuple(steps), tuple(left), None if options is None or options.problem() else options)
 
 
 def _read(exported: object, kind: type[T]) -> T | None:

@@ -2,8 +2,12 @@
 
 Schedules of a trainer's own and rates set by hand change `param_groups` between two steps of the swarm. So what they
 hold when a peer joins a round travels with its joining, every member sees what all have proposed, and `agreed` picks
-the same set for all: that which the members of most weight have, to rounding (see `words`). It is applied exactly, and
-its digest goes into the name of the state after the step.
+the same set for all: that which the members of most weight have, to rounding (see `words`). Of two peers neither has
+more weight: there the smaller change counts, against the step before. The set is applied exactly, and its digest goes
+into the name of the state after the step.
+
+Words come from anybody, and are read on the loop. So their cost follows from their bytes: a value that is the same in
+all groups is looked at once, however many groups there are.
 
 Left out: options that say how a step is computed (`foreach`), what schedules keep for themselves (`initial_lr`), and
 values that are no number, text, bool or None, nor a tuple or a tensor of one. Pure functions.
@@ -13,7 +17,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -47,6 +52,9 @@ LEFT_OUT = HOW | _KEPT_BY_SCHEDULES | {"params", "param_names", "train_mode"}
 _MAX_BYTES = 32768
 _RELATIVE, _ABSOLUTE = 1e-6, 1e-12
 _CANDIDATES = 8
+_COMPARED = 1 << 15
+"""So many values are compared at most to find out whose options are equal to rounding. Peers that have words of that
+size, and others to the bit, are not looked for."""
 
 Scalar = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)] | None | bool | float | str
 Value = Scalar | Annotated[list[Scalar], msgspec.Meta(max_length=16)]
@@ -66,10 +74,16 @@ class Options(msgspec.Struct, frozen=True, array_like=True):
         msgspec.Meta(max_length=256),
     ]
 
-    def column(self, name: str) -> list[Value]:
+    def column(self, name: str) -> Iterable[Value]:
         """The values of one option, for each group."""
         values = self.values[name]
-        return values * self.groups if len(values) == 1 else values
+        return repeat(values[0], self.groups) if len(values) == 1 else values
+
+    @property
+    def size(self) -> int:
+        """How many values these are; one that is the same in all groups is one."""
+        lists = (each for values in self.values.values() for each in values if isinstance(each, list))
+        return sum(map(len, self.values.values())) + sum(map(len, lists))
 
     def problem(self) -> str | None:
         """The reason why no step can be taken with these; None if one can."""
@@ -119,26 +133,37 @@ def options_of(groups: Sequence[Mapping[str, Any]], without: Collection[str] = (
     return options
 
 
-def agreed(proposals: Iterable[tuple[Options, int]]) -> Options | None:
-    """The set of most weight, to rounding; of several of equal weight the first one. None if there is none.
+def agreed(
+    proposals: Iterable[tuple[Options, int]], *, mine: Options | None = None, last: Options | None = None
+) -> Options | None:
+    """The set of most weight, to rounding. None if there is none.
 
-    The order decides ties, so it should be the same in the next round. At most the 8 sets that have most weight to the
-    bit are compared with all.
+    One that has more than half of the weight to the bit is that set. Else the 8 sets that have most weight to the bit
+    are compared with all: fewer of them if there are many values, see `_COMPARED`.
+
+    Of several of equal weight it is one that is no `misfit` here, so that nobody loses a step by the words of one other
+    peer; of these the one that changes least, against `last`; of these the first one.
 
     Args:
         proposals: with the weight of each.
+        mine: the options of this peer; None: any kind will do.
+        last: the options of the step before, which all know; None if there was none.
     """
     weights: dict[bytes, tuple[int, Options]] = {}
     for options, weight in proposals:
         key = options.digest
         weights[key] = (weights.get(key, (0, options))[0] + weight, options)
-    by_weight = sorted(weights.values(), key=lambda each: -each[0])
-    best, support = None, 0
-    for _, candidate in by_weight[:_CANDIDATES]:
-        close = sum(weight for weight, other in by_weight if _close(candidate, other))
-        if close > support:
-            best, support = candidate, close
-    return best
+    sets = sorted((each for each in weights.values() if each[0]), key=lambda each: -each[0])
+    if not sets or 2 * sets[0][0] > sum(weight for weight, _ in sets):
+        return sets[0][1] if sets else None
+    few = min(_CANDIDATES, _COMPARED // max(1, sum(each.size for _, each in sets)))
+    found = [(sum(weight for weight, other in sets if _close(each, other)), each) for _, each in sets[:few]] or sets
+    most = max(support for support, _ in found)
+    tied = [each for support, each in found[:_CANDIDATES] if support == most]
+    tied = [each for each in tied if mine is None or misfit(mine, each) is None] or tied
+    if last is None or not few:
+        return tied[0]
+    return min(tied, key=lambda each: _change(last, each))
 
 
 def misfit(mine: Options, theirs: Options) -> str | None:
@@ -146,7 +171,7 @@ def misfit(mine: Options, theirs: Options) -> str | None:
     if mine.groups != theirs.groups:
         return f"{theirs.groups} parameter groups, and there are {mine.groups} here"
     for name in sorted(mine.values.keys() & theirs.values.keys()):
-        for here, there in zip(mine.column(name), theirs.column(name), strict=True):
+        for here, there in _pairs(mine, theirs, name):
             if here is not None and _kind(here) != _kind(there):
                 return f"{name} of {there!r:.80}, which is {here!r:.80} here"
     return None
@@ -239,7 +264,16 @@ def _same(one: object, other: object) -> bool:
     return type(one) is type(other) and one == other
 
 
+def _pairs(one: Options, other: Options, name: str) -> Iterator[tuple[Value, Value]]:
+    """The values of one option in both, for each group; once if they are the same in all groups of each."""
+    if len(one.values[name]) == len(other.values[name]):
+        return zip(one.values[name], other.values[name], strict=True)
+    return zip(one.column(name), other.column(name), strict=True)
+
+
 def _near(one: object, other: object) -> bool:
+    if type(one) is type(other) and not isinstance(one, list) and one == other:
+        return True
     if _kind(one) != _kind(other):
         return False
     if isinstance(one, list) and isinstance(other, list):
@@ -250,8 +284,32 @@ def _near(one: object, other: object) -> bool:
 
 
 def _close(one: Options, other: Options) -> bool:
-    return (
+    """Whether they are equal to rounding. Values that are equal to the bit in all groups of one peer only are not."""
+    return one is other or (
         one.groups == other.groups
         and one.values.keys() == other.values.keys()
-        and all(_near(one.column(name), other.column(name)) for name in one.values)
+        and all(len(values) == len(other.values[name]) for name, values in one.values.items())
+        and all(_near(values, other.values[name]) for name, values in one.values.items())
     )
+
+
+def _change(last: Options, options: Options) -> float:
+    """How much of the options is another one than the last time: from 0 to 1 for each name. Equal on all machines."""
+    if last.groups != options.groups:
+        return math.inf
+    pairs = (list(_pairs(last, options, name)) for name in last.values.keys() & options.values.keys())
+    changed = (math.fsum(_part_changed(*pair) for pair in each) / len(each) for each in pairs)
+    return math.fsum([*changed, len(last.values.keys() ^ options.values.keys())])
+
+
+def _part_changed(last: object, value: object) -> float:
+    if _near(last, value):
+        return 0.0
+    if _kind(last) != _kind(value):
+        return 1.0
+    if isinstance(last, list) and isinstance(value, list):
+        return math.fsum(map(_part_changed, last, value)) / len(last)
+    if isinstance(last, int | float) and isinstance(value, int | float):
+        apart = abs(last - value) / (abs(last) + abs(value))
+        return apart if math.isfinite(apart) else 1.0
+    return 1.0

@@ -143,7 +143,7 @@ class OwnState:
         """
         committed, dealt = self.committed, (0, 0)
         if agreement is not None:
-            committed = committed.after(agreement.contributors, self.name.epoch)
+            committed = committed.after(agreement.contributors, self.name.epoch, agreement.options)
             dealt = deal_to(self._core.peer_id, agreement.contributors, self.name.samples, name.samples)
         self.update = Update(
             apply=apply,

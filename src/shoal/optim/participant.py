@@ -719,6 +719,8 @@ class Participant:
             weigh=weighed,
             total=max(held.weight for held in outcome.commit.parts),
             sites=_sites_in(result),
+            mine=said.options,
+            last=self.own.committed.options,
         )
         if (mend_from := await self._check.difference(result, self.own.name, weighed)) is not None:
             sometimes("a check finds that our parameters differ")

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from shoal.averager.directory import DhtDirectory
 from shoal.clock import Env
 from shoal.dht import DhtNode
-from shoal.errors import PeerTimeout, RoundFailed
+from shoal.errors import PeerProtocolError, PeerTimeout, RoundFailed
 from shoal.events import Event
 from shoal.matchmaking import Group, GroupDirectory, JoinTerms, Matchmaker, MatchmakingConfig
 from shoal.peer import PeerID
@@ -113,6 +113,8 @@ def plan(members: Sequence[Member]) -> tuple[list[int], int]:
 
 def compare_schema(theirs: bytes, peer: PeerID) -> str | None:
     """A sentence if the schemas differ."""
+    if not theirs:
+        raise PeerProtocolError("no schema", peer)
     return None if theirs == b"schema" else f"tensor 0 'weight' is {theirs.decode()} at {peer.short()}"
 
 

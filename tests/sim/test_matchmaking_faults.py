@@ -444,6 +444,7 @@ def lying_joins(evil: Endpoint, other: Contact) -> dict[str, Join]:
         "reduces without bandwidth": honest(evil, member=Member(mine, True, 0.0, b"")),
         "reduces without address": honest(evil, member=Member(Contact(mine.peer), True, None, b"")),
         "neither contributes nor reduces": honest(evil, member=Member(mine, False, None, b"", contributes=False)),
+        "no schema": honest(evil, schema=b""),
         "gathered too long": honest(evil, member=Member(mine, True, None, bytes(65537))),
     }
 
@@ -465,7 +466,7 @@ def test_lying_joins_cost_the_liar_its_place_only() -> None:
             except PeerError:
                 stream.abort()
         assert answers == {}
-        assert len([event for event in leader.events if isinstance(event, PeerDropped)]) >= 8
+        assert len([event for event in leader.events if isinstance(event, PeerDropped)]) >= 9
         ends = await outcomes(tasks | {"p2": fleet.call(mates[2])})
         assert groups_of(ends) == [set(names(3))]
         assert not [event for mate in mates for event in mate.events if isinstance(event, Warned)]

@@ -375,6 +375,24 @@ def test_a_host_that_sends_too_many_notes_is_not_read_for_a_while() -> None:
     on_sim(scenario)
 
 
+def test_streams_that_are_opened_again_and_again_cost_their_host_its_allowance() -> None:
+    """One key could open a stream on each connection, and then the next one, as fast as it liked: nothing counted."""
+
+    async def scenario(net: Net) -> None:
+        b = await net.peer("b", limits=msgspec.structs.replace(QUICK, calls_per_host_s=10.0))
+        a, honest, loop = await net.peer("a"), await net.peer("honest"), asyncio.get_running_loop()
+        b.endpoint.serve_stream(OpenPipe, _mirror)
+        began = loop.time()
+        for _ in range(200):
+            await _talk(await a.endpoint.open(b.contact, OpenPipe("x" * 1000), timeout_s=30.0), [])
+        assert 15.0 < loop.time() - began < 60.0
+        began = loop.time()
+        await _talk(await honest.endpoint.open(b.contact, OpenPipe(), timeout_s=5.0), [])
+        assert loop.time() - began < 1.0
+
+    on_sim(scenario)
+
+
 @pytest.mark.parametrize("talkers", [1, 10])
 def test_a_host_is_held_to_its_share_only_while_all_together_ask_for_too_much(talkers: int) -> None:
     """In a swarm of hundreds a few say much of the others: their words came seconds late, though most said nothing."""

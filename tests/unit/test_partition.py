@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from functools import partial
 
 import msgspec
 import pytest
@@ -11,6 +12,7 @@ from shoal.allreduce.partition import Layout, Part, Segment, TensorSpec, first_d
 from shoal.errors import ConfigError
 from shoal.rpc import Limits
 from shoal.wire import MAX_GROUP_SIZE, MAX_PARTS, Commit, Held, Report, encode
+from tests.cost import cost_of
 
 _SIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -220,6 +222,45 @@ def test_more_than_65536_tensors_could_not_be_averaged() -> None:
     assert len(layout(*ours).schema) < 1 << 20
 
 
+def bomb(plain: bytes) -> bytes:
+    """Few bytes that unpack to these."""
+    return zlib.compress(plain, 9)
+
+
+@pytest.mark.parametrize("tensors", [1, 3000])
+def test_a_schema_of_2_kb_that_unpacks_to_262144_tensors_held_the_loop_for_a_tenth_of_a_second(tensors: int) -> None:
+    """All of it was unpacked and read before the first tensors were compared. Now only the one that differs is read."""
+    ours = [spec(60_000, codec=f"{number}") for number in range(tensors)]
+    mine, most = layout(*ours).schema, len(msgspec.msgpack.encode(ours))
+    assert difference(mine, layout(spec(1)).schema) is not None  # ours is read once
+    alike = msgspec.msgpack.encode([*ours, *[spec()] * 262_000])
+    for plain in (
+        msgspec.msgpack.encode([[[], "f", "n"]] * (1 << 18)),
+        b"\xdd\0\4\0\0" + alike[alike.index(b"\x93") :],
+        b"\x91\x93\xdd" + (4 * 10**6).to_bytes(4, "big") + b"\1" * (4 * 10**6),
+        msgspec.msgpack.encode([[[1] * 32, "f", "n"]] * 110_000),
+        msgspec.msgpack.encode([[[1], "f" * (4 * 10**6), "n"]]),
+        bytes(40 << 20),
+    ):
+        cost = cost_of(partial(difference, mine, bomb(plain)))
+        assert cost.lines < 500
+        assert cost.peak_bytes < 8 * most + (150 << 10)
+
+
+@pytest.mark.parametrize("tensors", [1, 20, 70_000])
+def test_what_follows_equal_tensors_is_counted(tensors: int) -> None:
+    """However the number of tensors is written: in 1, 3 or 5 bytes."""
+    ours = [spec(2)] * tensors
+    schema = layout(*ours).schema
+    assert (
+        difference(schema, layout(*ours, spec(2)).schema) == f"there are {tensors} tensors at A and {tensors + 1} at B"
+    )
+    other = layout(*ours[:-1], spec(300, dtype="float64")).schema
+    assert difference(schema, other) == f"tensor {tensors - 1} has shape [2] at A and [300] at B"
+    with pytest.raises(msgspec.DecodeError, match="behind"):
+        difference(schema, zlib.compress(zlib.decompress(schema) + b"x"))
+
+
 @pytest.mark.parametrize(
     "schema",
     [
@@ -232,6 +273,8 @@ def test_more_than_65536_tensors_could_not_be_averaged() -> None:
         zlib.compress(msgspec.msgpack.encode([[[1], "float32"]])),
         zlib.compress(b"\x91\x93\x91\x01\xa1\xff\xa1x"),
         zlib.compress(b"\x91" * 100_000),
+        zlib.compress(b"\x91\x93\x91\xcd\0\1\xa7float32\xa4none"),
+        zlib.compress(msgspec.msgpack.encode([[[1], "float32", "none"]]) * 2),
         zlib.compress(b"\xdd\xff\xff\xff\xff"),
         zlib.compress(bytes(40 << 20), 9),
         zlib.compress(b"\xdd\x00\x04\x00\x01" + b"\x93\x90\xa0\xa0" * 262145, 9),

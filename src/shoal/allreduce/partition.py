@@ -17,6 +17,7 @@ import math
 import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Annotated, NamedTuple
 
@@ -33,7 +34,10 @@ _COMMIT_BYTES, _HELD_BYTES = (1 << 20) - (1 << 12), 42
 MIN_PART_BYTES, MAX_PART_BYTES = 1 << 10, 8 << 20
 """The smallest and the largest `part_size_bytes`."""
 
-_MAX_SCHEMA_BYTES, _MAX_TENSORS = 4 << 20, 1 << 18
+_MAX_TENSORS, _MOST_DIMENSIONS = 1 << 18, 1 << 10
+_HEAD_BYTES, _SPEC_BYTES = 5, 1 << 14
+"""The most bytes of a schema before its first tensor, and of the description of one tensor."""
+
 _SHOWN = 120
 
 
@@ -46,7 +50,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
         codec: name of the codec that it is sent with.
     """
 
-    shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=1 << 10)]
+    shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=_MOST_DIMENSIONS)]
     dtype: Name
     codec: Name
 
@@ -60,6 +64,7 @@ EncodedBytes = Callable[[str, str, int], int]
 """The encoded size for (dtype, codec, number of elements)."""
 
 _Schema = Annotated[tuple[TensorSpec, ...], msgspec.Meta(max_length=_MAX_TENSORS)]
+_spec_decoder = msgspec.msgpack.Decoder(TensorSpec)
 _schema_decoder: msgspec.msgpack.Decoder[tuple[TensorSpec, ...]] = msgspec.msgpack.Decoder(_Schema)
 
 
@@ -216,6 +221,9 @@ def most_parts(members: int) -> int:
 def first_difference(mine: bytes, theirs: bytes, *, me: str, other: str) -> str | None:
     """Compare two schemas: a sentence that names the first difference, None if they are equal.
 
+    Anybody may send one, and it may unpack to a thousand times its size. So no more of it is unpacked than ours has,
+    and only the tensor that differs is read.
+
     Args:
         mine: one schema.
         theirs: another one.
@@ -223,31 +231,77 @@ def first_difference(mine: bytes, theirs: bytes, *, me: str, other: str) -> str 
         other: the name of the peer that has the second schema.
 
     Raises:
-        msgspec.MsgspecError: `theirs` is not a schema.
+        msgspec.MsgspecError: `theirs` is not a schema, as far as it was read.
     """
     if mine == theirs:
         return None
-    own = zlib.decompress(mine)
-    ours, others = read(_schema_decoder, own), _unpack(theirs, max(_MAX_SCHEMA_BYTES, 2 * len(own)))
-    for index, (our, their) in enumerate(zip(ours, others, strict=False)):
-        for field in ("shape", "dtype", "codec"):
-            here, there = getattr(our, field), getattr(their, field)
-            if here != there:
-                return f"tensor {index} has {field} {_show(here)} at {me} and {_show(there)} at {other}"
-    if len(ours) != len(others):
-        return f"there are {len(ours)} tensors at {me} and {len(others)} at {other}"
-    return None
-
-
-def _unpack(schema: bytes, most: int) -> tuple[TensorSpec, ...]:
+    ours, borders = _own(mine)
     unpacker = zlib.decompressobj()
     try:
-        data = unpacker.decompress(schema, most)
+        data = unpacker.decompress(theirs, _HEAD_BYTES + len(ours) + _SPEC_BYTES)
     except zlib.error as error:
         raise msgspec.DecodeError(f"a schema that is not compressed: {error}") from error
-    if unpacker.unconsumed_tail:
-        raise msgspec.DecodeError(f"a schema of more than {most} bytes")
-    return read(_schema_decoder, data)
+    if not (unpacker.eof or unpacker.unconsumed_tail):
+        raise msgspec.DecodeError("a schema that ends too soon")
+    count, begin = _array_at(data, 0)
+    if count > _MAX_TENSORS:
+        raise msgspec.DecodeError(f"a schema of {count} tensors, the most is {_MAX_TENSORS}")
+    body = data[begin:]
+    index = bisect_right(borders, _common(ours, body)) - 1
+    start, tensors = borders[index], len(borders) - 1
+    if index >= min(count, tensors):
+        if count == tensors and body != ours:
+            raise msgspec.DecodeError("bytes behind a schema")
+        return None if count == tensors else f"there are {tensors} tensors at {me} and {count} at {other}"
+    our = read(_spec_decoder, ours[start : borders[index + 1]])
+    their = read(_spec_decoder, body[start : _end_of(body, start)])
+    for field in ("shape", "dtype", "codec"):
+        here, there = getattr(our, field), getattr(their, field)
+        if here != there:
+            return f"tensor {index} has {field} {_show(here)} at {me} and {_show(there)} at {other}"
+    raise msgspec.DecodeError("a schema in which numbers are longer than they have to be")
+
+
+@lru_cache(maxsize=16)
+def _own(schema: bytes) -> tuple[bytes, list[int]]:
+    """A schema of ours without its length, and where the description of each tensor in it begins; then its end."""
+    data = zlib.decompress(schema)
+    sizes = (len(msgspec.msgpack.encode(spec)) for spec in read(_schema_decoder, data))
+    return data[_array_at(data, 0)[1] :], list(accumulate(sizes, initial=0))
+
+
+def _common(one: bytes, other: bytes) -> int:
+    """How many bytes both begin with."""
+    least, most = 0, min(len(one), len(other))
+    while least < most:
+        middle = (least + most + 1) // 2
+        least, most = (middle, most) if one[least:middle] == other[least:middle] else (least, middle - 1)
+    return least
+
+
+def _array_at(data: bytes, at: int) -> tuple[int, int]:
+    """The length of the MessagePack array that begins there, and where its first item does."""
+    first = data[at] if at < len(data) else 0xC1
+    size = {0xDC: 2, 0xDD: 4}.get(first, 0)
+    if not size and first & 0xF0 != 0x90:
+        raise msgspec.DecodeError("a schema that is no list of tensors")
+    return (int.from_bytes(data[at + 1 : at + 1 + size], "big") if size else first & 0x0F), at + 1 + size
+
+
+def _end_of(data: bytes, at: int) -> int:
+    """Where the tensor ends whose description begins there: two texts follow a shape of numbers."""
+    fields, at = _array_at(data, at)
+    sizes, at = _array_at(data, at)
+    if fields != len(TensorSpec.__struct_fields__) or sizes > _MOST_DIMENSIONS:
+        raise msgspec.DecodeError("a schema with something else than tensors")
+    for item in range(sizes + fields - 1):
+        first = data[at] if at < len(data) else 0xC1
+        if item < sizes:
+            at += 1 + {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}.get(first, 0)
+        else:
+            size = {0xD9: 1, 0xDA: 2, 0xDB: 4}.get(first, 0)
+            at += 1 + size + (int.from_bytes(data[at + 1 : at + 1 + size], "big") if size else first & 0x1F)
+    return at
 
 
 def _show(value: object) -> str:

@@ -21,7 +21,7 @@ from shoal.averager.directory import DhtDirectory
 from shoal.averager.request import AveragingStage, StepRequest
 from shoal.averager.settings import AveragerSettings
 from shoal.core import PeerCore
-from shoal.errors import ConfigError, RoundFailed, SchemaMismatch
+from shoal.errors import ConfigError, PeerProtocolError, RoundFailed, SchemaMismatch
 from shoal.matchmaking import Group, GroupBits, JoinTerms, Matchmaker
 from shoal.matchmaking.config import MANY
 from shoal.matchmaking.events import Precedence
@@ -78,7 +78,7 @@ class GroupFinder:
         try:
             return first_difference(self._schema, theirs, me=me, other=other)
         except msgspec.MsgspecError as error:
-            return f"the schema of {other} cannot be read: {error}"
+            raise PeerProtocolError(f"a schema that cannot be read: {error}", peer) from error
 
     def _plan(self, members: Sequence[Member]) -> tuple[list[int], int]:
         # The order of members is drawn anew for each round. If not all own a slice, the same members should own one

@@ -44,7 +44,7 @@ class JoinTerms:
         schema: describes our tensors; equal bytes are equal schemas.
         settings: named values that must be equal in the whole run.
         compare_schema: takes the schema and the id of another peer; returns a sentence naming the first difference, or
-            None if both can average together. Must take any bytes.
+            None if both can average together. Raises `PeerProtocolError` for bytes that are no schema.
     """
 
     schema: bytes
@@ -52,7 +52,11 @@ class JoinTerms:
     compare_schema: Callable[[bytes, PeerID], str | None]
 
     def refusal(self, join: Join, me: PeerID) -> JoinRefused | None:
-        """The reason why the sender can never be in a group with us; None if it can."""
+        """The reason why the sender can never be in a group with us; None if it can.
+
+        Raises:
+            PeerProtocolError: it has sent no schema.
+        """
         peer = join.member.contact.peer
         for name in sorted({*self.settings, *join.settings}):
             here, there = self.settings.get(name), join.settings.get(name)

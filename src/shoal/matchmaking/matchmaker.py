@@ -416,10 +416,11 @@ class Matchmaker:
             return
         try:
             check_join(join, peer)
+            refusal = self._refusal(search, join)
         except PeerProtocolError as error:
             self._env.events.emit(PeerDropped(peer=peer, where=_WHERE, reason=error.message))
             raise
-        if (refusal := self._refusal(search, join)) is not None:
+        if refusal is not None:
             await stream.send(refusal)
             return
         if peer in search.requests:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-__all__ = ["Account", "Allowance", "call_cost", "reply_cost"]
+__all__ = ["Account", "Allowance", "call_cost", "reply_cost", "stream_cost"]
 
 _BURST_S = 4.0
 """A host may spend the allowance of this time at once."""
@@ -27,6 +27,10 @@ the link would seem dead."""
 
 _BYTES_PER_CALL = 256
 """So many bytes of a message cost as much as a small call; so do those of a reply beyond `_FREE_REPLY_BYTES`."""
+
+_BYTES_PER_STREAM = 2048
+"""So many bytes of the message that opens a stream cost as much as a small call. All members of a group open one to its
+leader at the same time, and they may share an address: a hundred of them twice a second stay within the limit."""
 
 _FREE_REPLY_BYTES = 64 << 10
 """These bytes of a reply cost nothing. They hold the entries of a hundred peers under one key of the DHT, which many
@@ -41,6 +45,11 @@ def call_cost(nbytes: int) -> float:
 def reply_cost(nbytes: int) -> float:
     """The cost of a reply of so many bytes, beside that of the message that asked for it."""
     return max(0, nbytes - _FREE_REPLY_BYTES) / _BYTES_PER_CALL
+
+
+def stream_cost(nbytes: int) -> float:
+    """The cost of a stream that a message of so many bytes opens, in small calls."""
+    return 1.0 + nbytes / _BYTES_PER_STREAM
 
 
 class Account:

@@ -27,7 +27,7 @@ from shoal.clock import Env, SharedClock, seconds_text
 from shoal.errors import ClosedError, LocalError, PeerError, PeerProtocolError, PeerTimeout, PeerUnreachable
 from shoal.events import PeerConnected, PeerDropped, PeerLost, PeerSilent, Warned
 from shoal.peer import Address, PeerID, site_of
-from shoal.rpc.allowance import Account, Allowance, call_cost, reply_cost
+from shoal.rpc.allowance import Account, Allowance, call_cost, reply_cost, stream_cost
 from shoal.rpc.connections import Connections
 from shoal.rpc.dial_limits import NotDialed
 from shoal.rpc.dialing import Dialer
@@ -550,7 +550,7 @@ class Endpoint:
 
     async def _lend(self, peer: PeerID, _: LendConnection) -> Noted:
         if (link := self._open.link(peer)) is not None:
-            self._spend(link, _LENDING_COST)
+            self._spend(link.connection, link, _LENDING_COST)
         connection = await self._dialer.lend(peer)
         self._tasks.spawn(self._serve_connection(connection))
         return Noted()
@@ -573,7 +573,13 @@ class Endpoint:
                 self._add_link(connection)
                 handed_on = True  # the link reads on by itself
                 return
-            while await self._services.serve_stream(connection, frame):
+            while True:
+                # A stream costs as much as a call: whoever opens too many waits, as with calls.
+                cost = stream_cost(len(frame.header))
+                if (pause_s := self._spend(connection, self._open.link(peer), cost)) > 0.0:
+                    await asyncio.sleep(pause_s)
+                if not await self._services.serve_stream(connection, frame):
+                    break
                 frame = await read_frame(connection, self.limits)
         except TimeoutError:
             pass  # said nothing: dropped below
@@ -591,20 +597,19 @@ class Endpoint:
 
     def spent(self, link: CallLink, nbytes: int) -> float:
         """Count a message of a peer, and return how long its link is not to be read, seconds (for `CallLink`)."""
-        return self._spend(link, call_cost(nbytes))
+        return self._spend(link.connection, link, call_cost(nbytes))
 
     def _answered(self, link: CallLink, nbytes: int) -> None:
         """Count a reply to a peer. The effect of a long one shows when the peer's next message comes."""
-        self._spend(link, reply_cost(nbytes))
+        self._spend(link.connection, link, reply_cost(nbytes))
 
-    def _spend(self, link: CallLink, cost: float) -> float:
+    def _spend(self, connection: Connection, link: CallLink | None, cost: float) -> float:
         limits, now = self.limits, asyncio.get_running_loop().time()
         rate = limits.calls_per_host_s
         self._all_sites.spend(cost, limits.calls_s, now)
         if self._all_sites.left < 0.0:
             rate = min(rate, max(limits.calls_s / max(1, len(self._allowances)), _LEAST_CALLS_S))
-        allowance = self._allowances.get(site_of(link.connection.remote_host))
-        return allowance.spend(link, cost, rate, now) if allowance is not None else 0.0
+        return self._allowance(site_of(connection.remote_host)).spend(link, cost, rate, now)
 
     def _allowance(self, site: str) -> Allowance:
         """The allowance of a site. It is kept for a while after the last link, or a new link would bring a new one."""

@@ -42,10 +42,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             answered `busy`.
         streams_per_peer: streams that one peer may have open to us. More are answered `busy`.
         calls_per_host_s: small calls a second that all peers of one host, or of one /64 of IPv6 addresses, may go on
-            making, and four times as many at once. A message counts as one more call for each 256 bytes. So does our
-            reply to it beyond 64 KiB. Replies that we waited for count nothing. If a host asks for more, its links are
-            not read for 0.1 to 1 s, except those that stay within an equal share of it for each link. A new link begins
-            with nothing.
+            making, and four times as many at once. A message counts as one more call for each 256 bytes, one that
+            opens a stream for each 2,048. So does our reply to it beyond 64 KiB. Replies that we waited for count
+            nothing. If a host asks for more, its links are not read for 0.1 to 1 s, and its streams not served, except
+            those that stay within an equal share of it for each link. A new link begins with nothing.
         calls_s: the same for all hosts together. While they ask for more, each gets its share, at least 10 a second.
         outbox_bytes: small frames that may wait on one link. Beyond it our own calls to that peer fail.
         outboxes_bytes: the same for all links together. Beyond it each link may have 256 KiB waiting.

@@ -138,6 +138,7 @@ class Coordinator:
         self._told = False
         self._unreachable: dict[int, set[int]] = {}  # per member: those it gets no parts from
         self._source: list[dict[int, int]] = [{} for _ in reduces]  # per member: part -> source other than the reducer
+        self._moved: list[int] = []  # parts that have got another reducer since the last report
         self._given_at: dict[int, float] = {}  # part -> since when a member other than its reducer holds it
         self._named_at: list[dict[int, float]] = [{} for _ in reduces]  # per member: part -> when its source was named
         self._moved_bytes = [0] * len(reduces)
@@ -165,8 +166,12 @@ class Coordinator:
         self._reducing, self._receiving = (Lateness(each, now=now, least_s=self._allowed_s) for each in stages)
 
     def reported(self, member: int, report: Report, now: float) -> list[CoordinatorAction]:
-        """A member reported the parts that it newly holds, and the reducers that it cannot get parts from."""
-        rules = self.rules
+        """A member reported the parts that it newly holds, and the reducers that it cannot get parts from.
+
+        Reports cost their sender little, so only what is new in them is looked at: for the member all parts from the
+        reducers that it newly lost, for the others the parts that it newly holds.
+        """
+        rules, given, lost = self.rules, list[int](), set[int]()
         self._heard[member] = now
         if rules.verdict is not None or member not in rules.live:
             sometimes("a report comes too late to count")
@@ -174,17 +179,22 @@ class Coordinator:
         for held in report.held:
             if rules.holds(member, held):
                 self._progress[member] = now
+                given.append(held.part)
                 if member != rules.reducer[held.part]:
                     self._given_at.setdefault(held.part, now)
         if report.moved_bytes > self._moved_bytes[member]:
             self._moved_bytes[member], self._progress[member] = report.moved_bytes, now
         if report.lost and member in rules.takers:
             unreachable = self._unreachable.setdefault(member, set())
-            unreachable.update(lost for lost in report.lost if lost in rules.live and lost != member)
-        actions = self._replace_reducers(now) if report.lost else []
-        for other in sorted(self._unreachable.keys() & rules.live):
-            actions += self._help(other, now)
-        return actions + self._decide() + self._leave_brief(now)
+            lost = (rules.live & set(report.lost)) - unreachable - {member}
+            unreachable |= lost
+        actions = self._replace_reducers(now) if lost else []
+        if lost:
+            actions += self._help(member, now, self._parts_from(lost, member))
+        moved, self._moved = self._moved, []
+        for other in sorted(self._unreachable.keys() & rules.live) if given or moved else ():
+            actions += self._help(other, now, moved) + self._help(other, now, given, (member,))
+        return actions + self._decide() + (self._leave_brief(now) if given or lost else [])
 
     def gone(self, member: int, reason: str, now: float) -> list[CoordinatorAction]:
         """As `leave_out`, and the others are told, because only the coordinator has a connection with every member."""
@@ -295,18 +305,34 @@ class Coordinator:
                 source.pop(part, None)
                 named_at[part] = now
             self.rules.assign(part, attempt, reducer)
+        self._moved += parts
         self._progress[reducer] = now
         return [Send(other, Assign(parts, attempt, reducer)) for other in sorted(self.rules.live)]
 
-    def _help(self, member: int, now: float) -> list[CoordinatorAction]:
-        """Name another source for parts that `member` cannot get from its present source, as soon as there is one."""
+    def _parts_from(self, sources: Collection[int], member: int) -> list[int]:
+        """The parts that `member` is to get from one of these."""
+        own = self._source[member]
+        return [part for part, reducer in enumerate(self.rules.reducer) if own.get(part, reducer) in sources]
+
+    def _help(
+        self, member: int, now: float, parts: Sequence[int], among: Collection[int] | None = None
+    ) -> list[CoordinatorAction]:
+        """Name another source for parts that `member` cannot get from its present source, as soon as there is one.
+
+        Args:
+            member: of the group.
+            now: time.
+            parts: to look at.
+            among: the members that may be the source; None: all.
+        """
         moved: dict[tuple[int, int], list[int]] = {}
         rules, unreachable, sources = self.rules, self._unreachable.get(member, set()), self._source[member]
-        for part, reducer in enumerate(rules.reducer) if unreachable else ():
-            if part in rules.held[member] or sources.get(part, reducer) not in unreachable:
+        others = sorted((rules.live if among is None else rules.live & set(among)) - unreachable - {member})
+        others = [other for other in others if self.reduces[other]]
+        for part in parts if others else ():
+            if part in rules.held[member] or sources.get(part, rules.reducer[part]) not in unreachable:
                 continue
-            others = sorted(rules.live - unreachable - {member})
-            holders = [other for other in others if self.reduces[other] and part in rules.held[other]]
+            holders = [other for other in others if part in rules.held[other]]
             if holders:
                 sometimes("a member that cannot get a part is named another source")
                 sources[part] = holders[part % len(holders)]
@@ -318,11 +344,11 @@ class Coordinator:
         """A member that cannot give its parts to anybody loses them, even if it holds their averages itself."""
         rules, actions = self.rules, list[CoordinatorAction]()
         for reducer in sorted(set(rules.reducer) & rules.live):
-            others = rules.takers - {reducer}
-            if others and all(reducer in self._unreachable.get(other, ()) for other in others):
+            if all(reducer in self._unreachable.get(other, ()) for other in rules.takers if other != reducer):
+                others = rules.takers - {reducer}
                 parts = [part for part, of in enumerate(rules.reducer) if of == reducer]
                 parts = [part for part in parts if not any(part in rules.held[other] for other in others)]
-                if parts and rules.verdict is None:
+                if others and parts and rules.verdict is None:
                     sometimes("nobody gets parts from a reducer that lives")
                     self.reduces[reducer] = False
                     self._reducing.leave(reducer)
@@ -351,7 +377,7 @@ class Coordinator:
             if waited_for:
                 sometimes("a member waits for a part far longer than another had to")
                 self._unreachable.setdefault(member, set()).update(waited_for)
-                actions += self._help(member, now)
+                actions += self._help(member, now, self._parts_from(self._unreachable[member], member))
         return actions
 
     # --------------------------------------------------------------------------------------------------- who is slow

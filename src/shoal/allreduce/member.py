@@ -11,8 +11,10 @@ from __future__ import annotations
 import enum
 import math
 from array import array
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import dropwhile, islice
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -162,6 +164,9 @@ class MemberMachine:
         self.may_learn = True
         self.unheard: set[int] = set()
         self.round_id, self.members = round_id, members
+        others = [index for index, member in enumerate(members) if member.reduces and index != me]
+        contribute = [[index for index in others if members[index].contributes == does] for does in (True, False)]
+        self._able = contribute  # contributors, and auxiliary members, that can be asked for averages
         self._lost_sources: set[int] = set()
         self._asked: dict[int, int] = {}  # after the commit: part -> the member that was asked for it last
 
@@ -367,20 +372,29 @@ class MemberMachine:
     def _fetch(self, part: int) -> list[MemberAction]:
         """After the commit: ask one member after another for a part that is missing here."""
         assert self.rules.commit is not None
-        reducer, members, count = self.rules.reducer[part], self.members, len(self.members)
-        # The reducer comes late: this member has probably waited for it in vain, if all others hold the part. Auxiliary
-        # members come last: they hold only parts that they averaged themselves. The rest are spread over the parts.
-        order = sorted(range(count), key=lambda i: (not members[i].contributes, i == reducer, (i + part) % count))
-        sources = [i for i in order if i != self.me and members[i].reduces]
-        turn = sources.index(self._asked[part]) + 1 if part in self._asked else 0
-        if turn:
+        sources: Iterator[int] = self._sources(part)
+        if (last := self._asked.get(part)) is not None:
             sometimes("a committed average is asked for a second time, elsewhere")
-        if turn >= len(sources):
+            sources = islice(dropwhile(lambda each: each != last, sources), 1, None)
+        if (source := next(sources, None)) is None:
             sometimes("nobody can give an average that was committed")
             self.give_up("committed, but nobody who holds the averages could be reached")
             return []
-        self._asked[part] = sources[turn]
-        return [Ask(part, self.rules.commit.parts[part].attempt, sources[turn])]
+        self._asked[part] = source
+        return [Ask(part, self.rules.commit.parts[part].attempt, source)]
+
+    def _sources(self, part: int) -> Iterator[int]:
+        """The members that can be asked for a part, in order; lazily, as there may be thousands of parts.
+
+        The reducer comes late: this member has probably waited for it in vain, if all others hold the part. Auxiliary
+        members come last: they hold only parts that they averaged themselves. The rest are spread over the parts.
+        """
+        reducer = self.rules.reducer[part]
+        for able in self._able:
+            start = bisect_left(able, -part % len(self.members))
+            yield from (each for place in range(len(able)) if (each := able[start + place - len(able)]) != reducer)
+            if reducer in able:
+                yield reducer
 
     def tick(self, now: float) -> list[MemberAction]:
         """Time passes: senders that are silent, or far behind the others, are waited for no longer."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from types import MethodType
 from typing import Any, TypeVar
 from weakref import WeakMethod
 
-__all__ = ["LEAST_BYTES_PER_S", "Changes", "Tasks", "stopped", "while_moving"]
+__all__ = ["LEAST_BYTES_PER_S", "Changes", "Tasks", "in_turns", "stopped", "while_moving"]
 
 _LOOKS = 4
 
@@ -172,3 +172,14 @@ class Changes:
 def _wake(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
+
+
+async def in_turns(items: Iterable[T], most: int, most_bytes: int, size: Callable[[T], int]) -> AsyncIterator[T]:
+    """These items, with a turn for others after so many of them, or after so many bytes by their `size`."""
+    count = nbytes = 0
+    for item in items:
+        if count == most or nbytes > most_bytes:
+            await asyncio.sleep(0)
+            count = nbytes = 0
+        count, nbytes = count + 1, nbytes + size(item)
+        yield item

@@ -20,9 +20,8 @@ checked by the code that knows it. Raw bodies and whole messages are bounded by 
 
 from __future__ import annotations
 
-from datetime import datetime
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar, Generic, NoReturn, TypeVar, cast, get_args
+from typing import Annotated, Any, ClassVar, Generic, TypeVar, cast, get_args
 
 import msgspec
 
@@ -187,11 +186,20 @@ def decode(data: bytes | bytearray | memoryview | msgspec.Raw, kind: type[M]) ->
     return cast(M, read(_decoder(kind), data))
 
 
-def _no_extensions(code: int, _data: memoryview) -> NoReturn:
-    raise msgspec.ValidationError(f"MessagePack extension {code}")
+_SCALAR, _LIST, _MAP, _EXTENSION = range(4)
+_KINDS = [
+    _LIST
+    if first & 0xF0 == 0x90 or first in (0xDC, 0xDD)
+    else _MAP
+    if first & 0xF0 == 0x80 or first in (0xDE, 0xDF)
+    else _EXTENSION
+    if first in (0xC7, 0xC8, 0xC9, 0xD4, 0xD5, 0xD6, 0xD7, 0xD8)
+    else _SCALAR
+    for first in range(256)
+]
+"""The kind of a MessagePack value, by its first byte."""
 
-
-_scalar = msgspec.msgpack.Decoder(ext_hook=_no_extensions)
+_scalar = msgspec.msgpack.Decoder()
 _list = msgspec.msgpack.Decoder(list[msgspec.Raw])
 
 
@@ -235,27 +243,31 @@ def decode_plain(data: bytes | memoryview) -> Any:
 
 
 def _plain(raw: memoryview) -> Any:
-    first = raw[0] if len(raw) else 0xC1
+    """Every item of a list comes through here: a value of 64 KiB has 65,000 of them."""
+    kind = _KINDS[raw[0]] if len(raw) else _SCALAR
+    if kind == _SCALAR:
+        return read(_scalar, raw)
+    if kind == _EXTENSION:
+        raise msgspec.ValidationError("a MessagePack extension, or a timestamp")
     try:
-        if first & 0xF0 == 0x90 or first in (0xDC, 0xDD):
-            return [_plain(memoryview(each)) for each in read(_list, raw)]
-        if first & 0xF0 == 0x80 or first in (0xDE, 0xDF):
-            return _dictionary(raw, first)
+        return _items(raw) if kind == _LIST else _dictionary(raw)
     except RecursionError as error:
         raise msgspec.DecodeError("nested too deeply") from error
-    value = read(_scalar, raw)
-    if isinstance(value, datetime):
-        raise msgspec.ValidationError("a MessagePack timestamp")
-    return value
 
 
-def _dictionary(raw: memoryview, first: int) -> dict[Any, Any]:
+def _items(raw: memoryview | bytes) -> list[Any]:
+    return [_plain(memoryview(each)) for each in read(_list, raw)]
+
+
+def _dictionary(raw: memoryview) -> dict[Any, Any]:
     """A map is a list of its keys and values, but for its header; msgspec would hash the keys before we see them."""
-    head = {0xDE: 3, 0xDF: 5}.get(first, 1)
-    count = int.from_bytes(raw[1:head], "big") if head > 1 else first & 0x0F
+    head = {0xDE: 3, 0xDF: 5}.get(raw[0], 1)
+    count = int.from_bytes(raw[1:head], "big") if head > 1 else raw[0] & 0x0F
+    if not count and len(raw) == head:
+        return {}
     if count > len(raw):
         raise msgspec.DecodeError("a map that is longer than its bytes")
-    flat = [_plain(memoryview(each)) for each in read(_list, b"\xdd" + (2 * count).to_bytes(4, "big") + raw[head:])]
+    flat = _items(b"\xdd" + (2 * count).to_bytes(4, "big") + raw[head:])
     if any(isinstance(key, list | dict) for key in flat[::2]):
         raise msgspec.ValidationError("a list or a dictionary as a key")
     return dict(zip(flat[::2], flat[1::2], strict=True))

@@ -204,6 +204,7 @@ class CommitRules:
         attempt: of each part, now.
         live: the members that are not left out.
         held: for each member, what it has reported of the current attempts, by part.
+        holders: the same, by part: the members that have reported it, the first one first.
         verdict: set once, and never changed.
     """
 
@@ -221,6 +222,7 @@ class CommitRules:
         self.attempt = [0] * len(reducers)
         self.live = set(range(len(contributes)))
         self.held: list[dict[int, Held]] = [{} for _ in contributes]
+        self.holders: dict[int, list[int]] = {}
         self.verdict: Commit | Abort | None = None
         self._first: dict[int, Held] = {}  # part -> what was reported of it first, under its present attempt
         self._disputed: set[int] = set()  # parts of which something else was reported, too
@@ -243,6 +245,8 @@ class CommitRules:
                 "too large to be summed (its log names the tensor)"
             )
             return False
+        if part not in self.held[member]:
+            self.holders.setdefault(part, []).append(member)
         self.held[member][part] = held
         if self._first.setdefault(part, held) != held:
             self._disputed.add(part)
@@ -265,6 +269,7 @@ class CommitRules:
             for held in self.held:
                 held.pop(part, None)
             self._first.pop(part, None)
+            self.holders.pop(part, None)
             self._disputed.discard(part)
         self.attempt[part], self.reducer[part] = attempt, reducer
 

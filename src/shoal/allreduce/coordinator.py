@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import islice
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -41,6 +42,9 @@ __all__ = [
     "Replaced",
     "Send",
 ]
+
+_SOURCES = 16
+"""A part that a member cannot get from its source is asked from one of so many others that hold it."""
 
 
 class Send(NamedTuple):
@@ -327,13 +331,12 @@ class Coordinator:
         """
         moved: dict[tuple[int, int], list[int]] = {}
         rules, unreachable, sources = self.rules, self._unreachable.get(member, set()), self._source[member]
-        others = sorted((rules.live if among is None else rules.live & set(among)) - unreachable - {member})
-        others = [other for other in others if self.reduces[other]]
+        others = (rules.live if among is None else rules.live & set(among)) - unreachable - {member}
         for part in parts if others else ():
             if part in rules.held[member] or sources.get(part, rules.reducer[part]) not in unreachable:
                 continue
-            holders = [other for other in others if part in rules.held[other]]
-            if holders:
+            able = (other for other in rules.holders.get(part, ()) if other in others and self.reduces[other])
+            if holders := sorted(islice(able, _SOURCES)):
                 sometimes("a member that cannot get a part is named another source")
                 sources[part] = holders[part % len(holders)]
                 self._named_at[member][part] = now

@@ -56,6 +56,9 @@ __all__ = ["Averager"]
 _LEAST_MOST_MEMBERS = 256
 """The parts of each vector can be divided among so many members, unless `target_group_size` says how many."""
 
+_UNPACKED_AT_ONCE = 16 << 10
+"""More bytes of values that members gave for all are unpacked in a thread: 64 KiB can take 50 ms."""
+
 _DIALED_AHEAD = 32
 """In larger groups open links cost each member more than they gain: two descriptors for each other member."""
 
@@ -287,6 +290,11 @@ class Averager:
             group.release()
             size = len(group.members)
             raise NobodyContributes(f"all {size} peers that look for a group are auxiliary: nobody has values")
+        try:
+            gathered = await self._unpack(group.members)
+        except BaseException:
+            group.release()
+            raise
         formed = loop.time()
         sent, received = self.core.endpoint.traffic
         outcome = await self._run_round(group, attempt, deadline)
@@ -305,7 +313,7 @@ class Averager:
         self._dial_ahead(group)
         self._finder.bits.averaged(round_id=group.round_id, place=group.my_index, size=len(group.members))
         return StepResult(
-            gathered={member.contact.peer: self._unpack(member) for member in group.members},
+            gathered=gathered,
             outcome=outcome,
             round_id=group.round_id,
             duration_s=loop.time() - formed,
@@ -481,13 +489,17 @@ class Averager:
             )
         self.sharing.changed()
 
-    def _unpack(self, member: Member) -> Any:
-        try:
-            return decode_plain(member.gathered)
-        except msgspec.MsgspecError as error:
-            peer = member.contact.peer
-            self.core.env.events.emit(PeerDropped(peer=peer, where="gather", reason=str(error)))
-            return None
+    async def _unpack(self, members: Sequence[Member]) -> dict[PeerID, Any]:
+        """What each of them has given for all; None if it cannot be read. Anybody may give much: then in a thread."""
+        given = [member.gathered for member in members]
+        much = sum(map(len, given)) > _UNPACKED_AT_ONCE
+        read = await self.core.env.executor.run(_read_all, given) if much else _read_all(given)
+        for member, found in zip(members, read, strict=True):
+            if isinstance(found, msgspec.MsgspecError):
+                event = PeerDropped(peer=member.contact.peer, where="gather", reason=str(found))
+                self.core.env.events.emit(event)
+        values = (None if isinstance(found, msgspec.MsgspecError) else found for found in read)
+        return dict(zip((member.contact.peer for member in members), values, strict=True))
 
     # ------------------------------------------------------------------------------------------------------ closing
 
@@ -558,3 +570,14 @@ async def _finish(round_: Round, group: Group, *, orderly: bool) -> None:
             await round_.close(orderly=False)
     finally:
         group.release()
+
+
+def _read_all(packed: Sequence[bytes]) -> list[Any]:
+    """The plain values in these bytes, or the errors that say why there are none."""
+    found = list[Any]()
+    for each in packed:
+        try:
+            found.append(decode_plain(each))
+        except msgspec.MsgspecError as error:
+            found.append(error)
+    return found

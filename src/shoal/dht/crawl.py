@@ -12,15 +12,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from shoal.dht.local import Local
+from shoal.dht.local import CHECKED_BYTES, Local
 from shoal.dht.lookup import Lookup
 from shoal.dht.routing import id_of_key
-from shoal.dht.storage import wins
+from shoal.dht.storage import wins, wire_bytes
 from shoal.errors import ClosedError, PeerError, PeerProtocolError, PeerRefused, PeerUnreachable
 from shoal.events import PeerDropped
 from shoal.peer import PeerID
 from shoal.rpc import Endpoint, NotDialed
-from shoal.tasks import Changes, Tasks
+from shoal.tasks import Changes, Tasks, in_turns
 from shoal.wire import Contact, DhtFind, DhtFindReply, DhtFound, Record, Request
 
 __all__ = ["Caller", "Crawler", "Findings", "KeySearch", "report"]
@@ -361,11 +361,9 @@ class Crawler:
             PeerProtocolError: the node gave a record that no honest node holds.
         """
         now = self._env.clock.time()
-        for number, record in enumerate(records):
+        async for record in in_turns(records, _CHECKED_AT_ONCE, CHECKED_BYTES, wire_bytes):
             if record.key != findings.key:
                 raise self._lie(peer, "a record of another key")
-            if number % _CHECKED_AT_ONCE == _CHECKED_AT_ONCE - 1:
-                await asyncio.sleep(0)  # signatures take a while: others go first
             if not self._vault.timely(record, now) or not findings.improves(record):
                 continue
             if forged := self._vault.forged(record):

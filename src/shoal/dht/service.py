@@ -10,13 +10,14 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from shoal.dht.local import Local
+from shoal.dht.local import CHECKED_BYTES, Local
 from shoal.dht.routing import id_of_key
 from shoal.dht.storage import wire_bytes
 from shoal.errors import ClosedError, PeerRefused
 from shoal.peer import PeerID
 from shoal.rpc import Endpoint
 from shoal.rpc.rate_limiter import RateLimiter
+from shoal.tasks import in_turns
 from shoal.wire import Contact, DhtFind, DhtFindReply, DhtFound, DhtPing, DhtPong, DhtStore, DhtStoreReply, Record
 
 __all__ = ["Service"]
@@ -64,13 +65,13 @@ class Service:
         found: list[DhtFound] = []
         for number, key in enumerate(request.keys):
             nearest = self._neighbours.table.nearest(id_of_key(key), self._bucket_size, without=peer)
-            records = self._vault.shown(key, now) if request.values else []
-            size = sum(map(wire_bytes, records)) + sum(map(_contact_bytes, nearest))
-            # The first key always gets its answer, so that asking again gets on.
+            size = sum(map(_contact_bytes, nearest)) + (self._vault.shown_bytes(key) if request.values else 0)
+            # The first key always gets its answer, so that asking again gets on. Records that do not fit are not even
+            # looked at: a key may have thousands, and be asked for 64 times.
             if number and size > left:
                 found.append(DhtFound([], [], True))
             else:
-                found.append(DhtFound(records, nearest))
+                found.append(DhtFound(self._vault.shown(key, now) if request.values else [], nearest))
                 left -= size
         self._charge(peer, room - left)
         return DhtFindReply(found)
@@ -87,17 +88,14 @@ class Service:
             self._pay(self._finds, peer, 1, "keys")
         if not self._endpoint.contact.addresses:
             raise PeerRefused("this peer only dials: it holds no records for others", peer)
-        if len(request.records) > _CHECKED_AT_ONCE:
+        if len(request.records) > _CHECKED_AT_ONCE or sum(map(wire_bytes, request.records)) > CHECKED_BYTES:
             return self._store_many(peer, request)
         refused = [self._hold(peer, record) for record in request.records]
         return DhtStoreReply(refused, self._shown(peer, request.find))
 
     async def _store_many(self, peer: PeerID, request: DhtStore) -> DhtStoreReply:
-        refused: list[str] = []
-        for number, record in enumerate(request.records, 1):
-            refused.append(self._hold(peer, record))
-            if number % _CHECKED_AT_ONCE == 0:
-                await asyncio.sleep(0)  # others go first
+        in_order = in_turns(request.records, _CHECKED_AT_ONCE, CHECKED_BYTES, wire_bytes)
+        refused = [self._hold(peer, record) async for record in in_order]
         return DhtStoreReply(refused, self._shown(peer, request.find))
 
     def _shown(self, peer: PeerID, key: bytes | None) -> list[Record]:

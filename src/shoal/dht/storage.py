@@ -198,6 +198,10 @@ class RecordStore:
         self.purge(now)
         return [held.record for held in self._keys.get(key, {}).values()]
 
+    def wire_bytes(self, key: bytes) -> int:
+        """The size of the records of one key in a message, expired ones that were not yet dropped included."""
+        return self._key_bytes.get(key, 0)
+
     def holds(self, record: Record) -> bool:
         """Whether exactly this record is here: then it was checked before."""
         held = self._keys.get(record.key, {}).get(record.subkey)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
@@ -19,9 +19,20 @@ from shoal.optim.check import Check
 from shoal.optim.options import Options, agreed
 from shoal.optim.words import RECORD, SITE_BYTES, Weigh, shared_out
 from shoal.peer import PeerID
-from shoal.wire import MAX_GROUP_SIZE, MAX_SAMPLES, Epoch, Samples, encode
+from shoal.wire import MAX_GROUP_SIZE, MAX_SAMPLES, Epoch, Member, Samples, encode
 
-__all__ = ["MAX_TRAINED", "MOST_CORES", "Agreement", "Contributor", "Deal", "Said", "agree", "checks_of", "deal_to"]
+__all__ = [
+    "MAX_TRAINED",
+    "MOST_CORES",
+    "Agreement",
+    "Contributor",
+    "Deal",
+    "Said",
+    "agree",
+    "are_long",
+    "checks_of",
+    "deal_to",
+]
 
 MAX_TRAINED = 1 << 18
 """The most trained parameters of a run: a member says of each whether it had a gradient, and all words travel together.
@@ -29,6 +40,8 @@ MAX_TRAINED = 1 << 18
 
 MOST_CORES = 64
 """No step uses more, so that every machine can follow it."""
+
+_READ_AT_ONCE = 32 << 10
 
 Cores = Annotated[int, msgspec.Meta(ge=0, le=MOST_CORES)]
 
@@ -146,6 +159,11 @@ def agree(
         if peer in shares
     ]
     return Agreement(options, absent, made, cores)
+
+
+def are_long(members: Iterable[Member]) -> bool:
+    """Whether these members have said so much that it is to be read in a thread: nobody's loop waits for it."""
+    return sum(len(member.gathered) for member in members) > _READ_AT_ONCE
 
 
 class Deal(NamedTuple):

@@ -17,7 +17,7 @@ import msgspec
 
 from shoal.averager import StepResult
 from shoal.core import PeerCore
-from shoal.optim.agreement import checks_of
+from shoal.optim.agreement import are_long, checks_of
 from shoal.optim.check import Check, Checks, check_of, is_due, judge
 from shoal.optim.notices import Notices
 from shoal.optim.own_state import OwnState
@@ -104,7 +104,10 @@ class ParameterCheck:
 
         If ours differ, our state has been renamed: it is worse than that of the others.
         """
-        checks, me = checks_of(result.gathered), self._core.peer_id
+        run, me = self._core.env.executor.run, self._core.peer_id
+        checks = (
+            await run(checks_of, result.gathered) if are_long(result.outcome.members) else checks_of(result.gathered)
+        )
         # Made of the values of all: nobody has known it before, as it may have known the id of the round.
         chance = hashlib.sha256(encode(result.outcome.commit)).digest()
         if (verdict := judge(checks, weigh, chance)) is None:

@@ -30,7 +30,7 @@ from shoal.compression import CompressionBase
 from shoal.core import PeerCore
 from shoal.errors import ClosedError, ConfigError, NoMemoryForState, StateUnavailable, is_out_of_memory
 from shoal.events import EpochAdvanced, RunEnded
-from shoal.optim.agreement import MOST_CORES, Agreement, Contributor, Said, agree
+from shoal.optim.agreement import MOST_CORES, Agreement, Contributor, Said, agree, are_long
 from shoal.optim.attendance import Attendance
 from shoal.optim.beginning import Beginning, Stance
 from shoal.optim.catch_up import CatchUp
@@ -711,8 +711,14 @@ class Participant:
         if result.outcome.counts(self.core.peer_id):  # in each part, or in some, as where one line is bad
             self.contribution.was_cut(self._cut)
             self.training.counted()
-        outcome, weighed = result.outcome, self._weigh_in(result)
-        agreement = agree(
+        outcome, weighed, run, before = (
+            result.outcome,
+            self._weigh_in(result),
+            self.core.env.executor.run,
+            self.own.name,
+        )
+        work = partial(
+            agree,
             result.gathered,
             outcome.contributors,
             outcome.counted_in_part,
@@ -722,6 +728,9 @@ class Participant:
             mine=said.options,
             last=self.own.committed.options,
         )
+        agreement = await run(work) if are_long(outcome.members) else work()
+        if self.own.name != before:
+            return  # another state was taken over meanwhile, and nothing of the round belongs to it
         if (mend_from := await self._check.difference(result, self.own.name, weighed)) is not None:
             sometimes("a check finds that our parameters differ")
             self.takeover.mend_from = mend_from
@@ -732,8 +741,7 @@ class Participant:
         why = misfit(said.options, agreement.options)
         others = differences(said.options, agreement.options) if why is None else []
         if others:
-            before = self.own.name
-            why = await self.core.env.executor.run(self.training.why_not, agreement.options)
+            why = await run(self.training.why_not, agreement.options)
             if self.own.name != before:
                 return  # another state was taken over meanwhile, and nothing of the round belongs to it
         if why is not None:

@@ -298,7 +298,7 @@ def test_who_made_a_step_is_part_of_it() -> None:
     in_part = agree(gathered, [peer(1), peer(2)], {peer(3): Fraction(0)})
     assert in_part.contributors == [*made.contributors, Contributor(peer(3), 0)]
     committed = Committed().after(agree(gathered, [peer(2)], {peer(3): Fraction(0)}).contributors, 0, options)
-    assert Committed.read(committed.export()) == Committed([list(each) for each in committed.steps], (), options)
+    assert Committed.read(committed.export()).options == options
     assert Committed.read({**committed.export(), "options": b"nonsense"}).options is None
     assert committed.samples == {peer(2): 7}  # it is the only one that has weight
     assert committed.gave_last(peer(3))

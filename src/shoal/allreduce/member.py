@@ -164,9 +164,9 @@ class MemberMachine:
         self.may_learn = True
         self.unheard: set[int] = set()
         self.round_id, self.members = round_id, members
-        others = [index for index, member in enumerate(members) if member.reduces and index != me]
-        contribute = [[index for index in others if members[index].contributes == does] for does in (True, False)]
-        self._able = contribute  # contributors, and auxiliary members, that can be asked for averages
+        # Contributors, and auxiliary members, that can be asked for averages.
+        can_give = [index for index, member in enumerate(members) if member.reduces and index != me]
+        self._able = [[each for each in can_give if members[each].contributes == does] for does in (True, False)]
         self._lost_sources: set[int] = set()
         self._asked: dict[int, int] = {}  # after the commit: part -> the member that was asked for it last
 

@@ -105,7 +105,7 @@ def test_a_state_without_tensors_has_no_chunks() -> None:
         ({"metadata": b"\xa1\xff"}, "not UTF-8"),
         ({"metadata": b"\x91" * 100_000}, "manifest"),
         ({"metadata": b"\xdd\xff\xff\xff\xff\x00"}, "manifest"),
-        ({"metadata": msgspec.msgpack.encode(msgspec.msgpack.Ext(5, b"x"))}, "extension 5"),
+        ({"metadata": msgspec.msgpack.encode(msgspec.msgpack.Ext(5, b"x"))}, "a MessagePack extension"),
     ],
 )
 def test_a_manifest_that_cannot_be_is_refused(changes: dict[str, Any], reason: str) -> None:

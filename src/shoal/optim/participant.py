@@ -711,24 +711,22 @@ class Participant:
         if result.outcome.counts(self.core.peer_id):  # in each part, or in some, as where one line is bad
             self.contribution.was_cut(self._cut)
             self.training.counted()
-        outcome, weighed, run, before = (
-            result.outcome,
-            self._weigh_in(result),
-            self.core.env.executor.run,
-            self.own.name,
-        )
-        work = partial(
-            agree,
-            result.gathered,
-            outcome.contributors,
-            outcome.counted_in_part,
-            weigh=weighed,
-            total=max(held.weight for held in outcome.commit.parts),
-            sites=_sites_in(result),
-            mine=said.options,
-            last=self.own.committed.options,
-        )
-        agreement = await run(work) if are_long(outcome.members) else work()
+        outcome, weighed = result.outcome, self._weigh_in(result)
+        run, before, committed = self.core.env.executor.run, self.own.name, self.own.committed
+
+        def concluded() -> Agreement:
+            return agree(
+                result.gathered,
+                outcome.contributors,
+                outcome.counted_in_part,
+                weigh=weighed,
+                total=max(held.weight for held in outcome.commit.parts),
+                sites=_sites_in(result),
+                mine=said.options,
+                last=committed.options,
+            )
+
+        agreement = await run(concluded) if are_long(outcome.members) else concluded()
         if self.own.name != before:
             return  # another state was taken over meanwhile, and nothing of the round belongs to it
         if (mend_from := await self._check.difference(result, self.own.name, weighed)) is not None:

@@ -387,6 +387,10 @@ def test_own_address_among_the_initial_peers_is_left_out() -> None:
         alone = await swarm.start_peer(FIRST, node([own]))
         assert alone.dht.neighbours == 0
         assert await store(swarm, alone, "key", 1, 60)
+        with pytest.raises(ConfigError, match=r"initial_peers: .* cannot share an identity file"):
+            await alone.dht.bootstrap([Address(FIRST, 4001, own.peer_id)])
+        with pytest.raises(PeerUnreachable):
+            await alone.dht.bootstrap([own, Address("nobody", 4000, swarm.identity("nobody").peer_id)], timeout_s=1.0)
 
     run(main)
 

@@ -17,15 +17,18 @@ from shoal.clock import Backoff
 from shoal.dht.crawl import Caller
 from shoal.errors import PeerError, PeerRefused, PeerUnreachable
 from shoal.peer import Address, PeerID
+from shoal.rpc import Endpoint
+from shoal.rpc.dial_limits import NotDialed
 from shoal.transport.sockets import is_loopback, is_private
 from shoal.wire import Contact, DhtPing
 
 if TYPE_CHECKING:
     import random
 
-__all__ = ["Knocking", "contacts_of"]
+__all__ = ["Knocking", "contacts_of", "is_here"]
 
 _REFUSALS, _REFUSED_S, _SAID_NO = 2, 2.0, "refused: "
+_SAME_PORT_S = 2.0
 
 
 class Knocking:
@@ -150,6 +153,24 @@ def _hint(hosts: Sequence[str], *, nobody_listens: bool = False) -> str:
             "reach, such as `shoal dht` on a machine with a public address"
         )
     return ""
+
+
+async def is_here(endpoint: Endpoint, own: Sequence[Address], *, timeout_s: float) -> bool:
+    """Whether addresses of this peer's identity lead to this program, and not to another one that has its key file.
+
+    With the port that this program listens at, an address may be a name of this machine that it does not know. If
+    somebody proves the identity there, and no connection comes in here, it is another program.
+    """
+    places = endpoint.listens_at
+    if any(address in places for address in own):
+        return True
+    alike = [address for address in own if any(address.port == place.port for place in places)]
+    began = asyncio.get_running_loop().time()
+    for address in alike:
+        with suppress(NotDialed):
+            if await endpoint.gets_in(address, timeout_s=min(timeout_s, _SAME_PORT_S)):
+                return any(came.peer == endpoint.peer_id for came in endpoint.came_in(began))
+    return bool(alike)
 
 
 def contacts_of(addresses: Iterable[Address], *, without: PeerID) -> list[Contact]:

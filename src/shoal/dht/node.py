@@ -25,7 +25,7 @@ from typing import Any
 
 from shoal.clock import Env
 from shoal.dht.crawl import Caller, Crawler, Findings, KeySearch
-from shoal.dht.joining import Knocking, contacts_of
+from shoal.dht.joining import Knocking, contacts_of, is_here
 from shoal.dht.local import DhtSettings, Local, Vault
 from shoal.dht.neighbours import Neighbours
 from shoal.dht.publish import Publisher, StoreAndFind
@@ -166,17 +166,27 @@ class DhtNode:
         in the background for as long as the node lives.
 
         Args:
-            addresses: where initial peers listen. One that is this node itself is left out.
+            addresses: where initial peers listen. One that is this node itself is left out; if all are, a new network
+                begins.
             timeout_s: seconds until it is given up; default `settings.timeout_s`.
             required: False begins a new network if nobody answers, with a warning, and keeps trying.
             patient: False gives up within about three seconds if no program listens at any of the addresses.
 
         Raises:
+            ConfigError: all addresses are those of another program that has this node's identity, too.
             PeerUnreachable: nobody answered; names every address and what went wrong there.
         """
         self._check_open()
         limit_s = self._limit_s(timeout_s)
+        addresses = list(addresses)
         contacts = contacts_of(addresses, without=self.peer_id)
+        if addresses and not contacts and not await is_here(self._endpoint, addresses, timeout_s=limit_s):
+            raise ConfigError(
+                f"initial_peers: {addresses[0]} has the identity of this peer itself, and another program listens "
+                "there, or none. Programs that run at a time cannot share an identity file: give this one another "
+                "identity_path (identity), or none. If that program has ended, leave initial_peers (invite) out, or "
+                "listen at its port (host_maddrs)"
+            )
         self._endpoint.vouch(address for contact in contacts for address in contact.addresses)
         self._upkeep.start()
         if not contacts:

@@ -61,12 +61,11 @@ class DebugService:
         """Begin to answer this machine, if its system allows that."""
         if not sys.platform.startswith("linux"):
             return
-        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listening = listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         open_sockets.add(listening)  # closed in a forked child, so that its name ends with this process
         listening.setblocking(False)
         listening.bind(_name(os.getpid(), str(self._peer)))
         listening.listen(8)
-        self._listening = listening
         self._accepting = asyncio.get_running_loop().create_task(self._accept(listening))
 
     def serve(self, endpoint: Endpoint) -> None:

@@ -49,7 +49,8 @@ class DHT:
             `/ip4/127.0.0.1/tcp/0`, so that only this machine can connect. `/tcp/PORT` is the same with this port.
         announce_maddrs: the address to tell others in place of the one where we listen, in the same form, for a
             forwarded port or a public name; port 0 stands for the port that we listen on. Not with `client_mode=True`.
-        identity_path: file with this peer's key (made if missing, mode 0600); None for a new identity each time.
+        identity_path: file with this peer's key (made if missing, mode 0600), not to be shared by programs that run at
+            a time; None for a new identity each time.
         peers_file: a file that keeps the known peers, made if missing. A peer that is started again tries these, too.
             Give the other peers an `identity_path` and a fixed port, so that their addresses stay. If there are no
             `initial_peers`, and no peer in the file answers, a new network begins, with a warning.
@@ -154,7 +155,7 @@ class DHT:
             timeout: seconds; default `startup_timeout`.
 
         Raises:
-            ConfigError: the address cannot be listened on.
+            ConfigError: the address cannot be listened on, or the initial peer is another program with this identity.
             PeerUnreachable: no initial peer answered.
             LocalError: this object runs already.
             ClosedError: this object was shut down.

@@ -453,7 +453,9 @@ class DialBack(Request[DialedBack], frozen=True):
 
 
 class LendConnection(Request[Noted], frozen=True):
-    """The sender wants to open a stream to the receiver, which only dials: it is to dial a connection for it.
+    """The sender wants to open a stream to the receiver: the receiver is to dial a connection for it.
+
+    It only dials, or the sender dials it in vain.
 
     The receiver dials where the sender has said that it listens, and says there in its `Hello` that it lends the
     connection.

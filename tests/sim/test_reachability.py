@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,8 +17,9 @@ from shoal.errors import PeerError, PeerRefused
 from shoal.events import Event, Warned
 from shoal.peer import Address
 from shoal.sim import SimHost, SimNetwork, Swarm
-from shoal.wire import Contact, DialBack, DialedBack, NoWayIn, Whereabouts
+from shoal.wire import Contact, DialBack, DialedBack, FollowSteps, NoWayIn, Whereabouts
 from tests.sim.averaging_kit import SETTINGS, Trial
+from tests.sim.optimizer_kit import Run
 
 HIDDEN = "hidden"
 
@@ -319,6 +323,79 @@ def test_a_client_asks_ever_more_rarely() -> None:
         assert hidden.client_mode
 
     sim.run(main)
+
+
+async def open_stream(core: PeerCore, other: PeerCore) -> None:
+    """Open a stream to a peer that serves no such stream: it says so on the stream."""
+    stream = await core.endpoint.open(other.endpoint.contact, FollowSteps("run"), timeout_s=6.0)
+    with pytest.raises(PeerRefused):
+        await stream.recv()
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_live_peer_whose_way_was_shut_gave_no_state_for_a_minute(refuses: bool) -> None:
+    """It has a link with who needs it, and can dial that one: it is asked to, as a peer that only dials is."""
+
+    async def main() -> None:
+        cores = Cores()
+        donor = await cores.add("donor")
+        newcomer = await cores.add("newcomer")
+        cores.swarm.network.wall("donor", refuses=refuses)
+        await cores.swarm.run_on("newcomer", dial_ahead, newcomer, donor)
+        await sim.sleep(10.0)
+        assert newcomer.endpoint.way_shut(donor.peer_id)
+        await cores.swarm.run_on("newcomer", open_stream, newcomer, donor)
+
+    sim.run(main)
+
+
+def test_a_newcomer_that_can_no_longer_dial_the_only_peer_takes_its_state_all_the_same() -> None:
+    """It has joined when the load begins: no dial to the other one succeeds any more, and that one can dial it."""
+
+    async def main() -> None:
+        run = Run(target=16)
+        first = await run.add("p0")
+        run.swarm.spawn("p0", first.train(4, duration_s=1.0, until=lambda: False))
+        await sim.sleep(30.0)
+        newcomer = await run.add("p1", seed=99)
+        run.swarm.network.wall("p0")
+        run.swarm.spawn("p1", newcomer.train(4, duration_s=1.0, until=lambda: False))
+        await sim.sleep(30.0)
+        assert newcomer.participant.core.endpoint.way_shut(first.participant.core.peer_id)
+        assert newcomer.participant.epoch >= first.participant.epoch - 1 > 10
+        assert newcomer.epochs[-1][0] > asyncio.get_running_loop().time() - 5.0
+
+    sim.run(main, seed=5)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_newcomer_was_cut_off_from_the_only_peer_by_dials_that_load_made_slow(seed: int) -> None:
+    """Of all dials a third take 2 to 4 s and one of 20 fails, for five minutes: streams come all the time."""
+
+    async def main() -> None:
+        cores, rng, loop = Cores(), random.Random(seed), asyncio.get_running_loop()
+        donor, newcomer = await cores.add("donor"), await cores.add("newcomer")
+        for core in (donor, newcomer):
+            transport: Any = core.endpoint._transport
+
+            async def dial(*arguments: Any, timeout_s: float, quick: Any = transport.dial) -> Any:
+                late_s = rng.choices([0.0, rng.uniform(2.0, 4.0), 8.0], [62, 33, 5])[0]
+                await sim.sleep(min(late_s, timeout_s))
+                return await quick(*arguments, timeout_s=max(timeout_s - late_s, 0.0))
+
+            transport.dial = dial
+        came = [began := loop.time()]
+        while loop.time() < began + 300.0:
+            with suppress(PeerError):
+                await cores.swarm.run_on("newcomer", open_stream, newcomer, donor)
+                came.append(loop.time())
+            newcomer.endpoint.drop_idle(donor.peer_id)
+            await sim.sleep(0.5)
+        longest_s = max(later - earlier for earlier, later in pairwise([*came, loop.time()]))
+        print(seed, len(came), f"{longest_s:.1f}")
+        assert longest_s < 12.5  # a dial that fails takes 5 s, and here two may fail one after another
+
+    sim.run(main, seed=seed)
 
 
 @pytest.mark.parametrize("refuses", [False, True])

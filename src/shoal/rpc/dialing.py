@@ -68,16 +68,17 @@ class Dialer:
     ) -> None:
         self._me_id, self._open, self._limits = transport.peer_id, connections, limits
         self.dials = BoundedDials(transport)
+        self.lending = Lending(limits.dial_timeout_s, connections.drop)
         self.ways = Ways(
             self.dials,
             limits.dial_timeout_s,
             link=connections.link,
+            borrow=self.lending.borrow,
             tasks=tasks,
             keep=self._keep_again,
             on_shut=on_shut,
         )
         self._me, self._add_link, self._tasks = me, add_link, tasks
-        self.lending = Lending(limits.dial_timeout_s, connections.drop)
         self._told: dict[PeerID, tuple[Address, ...]] = {}  # by the peers themselves, the last one at the end
         self._heard: dict[PeerID, tuple[Address, ...]] = {}  # from others
         self._worked: dict[PeerID, Address] = {}  # the last one that led to the peer
@@ -235,7 +236,7 @@ class Dialer:
 
     async def _dial(self, peer: PeerID) -> Connection:
         addresses = self._addresses(peer)
-        if not addresses and (link := self._open.link(peer)) is not None:
+        if (not addresses or self.ways.lends(peer)) and (link := self._open.link(peer)) is not None:
             return await self.lending.borrow(link)
         if not addresses:
             raise PeerUnreachable("no address is known, and it has not dialed us", peer)

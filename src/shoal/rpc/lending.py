@@ -1,4 +1,4 @@
-"""Connections for streams to a peer that only dials: it dials one itself, when it is asked to over its call link.
+"""Connections for streams to a peer that only dials, or is dialed in vain: it dials one itself, when it is asked to.
 
 The asker opens its streams on that connection as on any other. The peer dials nobody but the one that asks, where that
 one has said that it listens; so nobody can be made to dial anybody else.
@@ -47,7 +47,9 @@ class Lending:
                 return await asyncio.shield(coming)
         except TimeoutError:
             self._give_up(coming)
-            raise PeerTimeout("it only dials, and the connection that it was asked for did not come", peer) from None
+            raise PeerTimeout(
+                "it cannot be dialed, and the connection that it was asked for did not come", peer
+            ) from None
         except BaseException:
             self._give_up(coming)
             raise

@@ -3,8 +3,12 @@
 A peer behind a router or a firewall that lets nobody in has links that it made itself, and everything that opens a
 stream to it waits in vain. So a dial that fails, or takes long, puts the way to that peer in *doubt*; a second dial a
 moment later decides. Its failure counts only if the peer answers on its link before that dial and after it: so a peer
-that is dead, frozen or cut off, or wakes meanwhile, is not meant. While there is doubt, and once the way is *shut*,
-dialing fails at once. A doubt is void when the peer has another link than at the first dial: it was cut off then.
+that is dead, frozen or cut off, or wakes meanwhile, is not meant. A doubt is void when the peer has another link than
+at the first dial: it was cut off then.
+
+Meanwhile the peer is asked over its link to dial us (`Lending`). If it can, streams go that way, and the peer counts as
+before: it may be the only one that there is. If not, dialing fails at once while there is doubt, and once the way is
+*shut*.
 
 A shut way is tried again ever more rarely, in the background, so that no round pays for it. It is forgotten when the
 peer names other addresses or its link is lost. Only a peer's own attempts count here: the word of others shuts no way.
@@ -13,7 +17,7 @@ peer names other addresses or its link is lost. Only a peer's own attempts count
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from shoal.errors import PeerError
@@ -37,10 +41,10 @@ _MAX_DOUBTS = 256
 class _Way:
     """The way to one peer."""
 
-    __slots__ = ("addresses", "link", "shut")
+    __slots__ = ("addresses", "lends", "link", "shut")
 
     def __init__(self, addresses: tuple[Address, ...], link: CallLink | None) -> None:
-        self.addresses, self.link, self.shut = addresses, link, False
+        self.addresses, self.link, self.shut, self.lends = addresses, link, False, False
 
 
 class Ways:
@@ -50,6 +54,7 @@ class Ways:
         dials: dials.
         dial_timeout_s: longest time of one dial.
         link: the call link with a peer, if there is one.
+        borrow: has the peer of a link dial us.
         tasks: the endpoint's.
         keep: takes a connection that a second try made.
         on_shut: called for each way that is shut, with the addresses that were tried.
@@ -61,18 +66,26 @@ class Ways:
         dial_timeout_s: float,
         *,
         link: Callable[[PeerID], CallLink | None],
+        borrow: Callable[[CallLink], Awaitable[Connection]],
         tasks: Tasks,
         keep: Callable[[Connection], None],
         on_shut: Callable[[PeerID, tuple[Address, ...]], None],
     ) -> None:
         self._dials, self._dial_timeout_s = dials, dial_timeout_s
-        self._link, self._tasks, self._keep, self._on_shut = link, tasks, keep, on_shut
+        self._link, self._borrow, self._tasks, self._keep, self._on_shut = link, borrow, tasks, keep, on_shut
         self._ways: dict[PeerID, _Way] = {}
 
     def closed(self, peer: PeerID, addresses: tuple[Address, ...]) -> bool:
         """Whether this peer should not be dialed at these addresses now."""
         way = self._ways.get(peer)
-        return way is not None and self._holds(peer, way) and set(addresses) <= set(way.addresses)
+        if way is None or way.lends:
+            return False
+        return self._holds(peer, way) and set(addresses) <= set(way.addresses)
+
+    def lends(self, peer: PeerID) -> bool:
+        """Whether this peer is dialed in vain, and can dial us."""
+        way = self._ways.get(peer)
+        return way is not None and way.lends
 
     def _holds(self, peer: PeerID, way: _Way) -> bool:
         """Whether this doubt is not void. A way that is shut stays so with another link, as clients make many."""
@@ -130,6 +143,7 @@ class Ways:
                 break
             if not way.shut and not await _lives(link):
                 break  # dead or frozen, as far as can be told
+            self._tasks.spawn(self._ask_to_lend(way, link))
             try:
                 connection = await self._dials.dial(peer, way.addresses, timeout_s=self._dial_timeout_s)
             except PeerError as error:
@@ -149,6 +163,17 @@ class Ways:
                 break
         if self._ways.get(peer) is way:
             self.forget(peer)
+
+    async def _ask_to_lend(self, way: _Way, link: CallLink) -> None:
+        """Have the peer dial us."""
+        try:
+            connection = await self._borrow(link)
+        except PeerError:
+            way.lends = False
+        else:
+            sometimes("a peer that is dialed in vain dials us")
+            way.lends = True
+            self._keep(connection)
 
 
 async def _lives(link: CallLink) -> bool:

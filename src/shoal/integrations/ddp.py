@@ -44,6 +44,7 @@ from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
 from shoal.runtime.checks import whole
 from shoal.runtime.dht import DHT
+from shoal.untraced import untraced
 from shoal.wire import MAX_EPOCH
 from shoal.zero.watch import Agreement, Watch
 
@@ -272,6 +273,7 @@ class GroupOptimizer(torch.optim.Optimizer):
 
     # ---------------------------------------------------------------------------------------------------------- step
 
+    @untraced
     def step(
         self,
         closure: Callable[[], Any] | None = None,
@@ -357,20 +359,24 @@ class GroupOptimizer(torch.optim.Optimizer):
         """Whether the group is at the end of the run, as of the last call: the same on all ranks."""
         return self._outcome.finished
 
+    @untraced
     def announce_end(self, epoch: int | None) -> None:
         """As `shoal.Optimizer.announce_end`, on all ranks alike."""
         last = None if epoch is None else whole("epoch", epoch, most=MAX_EPOCH)
         if self.peer is not None:
             self.peer.announce_end(last)
 
+    @untraced
     def load_state_from_peers(self, timeout: float | None = None) -> bool:
         """As `shoal.Optimizer.load_state_from_peers`, on all ranks alike."""
         return bool(self._do("load_state_from_peers()", lambda peer: peer.load_state_from_peers(timeout)))
 
+    @untraced
     def state_dict(self) -> dict[str, Any]:
         """On rank 0 that of the `shoal.Optimizer`. On the others that of the torch optimizer: save that of rank 0."""
         return self._training.state_dict(self.state) if self.peer is None else self.peer.state_dict()
 
+    @untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As `shoal.Optimizer.load_state_dict`, on all ranks alike; that of rank 0 counts, with its model."""
 
@@ -380,6 +386,7 @@ class GroupOptimizer(torch.optim.Optimizer):
 
         self._do("load_state_dict()", load)
 
+    @untraced
     def save(self, folder: str | os.PathLike[str], *, keep: int | None = None) -> Path | None:
         """As `shoal.Optimizer.save`, by rank 0; the others return None. It may be called on rank 0 alone."""
         return None if self.peer is None else self.peer.save(folder, keep=keep)

@@ -21,6 +21,7 @@ from shoal.runtime.checks import flag, seconds, whole
 from shoal.runtime.control import StepControl
 from shoal.runtime.dht import DHT
 from shoal.runtime.thread import GRACE_S
+from shoal.untraced import untraced
 
 __all__ = ["GradientAverager", "succeeded"]
 
@@ -112,6 +113,7 @@ class GradientAverager(DecentralizedAverager):
 
     # --------------------------------------------------------------------------------------------------- accumulators
 
+    @untraced
     def accumulate_grads_(self, batch_size: int) -> None:
         """Add the gradients in `.grad`, the mean over `batch_size` samples; parameters without one count as 0.
 
@@ -135,11 +137,13 @@ class GradientAverager(DecentralizedAverager):
         self.local_samples_accumulated += batch_size
         self.local_times_accumulated += 1
 
+    @untraced
     def reset_accumulated_grads_(self) -> None:
         """Forget the gradients in the accumulators."""
         self._settle()
         self._reset()
 
+    @untraced
     def load_accumulators_into_averager_(self) -> None:
         """Set the averaged gradients to this peer's own mean, without the others; `step` does so before it averages.
 
@@ -185,6 +189,7 @@ class GradientAverager(DecentralizedAverager):
 
     # ------------------------------------------------------------------------------------------------------ averaging
 
+    @untraced
     def schedule_step(self, scheduled_time: float | None = None, **options: Any) -> StepControl:
         """Prepare a step that `step(control=...)` takes.
 
@@ -201,6 +206,7 @@ class GradientAverager(DecentralizedAverager):
         assert isinstance(control, StepControl)
         return control
 
+    @untraced
     def step(  # type: ignore[override]
         self,
         weight: float | None = None,

@@ -79,6 +79,7 @@ from shoal.runtime.launch import launched
 from shoal.runtime.pool import DaemonPool
 from shoal.runtime.thread import GRACE_S, LoopThread
 from shoal.strategies import Merging, Strategy
+from shoal.untraced import untraced
 from shoal.wire import MAX_EPOCH
 
 __all__ = ["Optimizer"]
@@ -526,6 +527,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         """The async core: phase, progress and last round."""
         return self._participant
 
+    @untraced
     def status(self) -> Status:
         """The run as this peer sees it now: epoch, samples, peers, the last round. Any thread may ask.
 
@@ -605,6 +607,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         behind = RunPhase.BEHIND.value
         return all(each.epoch == each.swarm_epoch and each.phase != behind for each in self._statuses())
 
+    @untraced
     def announce_end(self, epoch: int | None) -> None:
         """Say where the run ends as far as this peer is concerned: call it on every peer.
 
@@ -630,6 +633,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
 
     # ------------------------------------------------------------------------------------------------------------ step
 
+    @untraced
     def step(
         self,
         closure: Callable[[], Any] | None = None,
@@ -963,6 +967,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
 
         return self._run(download(), timeout_s)
 
+    @untraced
     def load_state_from_peers(
         self,
         timeout: float | None = None,
@@ -1001,6 +1006,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
 
     # ------------------------------------------------------------------------------------------- torch's interface
 
+    @untraced
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state dict, and under `"shoal"` where the run stands; plain torch does without that.
 
@@ -1034,6 +1040,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 where["merged"] = saved_fragments(self._participants)
             return {**training.state_dict(self.state), "shoal": where}
 
+    @untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, or of the inner optimizer, to resume from a checkpoint.
 
@@ -1123,6 +1130,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         self._run(tell(), GRACE_S)
         self._untold = False
 
+    @untraced
     def save(self, folder: str | os.PathLike[str], *, keep: int | None = None) -> Path:
         """Save a checkpoint: what a newcomer downloads, and with `model` its buffers. Returns when it is on the disk.
 

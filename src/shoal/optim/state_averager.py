@@ -20,6 +20,7 @@ from shoal.runtime.checks import flag, whole
 from shoal.runtime.control import StepControl
 from shoal.runtime.dht import DHT
 from shoal.runtime.hivemind import StateAveragerOptions, check_state_averager_options
+from shoal.untraced import untraced
 
 __all__ = ["TrainingStateAverager"]
 
@@ -111,6 +112,7 @@ class TrainingStateAverager(TrainingAverager):
         self._epoch = whole("local_epoch", epoch, least=0)
         self._move_schedule()
 
+    @untraced
     def schedule_step(self, scheduled_time: float | None = None, **options: Any) -> StepControl:
         """Prepare a round for `step(averaging_control=...)`; as `GradientAverager.schedule_step`."""
         return self._begin(scheduled_time=scheduled_time, require_trigger=True, **options)
@@ -127,6 +129,7 @@ class TrainingStateAverager(TrainingAverager):
         """Whether a round goes on in the background."""
         return self._pending is not None and not self._pending.control.done()
 
+    @untraced
     def step(  # type: ignore[override]  # noqa: PLR0913 (names that users of hivemind know)
         self,
         *,

@@ -20,6 +20,7 @@ from shoal.runtime.checks import flag, seconds
 from shoal.runtime.dht import DHT
 from shoal.runtime.pool import DaemonPool
 from shoal.runtime.sharing import DEFAULT_STATE_TIMEOUT_S
+from shoal.untraced import untraced
 
 __all__ = ["TrainingAverager"]
 
@@ -137,6 +138,7 @@ class TrainingAverager(DecentralizedAverager):
 
     # ------------------------------------------------------------------------------------------------------ averaging
 
+    @untraced
     def step(  # type: ignore[override]
         self,
         data_lock: AbstractContextManager[Any] | None = None,
@@ -199,6 +201,7 @@ class TrainingAverager(DecentralizedAverager):
         values = self._kept.export(tensors)
         return {"step": self.local_step, "optimizer": values}, tensors
 
+    @untraced
     def load_state_from_peers(self, timeout: float | None = None) -> bool:  # type: ignore[override]
         """Download the state of another peer and take it over: all of it, or nothing.
 

@@ -38,6 +38,7 @@ from shoal.runtime.sharing import SharesState
 from shoal.runtime.tensors import LockedTensors
 from shoal.runtime.thread import GRACE_S, LoopFuture, LoopThread
 from shoal.state import SharedState
+from shoal.untraced import untraced
 
 __all__ = ["DecentralizedAverager"]
 
@@ -327,6 +328,7 @@ class DecentralizedAverager(SharesState):
         *,
         wait: Literal[False],
     ) -> StepControl: ...
+    @untraced
     def step(
         self,
         gather: object = None,

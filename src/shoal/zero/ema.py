@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from shoal.errors import ConfigError, LocalError
+from shoal.untraced import untraced
 from shoal.zero.optimizer import ShardedOptimizer, check_sharded
 from shoal.zero.parameters import Piece
 
@@ -50,6 +51,7 @@ class EMA:
         self.optimizer, self.decay, self.updates = optimizer, _decay(decay), 0
         self.averages = [piece.values.detach().clone() for piece in optimizer.carrier.pieces()]
 
+    @untraced
     @torch.no_grad()
     def update(self) -> None:
         """Take in the present weights. Call it after `optimizer.step()`.

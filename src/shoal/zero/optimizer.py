@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from shoal.errors import ConfigError, LocalError
+from shoal.untraced import untraced
 from shoal.zero.changes import begin, check_alike, check_whole, end, is_whole, uninterrupted
 from shoal.zero.collectives import Collectives, Traffic
 from shoal.zero.flat import FlatEngine
@@ -152,6 +153,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------------------------------------------- training
 
+    @untraced
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes within this block add up gradients on each rank alone, and send nothing.
 
@@ -159,6 +161,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         return self.reduction.no_sync()
 
+    @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT002 (torch's signature)
         """Let go of all gradients; `model.zero_grad()` does the same.
 
@@ -168,6 +171,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self.reduction.zero_grad(set_to_none=set_to_none)
 
+    @untraced
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale gradients, so that together, over all ranks' shares, their norm is at most `max_norm`.
 
@@ -226,6 +230,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._all_reduce(total, group=self.collectives.group)
         return total ** (1.0 / kind)
 
+    @untraced
     def step(self, closure: Callable[[], float] | None = None, **options: Any) -> float | None:  # type: ignore[override]
         """Step this rank's part; afterwards all ranks have all new parameters (stage 3: their shares).
 

@@ -354,6 +354,26 @@ def test_a_state_of_another_optimizer_is_refused() -> None:
         assert swarm.local_epoch == 1
 
 
+@pytest.mark.parametrize("strategy", [None, Decoupled(every=4, fragments=2)])
+def test_a_state_of_its_own_that_was_loaded_back_unchanged_was_told_as_another(strategy: Any) -> None:
+    """As `Accelerator.prepare` does. The rank of its beginning was decided meanwhile, and so its name."""
+    warned: list[str] = []
+    model = torch.nn.Linear(2, 1)
+    with shoal.DHT(start=True) as dht:
+        dht.events.subscribe(lambda event: warned.append(event.message) if isinstance(event, Warned) else None)
+        sizes = {} if strategy is None else {"strategy": strategy, "target_batch_size": None}
+        with swarm_of(dht, model, model=model, **sizes) as swarm:
+            saved = swarm.state_dict()
+            for each in swarm._participants:
+                each.own.name = each.own.name.ranked(3)
+                each.own.is_shared()
+            names = [each.own.name for each in swarm._participants]
+            swarm.load_state_dict(saved)
+            assert [each.own.name for each in swarm._participants] == names
+            assert all(each.own.shared for each in swarm._participants)
+    assert not [each for each in warned if "load_state_dict()" in each]
+
+
 def test_nothing_is_loaded_after_the_shutdown() -> None:
     """After `dht.shutdown()` it was loaded first, and refused then."""
     model = torch.nn.Linear(2, 1)

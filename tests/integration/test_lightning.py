@@ -20,7 +20,13 @@ from shoal.strategies import LocalSGD
 from tests.integration.workers import Talk
 
 lightning = pytest.importorskip("lightning")
-from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateFinder, ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import (  # noqa: E402
+    BackboneFinetuning,
+    Callback,
+    EMAWeightAveraging,
+    LearningRateFinder,
+    ModelCheckpoint,
+)
 
 from shoal.integrations.lightning import SwarmCallback, SwarmStrategy  # noqa: E402
 from tests.integration.lightning_peer import BATCH, Module, held  # noqa: E402
@@ -313,6 +319,21 @@ def test_without_max_steps_a_peer_leaves_after_its_passes(dht: shoal.DHT, tmp_pa
     assert not swarm.optimizer.finished
 
 
+@pytest.mark.parametrize("stops", [True, False])
+def test_early_stopping_left_the_run_without_a_word(dht: shoal.DHT, tmp_path: Path, stops: bool) -> None:
+    """It is told, as with the Trainer of transformers. The end of the run itself is not."""
+
+    class Stops(Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.should_stop |= stops
+
+    warned = warnings_of(dht)
+    swarm = SwarmCallback(dht=dht, run_id="run", target_batch_size=16)
+    trainer_of(tmp_path, swarm, max_steps=2, callbacks=[Stops()], enable_checkpointing=False).fit(Module())
+    left = [each for each in warned if "something else ends the training of this peer at epoch" in each]
+    assert len(left) == stops, warned
+
+
 def test_a_peer_sampler_deals_the_samples(dht: shoal.DHT, tmp_path: Path) -> None:
     """`train_dataloader` finds the swarm's optimizer in the Trainer."""
 
@@ -412,6 +433,11 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "min_steps": ({"min_steps": 3}, Module, "min_steps=3"),
     "min_epochs": ({"min_epochs": 3}, Module, "min_epochs=3"),
     "trials": ({"callbacks": [LearningRateFinder()]}, Module, "LearningRateFinder of the Trainer does not work"),
+    "unfreezing": (
+        {"callbacks": [BackboneFinetuning()]},
+        Module,
+        "BackboneFinetuning of the Trainer .* unfreezes layers",
+    ),
     "averages": ({"callbacks": [EMAWeightAveraging()]}, Module, "EMAWeightAveraging of the Trainer .* evaluate a copy"),
     "two": ({}, TwoOptimizers, "returned 2 optimizers, and a run trains with one"),
     "passes": ({}, lambda: Module(schedule={}), r"\{'scheduler': ..., 'interval': 'step'\}"),

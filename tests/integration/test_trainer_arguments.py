@@ -5,6 +5,7 @@ The Trainer is the real one; the swarm is one peer.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -517,9 +518,30 @@ def test_what_ends_one_peer_alone_is_told(swarm_of: Any, arguments: Any, dht: sh
     model, args = tiny_model(), arguments(max_steps=3, **more)
     swarm = swarm_of(model, args, target_batch_size=64 if stops else 16)
     trainer(swarm, model, args, callbacks=[swarm, *([Stops()] if stops else [])], eval_dataset=Sentences()).train()
-    found = [each[:45] for each in warned if "load_best" in each or "another callback" in each]
-    told = "another callback ends the training of this pe", "load_best_model_at_end=True gives each peer t"
+    found = [each[:45] for each in warned if "load_best" in each or "something else" in each]
+    told = "something else ends the training of this peer", "load_best_model_at_end=True gives each peer t"
     assert found == [told[0] if stops else told[1]]
+
+
+@pytest.mark.parametrize("when", ["steps", "epoch"])
+def test_a_checkpoint_said_that_it_is_one_of_a_million_million_batches(
+    swarm_of: Any, arguments: Any, tmp_path: Path, when: str
+) -> None:
+    """What keeps the Trainer's loop going was written. The progress bar's end is, and at last what was trained."""
+    model, args = tiny_model(), arguments(max_steps=9, save_strategy=when, save_steps=2, per_device_train_batch_size=8)
+    swarm = swarm_of(model, args, target_batch_size=16)
+    done = trainer(swarm, model, args, callbacks=[swarm]).train()
+    found = {
+        json.loads(file.read_text(encoding="utf-8"))["global_step"]: json.loads(file.read_text(encoding="utf-8"))
+        for file in tmp_path.glob("checkpoint-*/trainer_state.json")
+    }
+    batches = 18
+    assert len(found) > 1
+    for step, state in found.items():
+        assert state["max_steps"] == (done.global_step if step == done.global_step else max(step, batches)), step
+        assert state["num_train_epochs"] == 3  # passes of 6 batches
+    speed = done.metrics["train_samples_per_second"] / done.metrics["train_steps_per_second"]
+    assert speed == pytest.approx(8, rel=0.2)
 
 
 def test_buffers_are_shared_wherever_the_trainer_moves_the_model(swarm_of: Any, arguments: Any) -> None:

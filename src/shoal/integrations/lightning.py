@@ -27,8 +27,10 @@ from shoal.integrations.trainers import (
     announce_end,
     check_batch_size,
     check_evaluate,
+    epochs_of,
     evaluated,
     evaluation_of,
+    leave,
     load_state,
     of_all,
 )
@@ -42,7 +44,7 @@ from shoal.runtime.dht import DHT
 
 try:
     from lightning.pytorch import Callback
-    from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+    from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
     from lightning.pytorch.strategies import SingleDeviceStrategy
     from lightning.pytorch.utilities.model_helpers import is_overridden
 except ImportError as error:
@@ -197,7 +199,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Leave the run: Lightning is about to move the model."""
-        self._leave(trainer)
+        self._leave(trainer, ends=True)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the run, after an interrupt too."""
@@ -208,13 +210,16 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         if stage == "fit":
             self._leave(trainer)
 
-    def _leave(self, trainer: Any) -> None:
+    def _leave(self, trainer: Any, *, ends: bool = False) -> None:
+        end = None
         if self._max_steps is not None:
+            if ends and self.optimizer is not None:
+                end = epochs_of(self.optimizer.merging, self._max_steps)
             trainer.fit_loop.epoch_loop.max_steps, self._max_steps = self._max_steps, None
         if self._layout is not None:
             self._layout.close()
         if self.optimizer is not None:
-            self.optimizer.shutdown()
+            leave(self.optimizer, end)
 
     def _swarm(self) -> Optimizer:
         assert self.optimizer is not None
@@ -364,6 +369,7 @@ def _check_trainer(trainer: Any, module: Any, *, steps_alone: bool) -> None:
     tries = [type(each).__name__ for each in trainer.callbacks if type(each).__name__ in _TRIES]
     swaps = (StochasticWeightAveraging, *([WeightAveraging] if trainer.enable_validation else []))
     others = [type(each).__name__ for each in trainer.callbacks if isinstance(each, swaps)]
+    thaws = [type(each).__name__ for each in trainer.callbacks if isinstance(each, BaseFinetuning)]
     refused = {
         f"gradient_clip_val={trainer.gradient_clip_val}": (
             bool(trainer.gradient_clip_val) and not steps_alone,
@@ -392,6 +398,10 @@ def _check_trainer(trainer: Any, module: Any, *, steps_alone: bool) -> None:
         f"callbacks with {' and '.join(others)}": (
             bool(others),
             "it puts averages into the module, and newcomers would download them: average and evaluate a copy",
+        ),
+        f"callbacks with {' and '.join(thaws)}": (
+            bool(thaws),
+            "it unfreezes layers in the middle of the run: freeze them in the module, and train what follows as another",
         ),
         f"callbacks with {len(swarms)} SwarmCallbacks": (
             len(swarms) > 1,

@@ -22,6 +22,7 @@ __all__ = [
     "epochs_of",
     "evaluated",
     "evaluation_of",
+    "leave",
     "length_of",
     "load_state",
     "of_all",
@@ -59,6 +60,22 @@ def announce_end(swarm: Optimizer, steps: int) -> None:
             f"max_steps={steps} is no multiple of the strategy's every={merging.steps}: the run ends with a merge, at "
             f"{length} batches. A schedule of your own must be as long; give such a max_steps",
         )
+
+
+def leave(swarm: Optimizer, end: int | None) -> None:
+    """Leave the run: the Trainer's loop is over, and it may load or move the model now.
+
+    Args:
+        swarm: what trained; it is shut down.
+        end: the epoch at which the run ends; None for a training that need not come to it, or was told of already.
+    """
+    if end is not None and swarm.is_alive() and not swarm.finished:
+        warn(
+            swarm,
+            f"something else ends the training of this peer at epoch {swarm.local_epoch} of {end} (early stopping, for "
+            "example): it leaves the run, and the others go on",
+        )
+    swarm.shutdown()
 
 
 def load_state(swarm: Optimizer) -> None:

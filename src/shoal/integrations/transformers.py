@@ -32,6 +32,7 @@ from shoal.integrations.trainers import (
     epochs_of,
     evaluated,
     evaluation_of,
+    leave,
     length_of,
     load_state,
     of_all,
@@ -245,6 +246,9 @@ class SwarmCallback(TrainerCallback):
         self._deal(state)
         # For the progress bar, which reads it once: as many batches as this peer alone would need, if that is known.
         state.max_steps = self._batches
+        if not self._streams:
+            passes = self._batches * args.gradient_accumulation_steps / max(1, len(self._loader))
+            state.num_train_epochs = max(1, math.ceil(passes))
 
     def _deal(self, state: TrainerState) -> None:
         """Let the steps of the swarm deal the samples, where the Trainer would shuffle them by its seed."""
@@ -290,11 +294,20 @@ class SwarmCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Evaluate in turn; end a pass over a stream where the stream ends."""
-        state.max_steps = _ENDLESS
+        self._count_to(state, control)
         self._evaluated |= evaluated(self._evaluation)
         self._end_pass(control)
         if self._streams:
             state.epoch = float(int(state.epoch or 0))  # the Trainer makes it a share of max_steps
+
+    def _count_to(self, state: TrainerState, control: TrainerControl) -> None:
+        """Let the batches have no end; in a checkpoint, have the end that the progress bar has."""
+        end = state.global_step if self.optimizer.finished else max(state.global_step, self._batches)
+        state.max_steps = end if control.should_save else _ENDLESS
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """The checkpoint is written; the Trainer divides by this number at the end."""
+        state.max_steps = _ENDLESS
 
     def _end_pass(self, control: TrainerControl) -> None:
         if self._streams and getattr(self._loader, "end_of_dataloader", False):
@@ -304,17 +317,12 @@ class SwarmCallback(TrainerCallback):
         """Leave the run at the end of the training."""
         if control.should_training_stop:
             self._leave(state)
+        self._count_to(state, control)
 
     def _leave(self, state: TrainerState) -> None:
         """Leave the run: the Trainer may load the best checkpoint now, and its weights are not the state of the run."""
-        if self._trains and not (self.optimizer.finished or state.max_steps != _ENDLESS):
-            warn(
-                self.optimizer,
-                f"another callback ends the training of this peer at epoch {self.optimizer.local_epoch} of "
-                f"{self.epochs} (EarlyStoppingCallback, for example): it leaves the run, and the others go on",
-            )
+        leave(self.optimizer, self.epochs if self._trains and state.max_steps == _ENDLESS else None)
         self._trains = False
-        self.optimizer.shutdown()
 
     def on_log(
         self,

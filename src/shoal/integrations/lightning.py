@@ -401,7 +401,7 @@ def _check_trainer(trainer: Any, module: Any, *, steps_alone: bool) -> None:
         ),
         f"callbacks with {' and '.join(thaws)}": (
             bool(thaws),
-            "it unfreezes layers in the middle of the run: freeze them in the module, and train what follows as another",
+            "it unfreezes layers in mid-run: freeze them in the module, and train what follows as another run",
         ),
         f"callbacks with {len(swarms)} SwarmCallbacks": (
             len(swarms) > 1,

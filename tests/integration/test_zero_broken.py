@@ -26,6 +26,12 @@ def test_a_model_that_is_freed_while_messages_are_under_way(pool: Ranks, stage: 
     assert pool.play(2, broken.freed, stage) == ["", ""]
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_shard_hung_after_a_converted_model_that_was_let_go(pool: Ranks, stage: int) -> None:
+    """Its pass had sent what nobody waited for any more; the memory of these messages was freed with the model."""
+    assert pool.play(2, broken.converted, stage) == ["", ""]
+
+
 def _cases(where: tuple[str, ...], default: tuple[tuple[str, int, str], ...]) -> list[object]:
     return [
         pytest.param(*case, marks=() if case in default else pytest.mark.long)

@@ -230,6 +230,31 @@ def freed(stage: int) -> str:
     return said(go_on)
 
 
+def converted(stage: int) -> str:
+    """A model is converted after a step, its next pass is refused, and it is freed: what is said of the next one."""
+
+    def made() -> tuple[Wide, ShardedOptimizer]:
+        with small_buckets(1 << 12):
+            return shoal.zero.shard(Wide(), lambda each: torch.optim.SGD(each, lr=0.1), stage=stage)
+
+    model, optimizer = made()
+    batch = torch.ones(1, 512)
+    model(batch).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.double()
+    loss = model(batch.double()).sum()
+    assert "converted" in said(loss.backward)
+    del model, optimizer, loss
+
+    def go_on() -> None:
+        model, optimizer = made()
+        model(batch).sum().backward()
+        optimizer.step()
+
+    return said(go_on)
+
+
 def _step(model: Odd, optimizer: ShardedOptimizer, _: str) -> None:
     backward(model, 1)
     optimizer.step()

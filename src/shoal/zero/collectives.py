@@ -97,8 +97,12 @@ class Scratch:
         self._free.setdefault((buffer.dtype, buffer.device), []).append(buffer)
 
 
+_abandoned: list[dist.Work] = []
+"""Messages under way of models that are gone. On gloo the group fails or hangs if the memory of one is freed."""
+
+
 class Pending:
-    """Sends and receives under way.
+    """Sends and receives under way. If it is let go before they have ended, they are kept all the same.
 
     Args:
         works: their handles in `torch.distributed`.
@@ -119,6 +123,9 @@ class Pending:
         self._works, self._watch, self._turn, self._then, self._first = works, watch, turn, then, first
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+
+    def __del__(self) -> None:
+        _abandoned.extend(self._works)
 
     def wait(self) -> None:
         """Wait until they are done. Raises `RankLost` that names a rank which is gone."""
@@ -155,6 +162,7 @@ class Pending:
             with self._watch.named(self._turn):
                 for work in self._works:
                     work.wait()
+            self._works = ()
         except Exception as error:  # noqa: BLE001 (raised in the code that waits)
             self._error = error
 

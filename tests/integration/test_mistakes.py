@@ -365,7 +365,7 @@ def test_a_state_of_its_own_that_was_loaded_back_unchanged_was_told_as_another(s
         with swarm_of(dht, model, model=model, **sizes) as swarm:
             saved = swarm.state_dict()
             for each in swarm._participants:
-                each.own.name = each.own.name.ranked(3)
+                dht.loop_thread.run(each.own.decide_rank(3), 5.0)
                 each.own.is_shared()
             names = [each.own.name for each in swarm._participants]
             swarm.load_state_dict(saved)

@@ -1089,9 +1089,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 optimizer = self._training.prepare_optimizer(saved)
             except ValueError as error:
                 raise ConfigError(f"state_dict does not fit this optimizer: {error}") from error
-            shared, held = self._participant.own.shared, ""
-            if where is not None and where.name.epoch == self._participant.own.name.epoch:
-                held = fingerprint(self._training)
+            shared = self._participant.own.shared
             replaced = self._loading()
             self._training.load_optimizer(optimizer)
             self.state = self._training.optimizer.state
@@ -1100,10 +1098,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             names: list[StateName | None] = [where and where.name]
             if isinstance(self._training, LocalSteps):
                 names = load_saved(self._training, loaded)
-            holds = "" if where is None else fingerprint(self._training)
-            unchanged = where is not None and where.fingerprint == holds
-            if held and held == holds:  # no values have changed; the name may have, since it was saved (`decide_rank`)
-                unchanged, names = True, [before.name for before in replaced]
+            unchanged = where is not None and where.fingerprint == fingerprint(self._training)
             floor = NO_STATE if where is None else StateKey.of(*where.shared, b"")
             for each, before, name in zip(self._participants, replaced, names, strict=True):
                 each.own.loaded(before, name, unchanged=unchanged, floor=floor)

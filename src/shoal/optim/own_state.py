@@ -96,8 +96,11 @@ class OwnState:
         async with self.hold() as holds:  # a checkpoint may be loaded now
             if holds:
                 self.rank = rank
-                if self.name.epoch == 0 and self.name.digest[0] == UNDECIDED:
-                    self.name = self.name.ranked(rank)
+                self.name = self._ranked(self.name)
+
+    def _ranked(self, name: StateName) -> StateName:
+        """A beginning gets the rank of this one, if it was named before that was decided."""
+        return name.ranked(self.rank) if name.epoch == 0 and name.digest[0] == UNDECIDED else name
 
     @asynccontextmanager
     async def hold(self) -> AsyncIterator[bool]:
@@ -264,7 +267,7 @@ class OwnState:
         before = replaced.name
         self.training.note_values()
         if saved is not None and unchanged:
-            name = saved
+            name = self._ranked(saved)
         elif saved is None and before.epoch == 0:
             name = self._beginning()
         else:

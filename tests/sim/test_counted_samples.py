@@ -153,6 +153,23 @@ def test_what_a_peer_gave_before_a_fork_of_more_than_ten_epochs_was_counted_nowh
     sim.run(main, seed=1)
 
 
+def test_a_batch_that_ended_after_its_peer_had_left_was_in_no_status() -> None:
+    """The last status has it among the samples dropped, as it has those that were held when the peer left."""
+
+    async def main() -> None:
+        run = Run(target=1000)
+        trainer = await run.add("p0")
+        await trainer.take_batch(4)
+        await trainer.participant.close()
+        assert (trainer.participant.status().contributed, trainer.participant.status().dropped) == (0, 4)
+        assert trainer.participant.training.accumulate(3)
+        trainer.participant.speed.count(3)
+        assert (trainer.participant.status().contributed, trainer.participant.status().dropped) == (0, 7)
+        await run.close()
+
+    sim.run(main, seed=1)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_contributed_is_what_is_in_the_weights(soak: Callable[[int, int], int]) -> None:

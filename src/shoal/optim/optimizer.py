@@ -537,14 +537,13 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             ClosedError: in a forked child.
         """
         found = self._statuses()
-        status = replace(
+        return replace(
             min(found, key=lambda each: each.epoch),
             swarm_epoch=min(each.swarm_epoch for each in found),
+            contributed=min(each.contributed for each in found),
+            dropped=max(each.dropped for each in found),
             finished=self.finished,
         )
-        given = [each.contribution for each in self._participants]
-        contributed, dropped = min(each.contributed for each in given), max(each.dropped for each in given)
-        return replace(status, contributed=contributed, dropped=dropped)
 
     def _statuses(self) -> list[Status]:
         """Of each fragment of the model; the last ones once this peer has left."""

@@ -16,6 +16,7 @@ import concurrent.futures
 import math
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -287,7 +288,7 @@ class Participant:
         """Leave the run. Safe to call twice: an interrupted caller does not end it half way."""
         self._closed = True
         if self._closing is None:
-            self.last_status = self.status()
+            self._last_status = self.status()
             self._closing = asyncio.get_running_loop().create_task(self._leave())
         await asyncio.shield(self._closing)
 
@@ -359,13 +360,24 @@ class Participant:
         self._told_at = max(math.nextafter(self._told_at, math.inf), own_clock(self.core.env.clock).time())
         return self.progress()
 
-    last_status: Status | None = None
-    """Of when this peer left the run; None as long as it has not. Any thread may look."""
+    _last_status: Status | None = None
+
+    @property
+    def last_status(self) -> Status | None:
+        """Of when this peer left the run; None as long as it has not. Any thread may look.
+
+        Samples that it had not given by then are among those dropped, also of a batch that ended later.
+        """
+        if self._last_status is None:
+            return None
+        self._settle()
+        given = self.contribution
+        return replace(self._last_status, contributed=given.contributed, dropped=given.dropped)
 
     def status(self) -> Status:
-        """The run as this peer sees it now; once it has left, as it saw it then."""
-        if self.last_status is not None:
-            return self.last_status
+        """The run as this peer sees it now; once it has left, `last_status`."""
+        if (last := self.last_status) is not None:
+            return last
         view = self.view()
         self._settle()
         return status_of(

@@ -364,7 +364,7 @@ def test_a_step_alone_was_followed_with_the_gradients_of_other_tensors() -> None
 
 
 def test_a_newcomer_on_a_line_of_8_kb_a_second_takes_part() -> None:
-    """Its state comes from one of three donors, beside all other traffic, in about a minute; it never had one."""
+    """Its state comes from one of three donors, beside all other traffic, in minutes; it never had one."""
 
     async def main() -> None:
         scene = Scene(MIB / 4 / 8e3, MIB // 4, batch_s=1.0)

@@ -559,6 +559,33 @@ def test_on_a_line_with_one_queue_small_messages_wait_behind_bulk() -> None:
     assert sim.run(lambda: main(fair=False)) > 0.4
 
 
+def test_bulk_came_too_early_beside_small_messages_and_the_line_stood_idle_for_that_later() -> None:
+    """Bytes came twice as fast as the line carries them. The next bulk then waited while nothing was under way."""
+
+    async def main() -> None:
+        rate = 10_000.0
+        net = await make_net("a", "b", "c", latency_s=0.0)
+        net.network.add_host("slow", down_bytes_s=rate)
+        await net.listen("slow")
+        (bulk, taken), (calls, answers) = await net.pipe("a", "slow"), await net.pipe("b", "slow")
+        other, others = await net.pipe("c", "slow")
+        start = now()
+        await bulk.write(bytes(20_000))
+        for _ in range(20):  # half of the line
+            await calls.write(bytes(500))
+            await read(answers, 500)
+            await sim.sleep(0.05)
+        assert now() - start == pytest.approx(2.0)
+        assert net.network.traffic("slow")[1] <= 2.0 * rate + 1e-3
+        await read(taken, 20_000)
+        assert now() - start == pytest.approx(3.0), "the line carries 10 kB each second"
+        await other.write(bytes(5_000))
+        await read(others, 5_000)
+        assert now() - start == pytest.approx(3.5), "nothing else is under way"
+
+    simulate(main)
+
+
 def test_a_stall_ends_by_unstall_and_a_longer_one_wins() -> None:
     """Overlapping stalls end with the last."""
 

@@ -156,13 +156,14 @@ class Line:
 
     Attributes:
         rate: bytes per second; None for no limit.
+        ahead_s: how long all segments took so far that went ahead, seconds. The others that wait come later by that.
     """
 
-    __slots__ = ("busy_until", "rate", "small_from", "small_until")
+    __slots__ = ("ahead_s", "busy_until", "rate", "small_from", "small_until")
 
     def __init__(self, rate: float | None) -> None:
         self.rate = rate
-        self.busy_until = self.small_from = self.small_until = 0.0
+        self.busy_until = self.small_from = self.small_until = self.ahead_s = 0.0
 
     def occupy(self, start: float, nbytes: int, *, ahead: bool) -> float:
         """Use the line for so many bytes, from `start` on at the earliest; returns the time at which all are through.
@@ -173,6 +174,7 @@ class Line:
         self.busy_until = max(self.busy_until, start) + taken_s
         if not ahead:
             return self.busy_until
+        self.ahead_s += taken_s
         if start < self.small_from:
             return start + taken_s  # it comes before one that was sent earlier, over a longer way
         self.small_from = start

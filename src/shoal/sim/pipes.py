@@ -6,8 +6,8 @@ The model, per direction of a pipe (a `Flow`):
   time for it. Segments of several pipes take turns on the uplink. Short messages of one pipe that wait there travel
   together, as a pipe knows only bytes: else a pipe would carry one of them in each turn. On the downlink segments come
   in the order in which they were sent. Messages of at most `SMALL_BYTES` on a pipe with nothing queued go ahead of
-  bulk, as fair queueing does for sparse flows; they still use up their share of the line. In a network that is not
-  `fair` they do not go ahead.
+  bulk, as fair queueing does for sparse flows; the bulk that waits for the line comes later by that. In a network that
+  is not `fair` they do not go ahead.
 - At most `window_bytes` (and one segment) are in flight or unread at the other side. The rest waits in the sender's
   queue, and so the writer waits. Credit comes back after one latency, a quarter of the window at a time.
 - Jitter and losses delay; nothing is lost, and nothing overtakes within a pipe.
@@ -27,6 +27,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 from shoal.errors import PeerError
 from shoal.sim.medium import PACKET_BYTES, Line, Link, Medium
@@ -195,6 +196,20 @@ class PipeEnd:
             del self.out, self.into
 
 
+class _Flying(NamedTuple):
+    """A segment or a signal under way.
+
+    Attributes:
+        at: the time of its arrival, if nothing more goes ahead of it.
+        item: its content.
+        through: when the downlink has had time for it, less `Line.ahead_s`. That grows while it is under way.
+    """
+
+    at: float
+    item: bytes | Callable[[], None]
+    through: float = -math.inf
+
+
 class Flow:
     """One direction of a pipe."""
 
@@ -229,7 +244,7 @@ class Flow:
         self.in_turn = False
         self._medium = medium
         self._queue: deque[bytes] = deque()
-        self._flying: deque[tuple[float, bytes | Callable[[], None]]] = deque()  # time of arrival, and content
+        self._flying: deque[_Flying] = deque()
         self._held_until = 0.0
         self._line = Line(None)  # of this pipe alone: the way between the two hosts, where it is narrower than theirs
         self._unread = 0  # bytes sent for which no credit has come back
@@ -321,7 +336,7 @@ class Flow:
     def _leave(self, data: bytes) -> None:
         src, dst, medium, nbytes = self.src, self.dst, self._medium, len(data)
         arrival = now = medium.time()
-        ahead = self._is_small(nbytes)
+        ahead, through = self._is_small(nbytes), -math.inf
         self._unread += nbytes
         if src is not dst:
             delay_s = medium.delay_s(self.link, nbytes, max(src.slowness, dst.slowness))
@@ -330,16 +345,18 @@ class Flow:
                 arrival = src.uplink.occupy(now, nbytes, ahead=ahead) + delay_s
             if dst.downlink.rate is not None:
                 # The first byte is there one latency after it left: both lines are busy with it at the same time.
-                arrival = max(arrival, dst.downlink.occupy(now + delay_s, nbytes, ahead=ahead))
+                through = dst.downlink.occupy(now + delay_s, nbytes, ahead=ahead)
+                arrival = max(arrival, through)
+                through = -math.inf if ahead else through - dst.downlink.ahead_s
             if self.link.bandwidth_bytes_s is not None:
                 self._line.rate = self.link.bandwidth_bytes_s
                 arrival = max(arrival, self._line.occupy(now + delay_s, nbytes, ahead=ahead))
-        self._fly(data, arrival)
+        self._fly(_Flying(arrival, data, through))
 
-    def _fly(self, item: bytes | Callable[[], None], arrival: float) -> None:
+    def _fly(self, flying: _Flying) -> None:
         # A segment that jitter would let overtake waits behind earlier ones: only the first in flight can arrive.
-        self._flying.append((arrival, item))
-        self._medium.at(arrival, self._arrive)
+        self._flying.append(flying)
+        self._medium.at(flying.at, self._arrive)
 
     def _latency_s(self) -> float:
         """The time of flight of a signal without bytes."""
@@ -349,7 +366,7 @@ class Flow:
 
     def signal(self, callback: Callable[[], None]) -> None:
         """Send a signal: a function that is called at the other side when it arrives, in its place among the bytes."""
-        self._fly(callback, self._medium.time() + self._latency_s())
+        self._fly(_Flying(self._medium.time() + self._latency_s(), callback))
 
     # ------------------------------------------------------------------------------------------------------ arriving
 
@@ -357,8 +374,13 @@ class Flow:
         """Deliver what is due. If the path is closed it waits for `reopen`."""
         now, dst, flying = self._medium.time() + _SOON_S, self.dst, self._flying
         if dst.awake and self.src.group == dst.group and self._held_until <= now:
-            while flying and flying[0][0] <= now:
-                self._deliver(flying.popleft()[1])
+            while flying and flying[0].at <= now:
+                first = flying.popleft()
+                if (through := first.through + dst.downlink.ahead_s) > now:  # others went ahead of it
+                    flying.appendleft(first._replace(at=through))
+                    self._medium.at(through, self._arrive)
+                else:
+                    self._deliver(first.item)
 
     def _deliver(self, item: bytes | Callable[[], None]) -> None:
         if not isinstance(item, bytes):
@@ -379,9 +401,9 @@ class Flow:
     def reopen(self, *, at_once: bool) -> None:
         """Let bytes move on, as the path may be open again: at once, or after one more latency."""
         now = again_at = self._medium.time()
-        late = bool(self._flying) and self._flying[0][0] < now
+        late = bool(self._flying) and self._flying[0].at < now
         if self.src.group == self.dst.group and not at_once:
-            since = min(self._flying[0][0] if late else now, now if self._lost_since is None else self._lost_since)
+            since = min(self._flying[0].at if late else now, now if self._lost_since is None else self._lost_since)
             again_at = self._again_at = max(self._again_at, self._medium.tried_again_at(since))
             self._lost_since = None
         if late or self._credit_held or again_at > now:
@@ -400,12 +422,17 @@ class Flow:
 
     def stretch(self, ratio: float) -> None:
         """Segments in flight take longer by `ratio` from now on (below 1: they arrive sooner)."""
-        now = self._medium.time()
-        flying = [(now + (at - now) * ratio if at > now else at, item) for at, item in self._flying]
-        self._flying = deque(flying)
-        for at, _ in flying:
-            if at > now:
-                self._medium.at(at, self._arrive)
+        now, ahead_s = self._medium.time(), self.dst.downlink.ahead_s
+
+        def stretched(at: float) -> float:
+            return now + (at - now) * ratio if at > now else at
+
+        self._flying = deque(
+            _Flying(stretched(at), item, stretched(through + ahead_s) - ahead_s) for at, item, through in self._flying
+        )
+        for each in self._flying:
+            if each.at > now:
+                self._medium.at(each.at, self._arrive)
 
     def acked_bytes(self) -> int:
         """The bytes that the other machine is known to have taken, even for a process that stands still."""
@@ -413,7 +440,9 @@ class Flow:
         if not self.dst.up or self.src.group != self.dst.group or self._held_until > self._medium.time():
             return self._acked
         since = self._medium.time() - self._ack_s()
-        return self._acked + sum(len(each) for at, each in self._flying if at <= since and isinstance(each, bytes))
+        return self._acked + sum(
+            len(each.item) for each in self._flying if each.at <= since and isinstance(each.item, bytes)
+        )
 
     def _ack_s(self) -> float:
         """The time that an acknowledgement takes: without jitter, because it is seldom asked for."""

@@ -15,7 +15,7 @@ from shoal.events import Event
 from shoal.identity import Identity
 from shoal.peer import Address
 from shoal.rpc import Endpoint, Limits
-from shoal.sim import SimHost, SimNetwork, Swarm, sleep
+from shoal.sim import SimHost, SimNetwork, Swarm
 
 E = TypeVar("E", bound=Event)
 
@@ -86,7 +86,6 @@ async def grow(swarm: Swarm[Node], count: int, **options: Any) -> list[Node]:
             *(swarm.start_peer(name, node([rng.choice(members)] if members else [], **options)) for name in names)
         )
         left -= batch
-    await sleep(0.1)  # a node knows one that called it a round trip later
     return list(swarm.peers.values())
 
 

@@ -19,7 +19,7 @@ from shoal.events import PeerDropped, Warned
 from shoal.identity import Identity
 from shoal.peer import Address, PeerID
 from shoal.rpc import Endpoint
-from shoal.sim import SimHost, Swarm, run, sleep
+from shoal.sim import SimHost, Swarm, run
 from shoal.wire import (
     Contact,
     DhtFind,
@@ -96,7 +96,6 @@ async def evil(swarm: Swarm[Any], name: str, victims: Sequence[Node], find: Find
         await endpoint.start()
         for victim in victims:
             await endpoint.call(victim.endpoint.contact, DhtPing(), timeout_s=5.0)
-        await sleep(0.1)  # they know it a round trip later
         return made
 
     made: Evil = await swarm.start_peer(name, start)

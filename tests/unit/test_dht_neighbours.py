@@ -6,7 +6,6 @@ import hashlib
 import random
 
 from shoal.dht.neighbours import Neighbours
-from shoal.dht.routing import node_id
 from shoal.peer import Address, PeerID
 from shoal.wire import Contact
 
@@ -145,88 +144,3 @@ def test_memory_for_the_dead_is_bounded() -> None:
     assert len(others._avoided) == 4096
     assert len(others._lost) == 256
     assert len(others.table) == 0
-
-
-def test_calls_of_a_node_that_never_answers_kept_it_in_the_table() -> None:
-    """Only answers count: after two calls in vain it is gone, and it is asked for its own calls ever more rarely."""
-    others = Neighbours(OWN, bucket_size=8)
-    one, asked = contact(1), []
-    assert others.is_news(one, 0.0)
-    others.alive(one, 0.0)
-    for now in range(600):
-        if one.peer in others.table or others.is_news(one, float(now)):
-            others.silent(one.peer, float(now))
-            asked.append(now)
-    assert asked == [0, 1, 6, 16, 36, 76, 156, 276, 396, 516]
-
-
-def test_call_of_a_node_is_news_if_it_may_enter_the_table_or_has_moved() -> None:
-    """Not where its bucket is full, nor if it only dials, nor if it is known there."""
-    others = Neighbours(OWN, bucket_size=1)
-    one = contact(1)
-    others.alive(one, 0.0)
-    index = others.table._index
-    same = next(each for each in map(contact, range(2, 99)) if index(node_id(each.peer)) == index(node_id(one.peer)))
-    assert not others.is_news(one, 0.0)
-    assert not others.is_news(same, 0.0)
-    assert not others.is_news(Contact(contact(3).peer), 0.0)
-    assert others.is_news(Contact(one.peer, (Address("elsewhere", 5, one.peer),)), 0.0)
-
-
-def test_node_that_did_not_answer_is_not_relied_on_before_it_made_up_for_it() -> None:
-    """Sixteen answers, then 256, however it left the table; calls of one moment count once; then all is forgotten."""
-    others = Neighbours(OWN, bucket_size=8)
-    one, table = contact(1), others.table
-    for owed in (16, 256):
-        for _ in range(5):
-            others.silent(one.peer, 1.0)
-        others.unreachable(one.peer, 1.0)
-        for number in range(owed):
-            assert table.doubtful(one.peer), number
-            others.alive(one, 1.0)
-        assert not table.doubtful(one.peer)
-    for _ in range(16 * 256 + 1):
-        others.alive(one, 2.0)
-    others.silent(one.peer, 3.0)
-    for _ in range(16):
-        others.alive(one, 3.0)
-    assert not table.doubtful(one.peer)
-
-
-def test_a_lucky_answer_does_not_make_a_silent_node_worth_asking_sooner() -> None:
-    """It answers a sign of life, and no lookup: the pauses go on to grow."""
-    others = Neighbours(OWN, bucket_size=8)
-    one, now = contact(1), 0.0
-    for pause_s in (5.0, 10.0, 20.0):
-        others.alive(one, now)
-        others.silent(one.peer, now)
-        others.silent(one.peer, now)
-        assert not others.is_news(one, now + pause_s - 0.1)
-        now += pause_s
-        assert others.is_news(one, now)
-
-
-def test_nodes_that_are_not_relied_on_are_named_last() -> None:
-    """However near they are; where there are no others, they are named all the same."""
-    others = Neighbours(OWN, bucket_size=8)
-    for number in range(12):
-        others.alive(contact(number), 0.0)
-    everyone = others.table.nearest(0, 12)
-    for each in everyone[:4]:
-        others.silent(each.peer, 1.0)
-    assert others.table.nearest(0, 8) == everyone[4:]
-    assert others.table.nearest(0, 12) == everyone[4:] + everyone[:4]
-
-
-def test_node_whose_words_lead_nowhere_is_believed_no_more() -> None:
-    """After eight more in vain than not; those that are in the table may be asked all the same."""
-    others = Neighbours(OWN, bucket_size=8)
-    namer, known, new = contact(1).peer, contact(2), contact(3)
-    others.alive(known, 0.0)
-    others.led(namer, to_answer=True)
-    for number in range(8):
-        assert others.worth_asking([known, new], 0.0, namer=namer) == [known, new], number
-        others.led(namer, to_answer=False)
-    assert others.worth_asking([known, new], 0.0, namer=namer) == [known]
-    others.led(namer, to_answer=True)
-    assert others.worth_asking([known, new], 0.0, namer=namer) == [known, new]

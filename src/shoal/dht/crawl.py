@@ -21,7 +21,7 @@ from shoal.events import PeerDropped
 from shoal.peer import PeerID
 from shoal.rpc import Endpoint, NotDialed
 from shoal.tasks import Changes, Tasks, in_turns
-from shoal.wire import Contact, DhtFind, DhtFindReply, DhtFound, DhtPing, Record, Request
+from shoal.wire import Contact, DhtFind, DhtFindReply, DhtFound, Record, Request
 
 __all__ = ["Caller", "Crawler", "Findings", "KeySearch", "report"]
 
@@ -47,10 +47,10 @@ def _report(error: BaseException) -> None:
 
 @dataclass(slots=True)
 class _Gate:
-    """The calls to one peer, under way or waiting; and when those under way began, the oldest first."""
+    """The calls to one peer, under way or waiting; and since when none of them has been answered."""
 
     free: asyncio.Semaphore
-    began: list[float] = field(default_factory=list)
+    since: float
     users: int = 0
 
 
@@ -83,11 +83,9 @@ class Caller:
         return self._endpoint.silent
 
     def patience_s(self, peer: PeerID) -> float:
-        """The time that a call to this peer may hold up others: 0 if some wait that long already, or did in vain."""
-        if self._neighbours.table.doubtful(peer):
-            return 0.0
-        gate, slow_s, now = self._gates.get(peer), self._settings.slow_s, asyncio.get_running_loop().time()
-        return max(0.0, (gate.began[0] if gate is not None and gate.began else now) + slow_s - now)
+        """The time that a call to this peer may hold up a lookup: 0 if others wait that long already."""
+        gate, slow_s = self._gates.get(peer), self._settings.slow_s
+        return slow_s if gate is None else max(0.0, gate.since + slow_s - asyncio.get_running_loop().time())
 
     async def call(self, contact: Contact, request: Request[R]) -> R:
         """Call a node.
@@ -120,21 +118,6 @@ class Caller:
         self._neighbours.alive(self._known(contact), loop.time())
         return reply
 
-    def met(self, peer: PeerID) -> None:
-        """A node called us. If it may belong in the table, ask it for a sign of life, on the link that it made."""
-        contact, now = self._endpoint.contact_of(peer), asyncio.get_running_loop().time()
-        # A call under way will tell, too.
-        if peer not in self._gates and self._endpoint.connected(peer) and self._neighbours.is_news(contact, now):
-            self.tasks.spawn(self.answers(contact))
-
-    async def answers(self, contact: Contact) -> bool:
-        """Ask a node for a sign of life; whether it gave one."""
-        try:
-            await self.call(contact, DhtPing())
-        except PeerError:
-            return False
-        return True
-
     def _way_to(self, contact: Contact) -> Contact | PeerID:
         """Addresses that we know ourselves come first: those that others name could send us to the wrong place."""
         if self._endpoint.connected(contact.peer):
@@ -149,17 +132,17 @@ class Caller:
     @asynccontextmanager
     async def _gate(self, peer: PeerID) -> AsyncIterator[None]:
         """Wait until few enough calls to this peer are under way."""
+        loop = asyncio.get_running_loop()
         gate = self._gates.get(peer)
         if gate is None:
-            gate = self._gates[peer] = _Gate(asyncio.Semaphore(self._settings.calls_per_peer))
+            gate = self._gates[peer] = _Gate(asyncio.Semaphore(self._settings.calls_per_peer), loop.time())
         gate.users += 1
         try:
             async with gate.free:
-                gate.began.append(began := asyncio.get_running_loop().time())
                 try:
                     yield
                 finally:
-                    gate.began.remove(began)
+                    gate.since = loop.time()
         finally:
             gate.users -= 1
             if not gate.users:
@@ -220,8 +203,7 @@ class _Run:
         self.open: dict[bytes, KeySearch] = {search.key: search for search in searches}
         self.ready: dict[bytes, KeySearch] = dict(self.open)
         self.queues: dict[PeerID, _Queue] = {}
-        self.named_by: dict[PeerID, PeerID] = {}
-        self.over = self.waited = False
+        self.over = False
         self.slowest_s = 0.0
         self.changes = Changes()
 
@@ -236,14 +218,12 @@ class _Run:
             search.lookup.slow(peer)
         self.touch(searches)
 
-    def late(self, queue: _Queue, searches: Sequence[KeySearch], asked_at: float | None) -> None:
-        """The node may be keeping these waiting for much longer than others have; None: it is not relied on anyway."""
-        loop = asyncio.get_running_loop()
-        if asked_at is not None:
-            if loop.time() < (due := asked_at + _LATE * self.slowest_s):
-                queue.timers.append(loop.call_at(due, self.late, queue, searches, asked_at))
-                return
-            self.waited = True
+    def late(self, queue: _Queue, searches: Sequence[KeySearch], asked_at: float) -> None:
+        """The node may be keeping these waiting for much longer than others have."""
+        loop, due = asyncio.get_running_loop(), asked_at + _LATE * self.slowest_s
+        if loop.time() < due:
+            queue.timers.append(loop.call_at(due, self.late, queue, searches, asked_at))
+            return
         for search in searches:
             search.lookup.late(queue.contact.peer)
         self.touch(searches)
@@ -311,11 +291,8 @@ class Crawler:
             queue.waiting += group
             queue.members += group
             loop, patience_s = asyncio.get_running_loop(), self._caller.patience_s(peer)
-            if run.waited and peer not in self._neighbours.table:
-                patience_s = 0.0  # others that were only named have been waited for: once is enough
             queue.timers.append(loop.call_later(patience_s, run.slow, peer, group))
-            asked_at = None if self._neighbours.table.doubtful(peer) else loop.time()
-            queue.timers.append(loop.call_later(2 * patience_s, run.late, queue, group, asked_at))
+            queue.timers.append(loop.call_later(2 * patience_s, run.late, queue, group, loop.time()))
         if run.ready:
             self._ask_on(run)
 
@@ -340,10 +317,8 @@ class Crawler:
                 del queue.waiting[:KEYS_PER_CALL]
                 if group:
                     queue.waiting += await self._ask(queue.contact, group, run)
-        except (PeerRefused, NotDialed, ClosedError):
+        except (PeerError, ClosedError):
             pass  # the neighbours know; the lookups are told below
-        except PeerError:
-            self._neighbours.led(run.named_by.get(peer), to_answer=False)
         finally:
             del run.queues[peer]
             for timer in queue.timers:
@@ -357,11 +332,10 @@ class Crawler:
         loop, began = asyncio.get_running_loop(), asyncio.get_running_loop().time()
         reply = await self._caller.call(contact, DhtFind([search.key for search in group], run.values))
         run.slowest_s = max(run.slowest_s, loop.time() - began)
-        self._neighbours.led(run.named_by.get(contact.peer), to_answer=True)
         rest = self._check_shape(contact.peer, group, reply)
         for search, found in zip(group, reply.found, strict=True):
             if not found.more:
-                await self._take(contact.peer, search, found, run)
+                await self._take(contact.peer, search, found, values=run.values)
         run.touch(group)
         return rest
 
@@ -374,12 +348,10 @@ class Crawler:
             raise self._lie(peer, "answers none of the keys it was asked for")
         return rest
 
-    async def _take(self, peer: PeerID, search: KeySearch, found: DhtFound, run: _Run) -> None:
+    async def _take(self, peer: PeerID, search: KeySearch, found: DhtFound, *, values: bool) -> None:
         """Check the answer for one key, and use it."""
-        await self.take_records(peer, search, found.records if run.values else ())
-        nearest = self._neighbours.worth_asking(found.nearest, asyncio.get_running_loop().time(), namer=peer)
-        for contact in nearest:
-            run.named_by.setdefault(contact.peer, peer)
+        await self.take_records(peer, search, found.records if values else ())
+        nearest = self._neighbours.worth_asking(found.nearest, asyncio.get_running_loop().time())
         search.lookup.reply(peer, nearest)
 
     async def take_records(self, peer: PeerID, findings: Findings, records: Sequence[Record]) -> None:

@@ -2,11 +2,10 @@
 
 Invariants:
 
-- only a node that answered enters the table: a call of its own, and the words of others, are only hints which nodes to
-  ask;
+- only a node that gave a sign of life itself enters the table; other nodes' words about it are only hints which nodes
+to ask;
 - a node that cannot be reached leaves at once, one that does not answer leaves at the second time, one that lied leaves
   and is not believed again for ten minutes;
-- a node whose words have led nowhere is asked, but only those of its words are believed that name nodes in the table;
 - nodes outside the table that failed are avoided for a growing while, so the dead that others still name cost little;
 - every set here is bounded.
 """
@@ -35,9 +34,6 @@ _FIRST_PAUSE_S = 5.0
 
 _LONGEST_PAUSE_S = 120.0
 """A node that failed is avoided for at most so long."""
-
-_MISLED = 8
-"""A node that has named so many nodes more which do not answer than nodes that do is not believed."""
 
 _LIAR_PAUSE_S = 600.0
 """A node that lied is not believed for so long."""
@@ -70,7 +66,6 @@ class Neighbours:
         self.version = 0
         self.on_change: Callable[[], None] = lambda: None
         self._avoided: dict[PeerID, _Avoided] = {}
-        self._misled: dict[PeerID, int] = {}
         self._lost: dict[PeerID, tuple[Contact, float]] = {}
         self.initial: dict[PeerID, Contact] = {}
         self._joined_since: dict[PeerID, None] = {}
@@ -79,14 +74,13 @@ class Neighbours:
     # ---------------------------------------------------------------------------------------------------- what happened
 
     def alive(self, contact: Contact, now: float) -> bool:
-        """The node answered a call. True if it is new in the table."""
+        """The node called or answered. True if it is new in the table."""
         peer = contact.peer
         avoided = self._avoided.get(peer)
         if avoided is not None:
             if avoided.lied and avoided.until > now:
                 return False
-            if not self.table.doubtful(peer):
-                del self._avoided[peer]
+            del self._avoided[peer]
         self._lost.pop(peer, None)
         joined = self.table.seen(contact, now)
         if joined:
@@ -98,10 +92,9 @@ class Neighbours:
     def silent(self, peer: PeerID, now: float) -> None:
         """The node did not answer a call in time."""
         contact = self.table.contact(peer)
-        lost = self.table.failed(peer)
         if contact is None:
             self._avoid(peer, now)
-        elif lost:
+        elif self.table.failed(peer):
             self._note_lost(contact, now)
 
     def refused(self, peer: PeerID, now: float) -> None:
@@ -118,7 +111,7 @@ class Neighbours:
 
     def linked(self, peer: PeerID) -> Contact | None:
         """It is connected again, so it is avoided no longer, unless it lied; returns where it was if it was lost."""
-        if (avoided := self._avoided.get(peer)) is not None and not avoided.lied and not self.table.doubtful(peer):
+        if (avoided := self._avoided.get(peer)) is not None and not avoided.lied:
             del self._avoided[peer]
         contact, _ = self._lost.get(peer, (None, 0.0))
         return contact
@@ -129,12 +122,6 @@ class Neighbours:
             self._note_gone(peer)
         self._lost.pop(peer, None)
         put_last(self._avoided, peer, _Avoided(now + _LIAR_PAUSE_S, _LIAR_PAUSE_S, True), _AVOIDED_MAX)
-
-    def led(self, namer: PeerID | None, *, to_answer: bool) -> None:
-        """A node that this one has named has answered a lookup, or has not."""
-        if namer is not None:
-            count = self._misled.pop(namer, 0) + (-1 if to_answer else 1)
-            put_last(self._misled, namer, min(max(count, 0), _MISLED), _AVOIDED_MAX)
 
     def take_changes(self) -> tuple[list[PeerID], list[PeerID]]:
         """The nodes that came into the table, and those that left it, since the last time this was asked."""
@@ -150,21 +137,9 @@ class Neighbours:
         avoided = self._avoided.get(peer)
         return avoided is not None and avoided.until > now
 
-    def is_news(self, contact: Contact, now: float) -> bool:
-        """Whether a call of this node is a reason to ask it: it may belong in the table, with these addresses."""
-        known = self.table.contact(contact.peer)
-        if known is None:
-            return bool(contact.addresses) and self.table.has_room(contact.peer) and not self.avoids(contact.peer, now)
-        return known != contact
-
-    def worth_asking(self, contacts: Iterable[Contact], now: float, *, namer: PeerID | None = None) -> list[Contact]:
-        """The contacts that are not avoided; of a node whose words led nowhere only those that are in the table."""
-        believed = namer is None or self._misled.get(namer, 0) < _MISLED
-        return [
-            contact
-            for contact in contacts
-            if contact.peer in self.table or (believed and not self.avoids(contact.peer, now))
-        ]
+    def worth_asking(self, contacts: Iterable[Contact], now: float) -> list[Contact]:
+        """The contacts that are not avoided."""
+        return [contact for contact in contacts if not self.avoids(contact.peer, now) or contact.peer in self.table]
 
     def always_remember(self, contacts: Iterable[Contact]) -> None:
         """Keep trying these (the initial peers) whenever they are not in the table."""

@@ -107,7 +107,7 @@ class DhtNode:
         self._crawler = Crawler(self._caller, local)
         self._publisher = Publisher(self._caller, self._crawler, local)
         self._upkeep = Upkeep(local, self._caller, self._crawler, self._publisher)
-        self._service = Service(endpoint, local, self._caller.met)
+        self._service = Service(endpoint, local)
         self._turn = asyncio.Semaphore(settings.parallel_operations)
         self._unsubscribe = endpoint.on_lost(self._peer_lost), endpoint.on_linked(self._peer_linked)
         self._closed = False

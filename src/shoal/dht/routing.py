@@ -9,8 +9,7 @@ Invariants, held by the tests:
 - at most `bucket_size` nodes and `bucket_size` spares per bucket: memory is bounded whatever the network says;
 - a node without addresses (client mode) and this node itself are never in the table;
 - a known node is never displaced by a new one; only a lost one makes room, and the spare seen last takes its place;
-- only an answer to a call of ours is a sign of life: a node that calls us every second and answers nothing is lost;
-- `nearest` is exactly what sorting all known nodes by distance would give, with the doubtful ones behind the others.
+- `nearest` is exactly what sorting all known nodes by distance would give.
 """
 
 from __future__ import annotations
@@ -33,15 +32,6 @@ __all__ = ["ID_BITS", "RoutingTable", "id_of_key", "key_of", "node_id"]
 ID_BITS = 256
 _FAILURES_TO_REMOVE = 2
 """A node that gives no answer to so many calls in a row leaves the table."""
-
-_OWED, _MOST_OWED = 16, 4096
-"""A node that gives no answer owes so many; once it has given them, and gives none again, so many times as many, up to
-the second number."""
-
-_FORGIVEN = 16
-"""Its debt is forgotten once it has given so many times as many answers beyond."""
-
-_MOST_DEBTS = 4096
 
 
 def key_of(key: str | bytes) -> bytes:
@@ -72,14 +62,6 @@ class _Node:
 
 
 @dataclass(slots=True, eq=False)
-class _Debt:
-    """The answers that a node owed when it last gave none, and those that are left; below 0 it has given more."""
-
-    owed: int
-    left: int
-
-
-@dataclass(slots=True, eq=False)
 class _Bucket:
     """Nodes at one distance. Both dictionaries are ordered by when a node was last seen, the longest ago first."""
 
@@ -101,7 +83,6 @@ class RoutingTable:
         self.bucket_size = bucket_size
         self._buckets: dict[int, _Bucket] = {}
         self._nodes: dict[PeerID, _Node] = {}  # all that are in some bucket's `nodes`
-        self._debts: dict[PeerID, _Debt] = {}  # also of nodes that have left the table
 
     # -------------------------------------------------------------------------------------------------------- reading
 
@@ -122,17 +103,8 @@ class RoutingTable:
         node = self._nodes.get(peer)
         return node.contact if node else None
 
-    def doubtful(self, peer: PeerID) -> bool:
-        """Whether a node has left a call without an answer, and has not made up for it since."""
-        return (debt := self._debts.get(peer)) is not None and debt.left > 0
-
-    def has_room(self, peer: PeerID) -> bool:
-        """Whether a node that is not in the table would come into it, and not only among the spares."""
-        bucket = self._buckets.get(self._index(node_id(peer)))
-        return bucket is None or len(bucket.nodes) < self.bucket_size
-
     def nearest(self, target: int, count: int, *, without: PeerID | None = None) -> list[Contact]:
-        """The known nodes nearest to an id, nearest first; `doubtful` ones only where there are too few others.
+        """The known nodes nearest to an id, nearest first.
 
         Args:
             target: the id.
@@ -140,14 +112,12 @@ class RoutingTable:
             without: a node to leave out (the one that asks).
         """
         found: list[Contact] = []
-        doubtful: list[Contact] = []
         for group in self._rings(target):
-            for node in sorted(group, key=lambda each: each.id ^ target):
-                if (peer := node.contact.peer) != without:
-                    (doubtful if self.doubtful(peer) else found).append(node.contact)
+            ring = sorted((node.id ^ target, node.contact.peer.raw, node.contact) for node in group)
+            found += [contact for _, _, contact in ring if contact.peer != without]
             if len(found) >= count:
                 break
-        return (found + doubtful)[:count]
+        return found[:count]
 
     def _rings(self, target: int) -> Iterator[list[_Node]]:
         """All nodes in groups, each group wholly nearer to the target than the next.
@@ -170,7 +140,7 @@ class RoutingTable:
     # -------------------------------------------------------------------------------------------------------- changing
 
     def seen(self, contact: Contact, now: float) -> bool:
-        """Note that a node answered a call. Its own calls do not count, nor does the word of others.
+        """Note that a node gave a sign of life of its own. The word of others about a node does not count.
 
         Returns:
             True if the node is new in the table.
@@ -178,10 +148,6 @@ class RoutingTable:
         peer = contact.peer
         if not contact.addresses:
             return False
-        if (debt := self._debts.get(peer)) is not None:
-            debt.left -= 1
-            if debt.left < -_FORGIVEN * debt.owed:
-                del self._debts[peer]
         known = self._nodes.get(peer)
         if known is not None:
             known.contact, known.last_seen, known.failures = contact, now, 0
@@ -203,11 +169,6 @@ class RoutingTable:
 
     def failed(self, peer: PeerID) -> bool:
         """Note that a node did not answer a call in time; twice in a row removes it. True if it is removed."""
-        debt = self._debts.get(peer) or _Debt(1, 0)
-        if debt.left <= 0:  # several calls of one moment count once
-            debt.owed = min(_OWED * debt.owed, _MOST_OWED)
-        debt.left = debt.owed
-        put_last(self._debts, peer, debt, _MOST_DEBTS)
         node = self._nodes.get(peer)
         if node is None:
             return False

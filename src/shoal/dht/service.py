@@ -7,7 +7,7 @@ under the size that one message may have: keys that do not fit are marked `more`
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 from shoal.dht.local import CHECKED_BYTES, Local
@@ -36,14 +36,13 @@ class Service:
 
     Args:
         endpoint: receives the calls.
-        local: its neighbours are named to others; its vault holds the records.
-        met: called with each peer that calls.
+        local: its neighbours learn which peers called, and are named to others; its vault holds the records.
     """
 
-    def __init__(self, endpoint: Endpoint, local: Local, met: Callable[[PeerID], None]) -> None:
+    def __init__(self, endpoint: Endpoint, local: Local) -> None:
         settings = local.settings
         self._endpoint, self._env, self._neighbours, self._vault = endpoint, local.env, local.neighbours, local.vault
-        self._bucket_size, self._met = settings.bucket_size, met
+        self._bucket_size = settings.bucket_size
         self._closed = False
         self._finds = RateLimiter(settings.find_keys_per_s, settings.find_keys_per_s * _BURST_S)
         self._stores = RateLimiter(settings.store_records_per_s, settings.store_records_per_s * _BURST_S)
@@ -118,7 +117,7 @@ class Service:
     def _meet(self, peer: PeerID) -> None:
         if self._closed:
             raise ClosedError("this DHT node was closed")
-        self._met(peer)
+        self._neighbours.alive(self._endpoint.contact_of(peer), asyncio.get_running_loop().time())
 
     def _charge(self, peer: PeerID, nbytes: int) -> None:
         """Large answers cost more than small ones, but nobody knows their size before."""

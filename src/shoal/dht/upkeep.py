@@ -30,9 +30,9 @@ from shoal.dht.crawl import Caller, Crawler, report
 from shoal.dht.local import Local
 from shoal.dht.publish import Publisher
 from shoal.dht.routing import id_of_key, node_id
-from shoal.errors import ClosedError
+from shoal.errors import ClosedError, PeerError
 from shoal.peer import PeerID
-from shoal.wire import Contact, Record
+from shoal.wire import Contact, DhtPing, Record
 
 __all__ = ["Upkeep"]
 
@@ -254,4 +254,11 @@ class Upkeep:
 
     async def _ping(self, contacts: Sequence[Contact]) -> int:
         """Ask nodes for a sign of life; the number that gave one."""
-        return sum(await asyncio.gather(*map(self._caller.answers, contacts)))
+        return sum(await asyncio.gather(*(self._answers(contact) for contact in contacts)))
+
+    async def _answers(self, contact: Contact) -> bool:
+        try:
+            await self._caller.call(contact, DhtPing())
+        except PeerError:
+            return False
+        return True

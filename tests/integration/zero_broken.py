@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -205,13 +206,21 @@ class Wide(torch.nn.Sequential):
         super().__init__(*(torch.nn.Linear(512, 512) for _ in range(6)))
 
 
+def wide(stage: int, bucket_bytes: int) -> tuple[Wide, ShardedOptimizer]:
+    """Such a model, sharded, with buckets of that size."""
+    with small_buckets(bucket_bytes):
+        return shoal.zero.shard(Wide(), lambda each: torch.optim.SGD(each, lr=0.1), stage=stage)
+
+
+def step_anew(model: Wide, optimizer: ShardedOptimizer, batch: torch.Tensor) -> None:
+    """The first step of a model that was made after another one was freed."""
+    model(batch).sum().backward()
+    optimizer.step()
+
+
 def freed(stage: int) -> str:
     """A pass breaks off while large messages are under way, and the model is freed: what is said of the next one."""
-
-    def made() -> tuple[Wide, ShardedOptimizer]:
-        with small_buckets(1 << 20):
-            return shoal.zero.shard(Wide(), lambda each: torch.optim.SGD(each, lr=0.1), stage=stage)
-
+    made = partial(wide, stage, 1 << 20)
     model, optimizer = made()
     batch = torch.ones(1, 512)
     handle = model[2].register_forward_hook(
@@ -221,22 +230,12 @@ def freed(stage: int) -> str:
     assert "a bad batch" in said(loss.backward)
     handle.remove()
     del model, optimizer, handle, loss
-
-    def go_on() -> None:
-        model, optimizer = made()
-        model(batch).sum().backward()
-        optimizer.step()
-
-    return said(go_on)
+    return said(lambda: step_anew(*made(), batch))
 
 
 def converted(stage: int) -> str:
     """A model is converted after a step, its next pass is refused, and it is freed: what is said of the next one."""
-
-    def made() -> tuple[Wide, ShardedOptimizer]:
-        with small_buckets(1 << 12):
-            return shoal.zero.shard(Wide(), lambda each: torch.optim.SGD(each, lr=0.1), stage=stage)
-
+    made = partial(wide, stage, 1 << 12)
     model, optimizer = made()
     batch = torch.ones(1, 512)
     model(batch).sum().backward()
@@ -246,13 +245,7 @@ def converted(stage: int) -> str:
     loss = model(batch.double()).sum()
     assert "converted" in said(loss.backward)
     del model, optimizer, loss
-
-    def go_on() -> None:
-        model, optimizer = made()
-        model(batch).sum().backward()
-        optimizer.step()
-
-    return said(go_on)
+    return said(lambda: step_anew(*made(), batch))
 
 
 def _step(model: Odd, optimizer: ShardedOptimizer, _: str) -> None:

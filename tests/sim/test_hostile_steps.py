@@ -78,25 +78,41 @@ async def lead_on(
     endpoint.serve(GetManifest, lambda peer, request: ManifestPending(busy=True), scope="run_state")
 
 
-def test_a_followed_step_from_the_right_digest_and_another_epoch_renamed_a_peer() -> None:
-    """It was at a state then that nobody else could have: those of its digest meet under another epoch."""
-    dropped = list[str]()
+async def followed_liar(dropped: list[str]) -> tuple[Liar, Participant, list[asyncio.Task[Any]]]:
+    """Two peers train, and a stranger comes that one of them follows as it would a contributor.
+
+    Args:
+        dropped: gets the reasons for which that one drops peers while it catches up.
+
+    Returns:
+        The stranger, the one that follows it, and the two that train.
+    """
 
     def note(event: Event) -> None:
         if isinstance(event, PeerDropped) and event.where == "catching up":
             dropped.append(event.reason)
 
+    run = Run(target=1)
+    for name in ("p0", "p1"):
+        await run.add(name, strategy=DiLoCo(4), events=note if name == "p0" else None)
+    await sim.sleep(3.0)
+    tasks = [
+        run.swarm.spawn(name, trainer.train(BATCH, duration_s=0.5, until=lambda: False))
+        for name, trainer in run.trainers.items()
+    ]
+    await sim.sleep(6.0)
+    stranger, victim = await liar(run, "liar"), run.trainers["p0"].participant
+    lied_to: Any = victim._known
+    lied_to._heed = lied_to._heed_all  # it is followed as a contributor would be
+    return stranger, victim, tasks
+
+
+def test_a_followed_step_from_the_right_digest_and_another_epoch_renamed_a_peer() -> None:
+    """It was at a state then that nobody else could have: those of its digest meet under another epoch."""
+    dropped = list[str]()
+
     async def main() -> None:
-        run = Run(target=1)
-        for name in ("p0", "p1"):
-            await run.add(name, strategy=DiLoCo(4), events=note if name == "p0" else None)
-        await sim.sleep(3.0)
-        for name, trainer in run.trainers.items():
-            run.swarm.spawn(name, trainer.train(BATCH, duration_s=0.5, until=lambda: False))
-        await sim.sleep(6.0)
-        stranger, victim = await liar(run, "liar"), run.trainers["p0"].participant
-        lied_to: Any = victim._known
-        lied_to._heed = lied_to._heed_all  # it is followed as a contributor would be
+        stranger, victim, _ = await followed_liar(dropped)
         await lead_on(stranger, victim, b"\0", later=500)
         epoch = victim.epoch
         await stranger.say(victim, epoch=epoch + 1000, digest=b"x" * 32)
@@ -112,23 +128,8 @@ def test_a_followed_step_that_cannot_be_taken_ended_the_program(wrong: str) -> N
     """NaN, or a momentum that makes NaN: the error was raised in the trainer of every peer. Its giver is dropped."""
     dropped = list[str]()
 
-    def note(event: Event) -> None:
-        if isinstance(event, PeerDropped) and event.where == "catching up":
-            dropped.append(event.reason)
-
     async def main() -> None:
-        run = Run(target=1)
-        for name in ("p0", "p1"):
-            await run.add(name, strategy=DiLoCo(4), events=note if name == "p0" else None)
-        await sim.sleep(3.0)
-        tasks = [
-            run.swarm.spawn(name, trainer.train(BATCH, duration_s=0.5, until=lambda: False))
-            for name, trainer in run.trainers.items()
-        ]
-        await sim.sleep(6.0)
-        stranger, victim = await liar(run, "liar"), run.trainers["p0"].participant
-        lied_to: Any = victim._known
-        lied_to._heed = lied_to._heed_all  # it is followed as a contributor would be
+        stranger, victim, tasks = await followed_liar(dropped)
         if wrong == "averages":
             await lead_on(stranger, victim, b"\xff")
         else:

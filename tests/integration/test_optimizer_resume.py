@@ -275,9 +275,10 @@ def test_a_state_that_one_peer_loads_in_the_middle_of_a_run_is_told(dht: shoal.D
         second = swarms[1]
         second.load_state_dict(copy.deepcopy(second.state_dict()))
         list(threads.map(train, swarms, models, (1, 1)))
-        saved = copy.deepcopy(second.state_dict())
+        saved, weights = copy.deepcopy((second.state_dict(), models[1].state_dict()))
         second.load_state_dict(copy.deepcopy(saved))
         list(threads.map(train, swarms, models, (3, 3)))
+        models[1].load_state_dict(weights)
         second.load_state_dict(saved)
         for swarm in swarms:
             swarm.shutdown()
@@ -563,11 +564,42 @@ def test_load_state_dict_of_an_unchanged_state_keeps_its_name(dht: shoal.DHT) ->
         before = swarm.collaboration.state
         swarm.load_state_dict(swarm.state_dict())
         assert swarm.collaboration.state == before
-    saved = swarm.state_dict()
-    model.weight.data.add_(1.0)
-    swarm.load_state_dict(saved)
+    saved, rate = swarm.state_dict(), swarm.param_groups[0]["lr"]
+    swarm.param_groups[0]["lr"] = 2 * rate
+    changed = swarm.state_dict()
+    swarm.param_groups[0]["lr"] = rate
+    swarm.load_state_dict({**changed, "shoal": saved["shoal"]})
     assert swarm.collaboration.state != before
     swarm.shutdown()
+
+
+@pytest.mark.parametrize("weights", ["left out", "keys of a compiled model", "without 'shoal'"])
+def test_a_state_is_not_loaded_over_weights_that_it_was_not_saved_with(dht: shoal.DHT, weights: str) -> None:
+    """A peer that missed its weights made all others take random ones: its state had more samples than theirs."""
+    torch.manual_seed(0)
+    model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    first, _ = begin(dht, model, "first")
+    train(first, model, 3)
+    saved = copy.deepcopy(first.state_dict())
+    first.shutdown()
+    second, _ = begin(dht, other, "second")
+    before = second.collaboration.state
+    if weights == "without 'shoal'":
+        del saved["shoal"]
+        second.load_state_dict(saved)
+        assert second.local_epoch == 0
+    else:
+        if weights == "keys of a compiled model":
+            other.load_state_dict(
+                {f"_orig_mod.{name}": each for name, each in model.state_dict().items()}, strict=False
+            )
+        with pytest.raises(shoal.errors.ConfigError, match="saved with other weights than the model has now"):
+            second.load_state_dict(saved)
+        assert second.collaboration.state == before
+        other.load_state_dict(model.state_dict())
+        second.load_state_dict(saved)
+        assert second.local_epoch == 3
+    second.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -48,12 +48,14 @@ class Where(NamedTuple):
         scheduled: the count of its schedule.
         fingerprint: what it holds, as a digest.
         shared: epoch and samples of the last state before it that was shared.
+        weights: the digest of the model's weights; empty if other values stood in their place.
     """
 
     name: StateName
     scheduled: Epoch
     fingerprint: str
     shared: tuple[Epoch, Samples]
+    weights: str
 
 
 def where_saved(saved: Any) -> Where | None:
@@ -63,6 +65,7 @@ def where_saved(saved: Any) -> Where | None:
     try:
         name = [saved["epoch"], bytes.fromhex(saved["digest"]), saved["samples"]]
         what = [name, saved["scheduled"], saved.get("fingerprint", ""), saved.get("shared", (0, 0))]
+        what.append(saved.get("weights", ""))
         return msgspec.convert(what, Where)
     except (LookupError, TypeError, ValueError, msgspec.ValidationError) as error:
         raise ConfigError(f"state_dict['shoal'] is not what state_dict() gave: {error}") from error

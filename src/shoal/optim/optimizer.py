@@ -69,7 +69,7 @@ from shoal.optim.schedule import ScheduleWatch, follow, is_moved
 from shoal.optim.settings import RunSettings, checked_settings, fragment_settings, run_settings
 from shoal.optim.state_name import StateName
 from shoal.optim.status import Status
-from shoal.optim.training_state import TrainingState
+from shoal.optim.training_state import TrainingState, digest_of
 from shoal.peer import check_run_id
 from shoal.progress import NO_STATE, StateKey
 from shoal.runtime.checks import flag, path, positive, seconds, whole
@@ -1034,23 +1034,28 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 "scheduled": training.scheduled,
                 "fingerprint": "" if displaced else fingerprint(training),  # else that of other values has this name
                 "shared": [shared.epoch, shared.samples],
+                "weights": "" if displaced else self._digest_of_weights(),
             }
             if isinstance(training, LocalSteps):
                 where["merged"] = saved_fragments(self._participants)
             return {**training.state_dict(self.state), "shoal": where}
 
+    def _digest_of_weights(self) -> str:
+        return digest_of(each for group in self.param_groups for each in group["params"]).hex()
+
     @untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, or of the inner optimizer, to resume from a checkpoint.
 
-        Load the model's before. With a state dict of this class the epoch and the schedule go on from where it was
+        Load the model's before: the state's samples count as trained into these weights. With a state dict of this class the epoch and the schedule go on from where it was
         saved; a schedule's own state may be loaded, too. The peers of a run take the best state: that which most
         samples went into, and before the first epoch that whose optimizer has taken most steps. As in plain torch the
         optimizer takes the tensors of the dict, and its steps change them: give a `copy.deepcopy` if you need the dict
         afterwards.
 
         Raises:
-            ConfigError: it is not of this optimizer, or `eval` was called and `train` was not; nothing was loaded.
+            ConfigError: it is not of this optimizer, or was saved with other weights than the model has, or `eval` was
+                called and `train` was not; nothing was loaded.
             LocalError: `step` is running; nothing was loaded.
             ClosedError: the optimizer or its DHT was shut down.
         """
@@ -1077,6 +1082,13 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 raise ConfigError(
                     "load_state_dict() is called between eval() and train(), which puts back the weights before: call "
                     "train() of the shoal.Optimizer, then load the model's state and this one"
+                )
+            if where is not None and merged is None and where.weights not in ("", self._digest_of_weights()):
+                raise ConfigError(
+                    "state_dict was saved with other weights than the model has now, and peers would take these for "
+                    f"what {where.name.samples} samples have trained: load the model's state before (with "
+                    "strict=False, look at what load_state_dict() of the model returns). To begin with the weights that "
+                    "are here, leave out the entry 'shoal'"
                 )
             try:
                 loaded = (

@@ -15,7 +15,7 @@ import copy
 import hashlib
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ from shoal.optim.value_mark import Changed, OutsideChanges, ValueMark
 from shoal.runtime.thread_state import ThreadState, forget_casts, way_of
 from shoal.wire import encode
 
-__all__ = ["PreparedState", "TrainingState", "not_finite"]
+__all__ = ["PreparedState", "TrainingState", "digest_of", "not_finite"]
 
 _WIDE = (torch.float32, torch.float64)
 
@@ -63,6 +63,14 @@ class PreparedState(NamedTuple):
     scheduled: int
     tensors: Sequence[torch.Tensor]
     optimizer: Prepared
+
+
+def digest_of(tensors: Iterable[torch.Tensor], before: bytes = b"") -> bytes:
+    """BLAKE3 over the bytes of all values, behind those that are given."""
+    digest = blake3(before)
+    for tensor in tensors:
+        digest.update(view_bytes(tensor.detach().to("cpu").contiguous()))
+    return bytes(digest.digest())
 
 
 class TrainingState:
@@ -718,15 +726,10 @@ class TrainingState:
 
     def fingerprint(self) -> bytes:
         """BLAKE3 over all parameters and extra tensors, and over what the optimizer keeps if it has taken steps."""
-        digest = blake3()
         values, tensors = self.export()
         if self.optimizer.state:
-            digest.update(encode([values["optimizer"], values["scheduled"]]))
-        else:
-            tensors = tensors[: values["fixed"]]  # rates that are tensors are settings
-        for tensor in tensors:
-            digest.update(view_bytes(tensor.to("cpu").contiguous()))
-        return bytes(digest.digest())
+            return digest_of(tensors, encode([values["optimizer"], values["scheduled"]]))
+        return digest_of(tensors[: values["fixed"]])  # rates that are tensors are settings
 
     def fingerprint_of_model(self) -> bytes:
         """A digest of all fragments of the model, if this is the state of one of several; else empty."""

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from shoal import sim
 from shoal.averager import Averager, TensorLock
-from shoal.errors import RoundFailed
+from shoal.errors import ConfigError, RoundFailed
 from shoal.events import Event, PeerDropped, Warned
 from shoal.optim import Participant, TrainingState, words
 from shoal.strategies import Decoupled
@@ -188,14 +188,17 @@ def test_weights_that_users_choose_are_told_only_if_nothing_else_counts() -> Non
 
 
 def test_one_stranger_with_other_settings_ended_a_founders_program() -> None:
-    """It raised ConfigError at the founder, which had nobody to join. The stranger takes no part, and is told of."""
+    """It raised ConfigError at the founder, which had nobody to join. The stranger takes no part, and is told of.
+
+    The stranger had begun before the founder: it trained to the end alone, and was never refused.
+    """
 
     async def main() -> None:
         run, told = Run(target=8), list[str]()
         core = await run.swarm.start_peer("founder", lambda host: start_core(host, None))  # type: ignore[arg-type, return-value]
         run._first = run.swarm.host("founder")
         other = await run.add("stranger", fingerprint={"lr": "1e4"})
-        run.swarm.spawn("stranger", other.train(4, duration_s=0.5, until=until(60.0)))
+        alone = run.swarm.spawn("stranger", other.train(4, duration_s=0.5, until=until(60.0)))
         await sim.sleep(5.0)
         parameters = model()
 
@@ -218,6 +221,8 @@ def test_one_stranger_with_other_settings_ended_a_founders_program() -> None:
         trainer = Trainer(9, parameters, participant)
         run.swarm.spawn("founder", trainer.train(4, duration_s=0.5, until=until(60.0)))
         await sim.sleep(30.0)
+        with pytest.raises(ConfigError, match="lr is 1e4 here and 0.05 at another peer"):
+            await alone
         assert participant.failure is None
         assert participant.epoch > 10
         assert any("with other settings: lr is 0.05 here and 1e4 at another" in each for each in told)

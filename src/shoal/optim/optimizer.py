@@ -773,7 +773,9 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         if self.auxiliary:
             return 0
         given = self.batch_size_per_step if batch_size is None else batch_size
-        return samples_of(given, self._rows, self._warn, may_be_pairs=bool(self._others()))
+        return samples_of(
+            given, self._rows, self._warn, may_be_pairs=any(each.dht is self.dht for each in self._others())
+        )
 
     def samples_are_given(self) -> None:
         """Whoever calls `step` gives the samples each time, and knows them: they are not counted from the model."""
@@ -1047,11 +1049,11 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, or of the inner optimizer, to resume from a checkpoint.
 
-        Load the model's before: the state's samples count as trained into these weights. With a state dict of this class the epoch and the schedule go on from where it was
-        saved; a schedule's own state may be loaded, too. The peers of a run take the best state: that which most
-        samples went into, and before the first epoch that whose optimizer has taken most steps. As in plain torch the
-        optimizer takes the tensors of the dict, and its steps change them: give a `copy.deepcopy` if you need the dict
-        afterwards.
+        Load the model's before: the samples of the state are what has trained its weights. With a state dict of this
+        class the epoch and the schedule go on from where it was saved; a schedule's own state may be loaded, too. The
+        peers of a run take the best state: that which most samples went into, and before the first epoch that whose
+        optimizer has taken most steps. As in plain torch the optimizer takes the tensors of the dict, and its steps
+        change them: give a `copy.deepcopy` if you need the dict afterwards.
 
         Raises:
             ConfigError: it is not of this optimizer, or was saved with other weights than the model has, or `eval` was
@@ -1087,8 +1089,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 raise ConfigError(
                     "state_dict was saved with other weights than the model has now, and peers would take these for "
                     f"what {where.name.samples} samples have trained: load the model's state before (with "
-                    "strict=False, look at what load_state_dict() of the model returns). To begin with the weights that "
-                    "are here, leave out the entry 'shoal'"
+                    "strict=False, look at what load_state_dict() of the model returns). To begin with the weights here, "
+                    "leave out the entry 'shoal'"
                 )
             try:
                 loaded = (

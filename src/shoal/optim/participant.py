@@ -61,7 +61,7 @@ from shoal.optim.training_state import TrainingState
 from shoal.optim.witness import Witness
 from shoal.optim.words import MOST_STEPS, Weigh, heeds, may_give, sites_of, weigh
 from shoal.peer import PeerID
-from shoal.progress import StateKey, SwarmProgress, SwarmView
+from shoal.progress import NO_STATE, StateKey, SwarmProgress, SwarmView
 from shoal.sometimes import sometimes
 from shoal.tasks import Changes, Tasks
 from shoal.wire import FollowSteps, Progress
@@ -258,13 +258,16 @@ class Participant:
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._gossip.looked.wait()
-        if (misfit := self._misfit()) is not None:
-            raise misfit
+        self._check_fit()
 
     def _trains_with(self, peer: str) -> bool:
         """Whether a peer of this id is known here, or may be: in a large swarm a peer does not know all."""
         known = self._known.peers
         return len(known) > _FEW_PEERS or peer in map(str, known)
+
+    def _check_fit(self) -> None:
+        if (misfit := self._misfit()) is not None:
+            raise misfit
 
     def _misfit(self) -> ConfigError | None:
         known, own = self._known, self.own
@@ -276,7 +279,8 @@ class Participant:
         return ConfigError(f"this run is trained with other settings: {known.mismatch}")
 
     def _fail(self, error: BaseException) -> None:
-        if not isinstance(error, ClosedError):  # else this peer leaves, by `leave_on_sigterm` for example
+        # A ClosedError: this peer leaves, by `leave_on_sigterm` for example. A ConfigError: the trainer is told.
+        if not isinstance(error, ClosedError | ConfigError):
             self._notices.warn(f"{type(error).__name__}: {error}")
         self.failure = error
         self._moves.notify()
@@ -533,10 +537,7 @@ class Participant:
 
     async def _drive(self) -> None:
         await self._gossip.looked.wait()
-        if (misfit := self._misfit()) is not None:
-            self.failure = misfit
-            self._moves.notify()
-            return
+        self._check_fit()
         await self._decide_rank()
         await self._lasting("a round or a step was", self._go_on, self._give_up_step)
 
@@ -574,6 +575,10 @@ class Participant:
             seen = self._news.count
             self.takeover.look_at_options()
             view, claimed = self._look()
+            if (
+                self.own.with_others == NO_STATE
+            ):  # others may have come to the run since it began here, or have been heard late
+                self._check_fit()
             self._judge(view)
             if not machine.is_busy:
                 trains_on = self._outlook.trains_on

@@ -70,14 +70,14 @@ def positive(name: str, value: object) -> float:
 
 
 def path(name: str, value: object) -> Path:
-    """The path of a file, as it is now: the program may change its folder. `~` is the user's home.
+    """The path of a file or folder, as it is now: the program may change its folder. `~` is the user's home.
 
     Raises:
-        ConfigError: it names no file.
+        ConfigError: it is none.
     """
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else ""
     if not isinstance(text, str) or not text or "\0" in text:
-        raise ConfigError(f"{name} must be the path of a file, got {value!r:.80}")
+        raise ConfigError(f"{name} must be the path of a file or folder, got {value!r:.80}")
     try:
         return Path(text).expanduser().absolute()
     except (RuntimeError, OSError) as error:  # no such user; or the present folder is gone

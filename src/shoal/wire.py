@@ -186,21 +186,29 @@ def decode(data: bytes | bytearray | memoryview | msgspec.Raw, kind: type[M]) ->
     return cast(M, read(_decoder(kind), data))
 
 
-_SCALAR, _LIST, _MAP, _EXTENSION = range(4)
-_KINDS = [
-    _LIST
-    if first & 0xF0 == 0x90 or first in (0xDC, 0xDD)
-    else _MAP
-    if first & 0xF0 == 0x80 or first in (0xDE, 0xDF)
-    else _EXTENSION
-    if first in (0xC7, 0xC8, 0xC9, 0xD4, 0xD5, 0xD6, 0xD7, 0xD8)
-    else _SCALAR
-    for first in range(256)
-]
-"""The kind of a MessagePack value, by its first byte."""
+_LIST, _MAP, _SIZED, _EXTENSION = range(-1, -5, -1)
 
-_scalar = msgspec.msgpack.Decoder()
-_list = msgspec.msgpack.Decoder(list[msgspec.Raw])
+
+def _size_of(first: int) -> int:
+    """The bytes of a MessagePack value that begins with this one; or the kind of a value where others tell its size."""
+    if 0xA0 <= first < 0xC0:
+        return 1 + (first & 0x1F)
+    if 0x80 <= first < 0xA0:
+        return _LIST if first & 0x10 else _MAP
+    sizes = dict.fromkeys((0xCC, 0xD0), 2) | dict.fromkeys((0xCD, 0xD1), 3) | dict.fromkeys((0xCA, 0xCE, 0xD2), 5)
+    kinds = dict.fromkeys((0xC4, 0xC5, 0xC6, 0xD9, 0xDA, 0xDB), _SIZED) | {0xDC: _LIST, 0xDD: _LIST}
+    kinds |= {0xDE: _MAP, 0xDF: _MAP} | dict.fromkeys((0xC7, 0xC8, 0xC9, *range(0xD4, 0xD9)), _EXTENSION)
+    return (sizes | dict.fromkeys((0xCB, 0xCF, 0xD3), 9) | kinds).get(first, 1)
+
+
+_SIZES = [_size_of(first) for first in range(256)]
+_WIDTHS = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4, 0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
+"""The bytes of the size that follows the first byte, if that one does not hold it."""
+
+_DEEPEST = 256
+"""So many lists and dictionaries lie within each other at most."""
+
+_plain_decoder = msgspec.msgpack.Decoder()
 
 
 def encode_plain(value: object) -> bytes:
@@ -239,38 +247,43 @@ def decode_plain(data: bytes | memoryview) -> Any:
     Raises:
         msgspec.MsgspecError: the bytes are not MessagePack of such values; says where.
     """
-    return _plain(memoryview(data))
+    packed = bytes(data)
+    _check_plain(packed)
+    return read(_plain_decoder, packed)
 
 
-def _plain(raw: memoryview) -> Any:
-    """Every item of a list comes through here: a value of 64 KiB has 65,000 of them."""
-    kind = _KINDS[raw[0]] if len(raw) else _SCALAR
-    if kind == _SCALAR:
-        return read(_scalar, raw)
-    if kind == _EXTENSION:
-        raise msgspec.ValidationError("a MessagePack extension, or a timestamp")
-    try:
-        return _items(raw) if kind == _LIST else _dictionary(raw)
-    except RecursionError as error:
-        raise msgspec.DecodeError("nested too deeply") from error
+def _check_plain(packed: bytes) -> None:
+    """Look at the first byte of each value, once: msgspec would hash the keys before we see them.
 
-
-def _items(raw: memoryview | bytes) -> list[Any]:
-    return [_plain(memoryview(each)) for each in read(_list, raw)]
-
-
-def _dictionary(raw: memoryview) -> dict[Any, Any]:
-    """A map is a list of its keys and values, but for its header; msgspec would hash the keys before we see them."""
-    head = {0xDE: 3, 0xDF: 5}.get(raw[0], 1)
-    count = int.from_bytes(raw[1:head], "big") if head > 1 else raw[0] & 0x0F
-    if not count and len(raw) == head:
-        return {}
-    if count > len(raw):
-        raise msgspec.DecodeError("a map that is longer than its bytes")
-    flat = _items(b"\xdd" + (2 * count).to_bytes(4, "big") + raw[head:])
-    if any(isinstance(key, list | dict) for key in flat[::2]):
-        raise msgspec.ValidationError("a list or a dictionary as a key")
-    return dict(zip(flat[::2], flat[1::2], strict=True))
+    `left` values are still to come in the innermost list or map; in a map an even number before each key.
+    """
+    sizes, end, at, left, in_map, outer = _SIZES, len(packed), 0, 1, False, list[tuple[int, bool]]()
+    while left or outer:
+        if not left:
+            left, in_map = outer.pop()
+            continue
+        if at >= end:
+            raise msgspec.DecodeError("a value that ends too soon")
+        size = sizes[first := packed[at]]
+        left -= 1
+        if size > 0:
+            at += size
+            continue
+        if size == _EXTENSION:
+            raise msgspec.ValidationError("a MessagePack extension, or a timestamp")
+        start, at = at + 1, at + 1 + (width := _WIDTHS.get(first, 0))
+        count = int.from_bytes(packed[start:at], "big") if width else first & 0x0F
+        if size == _SIZED:
+            at += count
+            continue
+        if in_map and left & 1:
+            raise msgspec.ValidationError("a list or a dictionary as a key")
+        if count:
+            if len(outer) == _DEEPEST:
+                raise msgspec.DecodeError("nested too deeply")
+            outer.append((left, in_map))
+            in_map = size == _MAP
+            left = 2 * count if in_map else count
 
 
 def read(decoder: msgspec.msgpack.Decoder[R], data: bytes | bytearray | memoryview | msgspec.Raw) -> R:

@@ -21,6 +21,7 @@ from typing import ParamSpec, Protocol, TypeVar
 from shoal.events import EventBus
 
 __all__ = [
+    "AT_ONCE_BYTES",
     "LONGEST_TURN_S",
     "Backoff",
     "Clock",
@@ -36,6 +37,9 @@ __all__ = [
     "seconds_text",
     "shielded",
 ]
+
+AT_ONCE_BYTES = 8 << 10
+"""So many bytes of others are worked on in a turn of the loop: Python may take a microsecond for each."""
 
 LONGEST_TURN_S = 0.5
 """A turn of the loop counts as no longer than this, on every clock that limits use. After a longer turn the process was
@@ -253,6 +257,12 @@ class Env:
     executor: Executor = field(default_factory=InlineExecutor)
     events: EventBus = field(default_factory=EventBus)
     low_latency: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    async def read(self, nbytes: int, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a function that reads so many bytes of others: at once if they are few, else in the executor."""
+        if nbytes <= AT_ONCE_BYTES:
+            return function(*args, **kwargs)
+        return await self.executor.run(function, *args, **kwargs)
 
 
 class Backoff:

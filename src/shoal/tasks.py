@@ -174,7 +174,9 @@ def _wake(waiter: asyncio.Future[None]) -> None:
         waiter.set_result(None)
 
 
-async def in_turns(items: Iterable[T], most: int, most_bytes: int, size: Callable[[T], int]) -> AsyncIterator[T]:
+async def in_turns(
+    items: Iterable[T], most: int, most_bytes: int = 0, size: Callable[[T], int] = lambda _: 0
+) -> AsyncIterator[T]:
     """These items, with a turn for others after so many of them, or after so many bytes by their `size`."""
     count = nbytes = 0
     for item in items:

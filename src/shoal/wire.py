@@ -567,7 +567,7 @@ class DhtFound(Message, frozen=True):
     """
 
     records: Annotated[list[Record], msgspec.Meta(max_length=16384)]
-    nearest: Annotated[list[Contact], msgspec.Meta(max_length=64)]
+    nearest: Annotated[list[Contact], msgspec.Meta(max_length=32)]
     more: bool = False
 
 

@@ -401,13 +401,13 @@ def test_untimely_records_in_an_answer_are_ignored_without_blame() -> None:
 
 
 def test_made_up_nodes_cost_a_bounded_number_of_calls() -> None:
-    """A liar that always knows 64 nearer nodes, none of which exists, does not keep a lookup busy for long."""
+    """A liar that always knows 32 nearer nodes, none of which exists, does not keep a lookup busy for long."""
     made_up = 0
 
     async def endless(me: Evil, _: PeerID, request: DhtFind) -> DhtFindReply:
         nonlocal made_up
         contacts = []
-        for _number in range(64):
+        for _number in range(32):
             made_up += 1
             name = PeerID(hashlib.sha256(b"made up %d" % made_up).digest())
             contacts.append(Contact(name, (Address("evil", 4000, name),)))

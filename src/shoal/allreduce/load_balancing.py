@@ -128,7 +128,7 @@ class _Load(NamedTuple):
         if not self.slope:
             return 1.0  # the only contributor: the part that it reduces need not travel
         x = (t * self.bandwidth - self.offset) / self.slope
-        return 0.0 if x < 0.0 else 1.0 if x > 1.0 else x
+        return 0.0 if x < 0.0 else min(x, 1.0)
 
 
 def _choose(loads: Sequence[_Load], numel: int, least: int) -> list[int]:
@@ -138,7 +138,9 @@ def _choose(loads: Sequence[_Load], numel: int, least: int) -> list[int]:
     def enough(t: float) -> bool:
         """Whether those that can take the most within `t`, as few as can take everything, get enough each."""
         rest, used = numel, 0
-        for size, count in sorted(((int(load.within(t) * numel), count) for load, count in counts.items()), reverse=True):
+        for size, count in sorted(
+            ((int(load.within(t) * numel), count) for load, count in counts.items()), reverse=True
+        ):
             if size < least:
                 break
             if size * count >= rest:

@@ -56,9 +56,6 @@ __all__ = ["Averager"]
 _LEAST_MOST_MEMBERS = 256
 """The parts of each vector can be divided among so many members, unless `target_group_size` says how many."""
 
-_UNPACKED_AT_ONCE = 16 << 10
-"""More bytes of values that members gave for all are unpacked in a thread: 64 KiB can take 50 ms."""
-
 _DIALED_AHEAD = 32
 """In larger groups open links cost each member more than they gain: two descriptors for each other member."""
 
@@ -490,10 +487,9 @@ class Averager:
         self.sharing.changed()
 
     async def _unpack(self, members: Sequence[Member]) -> dict[PeerID, Any]:
-        """What each of them has given for all; None if it cannot be read. Anybody may give much: then in a thread."""
+        """What each of them has given for all; None if it cannot be read."""
         given = [member.gathered for member in members]
-        much = sum(map(len, given)) > _UNPACKED_AT_ONCE
-        read = await self.core.env.executor.run(_read_all, given) if much else _read_all(given)
+        read = await self.core.env.read(sum(map(len, given)), _read_all, given)
         for member, found in zip(members, read, strict=True):
             if isinstance(found, msgspec.MsgspecError):
                 event = PeerDropped(peer=member.contact.peer, where="gather", reason=str(found))

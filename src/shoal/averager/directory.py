@@ -21,6 +21,7 @@ from shoal.dht import DhtNode, Item, ValueWithExpiration
 from shoal.errors import ConfigError, PeerUnreachable, ShoalError
 from shoal.peer import Address, PeerID
 from shoal.rpc import Endpoint
+from shoal.tasks import in_turns
 from shoal.wire import Contact
 
 __all__ = ["DhtDirectory", "declare_donor", "find_donors"]
@@ -30,6 +31,9 @@ _KEEP_S = 5.0
 
 _DONOR_TIMEOUT_S = 5.0
 """The longest time for a donor's declaration."""
+
+_READ_AT_ONCE = 64
+"""Entries that are read in one turn of the loop."""
 
 _Addresses = Annotated[list[Annotated[str, msgspec.Meta(max_length=400)]], msgspec.Meta(max_length=8)]
 _Number = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
@@ -58,7 +62,7 @@ class DhtDirectory:
         stored, found = await self._node.exchange(self._item(group_key, entry, expiration), timeout_s=self._timeout_s)
         if not stored:
             raise PeerUnreachable("no DHT node took the declaration")
-        return _entries(found)
+        return await _entries(found)
 
     async def withdraw(self, group_key: str) -> None:
         """Take the entry back, by an empty one."""
@@ -74,7 +78,7 @@ class DhtDirectory:
 
     async def read(self, group_key: str) -> list[tuple[Contact, float]]:
         """The peers that look for a group under this key now, and until when."""
-        return _entries(await self._node.get(group_key, latest=True, of_peers=True, timeout_s=self._timeout_s))
+        return await _entries(await self._node.get(group_key, latest=True, of_peers=True, timeout_s=self._timeout_s))
 
 
 async def declare_donor(node: DhtNode, endpoint: Endpoint, prefix: str, priority: float, expiration: float) -> None:
@@ -101,13 +105,14 @@ async def declare_donor(node: DhtNode, endpoint: Endpoint, prefix: str, priority
 async def find_donors(node: DhtNode, prefix: str, *, timeout_s: float) -> list[tuple[Contact, float]]:
     """The peers that share a state under `prefix` now, with their priorities, without this peer itself."""
     found = await node.get(f"{prefix}.all_averagers", latest=True, of_peers=True, timeout_s=timeout_s)
-    return [each for each in _entries(found) if each[0].peer != node.peer_id]
+    return [each for each in await _entries(found) if each[0].peer != node.peer_id]
 
 
-def _entries(found: ValueWithExpiration | None) -> list[tuple[Contact, float]]:
+async def _entries(found: ValueWithExpiration | None) -> list[tuple[Contact, float]]:
     """The entries of peers, each a contact and a number; those that were taken back or are malformed are left out."""
     entries = []
-    for subkey, entry in found.value.items() if found is not None and isinstance(found.value, dict) else ():
+    items = found.value.items() if found is not None and isinstance(found.value, dict) else ()
+    async for subkey, entry in in_turns(items, _READ_AT_ONCE):
         try:
             peer, (addresses, number) = PeerID(subkey), msgspec.convert(entry.value, tuple[_Addresses, _Number])
         except (ShoalError, msgspec.ValidationError):

@@ -7,7 +7,7 @@ back is checked here before anything else sees it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -21,7 +21,7 @@ from shoal.events import PeerDropped
 from shoal.peer import PeerID
 from shoal.rpc import Endpoint, NotDialed
 from shoal.tasks import Changes, Tasks, in_turns
-from shoal.wire import Contact, DhtFind, DhtFindReply, DhtFound, Record, Request
+from shoal.wire import Contact, DhtFind, DhtFindReply, Record, Request
 
 __all__ = ["Caller", "Crawler", "Findings", "KeySearch", "report"]
 
@@ -333,9 +333,11 @@ class Crawler:
         reply = await self._caller.call(contact, DhtFind([search.key for search in group], run.values))
         run.slowest_s = max(run.slowest_s, loop.time() - began)
         rest = self._check_shape(contact.peer, group, reply)
-        for search, found in zip(group, reply.found, strict=True):
-            if not found.more:
-                await self._take(contact.peer, search, found, values=run.values)
+        taken = [(search, found) for search, found in zip(group, reply.found, strict=True) if not found.more]
+        if run.values:
+            await self.take_records(contact.peer, [(search, each) for search, found in taken for each in found.records])
+        for search, found in taken:
+            search.lookup.reply(contact.peer, self._neighbours.worth_asking(found.nearest, loop.time()))
         run.touch(group)
         return rest
 
@@ -348,20 +350,15 @@ class Crawler:
             raise self._lie(peer, "answers none of the keys it was asked for")
         return rest
 
-    async def _take(self, peer: PeerID, search: KeySearch, found: DhtFound, *, values: bool) -> None:
-        """Check the answer for one key, and use it."""
-        await self.take_records(peer, search, found.records if values else ())
-        nearest = self._neighbours.worth_asking(found.nearest, asyncio.get_running_loop().time())
-        search.lookup.reply(peer, nearest)
-
-    async def take_records(self, peer: PeerID, findings: Findings, records: Sequence[Record]) -> None:
-        """Check the records that a node gave for one key, and add them to the findings.
+    async def take_records(self, peer: PeerID, given: Iterable[tuple[Findings, Record]]) -> None:
+        """Check the records that a node gave in one answer, and add them to the findings that they are for.
 
         Raises:
             PeerProtocolError: the node gave a record that no honest node holds.
         """
         now = self._env.clock.time()
-        async for record in in_turns(records, _CHECKED_AT_ONCE, CHECKED_BYTES, wire_bytes):
+        in_order = in_turns(given, _CHECKED_AT_ONCE, CHECKED_BYTES, lambda each: wire_bytes(each[1]))
+        async for findings, record in in_order:
             if record.key != findings.key:
                 raise self._lie(peer, "a record of another key")
             if not self._vault.timely(record, now) or not findings.improves(record):

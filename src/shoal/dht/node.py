@@ -20,6 +20,7 @@ import math
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -308,7 +309,8 @@ class DhtNode:
         now = self._env.clock.time()
         if stored := exchange.copies[0] > 0:
             self._vault.wrote(exchange.record, now)
-        return stored, view(self._all_known(exchange, now), now, of_peers=item.subkey == self.peer_id.raw)
+        of_peers = item.subkey == self.peer_id.raw
+        return stored, await self._view(self._all_known(exchange, now), now, of_peers=of_peers)
 
     def _record(self, item: Item) -> Record:
         key = key_of(_checked_key(item.key))
@@ -366,20 +368,23 @@ class DhtNode:
         self._check_open()
         names = {key: key_of(_checked_key(key)) for key in keys}
         now, at = self._env.clock.time(), asyncio.get_running_loop().time()
-        records: dict[bytes, list[Record]] = {}
+        shown: dict[bytes, ValueWithExpiration | None] = {}
         searches: dict[bytes, KeySearch] = {}
         for name in names.values():
             at_hand = [] if latest else self._vault.at_hand(name, now, at)
-            if view(at_hand, now, of_peers=of_peers) is not None:
-                records[name] = at_hand
-            else:
+            shown[name] = await self._view(at_hand, now, of_peers=of_peers)
+            if shown[name] is None:
                 searches[name] = self._crawler.search(name, first=not latest)
         if searches:
             await self._operate(self._crawler.find_values(list(searches.values())), timeout_s)
         now = self._env.clock.time()
         for name, search in searches.items():
-            records[name] = self._all_known(search, now)
-        return {key: view(records[name], now, of_peers=of_peers) for key, name in names.items()}
+            shown[name] = await self._view(self._all_known(search, now), now, of_peers=of_peers)
+        return {key: shown[name] for key, name in names.items()}
+
+    async def _view(self, records: Sequence[Record], now: float, *, of_peers: bool) -> ValueWithExpiration | None:
+        nbytes = sum(len(each.value) + len(each.subkey or b"") for each in records)
+        return await self._env.read(nbytes, partial(view, of_peers=of_peers), records, now)
 
     def _all_known(self, findings: Findings, now: float) -> list[Record]:
         """The records found under a key, which are kept for a while, together with the records held here."""

@@ -177,7 +177,7 @@ class Publisher:
             if len(reply.refused) != len(records):
                 raise PeerProtocolError(f"{len(reply.refused)} answers for {len(records)} records", contact.peer)
             if exchange is not None:
-                await self._crawler.take_records(contact.peer, exchange, reply.records)
+                await self._crawler.take_records(contact.peer, [(exchange, each) for each in reply.records])
                 if not exchange.answered.done():
                     exchange.answered.set_result(None)
         except PeerError:

@@ -29,9 +29,9 @@ __all__ = [
     "Deal",
     "Said",
     "agree",
-    "are_long",
     "checks_of",
     "deal_to",
+    "said_bytes",
 ]
 
 MAX_TRAINED = 1 << 18
@@ -40,8 +40,6 @@ MAX_TRAINED = 1 << 18
 
 MOST_CORES = 64
 """No step uses more, so that every machine can follow it."""
-
-_READ_AT_ONCE = 32 << 10
 
 Cores = Annotated[int, msgspec.Meta(ge=0, le=MOST_CORES)]
 
@@ -161,9 +159,9 @@ def agree(
     return Agreement(options, absent, made, cores)
 
 
-def are_long(members: Iterable[Member]) -> bool:
-    """Whether these members have said so much that it is to be read in a thread: nobody's loop waits for it."""
-    return sum(len(member.gathered) for member in members) > _READ_AT_ONCE
+def said_bytes(members: Iterable[Member]) -> int:
+    """The bytes of the words of these members."""
+    return sum(len(member.gathered) for member in members)
 
 
 class Deal(NamedTuple):

@@ -30,13 +30,16 @@ from shoal.optim.tellers import FEW, KEEPERS, Countdown, Order, Relay, look_s, s
 from shoal.peer import PEER_ID_BYTES, PeerID
 from shoal.progress import NO_STATE, StateKey, SwarmProgress, SwarmView
 from shoal.rpc import LOOK_S
-from shoal.tasks import Changes
+from shoal.tasks import Changes, in_turns
 from shoal.wire import Contact, Progress, ProgressTold, Standing, TellProgress, Trainers, WhoTrains, decode, encode
 
 __all__ = ["ProgressGossip"]
 
 _ALL = 64
 """So many peers are told directly that we are here, and that we leave; a link to them shows at once when they die."""
+
+_HEARD_AT_ONCE = 128
+"""Records of peers that are read in one turn of the loop: the DHT may have 4,096."""
 
 _DEAF_S = 30.0
 """A peer that could not be told is no keeper for so long."""
@@ -377,7 +380,7 @@ class ProgressGossip:
         with self._told_if_it_fails("the progress of the others could not be read from the DHT"):
             found = await self._core.node.get(self._key, latest=True, of_peers=True)
             entries = found.value if found is not None and isinstance(found.value, dict) else {}
-            for subkey, entry in entries.items():
+            async for subkey, entry in in_turns(entries.items(), _HEARD_AT_ONCE):
                 with self._dropped_if_bad(subkey):
                     progress = decode(entry.value, Progress)
                     if progress.contact.peer == self._core.peer_id:

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import msgspec
 
 from shoal.averager import StepResult
 from shoal.core import PeerCore
-from shoal.optim.agreement import are_long, checks_of
-from shoal.optim.check import Check, Checks, check_of, is_due, judge
+from shoal.optim.agreement import checks_of, said_bytes
+from shoal.optim.check import Check, Checks, Verdict, check_of, is_due, judge
 from shoal.optim.notices import Notices
 from shoal.optim.own_state import OwnState
 from shoal.optim.state_name import StateName
@@ -104,13 +104,16 @@ class ParameterCheck:
 
         If ours differ, our state has been renamed: it is worse than that of the others.
         """
-        run, me = self._core.env.executor.run, self._core.peer_id
-        checks = (
-            await run(checks_of, result.gathered) if are_long(result.outcome.members) else checks_of(result.gathered)
-        )
+        me, nbytes = self._core.peer_id, said_bytes(result.outcome.members)
         # Made of the values of all: nobody has known it before, as it may have known the id of the round.
         chance = hashlib.sha256(encode(result.outcome.commit)).digest()
-        if (verdict := judge(checks, weigh, chance)) is None:
+
+        def judged() -> tuple[Mapping[PeerID, Check], Verdict | None]:
+            checks = checks_of(result.gathered)
+            return checks, judge(checks, weigh, chance)
+
+        checks, verdict = await self._core.env.read(nbytes, judged)
+        if verdict is None:
             return None
         to_mend = self._checks.concluded(name.epoch, verdict, checks, me)
         if me in checks:

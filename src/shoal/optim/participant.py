@@ -31,7 +31,7 @@ from shoal.compression import CompressionBase
 from shoal.core import PeerCore
 from shoal.errors import ClosedError, ConfigError, NoMemoryForState, StateUnavailable, is_out_of_memory
 from shoal.events import EpochAdvanced, RunEnded
-from shoal.optim.agreement import MOST_CORES, Agreement, Contributor, Said, agree, are_long
+from shoal.optim.agreement import MOST_CORES, Agreement, Contributor, Said, agree, said_bytes
 from shoal.optim.attendance import Attendance
 from shoal.optim.beginning import Beginning, Stance
 from shoal.optim.catch_up import CatchUp
@@ -743,7 +743,7 @@ class Participant:
                 last=committed.options,
             )
 
-        agreement = await run(concluded) if are_long(outcome.members) else concluded()
+        agreement = await self.core.env.read(said_bytes(outcome.members), concluded)
         if self.own.name != before:
             return  # another state was taken over meanwhile, and nothing of the round belongs to it
         if (mend_from := await self._check.difference(result, self.own.name, weighed)) is not None:

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import msgspec
 
 from shoal.core import PeerCore
+from shoal.dht import DhtNode, ValueWithExpiration
 from shoal.errors import ConfigError, PeerError
 from shoal.progress import StateKey
 from shoal.runtime.dht import DHT
@@ -32,7 +35,7 @@ _MOST = 1e18
 """The highest rate that counts, samples a second, so that sums stay finite."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RunStatus:
     """A run as its peers describe it.
 
@@ -51,19 +54,22 @@ class RunStatus:
         """A peer at the best state, to which the others catch up."""
         return self.peers[0]
 
-    @property
+    @cached_property
     def together(self) -> tuple[Progress, ...]:
         """The peers at the best state."""
         return tuple(peer for peer in self.peers if peer.digest == self.best.digest)
 
     def differs(self, peer: Progress) -> bool:
         """Whether a peer is at the best state by name, but had other parameters at the last check."""
-        return peer in self.together and peer.check is not None and peer.check[2] != self._state_at(peer.check[0])
+        here = peer.digest == self.best.digest
+        return here and peer.check is not None and peer.check[2] != self._checked_states[peer.check[0]]
 
-    def _state_at(self, epoch: int) -> bytes | None:
-        """The digest of parameters that most peers at the best state found at the check of this epoch."""
-        found = [peer.check[2] for peer in self.together if peer.check is not None and peer.check[0] == epoch]
-        return max(sorted(set(found)), key=found.count, default=None)
+    @cached_property
+    def _checked_states(self) -> dict[int, bytes]:
+        """The digest of parameters that most peers at the best state found, at the check of each epoch."""
+        found = Counter((peer.check[0], peer.check[2]) for peer in self.together if peer.check is not None)
+        # Of equally many the first digest: what is last in this order stays.
+        return dict(sorted(found, key=lambda each: (found[each], [-byte for byte in each[1]])))
 
     @property
     def checked(self) -> str | None:
@@ -90,7 +96,7 @@ class RunStatus:
         """The speed of one peer, samples per second."""
         return min(max(0.0, peer.rate), _MOST) if math.isfinite(peer.rate) else 0.0
 
-    @property
+    @cached_property
     def samples_per_s(self) -> float:
         """The speed of all peers together, samples per second."""
         return sum(map(self.rate, self.peers))
@@ -167,7 +173,10 @@ def read_run(dht: DHT, run_id: str, *, lost: frozenset[str] = frozenset()) -> Ru
 
 
 def _read(dht: DHT, run_id: str) -> list[Progress]:
-    record = dht.get(f"{run_id}_progress", latest=True)
+    def get(_: DHT, node: DhtNode) -> Coroutine[Any, Any, ValueWithExpiration | None]:
+        return node.get(f"{run_id}_progress", latest=True, of_peers=True)
+
+    record = dht.run_coroutine(get)
     return _decode(record.value if record is not None else None)
 
 

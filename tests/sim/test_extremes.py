@@ -1,8 +1,9 @@
 """Every field of every message with extremes, from each role, to a real peer.
 
-What is asked of the peer: its loop answers within a second; what it keeps is bounded; the round, or the run, goes on;
-and a sender whose message no honest peer can have sent is dropped by name, or its call is answered `bad`. A peer that
-counts up to a number from the network does not answer: then the test does not end.
+What is asked of the peer: its loop answers within a second, and no turn takes more lines than so many bytes may cost
+(`tests.cost`); what it keeps is bounded; the round, or the run, goes on; and a sender whose message no honest peer can
+have sent is dropped by name, or its call is answered `bad`. A peer that counts up to a number from the network does not
+answer: then the test does not end.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from shoal.errors import PeerError, PeerProtocolError, PeerRefused
 from shoal.events import Event, PeerDropped, Warned
 from shoal.rpc.framing import Kind, Limits, pack
 from shoal.rpc.serving import tag_of
+from tests.cost import Turns, most_lines
 from tests.property.test_wire import MESSAGES
 from tests.sim.optimizer_kit import Run
 from tests.sim.round_kit import OPTIONS, ROUND
@@ -35,6 +37,9 @@ LED = [wire.Assign([0], 1, 1), wire.Gone(2), wire.Commit(ROUND, HELD), wire.Abor
 REPORTED = [wire.Report([HELD[1]], [2], 100)]
 SENT = [wire.PartData(0, 0, 1.0), wire.PartRequest(0, 0)]
 GIVEN = [wire.PartAverage(HELD[2]), wire.PartAbsent(2, 0)]
+
+OTHERS = 20_000
+"""Lines of a turn that do not depend on the message: 5,000 are the most that was seen."""
 
 Case = tuple[wire.Message, str, Any]
 
@@ -102,7 +107,9 @@ async def play(net: SimNet, role: str, case: Case, number: int) -> None:
     data = msgspec.Raw(replaced(*case))
     options = replace(OPTIONS, silence_s=0.5, report_s=0.2, timeout_s=10.0)
     began = asyncio.get_running_loop().time()
-    ends = await played(group, lambda rounds: lie(rounds, data), options=options)
+    with (turns := Turns()).counted():
+        ends = await played(group, lambda rounds: lie(rounds, data), options=options)
+    assert turns.most < most_lines(len(replaced(*case)), OTHERS), (role, case, turns.most)
     assert len(ends) == 3
     assert asyncio.get_running_loop().time() - began < 30.0
     accused = [named(group[victim]) for victim in victims]
@@ -145,29 +152,36 @@ def test_every_extreme_in_a_round_is_refused_by_name(role: str, soak: Callable[[
 
 async def say_all(said: Sequence[Case], victim: Any, stranger: Any) -> None:
     """A stranger says each of these in each way in which a peer can speak, and looks whether the victim answers."""
-    endpoint, contact = stranger.core.endpoint, victim.participant.core.endpoint.contact
-    loop = asyncio.get_running_loop()
     for message, name, value in said:
-        body, tag = replaced(message, name, value), tag_of(type(message))
-        for frame in (
-            pack(Kind.CALL, msgspec.Raw(body)),
-            pack(Kind.CALL, wire.Call(1, tag, 5.0, msgspec.Raw(body))),
-            pack(Kind.CALL, wire.Note(tag, msgspec.Raw(body))),
-        ):
-            link = await endpoint._dialer.link(contact.peer, 5.0)
-            link.tell(frame)
+        body = replaced(message, name, value)
+        with (turns := Turns()).counted():
+            answered_s = await say(tag_of(type(message)), msgspec.Raw(body), victim, stranger)
+        assert answered_s < 1.0, (message, name, value)
+        assert turns.most < most_lines(len(body), OTHERS), (message, name, turns.most)
+
+
+async def say(tag: str, body: msgspec.Raw, victim: Any, stranger: Any) -> float:
+    """Say it in each way; returns how long it took until another call was answered, seconds."""
+    endpoint, contact = stranger.core.endpoint, victim.participant.core.endpoint.contact
+    for frame in (
+        pack(Kind.CALL, body),
+        pack(Kind.CALL, wire.Call(1, tag, 5.0, body)),
+        pack(Kind.CALL, wire.Note(tag, body)),
+    ):
         link = await endpoint._dialer.link(contact.peer, 5.0)
-        connection = await endpoint._dialer.stream_connection(contact.peer, 5.0, bulk=False)
-        await connection.write(pack(Kind.OPEN, wire.OpenStream(tag, msgspec.Raw(body))))
-        began = loop.time()
-        try:
-            await endpoint.call(contact, wire.DhtPing(), timeout_s=5.0)
-        except PeerRefused:
-            pass  # asked too often: it has answered
-        except PeerError:
-            await endpoint.call(contact, wire.DhtPing(), timeout_s=5.0)  # the link was lost, and is dialed anew
-        assert loop.time() - began < 1.0, (message, name, value)
-        connection.abort()
+        link.tell(frame)
+    link = await endpoint._dialer.link(contact.peer, 5.0)
+    connection = await endpoint._dialer.stream_connection(contact.peer, 5.0, bulk=False)
+    await connection.write(pack(Kind.OPEN, wire.OpenStream(tag, body)))
+    began = asyncio.get_running_loop().time()
+    try:
+        await endpoint.call(contact, wire.DhtPing(), timeout_s=5.0)
+    except PeerRefused:
+        pass  # asked too often: it has answered
+    except PeerError:
+        await endpoint.call(contact, wire.DhtPing(), timeout_s=5.0)  # the link was lost, and is dialed anew
+    connection.abort()
+    return asyncio.get_running_loop().time() - began
 
 
 @pytest.mark.parametrize(
@@ -220,8 +234,9 @@ def test_an_extreme_in_a_reply_costs_the_answerer_its_link() -> None:
             data = msgspec.Raw(replaced(*case))
             stop = other.endpoint.serve(type(request), lambda *_, data=data: data, scope=request.scope)
             before = len(victim.seen(PeerDropped))
-            with pytest.raises(PeerProtocolError):
+            with (turns := Turns()).counted(), pytest.raises(PeerProtocolError):
                 await victim.endpoint.call(other.contact, request, timeout_s=1.0)
+            assert turns.most < most_lines(len(replaced(*case)), OTHERS), (case, turns.most)
             assert len(victim.seen(PeerDropped)) == before + 1, case
             stop()
             await sim.sleep(0.1)  # the link ends

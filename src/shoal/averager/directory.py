@@ -32,7 +32,7 @@ _KEEP_S = 5.0
 _DONOR_TIMEOUT_S = 5.0
 """The longest time for a donor's declaration."""
 
-_READ_AT_ONCE = 64
+_READ_AT_ONCE = 16
 """Entries that are read in one turn of the loop."""
 
 _Addresses = Annotated[list[Annotated[str, msgspec.Meta(max_length=400)]], msgspec.Meta(max_length=8)]

@@ -23,6 +23,7 @@ as it joins: by a digest of their bytes, and a sample of their values. From thes
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -85,10 +86,8 @@ class Check(msgspec.Struct, frozen=True, array_like=True):
         if len(self.sample) != len(other.sample) or len(self.sample) % 4:
             return False
         mine, theirs = (struct.unpack(f"<{len(each) // 4}f", each) for each in (self.sample, other.sample))
-        apart = sum((a - b) ** 2 for a, b in zip(mine, theirs, strict=True))
-        size = sum(b * b for b in theirs)
-        bound = BOUND if self.bits > 16 else _BOUND_16_BITS
-        return bool(apart <= bound * bound * size)
+        apart, bound = math.dist(mine, theirs), BOUND if self.bits > 16 else _BOUND_16_BITS
+        return math.isfinite(apart) and apart <= bound * math.hypot(*theirs)
 
 
 class Verdict(NamedTuple):

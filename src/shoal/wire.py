@@ -241,8 +241,9 @@ _plain_encoder = msgspec.msgpack.Encoder(enc_hook=_as_number)
 def decode_plain(data: bytes | memoryview) -> Any:
     """Read plain values that a peer's user gave: None, bool, numbers, text, bytes, lists, dictionaries.
 
-    Keys of dictionaries must not be lists. Lists would become tuples, whose hashes anybody can make collide, so that a
-    map of 64 KiB takes seconds. Python keeps the hashes of text and bytes secret.
+    Lists and dictionaries lie within each other at most 256 deep. Keys of dictionaries must not be lists. Lists would
+    become tuples, whose hashes anybody can make collide, so that a map of 64 KiB takes seconds. Python keeps the hashes
+    of text and bytes secret.
 
     Raises:
         msgspec.MsgspecError: the bytes are not MessagePack of such values; says where.

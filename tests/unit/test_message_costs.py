@@ -6,6 +6,7 @@ Python are counted, and memory, so that the result is the same on each machine: 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -57,6 +58,9 @@ from tests.cost import Cost, cost_of, most_lines, most_of
 ROUND = b"r" * 16
 GROUPS = [16, 1024]
 
+LINES_ALONE = re.compile("of 16:|commit|words|checks")
+"""In these cases Python makes all that takes memory, or a larger group takes more. To trace memory takes long."""
+
 Case = tuple[bytes, Callable[[], object]]
 
 
@@ -104,7 +108,7 @@ def reports(count: int) -> Iterator[tuple[str, Case]]:
     one = Report(all_held.held[3:4], [], 1)
     yield "one, of 32 without sources", (encode(one), partial(helpless.reported, count - 1, one, 2.0))
     brief = coordinator(count, brief_s={1: 1.0})
-    for each in range(2, min(count, 10)):
+    for each in range(2, min(count, 6)):
         brief.reported(each, all_held, 1.0)
     yield "nothing, beside brief members", (encode(Report()), partial(brief.reported, count - 1, Report(), 2.0))
 
@@ -219,7 +223,7 @@ def test_no_message_costs_more_than_a_moment_and_all_are_linear_in_their_bytes()
     wrong = []
     for param in all_cases():
         (data, work), name = param.values[0], param.id
-        cost = cost_of(work, memory=" of 16:" not in name)  # the memory is that of the larger group
+        cost = cost_of(work, memory=not LINES_ALONE.search(name))
         if not is_linear(cost, len(data)):
             wrong.append((name, len(data), cost))
     assert not wrong, "\n".join(map(str, wrong))

@@ -26,7 +26,7 @@ _COUNTS = {"bucket_size": 32, "replicas": 32, "alpha": 16, "parallel_operations"
 
 
 CHECKED_BYTES = 16 << 10
-"""Records of so many bytes are checked at a time, then others go first: a value of 64 KiB can take 50 ms."""
+"""Records of so many bytes are checked at a time, then others go first: a value of 64 KiB can take 10 ms."""
 
 
 class DhtSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -243,7 +243,7 @@ class DhtNode:
 
         Args:
             key: any text or bytes.
-            value: anything that MessagePack can hold, up to 64 KiB encoded.
+            value: anything that MessagePack can hold, up to 64 KiB encoded; lists and dictionaries at most 256 deep.
             expiration_time: wall-clock time, seconds, at most an hour ahead (`settings.storage.lifetime_s`).
             subkey: text, bytes or an integer; None for a plain value.
             timeout_s: longest time; default `settings.timeout_s`.

@@ -33,6 +33,7 @@ __all__ = [
     "MAX_DURATION_S",
     "MAX_EPOCH",
     "MAX_GROUP_SIZE",
+    "MAX_KINDS",
     "MAX_PARTS",
     "MAX_SAMPLES",
     "PROTOCOL_VERSION",
@@ -1015,6 +1016,9 @@ class WhoTrains(Request[Trainers], frozen=True):
 # ---------------------------------------------------------------------------------------------------------------- state
 
 
+MAX_KINDS = 1 << 13
+"""No state has tensors of more shapes, dtypes and codecs."""
+
 Shape = Annotated[list[Count], msgspec.Meta(max_length=32)]
 StateTensor = tuple[Shape, Name, Name, Count]
 Chunks = Annotated[list[Count], msgspec.Meta(max_length=1 << 15)]
@@ -1038,7 +1042,7 @@ class ManifestReply(Message, frozen=True):
     snapshot: RoundID
     epoch: Epoch
     metadata: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
-    kinds: Annotated[list[StateTensor], msgspec.Meta(max_length=1 << 15)]
+    kinds: Annotated[list[StateTensor], msgspec.Meta(max_length=MAX_KINDS)]
     order: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
     chunk_bytes: Count
     hashes: Annotated[list[Digest], msgspec.Meta(max_length=1 << 15)]

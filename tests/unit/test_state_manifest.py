@@ -192,6 +192,13 @@ def test_metadata_over_a_mebibyte_is_refused_at_the_donor() -> None:
         manifest(metadata=b"x" * (1 << 20)).to_message()
 
 
+def test_a_state_of_too_many_kinds_is_refused_at_the_donor() -> None:
+    """Its receivers would take the donor for a liar."""
+    specs = describe([torch.zeros(0, number) for number in range(8193)], None)
+    with pytest.raises(ConfigError, match="8193 kinds"):
+        manifest(*specs).to_message()
+
+
 def test_describe_checks_codecs_against_tensors() -> None:
     """Too few codecs, or one that does not fit, is the caller's error and named."""
     tensors = [torch.zeros(2), torch.zeros((), dtype=torch.int64)]

@@ -38,7 +38,7 @@ from blake3 import blake3
 
 from shoal.compression import CompressionBase, NoCompression, codec_by_name, dtype_by_name, dtype_name
 from shoal.errors import ConfigError, PeerProtocolError
-from shoal.wire import ManifestReply, decode_plain, encode_plain
+from shoal.wire import MAX_KINDS, ManifestReply, decode_plain, encode_plain
 
 __all__ = [
     "Accept",
@@ -211,7 +211,7 @@ class Manifest:
             start, place = max(start, end), place + 1
 
     def to_message(self) -> ManifestReply:
-        """The manifest as it is sent. Raises `ConfigError` if the metadata is not plain or too large."""
+        """The manifest as it is sent. Raises `ConfigError` if it cannot be; says why."""
         try:
             metadata = encode_plain(self.metadata)
         except ValueError as error:
@@ -222,6 +222,10 @@ class Manifest:
                 "put large values into tensors"
             )
         numbers = {spec: number for number, spec in enumerate(dict.fromkeys(self.tensors))}
+        if len(numbers) > MAX_KINDS:
+            raise ConfigError(
+                f"the state has tensors of {len(numbers)} kinds (shape, dtype, codec), at most {MAX_KINDS} fit"
+            )
         kinds = [(list(s.shape), dtype_name(s.dtype), s.codec.name, s.encoded_bytes) for s in numbers]
         order = zlib.compress(array(_NUMBER, map(numbers.__getitem__, self.tensors)).tobytes())
         hashes, infinite = list(self.hashes), list(self.infinite)

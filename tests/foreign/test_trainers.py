@@ -29,9 +29,10 @@ def said(peer: Talk, kind: str) -> Any:
 def test_a_trainer_of_another_library_trains_with_a_second_peer(name: str) -> None:
     """The Trainer with LoRA, whose second parameter group is empty; Lightning in bf16-true, with 8-bit gradients."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.foreign.trainers", name]
-    with Talk(command) as first:
+    library = {"lora": "transformers", "bf16": "lightning"}[name]
+    with Talk(command, library=library) as first:
         invite = said(first, "invite")
-        with Talk([*command, invite]) as second:
+        with Talk([*command, invite], library=library) as second:
             said(second, "invite")
             for peer in (first, second):
                 peer.write("")

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.integration.forks import PRELOADED
 from tests.integration.workers import LONG_S
 
 TIMEOUT_S = 60.0
@@ -47,7 +48,7 @@ class Ranks:
         # One process imports torch, once for all tests, and all ranks are forked from it: an import takes seconds, and
         # so do the modules that torch imports for the first optimizer (`torch._dynamo`).
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "shoal.zero"])
+        self._context.set_forkserver_preload(list(PRELOADED))
         self._idle: list[tuple[Any, Connection]] = []
         # Lives as long as the processes do: whoever still beats in the store of an ended group makes its file anew.
         self._stores = tempfile.TemporaryDirectory(prefix="shoal-ranks-")

@@ -148,11 +148,13 @@ def test_without_a_batch_the_size_is_asked_for(dht: shoal.DHT) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("steps", "precision"), [(2, "bf16"), pytest.param(1, "no", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("steps", "precision"), [(2, "bf16"), pytest.param(1, "no", marks=pytest.mark.long)]
+)
 def test_two_peers(steps: int, precision: str) -> None:
     """Two processes of Accelerate train together: the same bits at each epoch, and one end."""
     command = [sys.executable, "-m", "tests.integration.accelerate_peer", str(steps), precision]
-    with Talk(command) as first, Talk(command) as second:
+    with Talk(command, library="transformers") as first, Talk(command, library="transformers") as second:
         first.write("")
         second.write(json.loads(first.line())[1])
         second.line()

@@ -28,7 +28,7 @@ SHOAL = [sys.executable, "-W", "default", "-m", "shoal.cli"]
 @contextmanager
 def bootstrap(*options: str) -> Iterator[tuple[Talk, shoal.Invite]]:
     """`shoal dht` with these options, and the invite that it prints."""
-    with Talk([*SHOAL, "dht", *options]) as talk:
+    with Talk([*SHOAL, "dht", *options], fresh=True) as talk:
         yield talk, shoal.Invite.parse(talk.line())
 
 
@@ -167,7 +167,7 @@ def test_status_that_watches_drops_a_killed_peer_when_its_link_breaks() -> None:
         publish(dht, "albert", epoch=7, samples=40, rate=30.0)
         other = shoal.DHT([invite], start=True)
         publish(other, "albert", epoch=7, samples=10, rate=10.0)
-        with Talk([*SHOAL, "status", str(invite), "--watch", "--json"]) as talk:
+        with Talk([*SHOAL, "status", str(invite), "--watch", "--json"], fresh=True) as talk:
             both = {str(dht.peer_id), str(other.peer_id)}
             assert {peer["peer_id"] for peer in json.loads(talk.line())["peers"]} == both
             other.shutdown()
@@ -181,7 +181,7 @@ def test_status_that_watches_prints_into_a_pipe_at_once() -> None:
     """Each look at the run is there for the reader when it is made, and not at the end of the command."""
     with bootstrap("--run", "albert") as (_, invite), shoal.DHT([invite], start=True) as dht:
         publish(dht, "albert", epoch=7, samples=40, rate=30.0)
-        with Talk([*SHOAL, "status", str(invite), "--watch"]) as talk:
+        with Talk([*SHOAL, "status", str(invite), "--watch"], fresh=True) as talk:
             for _ in range(2):
                 assert talk.line().split()[:2] == ["peer", "epoch"]
                 assert dht.peer_id.short() in talk.line()

@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ runpy.run_path({example!r}, run_name="__main__")
 """
 
 
-def last_lines_of_two(example: str, needs: str, **variables: str) -> list[str]:
+def last_lines_of_two(example: str, needs: str, **variables: Any) -> list[str]:
     """Two peers run an example, the second by the invite of the first; their last lines."""
     program = str(EXAMPLES / example)
     joining = JOINING.format(example=program, needs=needs)

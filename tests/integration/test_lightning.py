@@ -204,12 +204,16 @@ def test_one_peer_evaluates_and_the_result_is_logged(dht: shoal.DHT, tmp_path: P
     assert trainer.logged_metrics["evaluated_loss"] == 1.0
 
 
+def peer(kind: str, max_steps: str) -> Talk:
+    """A process that trains."""
+    return Talk([sys.executable, "-m", "tests.integration.lightning_peer", kind, max_steps], library="lightning")
+
+
 @pytest.mark.long
 @pytest.mark.timeout(400)
 def test_two_trainers_are_peers() -> None:
     """With strategy and with callback: the same bits at each epoch, one end, other samples in spite of one seed."""
-    command = [sys.executable, "-m", "tests.integration.lightning_peer"]
-    with Talk([*command, "callback", "30"]) as first, Talk([*command, "strategy", "30"]) as second:
+    with peer("callback", "30") as first, peer("strategy", "30") as second:
         first.write("")
         second.write(json.loads(first.line())[1])
         second.line()
@@ -233,8 +237,7 @@ def test_two_trainers_are_peers() -> None:
 @pytest.mark.long
 def test_an_interrupted_trainer_leaves(tmp_path: Path) -> None:
     """Ctrl+C: the process ends with 1, as with any Trainer, and has left the run."""
-    command = [sys.executable, "-m", "tests.integration.lightning_peer", "callback", "1000000"]
-    with Talk(command) as talk:
+    with peer("callback", "1000000") as talk:
         talk.write("")
         talk.line()
         talk.write("begin")

@@ -51,9 +51,10 @@ def test_two_peers_run_the_program(tmp_path: Path, kind: str) -> None:
     program = tmp_path / "train.py"
     write(program, kind)
     strict = ["-W", "error"] if kind == "plain" else []
-    with Talk([sys.executable, *strict, "-c", JOINING.format(needs=NEEDS[kind])]) as second:
+    library = {"trainer": "transformers", "lightning": "lightning"}.get(kind)
+    with Talk([sys.executable, *strict, "-c", JOINING.format(needs=NEEDS[kind])], library=library) as second:
         assert second.line() == "ready\n"
-        with Talk([sys.executable, *strict, str(program)]) as first:
+        with Talk([sys.executable, *strict, str(program)], library=library) as first:
             command = shlex.split(first.line().removeprefix("another peer joins with: "))
             assert command[:2] == ["python", str(program)]
             second.write(" ".join(command[1:]))

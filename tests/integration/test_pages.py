@@ -40,12 +40,12 @@ def program(*pages: str, trainer: bool = False) -> str:
     return "\n".join(block for block in blocks if ("transformers" in block) is trainer)
 
 
-def peer(folder: Path, code: str, *options: str) -> Talk:
+def peer(folder: Path, code: str, *options: str, fresh: bool = False, library: str | None = None) -> Talk:
     """A process that runs this in a folder of its own, once it has got its arguments in a line."""
     folder.mkdir()
     (folder / "peer.py").write_text(code, encoding="utf-8")
     started = PEER.format(folder=str(folder), program=str(folder / "peer.py"))
-    return Talk([sys.executable, *options, "-c", started], OMP_NUM_THREADS="1")
+    return Talk([sys.executable, *options, "-c", started], fresh=fresh, library=library, OMP_NUM_THREADS="1")
 
 
 def last_lines_of_two(folder: Path, code: str) -> list[str]:
@@ -76,7 +76,7 @@ def test_two_peers_run_the_program_of_a_page(tmp_path: Path, pages: list[str], l
     code = code.replace("swarm.announce_end(100)", f"{BEGIN}swarm.announce_end(8)")
     with (
         peer(tmp_path / "second", code, "-W", "error") as second,
-        peer(tmp_path / "first", code, "-W", "error") as first,
+        peer(tmp_path / "first", code, "-W", "error", fresh=pages == ["README.md"]) as first,
     ):
         first.write("")
         second.write(first.line().strip())
@@ -102,7 +102,10 @@ def test_two_trainers_run_the_program_of_the_page(tmp_path: Path) -> None:
     code = program("docs/training.md", trainer=True)
     assert code.count("trainer.train(") == 1
     code = code.replace("trainer.train(", "print('here', flush=True)\ninput()\ntrainer.train(")
-    with peer(tmp_path / "second", code) as second, peer(tmp_path / "first", code) as first:
+    with (
+        peer(tmp_path / "second", code, library="transformers") as second,
+        peer(tmp_path / "first", code, library="transformers") as first,
+    ):
         first.write("")
         second.write(first.line().strip())
         second.line()  # its invite
@@ -154,7 +157,11 @@ def test_two_peers_run_the_program_of_a_library(tmp_path: Path, library: str, en
     assert code.count(end) == code.count(f"\n{begins}") == 1
     code = code.replace(f"\n{begins}", f"\nprint('here', flush=True)\ninput()\n{begins}")
     code = code.replace(end, re.sub(r"\d+", "10", end))
-    with peer(tmp_path / "second", code) as second, peer(tmp_path / "first", code) as first:
+    known = {"accelerate": "transformers"}.get(library, library)
+    with (
+        peer(tmp_path / "second", code, library=known) as second,
+        peer(tmp_path / "first", code, library=known) as first,
+    ):
         first.write("")
         second.write(first.line().strip())
         second.line()  # its invite

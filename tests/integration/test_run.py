@@ -89,7 +89,8 @@ def test_a_program_that_ends_in_its_own_way(tmp_path: Path, how: str) -> None:
                 "100000",
                 PROGRAM,
                 how,
-            ]
+            ],
+            fresh=how in ("raise", "thread"),  # also when the interpreter takes its modules apart
         ) as talk,
     ):
         heard = Heard(meeting)

@@ -14,10 +14,13 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 
-def train(paces: tuple[str, str], **variables: str) -> list[list[Any]]:
+def train(paces: tuple[str, str], **variables: Any) -> list[list[Any]]:
     """What two Trainers say, the second one with these variables in its environment."""
     command = [sys.executable, "-m", "tests.integration.trainer"]
-    with Talk([*command, paces[0]]) as first, Talk([*command, paces[1]], **variables) as second:
+    with (
+        Talk([*command, paces[0]], library="transformers") as first,
+        Talk([*command, paces[1]], fresh=bool(variables), library="transformers", **variables) as second,
+    ):
         first.write("")
         second.write(json.loads(first.line())[1])
         second.line()

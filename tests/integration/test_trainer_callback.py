@@ -21,7 +21,7 @@ Said = list[tuple[str, Any]]
 def peer(folder: Path, epochs: int, pace_s: float = 0.005, *more: str) -> Talk:
     """A process that trains."""
     command = [sys.executable, "-m", "tests.integration.trainer_peer", str(folder), str(epochs), str(pace_s), *more]
-    return Talk(command)
+    return Talk(command, library="transformers")
 
 
 def start(talk: Talk, invite: str = "") -> str:

@@ -20,6 +20,7 @@ from _pytest.mark import ParameterSet
 
 import shoal
 from shoal.cli.new import text_of
+from tests.integration.forks import LIBRARIES
 from tests.integration.routers import Routers, why_not
 from tests.integration.test_pages import ROOT, program, python_blocks
 from tests.integration.workers import Talk, environment
@@ -115,14 +116,20 @@ def cases(turn: int, way: str, *more: object) -> list[ParameterSet]:
 def start(net: Routers, place: int | str | None, folder: Path, made: Program, epochs: int, *arguments: str) -> Talk:
     """The program, at this place, in a folder of its own."""
     folder.mkdir()
-    code = made.code()
+    code, library = made.code(), {"accelerate": "transformers", "peft": "transformers"}.get(made.needs, made.needs)
     if isinstance(code, str):
         (folder / "train.py").write_text(code, encoding="utf-8")
     file = code if isinstance(code, Path) else "train.py"
     early = ["tests.integration.run_on_two", str(epochs), str(file), *arguments]
-    command = [*net.command(place), "env", "-C", str(folder), sys.executable, "-m", *made.launcher]
-    command += ["-m", *early] if made.launcher else early
-    return Talk(command, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONPATH=path(ROOT))
+    return Talk(
+        [sys.executable, "-m", *made.launcher, *(["-m", *early] if made.launcher else early)],
+        cwd=folder,
+        network=net.path(place),
+        library=library if library in LIBRARIES else None,
+        OMP_NUM_THREADS="1",
+        GLOO_SOCKET_IFNAME="lo",
+        PYTHONPATH=path(ROOT),
+    )
 
 
 def path(root: Path) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.integration.workers import LONG_S, environment
+from tests.integration.workers import LONG_S, Talk
 
 pytest.importorskip("transformers")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "zero_bert.py"
@@ -25,16 +24,10 @@ def lines(
     begin: tuple[str, ...] = tuple("0123"),
 ) -> list[list[str]]:
     """The table's lines, in words: those that begin so."""
-    done = subprocess.run(
-        [sys.executable, *command, str(example), *size],
-        env=environment(OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        timeout=2 * LONG_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return [line.replace("(DDP)", "").split() for line in done.stdout.splitlines() if line.startswith(begin)]
+    with Talk([sys.executable, *command, str(example), *size], OMP_NUM_THREADS="1") as talk:
+        said = talk.rest(2 * LONG_S)
+        assert talk.wait() == 0, talk.errors()
+    return [line.replace("(DDP)", "").split() for line in said if line.startswith(begin)]
 
 
 @pytest.mark.long

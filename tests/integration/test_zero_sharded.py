@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from shoal.zero.laws import ENGINES
 from tests.integration import zero_cases as cases
 from tests.integration import zero_sharded as programs
 from tests.integration.ranks import Ranks, ranks
-from tests.integration.workers import LONG_S
+from tests.integration.workers import Talk
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_stage_2_of_fsdp2_gathers_in_each_micro_batch(pool: Ranks) -> None:
     assert thrice == once * (law.gathers + 3 * law.gathers_each) / (law.gathers + law.gathers_each)
 
 
-def test_ranks_that_leave_out_other_layers_are_told(pool: Ranks) -> None:
+def test_startedthat_leave_out_other_layers_are_told(pool: Ranks) -> None:
     """In stage 3, where one rank's layer would be taken for another's."""
     first, second = pool.outcomes(2, programs.skipped_layer)
     assert first.kind == second.kind == "LocalError"
@@ -121,7 +121,7 @@ def test_a_layer_is_gathered_while_the_one_before_runs(pool: Ranks, tmp_path: Pa
         assert equal
 
 
-def test_a_mesh_of_other_ranks_than_the_group(pool: Ranks) -> None:
+def test_a_mesh_of_other_startedthan_the_group(pool: Ranks) -> None:
     """Says which group to give."""
     for failed in pool.outcomes(4, programs.mesh_of_others):
         assert failed.kind == "ConfigError"
@@ -141,7 +141,7 @@ def test_a_replaced_parameter_is_noticed(pool: Ranks) -> None:
         assert "scale was replaced" in failed.message
 
 
-def test_ranks_that_save_under_different_paths(pool: Ranks, tmp_path: Path) -> None:
+def test_startedthat_save_under_different_paths(pool: Ranks, tmp_path: Path) -> None:
     """There is no checkpoint then, nor anything else."""
     for failed in pool.outcomes(2, programs.save_elsewhere, str(tmp_path / "saved")):
         assert failed.kind == "ConfigError"
@@ -149,7 +149,7 @@ def test_ranks_that_save_under_different_paths(pool: Ranks, tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
-def test_ranks_that_do_not_share_a_file_system(pool: Ranks, tmp_path: Path) -> None:
+def test_startedthat_do_not_share_a_file_system(pool: Ranks, tmp_path: Path) -> None:
     """There is no checkpoint then, nor what would have become one."""
     for failed in pool.outcomes(2, programs.save_not_shared, str(tmp_path)):
         assert failed.kind == "ConfigError"
@@ -176,7 +176,7 @@ def test_a_checkpoint_with_other_frozen_parameters_or_buffers(pool: Ranks, tmp_p
 
 
 @pytest.mark.parametrize("plain", [True, False])
-def test_ranks_that_load_other_checkpoints(pool: Ranks, tmp_path: Path, plain: bool) -> None:
+def test_startedthat_load_other_checkpoints(pool: Ranks, tmp_path: Path, plain: bool) -> None:
     """Are told, and nothing is changed: of folders and of files of plain torch, which differ in values alone."""
     for rank in range(2):
         if plain:
@@ -265,29 +265,14 @@ def test_the_store_outlives_the_verdict(how: str) -> None:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", programs.__name__, how],
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": "3",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "PYTHONPATH": os.pathsep.join(sys.path),
-            },
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    try:
+    meeting: dict[str, Any] = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with contextlib.ExitStack() as stack:
+        started = [
+            stack.enter_context(Talk([sys.executable, "-m", programs.__name__, how], RANK=str(rank), **meeting))
+            for rank in range(3)
+        ]
         for rank in (0, 2):
-            said, _ = processes[rank].communicate(timeout=LONG_S)
-            assert said.startswith("rank 1 gone"), (rank, said)
-            assert processes[rank].returncode == 0
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-    assert processes[1].returncode == -signal.SIGKILL
+            assert started[rank].line().startswith("rank 1 gone"), rank
+            started[rank].rest()
+            assert started[rank].wait() == 0
+    assert started[1].wait() == -signal.SIGKILL

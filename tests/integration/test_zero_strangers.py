@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +12,7 @@ from tests.integration import zero_restarts
 from tests.integration import zero_strangers as strangers
 from tests.integration import zero_uses as uses
 from tests.integration.ranks import Failed, Ranks, die_here, ranks
-from tests.integration.workers import LONG_S
+from tests.integration.workers import Talk
 
 
 @pytest.fixture(scope="module")
@@ -134,9 +132,9 @@ def test_ranks_that_torchrun_starts_again_come_back(tmp_path: Path, soak: Callab
         folder.mkdir()
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         command += ["--max-restarts", "1", zero_restarts.__file__, str(folder), str(1 + number % 3)]
-        settings = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # as docs/zero.md says
-        done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=LONG_S, check=False)
-        assert done.returncode == 0, done.stderr[-4000:]
+        with Talk(command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1") as launcher:  # as docs/zero.md says
+            launcher.rest()
+            assert launcher.wait() == 0, launcher.errors()[-4000:]
         for rank in range(2):
             assert (folder / f"done-{rank}").read_text() == str(zero_restarts.KILLED_AT)
 

@@ -23,6 +23,7 @@ from typing import IO, Any, Self
 
 from shoal.identity import Identity
 from shoal.peer import Address
+from tests.integration.forks import Forked, fork
 
 LONG_S = 90.0
 """No wait is longer; on a machine that is not busy with something else all of them end within a second or two."""
@@ -39,15 +40,44 @@ class Talk:
     """The lines that a process writes, as they come, and what it writes to stderr.
 
     Args:
-        command: what is run.
+        command: what is run. This Python is forked with torch imported (`tests.integration.forks`),
+        fresh: except where a test is about its start.
+        cwd: the folder that it starts in.
+        network: the file of a network namespace that a fork enters.
+        library: what a fork has imported, too (`tests.integration.forks.LIBRARIES`).
         variables: changes to the environment.
     """
 
-    def __init__(self, command: list[str], **variables: str) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        *,
+        fresh: bool = False,
+        cwd: Path | None = None,
+        network: str | None = None,
+        library: str | None = None,
+        **variables: str,
+    ) -> None:
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `end`)
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, env=environment(**variables)
-        )
+        self.process: subprocess.Popen[bytes] | Forked
+        if command[0] == sys.executable and not fresh:
+            self.process = fork(
+                command[1:],
+                environment(**variables),
+                self._errors.fileno(),
+                cwd=cwd,
+                network=network,
+                library=library,
+            )
+        else:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                cwd=cwd,
+                env=environment(**variables),
+            )
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

@@ -80,6 +80,12 @@ def _place(node: ast.AST) -> tuple[int, int]:
 
 
 PRINTED = dict(printed())
+WAYS = {
+    ("sys.argv[1:]", "/ip4/0.0.0.0/tcp/0"),
+    ("sys.argv[1:]", "/ip4/0.0.0.0/tcp/4000"),  # of a helper, which others name
+    ("invites", "/ip4/0.0.0.0/tcp/0"),  # after the name of its folder
+    ("args.peers", "/ip4/{args.host}/tcp/{args.port}"),  # 0.0.0.0 and 0 if nothing else is given
+}
 
 
 def test_there_are_programs() -> None:
@@ -92,6 +98,26 @@ def test_there_are_programs() -> None:
 def test_a_printed_program_can_be_started_after_the_end_of_its_run(place: str) -> None:
     """It ended with NameError, before `dht.shutdown()`: its last line printed the loss of a pass that was not made."""
     assert unbound_after_loops(PRINTED[place]) == []
+
+
+def test_programs_join_whoever_they_are_given_and_listen_for_other_machines() -> None:
+    """In one way, whatever else they do: tests/integration/test_two_machines.py runs them on two machines."""
+    found = 0
+    for place, program in PRINTED.items():
+        for node in ast.walk(ast.parse(program)):
+            if not (isinstance(node, ast.Call) and ast.unparse(node.func) == "shoal.DHT"):
+                continue
+            given = {each.arg: ast.unparse(each.value) for each in node.keywords}
+            if given["host_maddrs"] == "place":
+                (given["host_maddrs"],) = re.findall(r"^ +place = (.*?)(?:  #.*)?$", program, re.MULTILINE)
+            joins = given.pop("initial_peers"), given.pop("host_maddrs").strip("'\"f")
+            assert joins in WAYS, place
+            assert given.items() - {
+                ("identity_path", "f'{folder}/peer.key'"),
+                ("peers_file", "f'{folder}/peers.txt'"),
+            } == {("start", "True")}, place
+            found += 1
+    assert found > 20
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def test_without_a_batch_the_size_is_asked_for(dht: shoal.DHT) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("steps", "precision"), [(2, "bf16"), pytest.param(1, "no", marks=pytest.mark.long)]
+    ("steps", "precision"), [(2, "bf16"), pytest.param(1, "no", marks=pytest.mark.long(full=True))]
 )
 def test_two_peers(steps: int, precision: str) -> None:
     """Two processes of Accelerate train together: the same bits at each epoch, and one end."""

@@ -698,7 +698,7 @@ def said(talk: Talk, kind: str) -> Any:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.long(full=True))])
 def test_all_peers_are_killed_and_go_on_from_the_newest_checkpoint(tmp_path: Path, shared: bool) -> None:
     """One had no time to save the last ones: it downloads. All are at the newest state, and no epoch counts twice."""
     crowd = Crowd(tmp_path, 3, shared=shared)

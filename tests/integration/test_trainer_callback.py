@@ -108,7 +108,7 @@ def test_two_trainers_merge(tmp_path: Path) -> None:
     assert steps >= 2 * 50
 
 
-@pytest.mark.long
+@pytest.mark.long(full=True)  # the sample has one that resumes, late, which is the same without a checkpoint
 def test_a_late_trainer_downloads_before_its_first_batch(tmp_path: Path) -> None:
     """It has the state of the others before it computes anything, and ends with them."""
     with peer(tmp_path / "first", 100, 0.02) as first, peer(tmp_path / "second", 100, 0.02) as second:

@@ -53,6 +53,9 @@ async def stop_and_go(stopped: list[str], after_s: float, duration_s: float) -> 
     return [*warned, *run.warnings]
 
 
+STOPS = {("one", 1.0), ("one", 200.0), ("two", 12.0), ("two", 70.0), ("all", 12.0), ("all", 200.0)}
+"""In the sample of long tests: each of them, and each duration."""
+
 WHO = {"one": ["p1"], "two": ["p0", "p2"], "all": NAMES}
 
 
@@ -67,9 +70,13 @@ def test_a_peer_that_was_stopped_goes_on_when_it_wakes(who: str, duration_s: flo
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    "duration_s", [1.0, 12.0, 70.0, 200.0, pytest.param(1800.0, marks=pytest.mark.long(full=True))]
+    ("who", "duration_s"),
+    [
+        pytest.param(who, duration_s, marks=pytest.mark.long(full=(who, duration_s) not in STOPS))
+        for who in WHO
+        for duration_s in (1.0, 12.0, 70.0, 200.0, 1800.0)
+    ],
 )
-@pytest.mark.parametrize("who", WHO)
 def test_stopped_at_any_moment_is_not_dead(who: str, duration_s: float, soak: Callable[[int, int], int]) -> None:
     """While they compute, look for a group, average or step."""
     for moment in range(soak(1, 12)):

@@ -59,12 +59,12 @@ def test_two_trainers_and_a_monitor_end_with_the_same_weights(tmp_path: Path) ->
     watched, folders = tmp_path / "monitor", [tmp_path / name for name in ("one", "two")]
     settings = {"data": data, "epochs": EPOCHS, "target_batch_size": TARGET, **TINY}
     watch = command("run_training_monitor", output=watched, save_every=10, held_out=16, **settings)
-    with Talk(watch) as monitor:
+    with Talk(watch, library="transformers") as monitor:
         assert monitor.line(BUSY_S) == "ready\n"
         monitor.write("")
         settings["peers"] = monitor.line().strip()
         trains = [command("run_trainer", output=folder, batch_size=8, **settings) for folder in folders]
-        with Talk(trains[0]) as one, Talk(trains[1]) as two:
+        with Talk(trains[0], library="transformers") as one, Talk(trains[1], library="transformers") as two:
             assert [each.line(BUSY_S) for each in (one, two)] == ["ready\n"] * 2
             for each in (one, two):
                 each.write("")

@@ -27,9 +27,10 @@ def last_lines_of_two(example: str, needs: str, **variables: Any) -> list[str]:
     """Two peers run an example, the second by the invite of the first; their last lines."""
     program = str(EXAMPLES / example)
     joining = JOINING.format(example=program, needs=needs)
-    with Talk([sys.executable, "-c", joining], **variables) as second:
+    library = "transformers" if "transformers" in needs else None
+    with Talk([sys.executable, "-c", joining], library=library, **variables) as second:
         assert second.line() == "ready\n"
-        with Talk([sys.executable, program], **variables) as first:
+        with Talk([sys.executable, program], library=library, **variables) as first:
             second.write(first.line().strip())
             said = [talk.rest() for talk in (first, second)]
             assert [talk.wait() for talk in (first, second)] == [0, 0], [talk.errors() for talk in (first, second)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
+import contextlib
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.integration.workers import Talk
 
 STATE_BYTES = 96 << 20
 ROOM = 0.35
@@ -69,16 +71,9 @@ with ThreadPoolExecutor(4) as pool:
 """
 
 
-def peer(codec: str, *donors: str) -> subprocess.Popen[str]:
+def peer(codec: str, *donors: str) -> Talk:
     """A donor, or a receiver from these."""
-    command = [sys.executable, "-c", PEER, str(STATE_BYTES), codec, *donors]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-def line(process: subprocess.Popen[str]) -> str:
-    """What it prints next."""
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
+    return Talk([sys.executable, "-c", PEER, str(STATE_BYTES), codec, *donors])
 
 
 @pytest.mark.long
@@ -86,22 +81,15 @@ def line(process: subprocess.Popen[str]) -> str:
 @pytest.mark.parametrize(("codec", "encoded"), [("none", 1.0), pytest.param("float16", 0.5, marks=pytest.mark.long)])
 def test_a_download_from_three_donors_takes_one_copy_at_each_end(codec: str, encoded: float) -> None:
     """96 MiB: beyond what it had, a donor holds the encoding once, the receiver the state, and little beside."""
-    donors = [peer(codec) for _ in range(3)]
-    receiver: subprocess.Popen[str] | None = None
-    try:
-        receiver = peer(codec, *(line(donor) for donor in donors))
-        line(receiver)
-        received = int(line(receiver)) * 1024 / STATE_BYTES
+    with contextlib.ExitStack() as stack:
+        donors = [stack.enter_context(peer(codec)) for _ in range(3)]
+        receiver = stack.enter_context(peer(codec, *(donor.line().strip() for donor in donors)))
+        receiver.line()
+        received = int(receiver.line()) * 1024 / STATE_BYTES
         given = []
         for donor in donors:
-            assert donor.stdin is not None
-            donor.stdin.write("\n")
-            donor.stdin.flush()
-            given.append(int(line(donor)) * 1024 / STATE_BYTES)
+            donor.write("")
+            given.append(int(donor.line()) * 1024 / STATE_BYTES)
         assert 0.9 < received < 1 + ROOM, received
         assert all(0.9 * encoded < part < encoded + ROOM for part in given), given
-        assert [process.wait(30) for process in (receiver, *donors)] == [0] * 4
-    finally:
-        for process in filter(None, (receiver, *donors)):
-            process.kill()
-            process.communicate()
+        assert [process.wait() for process in (receiver, *donors)] == [0] * 4

@@ -165,6 +165,8 @@ def _serve(control: socket.socket) -> list[str]:
             continue
         asked, given, _, _ = socket.recv_fds(control, _REQUEST_BYTES, 4)
         if not asked:
+            for pid in ends:  # nobody is left who could end them
+                os.kill(pid, signal.SIGKILL)
             sys.exit()
         *streams, end = given
         if pid := os.fork():

@@ -221,7 +221,7 @@ def test_one_stranger_with_other_settings_ended_a_founders_program() -> None:
         trainer = Trainer(9, parameters, participant)
         run.swarm.spawn("founder", trainer.train(4, duration_s=0.5, until=until(60.0)))
         await sim.sleep(30.0)
-        with pytest.raises(ConfigError, match="lr is 1e4 here and 0.05 at another peer"):
+        with pytest.raises(ConfigError, match=r"lr is 1e4 here and 0\.05 at another peer"):
             await alone
         assert participant.failure is None
         assert participant.epoch > 10

@@ -1089,7 +1089,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 raise ConfigError(
                     "state_dict was saved with other weights than the model has now, and peers would take these for "
                     f"what {where.name.samples} samples have trained: load the model's state before (with "
-                    "strict=False, look at what load_state_dict() of the model returns). To begin with the weights here, "
+                    "strict=False, look at what load_state_dict() of the model returns). To begin with these weights, "
                     "leave out the entry 'shoal'"
                 )
             try:

@@ -127,11 +127,13 @@ class Group:
     """A group of all ranks, over a model that is no `DistributedDataParallel`: all ranks have the same batches.
 
     Args:
-        options: of the `GroupOptimizer`.
+        options: of the `GroupOptimizer`. `with_model`: it knows the model.
     """
 
     def __init__(self, **options: Any) -> None:
         self.model, self.inner, self.schedule = make()
+        if options.pop("with_model", False):
+            options["model"] = self.model
         self.rank = dist.get_rank()
         self.dht = shoal.DHT(start=True) if self.rank == 0 else None
         settings = {"dht": self.dht, "run_id": "run", "target_batch_size": 16, "batch_size_per_step": 4, **options}
@@ -237,9 +239,9 @@ def wrong(case: str) -> None:
             copy.deepcopy(group.swarm)
 
 
-def change_on_one_rank(changed: int) -> list[Any]:
+def change_on_one_rank(changed: int, *, with_model: bool) -> list[Any]:
     """A weight is changed on one rank alone: what a step says, and all behind it."""
-    with Group() as group:
+    with Group(with_model=with_model) as group:
         group.train(1)
         if dist.get_rank() == changed:
             group.model.weight.data.mul_(2)

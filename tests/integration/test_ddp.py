@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -74,12 +75,12 @@ def test_an_error_is_raised_on_all_ranks(processes: Ranks, case: str) -> None:
     assert kind in {outcome.kind for outcome in outcomes}
 
 
-@pytest.mark.parametrize("changed", [0, 1])
-def test_a_weight_that_one_rank_changes_is_named(processes: Ranks, changed: int) -> None:
+@pytest.mark.parametrize(("changed", "name"), [(0, "0"), (1, "weight")])
+def test_a_weight_that_one_rank_changes_is_named(processes: Ranks, changed: int, name: str) -> None:
     """Its gradients went into the mean of the group, and rank 0's change was trained on, in silence."""
-    found = processes.play(2, cases.change_on_one_rank, changed)
+    found = processes.play(2, partial(cases.change_on_one_rank, with_model=name != "0"), changed)
     assert found[0] == found[1]
-    assert found[0][0].startswith("parameter 0 of the optimizer has other values on rank 1 than on rank 0"), found
+    assert found[0][0].startswith(f"parameter {name} of the optimizer has other values on rank 1 than on rank 0"), found
     assert found[0][1] == 2
 
 

@@ -189,6 +189,9 @@ def test_statistics_are_made_without_a_change_of_the_parameters() -> None:
         opt = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
         with pytest.raises(ConfigError, match="state of parameter 0 has no tensor 'exp_avg'"):
             made(opt, average_opt_statistics=["exp_avg"], initialize_optimizer=False)
+        named = torch.optim.AdamW(net.named_parameters())
+        with pytest.raises(ConfigError, match="state of parameter weight has no tensor 'exp_avg'"):
+            made(named, average_opt_statistics=["exp_avg"], initialize_optimizer=False)
         made(opt, average_opt_statistics=["exp_avg"])
         assert torch.equal(net.weight, before)
         assert torch.equal(net.weight.grad, gradient)

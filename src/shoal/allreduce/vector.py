@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from blake3 import blake3
@@ -75,12 +75,12 @@ class PartDigests:
         return blake3(data, key=self._key).update(said).digest(length=16)
 
 
-def check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise `ConfigError` for a tensor that cannot be averaged; `tensors` are by the names that the user knows.
+def check_tensors(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Raise `ConfigError` for a tensor that cannot be averaged; each is given with the name that the user knows.
 
     Nor can memory that is given twice: the average would be applied to it twice.
     """
-    for name, tensor in tensors.items():
+    for name, tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise ConfigError(f"{name} is {type(tensor).__name__}, not a torch.Tensor")
         if not tensor.dtype.is_floating_point or tensor.dtype not in DTYPES.values():
@@ -94,9 +94,8 @@ def check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
                 f"{name} has elements that share memory (as by expand): they cannot be set one by one; give the "
                 "tensor that it was made of"
             )
-    for first, second in overlaps(list(tensors.values())):
-        names = list(tensors)
-        raise ConfigError(f"{names[first]} and {names[second]} share memory (tied weights?): give it once")
+    for first, second in overlaps([tensor for _, tensor in tensors]):
+        raise ConfigError(f"{tensors[first][0]} and {tensors[second][0]} share memory (tied weights?): give it once")
 
 
 def describe(tensors: Sequence[torch.Tensor], codecs: Sequence[CompressionBase]) -> Layout:
@@ -105,7 +104,7 @@ def describe(tensors: Sequence[torch.Tensor], codecs: Sequence[CompressionBase])
     Raises:
         ConfigError: a tensor cannot be averaged; names it.
     """
-    check_tensors({f"averaged_tensors[{index}]": tensor for index, tensor in enumerate(tensors)})
+    check_tensors([(f"averaged_tensors[{index}]", tensor) for index, tensor in enumerate(tensors)])
     specs = [
         TensorSpec(tuple(tensor.shape), dtype_name(tensor.dtype), codec.name)
         for tensor, codec in zip(tensors, codecs, strict=True)

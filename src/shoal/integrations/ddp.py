@@ -29,7 +29,6 @@ from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from shoal.compression import view_bytes
 from shoal.errors import ConfigError, LocalError, ShoalError
@@ -39,11 +38,13 @@ from shoal.optim.arguments import merging_of
 from shoal.optim.batch_rows import rows_of, samples_of
 from shoal.optim.gradient_sum import GradientSum
 from shoal.optim.inner import make_inner, make_scheduler
+from shoal.optim.model import learn_names
 from shoal.optim.schedule import ScheduleWatch, follow
 from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
 from shoal.runtime.checks import whole
 from shoal.runtime.dht import DHT
+from shoal.runtime.names import known_as
 from shoal.untraced import untraced
 from shoal.wire import MAX_EPOCH
 from shoal.zero.watch import Agreement, Watch
@@ -172,8 +173,8 @@ class GroupOptimizer(torch.optim.Optimizer):
             raise ConfigError("auxiliary=True does not work in a group: let that peer be a single process")
         if self._batch_size is not None:
             self._batch_size = whole("batch_size_per_step", self._batch_size)
-        if isinstance(model := options.get("model"), DistributedDataParallel):
-            options["model"] = model.module
+        if (model := options.get("model")) is not None:
+            options["model"] = learn_names(model)
         if self._control.rank() == 0:
             if dht is None:
                 raise ConfigError("dht is missing on rank 0: give it a started shoal.DHT, and None on the other ranks")
@@ -206,7 +207,7 @@ class GroupOptimizer(torch.optim.Optimizer):
             )
         self._within = call.name  # until its end: this stays if the call is interrupted or a rank is lost
         calls = [_Call(*json.loads(said)) for said in self._agreement.gather(json.dumps(call))]
-        outcome, own = _Outcome(error=_why_not(calls)), None
+        outcome, own = _Outcome(error=_why_not(calls, self._training)), None
         if outcome.error is None:
             if self.peer is not None:
                 for warning in dict.fromkeys(each.warning for each in calls if each.warning):
@@ -455,7 +456,7 @@ def _waiting_group(group: dist.ProcessGroup, waits: list[Any]) -> dist.ProcessGr
     return made
 
 
-def _why_not(calls: list[_Call]) -> Exception | None:
+def _why_not(calls: list[_Call], training: TrainingState) -> Exception | None:
     """The reason why the ranks cannot go on with these calls."""
     if len({each.name for each in calls}) > 1:
         where = ", ".join(f"rank {rank} {each.name}" for rank, each in enumerate(calls))
@@ -468,8 +469,9 @@ def _why_not(calls: list[_Call]) -> Exception | None:
     for rank, other in enumerate(others, 1):
         for number in first:
             if first[number] != other[number]:
+                name = known_as(training.parameters[int(number)], number)
                 return ConfigError(
-                    f"parameter {number} of the optimizer has other values on rank {rank} than on rank 0: the program "
+                    f"parameter {name} of the optimizer has other values on rank {rank} than on rank 0: the program "
                     "has changed it on some ranks alone, or to other values. Make the same change on all ranks, with "
                     "the same values. To go on with the weights of rank 0, let all ranks call "
                     "load_state_dict(state_dict()) of the GroupOptimizer"

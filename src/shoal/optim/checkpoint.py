@@ -75,6 +75,7 @@ class Content(NamedTuple):
         files: the tensors of each file.
         may_be_infinite: places of the tensors that may hold infinities (masks).
         shared: epoch and samples of the last state before it that was shared, or of itself.
+        called: what people call the tensor of a place.
     """
 
     run_id: str
@@ -85,6 +86,7 @@ class Content(NamedTuple):
     files: Files
     may_be_infinite: Collection[int]
     shared: tuple[int, int]
+    called: Callable[[int], str]
 
 
 class Saved(NamedTuple):
@@ -174,7 +176,7 @@ def copy_of(
         copy(MODEL, key, model[key])
     written = {file: tensors for file, tensors in files.items() if tensors}
     values, infinite = state.metadata["training"], state.may_be_infinite
-    return Content(run_id, name, values, dict(settings), places, written, infinite, shared)
+    return Content(run_id, name, values, dict(settings), places, written, infinite, shared, state.called)
 
 
 def _place(tensor: torch.Tensor) -> object:
@@ -246,7 +248,7 @@ def _sealed(content: Content) -> str:
     """The content of `checkpoint.json`. Raises `ConfigError` if the state went wrong."""
     try:
         every = [content.files[file][key] for file, key in content.tensors]
-        infinite_tensors(every, range(len(every)), content.may_be_infinite)
+        infinite_tensors(every, range(len(every)), content.may_be_infinite, content.called)
     except ConfigError as error:
         raise ConfigError(f"the state went wrong: {error}, and is not saved") from error
     return seal(

@@ -8,7 +8,9 @@ A checkpoint holds all of them together, and so does a state dict.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import msgspec
@@ -74,11 +76,17 @@ def export(participants: Sequence[Participant]) -> SharedState:
     name = name_of_all([each.state for each in participants])
     tensors: list[torch.Tensor] = []
     infinite: list[int] = []
+    firsts = list(accumulate((len(state.tensors) for state in states), initial=0))
+
+    def called(position: int) -> str:
+        number = bisect_right(firsts, position) - 1
+        return states[number].called(position - firsts[number])
+
     for state in states:
         infinite += [len(tensors) + place for place in state.may_be_infinite]
         tensors += state.tensors
     metadata = {"state": list(name), "training": {"fragments": fragments}}
-    return SharedState(metadata=metadata, tensors=tensors, may_be_infinite=infinite)
+    return SharedState(metadata=metadata, tensors=tensors, may_be_infinite=infinite, called=called)
 
 
 def places(trainings: Sequence[TrainingState]) -> list[torch.Tensor]:

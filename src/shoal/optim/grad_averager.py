@@ -337,7 +337,7 @@ def _checked(parameters: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     if isinstance(parameters, Iterable) and not isinstance(parameters, torch.Tensor):
         listed = tuple(parameters)
         if listed and all(isinstance(each, torch.Tensor) and each.requires_grad for each in listed):
-            check_tensors({f"parameters[{index}]": each for index, each in enumerate(listed)})
+            check_tensors([(f"parameters[{index}]", each) for index, each in enumerate(listed)])
             return listed
     raise ConfigError(
         f"parameters must be tensors that require a gradient, at least one, got {parameters!r:.80}: give a list, or "

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch.utils.weak import TensorWeakRef
 
+from shoal.runtime.names import known_as
+
 __all__ = ["GradientWatch", "SpentGradients", "TensorMark"]
 
 _SURE_AFTER = 3
@@ -118,15 +120,17 @@ class GradientWatch:
             )
         if (gone := self._gone()) is not None and not self._gone_told:
             self._gone_told = True
+            name = known_as(self._trained[gone], gone)
             return (
-                f"trained parameter {gone} had gradients, and none in the last {_GONE_AFTER} steps: if it was replaced "
+                f"trained parameter {name} had gradients, and none in the last {_GONE_AFTER} steps: if it was replaced "
                 "in the model (load_state_dict(assign=True)), make a new shoal.Optimizer"
             )
         if (sparse := self._sparse()) is not None:
             self._may_be_sparse = False
-            rows, mib = sparse.shape[0], sparse.nbytes >> 20
+            parameter = self._trained[sparse]
+            rows, mib, name = parameter.shape[0], parameter.nbytes >> 20, known_as(parameter, sparse)
             return (
-                f"a trained parameter has sparse gradients, and a round sends all its {rows} rows ({mib} MiB), "
+                f"trained parameter {name} has sparse gradients, and a round sends all its {rows} rows ({mib} MiB), "
                 "touched or not: give it ErrorFeedback(TopKCompression(...)) in grad_compression"
             )
         if kept and not self._kept_told:
@@ -150,12 +154,12 @@ class GradientWatch:
                     return index
         return None
 
-    def _sparse(self) -> torch.Tensor | None:
+    def _sparse(self) -> int | None:
         """A large parameter with a sparse gradient."""
         if not self._may_be_sparse:
             return None
-        large = (each for each in self._trained if each.numel() * each.itemsize >= _MUCH)
-        return next((each for each in large if each.grad is not None and each.grad.layout is not torch.strided), None)
+        large = ((number, each.grad) for number, each in enumerate(self._trained) if each.nbytes >= _MUCH)
+        return next((number for number, grad in large if grad is not None and grad.layout is not torch.strided), None)
 
     def close(self) -> None:
         """Look no more."""

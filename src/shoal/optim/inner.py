@@ -13,6 +13,7 @@ from shoal.errors import ConfigError
 from shoal.optim.offload import Offload
 from shoal.optim.optimizer_state import OptimizerState
 from shoal.runtime.checks import flag
+from shoal.runtime.names import known_as, learn_from
 
 __all__ = ["Scheduler", "make_inner", "make_offloaded", "make_optimizer", "make_scheduler"]
 
@@ -89,15 +90,16 @@ def make_offloaded(
             "over copies on the CPU. Give params=model.parameters(), optimizer=lambda params: torch.optim.AdamW(params)"
         )
     listed = [_listed(each) for each in params]
-    trained = [each for each in _tensors_of(listed) if each.requires_grad]
-    for index, each in enumerate(trained):
+    trained = [(name, each) for name, each in _tensors_of(listed) if each.requires_grad]
+    for index, (name, each) in enumerate(trained):
         on_host = torch.empty(0, dtype=torch.float32, device="cpu")
         if is_lazy(each) or not torch._has_compatible_shallow_copy_type(each, on_host):  # noqa: SLF001 (as `to` of a module)
+            called = name or known_as(each, f"{index}")
             raise ConfigError(
-                f"offload_optimizer=True cannot move trained parameter {index}: it has no values yet (it is lazy, or "
+                f"offload_optimizer=True cannot move trained parameter {called}: it has no values yet (it is lazy, or "
                 "on the meta device), or is on a device that torch cannot exchange for the CPU"
             )
-    offload = Offload(trained)
+    offload = Offload([each for _, each in trained])
     with offload.on_host():
         return make_optimizer(listed, optimizer), offload
 
@@ -109,25 +111,26 @@ def _listed(given: Any) -> Any:
     return given
 
 
-def _tensors_of(params: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among what torch takes: tensors, pairs of a name and a tensor, groups of either."""
+def _tensors_of(params: Iterable[Any]) -> Iterator[tuple[str | None, torch.Tensor]]:
+    """The tensors among what torch takes (tensors, pairs of a name and a tensor, groups of either), and their names."""
     for each in params:
         if isinstance(each, torch.Tensor):
-            yield each
+            yield None, each
         elif isinstance(each, dict):
             inner = each.get("params", ())
             yield from _tensors_of([inner] if isinstance(inner, torch.Tensor) else inner)
         elif isinstance(each, tuple):
-            yield each[-1]
+            yield each[0], each[-1]
 
 
 def _checked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    learn_from(optimizer)
     listed = [each for group in optimizer.param_groups for each in group["params"]]
     for index, parameter in enumerate(listed):
         if is_lazy(parameter) or parameter.is_meta:
             raise ConfigError(
-                f"parameter {index} of the optimizer has no values yet (it is lazy, or on the meta device): give the "
-                "model one batch, or load its weights, and make the optimizer then"
+                f"parameter {known_as(parameter, index)} of the optimizer has no values yet (it is lazy, or on the "
+                "meta device): give the model one batch, or load its weights, and make the optimizer then"
             )
     kept = OptimizerState(optimizer)
     needs = kept.needs

@@ -25,8 +25,9 @@ from torch.utils.hooks import RemovableHandle
 from shoal.compression import view_bytes
 from shoal.errors import ConfigError
 from shoal.runtime.models import limited_embeddings
+from shoal.runtime.names import learn
 
-__all__ = ["TrainedModel"]
+__all__ = ["TrainedModel", "learn_names"]
 
 
 class TrainedModel:
@@ -52,11 +53,8 @@ class TrainedModel:
         steps_alone: bool = False,
         elsewhere: Iterable[torch.Tensor] = (),
     ) -> None:
-        if not isinstance(model, torch.nn.Module):
-            raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        while isinstance(model, DataParallel | DistributedDataParallel):
-            model = model.module
-        self._model, self._plain = model, _plain_names(model)
+        self._model = model = learn_names(model)
+        self._plain = _plain_names(model)
         shared = {id(each) for each in (*parameters, *extra_tensors)}
         places = list(_places(model))
         names = {id(each.tensor): self._plain(each.name) for each in places}
@@ -225,6 +223,24 @@ class TrainedModel:
             if _digest(tensor, name) != self._digests[name]:
                 del self._marks[name]
                 yield name
+
+
+def learn_names(model: torch.nn.Module) -> torch.nn.Module:
+    """Let whatever is said of a tensor of the model name it as the model does.
+
+    Returns:
+        The model itself, if another one is around it.
+
+    Raises:
+        ConfigError: it is no model.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    while isinstance(model, DataParallel | DistributedDataParallel):
+        model = model.module
+    plain = _plain_names(model)
+    learn(model, ((plain(each.name), each.tensor) for each in _places(model)))
+    return model
 
 
 class _AfterLoading:

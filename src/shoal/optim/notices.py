@@ -17,6 +17,7 @@ from shoal.optim.options import Difference
 from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
 from shoal.peer import PeerID
+from shoal.runtime.names import known_as
 from shoal.strategies import Merging
 from shoal.wire import Progress
 
@@ -121,7 +122,8 @@ class Notices:
         before, self._left_out = self._left_out, training.left_out
         if self._left_out == before or not self._tells_of_model:
             return
-        reason = "gradients that are not finite, or too large to be summed: their batch is left out"
+        name = known_as(training.trained[training.left_out_for], f"trained parameter {training.left_out_for}")
+        reason = f"gradients of {name} that are not finite, or too large to be summed: their batch is left out"
         self.rejected(training.left_out_for, reason)
         is_news = self._note("broken", training.broken is not None)
         if training.broken is not None:
@@ -129,7 +131,7 @@ class Notices:
                 self.warn(training.broken)
         elif passes_a_power_of_ten(before, self._left_out):
             what = "1 batch was" if self._left_out == 1 else f"{self._left_out} batches were"
-            self.warn(f"{what} left out, because gradients are not finite, or too large to be summed")
+            self.warn(f"{what} left out, because gradients are not finite, or too large to be summed (of {name}, last)")
 
     def took_over(self, differences: Iterable[Difference]) -> None:
         """This peer had other options than the round, whose step is taken with the round's. Once for each option."""

@@ -57,7 +57,7 @@ from shoal.optim.gradient_watch import GradientWatch, SpentGradients
 from shoal.optim.inner import make_inner, make_scheduler
 from shoal.optim.local_updates import LocalTrainingState
 from shoal.optim.low_rank_training import LowRankTrainingState
-from shoal.optim.model import TrainedModel
+from shoal.optim.model import TrainedModel, learn_names
 from shoal.optim.offload import Offload
 from shoal.optim.outer import LocalSteps, OuterTrainingState
 from shoal.optim.own_state import Replaced
@@ -317,7 +317,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         self._saver = saver_of(
             partial(_emit, dht), run_id, checkpoint, save_every, keep_checkpoints, [*given], timeout_s=shutdown_timeout
         )
-        inner, offload = _inner(params, optimizer, offload_optimizer, local=local)
+        inner, offload = _inner(params, optimizer, offload_optimizer, model, local=local)
         super().__init__(inner.param_groups, dict(inner.defaults))
         # One set of groups and statistics for both: schedulers and trainers hold on to either optimizer.
         self.param_groups, self.state = inner.param_groups, inner.state
@@ -1428,7 +1428,7 @@ def _guard_step(inner: torch.optim.Optimizer, ours: weakref.ref[Optimizer]) -> C
 
 
 def _inner(
-    params: Any, optimizer: Any, offloads: bool | None, *, local: bool
+    params: Any, optimizer: Any, offloads: bool | None, model: torch.nn.Module | None, *, local: bool
 ) -> tuple[torch.optim.Optimizer, Offload | None]:
     """The torch optimizer, and what lends its parameters host memory, if it is to step there."""
     _check_mode("shoal.Optimizer() was made")
@@ -1437,6 +1437,8 @@ def _inner(
             "offload_optimizer=True does not go with use_local_updates=True, which steps after each batch: all "
             "parameters would be copied to the CPU and back each time. Leave one of the two out"
         )
+    if model is not None:
+        learn_names(model)
     inner, offload = make_inner(params, optimizer, offloads)
     return _free(inner), offload
 

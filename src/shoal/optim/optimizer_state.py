@@ -30,6 +30,7 @@ import torch
 from shoal.errors import ConfigError
 from shoal.optim.options import LEFT_OUT
 from shoal.optim.trial import draws_random_numbers, first_statistics, needs, try_step
+from shoal.runtime.names import known_as
 from shoal.state import StateTensorSpec
 from shoal.wire import encode
 
@@ -142,7 +143,7 @@ class OptimizerState:
             self.export([])
             return
         for number, statistics in first_statistics(self._optimizer):
-            _take_out(_sorted(statistics), [], f"statistic of parameter {number}")
+            _take_out(_sorted(statistics), [], f"statistic of parameter {known_as(self._parameters[number], number)}")
 
     # ------------------------------------------------------------------------------------------------------- take out
 
@@ -214,7 +215,7 @@ class OptimizerState:
         of_each = [0] * len(self._parameters)
         for number, parameter in enumerate(self._parameters):
             if entry := kept.get(parameter):
-                form = _take_out(_sorted(entry), tensors, f"statistic of parameter {number}")
+                form = _take_out(_sorted(entry), tensors, f"statistic of parameter {known_as(parameter, number)}")
                 of_each[number], _ = forms.setdefault(encode(form), (len(forms) + 1, form))
         own = {key: entry for key, entry in kept.items() if not isinstance(key, torch.Tensor)}
         others = [
@@ -222,6 +223,18 @@ class OptimizerState:
             for key, entry in _sorted(own).items()
         ]
         return [[form for _, form in forms.values()], of_each if forms else [], others]
+
+    def called(self, number: int) -> str:
+        """The tensor of this number that `export` takes out, for people."""
+        tensors: list[torch.Tensor] = []
+        self.export(tensors)
+        place = tensors[number].data_ptr()
+        for kept, (index, parameter) in product(self._states, enumerate(self._parameters)):
+            entry = kept.get(parameter)
+            for name, value in entry.items() if isinstance(entry, Mapping) else ():
+                if isinstance(value, torch.Tensor) and value.data_ptr() == place:
+                    return f"statistic {name!r:.40} of parameter {known_as(parameter, index)}"
+        return f"tensor {number} of the optimizer"
 
     # --------------------------------------------------------------------------------------------------------- put in
 
@@ -343,7 +356,8 @@ class OptimizerState:
                 entry, own = kept.get(parameter), mine.get(parameter) or {}
                 for name, value in entry.items() if isinstance(entry, Mapping) else ():
                     if not (_is_finite(value) or (name in own and not _is_finite(own[name]))):
-                        raise ValueError(f"statistic {name!r:.40} of parameter {number} is not finite")
+                        called = known_as(parameter, number)
+                        raise ValueError(f"statistic {name!r:.40} of parameter {called} is not finite")
 
     def _merge(self, offered: Sequence[Mapping[Any, Any]]) -> list[dict[str, Any]]:
         """The options of each group once it takes these over. Raises `ValueError` if it cannot."""

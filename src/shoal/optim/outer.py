@@ -28,6 +28,7 @@ from shoal.optim.options import Options
 from shoal.optim.training_state import PreparedState, TrainingState, not_finite
 from shoal.optim.trial import weight_copies
 from shoal.optim.value_mark import ValueMark
+from shoal.runtime.names import known_as, learn
 from shoal.runtime.thread_state import forget_casts
 from shoal.sometimes import sometimes
 from shoal.strategies import Merging
@@ -120,6 +121,8 @@ class OuterTrainingState(TrainingState):
         self.end_epoch: int | None = None
         own = [local.trained[index] for index in fragment]
         anchor = [torch.nn.Parameter(each.detach().to(sum_dtype(each.dtype), copy=True)) for each in own]
+        named = [(known_as(each, ""), copy) for copy, each in zip(anchor, own, strict=True)]
+        learn(self, ((name, copy) for name, copy in named if name))
         try:
             outer = make_optimizer([*anchor, *frozen], merging.outer)
         except ConfigError as error:
@@ -570,8 +573,9 @@ class LocalSteps(LocalTrainingState):
         if (index := not_finite([parameter.detach() for parameter in self.trained])) is None:
             return None
         return (
-            f"trained parameter {index} is not finite, so the batch does not count: this peer goes back to the last "
-            "merge, and trains on from there. If it comes again, lower the learning rate"
+            f"trained parameter {known_as(self.trained[index], index)} is not finite, so the batch does not count: "
+            "this peer goes back to the last merge, and trains on from there. If it comes again, lower the learning "
+            "rate"
         )
 
     def go_back(self) -> None:

@@ -62,6 +62,7 @@ from shoal.optim.witness import Witness
 from shoal.optim.words import MOST_STEPS, Weigh, heeds, may_give, sites_of, weigh
 from shoal.peer import PeerID
 from shoal.progress import NO_STATE, StateKey, SwarmProgress, SwarmView
+from shoal.runtime.names import known_as
 from shoal.sometimes import sometimes
 from shoal.tasks import Changes, Tasks
 from shoal.wire import FollowSteps, Progress
@@ -800,7 +801,8 @@ class Participant:
             return False
         sometimes("accumulated gradients are not finite, and are dropped")
         self.training.discard()
-        reason = "gradients that are not finite: they are dropped"
+        name = known_as(self.training.trained[bad], f"trained parameter {bad}")
+        reason = f"gradients of {name} that are not finite: they are dropped"
         self._notices.rejected(bad, reason)
         return True
 

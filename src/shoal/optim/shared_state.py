@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from shoal.optim.optimizer_state import AnyTensor
 from shoal.optim.state_name import LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN, StateName
 from shoal.optim.training_state import TrainingState
 from shoal.progress import StateKey, bound
+from shoal.runtime.names import known_as
 from shoal.state import Manifest, SharedState, StateAway
 from shoal.wire import Digest, encode
 
@@ -69,6 +71,7 @@ def share(
         epoch=name.epoch,
         may_be_infinite=_extra(training),
         holds=training.agrees_with,
+        called=training.called,
     )
 
 
@@ -144,9 +147,10 @@ def why_not_ours(
     offered = manifest.tensors
     for index, tensor in enumerate(training.describe()):
         if index >= len(offered) or (offered[index].shape, offered[index].dtype) != (tensor.shape, tensor.dtype):
-            return f"tensor {index} of its state is not {tuple(tensor.shape)} {tensor.dtype} as ours"
+            return f"tensor {known_as(tensor, index)} of its state is not {tuple(tensor.shape)} {tensor.dtype} as ours"
     if wrong := set(manifest.infinite).difference(_extra(training)):
-        return f"tensor {min(wrong)} of its state, which is trained, holds infinities"
+        name = dict(enumerate(map(known_as, training.describe(), count()))).get(min(wrong), min(wrong))
+        return f"tensor {name} of its state, which is trained, holds infinities"
     values = manifest.metadata.get("training")
     return training.check(values, offered) or (misfits.why_not(values, offered) if misfits is not None else None)
 

@@ -18,6 +18,7 @@ from shoal.optim.optimizer_state import OptimizerState
 from shoal.runtime.averager import DecentralizedAverager
 from shoal.runtime.checks import flag, seconds
 from shoal.runtime.dht import DHT
+from shoal.runtime.names import known_as, learn_from
 from shoal.runtime.pool import DaemonPool
 from shoal.runtime.sharing import DEFAULT_STATE_TIMEOUT_S
 from shoal.untraced import untraced
@@ -50,7 +51,7 @@ class TrainingAverager(DecentralizedAverager):
         average_gradients: average `.grad` of those that require a gradient; one that is None counts as zeros.
         average_opt_statistics: names of statistics in the optimizer's state (`exp_avg_sq`) to average.
         extra_tensors: more tensors to average and to share.
-        parameter_names: by which a codec may choose; None: their numbers.
+        parameter_names: by which a codec may choose; None: those that `opt` was given, else their numbers.
         initialize_optimizer: where a statistic to average is missing, make it by a step with gradients of zero, which
             leaves the parameters as they are.
         options: of `DecentralizedAverager`.
@@ -86,14 +87,16 @@ class TrainingAverager(DecentralizedAverager):
         self.average_gradients = flag("average_gradients", average_gradients)
         self.opt_statistics = tuple(average_opt_statistics)
         self._parameters = [each for group in opt.param_groups for each in group["params"]]
-        self._names = list(range(len(self._parameters)) if parameter_names is None else parameter_names)
+        learn_from(opt)
+        known = [known_as(each, number) for number, each in enumerate(self._parameters)]
+        self._names = known if parameter_names is None else list(parameter_names)
         if len(self._names) != len(self._parameters):
             raise ConfigError(f"parameter_names has {len(self._names)} names for {len(self._parameters)} parameters")
         if flag("initialize_optimizer", initialize_optimizer) and self._missing() is not None:
             _step_with_zeros(opt, self._parameters)
         if (missing := self._missing()) is not None:
             raise ConfigError(
-                f"average_opt_statistics: the state of parameter {missing[0]} has no tensor {missing[1]!r}"
+                f"average_opt_statistics: the state of parameter {self._names[missing[0]]} has no tensor {missing[1]!r}"
             )
         self._kept = OptimizerState(opt)
         self._one_step = TensorLock()  # no thread keeps it, whatever interrupts it
@@ -102,7 +105,7 @@ class TrainingAverager(DecentralizedAverager):
         local = list(self._local())
         if not local:
             raise ConfigError("there is nothing to average: set average_parameters or average_gradients to True")
-        check_tensors({f"{_CALLED[role]} {key!r}": tensor for tensor, key, role in local})
+        check_tensors([(f"{_CALLED[role]} {key!r}", tensor) for tensor, key, role in local])
         infos = [CompressionInfo.from_tensor(tensor, key, role) for tensor, key, role in local]
         copies = [torch.zeros(each.shape, dtype=each.dtype, device=each.device) for each, *_ in local]
         super().__init__(copies, dht, start=start, prefix=prefix, **{"tensor_infos": infos, **options})

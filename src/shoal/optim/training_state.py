@@ -35,6 +35,7 @@ from shoal.optim.schedule import advance, count_of, put_back, rates_of, restore_
 from shoal.optim.state_name import LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN
 from shoal.optim.trial import blank_statistics, mixes_values
 from shoal.optim.value_mark import Changed, OutsideChanges, ValueMark
+from shoal.runtime.names import known_as
 from shoal.runtime.thread_state import ThreadState, forget_casts, way_of
 from shoal.wire import encode
 
@@ -145,11 +146,14 @@ class TrainingState:
             parameter for group in optimizer.param_groups for parameter in group["params"]
         )
         trained = _trained(self.parameters)
-        named = {f"parameter {index} of the optimizer": each for index, each in enumerate(self.parameters)}
-        named.update({f"extra_tensors[{index}]": each for index, each in enumerate(self.extra_tensors)})
-        averaged = {name: each for name, each in named.items() if each.requires_grad or each.is_floating_point()}
-        check_tensors(averaged)
-        for name, each in named.items():
+        named = [
+            (f"parameter {known_as(each, index)} of the optimizer", each) for index, each in enumerate(self.parameters)
+        ]
+        for index, each in enumerate(self.extra_tensors):
+            name = known_as(each, "")
+            named.append((f"extra_tensors[{index}]" + (f" ({name})" if name else ""), each))
+        check_tensors([(name, each) for name, each in named if each.requires_grad or each.is_floating_point()])
+        for name, each in named:
             try:
                 dtype_name(each.dtype)
             except ConfigError as error:
@@ -397,7 +401,8 @@ class TrainingState:
             return None
         parameter, dtype = self.trained[index], str(values[index].dtype).removeprefix("torch.")
         what = (
-            f"trained parameter {index} ({dtype}) is not finite, so its gradients are not either, and no batch counts"
+            f"trained parameter {known_as(parameter, index)} ({dtype}) is not finite, so its gradients are not either, "
+            "and no batch counts"
         )
         if self.epoch == 0:
             return f"{what}. No step was taken yet: look at how the model was made or loaded"
@@ -425,8 +430,8 @@ class TrainingState:
         for index, (parameter, before) in enumerate(zip(listed, known, strict=True)):
             if parameter is not before:
                 raise ConfigError(
-                    f"parameter {index} of the optimizer was replaced since the run began: make a new shoal.Optimizer "
-                    "to train others"
+                    f"parameter {known_as(before, index)} of the optimizer was replaced since the run began: make a "
+                    "new shoal.Optimizer to train others"
                 )
         self.check_dtypes()
         self._kept.check_options()
@@ -434,8 +439,8 @@ class TrainingState:
             if parameter.requires_grad:
                 index = next(i for i, each in enumerate(known) if each is parameter)
                 raise ConfigError(
-                    f"parameter {index} of the optimizer requires a gradient, and did not when the run began: unfreeze "
-                    "it before, or make a new shoal.Optimizer"
+                    f"parameter {known_as(parameter, index)} of the optimizer requires a gradient, and did not when "
+                    "the run began: unfreeze it before, or make a new shoal.Optimizer"
                 )
 
     def check_dtypes(self) -> None:
@@ -444,8 +449,8 @@ class TrainingState:
             if parameter.dtype is not dtype or parameter.shape != shape:
                 was, now = f"{dtype} {tuple(shape)}", f"{parameter.dtype} {tuple(parameter.shape)}"
                 raise ConfigError(
-                    f"parameter {index} of the optimizer is {now} now, and was {was} when the run began: convert the "
-                    "model before, or make a new shoal.Optimizer"
+                    f"parameter {known_as(parameter, index)} of the optimizer is {now} now, and was {was} when the run "
+                    "began: convert the model before, or make a new shoal.Optimizer"
                 )
 
     def absent(self) -> bytes:
@@ -613,9 +618,10 @@ class TrainingState:
         moved = [i for i, (each, mine) in pairs if not (each.requires_grad or mine) and each.grad is not None]
         self._frozen_steps = self._frozen_steps + 1 if moved else 0
         if self._frozen_steps == _FROZEN_FOR:
+            name = known_as(self.trained[moved[0]], moved[0])
             self.frozen_here = (
-                f"trained parameter {moved[0]} is frozen here (requires_grad=False), and the swarm's steps go on to "
-                "change it, because other peers train it: freeze it on all peers, or on none"
+                f"trained parameter {name} is frozen here (requires_grad=False), and the swarm's steps go on to change "
+                "it, because other peers train it: freeze it on all peers, or on none"
             )
 
     def _clip_factor(self) -> float:
@@ -760,6 +766,13 @@ class TrainingState:
         """The most tensors that a state of others may have, with the statistics of their optimizer."""
         return _MOST_TENSORS + _MOST_STATISTICS * len(self.describe())
 
+    def called(self, position: int) -> str:
+        """The tensor of this number in `export`, for people."""
+        fixed = self.describe()
+        if position < len(fixed):
+            return f"tensor {known_as(fixed[position], position)} of the state"
+        return f"{self._kept.called(position - len(fixed))} in the state"
+
     def describe(self) -> list[torch.Tensor]:
         """The tensors whose shapes and dtypes every peer of the run shares: the first of `export`."""
         return [*self.parameters, *self.extra_tensors]
@@ -884,7 +897,7 @@ class TrainingState:
             raise ValueError(f"{fixed!r:.20} parameters and extra tensors where there are {len(own)} here")
         for index, (mine, theirs) in enumerate(zip(own, tensors, strict=False)):
             if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
-                raise ValueError(f"tensor {index} is {tuple(theirs.shape)} {theirs.dtype}")
+                raise ValueError(f"tensor {known_as(mine, index)} is {tuple(theirs.shape)} {theirs.dtype}")
         return epoch, scheduled
 
     def resume(self, epoch: int, scheduled: int) -> None:

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shoal.runtime.names import known_as
+
 __all__ = [
     "blank_statistics",
     "draws_random_numbers",
@@ -78,7 +80,8 @@ def try_step(
             own_failure, expected = _step(optimizer, parameter, own, optimizer.state)
             if own_failure is None:
                 why = _difference(expected, entry) or failure
-                raise ValueError(f"parameter {numbers[id(parameter)]} cannot be stepped from it: {why}")
+                name = known_as(parameter, numbers[id(parameter)])
+                raise ValueError(f"parameter {name} cannot be stepped from it: {why}")
 
 
 def needs(optimizer: torch.optim.Optimizer, states: Sequence[Mapping[Any, Any]]) -> str | None:

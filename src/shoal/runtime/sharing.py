@@ -77,7 +77,14 @@ class SharesState:
         epoch = min(max(0, int(self.state_sharing_priority)), MAX_EPOCH)
         averaged = {tensor.data_ptr() for tensor in self._locked.tensors}
         others = [i for i, tensor in enumerate(tensors) if tensor.data_ptr() not in averaged]
-        return SharedState(metadata, tensors, codecs, epoch, may_be_infinite=others)
+        return SharedState(
+            metadata,
+            tensors,
+            codecs,
+            epoch,
+            may_be_infinite=others,
+            called=lambda i: f"tensor {chosen[i].key} of the state",
+        )
 
     @property
     def allow_state_sharing(self) -> bool:

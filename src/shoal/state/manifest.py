@@ -413,13 +413,16 @@ def _worst_value(tensor: torch.Tensor) -> str:
     return "" if bool(torch.isfinite(low)) and bool(torch.isfinite(high)) else "infinity"
 
 
-def infinite_tensors(tensors: Sequence[torch.Tensor], share: range, allowed: Collection[int]) -> list[int]:
+def infinite_tensors(
+    tensors: Sequence[torch.Tensor], share: range, allowed: Collection[int], called: Callable[[int], str]
+) -> list[int]:
     """The positions of the tensors that hold infinities.
 
     Args:
         tensors: the state.
         share: the positions to look at.
         allowed: where infinities are meant to be.
+        called: what people call the tensor of a position.
 
     Raises:
         ConfigError: there is NaN somewhere, or an infinity elsewhere; names the tensor.
@@ -428,6 +431,6 @@ def infinite_tensors(tensors: Sequence[torch.Tensor], share: range, allowed: Col
     for index, worst in worst_values([tensors[position] for position in share]):
         position = share[index]
         if worst == "NaN" or position not in allowed:
-            raise ConfigError(f"tensor {position} of the state holds {worst}, so it is not given to others")
+            raise ConfigError(f"{called(position)} holds {worst}, so it is not given to others")
         found.append(position)
     return found

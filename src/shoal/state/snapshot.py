@@ -90,6 +90,7 @@ class SharedState:
             or with NaN, went wrong: it is not shared.
         holds: whether a copy is one of the state, and not of what came into its place while it was made. It is given
             what gives the bytes of the tensor of a number. None: nothing comes there. It goes with no codecs only.
+        called: what people call the tensor of a position.
     """
 
     metadata: Any
@@ -98,6 +99,7 @@ class SharedState:
     epoch: int = 0
     may_be_infinite: Collection[int] = ()
     holds: Callable[[Callable[[int], memoryview]], bool] | None = None
+    called: Callable[[int], str] = "tensor {} of the state".format
 
 
 HoldState = Callable[[], AbstractAsyncContextManager[SharedState]]
@@ -352,7 +354,7 @@ class SnapshotStore:
                 tensors = state.tensors
                 specs = list(describe(tensors, state.codecs))
                 parts = shares(specs)
-                looks = (run(infinite_tensors, tensors, part, state.may_be_infinite) for part in parts)
+                looks = (run(infinite_tensors, tensors, part, state.may_be_infinite, state.called) for part in parts)
                 infinite = [position for found in await asyncio.gather(*looks) for position in found]
                 layout = self._plan(state, specs, infinite)
                 _, data = allocate(layout.total_bytes, torch.uint8)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.integration import zero_changed as changes
-from tests.integration.ranks import Ranks, ranks
+from tests.integration.ranks import Failed, Ranks, ranks
 
 DEFAULT = ("data = values", "copy_", "xavier_uniform_", "load_state_dict", "data from a model")
 VECTORS = ("parameters_to_vector", "a vector and noise", "data = another's * 0.5", "data = a mean")
@@ -96,11 +96,51 @@ def test_a_parametrization_that_is_taken_away(pool: Ranks) -> None:
             assert all(key in words and "before shard()" in words for words in found), found
 
 
-def test_a_parameter_that_is_swapped_with_another_tensor(pool: Ranks) -> None:
-    """It was not trained, in silence; and a copy of the optimizer had lost its ranks."""
-    for swapped, copied in pool.play(2, changes.swapped):
-        assert swapped.startswith("LocalError: head.weight was swapped with another tensor"), swapped
-        assert copied.startswith("LocalError: a sharded optimizer is copied"), copied
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_parameter_that_is_swapped_with_another_tensor(pool: Ranks, stage: int) -> None:
+    """It was not trained, in silence; stage 3 said that tensors have different slots, and exchanged two of its own."""
+    for found in pool.play(2, changes.swapped, stage):
+        for words in found:
+            assert "copy_()" in words, words
+            assert any(each in words for each in ("head.weight", "layers.0.weight")), words
+
+
+def test_a_sharded_optimizer_that_is_copied(pool: Ranks) -> None:
+    """It had lost its ranks."""
+    for words in pool.play(2, changes.copied):
+        assert words.startswith("LocalError: a sharded optimizer is copied"), words
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_sharded_model_in_distributed_data_parallel(pool: Ranks, stage: int) -> None:
+    """Torch said that elements share memory, in a backward pass, or that an operator has no sharding strategy."""
+    for words, *of_a_copy in pool.play(2, changes.wrapped, stage):
+        assert words.startswith("ConfigError: a model of shoal.zero is given to DistributedDataParallel"), words
+        assert of_a_copy in ([], [""])
+
+
+def test_a_value_that_one_rank_changes_unseen(pool: Ranks) -> None:
+    """It spared the values that were looked at, and was taken over or lost by whoever keeps this tile."""
+    for clipped, stepped, saved, after in pool.play(2, changes.hidden):
+        assert stepped.startswith("ConfigError: the program has changed layers.0.weight to other values on rank 1")
+        assert (clipped, saved, after) == (stepped, stepped, "")
+
+
+def test_parts_that_are_read(pool: Ranks) -> None:
+    """A part is blank until it is read."""
+    for found in pool.play(2, changes.read_parts):
+        assert found == [True] * len(found)
+
+
+@pytest.mark.parametrize("how", ["less its mean", "divided by its norm", "cumsum_"])
+def test_a_change_for_which_a_rank_waits_for_others(pool: Ranks, how: str) -> None:
+    """It depends on rows of others, which do something else: the error did not say for which weight it waits."""
+    for found in pool.outcomes(2, changes.needs_others, how):
+        assert isinstance(found, Failed), found
+        assert found.kind == "RankLost", found
+        assert "rank 0 is in operation" in found.message, found
+        assert "to gather layers.0.weight of unit layers.0" in found.message, found
+        assert "what reads or changes weights of stage 3" in found.message, found
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 2, 3])

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, prune, vector_to_parameters
 
 import shoal.zero
@@ -305,6 +306,15 @@ APART: dict[str, tuple[int | None, Callable[[Any], object]]] = {
     "unlike seeds": (None, lambda model: (torch.manual_seed(dist.get_rank()), model.layers[1].weight.normal_())),
     "unlike numbers": (None, lambda model: model.layers[0].weight.mul_(2.0 + dist.get_rank())),
     "unlike values": (None, lambda model: model.layers[0].weight.copy_(values() + dist.get_rank())),
+    "a row": (0, lambda model: _put(model.layers[0].weight, 0, 0.25)),
+    "a row of zeros": (1, lambda model: model.layers[0].weight[0].zero_()),
+    "a row added to": (0, lambda model: _add_to_row(model.layers[0].weight)),
+    "diagonal": (1, lambda model: model.layers[0].weight.diagonal().fill_(0.25)),
+    "drawn rows": (0, lambda model: torch.nn.init.normal_(model.layers[0].weight[1:3])),
+    "rows by numbers": (1, lambda model: _put(model.layers[0].weight, [3, 0], 0.25)),
+    "a row by out=": (0, lambda model: torch.add(values()[0], 1.0, out=model.layers[0].weight[0])),
+    "copy_": (1, lambda model: model.head.weight.copy_(values())),
+    "unlike places": (None, lambda model: model.layers[0].weight[dist.get_rank()].zero_()),
     "unlike rows": (None, lambda model: _put(model.layers[0].weight.data, 0, 2.0 + dist.get_rank())),
 }
 """Changes that one rank alone makes, or all of them otherwise (None)."""
@@ -352,12 +362,77 @@ def frozen_in_inference_mode() -> str:
     return said(optimizer.step)
 
 
-def swapped() -> list[str]:
-    """What stage 2 says where a parameter is swapped with another tensor; and where its optimizer is copied."""
-    model, optimizer = shoal.zero.shard(Net(), lambda each: torch.optim.SGD(each, lr=0.1), stage=2)
-    torch.utils.swap_tensors(model.head.weight, torch.nn.Parameter(values()))  # type: ignore[no-untyped-call]
-    words = said(lambda: model(_batch(0, 0)).square().mean().backward()) or said(optimizer.step)
-    return [words, said(lambda: copy.deepcopy(optimizer))]
+def swapped(stage: int) -> list[str]:
+    """What is said where a parameter is swapped: with another tensor, with another parameter, by `load_state_dict`."""
+    found = []
+    for how in ("tensor", "parameter", "load_state_dict"):
+        model, optimizer = shoal.zero.shard(Net(), lambda each: torch.optim.SGD(each, lr=0.1), stage=stage)
+        model.to("cpu")  # swaps, too, and changes nothing
+
+        def swap(model: Any = model, how: str = how) -> None:
+            if how == "load_state_dict":
+                torch.__future__.set_swap_module_params_on_conversion(True)
+                model.load_state_dict(_whole(model))
+                return
+            other = model.layers[0].weight if how == "parameter" else torch.nn.Parameter(values())
+            torch.utils.swap_tensors(model.head.weight, other)  # type: ignore[no-untyped-call]
+
+        def train(model: Any = model, optimizer: Any = optimizer) -> None:
+            model(_batch(0, 0)).square().mean().backward()
+            optimizer.step()
+
+        try:
+            found.append(said(swap) or said(train))
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+    return found
+
+
+def copied() -> str:
+    """What is said where a sharded optimizer is copied."""
+    _, optimizer = shoal.zero.shard(Net(), lambda each: torch.optim.SGD(each, lr=0.1), stage=2)
+    return said(lambda: copy.deepcopy(optimizer))
+
+
+def wrapped(stage: int) -> list[str]:
+    """What `DistributedDataParallel` says of a sharded model, and of a copy of one, which is no more sharded."""
+    model, _ = shoal.zero.shard(Net(), lambda each: torch.optim.SGD(each, lr=0.1), stage=stage)
+    words = [said(lambda: DistributedDataParallel(model))]
+    return words if stage == 3 else [*words, said(lambda: DistributedDataParallel(copy.deepcopy(model)))]
+
+
+def hidden() -> list[str]:
+    """What a step says behind a change of one value, through ``.data``, on one rank alone."""
+    return _apart(1, lambda model: _put(model.layers[0].weight.data, (0, 1), 5.0), 2)
+
+
+def read_parts() -> list[bool]:
+    """Whether parts of a weight of stage 3 that a program reads are those of one process."""
+    weight: Any = Net().state_dict()["layers.0.weight"]
+    model, _ = shoal.zero.shard(Net(), lambda each: torch.optim.SGD(each, lr=0.1), stage=3)
+    ways: list[Callable[[Any], Any]] = [
+        lambda each: each[1],
+        lambda each: each[1:3][1],
+        lambda each: each.chunk(2)[1],
+        lambda each: each.flatten()[3:9] * 2,
+        lambda each: each.diagonal().sum(),
+    ]
+    found = []
+    for way in ways:
+        with torch.no_grad():
+            part = way(model.layers[0].weight)
+            found.append(bool(torch.equal(part.full_tensor(), way(weight))))
+    return found
+
+
+def needs_others(how: str) -> str:
+    """What is said where one rank alone changes a weight by what depends on rows of others."""
+    model, _ = shoal.zero.shard(Net(), lambda each: torch.optim.SGD(each, lr=0.1), stage=3)
+    with torch.no_grad():
+        if dist.get_rank() == 0:
+            RIGHT[how](model)
+        model(_batch(0, 0))
+    return ""
 
 
 def saved_before_a_step() -> float:

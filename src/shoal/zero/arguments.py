@@ -9,12 +9,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from shoal.compression.memory import overlaps
+from shoal.errors import ConfigError
 from shoal.runtime.models import limited_embeddings
 from shoal.zero.fsdp import is_sharded, missing, roots
 from shoal.zero.offload import problem_of
 from shoal.zero.parameters import hooks_of, local, named_parameters, wide_dtype
 
-__all__ = ["problems"]
+__all__ = ["problems", "refuse_to_wrap"]
 
 
 def problems(
@@ -168,3 +169,21 @@ def _overlaps(model: torch.nn.Module) -> Iterator[str]:
                 "carry: tie parameters by assigning the same one to both, and compute in forward what a buffer has of "
                 "a parameter"
             )
+
+
+class _NotToBeWrapped(list[str]):
+    """The parameters that `DistributedDataParallel` is to leave alone: it asks for them before it does anything."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise ConfigError(
+            "a model of shoal.zero is given to DistributedDataParallel, which would reduce its gradients once more: "
+            "call the model that shard() returned, without DistributedDataParallel"
+        )
+
+    def __reduce__(self) -> tuple[type[list[str]], tuple[()]]:
+        return list, ()  # a copy of the model is no model of shoal.zero
+
+
+def refuse_to_wrap(model: torch.nn.Module) -> None:
+    """Let `DistributedDataParallel` raise `ConfigError` for this model."""
+    model._ddp_params_and_buffers_to_ignore = _NotToBeWrapped()  # type: ignore[assignment]  # noqa: SLF001 (torch's name)

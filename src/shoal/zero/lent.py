@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -111,8 +112,7 @@ class _Lent:
             given = [each for each in tensors_in([*args, *kwargs.values()]) if isinstance(each, _Lent)]
             setting = func.__self__.__name__ if name == "__set__" else ""  # type: ignore[attr-defined]
             if name not in LOOKS:
-                for each in given:
-                    each.check_read(name)
+                _check_reads(name, given, args, kwargs)
                 if name in _EXPORTS and is_lent(args[0]):
                     args = [args[0].detach().clone(), *args[1:]]
             if setting == "grad" and isinstance(args[0], Shard):
@@ -209,8 +209,22 @@ class Shard(_Lent, DTensor):
         with self.watch.named(self.watch.turn(f"to gather {self.label}")):
             return super().full_tensor(**options)
 
-    def check_read(self, _: str) -> None:
+    @property
+    def __class__(self) -> type[Shard]:
+        """As of any object. `swap_tensors` asks for it, and would raise an error that names no weight."""
+        asks = sys._getframe(1).f_code is torch.utils.swap_tensors.__code__  # noqa: SLF001 (nothing else tells)
+        if asks and not rows.called_in("torch.nn.modules.module", 2):  # `module.to` swaps, too
+            rows.refused("swap_tensors", self.label)
+        return Shard
+
+    @__class__.setter
+    def __class__(self, kind: type) -> None:
+        object.__dict__["__class__"].__set__(self, kind)
+
+    def check_read(self, name: str) -> None:
         """It may have been taken from another one that has changed since."""
+        if name == "module_load":  # of `load_state_dict`, as torch.__future__ has it; swap_tensors would follow
+            rows.refused(name, self.label)
         rows.refresh(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -313,12 +327,27 @@ def is_in_place(name: str, kwargs: Mapping[str, Any]) -> bool:
     return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True
 
 
+def _check_reads(name: str, given: Sequence[_Lent], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Look whether a function can read what it was given; what it changes of shards is taken from the weight itself."""
+    if name == "__setitem__" and rows.is_itself(*args):
+        return
+    changes = _targets(name, args, kwargs)
+    for each in given:
+        if not (isinstance(each, Shard) and any(each is other for other in changes)):
+            each.check_read(name)
+
+
+def _targets(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a function changes."""
+    target = args[0] if args else kwargs.get("tensor", kwargs.get("self"))
+    changes = name not in LOOKS and is_in_place(name, kwargs)
+    return [*tensors_in([kwargs.get("out"), target if changes else None])]
+
+
 def _changed(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Shard]:
     """The shards that a function changes. Raises `ConfigError` if the change would be lost."""
-    in_place = is_in_place(name, kwargs)
-    target = args[0] if args else kwargs.get("tensor", kwargs.get("self"))
     found = {}
-    for each in tensors_in([kwargs.get("out"), target if in_place and name not in LOOKS else None]):
+    for each in _targets(name, args, kwargs):
         if isinstance(each, _Guarded):
             raise ConfigError(
                 f"{each.loan.name} is changed ({name}) while that unit runs: in stage 3 the change would be lost, as "
@@ -336,6 +365,8 @@ def _write(
     """Change shards by a function, or set an attribute of this name."""
     changed = targets[0]
     rows.refused(name, changed.label)
+    if name == "__setitem__" and rows.is_itself(*args):
+        return None
     if name == "data" and isinstance(args[1], torch.Tensor):
         other = args[1] if isinstance(args[1], Shard) and args[1].writes not in (None, changed.writes) else None
         rows.assign(changed, changed.label, args[1], "" if other is None else other.label)
@@ -346,7 +377,8 @@ def _write(
         kwargs.get("out") is not None and not any(isinstance(each, Shard) for each in read)
     )
     if drawn or (_watching and not rows.by_rows(name, targets, read)):
-        write = partial(rows.write_whole, func, name, targets, fresh=drawn)
+        alone = rows.by_place(name, targets, read)
+        write = partial(rows.write_whole, func, name, targets, fresh=drawn, alone=alone)
         return _called(write, name, [args, kwargs], {}, targets)
     found = _called(func, name, rows.spread(changed, list(args)), rows.spread(changed, dict(kwargs)), targets)
     _mark(found, targets)
@@ -379,6 +411,9 @@ def _called(
             return [one.copy_(other) for one, other in zip(args[0], args[1], strict=True)]
         if shard is not None and rows.draws(name) and args[0] is shard:
             return rows.compute_whole(func, name, shard, args, kwargs)
+        sends = name not in LOOKS or name in rows.TAKES
+        if sends and shard is not None and shard.watch is not None and _watching and not isinstance(func, partial):
+            return rows.take(func, shard, args, kwargs)
         return func(*args, **kwargs)
     except (RuntimeError, NotImplementedError, AssertionError) as error:
         said = str(error).strip()

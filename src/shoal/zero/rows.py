@@ -4,9 +4,12 @@ A program writes as if the weight were whole: `load_state_dict`, `torch.nn.init`
 that it gives are the same on all ranks, so each rank takes its own rows of them. Random values are drawn for the whole
 weight, as in one process, and each rank keeps its rows: torch would draw the same rows on all ranks.
 
-A change that treats each value by itself is made to the rows. For any other one (``weight[3:5] = 0``) all ranks gather
-the weight, change it as in one process, and keep their rows of it. So it is with a part of a weight that torch takes as
-a copy (``weight[0].zero_()``): it remembers how it was taken, and changes of it are made to the weight.
+A change that treats each value by itself is made to the rows. Any other one is made to a whole weight, as in one
+process, and each rank keeps its rows of that: where a value depends on other rows (``weight.cumsum_(0)``), all ranks
+gather it; where none does (``weight[3:5] = 0``), the other rows are blank. So it is with a part of a weight that torch
+takes as a copy (``weight[0].zero_()``): it remembers how it was taken, and changes of it are made to the weight.
+
+What needs others waits for them, so a rank that does it alone waits for good: `Sending` names it then.
 """
 
 from __future__ import annotations
@@ -19,16 +22,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from shoal.errors import ConfigError
 from shoal.runtime.nested import tensors_in
 
 __all__ = [
+    "TAKES",
+    "Sending",
     "Taken",
     "Writes",
     "as_whole",
     "assign",
+    "by_place",
     "by_rows",
     "called_in",
     "compute_whole",
@@ -38,6 +45,7 @@ __all__ = [
     "refused",
     "shares_memory",
     "spread",
+    "take",
     "ways_to_take",
     "write_whole",
 ]
@@ -58,7 +66,12 @@ _BY_VALUE = (
     | {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"}
 )
 """Functions that change each value by itself."""
-_TAKES = frozenset({"__getitem__", "chunk", "diagonal", "flatten", "narrow", "ravel", "reshape", "select", "split"}) | {
+_BY_PLACE = _BY_VALUE | frozenset(
+    {"__setitem__", "fill_diagonal_", "index_add_", "index_copy_", "index_fill_", "index_put_", "masked_scatter_"}
+    | {"scatter_", "scatter_add_", "tril_", "triu_"}
+)
+"""Functions that make each value of itself, its place, and what they are given."""
+TAKES = frozenset({"__getitem__", "chunk", "diagonal", "flatten", "narrow", "ravel", "reshape", "select", "split"}) | {
     "tensor_split",
     "unflatten",
     "unfold",
@@ -73,6 +86,7 @@ _TAKES = frozenset({"__getitem__", "chunk", "diagonal", "flatten", "narrow", "ra
 """Functions whose result is a part of a tensor, in one process."""
 _MOVES = frozenset(
     {"as_strided_", "resize_", "resize_as_", "set_", "share_memory_", "squeeze_", "swapaxes_", "t_", "transpose_"}
+    | {"module_load", "swap_tensors"}
 )
 """Functions that change where values are, or their shape."""
 
@@ -91,6 +105,38 @@ class Taken(NamedTuple):
 
     base: Any
     take: Callable[[torch.Tensor], torch.Tensor]
+
+
+class _Sends(Exception):
+    """An operation on shards is about to send something."""
+
+
+class Sending(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Names what torch sends for an operation on a shard.
+
+    Args:
+        shard: a `Shard`.
+        name: of the operation.
+        refused: whether to raise `_Sends` instead.
+    """
+
+    def __init__(self, shard: Any, name: str, *, refused: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._watch, self._doing, self._refused = shard.watch, f"to gather {shard.label} for {name}", refused
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """See `TorchDispatchMode`."""
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # it makes an operation on rows of it, and what is sent
+        if func.namespace != "_c10d_functional":
+            return func(*args, **(kwargs or {}))
+        if self._refused:
+            raise _Sends
+        with self._watch.named(self._watch.turn(self._doing)):
+            found = func(*args, **(kwargs or {}))
+            return torch.ops._c10d_functional.wait_tensor(found) if isinstance(found, torch.Tensor) else found  # noqa: SLF001
 
 
 class Writes:
@@ -178,6 +224,19 @@ def by_rows(name: str, targets: Sequence[Any], read: Sequence[torch.Tensor]) -> 
     )
 
 
+def by_place(name: str, targets: Sequence[Any], read: Sequence[torch.Tensor]) -> bool:
+    """Whether the rows of this rank are enough for a change, though it is made to a whole weight.
+
+    Args:
+        name: of the function.
+        targets: what it changes, each a `Shard`.
+        read: the tensors that it reads.
+    """
+    return (name in _BY_PLACE or name.startswith("_foreach_")) and not any(
+        isinstance(each, DTensor) and each.ndim and not any(each is target for target in targets) for each in read
+    )
+
+
 def write_whole(
     func: Callable[..., Any],
     name: str,
@@ -186,6 +245,7 @@ def write_whole(
     kwargs: Mapping[str, Any],
     *,
     fresh: bool,
+    alone: bool,
 ) -> Any:
     """Let a function change whole tensors, and keep the rows of this rank. All ranks call it.
 
@@ -196,6 +256,7 @@ def write_whole(
         args: its arguments, `targets` among them.
         kwargs: the same.
         fresh: it overwrites all values, and needs none of the old ones.
+        alone: no row depends on others.
 
     Returns:
         The target, or what it returns else.
@@ -212,7 +273,7 @@ def write_whole(
             root = root.taken.base
         weight = id(root.writes or root), root.shape
         if weight not in wholes:
-            whole = _blank(root) if fresh and not ways else _gathered(root)
+            whole = _blank(root) if fresh and not ways else _placed(root) if fresh or alone else _gathered(root)
             if whole.data_ptr() == root.to_local().data_ptr():  # of one rank
                 whole = whole.clone()
             # A change of a leaf that requires a gradient is torch's error, as in one process.
@@ -225,8 +286,12 @@ def write_whole(
     def each(value: Any) -> Any:
         return parts[id(value)][1] if id(value) in parts else _gathered(value)
 
+    given = [args[1:], kwargs]
     args, kwargs = tree_map(each, (list(args), dict(kwargs)))
     result = func(*args, **kwargs)
+    # Rows of others may be blank: so what is compared is where a part lies, and what it was given or is now.
+    said: list[Any] = [f"{each.storage_offset()} {tuple(each.shape)} {each.stride()}" for _, each in parts.values()]
+    said += [part for _, part in parts.values()] if fresh else given
     with torch.no_grad():
         for root, whole in wholes.values():
             if whole.shape != root.shape:
@@ -235,7 +300,7 @@ def write_whole(
             if root.requires_grad != whole.requires_grad:  # as of `torch.zeros(..., out=weight)`
                 root.requires_grad_(whole.requires_grad)
             if root.writes is not None:
-                root.writes.note(name, whole)
+                root.writes.note(name, *(said if fresh or alone else [whole]))
     return next((target for target, part in parts.values() if part is result), result)
 
 
@@ -278,6 +343,15 @@ def _blank(shard: DTensor) -> torch.Tensor:
     return torch.empty(shard.shape, dtype=shard.dtype, device=shard.to_local().device)
 
 
+def _placed(shard: DTensor) -> torch.Tensor:
+    """A whole weight that has the rows of this rank, and zeros in place of others."""
+    found = _blank(shard).zero_()
+    count = -(-len(found) // shard.device_mesh.size())
+    first = count * shard.device_mesh.get_local_rank()
+    found[first : first + count].copy_(shard.to_local().detach())
+    return found
+
+
 def _gathered(value: Any) -> Any:
     """A sharded tensor as a whole one of this rank; any other value as it is."""
     if not isinstance(value, DTensor):
@@ -299,7 +373,7 @@ def ways_to_take(
         args: its arguments, the first one `base`.
         kwargs: the same.
     """
-    if getattr(func, "__name__", "") not in _TAKES or not args or args[0] is not base:
+    if getattr(func, "__name__", "") not in TAKES or not args or args[0] is not base:
         return []
 
     def take(number: int, value: torch.Tensor) -> torch.Tensor:
@@ -314,12 +388,53 @@ def ways_to_take(
     return listed
 
 
+def take(func: Callable[..., Any], shard: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a function takes of a shard. A part that needs others is blank until it is read: see `refresh`."""
+    name = getattr(func, "__name__", "")
+    if name in TAKES and args[0] is shard and not (torch.is_grad_enabled() and shard.requires_grad):
+        try:
+            with Sending(shard, name, refused=True):
+                return func(*args, **kwargs)
+        except _Sends:
+            if (parts := _parts(func, shard, args, kwargs)) is not None:
+                return parts
+    with Sending(shard, name):
+        return func(*args, **kwargs)
+
+
+def _parts(func: Callable[..., Any], shard: DTensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Memory for what a function takes of a shard; None if that would be no view in one process."""
+    nothing, device = torch.empty(shard.shape, dtype=shard.dtype, device="meta"), shard.to_local().device
+    try:
+        found = func(nothing, *args[1:], **kwargs)
+    except (RuntimeError, NotImplementedError):  # by a mask: it depends on values
+        return None
+    if not all(each._is_view() for each in tensors_in(found)):  # noqa: SLF001 (there is no other way to ask)
+        return None
+
+    def blank(part: torch.Tensor) -> DTensor:
+        memory = torch.empty(part.shape, dtype=part.dtype, device=device)
+        return DTensor.from_local(memory, shard.device_mesh, [Replicate()] * shard.device_mesh.ndim, run_check=False)
+
+    return tree_map_only(torch.Tensor, blank, found)
+
+
+def is_itself(target: Any, key: Any, value: Any) -> bool:
+    """Whether a value is the part of a shard that lies there, as in the second half of ``weight[0] += 1``."""
+    if getattr(value, "taken", None) is None or value.taken.base is not target:
+        return False
+    nothing = torch.empty(target.shape, dtype=target.dtype, device="meta")
+    mine, there = value.taken.take(nothing), nothing[key]
+    return (mine.storage_offset(), mine.shape, mine.stride()) == (there.storage_offset(), there.shape, there.stride())
+
+
 def refresh(value: Any) -> None:
     """Take a value anew: what it was taken from may have changed since. All ranks call it."""
     if value.taken is not None:
         refresh(value.taken.base)
-        with torch.no_grad():
-            value._local_tensor = value.taken.take(value.taken.base)._local_tensor  # noqa: SLF001 (the same object)
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), Sending(value, "a part"):  # noqa: SLF001 (torch's own way)
+            found = value.taken.take(value.taken.base).redistribute(placements=value.placements)
+            value._local_tensor = found.to_local()  # noqa: SLF001 (the same object)
 
 
 def shares_memory(one: DTensor, other: DTensor) -> bool:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from shoal.errors import ConfigError
 from shoal.runtime.checks import flag
-from shoal.zero.arguments import problems
+from shoal.zero.arguments import problems, refuse_to_wrap
 from shoal.zero.collectives import Collectives
 from shoal.zero.flat import FlatEngine
 from shoal.zero.fsdp import FsdpEngine, is_sharded, partition
@@ -185,8 +185,14 @@ def shard(  # noqa: PLR0913 (the choices of its users)
         replicas=replicas,
     )
     keep_places(model)
-    _sharded.add(model)
+    _seal(model)
     return model, optimizer
+
+
+def _seal(model: torch.nn.Module) -> None:
+    """It is sharded now."""
+    refuse_to_wrap(model)
+    _sharded.add(model)
 
 
 def _check_sparse(model: torch.nn.Module, stage: int, top_k: float | None, *, hybrid: bool) -> None:

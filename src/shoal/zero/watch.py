@@ -47,8 +47,8 @@ _ANSWER_S = 5 * VERDICT_S
 """How long a verdict may take: the store may be in a process that is frozen."""
 _NO_STORE = "the store of the process group, or the process that holds it (rank 0 or a launcher),"
 _IN_ORDER = (
-    "All ranks must call the same things in the same order (passes, step, save and others), also behind an error that "
-    "only one of them has had. The group cannot be used any more: start anew"
+    "All ranks must call the same things in the same order (passes, step, save, what reads or changes weights of stage "
+    "3, and others), also behind an error that only one of them has had. The group cannot be used any more: start anew"
 )
 _logger = logging.getLogger("shoal.zero")
 _VERDICT = "shoal.zero/lost"

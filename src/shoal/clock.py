@@ -78,15 +78,16 @@ class Elapsed:
     """
 
     def __init__(self, clock: Clock) -> None:
-        self._clock, self._seconds = own_clock(clock), 0.0
-        self._last = self._clock.time(), self._clock.monotonic()
+        self._clock = own_clock(clock)
+        self._last = self._clock.time(), self._clock.monotonic(), 0.0
 
     def time(self) -> float:
-        """The seconds since it was made."""
-        wall, steady = self._last
-        self._last = self._clock.time(), self._clock.monotonic()
-        self._seconds += max(0.0, self._last[0] - wall, self._last[1] - steady)
-        return self._seconds
+        """The seconds since it was made. Any thread may ask."""
+        wall, steady, seconds = self._last
+        now = self._clock.time(), self._clock.monotonic()
+        seconds += max(0.0, now[0] - wall, now[1] - steady)
+        self._last = *now, seconds  # at once: of two threads that ask, neither counts what the other one has counted
+        return seconds
 
 
 class SharedClock:

@@ -1,18 +1,24 @@
 """Which samples went into which step: every batch has a number, and is followed into the states that it made.
 
 The audit looks over the shoulder of `GradientSum` and `Participant`. What a peer brings to a round is written down when
-its values are copied in. The verdict names the contributors, so each state's samples are known without asking the code
-that counts them.
+its values are copied in. The verdict names, for each part, the members that count there, so each state's samples are
+known without asking the code that counts them.
+
+**The law.** A member gives the samples of the batches that it holds at the moment when its values are copied in, but no
+more than it may give at that moment. A part of the round has what is given by all members that count in it. The step
+names the mean over the parts, rounded down. A batch counts in one step at most, in all parts of that step or in some.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import pytest
 
-from shoal.averager import Averager
+from shoal.allreduce.interface import has_member
+from shoal.averager import Averager, StepResult
 from shoal.optim.gradient_sum import GradientSum
 from shoal.optim.participant import Participant
 from shoal.optim.phases import Update
@@ -21,11 +27,19 @@ from shoal.optim.state_name import StateName
 __all__ = ["SampleAudit"]
 
 
+class Give(NamedTuple):
+    """What a peer brings to a round: its batches, and how many of their samples count."""
+
+    batches: tuple[object, ...] = ()
+    samples: int = 0
+
+
 class Made(NamedTuple):
-    """How a state was made: from which one, and the batches that went into it by the last step."""
+    """How a state was made: from which one, and the batches that went into it by the last step, with their samples."""
 
     before: StateName
     batches: tuple[object, ...]
+    samples: int
 
 
 class SampleAudit:
@@ -33,17 +47,23 @@ class SampleAudit:
 
     Args:
         patch: puts the audit in place until the test ends.
+        batch_size: samples of each batch.
 
     Attributes:
         current: the number of the batch that is accumulated next; set it before `accumulate`.
         made: every state that any peer was about to take, by its digest.
+        cut: how often a peer held more than it may give.
+        in_part: how many of these states have a peer in some parts only.
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, batch_size: int) -> None:
         self.current: object = None
         self.made: dict[bytes, Made] = {}
+        self.cut = 0
+        self.in_part = set[bytes]()
+        self._size = batch_size
         self._in: dict[int, list[object]] = {}  # the batches in a sum
-        self._brought: dict[tuple[bytes, bytes], list[object]] = {}  # by round and peer
+        self._brought: dict[tuple[bytes, bytes], Give] = {}  # by round and peer
         self._wrap(patch)
 
     def _wrap(self, patch: pytest.MonkeyPatch) -> None:
@@ -63,24 +83,27 @@ class SampleAudit:
             forget(each)
             self._in[id(each)] = []
 
-        def contributes(each: Participant, name: StateName, said: int, most: int) -> Any:
-            found = contribute(each, name, said, most)
-            vars(each._averager)["brings"] = self._of(each) if each.own.name == name else []
+        def contributes(each: Participant, name: StateName, *args: Any) -> Any:
+            may_give = max(1, int(each._most_weight(each.core.peer_id)))
+            found = contribute(each, name, *args)
+            batches = self._of(each) if each.own.name == name else ()
+            self.cut += len(batches) * self._size > may_give
+            vars(each._averager)["brings"] = Give(batches, min(len(batches) * self._size, may_give))
             return found
 
         async def begins(each: Averager, group: Any, *args: Any) -> Any:
             round_ = await begin(each, group, *args)
-            self._brought[group.round_id, each.core.peer_id.raw] = vars(each).get("brings", [])
+            self._brought[group.round_id, each.core.peer_id.raw] = vars(each).get("brings", Give())
             return round_
 
         def is_ready(each: Participant, update: Update) -> None:
-            batches: list[object] = []
+            before, batches, samples = each.own.name, tuple[object, ...](), 0
             if update.is_step and each.last_round is None:
                 batches = self._of(each)
+                samples = len(batches) * self._size
             elif update.is_step and each.last_round is not None:
-                by = [peer.raw for peer in each.last_round.outcome.contributors]
-                batches = [batch for peer in by for batch in self._brought[each.last_round.round_id, peer]]
-            self.made[update.name.digest] = Made(each.own.name, tuple(sorted(batches, key=repr)))
+                batches, samples = self._taken(each.last_round, update.name)
+            self.made[update.name.digest] = Made(before, tuple(sorted(batches, key=repr)), samples)
             ready(each, update)
 
         patch.setattr(GradientSum, "add", adds)
@@ -90,26 +113,39 @@ class SampleAudit:
         patch.setattr(Averager, "_begin_round", begins)
         patch.setattr(Participant, "_is_ready", is_ready)
 
-    def _of(self, participant: Participant) -> list[object]:
-        return list(self._in.get(id(participant.training._sum), ()))
+    def _taken(self, result: StepResult, name: StateName) -> tuple[tuple[object, ...], int]:
+        """The batches that are in a part of this round, at least; and the samples that its step may name."""
+        parts, batches = result.outcome.commit.parts, list[object]()
+        samples = [0 for _ in parts]
+        for index, member in enumerate(result.outcome.members):
+            counts = [has_member(part.contributors, index) for part in parts]
+            if any(counts):
+                gave = self._brought[result.round_id, member.contact.peer.raw]
+                batches.extend(gave.batches)
+                samples = [part + gave.samples * here for part, here in zip(samples, counts, strict=True)]
+                if not all(counts):
+                    self.in_part.add(name.digest)
+        return tuple(batches), int(fmean(samples))
+
+    def _of(self, participant: Participant) -> tuple[object, ...]:
+        return tuple(self._in.get(id(participant.training._sum), ()))
 
     def counted(self) -> set[Any]:
         """The numbers of all batches that went into a state, of whatever history."""
         return {batch for made in self.made.values() for batch in made.batches}
 
-    def check(self, last: StateName, batch_size: int) -> int:
+    def check(self, last: StateName) -> int:
         """Walk from this state back to the beginning; returns how many batches went into it.
 
         Raises:
-            AssertionError: a batch went in twice or was not counted, or an epoch was skipped.
+            AssertionError: a batch went in twice, a state names other samples than it has, or an epoch was skipped.
         """
         counted: Counter[object] = Counter()
         name = last
         while name.epoch:
-            before, batches = self.made[name.digest]
+            before, batches, samples = self.made[name.digest]
             assert name.epoch - before.epoch in (0, 1)
-            # A member that crashed in the round may count in some parts only: it is no contributor by the verdict.
-            assert name.samples - before.samples >= batch_size * len(batches), f"epoch {name.epoch}"
+            assert name.samples - before.samples == samples, f"epoch {name.epoch}, {len(batches)} batches"
             counted.update(batches)
             name = before
         twice = [batch for batch, times in counted.items() if times > 1]

@@ -174,10 +174,10 @@ class Counted(Trainer):
             self.given[number, fragment.state.digest].append(give)
             return weight
 
-        def limited(name: StateName, said: int, most: int) -> tuple[float, float]:
-            limit[0] = most
+        def limited(name: StateName, said: int) -> tuple[float, float]:
+            limit[0] = max(1, int(fragment._most_weight(fragment.core.peer_id)))
             try:
-                return into_round(name, said, most)
+                return into_round(name, said)
             finally:
                 limit[0] = sys.maxsize
 

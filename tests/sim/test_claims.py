@@ -69,8 +69,8 @@ def test_a_weight_above_what_a_peer_can_give_is_refused_and_blames_the_sender(cl
         lying: Any = liar.participant
         contribute = lying._contribute
 
-        def lie(name: Any, said: int, most: float) -> tuple[float, float]:
-            weight, factor = contribute(name, said, most)
+        def lie(name: Any, said: int) -> tuple[float, float]:
+            weight, factor = contribute(name, said)
             return 1e9 if weight else 0.0, 1e3 * factor
 
         lying._contribute = lie
@@ -247,8 +247,8 @@ def test_a_liar_took_64_times_the_most_of_the_last_merges() -> None:
         contribute, before = lying._contribute, first.epoch
         assert lying.core.peer_id in first.own.committed.weights
 
-        def lie(name: Any, said: int, most: float) -> tuple[float, float]:
-            weight, factor = contribute(name, said, most)
+        def lie(name: Any, said: int) -> tuple[float, float]:
+            weight, factor = contribute(name, said)
             return 300 * weight, factor
 
         lying._contribute = lie

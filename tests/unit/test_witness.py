@@ -36,7 +36,8 @@ def stepped(until: int, weights: Mapping[PeerID, int], witness: Timed | None = N
     """One that has taken a step each second until this one, with these."""
     found = witness or Timed(given=[D])
     for epoch in range(first, until + 1):
-        found.at(float(epoch)).stepped(epoch, 10 * epoch, gave=list(weights), weights=weights)
+        found.at(float(epoch)).gave(list(weights))
+        found.stepped(epoch, 10 * epoch, gave=list(weights), weights=weights)
     return found
 
 
@@ -150,4 +151,14 @@ def test_the_time_since_a_peer_gave() -> None:
     assert witness.at(24.0).steps_since(C) == 4.0
     assert witness.at(24.0).steps_since(D) is None
     witness.at(30.0).took_over(30, 300, gave=[A, B], weights={A: 10, B: 10})
-    assert witness.at(31.0).steps_since(A) == witness.at(31.0).steps_since(B) == 1.0
+    assert witness.at(31.0).steps_since(A) == witness.at(31.0).steps_since(B) == 31.0 - 20.0, "it may be so long"
+    witness.took_over(31, 310, gave=[ME], weights={A: 10, B: 10})
+    assert witness.at(32.0).steps_since(ME) == 1.0, "what it had trained before is over"
+
+
+def test_the_time_since_a_peer_gave_does_not_begin_when_the_step_is_taken_here() -> None:
+    """A trainer in a long batch takes it late. It would refuse what a peer has trained since the round."""
+    witness = stepped(20, {ME: 10, A: 10})
+    witness.at(21.0).gave([ME, A])
+    witness.at(26.0).stepped(21, 210, gave=[ME, A], weights={ME: 10, A: 10})
+    assert witness.steps_since(A) == (26.0 - 21.0) / witness._speed.step_s

@@ -643,7 +643,6 @@ class Participant:
     async def _average(self) -> None:
         """Average the gradients with everybody at our state, and make the step ready."""
         name, me = self.own.name, self.core.peer_id
-        most = max(1, int(self._most_weight(me)))  # whole samples: what counts is what this peer has contributed
         if (grace_s := self.pace.grace_s(self._now())) and not self._turns:
             await self._trainer_comes(grace_s)
         said = self._said(await self._check.of(name))
@@ -655,7 +654,7 @@ class Participant:
             gather=said,
             hopeless=lambda view: view.behind or self._outlook.alone(view),
             expected=self._awaited,
-            prepare=lambda _: self._contribute(name, said.samples, most),
+            prepare=lambda _: self._contribute(name, said.samples),
             most_weight=self._most_weight,
             strangers=self._attendance.strangers,
             apply=lambda vector: self._take_average(vector, name),
@@ -715,8 +714,10 @@ class Participant:
         cores = min(training.cores, MOST_CORES)
         return Said(options, training.absent(), check, training.samples, end, cores)
 
-    def _contribute(self, name: StateName, said: int, most: int) -> tuple[float, float]:
-        """Weight and factor of the accumulators at this state; the others refuse a larger weight than `most`."""
+    def _contribute(self, name: StateName, said: int) -> tuple[float, float]:
+        """Weight and factor of the accumulators at this state; the others refuse a larger weight than it may give."""
+        # Now, and not when the search began: a trainer that goes on has trained for as long as the search took.
+        most = max(1, int(self._most_weight(self.core.peer_id)))  # whole samples: they are what it has contributed
         samples = self.training.samples if self.own.name == name else 0
         self._given = min(samples, most)  # of more no more counts
         self.own.gives.note(name.digest, said, self._given)
@@ -770,6 +771,7 @@ class Participant:
         step = partial(self.training.step, agreement.options, agreement.absent, agreement.cores)
         name, members = self.own.name, [member.contact.peer for member in result.outcome.members]
         gave = [each.peer for each in agreement.contributors if each.samples]
+        self._witness.gave(gave)
         self._companions.share(members, name.key, result.duration_s, gave=gave)
         self._led_to = name.after_round(result, agreement.digest)
         ours = int(self._given * result.outcome.share(self.core.peer_id))
@@ -821,6 +823,7 @@ class Participant:
             else:
                 await self.core.env.executor.run(self.training.use_own_mean)
             self.training.counted()
+            self._witness.gave([self.core.peer_id])
             chance = self.core.env.rng.randbytes(16)
             said = self._said()
             me = self.core.peer_id

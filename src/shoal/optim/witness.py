@@ -104,7 +104,8 @@ class Witness:
     def took_over(self, epoch: int, samples: int, *, gave: Collection[PeerID], weights: Mapping[PeerID, int]) -> None:
         """This peer's state is another one now, which is no step of its own from the one before; see `stepped`."""
         now = self._time()
-        self._note_gave(gave, now)
+        for peer in gave:  # when is not known here, but since the state before; what this peer itself has held is over
+            put_last(self._gave_at, peer, now if peer == self._me else self._place.at, _MAX_REMEMBERED)
         self._place = self._together = _Place(epoch, samples, now)
         self._way, self._parts = [self._place], _parts_of(weights)
         if epoch:
@@ -129,7 +130,6 @@ class Witness:
         if len(self._way) > _LEAST_STEPS and seconds > 0:
             speed.samples = max(speed.samples, (samples - first.samples) / seconds)
             speed.epochs = max(speed.epochs, (epoch - first.epoch) / seconds)
-        self._note_gave(gave, now)
         if set(gave) <= {self._me}:
             return
         # Its own weight grows with each step that it takes alone: that says nothing against the others.
@@ -138,7 +138,9 @@ class Witness:
             if peer != self._me and peer in self._parts:
                 put_last(self._met, peer, _Met(self._parts[peer], before), _MAX_REMEMBERED)
 
-    def _note_gave(self, peers: Collection[PeerID], now: float) -> None:
+    def gave(self, peers: Collection[PeerID]) -> None:
+        """A round to which these gave has just ended: its members hear of that together, and step when they can."""
+        now = self._time()
         for peer in peers:
             put_last(self._gave_at, peer, now, _MAX_REMEMBERED)
 

@@ -15,7 +15,6 @@ from collections.abc import Awaitable, Callable, Collection, Hashable
 from concurrent.futures import Executor as ConcurrentExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import ParamSpec, Protocol, TypeVar
 
 from shoal.events import EventBus
@@ -98,10 +97,12 @@ class SharedClock:
     median of its peers, however many keys they have. If they differ, and among them are peers whose word counts
     (`rpc.trust`), only these vote: hosts are cheap. Otherwise a few hosts that lie change nothing, and new hosts do not
     count beside older ones. Of an even number of times the lower middle one counts, so that two peers that differ
-    agree. A time that is more than `FURTHEST_S` away is ignored.
+    agree. A time that is more than `FURTHEST_S` away from our own, as it would be if nobody had set it, is ignored.
 
     A machine's clock may be set while we run. If it is set back, the network's time goes on here as if nothing had
-    happened: nobody else need hear of it. Set forward it looks like sleep of the machine: then the others tell.
+    happened: nobody else need hear of it. If it jumps forward, it was set, or the machine has slept, and what others
+    told before says nothing any more. They are asked anew: the answer of more than half of them tells which of the two
+    it was. Until then nobody is judged by this clock.
 
     Args:
         own: the clock of this machine.
@@ -110,6 +111,7 @@ class SharedClock:
 
     Attributes:
         ahead_s: how far the network's time is ahead of our own.
+        jumps: how many times the machine's clock has jumped: times that were read before are not comparable with it.
     """
 
     TOLERANCE_S = 1.0
@@ -117,28 +119,49 @@ class SharedClock:
     VOTERS = 16
 
     def __init__(self, own: Clock, *, settled: bool) -> None:
-        self.own, self.settled = own, settled
-        self.ahead_s = self._set_back_s = 0.0
+        self.own, self.settled, self.jumps = own, settled, 0
+        self.ahead_s = self._set_s = 0.0
+        self._never_set_s = 0.0  # how far our own clock would be ahead of what it shows, had nobody set it
         self._gap_s = own.time() - own.monotonic()
         self._hosts: dict[str, dict[Hashable, float]] = {}  # what their peers told; the longest connected one first
         self._host_of: dict[Hashable, str] = {}
+        self._forward_s, self._before = 0.0, set[Hashable]()  # a jump that nobody has explained; who told before it
 
     def time(self) -> float:
         own_s, before_s = self.own.time(), self._gap_s
         self._gap_s = own_s - self.own.monotonic()
-        if (back_s := before_s - self._gap_s) > self.TOLERANCE_S:
-            self._set_back_s += back_s
-            self.ahead_s += back_s
-            for told in self._hosts.values():
-                for peer in told:
-                    told[peer] += back_s
+        if abs(by_s := self._gap_s - before_s) > self.TOLERANCE_S:
+            self._jumped(by_s)
         return own_s + self.ahead_s
 
-    def take_set_back_s(self) -> float:
-        """How far the machine's clock was set back since the last call, seconds."""
+    def _jumped(self, by_s: float) -> None:
+        self.jumps += 1
+        if by_s < 0:
+            self._was_set(by_s)
+            for told in self._hosts.values():
+                for peer in told:
+                    told[peer] -= by_s
+        elif self._host_of:
+            self._forward_s += by_s
+            self._before.update(self._host_of)
+            self._hosts.clear()
+            self._host_of.clear()
+
+    def _was_set(self, by_s: float) -> None:
+        self._set_s += by_s
+        self.ahead_s -= by_s
+        self._never_set_s -= by_s
+
+    def take_set_s(self) -> float:
+        """How far the machine's clock was set forward since the last call, seconds; below 0 if it was set back."""
         self.time()
-        taken, self._set_back_s = self._set_back_s, 0.0
+        taken, self._set_s = self._set_s, 0.0
         return taken
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether the machine's clock has jumped forward, and it is not known whether the machine has slept."""
+        return self._forward_s > 0
 
     def monotonic(self) -> float:
         return self.own.monotonic()
@@ -154,18 +177,18 @@ class SharedClock:
             ahead_s: seconds.
             trusted: returns the connected peers whose word counts.
         """
-        if not abs(ahead_s) <= self.FURTHEST_S:
-            return False
         self.time()
         if self._host_of.get(peer, host) != host:
             self.forget(peer)
         self._host_of[peer] = host
         self._hosts.setdefault(host, {})[peer] = ahead_s
-        votes = [_middle(told.values()) for told in islice(self._hosts.values(), self.VOTERS)]
-        if any(abs(vote - self.ahead_s) > self.TOLERANCE_S for vote in votes):
-            count = frozenset(trusted())
-            heard = [[told[each] for each in told.keys() & count] for told in self._hosts.values()]
-            votes = [_middle(told) for told in heard if told][: self.VOTERS] or votes
+        if self._forward_s:
+            if self._before and 2 * len(self._before.intersection(self._host_of)) <= len(self._before):
+                return False
+            self._explain(self._votes(trusted))
+        votes = self._votes(trusted)
+        if not votes or not self._is_plausible(ahead_s):
+            return False
         if self.settled:
             votes.append(self.ahead_s)
         self.settled = True
@@ -175,8 +198,33 @@ class SharedClock:
         self.ahead_s = median_s
         return True
 
+    def _explain(self, votes: Collection[float]) -> None:
+        """Others have told their times since our clock has jumped forward: it was set, or the machine has slept."""
+        by_s, self._forward_s = self._forward_s, 0.0
+        self._before.clear()
+        if 2 * sum(vote < self.ahead_s - by_s / 2 for vote in votes) > len(votes):
+            self._was_set(by_s)
+
+    def _is_plausible(self, ahead_s: float) -> bool:
+        expected_s = (self._never_set_s, self._never_set_s - self._forward_s)
+        return any(abs(ahead_s - each) <= self.FURTHEST_S for each in expected_s)
+
+    def _votes(self, trusted: Callable[[], Collection[Hashable]]) -> list[float]:
+        heard = [{p: s for p, s in told.items() if self._is_plausible(s)} for told in self._hosts.values()]
+        votes = [_middle(told.values()) for told in heard if told][: self.VOTERS]
+        if any(abs(vote - self.ahead_s) > self.TOLERANCE_S for vote in votes):
+            count = frozenset(trusted())
+            counted = [[told[each] for each in told.keys() & count] for told in heard]
+            votes = [_middle(told) for told in counted if told][: self.VOTERS] or votes
+        return votes
+
+    def offset_s(self, peer: Hashable) -> float | None:
+        """How far this peer finds the network's time ahead of our own clock; None if it has not told since a jump."""
+        return self._hosts[host][peer] if (host := self._host_of.get(peer)) is not None else None
+
     def forget(self, peer: Hashable) -> None:
         """Forget the time of a peer that is no longer connected."""
+        self._before.discard(peer)
         if (host := self._host_of.pop(peer, None)) is not None:
             del self._hosts[host][peer]
             if not self._hosts[host]:

@@ -180,23 +180,96 @@ def test_a_clock_that_is_set_back_by_two_hours_costs_nothing(peers: int) -> None
     sim.run(main, seed=43)
 
 
+@pytest.mark.parametrize("by_s", [HOUR_S, 3 * DAY_S, -3 * DAY_S], ids=["hour", "3 days", "3 days back"])
+@pytest.mark.parametrize(("peers", "which"), [(2, "p0"), (2, "p1"), (3, "p0"), (3, "p1")])
+def test_a_machine_whose_clock_jumps_says_so_and_accuses_nobody(peers: int, which: str, by_s: float) -> None:
+    """What was measured before the jump counted as agreement: it accused the first peer that told its time."""
+
+    async def main() -> None:
+        swarm = Swarm([0.0] * peers)
+        await swarm.start()
+        await swarm.train(4)
+        clock = swarm.run.trainers[which].participant.core.env.clock
+        assert isinstance(clock, SharedClock)
+        before = clock.time()
+        clock.own._offset_s += by_s  # type: ignore[attr-defined]
+        await sim.sleep(5.0)
+        assert clock.time() == pytest.approx(before + 5.0, abs=1.0)
+        began = asyncio.get_running_loop().time()
+        await swarm.train(14)
+        assert asyncio.get_running_loop().time() - began < 20.0
+        assert not swarm.alone
+        how = "forward" if by_s > 0 else "back"
+        (warning,) = swarm.warned[which]
+        assert warning.startswith(f"clock: the clock of this machine was set {how} by {abs(by_s):.0f} s. Shoal goes on")
+        wrong = f"clock: the clock of {swarm.run.swarm.identity(which).peer_id.short()} is "
+        for name, said in swarm.warned.items():
+            assert name == which or all(each.startswith(wrong) for each in said), said
+        await swarm.run.close()
+
+    sim.run(main, seed=44)
+
+
+class Jumping(SystemClock):
+    """A clock that jumps by `ahead_s`."""
+
+    ahead_s = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.ahead_s
+
+
+def test_a_machine_that_has_slept_keeps_its_time() -> None:
+    """Its wall clock jumps as it does if it is set: the others tell which of the two it was, more than half of them."""
+    own = Jumping()
+    shared = SharedClock(own, settled=True)
+    for name in "abc":
+        shared.told(name, f"host {name}", 0.0)
+    own.ahead_s = 8 * HOUR_S
+    assert shared.time() == pytest.approx(own.time(), abs=1.0)
+    assert shared.in_doubt
+    assert shared.offset_s("a") is None
+    assert not shared.told("a", "host a", -8 * HOUR_S)  # a liar: it alone decides nothing
+    assert shared.in_doubt
+    for name in "bc":
+        assert not shared.told(name, f"host {name}", 0.0)
+    assert not shared.in_doubt
+    assert shared.time() == pytest.approx(own.time(), abs=1.0)
+    assert shared.take_set_s() == 0.0
+
+
+def test_times_count_after_a_jump_of_more_than_fifty_hours() -> None:
+    """The limit was counted from what the clock shows: after such a jump no peer was heard any more."""
+    for by_s in (3 * DAY_S, -3 * DAY_S):
+        own = Jumping()
+        shared = SharedClock(own, settled=True)
+        shared.told("a", "host a", 0.0)
+        own.ahead_s = by_s
+        shared.told("a", "host a", -by_s)
+        assert shared.ahead_s == pytest.approx(-by_s, abs=1.0)
+        assert shared.told("a", "host a", -by_s - 60.0)
+        assert not shared.told("a", "host a", -by_s - 3 * DAY_S)
+
+
+def test_a_founder_that_is_alone_takes_its_clock_as_it_is_set() -> None:
+    """Nobody else can tell."""
+    own = Jumping()
+    shared = SharedClock(own, settled=True)
+    own.ahead_s = HOUR_S
+    assert shared.time() == pytest.approx(own.time(), abs=1.0)
+    assert not shared.in_doubt
+
+
 def test_a_clock_that_is_set_forward_follows_the_others() -> None:
-    """It looks like sleep, after which the clock is right: the links say within a minute that it is not."""
-
-    class Set(SystemClock):
-        ahead_s = 0.0
-
-        def time(self) -> float:
-            return super().time() + self.ahead_s
-
-    own = Set()
+    """It looks like sleep, after which the clock is right: the links say that it is not."""
+    own = Jumping()
     shared = SharedClock(own, settled=True)
     shared.told("a", "host a", 0.0)
     own.ahead_s = 2 * HOUR_S
     assert shared.time() == pytest.approx(own.time(), abs=1.0)
-    assert shared.told("a", "host a", -2 * HOUR_S)
+    assert not shared.told("a", "host a", -2 * HOUR_S)  # the network's time goes on as before
     assert shared.time() == pytest.approx(own.time() - 2 * HOUR_S, abs=1.0)
     own.ahead_s = HOUR_S
     assert shared.time() == pytest.approx(own.time() - HOUR_S, abs=1.0)
-    assert shared.take_set_back_s() == pytest.approx(HOUR_S, abs=1.0)
-    assert shared.take_set_back_s() == 0.0
+    assert shared.take_set_s() == pytest.approx(HOUR_S, abs=1.0)  # forward by two, back by one
+    assert shared.take_set_s() == 0.0

@@ -157,7 +157,7 @@ class Endpoint:
         self._linked_callbacks: list[Callable[[PeerID], None]] = []
         self._lost_callbacks: list[Callable[[PeerID, str], None]] = []
         self.closed = False
-        self._clock_told = False
+        self._clock_told, self._jumps = False, 0
         self.clock = env.clock if isinstance(env.clock, SharedClock) else SharedClock(env.clock, settled=True)
 
     # ------------------------------------------------------------------------------------------------- what we are
@@ -205,8 +205,7 @@ class Endpoint:
 
     def clock_offset_s(self, peer: PeerID) -> float:
         """How far the peer's wall clock is ahead of our machine's, seconds; 0.0 if unknown, or too small to tell."""
-        link = self._open.link(peer)
-        return link.clock_offset_s if link is not None else 0.0
+        return self.clock.offset_s(peer) or 0.0
 
     @property
     def clock_ahead_s(self) -> float:
@@ -621,24 +620,29 @@ class Endpoint:
         return self._allowances.setdefault(site, Allowance(self.limits.calls_per_host_s, now))
 
     def look_at_clock(self) -> None:
-        """Warn if the machine's clock was set back (for `CallLink`)."""
-        if (back_s := self.clock.take_set_back_s()) > CLOCKS_DIFFER_S:
+        """Warn if the machine's clock was set, and ask the peers for their times if it has jumped (for `CallLink`)."""
+        if abs(set_s := self.clock.take_set_s()) > CLOCKS_DIFFER_S:
             message = (
-                f"the clock of this machine was set back by {back_s:.0f} s. Shoal goes on by the network's time: if "
-                "the clock was right before, set it again"
+                f"the clock of this machine was set {'forward' if set_s > 0 else 'back'} by {abs(set_s):.0f} s. Shoal "
+                "goes on by the network's time: if the clock was right before, set it again"
             )
             self.env.events.emit(Warned(where="clock", message=message))
+        if self.clock.jumps != self._jumps:
+            self._jumps = self.clock.jumps
+            for peer in self.peers:
+                self.ask(peer)
 
-    def clock_told(self, link: CallLink) -> None:
-        """A link has measured what the peer's clock shows (for `CallLink`)."""
+    def clock_told(self, link: CallLink, offset_s: float) -> None:
+        """A link has measured how far the peer's clock is ahead of our own (for `CallLink`)."""
         self.look_at_clock()
         before_s = self.clock.ahead_s
         changed = self.clock.told(
             link.peer_id,
             site_of(link.connection.remote_host),
-            link.clock_offset_s,
+            offset_s,
             trusted=lambda: self.trust.among(self.peers),
         )
+        self.look_at_clock()
         if changed and abs(self.clock.ahead_s - before_s) > CLOCKS_DIFFER_S:
             off_s, peer = self.clock.ahead_s, link.peer_id.short()
             if abs(off_s) <= CLOCKS_DIFFER_S:
@@ -649,13 +653,12 @@ class Endpoint:
                     f"the network (as {peer} tells it). Shoal goes by the network's: set the clock that is wrong"
                 )
             self.env.events.emit(Warned(where="clock", message=message))
-        elif abs(self.clock.ahead_s - link.clock_offset_s) > CLOCKS_DIFFER_S and not self._clock_told:
+        elif abs(self.clock.ahead_s - offset_s) > CLOCKS_DIFFER_S and not self._clock_told and not self.clock.in_doubt:
             self._clock_told = True
-            how, off_s = (
-                ("ahead of", link.clock_offset_s) if link.clock_offset_s > 0 else ("behind", -link.clock_offset_s)
-            )
-            others = [other for other in self.peers if other != link.peer_id]
-            agree = sum(abs(self.clock_offset_s(other) - self.clock.ahead_s) <= CLOCKS_DIFFER_S for other in others)
+            how, off_s = ("ahead of", offset_s) if offset_s > 0 else ("behind", -offset_s)
+            told = [self.clock.offset_s(other) for other in self.peers if other != link.peer_id]
+            others = [each for each in told if each is not None]
+            agree = sum(abs(each - self.clock.ahead_s) <= CLOCKS_DIFFER_S for each in others)
             advice = "set the clock that is wrong"
             if 2 * agree > len(others):
                 advice = f"that one is wrong, as {agree} of {len(others)} others agree with ours"

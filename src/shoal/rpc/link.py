@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
+from shoal.bounded import put_last
 from shoal.clock import seconds_text
 from shoal.errors import PeerError, PeerProtocolError, PeerRefused, PeerTimeout, PeerUnreachable
 from shoal.peer import PeerID
@@ -43,6 +44,9 @@ _HANDLED_AT_ONCE = 32
 _ASK_TIME_S = 60.0
 """The longest time between two comparisons of clocks."""
 
+_MOST_ASKED = 32
+"""So many questions for the time are remembered: on a slow line answers come late."""
+
 _CallMessage: TypeAlias = Call | Reply | Failure | Note | Beat | BeatReply | Bye
 
 
@@ -70,8 +74,8 @@ class CallLink:
     ) -> None:
         self.connection = connection
         self.serving = 0
-        self.clock_offset_s, self.clock_known = 0.0, False
         self._asked_time_at = 0.0
+        self._asked: dict[float, int] = {}  # the times of our own clock at which we asked; its jumps before each
         self._endpoint, self._open, self._services, self._tasks = endpoint, connections, services, tasks
         self._limits: Limits = endpoint.limits
         self._loop = asyncio.get_running_loop()
@@ -114,8 +118,11 @@ class CallLink:
         self.watch()
 
     def _ask_time(self) -> None:
-        self._asked_time_at = self._loop.time()
-        self.post(Beat(self._endpoint.clock.own.time()))
+        self._asked_time_at, clock = self._loop.time(), self._endpoint.clock
+        clock.time()  # notices a jump
+        asked = clock.own.time()
+        put_last(self._asked, asked, clock.jumps, _MOST_ASKED)
+        self.post(Beat(asked))
 
     def used(self) -> None:
         """The link is not idle: a call was served, or a stream began or ended beside it."""
@@ -288,11 +295,13 @@ class CallLink:
         """Compare clocks. Differences below the time of the answer do not count: either side may have stood still."""
         if theirs is None:  # it is joining, and does not know
             return
-        now = self._endpoint.clock.own.time()
+        clock = self._endpoint.clock
+        clock.time()
+        if self._asked.pop(asked, None) != clock.jumps:
+            return  # our own clock has jumped meanwhile: the two times are not comparable
+        now = clock.own.time()
         offset_s, error_s = theirs - (asked + now) / 2, abs(now - asked) / 2
-        self.clock_offset_s = math.copysign(max(0.0, abs(offset_s) - error_s), offset_s)
-        self.clock_known = True
-        self._endpoint.clock_told(self)
+        self._endpoint.clock_told(self, math.copysign(max(0.0, abs(offset_s) - error_s), offset_s))
 
     # ------------------------------------------------------------------------------------------------------ watching
 
@@ -329,7 +338,8 @@ class CallLink:
             self._said_bye = Bye(leaving=False)
             self._tasks.spawn(self._say_bye(self._said_bye))
             return
-        if silent_s >= period_s * 0.9 or not self.clock_known or now - self._asked_time_at >= _ASK_TIME_S:
+        unknown = self._endpoint.clock.offset_s(self.peer_id) is None
+        if silent_s >= period_s * 0.9 or unknown or now - self._asked_time_at >= _ASK_TIME_S:
             try:
                 self._ask_time()
             except PeerUnreachable as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _thread
 import logging
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import ClassVar
 
 import msgspec
 
+from shoal.bounded import put_last
 from shoal.peer import PeerID
 
 __all__ = [
@@ -46,6 +48,9 @@ __all__ = [
 
 _logger = logging.getLogger("shoal.events")
 _MAX_WARNED = 256
+_KIND_CHARACTERS = 60
+_TOLD_ONE_BY_ONE = 4
+"""So many warnings of one kind are told one by one: keys are free, and a stranger can have one for each second."""
 
 
 def _run(run_id: str, fragment: int) -> str:
@@ -323,9 +328,18 @@ class Warned(Event, frozen=True, kw_only=True):
 
     where: str
     message: str
+    about: tuple[PeerID, ...] = ()
+    """The peers that the message names. In the log, warnings are bundled that say the same of other peers."""
 
     def line(self) -> str:
         return f"{self.where}: {_plain(self.message)}"
+
+    @property
+    def kind(self) -> str:
+        """What is the same for all peers: the beginning of the message, without names and numbers."""
+        names = "|".join(peer.short() for peer in self.about)
+        named = rf"({names})(, ({names}))*( and \d+ more)?|\d+(\.\d+)?"
+        return f"{self.where}: {re.sub(named, '#', self.message)[:_KIND_CHARACTERS]}"
 
 
 def _report(event: Event, error: BaseException) -> None:
@@ -342,12 +356,14 @@ class EventBus:
     A subscriber must be quick and must not raise; one that raises anything is logged and stays subscribed: `SystemExit`
     ends nothing, and `KeyboardInterrupt` is raised in the main thread, as Ctrl+C is. All events go to the log
     `shoal.events`, one line each, at their own level; the same holds for its handlers. `Warned` goes there as WARNING,
-    unless it repeats the last text of its `where`.
+    unless it repeats the last text of its `where`. Of the warnings of one kind about peers the first four are told,
+    then the eighth, the sixteenth, …, each with the number of those before it that were not.
     """
 
     def __init__(self) -> None:
         self._subscribers: list[Callable[[Event], None]] = []
         self._warned: dict[str, str] = {}
+        self._counted: dict[str, int] = {}  # the warnings about peers, by their kind
 
     def subscribe(self, subscriber: Callable[[Event], None]) -> Callable[[], None]:
         """Call `subscriber(event)` for every event from now on; returns a function that ends it."""
@@ -371,17 +387,24 @@ class EventBus:
                 _report(event, error)
 
     def _log(self, event: Event) -> None:
-        level = logging.WARNING if self._is_new_warning(event) else event.level
+        level, more = event.level, ""
+        if isinstance(event, Warned) and (others := self._others_like(event)) is not None:
+            level, more = logging.WARNING, f" (and {others} others like it)" if others else ""
         if _logger.isEnabledFor(level):
-            _logger.log(level, "%s", event.line())
+            _logger.log(level, "%s%s", event.line(), more)
 
-    def _is_new_warning(self, event: Event) -> bool:
-        if not isinstance(event, Warned) or self._warned.get(event.where) == event.message:
-            return False
-        if len(self._warned) >= _MAX_WARNED:
-            self._warned.clear()
-        self._warned[event.where] = event.message
-        return True
+    def _others_like(self, warned: Warned) -> int | None:
+        """How many warnings of its kind were not told since the last one that was; None if this one is not, either."""
+        if self._warned.get(warned.where) == warned.message:
+            return None
+        put_last(self._warned, warned.where, warned.message, _MAX_WARNED)
+        if not warned.about:
+            return 0
+        count = self._counted.get(warned.kind, 0) + 1
+        put_last(self._counted, warned.kind, count, _MAX_WARNED)
+        if count <= _TOLD_ONE_BY_ONE:
+            return 0
+        return count // 2 - 1 if count & (count - 1) == 0 else None
 
 
 def print_log() -> None:

@@ -230,3 +230,24 @@ def test_the_log_names_a_fragment_as_one() -> None:
     ended = events.RunEnded(run_id="home/3", epoch=1, fragment=3)
     assert ended.line() == "run 'home', fragment 3 has ended, with epoch 1"
     assert events.RunEnded(run_id="home/3", epoch=1).line() == "run 'home/3' has ended, with epoch 1"
+
+
+def test_warnings_about_one_peer_after_another_are_bundled(caplog: pytest.LogCaptureFixture) -> None:
+    """Keys are free: each fresh one brought a line, about one for each second, without a limit."""
+    bus, heard = EventBus(), list[Event]()
+    bus.subscribe(heard.append)
+    with caplog.at_level(logging.WARNING, "shoal.events"):
+        for number in range(1, 1001):
+            one, other = PeerID(number.to_bytes(2, "big") * 16), PeerID(number.to_bytes(2, "little") * 16)
+            bus.emit(Warned(where="optimizer", message=f"{one.short()} kept {number} rounds waiting", about=(one,)))
+            more = f"{one.short()}, {other.short()} and {number} more did not come: their reason {number}"
+            bus.emit(Warned(where="optimizer", message=more, about=(one, other)))
+            bus.emit(Warned(where="disk", message=f"epoch {number} could not be saved"))
+    assert len(heard) == 3000
+    lines = [record.getMessage() for record in caplog.records]
+    kept = [line for line in lines if "kept" in line]
+    assert len(kept) == len([line for line in lines if "did not come" in line]) == 4 + 7
+    assert kept[3].endswith("kept 4 rounds waiting")
+    assert kept[4].endswith("kept 8 rounds waiting (and 3 others like it)")
+    assert kept[-1].endswith("kept 512 rounds waiting (and 255 others like it)")
+    assert len([line for line in lines if "saved" in line]) == 1000  # not about peers

@@ -35,9 +35,8 @@ _CHANGES_APART = 10
 """Epochs between two warnings of parameters that were changed."""
 
 _REMEMBERED = 256
-_REFUSED_S, _REFUSED_TOLD = 5.0, 16
-"""A peer whose state is not taken is named after so many seconds; so many are, as a stranger has as many keys as it
-likes."""
+_REFUSED_S = 5.0
+"""A peer whose state is not taken is named after so many seconds."""
 
 
 class Notices:
@@ -58,12 +57,12 @@ class Notices:
         self._options_told: set[tuple[str, int]] = set()
         self._last: dict[str, object] = {}
         self._refused_s: dict[PeerID, float] = {}  # for so long each peer has named a state that is not taken
-        self._refused_last, self._refused_at, self._refused_told = set[PeerID](), math.inf, 0
+        self._refused_last, self._refused_at = set[PeerID](), math.inf
         self._without: dict[PeerID, int] = {}  # how many times it was one of those without which this peer goes on
 
-    def warn(self, message: str) -> None:
-        """Tell this."""
-        self._events.emit(Warned(where="optimizer", message=message))
+    def warn(self, message: str, about: Iterable[PeerID] = ()) -> None:
+        """Tell this, which names these peers."""
+        self._events.emit(Warned(where="optimizer", message=message, about=tuple(about)))
 
     def skipped(self, what: str, error: BaseException) -> None:
         """This was left out as there was an error, for want of memory for example: the first time, the tenth, ..."""
@@ -87,7 +86,8 @@ class Notices:
             self.warn(
                 f"{peer.short()} says that it is at our state, but it does not come ({missed} rounds have waited for "
                 "it, or others like it, in vain): rounds no longer wait. Check whether its batches take longer than "
-                "an epoch, whether others can reach it, and its clock"
+                "an epoch, whether others can reach it, and its clock",
+                (peer,),
             )
 
     def rejected(self, tensor: int, reason: str) -> None:
@@ -157,7 +157,8 @@ class Notices:
         why = ". They say that something else than shoal has written to theirs" if changed else ""
         self.warn(
             f"the check of the parameters at epoch {epoch}: {who} named the same state as {len(verdict.holders)} "
-            f"others, but held other parameters; they download the parameters of the others{why}{_of_a_tie(verdict)}"
+            f"others, but held other parameters; they download the parameters of the others{why}{_of_a_tie(verdict)}",
+            verdict.others,
         )
 
     def differs(self, epoch: int, verdict: Verdict, me: PeerID, checks: Mapping[PeerID, Check], *, again: bool) -> None:
@@ -267,7 +268,8 @@ class Notices:
             self.warn(
                 f"there are enough samples for a step, but {_names(peers)} do not come to a round, though they are at "
                 "our state: this peer waits for them. Look whether their training stands still (py-spy dump), or a "
-                "batch takes them long. A client cannot go on without a peer that others can dial: let one more train"
+                "batch takes them long. A client cannot go on without a peer that others can dial: let one more train",
+                peers,
             )
 
     def goes_back(self, epoch: int, to: int) -> None:
@@ -306,12 +308,14 @@ class Notices:
         if stance is Stance.WAITING:
             self.warn(
                 f"{named}: this peer waits for it, up to {beginning.patience_s:.0f} s (load_state_timeout), before "
-                f"{beginning.end}. {cure}"
+                f"{beginning.end}. {cure}",
+                beginning.peers,
             )
         elif not beginning.required:
             self.warn(
                 f"{named}: training begins at epoch 0, as a run of its own beside theirs. Start this peer again when "
-                "they can be reached, or give require_state=True, so that it stops instead"
+                "they can be reached, or give require_state=True, so that it stops instead",
+                beginning.peers,
             )
 
     def begins_anew(self, samples: int) -> None:
@@ -362,14 +366,14 @@ class Notices:
             seconds = self._refused_s.get(peer, 0.0)
             if peer in last:
                 put_last(self._refused_s, peer, seconds + now - before, _REMEMBERED)
-            if seconds < _REFUSED_S <= self._refused_s.get(peer, 0.0) and self._refused_told < _REFUSED_TOLD:
-                self._refused_told += 1
+            if seconds < _REFUSED_S <= self._refused_s.get(peer, 0.0):
                 self.warn(
                     f"the state of {peer.short()}, epoch {each.epoch} with {each.branch_samples} samples, is not taken "
                     f"in place of ours, epoch {own.epoch} with {own.samples}: nobody stands for it whose samples are "
                     "in the last steps, or were when it was last here, or it is further than the run can have come. "
                     "If that peer does not belong to the run, keep it out. If the run has gone on there, start this "
-                    "peer again, without its checkpoint, with that peer among its initial_peers"
+                    "peer again, without its checkpoint, with that peer among its initial_peers",
+                    (peer,),
                 )
 
     def without(self, further: Mapping[PeerID, int], epoch: int, why_not: str = "") -> None:
@@ -387,7 +391,8 @@ class Notices:
                 f"{_names(further)} named a state of epoch {max(further.values())} and did not give it: training goes "
                 f"on from epoch {epoch} without them, so there are two runs. "
                 + (f"The reason: {why_not}. " if why_not else "Check whether they can be reached from here. ")
-                + "This peer goes on asking them"
+                + "This peer goes on asking them",
+                further,
             )
 
     def first_dropped(self, dropped: int, computed: int) -> None:
@@ -475,7 +480,8 @@ class Notices:
                 f"{seconds * missing / received:.0f} s at this pace. Peers give a newcomer a tenth of what they send "
                 "each other in rounds, and more between rounds. If it takes too long, raise target_batch_size (the "
                 "strategy's every), so that rounds are fewer, let more peers share the state, or give this peer "
-                "a faster line"
+                "a faster line",
+                donors,
             )
 
     def downloaded(self, duration_s: float, shut_out: Collection[PeerID]) -> None:
@@ -501,7 +507,8 @@ class Notices:
             )
         self.warn(
             f"{self._downloads_in_a_row} states were downloaded in a row, the last one in {duration(duration_s)}, "
-            f"and the others were further each time: this peer does not take part. {advice}"
+            f"and the others were further each time: this peer does not take part. {advice}",
+            shut_out,
         )
 
 

@@ -663,7 +663,7 @@ class Endpoint:
             if 2 * agree > len(others):
                 advice = f"that one is wrong, as {agree} of {len(others)} others agree with ours"
             message = f"the clock of {link.peer_id.short()} is {off_s:.0f} s {how} ours: {advice}"
-            self.env.events.emit(Warned(where="clock", message=message))
+            self.env.events.emit(Warned(where="clock", message=message, about=(link.peer_id,)))
 
     def _add_link(self, connection: Connection) -> CallLink:
         state = self._open.of(connection.peer_id)

@@ -27,6 +27,7 @@ class Group:
         coordinator: the place of the member that decides the round: the leader.
         slices: how many elements each member reduces, in order.
         part_bytes: the most bytes of one part, as encoded.
+        fair: how many elements each would reduce if we were the leader; empty if we are, or know nobody that reduces.
         controls: the streams that carry the round's control from now on, open. The coordinator has one for each other
             member (also for a member that is gone already, whose stream is broken); any other member has one, to the
             coordinator. Nobody else reads or writes them until `release`.
@@ -40,6 +41,7 @@ class Group:
     part_bytes: int
     controls: Mapping[PeerID, ControlStream]
     on_release: Callable[[], None] = field(repr=False)
+    fair: tuple[int, ...] = ()
 
     @property
     def begin(self) -> Begin:

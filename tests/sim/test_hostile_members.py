@@ -478,6 +478,22 @@ def refuses_one(averager: Averager, victim: PeerID) -> None:
     matchmaker._refusal = refuse
 
 
+def plans(averager: Averager, change: Callable[[list[int]], list[int]]) -> None:
+    """It divides the work so."""
+    matchmaker: Any = averager._finder.matchmaker
+    plan = matchmaker._plan
+
+    def planned(members: Sequence[Any]) -> tuple[list[int], int]:
+        slices, part_bytes = plan(members)
+        return change(slices), part_bytes
+
+    matchmaker._plan = planned
+
+
+PLANS: dict[str, Callable[[list[int]], list[int]]] = {
+    "all to one": lambda slices: [sum(slices) * (place == slices.index(max(slices))) for place in range(len(slices))],
+    "too much": lambda slices: [each + 1 for each in slices],
+}
 HARMS = {"gone": says_gone, "storm": storms, "nothing": says_nothing, "no verdict": says_no_verdict}
 
 
@@ -488,6 +504,8 @@ async def led_by(how: str, honest: int, monkeypatch: pytest.MonkeyPatch) -> None
     calm = await speed(trainers[0], 15.0)
     bad, good = trainers[-1].participant, trainers[:-1]
     leads_with(bad._averager, HARMS.get(how, lambda _: None), monkeypatch)
+    if how in PLANS:
+        plans(bad._averager, PLANS[how])
     if how == "begins":
         begins_differently(bad._averager, monkeypatch)
     if how == "one":
@@ -511,7 +529,7 @@ async def led_by(how: str, honest: int, monkeypatch: pytest.MonkeyPatch) -> None
     assert all(message.startswith(me) for message in told), told
 
 
-@pytest.mark.parametrize("how", ["gone", "one"])
+@pytest.mark.parametrize("how", ["gone", "one", *PLANS])
 def test_a_hostile_leader_loses_its_turn_and_is_named(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its word was taken for a fact: a false `Gone` halved the shares of all others, who blamed each other."""
     sim.run(lambda: led_by(how, 4, monkeypatch), seed=1)

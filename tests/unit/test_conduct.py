@@ -23,10 +23,10 @@ class Rounds:
 
     def __init__(self) -> None:
         self.warnings: list[str] = []
-        self.conduct = Conduct(WINDOW_S, self.warnings.append)
+        self.conduct = Conduct(WINDOW_S, lambda message, *_: self.warnings.append(message))
         self.now = 0.0
 
-    def play(self, *, succeeds: bool = True, gave: frozenset[PeerID] = ALL, **seen: Any) -> None:
+    def play(self, *, succeeds: bool = True, gave: frozenset[PeerID] = ALL, unfair: bool = False, **seen: Any) -> None:
         """One round, in which this was seen; by default all three gave and own parts."""
         given: dict[str, Any] = {"late": NOBODY, "unheard": NOBODY, "bad_lines": NOBODY, "reduced": ALL}
         given |= {"hurried": NOBODY, "waited_s": 0.0, "lost_s": 0.0}
@@ -36,7 +36,7 @@ class Rounds:
         in_part = {A: Fraction(1, 2)} if A in gave else {A: Fraction(0)}
         outcome: Any = SimpleNamespace(contributors=sorted(gave - {A}), counted_in_part=in_part)
         outcome = outcome if succeeds else None
-        self.conduct.played(round_, outcome, self.now, self.now + ROUND_S)
+        self.conduct.played(round_, outcome, self.now, self.now + ROUND_S, unfair=unfair)
         self.now += ROUND_S
 
     def shut_out(self) -> tuple[frozenset[PeerID], frozenset[PeerID], frozenset[PeerID]]:
@@ -112,7 +112,7 @@ def test_a_peer_that_leads_badly_may_be_a_member() -> None:
 
 def test_leaders_and_slow_members_are_paid_from_one_account() -> None:
     """Each key had its own patience: eight of them, in turns, left a tenth of the pace."""
-    conduct = Conduct(WINDOW_S, lambda _: None)
+    conduct = Conduct(WINDOW_S, lambda *_: None)
     account = Account(4.0, 0.1)
     strangers = Strangers({A, B, C}, Account(0.0, 0.0), account)
     assert strangers.spare_s(0.0) == 4.0
@@ -124,3 +124,14 @@ def test_leaders_and_slow_members_are_paid_from_one_account() -> None:
     assert strangers.spare_s(1000.0) == 0.25
     assert conduct.precedence(strangers, 1000.0).shunned == {A}  # nothing is left for another try
     assert conduct.precedence(strangers, 1040.0).shunned == NOBODY
+
+
+def test_for_a_plan_that_is_slow_the_leader_alone_is_to_blame() -> None:
+    """The member that got all of the vector was late: it was named, and its leader never."""
+    rounds = Rounds()
+    for _ in range(2):
+        rounds.play(unfair=True, late=frozenset({B}), unheard=frozenset({B}), gave=frozenset({A, C}))
+    assert rounds.shut_out() == (NOBODY, frozenset({A}), NOBODY)
+    (warning,) = rounds.warnings
+    assert warning.startswith(f"{A.short()} led 2 groups badly")
+    assert "divided the work so that it takes far longer" in warning

@@ -22,19 +22,24 @@ With c <= 2 a contributor's time does not grow with the part that it owns. Then 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from typing import NamedTuple
 
 from shoal.errors import ConfigError
 
-__all__ = ["alike", "balance", "cost"]
+__all__ = ["alike", "balance", "cost", "is_slower"]
 
 _SLOWEST, _FASTEST = 1.0, 1e15
 """Bandwidths beyond these (bytes per second) count as these, so that no peer's numbers make ours overflow."""
 
 _BISECTIONS = 100
+
+_FAR_LONGER = 4 / 3 + 1e-3
+"""Beyond this a plan is no fair one. Whole elements, and bandwidths that count as alike, make no difference."""
 
 _ALIKE = 0.85
 """Bandwidths from this part of another one on count as equal to it. Measured ones vary by 7%."""
@@ -47,6 +52,25 @@ def cost(fractions: Sequence[float], bandwidths: Sequence[float], contributes: S
     return max(
         ((1 + (c - 2) * x) if give else c * x) / b for x, b, give in zip(fractions, bandwidths, gives, strict=True)
     )
+
+
+def is_slower(
+    slices: Sequence[int], fair: Sequence[int], bandwidths: Sequence[float | None], contributes: Sequence[bool]
+) -> bool:
+    """Whether those that own something by this plan need far longer than those that do by the fair one (`balance`).
+
+    Far longer is more than a third. A leader that cannot use half of four members, for a reason that only it knows, is
+    still within that. A member that owns nothing counts for neither plan: whoever says that its line is slow, and owns
+    nothing, excuses no plan.
+    """
+
+    def owners(plan: Sequence[int]) -> float:
+        parts = [size / sum(plan) for size in plan]
+        # Those that own nothing have no cost beside these.
+        widths = [max(b or _SLOWEST, _SLOWEST) if x else math.inf for x, b in zip(parts, bandwidths, strict=True)]
+        return cost(parts, widths, contributes)
+
+    return owners(slices) > _FAR_LONGER * owners(fair)
 
 
 def alike(bandwidths: Sequence[float | None]) -> list[float | None]:

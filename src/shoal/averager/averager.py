@@ -371,7 +371,8 @@ class Averager:
             self._last_round = round_
             self._tell_outweighing(round_)
             if self._still_s() < still_s + _STILL_S:  # else the others may have left us, not we them
-                self.conduct.played(round_, outcome, formed, loop.time(), attempt.strangers)
+                unfair = self._finder.is_unfair(group)
+                self.conduct.played(round_, outcome, formed, loop.time(), attempt.strangers, unfair=unfair)
 
     def _tell_outweighing(self, round_: Round) -> None:
         if round_.outweighing is not None and round_.outweighing[0] not in self._outweighing:
@@ -380,7 +381,8 @@ class Averager:
             self._warn(
                 f"{peer.short()} gives its values the weight {weight:g}, and all others together have {others:g}: the "
                 "average is that peer's values. Give all peers weights of one kind (samples, say); if that peer is not "
-                "yours, leave it out"
+                "yours, leave it out",
+                peer,
             )
 
     def _still_s(self) -> float:
@@ -424,6 +426,8 @@ class Averager:
             )
         except ConfigError as error:
             leader = group.members[group.coordinator].contact.peer
+            if not group.leads:
+                self.conduct.led_badly(leader, loop.time() - formed, loop.time(), attempt.strangers)
             reason = f"the group's plan does not fit: {error}"
             raise RoundFailed(reason, [leader], round_id=group.round_id) from error
 
@@ -502,8 +506,8 @@ class Averager:
     def _on_failure(self, error: BaseException) -> None:
         self._warn(f"{type(error).__name__}: {error}")
 
-    def _warn(self, message: str) -> None:
-        self.core.env.events.emit(Warned(where=f"averager {self.prefix}", message=message))
+    def _warn(self, message: str, *about: PeerID) -> None:
+        self.core.env.events.emit(Warned(where=f"averager {self.prefix}", message=message, about=about))
 
     async def leave(self, grace_s: float) -> None:
         """Begin nothing new, and close: a search ends at once, a round in progress may go on for `grace_s` seconds."""

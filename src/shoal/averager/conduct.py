@@ -26,7 +26,7 @@ class Conduct:
 
     Args:
         window_s: see `Pauses`.
-        warn: called with what the user is told.
+        warn: called with what the user is told, and the peer that it names.
 
     Attributes:
         idle: the members that keep rounds waiting and give nothing. While their pause lasts they lead no group of this
@@ -37,12 +37,11 @@ class Conduct:
             this peer does not wait for them.
     """
 
-    def __init__(self, window_s: float, warn: Callable[[str], None]) -> None:
+    def __init__(self, window_s: float, warn: Callable[..., None]) -> None:
         self.idle, self.bad_lines = Pauses(window_s), Pauses(window_s)
         self.bad_leaders = Pauses(window_s, strict=True)
         self._window_s, self._warn = window_s, warn
         self._helpers: dict[PeerID, None] = {}  # that have reduced for us, and have no values with which to prove it
-        self._vain, self._next_told = 0, 1  # rounds that waited for strangers in vain
 
     def precedence(self, strangers: Strangers, now: float) -> Precedence:
         """The order of the others in a search (`now`: the loop's time, seconds)."""
@@ -83,10 +82,30 @@ class Conduct:
             self._led_badly(peer, 0.0, now)
 
     def played(
-        self, round_: Round, outcome: Outcome | None, began: float, now: float, strangers: Strangers = NO_STRANGERS
+        self,
+        round_: Round,
+        outcome: Outcome | None,
+        began: float,
+        now: float,
+        strangers: Strangers = NO_STRANGERS,
+        *,
+        unfair: bool = False,
     ) -> None:
-        """A round is over; `outcome` is None if it failed here."""
+        """A round is over.
+
+        Args:
+            round_: the round.
+            outcome: None if it failed here.
+            began: seconds.
+            now: seconds.
+            strangers: who is a stranger, and what may be lost.
+            unfair: the leader has planned it so that it is slow: nobody else is to blame for what came late.
+        """
         seen, cost_s = round_.seen, now - began
+        leader = round_.members[round_.coordinator].contact.peer
+        if unfair:
+            self.led_badly(leader, cost_s, now, strangers)
+            return
         self._pay(seen, strangers, now)
         gave = reduced = frozenset[PeerID]()
         if outcome is not None:
@@ -105,9 +124,9 @@ class Conduct:
                 self._warn(
                     f"what {peer.short()} gave in {times} rounds came to others in time, and not to this peer, which "
                     "does not wait for it in the next ones. Check the line between the two: it may lose large packets "
-                    "(try a smaller MTU), or be far slower than other lines"
+                    "(try a smaller MTU), or be far slower than other lines",
+                    peer,
                 )
-        leader = round_.members[round_.coordinator].contact.peer
         if seen.led_badly:
             strangers.pay(leader, cost_s - seen.lost_s, now)
             self._led_badly(leader, cost_s, now)
@@ -119,7 +138,8 @@ class Conduct:
             if times := self.idle.failed(peer, now, cost_s):
                 self._warn(
                     f"{peer.short()} kept {times} rounds waiting, and gave nothing to them, or too late: the next ones "
-                    "go on without it. Check its line (`shoal doctor INVITE` there), and whether its process hangs"
+                    "go on without it. Check its line (`shoal doctor INVITE` there), and whether its process hangs",
+                    peer,
                 )
 
     def _note_helpers(
@@ -139,23 +159,29 @@ class Conduct:
         if strangers.others is not None:
             strangers.others.pay(seen.lost_s, now)
         if (strange := strangers.among(seen.hurried)) and strangers.account.is_spent(now):
-            self._tell_strangers(strange)
-
-    def _tell_strangers(self, strange: Collection[PeerID]) -> None:
-        self._vain += 1
-        if self._vain >= self._next_told:
-            self._next_told = 2 * self._vain  # it is told ever more rarely
+            one = min(strange)
             self._warn(
-                f"{self._vain} rounds waited for peers that have given nothing to this run yet, the last one for "
-                f"{min(strange).short()}: rounds do not wait for such peers for a while. Honest newcomers get in "
-                "within about a minute"
+                f"a round waited for {one.short()}, which has given nothing to this run yet: rounds do not wait for "
+                "such peers for a while. Honest newcomers get in within about a minute",
+                one,
             )
+
+    def led_badly(self, leader: PeerID, cost_s: float, now: float, strangers: Strangers) -> None:
+        """What this leader has planned cost so much time, and was slow or of no use.
+
+        The pause of a leader that is no stranger is enough: if the account paid, it would lack for honest slow members.
+        """
+        if strangers.among((leader,)):
+            strangers.account.pay(cost_s, now)
+        self._led_badly(leader, cost_s, now)
 
     def _led_badly(self, leader: PeerID, cost_s: float, now: float) -> None:
         if times := self.bad_leaders.failed(leader, now, cost_s):
             groups = "a group" if times == 1 else f"{times} groups"
             self._warn(
-                f"{leader.short()} led {groups} badly: it brought them to no average, or far too late, left peers out "
-                "that are there, or called them gone. It leads none of the next ones here. See in its log why; if it "
-                "is no peer of yours, leave it out"
+                f"{leader.short()} led {groups} badly: it brought them to no average, or far too late, divided the "
+                "work so that it takes far longer than it need (give all peers the same min_vector_size), left peers "
+                "out that are there, or called them gone. It leads none of the next ones here. See in its log why; if "
+                "it is no peer of yours, leave it out",
+                leader,
             )

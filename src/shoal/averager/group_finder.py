@@ -14,8 +14,8 @@ from functools import lru_cache
 
 import msgspec
 
-from shoal.allreduce.load_balancing import alike, balance
-from shoal.allreduce.partition import first_difference
+from shoal.allreduce.load_balancing import alike, balance, is_slower
+from shoal.allreduce.partition import MAX_PART_BYTES, first_difference
 from shoal.allreduce.vector import Vector
 from shoal.averager.directory import DhtDirectory
 from shoal.averager.request import AveragingStage, StepRequest
@@ -92,11 +92,22 @@ class GroupFinder:
             least = max(least, -(-numel // _MOST_REDUCERS))
         sizes = _shares(numel, kinds, least)
         slices = [size for _, size in sorted(zip(order, sizes, strict=True))]
-        return slices, self._part_bytes(widths)
+        return slices, self._part_bytes(widths, self._settings.part_size_bytes)
 
-    def _part_bytes(self, bandwidths: Sequence[float | None]) -> int:
+    def is_unfair(self, group: Group) -> bool:
+        """Whether the leader has planned a round that is far slower than it need be, as no honest leader does.
+
+        It may have its reasons to leave out a few members, and a `part_size_bytes` of its own.
+        """
+        if not group.fair:
+            return False
+        widths = alike([member.bandwidth for member in group.members])
+        contributes = [member.contributes for member in group.members]
+        too_large = group.part_bytes > self._part_bytes(widths, MAX_PART_BYTES)
+        return too_large or is_slower(group.slices, group.fair, widths, contributes)
+
+    def _part_bytes(self, bandwidths: Sequence[float | None], most: int) -> int:
         """The size of parts. On a slow line a large part comes late, and its average goes when nothing else is left."""
-        most = self._settings.part_size_bytes
         slowest = min(filter(None, bandwidths), default=None)
         if slowest is None:
             return most

@@ -472,14 +472,8 @@ class Matchmaker:
         search.requests = requests
         members = [search.member, *(request.member for request in requests.values())]
         rng.shuffle(members)
-        # In the plan a member reduces nothing if this peer has dialed it twice in vain.
-        able = [each.reduces and not self._endpoint.way_shut(each.contact.peer) for each in members]
-        proved = [a and not search.precedence.spares(each.contact.peer) for a, each in zip(able, members, strict=True)]
-        able = proved if any(proved) else able
-        if len(members) > MANY and sum(able) > 1:
-            able[members.index(search.member)] = False
         try:
-            slices, part_bytes = self._plan([replace(each, reduces=r) for each, r in zip(members, able, strict=True)])
+            slices, part_bytes = self._plan(self._usable(search, members, members.index(search.member)))
         except Exception:
             for peer in followers:
                 self._answer(search, peer, JoinRefused("not-looking", "the leader could not divide the work"))
@@ -494,9 +488,20 @@ class Matchmaker:
 
         self._found(search, begin, {peer: request.stream for peer, request in requests.items()}, release)
 
+    def _usable(self, search: _Search, members: Sequence[Member], leader: int) -> list[Member]:
+        """The members as a plan takes them: one reduces nothing if this peer has dialed it twice in vain."""
+        able = [each.reduces and not self._endpoint.way_shut(each.contact.peer) for each in members]
+        proved = [a and not search.precedence.spares(each.contact.peer) for a, each in zip(able, members, strict=True)]
+        able = proved if any(proved) else able
+        if len(members) > MANY and sum(able) > 1:
+            able[leader] = False
+        return [replace(each, reduces=r) for each, r in zip(members, able, strict=True)]
+
     def _found(
         self, search: _Search, begin: Begin, controls: dict[PeerID, ControlStream], on_release: Callable[[], None]
     ) -> None:
+        usable = self._usable(search, begin.members, begin.coordinator)
+        follows = begin.members[begin.coordinator] is not search.member and any(member.reduces for member in usable)
         group = search.group = Group(
             round_id=begin.round_id,
             members=tuple(begin.members),
@@ -504,6 +509,7 @@ class Matchmaker:
             coordinator=begin.coordinator,
             slices=tuple(begin.slices),
             part_bytes=begin.part_bytes,
+            fair=tuple(self._plan(usable)[0]) if follows else (),
             controls=controls,
             on_release=on_release,
         )

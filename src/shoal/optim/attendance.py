@@ -7,7 +7,8 @@ a round again as soon as it comes to one.
 
 A peer missed a round only if the round waited for it, for at least half of the time that it may take. A group may form
 at once without an expected peer, because its leader has not heard yet that the peer is here. The peer comes to the next
-round, if that waits for it.
+round, if that waits for it. Once most peers are in the group it waits for the others no longer than an epoch takes:
+nobody gives more than that by coming later.
 
 Keys are free, so the time that is spent in vain is bounded for all peers together, by two accounts. One is for peers
 that contributed to the last steps: two windows, and a tenth of the time after that. What rounds wait for slow members,
@@ -86,6 +87,7 @@ class Attendance:
     Attributes:
         contributors: the peers that contributed to the last steps. All others are strangers, unless there are none.
         alone: no other contributor is there.
+        patience_s: the longest wait of this search for the last ones, once most are there.
     """
 
     def __init__(self, window_s: float, idle: Pauses | None = None) -> None:
@@ -93,6 +95,7 @@ class Attendance:
         self._idle = idle or Pauses(window_s)
         self.contributors: Collection[PeerID] = ()
         self.alone = False
+        self.patience_s = window_s
         self._since: dict[PeerID, float] = {}
         self._missed = Pauses(window_s)
         self._known = _Awaited(Account(2 * window_s, _KNOWN_PART))
@@ -110,9 +113,9 @@ class Attendance:
         """Who is a stranger now."""
         return Strangers(self.contributors, self._strange.account, self._known.account)
 
-    def search(self) -> None:
-        """A search for a group begins."""
-        self._since = {}
+    def search(self, patience_s: float = math.inf) -> None:
+        """A search for a group begins. If most are there, it waits for the others for so long at most."""
+        self._since, self.patience_s = {}, min(self._window_s, max(WORTH_S, patience_s))
         for awaited in (self._known, self._beside, self._alone):
             awaited.begin()
 
@@ -151,7 +154,7 @@ class Attendance:
 
         For strangers it is one of them, and the rounds are those that any of them missed.
         """
-        patience_s, members = min(self._window_s, max(WORTH_S, self._known.patience_s)), set(members)
+        patience_s, members = min(self.patience_s, max(WORTH_S, self._known.patience_s)), set(members)
         late = [peer for peer, since in self._since.items() if peer not in members and now >= since + patience_s / 2]
         for peer in members:
             self._missed.forgive(peer, now)

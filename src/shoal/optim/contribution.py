@@ -96,6 +96,7 @@ class Contribution:
     def __init__(self) -> None:
         self.contributed = self.in_vain = self._left_out = self._cut = 0
         self._last: _Mark | None = None
+        self._by: str | None = None  # who took all steps of the states that were lost in a row, alone
         self._widest = 0
         self._since = self._begun = _Mark(0, 0, 0, 0, 0.0)
         self._told = False
@@ -153,7 +154,15 @@ class Contribution:
         self.in_vain = max(0, processed - contributed - held)
 
     def state_changed(
-        self, epoch: int, *, contributed: int, processed: int, batches: int, held: int, now: float
+        self,
+        epoch: int,
+        *,
+        contributed: int,
+        processed: int,
+        batches: int,
+        held: int,
+        now: float,
+        by: str | None = None,
     ) -> str | None:
         """The state has changed. Returns a warning for the user, once, if few of this peer's samples count, or none.
 
@@ -164,6 +173,7 @@ class Contribution:
             batches: in so many batches.
             held: samples that are accumulated for the next step.
             now: seconds.
+            by: another peer that took the last step to this state alone; None if several did, or this one.
         """
         self.settle(contributed, processed, held)
         before, now_at = self._last, _Mark(epoch, self.contributed, processed, batches, now)
@@ -184,6 +194,7 @@ class Contribution:
             self._since, self._lost = now_at, 0
         elif in_vain:
             self._lost += 1  # once for epochs that went by together: a peer that was stopped missed them, and no more
+            self._by = by if self._lost == 1 or self._by == by else None
         self._states += used or in_vain
         self._used += used
         few = self._states >= _LOOKED_AT and self._used * _PART <= self._states
@@ -192,14 +203,20 @@ class Contribution:
         if self._told or not (few or none) or epoch <= first.epoch:  # states that were loaded are of no later epoch
             return None
         self._told = True
-        return _why(first, now_at)
+        return _why(first, now_at, self._by if none else None)
 
 
-def _why(first: _Mark, last: _Mark) -> str:
+def _why(first: _Mark, last: _Mark, by: str | None) -> str:
     epochs, done, spent_s = last.epoch - first.epoch, last.batches - first.batches, last.time - first.time
     batch_s, epoch_s, counted = spent_s / done, spent_s / epochs, last.contributed - first.contributed
     numbers = f"a batch takes it {duration(batch_s)}, and an epoch of the swarm {duration(epoch_s)}"
-    if batch_s < epoch_s / 2:
+    if by is not None:
+        why = (
+            f"{by} took the last steps alone, before this peer gave anything to them, and its state has more samples "
+            "than this peer's. It does not hear what this peer says, or not in time: check the line between the two "
+            "(`shoal doctor INVITE` on both machines)"
+        )
+    elif batch_s < epoch_s / 2:
         why = (
             f"{numbers}, so its batches are short enough, and the rounds go on without it. `shoal debug dump PID` "
             "shows why; `shoal doctor INVITE` checks its line, its descriptors and its memory. If another peer has "

@@ -1,7 +1,8 @@
 """The swarm as one peer sees it from its own state: what is known of the others, and whether a better state counts.
 
 Others may claim a better state that nobody gives. `claimed` is the swarm as they say it is. In `view` this peer is
-behind only as long as its trainer is to stand still for that state (see `fetching`). Both change nothing.
+behind only as long as its trainer is to stand still for that state (see `fetching`). In both it is not behind while the
+peers at its state make their own step (see `forerunners`). Both change nothing else.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from shoal.optim.attendance import Attendance
 from shoal.optim.companions import Companions
 from shoal.optim.contribution import RateMeter
 from shoal.optim.fetching import Fetching
+from shoal.optim.forerunners import Forerunners
 from shoal.optim.own_state import OwnState
 from shoal.optim.pace import Pace
 from shoal.optim.run_end import RunEnd
@@ -46,7 +48,9 @@ class Outlook:
         attendance: of the others in its rounds.
         fetching: of a better state.
         witness: of how far the run can have come.
+        forerunners: who went on from its state without it.
         loop: of all this; its time may be asked from any thread.
+        stays: a better state is known, and the peers here make their own step all the same.
     """
 
     core: PeerCore
@@ -60,7 +64,9 @@ class Outlook:
     attendance: Attendance
     fetching: Fetching
     witness: Witness
+    forerunners: Forerunners
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    stays: bool = False
     _worse: tuple[StateKey, float] = (NO_STATE, 0.0)  # the best state that a client can have, and since when
     _given_up: bytes | None = None  # the digest of the state that this client is about to go back from
 
@@ -95,8 +101,8 @@ class Outlook:
 
     def claimed(self) -> SwarmView:
         """The swarm as the others say, also where this peer goes on with a state that is not the best one."""
-        now = self.loop.time()
-        return self.known.view(
+        now, own = self.loop.time(), self.own.name.key
+        claimed = self.known.view(
             self.place(),
             now,
             shared=self.own.shared,
@@ -107,6 +113,16 @@ class Outlook:
             absent=self.attendance.absent(self.known.peers, now),
             silent=self.core.endpoint.silent,
         )
+        self.stays = self.forerunners.leave_us_here(
+            claimed,
+            own=own,
+            committed=self.own.committed,
+            held=self.own.training.held,
+            hears=self.core.endpoint.connected,
+            epoch_s=self.companions.patience_s,
+            now=now,
+        )
+        return replace(claimed, behind=False, vouched=False, best=own, epoch=own.epoch) if self.stays else claimed
 
     @property
     def giving(self) -> frozenset[PeerID]:

@@ -41,6 +41,7 @@ from shoal.optim.contribution import Contribution, RateMeter
 from shoal.optim.election import elected
 from shoal.optim.fetching import Fetching
 from shoal.optim.folder_users import FolderUsers
+from shoal.optim.forerunners import Forerunners
 from shoal.optim.gossip import ProgressGossip
 from shoal.optim.notices import Notices
 from shoal.optim.options import differences, misfit
@@ -176,6 +177,7 @@ class Participant:
             attendance=self._attendance,
             fetching=self._fetching,
             witness=self._witness,
+            forerunners=Forerunners(core.peer_id),
         )
         self._check = ParameterCheck(
             core, self.own, self._notices, every=settings.check_every, is_last=self._comes_to_its_end
@@ -646,7 +648,7 @@ class Participant:
         if (grace_s := self.pace.grace_s(self._now())) and not self._turns:
             await self._trainer_comes(grace_s)
         said = self._said(await self._check.of(name))
-        self._attendance.search()
+        self._attendance.search(self._companions.patience_s)
         self._averager.way_s = self.pace.way_s(self._now())
         result = await self._rounds.run(
             self._averager,
@@ -660,6 +662,7 @@ class Participant:
             apply=lambda vector: self._take_average(vector, name),
         )
         if result is None:
+            self._outlook.forerunners.round_failed()
             if self._rounds.in_vain or self._outlook.alone(self.view()):
                 self._notices.absent(self._attendance.formed({me}, self._now()))
             async with self.own.hold() as holds:
@@ -704,7 +707,8 @@ class Participant:
         and soon has a better state than the one that it would make.
         """
         awaited = self._attendance.wait_for(self.view().together - {self.core.peer_id}, self._now())
-        late = self._now() > self._averager.joined_at + self.pace.patience_s()
+        patience_s = min(self.pace.patience_s(), self._attendance.patience_s)
+        late = self._now() > self._averager.joined_at + patience_s
         return frozenset() if late and 2 * self._averager.group_size > 1 + len(awaited) else awaited
 
     def _said(self, check: Check | None = None) -> Said:
@@ -977,8 +981,10 @@ class Participant:
         """The state has another name: donors offer the new one, the others are told now, unless they expect it."""
         speed = self.speed
         self.pace.state_changed(self.epoch, self._now())
+        gave = {*self.own.committed.gave} - {self.core.peer_id}
         why = self.contribution.state_changed(
             self.epoch,
+            by=next(iter(gave)).short() if len(self.own.committed.gave) == len(gave) == 1 else None,
             contributed=self.own.lineage.contributed,
             processed=speed.processed,
             batches=speed.batches,

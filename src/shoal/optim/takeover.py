@@ -140,7 +140,7 @@ class Takeover:
     def may_not_begin(self, view: SwarmView) -> bool:
         """Whether this peer waits for the state of a run that is further than its own beginning."""
         outlook, epoch = self.outlook, self.own.name.epoch
-        on_its_own = epoch > 0 and not view.behind and not outlook.end.reached(epoch)
+        on_its_own = epoch > 0 and not (view.behind or outlook.stays or outlook.end.reached(epoch))
         further = outlook.known.further(self.own.name.key, outlook.giving) if on_its_own else {}
         further = {peer: its for peer, its in further.items() if peer not in view.refused}  # that is told by itself
         self.notices.without(further, epoch, self.why_not)

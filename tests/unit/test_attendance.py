@@ -134,3 +134,17 @@ def test_a_peer_that_is_alone_waits_for_a_newcomer_on_a_slow_line() -> None:
         waited_s += now - began
         now += 2.0
     assert 30.0 <= waited_s <= 32.0 + 0.2 * (now - 100.0)
+
+
+def test_who_does_not_come_while_most_wait_for_an_epoch_has_missed_the_round() -> None:
+    """A search waited for a whole window, in which a peer that heard nobody made a whole step of its own."""
+    attendance = Attendance(15.0)
+    attendance.formed(ALL, -30.0)
+    for began, given_up in ((0.0, []), (10.0, [(ABSENT, 2)])):
+        attendance.search(2.0)
+        assert attendance.patience_s == 2.0
+        assert attendance.wait_for(ALL, began) == ALL
+        assert attendance.formed(PRESENT, began + 2.1) == given_up
+    for patience_s, most_s in ((0.1, 1.0), (60.0, 15.0)):
+        attendance.search(patience_s)
+        assert attendance.patience_s == most_s

@@ -231,3 +231,18 @@ def test_a_peer_that_gave_up_a_branch_was_told_a_negative_number() -> None:
         told += [f"{epoch}: {why}"] if why else []
     assert len(told) == 1  # nothing counts from then on, which is still told
     assert told[0].startswith("11: none of the samples that this peer computed in the last 5 epochs count")
+
+
+def test_a_peer_that_loses_all_to_one_that_steps_alone_is_told_who_that_is() -> None:
+    """It was told to look at its own batches, its memory and its identity."""
+    for by, alone in ((["first"] * 40, True), (["first", "second"] * 20, False), (["first", None] * 20, False)):
+        contribution, told = Contribution(), []
+        for epoch in range(1, 41):
+            why = contribution.state_changed(
+                epoch, contributed=0, processed=16 * epoch, batches=4 * epoch, held=0, now=2.0 * epoch, by=by[epoch - 1]
+            )
+            told += [why] if why else []
+        assert len(told) == 1
+        assert ("first took the last steps alone" in told[0]) == alone
+        assert ("It does not hear what this peer says" in told[0]) == alone
+        assert ("the same identity" in told[0]) != alone

@@ -1,0 +1,120 @@
+"""Who follows a peer that has gone on from our state, and who makes its own step first."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from shoal.optim.agreement import Contributor
+from shoal.optim.committed import Committed
+from shoal.optim.forerunners import Forerunners
+from shoal.peer import PeerID
+from shoal.progress import StateKey, SwarmView
+from shoal.wire import Contact, Progress
+
+PEERS = [PeerID(bytes([number]) * 32) for number in range(1, 7)]
+ME, SECOND, THIRD, FIRST, STRANGER, OTHER_STRANGER = PEERS
+OURS, THEIRS = StateKey.of(10, 640, b"a" * 32), StateKey.of(11, 656, b"b" * 32)
+GIVES, EPOCH_S = 16, 2.0
+
+
+def committed(gave: Collection[PeerID]) -> Committed:
+    """Three steps to which each of these gave as much."""
+    step = [Contributor(peer, GIVES, None, bytes(3) + peer.raw[:1], 3) for peer in gave]
+    return Committed([step] * 3)
+
+
+def word(peer: PeerID, key: StateKey, samples: int = 0) -> Progress:
+    """The word of a peer that is at this state, and says that it has so many samples."""
+    digest = bytes(255 - each for each in key.inverted_digest)
+    return Progress(Contact(peer), key.epoch, digest, key.samples, samples, 8.0, 0.0, {})
+
+
+class Scene:
+    """Four contributors were at our state; then somebody went ahead."""
+
+    def __init__(self, contributors: Collection[PeerID] = PEERS[:4]) -> None:
+        self.forerunners, self.committed = Forerunners(ME), committed(contributors)
+        self.deaf: set[PeerID] = set()
+        self.see(dict.fromkeys(PEERS, OURS))
+
+    def see(
+        self,
+        at: dict[PeerID, StateKey],
+        *,
+        own: StateKey = OURS,
+        held: int = GIVES,
+        now: float = 0.0,
+        claims: int = 0,
+    ) -> bool:
+        """Whether this peer stays, where the others are at these states."""
+        others = {peer: word(peer, key, claims) for peer, key in at.items() if peer != ME}
+        best = max(own, *at.values())
+        here = frozenset({ME, *(peer for peer in others if at[peer] == own)})
+        view = SwarmView(tuple(at), here, frozenset(), 0, 0.0, best.epoch, best != own, best=best, others=others)
+        return self.forerunners.leave_us_here(
+            view,
+            own=own,
+            committed=self.committed,
+            held=held,
+            hears=lambda peer: peer not in self.deaf,
+            epoch_s=EPOCH_S,
+            now=now,
+        )
+
+
+HERE = dict.fromkeys(PEERS[:3], OURS)
+
+
+def test_most_peers_at_a_state_make_their_own_step_before_they_follow_one_that_stepped_alone() -> None:
+    """All of them followed, gave up what they had trained, and came late to its next step, for ever."""
+    assert Scene().see({**HERE, FIRST: THEIRS})
+
+
+def test_they_follow_when_their_round_failed_or_twice_an_epoch_has_passed() -> None:
+    """A round that failed before anybody was ahead says nothing."""
+    scene, ahead = Scene(), {**HERE, FIRST: THEIRS}
+    scene.forerunners.round_failed()
+    assert scene.see(ahead, now=5.0)
+    assert scene.see(ahead, now=5.0 + 2 * EPOCH_S - 0.1)
+    assert not scene.see(ahead, now=5.0 + 2 * EPOCH_S)
+    scene = Scene()
+    assert scene.see(ahead)
+    scene.forerunners.round_failed()
+    assert not scene.see(ahead)
+
+
+def test_a_peer_that_most_left_behind_or_that_has_nothing_follows_at_once() -> None:
+    """So does one of two, and one whose own step would not be the better state."""
+    assert not Scene().see({ME: OURS, SECOND: THEIRS, THIRD: THEIRS, FIRST: THEIRS}, held=1000)
+    assert not Scene().see({ME: OURS, SECOND: OURS, THIRD: THEIRS, FIRST: THEIRS}, held=1000)
+    assert not Scene((ME, FIRST)).see({ME: OURS, FIRST: THEIRS}, held=1000)
+    assert not Scene().see({**HERE, FIRST: THEIRS}, held=0)
+    assert not Scene().see({**HERE, FIRST: StateKey.of(11, 640 + 3 * GIVES, b"b" * 32)})
+
+
+def test_strangers_and_peers_that_are_not_connected_hold_nobody_back() -> None:
+    """A new key costs nothing, whatever it claims to have."""
+    ahead = {ME: OURS, SECOND: THEIRS, FIRST: THEIRS, STRANGER: OURS, OTHER_STRANGER: OURS}
+    assert not Scene().see(ahead, claims=2**40)
+    scene = Scene()
+    scene.deaf = {SECOND, THIRD}
+    assert not scene.see({**HERE, FIRST: THEIRS})
+
+
+def test_other_branches_and_averages_of_states_are_followed_at_once() -> None:
+    """Else two branches of one size, each of which is ahead after its own steps, would not come together."""
+    apart = StateKey.of(12, 700, b"c" * 32)
+    scene = Scene()
+    assert not scene.see({**HERE, FIRST: THEIRS}, own=apart._replace(samples=650))  # nobody was here
+    assert not Scene().see({**HERE, FIRST: StateKey.of(10, 641, b"b" * 32)})
+
+
+def test_samples_that_are_known_count_in_place_of_those_of_the_last_steps() -> None:
+    """But of nobody more than is believed of it."""
+    ahead = {**HERE, FIRST: StateKey.of(11, 640 + 3 * GIVES, b"b" * 32)}
+    assert Scene().see(ahead, claims=GIVES + 1)
+    scene, far = Scene(), {**HERE, FIRST: StateKey.of(11, 640 + 6 * GIVES, b"b" * 32)}
+    assert not scene.see(far, claims=2**40)
+    scene.committed = replace(scene.committed)
+    assert max(scene.committed.believed.values()) == 2 * GIVES

@@ -214,7 +214,8 @@ def _why(first: _Mark, last: _Mark, by: str | None) -> str:
         why = (
             f"{by} took the last steps alone, before this peer gave anything to them, and its state has more samples "
             "than this peer's. It does not hear what this peer says, or not in time: check the line between the two "
-            "(`shoal doctor INVITE` on both machines)"
+            "(`shoal doctor INVITE` on both machines). If another peer has the same identity (identity_path), only one "
+            "of the two can take part"
         )
     elif batch_s < epoch_s / 2:
         why = (

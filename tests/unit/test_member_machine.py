@@ -323,6 +323,17 @@ def test_a_late_reducer_that_was_replaced_is_late_in_the_eyes_of_all() -> None:
     assert slow.late(5.2, 1.0) == set()
 
 
+def test_a_coordinator_that_decided_each_round_late_led_for_good() -> None:
+    """It gave all in time. An honest one waits twice as long as a third of the members needed, and a little more."""
+    member = machine([0, 1, 2, 3], group="tttt")
+    member.start(0.0)
+    assert not member.decided_late(100.0)  # it lacks averages itself
+    for part in range(4):
+        member.averaged(held(part), 2.0)
+    assert not member.decided_late(4.5)
+    assert member.decided_late(4.6)
+
+
 def test_the_values_of_a_late_reducer_are_not_waited_for_once_more() -> None:
     """It was not told of the new reducer, which waited for its values in vain. One that is replaced early is honest."""
     for now, finishes in ((2.1, [Finish(3, 1)]), (0.6, [])):

@@ -64,8 +64,17 @@ def test_a_receiver_is_late_only_when_all_parts_are_given() -> None:
     assert late(rules, lacks, 5.0) == [3]
     whole = set(REDUCER)
     assert late(rules, [whole, {0, 1}, whole, whole], 6.0) == []
-    assert rules.slow(12.9) == []
-    assert rules.slow(13.0) == [1]
+    assert rules.slow(12.2) == []
+    assert rules.slow(12.25) == [1]
+
+
+def test_most_receivers_that_report_late_keep_nobody_waiting() -> None:
+    """The median was one of them: the others waited in each round, and it was no lateness. Their values count."""
+    rules = coordinator(margin_s=5.0)
+    parts = set(REDUCER)
+    assert late(rules, [parts, parts, {0, 2}, {0, 1, 3}], 1.0) == []
+    assert rules.slow(2.2) == []
+    assert rules.slow(2.25) == [2, 3]
 
 
 def test_nobody_is_late_as_long_as_the_median_is_not_done() -> None:
@@ -172,6 +181,8 @@ def test_members_that_are_waited_for_briefly_are_left_out_as_soon_as_all_others_
         report(rules, member, [0, 1, 2])
     assert rules.rules.live == ALL
     report(rules, 2, [0, 1, 2])
+    assert rules.rules.live == ALL
+    rules.tick(1.25)
     assert rules.rules.live == {0, 1, 2}
     assert 3 not in rules.rules.reducer
     rules = coordinator(least=4)
@@ -184,9 +195,22 @@ def test_members_that_are_waited_for_briefly_are_left_out_as_soon_as_all_others_
 def test_all_that_are_waited_for_briefly_share_one_patience() -> None:
     """Two of them do not cost twice the time, and time in which others are awaited, too, does not count."""
     brief = Brief({2: 4.0, 3: 4.0})
-    assert brief.late({1, 2, 3}, 10.0) == []
-    assert brief.late({2, 3}, 20.0) == []
-    assert brief.late({2, 3}, 23.9) == []
-    assert brief.late({1, 3}, 24.0) == []
-    assert brief.late({3}, 30.0) == [3]
+    assert brief.late({1, 2, 3}, 10.0, 19.0) == []
+    assert brief.late({2, 3}, 20.0, 19.0) == []
+    assert brief.late({2, 3}, 23.9, 19.0) == []
+    assert brief.late({1, 3}, 24.0, 19.0) == []
+    assert brief.late({3}, 30.0, 19.0) == [3]
     assert (brief.waited_s, brief.left) == (4.0, {3})
+
+
+def test_one_that_is_as_fast_as_the_others_was_left_out_once_nothing_was_left_for_strangers() -> None:
+    """It was milliseconds later. Up to the usual time, a moment at most, it is waited for, and that is free."""
+    brief = Brief({3: 0.0})
+    assert brief.late({2, 3}, 10.0, 10.1) == []
+    assert brief.late({3}, 10.05, 10.1) == []
+    assert brief.late({3}, 10.1, 10.1) == [3]
+    assert brief.waited_s == 0.0
+    slow = Brief({3: 0.0})
+    assert slow.late({3}, 10.0, 20.0) == []
+    assert slow.late({3}, 10.25, 20.0) == [3]
+    assert slow.waited_s == 0.0

@@ -2,12 +2,15 @@
 
 Keys are free, and a member that gives nothing costs a round all the time that the others wait for it. So the members
 that have proved nothing yet are waited for no longer than this peer can spare for all of them, and those that gave
-nothing to the last rounds not at all. They count if they are as fast as the others.
+nothing to the last rounds not at all. They count if they are as fast as the others: for a moment, up to the *usual*
+time of the others (`Lateness`), each is waited for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+
+from shoal.allreduce.lateness import LEAST_S
 
 __all__ = ["Brief"]
 
@@ -16,11 +19,12 @@ class Brief:
     """Counts how long a round waits for these members alone, and says which of them it waits for no longer.
 
     Args:
-        patience_s: for each of these members, how long it is waited for when all others have done their part, seconds.
+        patience_s: for each of these members, how long it is waited for beyond that when all others have done their
+            part, seconds.
 
     Attributes:
         patience_s: as given.
-        waited_s: how long nobody else was waited for, seconds.
+        waited_s: how long nobody else was waited for, beyond that, seconds.
         left: those that are not waited for any more.
     """
 
@@ -33,14 +37,22 @@ class Brief:
         """This one is not waited for any more when all others have done their part."""
         self.patience_s[member] = 0.0
 
-    def late(self, awaited: Collection[int], now: float) -> list[int]:
-        """Those to be left out now, where these are the members that are waited for (`now`: seconds)."""
+    def late(self, awaited: Collection[int], now: float, usual: float) -> list[int]:
+        """Those to be left out now.
+
+        Args:
+            awaited: the members that are waited for.
+            now: seconds.
+            usual: until then it is usual to wait; but no longer than `LEAST_S` for these alone.
+        """
         if self._since is not None:
-            self.waited_s += now - self._since
-            self._since = None
+            self.waited_s += max(0.0, now - self._since)
         if not awaited or not self.patience_s or not self.patience_s.keys() >= set(awaited):
+            self._since = None
             return []
-        self._since = now
+        self._since = max(now, min(usual, now + LEAST_S) if self._since is None else self._since)
+        if now < self._since:
+            return []
         late = sorted(member for member in awaited if self.waited_s >= self.patience_s[member])
         self.left.update(late)
         return late

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from shoal.allreduce.brief import Brief
 from shoal.allreduce.commit import CommitRules, Order
-from shoal.allreduce.lateness import Lateness
+from shoal.allreduce.lateness import LEAST_S, Lateness
 from shoal.sometimes import sometimes
 from shoal.wire import Abort, Assign, Commit, Gone, Report
 
@@ -109,7 +109,7 @@ class Coordinator:
         me: index of the coordinator.
         min_group_size: with fewer members left, auxiliary ones counted, the round is aborted.
         stall_s: a member that owes parts and neither reports one nor moves any bytes for this long is left out.
-        margin_s: see `Lateness`; None: half of `stall_s`.
+        margin_s: of reducers: see `Lateness`; None: half of `stall_s`.
         now: time at the beginning.
         brief_s: see `Brief.patience_s`.
         allowed_s: reducers may wait so long for members with slow lines (`slow_lines`).
@@ -166,8 +166,8 @@ class Coordinator:
         self._began = now
         self._progress = [now] * len(self.reduces)
         self._heard = [now] * len(self.reduces)
-        stages = self.rules.reducer, self._compared
-        self._reducing, self._receiving = (Lateness(each, now=now, least_s=self._allowed_s) for each in stages)
+        self._reducing = Lateness(self.rules.reducer, now=now, least_s=self._allowed_s)
+        self._receiving = Lateness(self._compared, now=now, least_s=self._allowed_s, first=3)
 
     def reported(self, member: int, report: Report, now: float) -> list[CoordinatorAction]:
         """A member reported the parts that it newly holds, and the reducers that it cannot get parts from.
@@ -186,6 +186,8 @@ class Coordinator:
                 given.append(held.part)
                 if member != rules.reducer[held.part]:
                     self._given_at.setdefault(held.part, now)
+        if len(rules.held[member]) == len(rules.reducer):
+            self._receiving.done((member,), now)
         if report.moved_bytes > self._moved_bytes[member]:
             self._moved_bytes[member], self._progress[member] = report.moved_bytes, now
         if report.lost and member in rules.takers:
@@ -248,7 +250,7 @@ class Coordinator:
         if awaited and awaited <= brief:
             others = {part for part, reducer in enumerate(rules.reducer) if reducer not in brief}
             awaited |= {member for member in rules.takers - brief if not rules.held[member].keys() >= others}
-        for member in self.brief.late(awaited, now):
+        for member in self.brief.late(awaited, now, self._receiving.usual):
             if len(rules.live) > max(rules.min_group_size, 2):
                 actions += self.leave_out(member, "gave nothing yet, or to the last rounds, and others are done", now)
         return actions
@@ -408,11 +410,11 @@ class Coordinator:
         """
         rules, takers = self.rules, self._compared
         waiting = _undelivered(rules.reducer, rules.held, takers)
-        lacking = {each for each in takers if len(rules.held[each]) < len(rules.reducer)}
         self._reducing.done(set(rules.reducer) - waiting, now)
-        self._receiving.done(takers - lacking, now)
-        late, lateness = (waiting, self._reducing) if waiting else (lacking, self._receiving)
-        return sorted(late) if now >= lateness.usual + self._margin_s else []
+        if waiting:
+            return sorted(waiting) if now >= self._reducing.usual + self._margin_s else []
+        lacking = (each for each in takers if len(rules.held[each]) < len(rules.reducer))
+        return sorted(lacking) if now >= self._receiving.usual + LEAST_S else []
 
     @property
     def _compared(self) -> set[int]:

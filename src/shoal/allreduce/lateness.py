@@ -4,6 +4,9 @@ Senders, reducers and receivers are each compared among themselves. The median o
 twice that is *usual*. What a round waits beyond that is lost, and is paid from an account (decision 0086). A member is
 *late* that takes longer than usual by more than a margin. So nobody is late that needs at most twice as long as the
 median, and nobody as long as the median is not done: a slow network is slow for all.
+
+Of receivers the first third says what is usual, and the margin is always the least one (decision 0105). A round loses
+nothing by a receiver that it does not wait for: its values count, and it can get the averages after the verdict.
 """
 
 from __future__ import annotations
@@ -11,7 +14,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-__all__ = ["Lateness"]
+__all__ = ["LEAST_S", "Lateness"]
+
+LEAST_S = 0.25
+"""Nobody is late by less than this, seconds."""
 
 
 class Lateness:
@@ -21,13 +27,14 @@ class Lateness:
         members: those that are compared.
         now: when they begin: local time, seconds.
         least_s: at least this is usual, seconds: some may have announced slow lines (`slow_lines`).
+        first: one of so many of them says what is usual; 2: the median.
 
     Attributes:
         given_up: those that were waited for no longer, and since when. They are not compared any more.
     """
 
-    def __init__(self, members: Iterable[int], *, now: float, least_s: float = 0.0) -> None:
-        self._members, self._least_s = set(members), least_s
+    def __init__(self, members: Iterable[int], *, now: float, least_s: float = 0.0, first: int = 2) -> None:
+        self._members, self._least_s, self._first = set(members), least_s, first
         self._done_at: dict[int, float] = {}
         self.given_up: dict[int, float] = {}
         self.begin(now)
@@ -62,8 +69,8 @@ class Lateness:
 
     @property
     def usual(self) -> float:
-        """Until when it is usual to wait; infinite as long as the median is not done."""
-        done, middle = self._times(), (len(self._members) - 1) // 2
+        """Until when it is usual to wait; infinite as long as too few are done."""
+        done, middle = self._times(), (len(self._members) - 1) // self._first
         if len(done) <= max(middle, 0):
             return math.inf
         return max(self._anew + 2 * (done[middle] - self._began), self._began + self._least_s)

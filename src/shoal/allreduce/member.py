@@ -21,7 +21,7 @@ from typing import NamedTuple
 from shoal.allreduce.brief import Brief
 from shoal.allreduce.commit import Ask, Average, Contribute, MemberRules, Order, PartAction
 from shoal.allreduce.interface import MostWeight, any_weight, is_sound
-from shoal.allreduce.lateness import Lateness
+from shoal.allreduce.lateness import LEAST_S, Lateness
 from shoal.sometimes import sometimes
 from shoal.wire import Abort, Assign, Commit, Gone, Held, Member, PartAbsent, Report
 
@@ -160,8 +160,10 @@ class MemberMachine:
         )
         self._first_reducer, self._owed, self._has_brief = tuple(reducers), Counter(reducers), bool(brief_s)
         others = set(reducers) - {me} - brief_s.keys()
-        self._reducing = Lateness(others, now=now, least_s=max(promised_s, default=0.0))
+        self._promised_s = max(promised_s, default=0.0)
+        self._reducing = Lateness(others, now=now, least_s=self._promised_s)
         self.may_learn = True
+        self._began, self._complete_at = now, math.inf
         self.unheard: set[int] = set()
         self.round_id, self.members = round_id, members
         # Contributors, and auxiliary members, that can be asked for averages.
@@ -306,6 +308,8 @@ class MemberMachine:
     def averaged(self, held: Held, now: float) -> bool:
         """This part was averaged here, or received whole. False if it is not wanted (any more)."""
         news, reducer = self.rules.averaged(held), self._first_reducer[held.part]
+        if self.rules.complete and self.rules.commit is None:
+            self._complete_at = now
         if news and not held.attempt:
             self._owed[reducer] -= 1
             if not self._owed[reducer]:
@@ -336,6 +340,16 @@ class MemberMachine:
         """
         late = self._reducing.late
         return late(margin_s) & {self.coordinator} | late(least_s) & self.rules.replaced
+
+    def decided_late(self, now: float) -> bool:
+        """Whether the coordinator's verdict came later than usual, by what this member needed until it held all.
+
+        Once a member holds all, a coordinator waits for receivers only. But this member may be faster than most: so
+        such a coordinator may be honest.
+        """
+        usual = max(2 * self._complete_at - self._began, self._began + self._promised_s)
+        judges = self.rules.contributes and self.me != self.coordinator
+        return judges and now > usual + 2 * LEAST_S
 
     def member_lost(self, member: int) -> list[Finish]:
         """A member is gone: nothing is waited for that it owes."""
@@ -523,7 +537,9 @@ class Contributions:
 
     def hurry(self, now: float) -> list[Finish]:
         """Leave out those that are waited for briefly, if it is time. Returns the parts that are ready now."""
-        late = self.brief.late(set().union(*self._waiting.values()), now) if self.brief.patience_s else []
+        if not self.brief.patience_s:
+            return []
+        late = self.brief.late(set().union(*self._waiting.values()), now, self.lateness.usual)
         return [finish for member in late for finish in self.exclude(member)]
 
     def exclude(self, sender: int) -> list[Finish]:

@@ -33,6 +33,7 @@ from blake3 import blake3
 from shoal.allreduce.commit import Ask, Average, Contribute, Order
 from shoal.allreduce.coordinator import Coordinator, CoordinatorAction, LeftOut, Lied, Replaced, Send
 from shoal.allreduce.interface import MAX_WEIGHT, MIN_WEIGHT, Outcome, RoundOptions, any_weight, is_weight
+from shoal.allreduce.lateness import LEAST_S
 from shoal.allreduce.member import AskOthers, Blame, CutOff, Finish, LookAt, MemberAction, MemberMachine
 from shoal.allreduce.partition import Part
 from shoal.allreduce.parts import Parts
@@ -95,6 +96,9 @@ _BUNDLE_S, _REPORTS_PER_S = 0.05, 10_000
 """A report waits so long for further news, unless somebody may be waiting for it; in a large group longer: all members
 together send the coordinator so many a second."""
 
+_TICKS_PER_S = 1000
+"""Who is late is looked at twice in `LEAST_S`; in a large group more rarely: for so many members a second."""
+
 _REMEMBERED_VERDICTS = 64
 """The number of rounds whose verdicts are remembered."""
 
@@ -103,8 +107,8 @@ class Seen(NamedTuple):
     """What one member saw of the others in a round."""
 
     late: frozenset[PeerID]
-    """They kept all others waiting: this member, as the coordinator, left them out; or their averages were late, see
-    `MemberMachine.late`; or they were the coordinator, and were lost, or did not decide in time."""
+    """They kept all others waiting: their averages were late, see `MemberMachine.late`; or they were the coordinator,
+    and were lost, or did not decide in time."""
     unheard: frozenset[PeerID]
     """Their values or averages did not come to this member in time."""
     bad_lines: frozenset[PeerID]
@@ -120,6 +124,8 @@ class Seen(NamedTuple):
     led_badly: bool
     """Another member led the round, and aborted it though we gave values, was lost, or decided far too late; or what it
     said was false."""
+    decided_late: bool
+    """Another member led the round, and decided it later than is usual, see `MemberMachine.decided_late`."""
 
 
 class Round:
@@ -240,7 +246,7 @@ class Round:
     @property
     def _tick_s(self) -> float:
         options = self._options
-        return min(options.report_s, options.silence_s / 4, max(options.spare_s / 2, _LOOK_S))
+        return min(options.report_s, options.silence_s / 4, max(LEAST_S / 2, len(self.members) / _TICKS_PER_S))
 
     @property
     def _margin_s(self) -> float:
@@ -360,6 +366,7 @@ class Round:
             lost_s=self.machine.lost_s(self._ended or self._began, waited_s),
             reduced=peers(set(self.machine.rules.reducer)),
             led_badly=self._led_badly or self._word_was_false,
+            decided_late=self.machine.decided_late(self._ended or self._began),
         )
 
     @property
@@ -824,9 +831,8 @@ class Round:
             if self._coordinating is not None:
                 # A slow sender may still give its averages, as long as there is time to spare for that.
                 short = options.spare_s < options.silence_s
-                decisions = self._coordinating.tick(now, self.machine.contributions.lateness.given_up if short else ())
-                self._late.update(decision.member for decision in decisions if isinstance(decision, LeftOut))
-                self._tell(decisions)
+                given_up = self.machine.contributions.lateness.given_up if short else ()
+                self._tell(self._coordinating.tick(now, given_up))
 
     @property
     def _patience_s(self) -> float:

@@ -373,6 +373,8 @@ class Averager:
             if self._still_s() < still_s + _STILL_S:  # else the others may have left us, not we them
                 unfair = self._finder.is_unfair(group)
                 self.conduct.played(round_, outcome, formed, loop.time(), attempt.strangers, unfair=unfair)
+                if round_.seen.decided_late and attempt.strangers.are_spent(loop.time()):
+                    self._finder.matchmaker.avoid(group.peers[group.coordinator], len(group.members))
 
     def _tell_outweighing(self, round_: Round) -> None:
         if round_.outweighing is not None and round_.outweighing[0] not in self._outweighing:

@@ -11,15 +11,13 @@ import math
 from collections.abc import Collection
 from typing import NamedTuple
 
+from shoal.allreduce.lateness import LEAST_S
 from shoal.peer import PeerID
 
 __all__ = ["WORTH_S", "Account", "Strangers"]
 
 WORTH_S = 1.0
 """Shorter waits are of little use: newcomers on slow lines would not come."""
-
-_LEAST_S = 0.25
-"""Whoever is not far slower than the others is always waited for."""
 
 
 class Account:
@@ -77,7 +75,7 @@ class Strangers(NamedTuple):
 
     def spare_s(self, now: float) -> float:
         """How long a round waits for others that are slower than most, seconds."""
-        return math.inf if self.others is None else _LEAST_S if self.are_spent(now) else self.others.left_s(now)
+        return math.inf if self.others is None else LEAST_S if self.are_spent(now) else self.others.left_s(now)
 
 
 NO_STRANGERS = Strangers((), Account(0.0, 0.0))

@@ -72,7 +72,7 @@ _CROWD_GROUPS = 4
 _LATER_S = 1e-3
 _HEAD_START_S = 1.0
 """The leader of the last group declares itself earlier than the others by this, so that it can lead them again."""
-_AVOIDED_WINDOWS = 10
+AVOIDED_WINDOWS = 10
 """Whoever leads groups to which others do not come leads none for so long. Nobody is harmed by that."""
 
 _TEXT_CHARACTERS = 1000
@@ -329,7 +329,7 @@ class GroupMachine:
         self._memory.stranded.clear()
         if leader != self.leader and self._missed.intersection(members):
             sometimes("a peer comes to a group that another peer leads than before")
-            self._memory.avoid(leader, self._now + _AVOIDED_WINDOWS * self._config.window_s, len(members))
+            self._memory.avoid(leader, self._now + AVOIDED_WINDOWS * self._config.window_s, len(members))
 
     def _shun(self, peer: PeerID) -> None:
         self._shunned.add(peer)

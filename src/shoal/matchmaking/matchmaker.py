@@ -51,7 +51,7 @@ from shoal.matchmaking.joins import (
     member_bytes,
     receive_answer,
 )
-from shoal.matchmaking.machine import LOOKED_AT, GroupMachine
+from shoal.matchmaking.machine import AVOIDED_WINDOWS, LOOKED_AT, GroupMachine
 from shoal.peer import PeerID
 from shoal.rpc import LOOK_S, Endpoint
 from shoal.sometimes import sometimes
@@ -547,6 +547,11 @@ class Matchmaker:
                 self._endpoint.is_silent(peer, soon=memory.led)
             await asyncio.sleep(LOOK_S)
         self._looking = None
+
+    def avoid(self, leader: PeerID, members: int) -> None:
+        """Another peer is to lead groups like the last one, which had so many members: see `Memory.avoid`."""
+        until = asyncio.get_running_loop().time() + AVOIDED_WINDOWS * self._config.window_s
+        self._memory.avoid(leader, until, members)
 
     def forget_leader(self) -> None:
         """The round of the last group failed: its leader has no privilege in the next one."""

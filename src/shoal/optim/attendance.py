@@ -15,7 +15,8 @@ that contributed to the last steps: two windows, and a tenth of the time after t
 and what bad leaders cost, is paid from it, too. The other one is for *strangers*, that is all others: `_STRANGERS_S`,
 and a fiftieth of the time after that. What the rounds themselves wait for strangers is paid from it, too. The time
 itself counts. A liar that says that it is coming, and takes it back before that is a miss, pays like any other. A
-newcomer that lives comes within a few round trips, as it was told of the round when it began, and so costs nothing.
+newcomer that lives comes within a few round trips, as it was told of the round when it began, and so costs nothing. So
+each search waits a moment for strangers even if nothing is left for them; a moment is free.
 
 A peer beside which no other contributor is left holds up nobody else: it waits for strangers for two windows, and a
 tenth of the time after that.
@@ -26,6 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
+from shoal.allreduce.lateness import LEAST_S
 from shoal.averager import WORTH_S, Account, Pauses, Strangers
 from shoal.peer import PeerID
 
@@ -67,12 +69,12 @@ class _Awaited:
 
     def over(self, now: float, least_s: float = 0.0) -> bool:
         """Whether this search has waited for that, and for so long at least."""
-        return now > self._since + max(least_s, self.patience_s)
+        return now > self._since + max(least_s, 0.0 if self.account.is_spent(now) else self.patience_s)
 
     def formed(self, members: Collection[PeerID], now: float) -> set[PeerID]:
-        """Pay for the time until now, if it was in vain; returns the peers that were waited for and did not come."""
+        """Pay for the time until now, but for a moment, if it was in vain; returns those that did not come."""
         if vain := self._awaited.difference(members):
-            self.account.pay(max(0.0, now - self._since), now)
+            self.account.pay(max(0.0, now - self._since - LEAST_S), now)
         self.begin()
         return vain
 
@@ -125,13 +127,13 @@ class Attendance:
         Returns:
             The peers among them that the group is to wait for now.
         """
-        present = expected - self.absent(expected, now)
+        present = expected - self._gone(now)
         strangers = self.strangers.among(present)
         known = present - strangers
         self._strange.wait(strangers, now)
         self._known.wait(known, now)
         self._since = {peer: self._since.get(peer, now) for peer in known}
-        if self._strange.over(now):
+        if self._strange.over(now, LEAST_S):
             strangers = frozenset()
         if self._known.over(now, WORTH_S):
             return strangers
@@ -139,15 +141,18 @@ class Attendance:
 
     def absent(self, peers: Collection[PeerID], now: float) -> frozenset[PeerID]:
         """The peers among these that rounds no longer wait for."""
-        gone = self._missed.now(now) | self._idle.now(now)
+        gone = self._gone(now)
         late = gone.intersection(peers) if gone else gone  # of a thousand peers, each time
         return late | self.strangers.among(peers) if self._strange.account.is_spent(now) else late
 
     def given_up(self, peers: Collection[PeerID], now: float) -> frozenset[PeerID]:
         """Those among these that no search waits for now: they missed rounds or gave nothing, or they are strangers."""
         spent = self._strange.over(now) or self._strange.account.is_spent(now)
-        gone = (self._missed.now(now) | self._idle.now(now)).intersection(peers)
+        gone = self._gone(now).intersection(peers)
         return self.strangers.among(peers) | gone if spent else gone
+
+    def _gone(self, now: float) -> frozenset[PeerID]:
+        return self._missed.now(now) | self._idle.now(now)
 
     def formed(self, members: Collection[PeerID], now: float) -> list[tuple[PeerID, int]]:
         """These peers made a round. Returns the peers that rounds no longer wait for, with the rounds they missed.

@@ -144,3 +144,82 @@ def test_memory_for_the_dead_is_bounded() -> None:
     assert len(others._avoided) == 4096
     assert len(others._lost) == 256
     assert len(others.table) == 0
+
+
+def test_calls_of_a_node_that_never_answers_kept_it_in_the_table() -> None:
+    """After two calls in vain it is gone, and its own calls bring it back ever more rarely."""
+    others = Neighbours(OWN, bucket_size=8)
+    one, asked = contact(1), []
+    for now in range(600):
+        others.called(one, float(now))
+        if one.peer in others.table:
+            others.silent(one.peer, float(now))
+            asked.append(now)
+    assert asked == [0, 1, 6, 7, 17, 18, 38, 39, 79, 80, 160, 161, 281, 282, 402, 403, 523, 524]
+
+
+def test_call_of_a_node_tells_where_it_is_and_is_no_sign_of_life() -> None:
+    """A node that moved is called there; it is still the one that was silent for longest."""
+    others = Neighbours(OWN, bucket_size=8)
+    one = contact(1)
+    others.alive(one, 0.0)
+    moved = Contact(one.peer, (Address("elsewhere", 5, one.peer),))
+    others.called(moved, 10.0)
+    assert others.table.contact(one.peer) == moved
+    assert others.table.quiet(5.0) == [moved]
+
+
+def test_node_that_did_not_answer_is_not_relied_on_before_it_made_up_for_it() -> None:
+    """1024 answers, however it left the table; where our own line may have been down, it owes nothing."""
+    others = Neighbours(OWN, bucket_size=8)
+    one, table = contact(1), others.table
+    others.alive(one, 0.0)
+    others.silent(one.peer, 1.0, owes=False)
+    assert not table.doubtful(one.peer)
+    for _ in range(5):
+        others.silent(one.peer, 1.0)
+    others.unreachable(one.peer, 1.0)
+    for number in range(1024):
+        assert table.doubtful(one.peer), number
+        others.called(one, 1.0)
+        others.alive(one, 1.0)
+    assert not table.doubtful(one.peer)
+
+
+def test_nodes_that_are_not_relied_on_come_and_go_without_new_routes() -> None:
+    """A node that leaves every second call without an answer had all routes be looked up anew again and again."""
+    others = Neighbours(OWN, bucket_size=8)
+    one, changes = contact(1), []
+    others.on_change = lambda: changes.append(others.version)
+    others.alive(one, 0.0)
+    for now in range(5):
+        others.silent(one.peer, float(now))
+        others.silent(one.peer, float(now))
+        others.alive(one, float(now))
+    assert changes == [1] * 11
+
+
+def test_nodes_that_are_not_relied_on_are_named_last() -> None:
+    """However near they are; where there are no others, they are named all the same."""
+    others = Neighbours(OWN, bucket_size=8)
+    for number in range(12):
+        others.alive(contact(number), 0.0)
+    everyone = others.table.nearest(0, 12)
+    for each in everyone[:4]:
+        others.silent(each.peer, 1.0)
+    assert others.table.nearest(0, 8) == everyone[4:]
+    assert others.table.nearest(0, 12) == everyone[4:] + everyone[:4]
+
+
+def test_node_whose_words_lead_nowhere_is_believed_no_more() -> None:
+    """After eight more in vain than not; those that are in the table may be asked all the same."""
+    others = Neighbours(OWN, bucket_size=8)
+    namer, known, new = contact(1).peer, contact(2), contact(3)
+    others.alive(known, 0.0)
+    others.led(namer, to_answer=True)
+    for number in range(8):
+        assert others.worth_asking([known, new], 0.0, namer=namer) == [known, new], number
+        others.led(namer, to_answer=False)
+    assert others.worth_asking([known, new], 0.0, namer=namer) == [known]
+    others.led(namer, to_answer=True)
+    assert others.worth_asking([known, new], 0.0, namer=namer) == [known, new]

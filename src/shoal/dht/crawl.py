@@ -34,6 +34,9 @@ _LATE = 6.0
 """An answer that takes so many times as long as the slowest of the others is late, after twice `slow_s`. One over a new
 connection takes five times as long as one over a link."""
 
+_DOUBTED = 2.0
+"""The answer of a doubtful node is late after so many times as long as the slowest of the others took."""
+
 
 def report(where: str, error: BaseException) -> None:
     """Tell the loop's exception handler of a fault of ours that ended work in the background."""
@@ -47,10 +50,10 @@ def _report(error: BaseException) -> None:
 
 @dataclass(slots=True)
 class _Gate:
-    """The calls to one peer, under way or waiting; and since when none of them has been answered."""
+    """The calls to one peer, under way or waiting; and when those under way began, the oldest first."""
 
     free: asyncio.Semaphore
-    since: float
+    began: list[float] = field(default_factory=list)
     users: int = 0
 
 
@@ -71,6 +74,7 @@ class Caller:
         self._gates: dict[PeerID, _Gate] = {}
         self.tasks = Tasks(_report)
         self.calls = 0
+        self._answered_at = float("-inf")
 
     @property
     def client_mode(self) -> bool:
@@ -83,9 +87,11 @@ class Caller:
         return self._endpoint.silent
 
     def patience_s(self, peer: PeerID) -> float:
-        """The time that a call to this peer may hold up a lookup: 0 if others wait that long already."""
-        gate, slow_s = self._gates.get(peer), self._settings.slow_s
-        return slow_s if gate is None else max(0.0, gate.since + slow_s - asyncio.get_running_loop().time())
+        """The time that a call to this peer may hold up others: 0 if some wait that long already, or did in vain."""
+        if self._neighbours.table.doubtful(peer):
+            return 0.0
+        gate, slow_s, now = self._gates.get(peer), self._settings.slow_s, asyncio.get_running_loop().time()
+        return max(0.0, (gate.began[0] if gate is not None and gate.began else now) + slow_s - now)
 
     async def call(self, contact: Contact, request: Request[R]) -> R:
         """Call a node.
@@ -96,7 +102,7 @@ class Caller:
         """
         peer, loop = contact.peer, asyncio.get_running_loop()
         async with self._gate(peer):
-            self.calls += 1
+            self.calls, began = self.calls + 1, loop.time()
             try:
                 timeout_s = self._settings.call_timeout_s
                 reply = await self._endpoint.call(self._way_to(contact), request, timeout_s=timeout_s)
@@ -113,8 +119,12 @@ class Caller:
                 self._neighbours.refused(peer, loop.time())
                 raise
             except PeerError:
-                self._neighbours.silent(peer, loop.time())
+                # Our own line may have been down, unless its link shows life, or somebody else has answered lately.
+                alive = self._endpoint.connected(peer) and peer not in self.silent
+                owes = alive or self._answered_at > began + self._settings.slow_s
+                self._neighbours.silent(peer, loop.time(), owes=owes)
                 raise
+        self._answered_at = loop.time()
         self._neighbours.alive(self._known(contact), loop.time())
         return reply
 
@@ -132,17 +142,17 @@ class Caller:
     @asynccontextmanager
     async def _gate(self, peer: PeerID) -> AsyncIterator[None]:
         """Wait until few enough calls to this peer are under way."""
-        loop = asyncio.get_running_loop()
         gate = self._gates.get(peer)
         if gate is None:
-            gate = self._gates[peer] = _Gate(asyncio.Semaphore(self._settings.calls_per_peer), loop.time())
+            gate = self._gates[peer] = _Gate(asyncio.Semaphore(self._settings.calls_per_peer))
         gate.users += 1
         try:
             async with gate.free:
+                gate.began.append(began := asyncio.get_running_loop().time())
                 try:
                     yield
                 finally:
-                    gate.since = loop.time()
+                    gate.began.remove(began)
         finally:
             gate.users -= 1
             if not gate.users:
@@ -203,8 +213,10 @@ class _Run:
         self.open: dict[bytes, KeySearch] = {search.key: search for search in searches}
         self.ready: dict[bytes, KeySearch] = dict(self.open)
         self.queues: dict[PeerID, _Queue] = {}
-        self.over = False
+        self.named_by: dict[PeerID, PeerID] = {}
+        self.over = self.waited = False
         self.slowest_s = 0.0
+        self.doubted: list[tuple[_Queue, Sequence[KeySearch], float]] = []
         self.changes = Changes()
 
     def touch(self, searches: Sequence[KeySearch]) -> None:
@@ -218,12 +230,23 @@ class _Run:
             search.lookup.slow(peer)
         self.touch(searches)
 
-    def late(self, queue: _Queue, searches: Sequence[KeySearch], asked_at: float) -> None:
+    def answered(self, after_s: float) -> None:
+        """A node has answered after so long."""
+        self.slowest_s = max(self.slowest_s, after_s)
+        doubted, self.doubted = self.doubted, []
+        for queue, searches, asked_at in doubted:
+            self.late(queue, searches, asked_at, True)
+
+    def late(self, queue: _Queue, searches: Sequence[KeySearch], asked_at: float, doubtful: bool) -> None:
         """The node may be keeping these waiting for much longer than others have."""
-        loop, due = asyncio.get_running_loop(), asked_at + _LATE * self.slowest_s
-        if loop.time() < due:
-            queue.timers.append(loop.call_at(due, self.late, queue, searches, asked_at))
+        if doubtful and not self.slowest_s:
+            self.doubted.append((queue, searches, asked_at))  # the first answer tells how much time it has
             return
+        loop, due = asyncio.get_running_loop(), asked_at + (_DOUBTED if doubtful else _LATE) * self.slowest_s
+        if loop.time() < due:
+            queue.timers.append(loop.call_at(due, self.late, queue, searches, asked_at, doubtful))
+            return
+        self.waited |= not doubtful
         for search in searches:
             search.lookup.late(queue.contact.peer)
         self.touch(searches)
@@ -291,8 +314,11 @@ class Crawler:
             queue.waiting += group
             queue.members += group
             loop, patience_s = asyncio.get_running_loop(), self._caller.patience_s(peer)
+            if run.waited and peer not in self._neighbours.table:
+                patience_s = 0.0  # others that were only named have been waited for: once is enough
             queue.timers.append(loop.call_later(patience_s, run.slow, peer, group))
-            queue.timers.append(loop.call_later(2 * patience_s, run.late, queue, group, loop.time()))
+            doubtful = self._neighbours.table.doubtful(peer)
+            queue.timers.append(loop.call_later(2 * patience_s, run.late, queue, group, loop.time(), doubtful))
         if run.ready:
             self._ask_on(run)
 
@@ -317,8 +343,10 @@ class Crawler:
                 del queue.waiting[:KEYS_PER_CALL]
                 if group:
                     queue.waiting += await self._ask(queue.contact, group, run)
-        except (PeerError, ClosedError):
+        except (PeerRefused, NotDialed, ClosedError):
             pass  # the neighbours know; the lookups are told below
+        except PeerError:
+            self._neighbours.led(run.named_by.get(peer), to_answer=False)
         finally:
             del run.queues[peer]
             for timer in queue.timers:
@@ -331,13 +359,17 @@ class Crawler:
         """Ask one node for the keys of these searches; those to ask again, whose records did not fit in the reply."""
         loop, began = asyncio.get_running_loop(), asyncio.get_running_loop().time()
         reply = await self._caller.call(contact, DhtFind([search.key for search in group], run.values))
-        run.slowest_s = max(run.slowest_s, loop.time() - began)
+        run.answered(loop.time() - began)
+        self._neighbours.led(run.named_by.get(contact.peer), to_answer=True)
         rest = self._check_shape(contact.peer, group, reply)
         taken = [(search, found) for search, found in zip(group, reply.found, strict=True) if not found.more]
         if run.values:
             await self.take_records(contact.peer, [(search, each) for search, found in taken for each in found.records])
         for search, found in taken:
-            search.lookup.reply(contact.peer, self._neighbours.worth_asking(found.nearest, loop.time()))
+            nearest = self._neighbours.worth_asking(found.nearest, loop.time(), namer=contact.peer)
+            for each in nearest:
+                run.named_by.setdefault(each.peer, contact.peer)
+            search.lookup.reply(contact.peer, nearest)
         run.touch(group)
         return rest
 

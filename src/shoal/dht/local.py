@@ -44,7 +44,8 @@ class DhtSettings(msgspec.Struct, frozen=True, kw_only=True):
         timeout_s: longest time for one operation (`get`, `store`, …) that was not given its own.
         cache_s: for how long `get(latest=False)` may answer with the result of an earlier `get`.
         cache_bytes: memory for these results.
-        route_s: for how long the next `store` of a key goes to the nodes that were found, while the table is the same.
+        route_s: for how long the next `store` of a key goes to the nodes that were found, while the table has the
+            same nodes, but for doubtful ones.
         refresh_s: a bucket without lookups, and a node without a sign of life, for so long are looked after.
         republish_s: records that were not written again for so long are given to the nodes that should hold them now.
         repair_delay_s: so long after a node came or went (plus a random time) records are moved to where they belong.

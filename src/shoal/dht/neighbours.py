@@ -2,10 +2,12 @@
 
 Invariants:
 
-- only a node that gave a sign of life itself enters the table; other nodes' words about it are only hints which nodes
-to ask;
+- only a node that called or answered enters the table; other nodes' words about it are only hints which nodes to ask;
+- only answers are signs of life: its own calls neither keep a node in the table, nor end the time for which it is
+  avoided;
 - a node that cannot be reached leaves at once, one that does not answer leaves at the second time, one that lied leaves
   and is not believed again for ten minutes;
+- a node whose words have led nowhere is asked, but only those of its words are believed that name nodes in the table;
 - nodes outside the table that failed are avoided for a growing while, so the dead that others still name cost little;
 - every set here is bounded.
 """
@@ -35,6 +37,9 @@ _FIRST_PAUSE_S = 5.0
 _LONGEST_PAUSE_S = 120.0
 """A node that failed is avoided for at most so long."""
 
+_MISLED = 8
+"""A node that has named so many nodes more which do not answer than nodes that do is not believed."""
+
 _LIAR_PAUSE_S = 600.0
 """A node that lied is not believed for so long."""
 
@@ -56,8 +61,8 @@ class Neighbours:
         bucket_size: k.
 
     Attributes:
-        version: changes whenever a node comes into the table, or leaves it.
-        on_change: called then.
+        version: changes whenever a node that is relied on comes into the table, or leaves it.
+        on_change: called whenever any node does.
         initial: the initial peers.
     """
 
@@ -66,6 +71,7 @@ class Neighbours:
         self.version = 0
         self.on_change: Callable[[], None] = lambda: None
         self._avoided: dict[PeerID, _Avoided] = {}
+        self._misled: dict[PeerID, int] = {}
         self._lost: dict[PeerID, tuple[Contact, float]] = {}
         self.initial: dict[PeerID, Contact] = {}
         self._joined_since: dict[PeerID, None] = {}
@@ -74,7 +80,7 @@ class Neighbours:
     # ---------------------------------------------------------------------------------------------------- what happened
 
     def alive(self, contact: Contact, now: float) -> bool:
-        """The node called or answered. True if it is new in the table."""
+        """The node answered a call. True if it is new in the table."""
         peer = contact.peer
         avoided = self._avoided.get(peer)
         if avoided is not None:
@@ -82,19 +88,20 @@ class Neighbours:
                 return False
             del self._avoided[peer]
         self._lost.pop(peer, None)
-        joined = self.table.seen(contact, now)
-        if joined:
-            self._lost_since.pop(peer, None)
-            self._joined_since[peer] = None
-            self._changed()
-        return joined
+        return self._enter(contact, now, answered=True)
 
-    def silent(self, peer: PeerID, now: float) -> None:
-        """The node did not answer a call in time."""
+    def called(self, contact: Contact, now: float) -> None:
+        """The node called: it comes into the table if it is not avoided, but its calls make up for nothing."""
+        if not self.avoids(contact.peer, now):
+            self._enter(contact, now, answered=False)
+
+    def silent(self, peer: PeerID, now: float, *, owes: bool = True) -> None:
+        """The node did not answer a call in time; `owes`: it is relied on again once it has made up for that."""
         contact = self.table.contact(peer)
+        lost = self.table.failed(peer, owes=owes)
         if contact is None:
             self._avoid(peer, now)
-        elif self.table.failed(peer):
+        elif lost:
             self._note_lost(contact, now)
 
     def refused(self, peer: PeerID, now: float) -> None:
@@ -123,6 +130,12 @@ class Neighbours:
         self._lost.pop(peer, None)
         put_last(self._avoided, peer, _Avoided(now + _LIAR_PAUSE_S, _LIAR_PAUSE_S, True), _AVOIDED_MAX)
 
+    def led(self, namer: PeerID | None, *, to_answer: bool) -> None:
+        """A node that this one has named has answered a lookup, or has not."""
+        if namer is not None:
+            count = self._misled.pop(namer, 0) + (-1 if to_answer else 1)
+            put_last(self._misled, namer, min(max(count, 0), _MISLED), _AVOIDED_MAX)
+
     def take_changes(self) -> tuple[list[PeerID], list[PeerID]]:
         """The nodes that came into the table, and those that left it, since the last time this was asked."""
         changes = list(self._joined_since), list(self._lost_since)
@@ -137,9 +150,14 @@ class Neighbours:
         avoided = self._avoided.get(peer)
         return avoided is not None and avoided.until > now
 
-    def worth_asking(self, contacts: Iterable[Contact], now: float) -> list[Contact]:
-        """The contacts that are not avoided."""
-        return [contact for contact in contacts if not self.avoids(contact.peer, now) or contact.peer in self.table]
+    def worth_asking(self, contacts: Iterable[Contact], now: float, *, namer: PeerID | None = None) -> list[Contact]:
+        """The contacts that are not avoided; of a node whose words led nowhere only those that are in the table."""
+        believed = namer is None or self._misled.get(namer, 0) < _MISLED
+        return [
+            contact
+            for contact in contacts
+            if contact.peer in self.table or (believed and not self.avoids(contact.peer, now))
+        ]
 
     def always_remember(self, contacts: Iterable[Contact]) -> None:
         """Keep trying these (the initial peers) whenever they are not in the table."""
@@ -163,6 +181,14 @@ class Neighbours:
 
     # ------------------------------------------------------------------------------------------------------ bookkeeping
 
+    def _enter(self, contact: Contact, now: float, *, answered: bool) -> bool:
+        joined = self.table.seen(contact, now, answered=answered)
+        if joined:
+            self._lost_since.pop(contact.peer, None)
+            self._joined_since[contact.peer] = None
+            self._changed(contact.peer)
+        return joined
+
     def _note_lost(self, contact: Contact, now: float) -> None:
         peer = contact.peer
         put_last(self._lost, peer, (contact, now), _REMEMBERED_MAX)
@@ -172,10 +198,11 @@ class Neighbours:
     def _note_gone(self, peer: PeerID) -> None:
         self._joined_since.pop(peer, None)
         self._lost_since[peer] = None
-        self._changed()
+        self._changed(peer)
 
-    def _changed(self) -> None:
-        self.version += 1
+    def _changed(self, peer: PeerID) -> None:
+        # Where records go does not follow from nodes that are not relied on: they could come and go all the time.
+        self.version += not self.table.doubtful(peer)
         self.on_change()
 
     def _avoid(self, peer: PeerID, now: float) -> None:

@@ -1,8 +1,8 @@
 """Brings records to the nodes that should hold them: the `replicas` nodes nearest to the key, this one included.
 
 Peers write the same keys again and again (progress, declarations). So the nodes that a lookup found are remembered for
-`route_s`, and as long as no node came into the table, left it, or failed: most stores take one round of calls. If all
-nodes of the network answered one lookup, as in a small network, these nodes serve every key.
+`route_s`, and as long as no node that is relied on came into the table, left it, or failed: most stores take one round
+of calls. If all nodes of the network answered one lookup, as in a small network, these nodes serve every key.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Publisher:
         missing: dict[int, None] = {}
         wanted: dict[PeerID, tuple[Contact, list[int]]] = {}
         for number, record in enumerate(records):
-            nodes = answered[record.key]
+            nodes = answered[record.key] = self._relied_first(answered[record.key])
             mine = not self._caller.client_mode and self._among_nearest(record.key, nodes)
             if mine and not self._vault.accept(record, self._own, self._env.clock.time()):
                 copies[number] += 1
@@ -115,7 +115,7 @@ class Publisher:
             await self._send_all(wanted, records, copies, {}, exchange)
 
     async def _routes(self, keys: Iterable[bytes]) -> dict[bytes, list[Contact]]:
-        """The nodes nearest to each key, and a few more, nearest first."""
+        """The nodes nearest to each key, and others, nearest first."""
         now, version = asyncio.get_running_loop().time(), self._neighbours.version
         routes: dict[bytes, list[Contact]] = {}
         searches: list[KeySearch] = []
@@ -123,13 +123,13 @@ class Publisher:
             if self._holds_good(known := self._known.get(key), now, version):
                 routes[key] = known.nodes
             elif self._holds_good(everyone := self._everyone, now, version):
-                routes[key] = _sorted_by_distance(everyone.nodes, key)[: self._replicas + _SPARE_NODES]
+                routes[key] = _sorted_by_distance(everyone.nodes, key)
             else:
                 searches.append(self._crawler.search(key))
         await self._crawler.run(searches, values=False)
         now, version = asyncio.get_running_loop().time(), self._neighbours.version
         for search in searches:
-            routes[search.key] = nodes = search.lookup.answered[: self._replicas + _SPARE_NODES]
+            routes[search.key] = nodes = search.lookup.answered
             put_last(self._known, search.key, _Route(nodes, now, version), _MAX_ROUTES)
             if search.lookup.complete and nodes:
                 self._everyone = _Route(search.lookup.answered, now, version)
@@ -138,8 +138,13 @@ class Publisher:
     def _holds_good(self, route: _Route | None, now: float, version: int) -> TypeGuard[_Route]:
         return route is not None and route.version == version and route.at > now - self._route_s
 
+    def _relied_first(self, nodes: Sequence[Contact]) -> list[Contact]:
+        """As many as a record needs, and a few more; those that have left a call without an answer come last."""
+        doubtful = self._neighbours.table.doubtful
+        return sorted(nodes, key=lambda each: doubtful(each.peer))[: self._replicas + _SPARE_NODES]
+
     def _among_nearest(self, key: bytes, nodes: Sequence[Contact]) -> bool:
-        if len(nodes) < self._replicas:
+        if len(nodes) < self._replicas or self._neighbours.table.doubtful(nodes[self._replicas - 1].peer):
             return True
         target = id_of_key(key)
         return node_id(self._own) ^ target < node_id(nodes[self._replicas - 1].peer) ^ target
@@ -160,7 +165,10 @@ class Publisher:
                     if refusal is None:
                         missing[number] = None
 
-        await asyncio.gather(*(send(contact, numbers) for contact, numbers in wanted.values()))
+        sends = {peer: self._caller.tasks.spawn(send(*wanted[peer])) for peer in wanted}
+        # What goes to nodes that others wait for already, or have waited for in vain, goes on in the background.
+        relied = [sends[peer] for peer in wanted if self._caller.patience_s(peer)]
+        await asyncio.gather(*(relied or sends.values()))
 
     async def send(
         self, contact: Contact, records: Sequence[Record], exchange: StoreAndFind | None = None

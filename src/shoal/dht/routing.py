@@ -9,7 +9,8 @@ Invariants, held by the tests:
 - at most `bucket_size` nodes and `bucket_size` spares per bucket: memory is bounded whatever the network says;
 - a node without addresses (client mode) and this node itself are never in the table;
 - a known node is never displaced by a new one; only a lost one makes room, and the spare seen last takes its place;
-- `nearest` is exactly what sorting all known nodes by distance would give.
+- only an answer to a call of ours is a sign of life: a node that calls us every second and answers nothing is lost;
+- `nearest` is exactly what sorting all known nodes by distance would give, with the doubtful ones behind the others.
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ __all__ = ["ID_BITS", "RoutingTable", "id_of_key", "key_of", "node_id"]
 ID_BITS = 256
 _FAILURES_TO_REMOVE = 2
 """A node that gives no answer to so many calls in a row leaves the table."""
+
+_OWED = 1024
+"""A node that left a call without an answer is doubtful before it has given so many."""
+
+_MOST_DEBTS = 4096
 
 
 def key_of(key: str | bytes) -> bytes:
@@ -83,6 +89,7 @@ class RoutingTable:
         self.bucket_size = bucket_size
         self._buckets: dict[int, _Bucket] = {}
         self._nodes: dict[PeerID, _Node] = {}  # all that are in some bucket's `nodes`
+        self._debts: dict[PeerID, int] = {}  # answers; also of nodes that have left the table
 
     # -------------------------------------------------------------------------------------------------------- reading
 
@@ -103,8 +110,12 @@ class RoutingTable:
         node = self._nodes.get(peer)
         return node.contact if node else None
 
+    def doubtful(self, peer: PeerID) -> bool:
+        """Whether a node has left a call without an answer, and has not made up for it since."""
+        return peer in self._debts
+
     def nearest(self, target: int, count: int, *, without: PeerID | None = None) -> list[Contact]:
-        """The known nodes nearest to an id, nearest first.
+        """The known nodes nearest to an id, nearest first; `doubtful` ones only where there are too few others.
 
         Args:
             target: the id.
@@ -112,12 +123,14 @@ class RoutingTable:
             without: a node to leave out (the one that asks).
         """
         found: list[Contact] = []
+        doubtful: list[Contact] = []
         for group in self._rings(target):
-            ring = sorted((node.id ^ target, node.contact.peer.raw, node.contact) for node in group)
-            found += [contact for _, _, contact in ring if contact.peer != without]
+            for node in sorted(group, key=lambda each: each.id ^ target):
+                if (peer := node.contact.peer) != without:
+                    (doubtful if self.doubtful(peer) else found).append(node.contact)
             if len(found) >= count:
                 break
-        return found[:count]
+        return (found + doubtful)[:count]
 
     def _rings(self, target: int) -> Iterator[list[_Node]]:
         """All nodes in groups, each group wholly nearer to the target than the next.
@@ -139,8 +152,10 @@ class RoutingTable:
 
     # -------------------------------------------------------------------------------------------------------- changing
 
-    def seen(self, contact: Contact, now: float) -> bool:
-        """Note that a node gave a sign of life of its own. The word of others about a node does not count.
+    def seen(self, contact: Contact, now: float, *, answered: bool = True) -> bool:
+        """Note that a node answered a call, or called: its call lets it in, and is no sign of life.
+
+        The word of others about a node does not count.
 
         Returns:
             True if the node is new in the table.
@@ -148,11 +163,17 @@ class RoutingTable:
         peer = contact.peer
         if not contact.addresses:
             return False
+        if answered and peer in self._debts:
+            self._debts[peer] -= 1
+            if not self._debts[peer]:
+                del self._debts[peer]
         known = self._nodes.get(peer)
         if known is not None:
-            known.contact, known.last_seen, known.failures = contact, now, 0
-            nodes = self._buckets[known.bucket].nodes
-            nodes[peer] = nodes.pop(peer)
+            known.contact = contact
+            if answered:
+                known.last_seen, known.failures = now, 0
+                nodes = self._buckets[known.bucket].nodes
+                nodes[peer] = nodes.pop(peer)
             return False
         its_id = node_id(peer)
         index = self._index(its_id)
@@ -167,8 +188,13 @@ class RoutingTable:
         put_last(bucket.spares, peer, node, self.bucket_size)
         return False
 
-    def failed(self, peer: PeerID) -> bool:
-        """Note that a node did not answer a call in time; twice in a row removes it. True if it is removed."""
+    def failed(self, peer: PeerID, *, owes: bool = True) -> bool:
+        """Note that a node did not answer a call in time; twice in a row removes it. True if it is removed.
+
+        `owes`: it is doubtful before it has made up for it.
+        """
+        if owes:
+            put_last(self._debts, peer, _OWED, _MOST_DEBTS)
         node = self._nodes.get(peer)
         if node is None:
             return False

@@ -117,7 +117,7 @@ class Service:
     def _meet(self, peer: PeerID) -> None:
         if self._closed:
             raise ClosedError("this DHT node was closed")
-        self._neighbours.alive(self._endpoint.contact_of(peer), asyncio.get_running_loop().time())
+        self._neighbours.called(self._endpoint.contact_of(peer), asyncio.get_running_loop().time())
 
     def _charge(self, peer: PeerID, nbytes: int) -> None:
         """Large answers cost more than small ones, but nobody knows their size before."""

@@ -68,6 +68,17 @@ CheckDigest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 MAX_EPOCH, MAX_SAMPLES = 2 * 10**7, 1 << 62
 """No peer of a run has taken more swarm steps, or counts more samples: a peer that says so is wrong."""
 
+LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN = MAX_EPOCH // 2, MAX_SAMPLES // 2
+"""A state beyond these is not taken over from others, so that a run has room for as many steps as it took to get here.
+They are more than any run takes, and bounded: a peer that takes over a state steps a schedule up to its epoch."""
+
+MAX_SAMPLES_OF_STEP = 1 << 36
+"""In one batch or step: a round takes weights of 10^12 at most, and several batches may come together."""
+
+MAX_TRAINED = 1 << 18
+"""The most trained parameters of a run: a member says of each whether it had a gradient, and all words travel together.
+"""
+
 Epoch = Annotated[int, msgspec.Meta(ge=0, le=MAX_EPOCH)]
 
 Samples = Annotated[int, msgspec.Meta(ge=0, le=MAX_SAMPLES)]

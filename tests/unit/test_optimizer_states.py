@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from shoal.errors import ConfigError, StateUnavailable
-from shoal.optim.agreement import MAX_TRAINED, Said
+from shoal.optim.agreement import Said
 from shoal.optim.inner import make_optimizer
 from shoal.optim.options import Options
 from shoal.optim.shared_state import why_not_ours
 from shoal.optim.training_state import TrainingState
-from shoal.wire import encode
+from shoal.wire import MAX_TRAINED, encode
 from tests.unit.optimizer_cases import (
     assert_equal,
     everything,

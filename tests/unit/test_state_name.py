@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from shoal.averager import StepResult
 from shoal.errors import LocalError, StateUnavailable
 from shoal.optim.shared_state import name_of
-from shoal.optim.state_name import LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN, StateName
+from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
-from shoal.wire import MAX_EPOCH, MAX_SAMPLES, Progress, decode, encode
+from shoal.wire import LAST_EPOCH_TAKEN, MAX_EPOCH, MAX_SAMPLES, MAX_SAMPLES_TAKEN, Progress, decode, encode
 from tests.unit.test_progress import ANN, said
 
 DIGEST = b"d" * 32

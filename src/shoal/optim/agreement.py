@@ -19,10 +19,9 @@ from shoal.optim.check import Check
 from shoal.optim.options import Options, agreed
 from shoal.optim.words import RECORD, SITE_BYTES, Weigh, shared_out
 from shoal.peer import PeerID
-from shoal.wire import MAX_GROUP_SIZE, MAX_SAMPLES, Epoch, Member, Samples, encode
+from shoal.wire import MAX_GROUP_SIZE, MAX_SAMPLES, MAX_TRAINED, Epoch, Member, Samples, encode
 
 __all__ = [
-    "MAX_TRAINED",
     "MOST_CORES",
     "Agreement",
     "Contributor",
@@ -33,10 +32,6 @@ __all__ = [
     "deal_to",
     "said_bytes",
 ]
-
-MAX_TRAINED = 1 << 18
-"""The most trained parameters of a run: a member says of each whether it had a gradient, and all words travel together.
-"""
 
 MOST_CORES = 64
 """No step uses more, so that every machine can follow it."""

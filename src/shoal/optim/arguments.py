@@ -17,11 +17,10 @@ from shoal.runtime.arguments import client_argument, codec_argument
 from shoal.runtime.checks import flag, own_number, whole
 from shoal.runtime.dht import DHT
 from shoal.strategies import Merging, Strategy
-from shoal.wire import Epoch, Samples
+from shoal.wire import MAX_SAMPLES_OF_STEP, Epoch, Samples
 
 __all__ = [
     "AVERAGING_TIMEOUT_S",
-    "MOST_SAMPLES",
     "averager_settings",
     "check_closure",
     "checked_codecs",
@@ -35,9 +34,6 @@ __all__ = [
 ]
 
 AVERAGING_TIMEOUT_S = 60.0
-
-MOST_SAMPLES = 1 << 36
-"""In one batch or step: a round takes weights of 10^12 at most, and several batches may come together."""
 
 
 class Where(NamedTuple):
@@ -201,7 +197,7 @@ def target_of(target_batch_size: int | None, merging: Merging | None) -> int:
     if merging is None:
         if target_batch_size is None:
             raise ConfigError("target_batch_size is missing: the samples of the whole swarm in one step")
-        return whole("target_batch_size", target_batch_size, most=MOST_SAMPLES)
+        return whole("target_batch_size", target_batch_size, most=MAX_SAMPLES_OF_STEP)
     if target_batch_size is not None:
         raise ConfigError(
             "target_batch_size has no meaning with a strategy that merges: its `every` says when. Leave it out"

@@ -30,11 +30,11 @@ from torch.autograd import Variable
 from torch.nn.utils.rnn import PackedSequence
 
 from shoal.errors import ConfigError
-from shoal.optim.arguments import MOST_SAMPLES
 from shoal.optim.batch_layout import BatchLayout, alike, looked, sizes_of
 from shoal.optim.gradient_watch import TensorMark
 from shoal.runtime.checks import whole
 from shoal.runtime.nested import tensors_in, within
+from shoal.wire import MAX_SAMPLES_OF_STEP
 
 __all__ = ["BatchRows", "rows_in", "rows_of", "samples_of"]
 
@@ -361,8 +361,8 @@ def samples_of(
     if given is None and rows is None:
         raise ConfigError(f"batch_size is missing. {_CURE}")
     if given is None and rows is not None:
-        return whole("batch_size", rows.take(), most=MOST_SAMPLES)
-    samples = whole("batch_size", given, most=MOST_SAMPLES)
+        return whole("batch_size", rows.take(), most=MAX_SAMPLES_OF_STEP)
+    samples = whole("batch_size", given, most=MAX_SAMPLES_OF_STEP)
     if rows is not None and (message := rows.check(samples, may_be_pairs=may_be_pairs)) is not None:
         warn(message)
     return samples

@@ -25,7 +25,6 @@ from shoal.events import Event, Warned, print_log
 from shoal.optim.agreement import Deal
 from shoal.optim.arguments import (
     AVERAGING_TIMEOUT_S,
-    MOST_SAMPLES,
     averager_settings,
     check_closure,
     checked_codecs,
@@ -80,7 +79,7 @@ from shoal.runtime.pool import DaemonPool
 from shoal.runtime.thread import GRACE_S, LoopThread
 from shoal.strategies import Merging, Strategy
 from shoal.untraced import untraced
-from shoal.wire import MAX_EPOCH
+from shoal.wire import MAX_EPOCH, MAX_SAMPLES_OF_STEP
 
 __all__ = ["Optimizer"]
 
@@ -277,7 +276,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         target = target_of(target_batch_size, merging)
         catch_up_bytes = whole("catch_up_bytes", catch_up_bytes)
         if batch_size_per_step is not None:
-            batch_size_per_step = whole("batch_size_per_step", batch_size_per_step, most=MOST_SAMPLES)
+            batch_size_per_step = whole("batch_size_per_step", batch_size_per_step, most=MAX_SAMPLES_OF_STEP)
         average_state_every = whole("average_state_every", average_state_every, least=0)
         check_parameters_every = whole("check_parameters_every", check_parameters_every, least=0)
         codecs = checked_codecs(

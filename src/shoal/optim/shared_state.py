@@ -13,12 +13,12 @@ from shoal.compression import dtype_name
 from shoal.errors import ConfigError, StateUnavailable
 from shoal.optim.committed import Committed
 from shoal.optim.optimizer_state import AnyTensor
-from shoal.optim.state_name import LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN, StateName
+from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
 from shoal.progress import StateKey, bound
 from shoal.runtime.names import known_as
 from shoal.state import Manifest, SharedState, StateAway
-from shoal.wire import Digest, encode
+from shoal.wire import LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN, Digest, encode
 
 __all__ = ["Misfits", "before_of", "committed_of", "history_of", "is_average", "name_of", "share", "why_not_ours"]
 

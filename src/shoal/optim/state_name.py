@@ -15,14 +15,10 @@ from shoal.errors import LocalError
 from shoal.progress import StateKey
 from shoal.wire import MAX_EPOCH, MAX_SAMPLES, Digest, Epoch, Samples, encode
 
-__all__ = ["LAST_EPOCH_TAKEN", "MAX_SAMPLES_TAKEN", "UNDECIDED", "StateName"]
+__all__ = ["UNDECIDED", "StateName"]
 
 UNDECIDED = 254
 """The rank of a beginning whose peer does not know the others yet. That of a peer without data is behind it."""
-
-LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN = MAX_EPOCH // 2, MAX_SAMPLES // 2
-"""A state beyond these is not taken over from others, so that a run has room for as many steps as it took to get here.
-They are more than any run takes, and bounded: a peer that takes over a state steps a schedule up to its epoch."""
 
 
 class StateName(NamedTuple):

@@ -25,19 +25,17 @@ from shoal.allreduce.segments import LARGEST, sum_dtype
 from shoal.allreduce.vector import Vector, check_tensors
 from shoal.compression import dtype_name, view_bytes
 from shoal.errors import ConfigError, StateUnavailable, is_out_of_memory
-from shoal.optim.agreement import MAX_TRAINED
 from shoal.optim.gradient_sum import GradientSum
 from shoal.optim.inner import Scheduler
 from shoal.optim.offload import Offload
 from shoal.optim.optimizer_state import AnyTensor, OptimizerState, Prepared, is_number
 from shoal.optim.options import Options, apply, options_of
 from shoal.optim.schedule import advance, count_of, put_back, rates_of, restore_rates, set_rate, tell_rates
-from shoal.optim.state_name import LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN
 from shoal.optim.trial import blank_statistics, mixes_values
 from shoal.optim.value_mark import Changed, OutsideChanges, ValueMark
 from shoal.runtime.names import known_as
 from shoal.runtime.thread_state import ThreadState, forget_casts, way_of
-from shoal.wire import encode
+from shoal.wire import LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN, MAX_TRAINED, encode
 
 __all__ = ["PreparedState", "TrainingState", "digest_of", "not_finite"]
 

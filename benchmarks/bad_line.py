@@ -13,8 +13,8 @@ import sys
 from functools import partial
 
 from shoal import sim
+from shoal.base.peer import PeerID
 from shoal.events import Event, GroupFormed
-from shoal.peer import PeerID
 from shoal.strategies import DiLoCo, Strategy
 from tests.sim.optimizer_kit import Run, Trainer
 from tests.sim.strategy_kit import MEAN

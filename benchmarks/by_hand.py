@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from shoal.allreduce.partition import Part
-from shoal.allreduce.vector import PartDigests, Vector
-from shoal.wire import Held
+from shoal.averaging.allreduce.partition import Part
+from shoal.averaging.allreduce.vector import PartDigests, Vector
+from shoal.protocol.wire import Held
 
 __all__ = ["average_part"]
 

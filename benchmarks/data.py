@@ -37,9 +37,9 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
+from shoal.base.peer import PeerID
 from shoal.data import PeerSampler, Shuffle
-from shoal.optim.agreement import Contributor, Deal, deal_to
-from shoal.peer import PeerID
+from shoal.run.decide.agreement import Contributor, Deal, deal_to
 
 WAYS = ("replacement", "own", "ring", "gaps", "dealt")
 

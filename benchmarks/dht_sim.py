@@ -22,8 +22,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
+from shoal.base.peer import Address
 from shoal.dht import DhtNode, DhtSettings
-from shoal.peer import Address
 from shoal.rpc import Endpoint, Limits
 from shoal.sim import SimHost, SimNetwork, Swarm, run, sleep
 

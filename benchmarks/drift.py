@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from benchmarks.allreduce import ROOT
-from shoal.optim.check import BOUND
+from shoal.run.decide.check import BOUND
 
 NUMEL = 100_003
 WAYS = {"native": "", "default": "default", "cuda": ""}

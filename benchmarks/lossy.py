@@ -1,7 +1,7 @@
 """What lossy averaging does to the loss: ``python -m benchmarks.lossy``.
 
 The demo's model learns the demo's text, with four peers in one process: they take turns to compute, and average with
-the code of a round (`shoal.allreduce.vector`), but for the network. Three ways:
+the code of a round (`shoal.averaging.allreduce.vector`), but for the network. Three ways:
 
 - *gradients*: every step the peers' mean gradients, of 8 to 24 sequences each, are averaged with the sequences as
   weights; all take the same optimizer step.
@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.by_hand import average_part
-from shoal.allreduce.vector import PartDigests, Vector, describe
+from shoal.averaging.allreduce.vector import PartDigests, Vector, describe
 from shoal.compression import (
     BlockwiseQuantization,
     CompressionBase,

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from shoal.optim.low_rank import LowRank
+from shoal.strategies.low_rank import LowRank
 
 STEPS, LAST, BATCH, KINDS = 400, 50, 256, 128
 RATIO = 0.5

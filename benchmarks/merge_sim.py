@@ -47,18 +47,19 @@ from benchmarks.remembered import remembered
 from benchmarks.shared_table import shared_table
 from benchmarks.strategies.named import NAMES, named
 from benchmarks.wire_count import CONTROL, Sent, counted
-from shoal.averager import TensorLock
+from shoal.averaging import TensorLock
+from shoal.averaging.core import PeerCore
+from shoal.base.peer import Address
 from shoal.compression import BlockwiseQuantization
-from shoal.core import PeerCore
 from shoal.errors import StateUnavailable
 from shoal.events import EpochAdvanced, Event, RoundFinished, StateDownloaded
-from shoal.optim import Participant, RunSettings, TrainingState, gossip
-from shoal.optim.outer import LocalSteps
-from shoal.optim.phases import RunPhase
-from shoal.optim.settings import fragment_settings, run_settings
-from shoal.peer import Address
+from shoal.optim import Participant, RunSettings, TrainingState
+from shoal.protocol.wire import encode
+from shoal.run import gossip
+from shoal.run.decide.phases import RunPhase
+from shoal.run.settings import fragment_settings, run_settings
 from shoal.sim import SimHost, SimNetwork, Swarm, run, sleep
-from shoal.wire import encode
+from shoal.strategies.outer import LocalSteps
 from tests.sim.averaging_kit import SETTINGS
 
 ENTRIES, RESTART_S, SPREAD = 3, 2.0, 0.2

@@ -36,15 +36,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from benchmarks.dht_sim import LIMITS, without_gc
-from shoal.averager.directory import DhtDirectory
+from shoal.averaging.directory import DhtDirectory
+from shoal.averaging.matchmaking import Group, GroupDirectory, JoinTerms, Matchmaker, MatchmakingConfig
+from shoal.averaging.matchmaking.group_bits import next_group_bits
+from shoal.base.peer import Address, PeerID
 from shoal.dht import DhtNode, DhtSettings
 from shoal.errors import RoundFailed
-from shoal.matchmaking import Group, GroupDirectory, JoinTerms, Matchmaker, MatchmakingConfig
-from shoal.matchmaking.group_bits import next_group_bits
-from shoal.peer import Address, PeerID
+from shoal.protocol.wire import Contact, Member
 from shoal.rpc import Endpoint
 from shoal.sim import SimHost, SimNetwork, Swarm, run, sleep
-from shoal.wire import Contact, Member
 
 PREFIX = "moshpit"
 VALUES = 64

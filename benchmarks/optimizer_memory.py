@@ -27,7 +27,7 @@ import torch
 
 import shoal
 from shoal import compression
-from shoal.optim.steps import Step
+from shoal.run.join.steps import Step
 from shoal.state.snapshot import Snapshot
 
 EPOCHS = 4

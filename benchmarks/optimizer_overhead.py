@@ -37,7 +37,7 @@ import shoal
 from shoal.demo.model import Batch
 from shoal.demo.settings import Training
 from shoal.demo.training import make_model
-from shoal.optim.training_state import TrainingState
+from shoal.train.training_state import TrainingState
 
 KEEP_MEMORY = "glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=1073741824"
 """For GLIBC_TUNABLES: blocks of 32 MiB or less come from the heap, and 1 GiB of it is not given back."""

@@ -38,21 +38,16 @@ import pytest
 from benchmarks.allreduce import write
 from benchmarks.truth.peers import Line, Peers
 from shoal import sim
-from shoal.averager import AveragerSettings
-from shoal.clock import Env
+from shoal.averaging import AveragerSettings
+from shoal.base.clock import Env
+from shoal.base.peer import Address, PeerID
+from shoal.base.tasks import Changes
 from shoal.dht.local import DhtSettings
 from shoal.dht.validation import RECORD_CONTEXT, signed_record
 from shoal.events import EventBus
-from shoal.identity import Identity, verify
 from shoal.optim import RunSettings
-from shoal.optim.gossip import ProgressGossip
-from shoal.optim.tellers import look_s, write_s
-from shoal.peer import Address, PeerID
-from shoal.progress import StateKey, SwarmProgress
-from shoal.rpc import Endpoint, Limits
-from shoal.tasks import Changes
-from shoal.transport.tcp import TcpTransport
-from shoal.wire import (
+from shoal.protocol.identity import Identity, verify
+from shoal.protocol.wire import (
     Contact,
     DhtFindReply,
     DhtFound,
@@ -67,6 +62,11 @@ from shoal.wire import (
     decode,
     encode,
 )
+from shoal.rpc import Endpoint, Limits
+from shoal.run.gossip import ProgressGossip
+from shoal.run.view.progress import StateKey, SwarmProgress
+from shoal.run.view.tellers import look_s, write_s
+from shoal.transport.tcp import TcpTransport
 from tests.sim.test_many_peers import measure
 
 BATCH_S, BATCH, LATENCY_S, ROUND_S = 0.2, 16, 0.02, 0.08

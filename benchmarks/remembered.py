@@ -17,12 +17,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.averager import Averager, directory
-from shoal.identity import verify
-from shoal.optim.agreement import Agreement, Contributor, agree
-from shoal.optim.committed import Committed
-from shoal.peer import Address, PeerID
-from shoal.wire import Member, decode, decode_plain
+from shoal.averaging import Averager, directory
+from shoal.base.peer import Address, PeerID
+from shoal.protocol.identity import verify
+from shoal.protocol.wire import Member, decode, decode_plain
+from shoal.run.decide.agreement import Agreement, Contributor, agree
+from shoal.run.decide.committed import Committed
 
 __all__ = ["remembered"]
 
@@ -105,9 +105,9 @@ def remembered() -> Iterator[None]:
         patch.setattr(directory, "_addresses", addresses)
         patch.setattr("shoal.dht.validation.verify", lru_cache(maxsize=1 << 16)(verify))
         patch.setattr("shoal.rpc.stream.decode", on_stream)
-        patch.setattr("shoal.optim.gossip.decode", word)
+        patch.setattr("shoal.run.gossip.decode", word)
         patch.setattr(Averager, "_unpack", unpack)
-        patch.setattr("shoal.optim.participant.agree", agreed)
+        patch.setattr("shoal.run.participant.agree", agreed)
         patch.setattr(Committed, "after", after_step)
         patch.setattr(Committed, "read", steps)
         yield

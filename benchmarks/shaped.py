@@ -39,7 +39,7 @@ from benchmarks.emulator.namespaces import Emulator, NotPermitted
 from benchmarks.emulator.simulated import simulate
 from benchmarks.emulator.star import Shape
 from benchmarks.emulator.stream import streams_mbit
-from shoal.allreduce.load_balancing import balance, cost
+from shoal.averaging.allreduce.load_balancing import balance, cost
 
 CONTENDERS = ("shoal", "hivemind", "transport", "sockets")
 COLUMNS = ("all-reduce s", "matchmaking s", "whole round s", "links allow s", "/ allowed", "round / allowed", "CPU s")

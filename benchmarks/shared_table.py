@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from shoal.clock import Env
+from shoal.base.clock import Env
 from shoal.dht import Item, ValueWithExpiration
 from shoal.rpc import Endpoint
 
@@ -92,5 +92,5 @@ def shared_table() -> Iterator[None]:
         return _Node(table, endpoint, env)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shoal.core.DhtNode", node)
+        patch.setattr("shoal.averaging.core.DhtNode", node)
         yield

@@ -17,8 +17,8 @@ import subprocess
 import sys
 import time
 
-from shoal.identity import Identity
-from shoal.peer import Address
+from shoal.base.peer import Address
+from shoal.protocol.identity import Identity
 from shoal.transport.base import Connection
 from shoal.transport.tcp import TcpTransport
 

@@ -22,13 +22,13 @@ from typing import Any
 
 import msgspec
 
-from shoal.peer import Address, PeerID
+from shoal.base.peer import Address, PeerID
+from shoal.protocol.wire import Commit, Held, PartAverage, Report, decode, encode
 from shoal.rpc.framing import PREFIX_BYTES, Kind
 from shoal.sim.faults import HostFault
 from shoal.sim.swarm import Swarm
 from shoal.transport.base import Acceptor, Buffer, Connection, Transport
 from shoal.transport.uplink import Uplink
-from shoal.wire import Commit, Held, PartAverage, Report, decode, encode
 
 __all__ = ["KINDS", "Corrupt", "CorruptibleTransport", "Gate"]
 

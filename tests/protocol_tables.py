@@ -34,9 +34,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from shoal import wire
-from shoal.averager.timeouts import TIMEOUTS
-from shoal.peer import Address, PeerID
+from shoal.averaging.timeouts import TIMEOUTS
+from shoal.base.peer import Address, PeerID
+from shoal.protocol import wire
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "protocol.md"

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shoal.optim.outer import LocalSteps, OuterTrainingState
 from shoal.strategies import Merging
+from shoal.strategies.outer import LocalSteps, OuterTrainingState
 
 __all__ = ["Batch", "Give", "Recorder", "Replay", "Take", "is_mean"]
 

@@ -1,4 +1,4 @@
-"""Counts how often simulations reach the rare situations that the code names (`shoal.sometimes`).
+"""Counts how often simulations reach the rare situations that the code names (`shoal.base.sometimes`).
 
 A plugin of pytest, which `tests/conftest.py` loads. `--situations=note` keeps the counts of this run, as `make test`
 asks. `--situations=require` adds the counts that were kept, prints all, and fails the run if one situation was never
@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from shoal import sometimes
+import shoal
+from shoal.base import sometimes
 
-_SOURCE = Path(sometimes.__file__).parent
+_SOURCE = Path(shoal.__file__).parent
 _KEPT = "shoal/situations"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from shoal import wire
+from shoal.protocol import wire
 
 COUNTS = (0, -1, 1, 1023, 1024, 8191, 1 << 31, 1 << 62, (1 << 64) - 1)
 NUMBERS: tuple[Any, ...] = (*COUNTS, math.nan, math.inf, 1e308, -1e308)

@@ -30,10 +30,10 @@ import shoal
 from benchmarks.contenders.orders import now, obey
 from benchmarks.contenders.shoal_state import StateAverager
 from benchmarks.contenders.state_worker import state
+from shoal.base.peer import PeerID
+from shoal.base.tasks import Tasks
 from shoal.errors import PeerError
-from shoal.peer import PeerID
-from shoal.tasks import Tasks
-from shoal.wire import DhtPing, Message
+from shoal.protocol.wire import DhtPing, Message
 
 _EVERY_S = 0.1
 _GIVE_UP_S = 20.0

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.contenders.shoal_peer import ShoalPeer
 from benchmarks.contenders.worker import serve
-from shoal.allreduce.vector import PartDigests, Vector
+from shoal.averaging.allreduce.vector import PartDigests, Vector
 from shoal.transport import sealed
 from shoal.transport.connection import TcpConnection
 from shoal.transport.layers import ReceiveBuffer

@@ -11,12 +11,12 @@ import torch
 
 from benchmarks.contenders.transport_peer import TransportPeer
 from benchmarks.contenders.worker import Options, Times, now, serve
-from shoal.allreduce.partition import Part
-from shoal.allreduce.vector import PartDigests, Vector, describe
+from shoal.averaging.allreduce.partition import Part
+from shoal.averaging.allreduce.vector import PartDigests, Vector, describe
+from shoal.base.peer import Address
 from shoal.compression import codec_by_name
-from shoal.peer import Address
+from shoal.protocol.wire import Held
 from shoal.transport.base import Connection
-from shoal.wire import Held
 
 
 class FloorPeer(TransportPeer):

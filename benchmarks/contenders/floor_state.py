@@ -15,9 +15,9 @@ import torch
 
 from benchmarks.contenders.own_loop import OwnLoop
 from benchmarks.contenders.state_worker import TENSORS, Options, StatePeer, serve, state
+from shoal.base.peer import Address
 from shoal.compression import allocate, populate, view_bytes
-from shoal.identity import Identity
-from shoal.peer import Address
+from shoal.protocol.identity import Identity
 from shoal.state.manifest import CHUNK_BYTES, chunk_digest, worst_values
 from shoal.transport.base import Connection
 from shoal.transport.tcp import TcpTransport

@@ -11,7 +11,6 @@ import shoal
 from benchmarks.contenders.worker import Contender, Join, Options, Pending, Times, now, serve, tensors
 from shoal.compression import BlockwiseQuantization, CompressionBase, codec_by_name
 from shoal.events import Event, GroupFormed, PeerConnected, RoundFinished
-from shoal.peer import PeerID
 
 
 def codec(name: str) -> CompressionBase:
@@ -26,7 +25,7 @@ class ShoalPeer(Contender):
         self.options, self.tensor = options, tensor
         self.min_group_size = options.peers
         self.formed = self.finished = 0.0
-        self.left_out: tuple[PeerID, ...] = ()
+        self.left_out: tuple[shoal.PeerID, ...] = ()
         self.troubles: deque[str] = deque(maxlen=3)
 
     def start(self) -> str:
@@ -70,7 +69,7 @@ class ShoalPeer(Contender):
         called = now()
         return Pending(called, self.averager.step(timeout=60.0, allow_retries=False, wait=False), self.times)
 
-    def times(self, called: float, group: dict[PeerID, Any], done: float) -> Times:
+    def times(self, called: float, group: dict[shoal.PeerID, Any], done: float) -> Times:
         if len(group) != self.options.peers or self.left_out:
             raise RuntimeError(f"{len(group)} peers, {len(self.left_out)} of them left out: {list(self.troubles)}")
         if not called <= self.formed <= self.finished <= done:

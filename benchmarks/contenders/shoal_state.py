@@ -10,7 +10,6 @@ import torch
 
 import shoal
 from benchmarks.contenders.state_worker import Options, StatePeer, serve, state
-from shoal.averager.directory import declare_donor
 from shoal.compression import CompressionInfo
 from shoal.state import SharedState, ShareLimits, StateDonor
 
@@ -54,6 +53,7 @@ class ShoalPeer(StatePeer):
 
     async def share(self) -> None:
         """Be a donor with a limit."""
+        from shoal.averaging.directory import declare_donor  # here, so that `benchmarks.turns` runs older code
 
         @asynccontextmanager
         async def hold() -> AsyncIterator[SharedState]:

@@ -10,9 +10,9 @@ import torch
 
 from benchmarks.contenders.own_loop import OwnLoop
 from benchmarks.contenders.worker import Contender, Options, Times, now, serve
+from shoal.base.peer import Address
 from shoal.compression import view_bytes
-from shoal.identity import Identity
-from shoal.peer import Address
+from shoal.protocol.identity import Identity
 from shoal.transport.base import Connection
 from shoal.transport.tcp import TcpTransport
 

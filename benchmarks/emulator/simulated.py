@@ -8,8 +8,8 @@ import torch
 
 from benchmarks.contenders.shoal_peer import codec
 from benchmarks.emulator.star import Shape
-from shoal.averager import Averager, AveragerSettings, TensorLock
-from shoal.core import PeerCore
+from shoal.averaging import Averager, AveragerSettings, TensorLock
+from shoal.averaging.core import PeerCore
 from shoal.events import Event, GroupFormed
 from shoal.sim import SimHost, SimNetwork, Swarm, run
 

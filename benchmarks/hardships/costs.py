@@ -29,10 +29,10 @@ from benchmarks.hardships.kit import (
 from benchmarks.truth.kit import Job, Report, Trainee, Verdict, changed, train
 from benchmarks.truth.peers import Line, Peer, Peers
 from shoal.errors import PeerError
-from shoal.identity import Identity
+from shoal.protocol.identity import Identity
+from shoal.protocol.wire import Call, Contact, GetManifest, Hello, ManifestReply
 from shoal.rpc.framing import Kind, pack
 from shoal.transport.tcp import TcpTransport
-from shoal.wire import Call, Contact, GetManifest, Hello, ManifestReply
 
 __all__ = ["REPLAYS"]
 
@@ -116,7 +116,7 @@ def on_second_core(line: Line, address: str) -> None:
 
 
 async def _by_turns(line: Line, text: str) -> None:
-    from shoal.peer import Address
+    from shoal.base.peer import Address
 
     address = Address.parse(text)
     bunch = b"".join(pack(Kind.CALL, Call(number, "Nothing", 1.0, _NIL)) for number in range(50))

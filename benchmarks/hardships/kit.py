@@ -20,13 +20,13 @@ from torch import nn
 import shoal
 from benchmarks.truth.kit import RUN, Job, Report, joined, perceptron, train
 from benchmarks.truth.peers import Failed, Line, Peer, Peers
-from shoal.clock import Env
+from shoal.base.clock import Env
+from shoal.base.peer import Address
 from shoal.errors import PeerError
-from shoal.identity import Identity
-from shoal.peer import Address
+from shoal.protocol.identity import Identity
+from shoal.protocol.wire import Contact, Progress, TellProgress
 from shoal.rpc import Endpoint
 from shoal.transport import sockets, tcp
-from shoal.wire import Contact, Progress, TellProgress
 
 __all__ = [
     "ALL",

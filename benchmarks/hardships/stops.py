@@ -105,7 +105,7 @@ def signals() -> Verdict:
 
 def with_wrong_clock(line: Line, job: Job) -> Report:
     """Train on a machine whose clock is two hours ahead."""
-    from shoal.clock import SystemClock
+    from shoal.base.clock import SystemClock
 
     true: Any = SystemClock.time
     SystemClock.time = lambda self: true(self) + _HOURS_S  # type: ignore[method-assign]

@@ -13,8 +13,8 @@ from benchmarks.hardships.kit import PREFIX, Stranger, address_of, beside, jobs,
 from benchmarks.truth.kit import Verdict, apart, changed
 from benchmarks.truth.peers import Peer, Peers
 from shoal.errors import PeerError
+from shoal.protocol.wire import Contact, GetManifest, ManifestPending
 from shoal.state import Donor, DownloadedState, SharedState, StateDonor, download_state
-from shoal.wire import Contact, GetManifest, ManifestPending
 
 __all__ = ["REPLAYS"]
 

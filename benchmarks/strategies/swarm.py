@@ -14,13 +14,13 @@ from torch import Tensor
 
 from benchmarks.strategies.reference import Peer, Strategy, weighted_mean
 from benchmarks.strategies.task import PEERS, Task
-from shoal.averager import AveragerSettings, TensorLock
+from shoal.averaging import AveragerSettings, TensorLock
 from shoal.compression import ErrorFeedback, codec_by_name
 from shoal.optim import Participant, RunSettings
-from shoal.optim.outer import LocalSteps
-from shoal.optim.settings import fragment_settings
+from shoal.run.settings import fragment_settings
 from shoal.sim import SimHost, SimNetwork, Swarm, run, sleep
 from shoal.strategies import Merging
+from shoal.strategies.outer import LocalSteps
 from tests.sim.averaging_kit import SETTINGS, start_core
 from tests.sim.optimizer_kit import Trainer
 

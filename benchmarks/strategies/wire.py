@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.strategies.task import PEERS, NextToken
 from benchmarks.wire_count import Sent, counted
-from shoal.averager import AveragerSettings
+from shoal.averaging import AveragerSettings
 from shoal.compression import codec_by_name
 from shoal.sim import run
 from tests.sim.averaging_kit import SETTINGS, Trial

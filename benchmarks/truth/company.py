@@ -22,7 +22,7 @@ from benchmarks.truth.kit import (
     train,
 )
 from benchmarks.truth.peers import Peer, Peers
-from shoal.peer import Address, Invite
+from shoal.base.peer import Address, Invite
 
 __all__ = ["REPLAYS"]
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks.truth.kit import Job, Trainee, Verdict, apart, changed, joined, train
 from benchmarks.truth.peers import Failed, Peers
-from shoal.optim.phases import RunPhase
+from shoal.run.decide.phases import RunPhase
 
 __all__ = ["REPLAYS"]
 

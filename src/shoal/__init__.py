@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoal.lazy import lazy
+from shoal.base.lazy import lazy
 from shoal.version import __version__
 
 if TYPE_CHECKING:
     from shoal import compression, data, sim, strategies, zero
-    from shoal.clock import get_dht_time
+    from shoal.base.clock import get_dht_time
+    from shoal.base.peer import Address, Invite, PeerID
     from shoal.errors import ConfigError, RoundFailed, SchemaMismatch, ShoalError, StateUnavailable
     from shoal.optim import (
         GradientAverager,
@@ -24,22 +25,21 @@ if TYPE_CHECKING:
         TrainingAverager,
         TrainingStateAverager,
     )
-    from shoal.peer import Address, Invite, PeerID
+    from shoal.run.watching import read_run
     from shoal.runtime.averager import DecentralizedAverager
     from shoal.runtime.dht import DHT
     from shoal.runtime.leave import leave_on_sigterm
-    from shoal.runtime.watching import read_run
 else:
     _HOMES = {
         "DHT": "shoal.runtime.dht",
-        "Address": "shoal.peer",
+        "Address": "shoal.base.peer",
         "ConfigError": "shoal.errors",
         "DecentralizedAverager": "shoal.runtime.averager",
         "GradScaler": "shoal.optim",
         "GradientAverager": "shoal.optim",
-        "Invite": "shoal.peer",
+        "Invite": "shoal.base.peer",
         "Optimizer": "shoal.optim",
-        "PeerID": "shoal.peer",
+        "PeerID": "shoal.base.peer",
         "PowerSGDGradientAverager": "shoal.optim",
         "ProgressTracker": "shoal.optim",
         "RoundFailed": "shoal.errors",
@@ -51,8 +51,8 @@ else:
         "compression": "shoal",
         "data": "shoal",
         "leave_on_sigterm": "shoal.runtime.leave",
-        "get_dht_time": "shoal.clock",
-        "read_run": "shoal.runtime.watching",
+        "get_dht_time": "shoal.base.clock",
+        "read_run": "shoal.run.watching",
         "sim": "shoal",
         "strategies": "shoal",
         "zero": "shoal",

@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shoal.base.checks import flag, whole
 from shoal.errors import ConfigError
-from shoal.runtime.checks import flag, whole
 
 if TYPE_CHECKING:
     from shoal.optim import Optimizer

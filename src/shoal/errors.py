@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shoal.peer import PeerID
+    from shoal.base.peer import PeerID
 
 __all__ = [
     "ClosedError",

@@ -17,8 +17,8 @@ from typing import ClassVar
 
 import msgspec
 
-from shoal.bounded import put_last
-from shoal.peer import PeerID
+from shoal.base.bounded import put_last
+from shoal.base.peer import PeerID
 
 __all__ = [
     "CheckpointSaved",

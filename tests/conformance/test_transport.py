@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from shoal.base.peer import Address
 from shoal.errors import ClosedError, LocalError, PeerRefused, PeerTimeout, PeerUnreachable
-from shoal.peer import Address
 from shoal.transport.base import HIGH_WATER_BYTES, Connection
 from tests.conformance.transports import FACTORIES, NOBODY, TransportFactory, TransportPair, gather
 

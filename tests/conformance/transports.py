@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from shoal.identity import Identity
-from shoal.peer import Address
+from shoal.base.peer import Address
+from shoal.protocol.identity import Identity
 from shoal.transport.base import Connection, Transport
 
 NEAR = Identity.from_seed(b"n" * 32)

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from shoal.averager import Averager, AveragerSettings, TensorLock
-from shoal.clock import Env, ThreadExecutor
+from shoal.averaging import Averager, AveragerSettings, TensorLock
+from shoal.averaging.core import PeerCore
+from shoal.base.clock import Env, ThreadExecutor
+from shoal.base.peer import Address
 from shoal.compression import view_bytes
-from shoal.core import PeerCore
 from shoal.errors import RoundFailed
 from shoal.events import Event, Warned
-from shoal.identity import Identity
-from shoal.peer import Address
+from shoal.protocol.identity import Identity
 from shoal.transport.tcp import TcpTransport
 
 PREFIX = "abuse"

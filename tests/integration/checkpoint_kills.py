@@ -20,13 +20,13 @@ from typing import Any, NoReturn
 import torch
 from safetensors.torch import save_file
 
-from shoal.optim import checkpoint
-from shoal.optim.checkpoint import Content, copy_of, newest, write
-from shoal.optim.committed import Committed
-from shoal.optim.shared_state import share
-from shoal.optim.state_name import StateName
-from shoal.optim.training_state import TrainingState
-from shoal.runtime.tensor_files import flush
+from shoal.base.tensor_files import flush
+from shoal.run.decide.committed import Committed
+from shoal.run.decide.state_name import StateName
+from shoal.run.disk import checkpoint
+from shoal.run.disk.checkpoint import Content, copy_of, newest, write
+from shoal.run.join.shared_state import share
+from shoal.train.training_state import TrainingState
 
 NOBODY = 65534
 AUDITED, REMOVES = ("open", "os.", "shutil."), ("os.remove", "os.rmdir")

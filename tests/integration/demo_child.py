@@ -14,6 +14,7 @@ import time
 import msgspec
 
 from shoal import events
+from shoal.base.peer import PeerID
 from shoal.demo.messages import (
     BaselineConfig,
     BaselinePoint,
@@ -28,7 +29,6 @@ from shoal.demo.messages import (
     decode_command,
     encode,
 )
-from shoal.peer import PeerID
 
 _SOMEBODY = PeerID(bytes(32))
 

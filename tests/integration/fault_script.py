@@ -18,16 +18,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import shoal
-from shoal.allreduce.commit import CommitRules, MemberRules
-from shoal.allreduce.member import Contributions
-from shoal.averager import AveragerSettings
+from shoal.averaging import AveragerSettings
+from shoal.averaging.allreduce.commit import CommitRules, MemberRules
+from shoal.averaging.allreduce.member import Contributions
+from shoal.averaging.matchmaking import Matchmaker
 from shoal.events import Event, GroupFormed, RoundFinished
-from shoal.matchmaking import Matchmaker
+from shoal.protocol.wire import PartData
 from shoal.rpc import Stream
 from shoal.runtime import dht as dht_module
 from shoal.transport.base import Acceptor, Buffer, Connection
 from shoal.transport.tcp import TcpTransport
-from shoal.wire import PartData
 from tests.corruption import CorruptibleTransport, Gate
 from tests.integration import scripts
 from tests.integration.scripts import digest, hear, joined, say, tensors_of

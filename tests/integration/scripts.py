@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import shoal
-from shoal.clock import SystemClock
+from shoal.base.clock import SystemClock
 from shoal.compression import CompressionBase, Float16Compression, NoCompression, view_bytes
 from shoal.events import EpochAdvanced, Event, GroupFormed, PeerLost
 

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, load_model
 import shoal
 from shoal.errors import ConfigError
 from shoal.events import CheckpointSaved, Event, Resumed, Warned
-from shoal.optim import checkpoint, saving
+from shoal.run.disk import checkpoint, saving
 from tests.integration.workers import Talk, until
 
 TARGET = 4

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import shoal
-from shoal.clock import Env
-from shoal.core import PeerCore
+from shoal.averaging.core import PeerCore
+from shoal.base.clock import Env
 from shoal.dht.joining import _hint
 from shoal.errors import LocalError, PeerUnreachable
-from shoal.identity import Identity
+from shoal.protocol.identity import Identity
 from shoal.runtime.thread import LoopThread
 from shoal.transport.tcp import TcpTransport
 from tests.integration.workers import LONG_S, nobody

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.identity import Identity
-from shoal.peer import Address
-from shoal.wire import Contact, Progress, encode
+from shoal.base.peer import Address
+from shoal.protocol.identity import Identity
+from shoal.protocol.wire import Contact, Progress, encode
 from tests.integration.routers import why_not
 from tests.integration.workers import LONG_S, Talk, environment, nobody, until
 

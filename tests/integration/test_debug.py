@@ -16,9 +16,9 @@ import pytest
 import shoal
 from shoal.errors import LocalError, PeerRefused
 from shoal.events import Warned
+from shoal.protocol.wire import Contact, GetTrace
 from shoal.runtime import debug
 from shoal.runtime.debug import read_local
-from shoal.wire import Contact, GetTrace
 from tests.integration.test_leave import Leaver
 from tests.integration.workers import LONG_S, environment, until
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.clock import get_dht_time
+from shoal.base.clock import get_dht_time
 from shoal.errors import ConfigError
 from shoal.events import Evaluated, Event
 from shoal.integrations.evaluation import Evaluation

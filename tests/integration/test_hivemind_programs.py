@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.averager import AveragingMode
+from shoal.averaging import AveragingMode
 from shoal.dht import SchemaValidator
 from shoal.errors import ClosedError, NobodyContributes
 from shoal.events import Warned

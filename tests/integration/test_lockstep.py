@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import shoal
-from shoal.optim.outer import LocalSteps
 from shoal.strategies import DiLoCo, LocalSGD, Strategy, StreamingDiLoCo
+from shoal.strategies.outer import LocalSteps
 from tests.integration.workers import until
 from tests.replay import Recorder, Replay
 from tests.sim.optimizer_kit import backward, model

@@ -42,7 +42,7 @@ def test_an_argument_that_was_wrong_leaves_the_name_of_the_run_free() -> None:
     codec = shoal.compression.Float16Compression()
     with shoal.DHT(start=True) as dht:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("shoal.optim.participant.state_averager", lambda *_, **__: 1 / 0)
+            patch.setattr("shoal.run.participant.state_averager", lambda *_, **__: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 swarm_of(dht, model, grad_compression=codec)
         with swarm_of(dht, model) as swarm:

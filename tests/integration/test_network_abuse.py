@@ -21,17 +21,13 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.allreduce.vector import describe
-from shoal.clock import Env
+from shoal.averaging.allreduce.vector import describe
+from shoal.base.clock import Env
+from shoal.base.peer import Address
 from shoal.compression import NoCompression
 from shoal.errors import PeerError
-from shoal.identity import Identity
-from shoal.peer import Address
-from shoal.rpc import Endpoint, Limits, Stream
-from shoal.rpc.framing import Kind, pack
-from shoal.transport.base import Connection
-from shoal.transport.tcp import TcpTransport
-from shoal.wire import (
+from shoal.protocol.identity import Identity
+from shoal.protocol.wire import (
     Abort,
     AskVerdict,
     Assign,
@@ -62,6 +58,10 @@ from shoal.wire import (
     Report,
     encode,
 )
+from shoal.rpc import Endpoint, Limits, Stream
+from shoal.rpc.framing import Kind, pack
+from shoal.transport.base import Connection
+from shoal.transport.tcp import TcpTransport
 from tests.integration.abuse_victim import NUMEL, PART_BYTES, PREFIX
 from tests.integration.workers import LONG_S, Talk
 from tests.property.test_wire import MESSAGES, _mutate

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import shoal
-from shoal.peer import Address
+from shoal.base.peer import Address
 
 
 def free_port(*hosts: str) -> int:

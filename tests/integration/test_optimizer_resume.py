@@ -21,9 +21,9 @@ import shoal
 from shoal.compression import Float16Compression
 from shoal.errors import ClosedError, LocalError
 from shoal.events import Warned
-from shoal.optim import gradient_sum, local_updates, outer, training_state
-from shoal.optim.phases import RunPhase
-from shoal.strategies import Decoupled, DiLoCo, LocalSGD
+from shoal.run.decide.phases import RunPhase
+from shoal.strategies import Decoupled, DiLoCo, LocalSGD, local_updates, outer
+from shoal.train import gradient_sum, training_state
 from tests.integration.workers import until
 
 TARGET = 4

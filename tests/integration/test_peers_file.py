@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import shoal
+from shoal.base.peer import Address
 from shoal.events import Event, Warned
-from shoal.peer import Address
 
 
 def test_a_restarted_peer_finds_its_swarm_by_the_file(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 import shoal
 from shoal.compression import ErrorFeedback, Float16Compression, Uniform8BitQuantization
 from shoal.errors import ConfigError, RoundFailed, SchemaMismatch
-from shoal.optim.low_rank import LowRank
+from shoal.strategies.low_rank import LowRank
 from tests.integration.test_runtime import two_peers
 from tests.integration.workers import LONG_S, until
 

@@ -12,7 +12,7 @@ import pytest
 
 import shoal
 from shoal.events import PeerLost
-from shoal.identity import Identity
+from shoal.protocol.identity import Identity
 from tests.integration.test_leave import Heard
 from tests.integration.workers import Talk
 

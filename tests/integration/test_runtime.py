@@ -23,16 +23,16 @@ import pytest
 import torch
 
 import shoal
+from shoal.base.peer import PeerID
+from shoal.base.pool import DaemonPool
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.errors import ClosedError, ConfigError, LocalError, PeerUnreachable, ShoalError
 from shoal.events import Event, GroupFormed, PeerConnected, PeerDropped, PeerLost, Warned
-from shoal.optim.phases import RunPhase
-from shoal.peer import PeerID
+from shoal.protocol.wire import FollowSteps
+from shoal.run.decide.phases import RunPhase
 from shoal.runtime.low_latency import SWITCH_INTERVAL_S
-from shoal.runtime.pool import DaemonPool
 from shoal.runtime.thread import LoopThread
 from shoal.transport.layers import Scratch
-from shoal.wire import FollowSteps
 from tests.integration import scripts
 from tests.integration.workers import LONG_S, Worker, nobody, run_python, until
 
@@ -298,7 +298,7 @@ def test_threads_that_take_one_core_at_once_leave_the_users_alone() -> None:
     done = run_python(
         """
 import threading, torch
-from shoal.runtime.pool import use_cores
+from shoal.base.pool import use_cores
 
 def together():
     barrier.wait(60)

@@ -20,14 +20,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 import torch
-from shoal.clock import Env, ThreadExecutor
+from shoal.base.clock import Env, ThreadExecutor
 from shoal.compression import codec_by_name
-from shoal.identity import Identity
-from shoal.peer import Address
+from shoal.protocol.identity import Identity
+from shoal.base.peer import Address
 from shoal.rpc import Endpoint
 from shoal.state import Donor, SharedState, ShareLimits, StateDonor, download_state
 from shoal.transport.tcp import TcpTransport
-from shoal.wire import Contact, GetManifest, ManifestPending
+from shoal.protocol.wire import Contact, GetManifest, ManifestPending
 
 NUMEL, CODEC, DONORS = int(sys.argv[1]) // 4, codec_by_name(sys.argv[2]), sys.argv[3:]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.averager import AveragingStage
+from shoal.averaging import AveragingStage
 from shoal.errors import ClosedError, ConfigError, LocalError
 from tests.integration.workers import LONG_S, until
 

@@ -14,15 +14,15 @@ from safetensors.torch import load_file
 from torch.optim.lr_scheduler import LinearLR
 
 import shoal
+from shoal.base.peer import PeerID
 from shoal.errors import ConfigError
 from shoal.events import Warned
 from shoal.optim import Optimizer
-from shoal.optim.fragments import take_over
-from shoal.optim.outer import OuterTrainingState
-from shoal.optim.own_state import OwnState
-from shoal.optim.training_state import TrainingState
-from shoal.peer import PeerID
+from shoal.run.fragments import take_over
+from shoal.run.join.own_state import OwnState
 from shoal.strategies import Decoupled, DiLoCo, Strategy, StreamingDiLoCo, Synchronous
+from shoal.strategies.outer import OuterTrainingState
+from shoal.train.training_state import TrainingState
 from tests.integration.scripts import digest
 from tests.integration.workers import until
 from tests.unit.test_outer_interrupts import code, interrupt
@@ -332,7 +332,7 @@ def test_a_peer_is_elected_for_the_epoch_of_the_whole_model(dht: shoal.DHT, monk
         asked.append(epoch)
         return next(iter(candidates))
 
-    monkeypatch.setattr("shoal.optim.participant.elected", elected)
+    monkeypatch.setattr("shoal.run.participant.elected", elected)
     model, ahead = network(0), 0
     with begin(dht, model, STREAMING) as swarm:
         for _ in range(20):

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
+from shoal.base.peer import Address
 from shoal.errors import ConfigError, PeerRefused, PeerTimeout, PeerUnreachable
-from shoal.identity import Identity
-from shoal.peer import Address
+from shoal.protocol.identity import Identity
 from shoal.transport import sockets, tcp
 from shoal.transport.base import Connection
 from shoal.transport.certificate import server_context
@@ -144,7 +144,7 @@ def test_the_server_proves_itself_as_described() -> None:
             kind, version, nonce, signature, key, clear = await wire.receive()
             assert not clear
             assert (kind, version, len(nonce), len(key)) == ("proof", VERSION, 32, 32)
-            from shoal.identity import verify
+            from shoal.protocol.identity import verify
 
             message = signed(b"server", VERSION, wire.certificate, CLIENT.peer_id, SERVER.peer_id, NONCE + nonce)
             assert verify(SERVER.peer_id, b"transport", message, signature)
@@ -1073,8 +1073,8 @@ def test_an_acceptor_that_fails_costs_only_that_connection(caplog: pytest.LogCap
 
 FORKING_PEER = """
 import asyncio, os, sys
-from shoal.identity import Identity
-from shoal.peer import Address
+from shoal.protocol.identity import Identity
+from shoal.base.peer import Address
 from shoal.transport.sockets import open_sockets
 from shoal.transport.tcp import TcpTransport
 

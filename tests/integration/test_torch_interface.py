@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import shoal
+from shoal.base.thread_state import ThreadState
 from shoal.errors import ConfigError
 from shoal.events import Warned
-from shoal.optim.fragments import fragments_of
-from shoal.runtime.thread_state import ThreadState
+from shoal.run.fragments import fragments_of
 from shoal.strategies import LocalSGD
 from tests.odd_torch import ODD
 

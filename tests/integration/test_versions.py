@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from shoal.errors import PeerRefused
-from shoal.identity import Identity
+from shoal.protocol.identity import Identity
+from shoal.protocol.wire import PROTOCOL_VERSION
 from shoal.transport.tcp import TcpTransport
-from shoal.wire import PROTOCOL_VERSION
 from tests.integration.wire_peers import Wire, dial, serve
 
 SERVER, CLIENT = (Identity.from_seed(letter * 32) for letter in (b"s", b"c"))

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import shoal.zero
+from shoal.base.tensor_files import seal
 from shoal.errors import ConfigError
-from shoal.runtime.tensor_files import seal
 from shoal.zero.saved import FORMATS
 from tests.integration import zero_cases as cases
 from tests.integration.ranks import Failed, Ranks, ranks

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from shoal.identity import Identity
-from shoal.peer import Address, PeerID
+from shoal.base.peer import Address, PeerID
+from shoal.protocol.identity import Identity
 from shoal.transport.certificate import client_context, server_context
 
 VERSION = 3

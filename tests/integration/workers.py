@@ -21,8 +21,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Self
 
-from shoal.identity import Identity
-from shoal.peer import Address
+from shoal.base.peer import Address
+from shoal.protocol.identity import Identity
 from tests.integration.forks import Forked, fork
 
 LONG_S = 90.0

@@ -1,10 +1,10 @@
 """The commit rule as a pure model: three peers, two parts, every order of messages, crashes and suspicions.
 
-This is the specification that `docs/decisions/0001-commit-and-fork-rules.md` puts in words; `shoal.allreduce.commit`
-follows it. A state is a tuple of small tuples, so that all reachable states can be held in a set. What is *not*
-modelled is over-approximated: contributions are not messages here, a reducer may finish the average of its part at any
-moment; a member may learn a commit from any living peer that knows it, at any moment. More can happen here than in
-the protocol.
+This is the specification that `docs/decisions/0001-commit-and-fork-rules.md` puts in words;
+`shoal.averaging.allreduce.commit` follows it. A state is a tuple of small tuples, so that all reachable states can be
+held in a set. What is *not* modelled is over-approximated: contributions are not messages here, a reducer may finish
+the average of its part at any moment; a member may learn a commit from any living peer that knows it, at any moment.
+More can happen here than in the protocol.
 
 Some peers may be *auxiliary*: they average what they own, and want no averages. They hold what they averaged themselves
 and nothing else; the commit is all that they need.

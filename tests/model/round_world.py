@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
-from shoal.allreduce.commit import Ask, Average, MemberRules
-from shoal.allreduce.coordinator import Coordinator, CoordinatorAction, Send
-from shoal.allreduce.lateness import Lateness
-from shoal.allreduce.member import Contributions, Finish, MemberAction, MemberMachine
-from shoal.peer import PeerID
-from shoal.wire import Abort, Assign, Commit, Contact, Gone, Held, PartAbsent, Report
-from shoal.wire import Member as WireMember
+from shoal.averaging.allreduce.commit import Ask, Average, MemberRules
+from shoal.averaging.allreduce.coordinator import Coordinator, CoordinatorAction, Send
+from shoal.averaging.allreduce.lateness import Lateness
+from shoal.averaging.allreduce.member import Contributions, Finish, MemberAction, MemberMachine
+from shoal.base.peer import PeerID
+from shoal.protocol.wire import Abort, Assign, Commit, Contact, Gone, Held, PartAbsent, Report
+from shoal.protocol.wire import Member as WireMember
 from tests.model.commit_model import COORDINATOR, PEERS, Broken
 
 ROUND = b"r" * 16

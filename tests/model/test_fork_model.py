@@ -9,9 +9,9 @@ from functools import partial
 
 import pytest
 
-from shoal.peer import Address, PeerID
-from shoal.progress import NO_STATE, StateKey, SwarmProgress
-from shoal.wire import Contact, Progress
+from shoal.base.peer import Address, PeerID
+from shoal.protocol.wire import Contact, Progress
+from shoal.run.view.progress import NO_STATE, StateKey, SwarmProgress
 from tests.model import fork_model
 from tests.model.fork_model import MIX, RULE, Broken, Rule, Search, State, View
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from shoal.allreduce.commit import CommitRules
-from shoal.allreduce.coordinator import COORDINATOR_TRANSITIONS, Coordinator
-from shoal.allreduce.member import MEMBER_TRANSITIONS, MemberMachine
-from shoal.peer import PeerID
-from shoal.wire import Abort, Commit, Contact, Held, Member, Report
+from shoal.averaging.allreduce.commit import CommitRules
+from shoal.averaging.allreduce.coordinator import COORDINATOR_TRANSITIONS, Coordinator
+from shoal.averaging.allreduce.member import MEMBER_TRANSITIONS, MemberMachine
+from shoal.base.peer import PeerID
+from shoal.protocol.wire import Abort, Commit, Contact, Held, Member, Report
 from tests.model.commit_model import COORDINATOR, Broken
 from tests.model.round_world import ROUND, World, new_coordinator, search
 from tests.transitions import Recorder

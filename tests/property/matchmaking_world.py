@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from shoal.matchmaking import MatchmakingConfig
-from shoal.matchmaking.declarations import Memory
-from shoal.matchmaking.events import (
+from shoal.averaging.matchmaking import MatchmakingConfig
+from shoal.averaging.matchmaking.declarations import Memory
+from shoal.averaging.matchmaking.events import (
     Action,
     Answer,
     Answered,
@@ -44,9 +44,9 @@ from shoal.matchmaking.events import (
     Tick,
     Withdraw,
 )
-from shoal.matchmaking.machine import GroupMachine
-from shoal.peer import Address, PeerID
-from shoal.wire import Begin, Contact, JoinAccepted, JoinRedirected, JoinRefused, Member
+from shoal.averaging.matchmaking.machine import GroupMachine
+from shoal.base.peer import Address, PeerID
+from shoal.protocol.wire import Begin, Contact, JoinAccepted, JoinRedirected, JoinRefused, Member
 
 Message = JoinAccepted | JoinRefused | JoinRedirected | Begin
 

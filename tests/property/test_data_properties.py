@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.data import Swarm, expected, play
+from shoal.base.peer import PeerID
 from shoal.data import PeerSampler, Shuffle, permuted
-from shoal.optim.agreement import Contributor, Deal, deal_to
-from shoal.peer import PeerID
+from shoal.run.decide.agreement import Contributor, Deal, deal_to
 
 
 @given(st.integers(1, 5000), st.text(max_size=8))

@@ -9,12 +9,12 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.base.peer import Address, PeerID
 from shoal.dht.lookup import Lookup
 from shoal.dht.routing import RoutingTable, key_of, node_id
 from shoal.dht.storage import RecordStore, StorageLimits, merge, record_bytes, view, wire_bytes
 from shoal.dht.validation import encode_subkey, encode_value
-from shoal.peer import Address, PeerID
-from shoal.wire import Contact, Record
+from shoal.protocol.wire import Contact, Record
 
 NOW = 1000.0
 PEERS = [PeerID(hashlib.sha256(b"peer %d" % number).digest()) for number in range(60)]

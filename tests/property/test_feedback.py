@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.allreduce.partition import Part
-from shoal.allreduce.vector import Vector, describe
+from shoal.averaging.allreduce.partition import Part
+from shoal.averaging.allreduce.vector import Vector, describe
 from shoal.compression import (
     BlockwiseQuantization,
     CompressionBase,

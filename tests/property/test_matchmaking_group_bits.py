@@ -9,7 +9,7 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.matchmaking.group_bits import next_group_bits
+from shoal.averaging.matchmaking.group_bits import next_group_bits
 
 
 @given(

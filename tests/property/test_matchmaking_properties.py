@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.peer import PeerID
-from shoal.wire import MAX_GROUP_SIZE
+from shoal.base.peer import PeerID
+from shoal.protocol.wire import MAX_GROUP_SIZE
 from tests.property.matchmaking_world import Node, Setup, Weather, World
 
 times = st.floats(0.0, 6.0, allow_nan=False).map(lambda value: round(value, 3))

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from shoal.matchmaking.declarations import Memory
-from shoal.matchmaking.events import (
+from shoal.averaging.matchmaking.declarations import Memory
+from shoal.averaging.matchmaking.events import (
     TRANSITIONS,
     Answered,
     Cancel,
@@ -18,8 +18,8 @@ from shoal.matchmaking.events import (
     SearchPhase,
     Tick,
 )
-from shoal.matchmaking.machine import GroupMachine
-from shoal.wire import JoinRedirected, JoinRefused
+from shoal.averaging.matchmaking.machine import GroupMachine
+from shoal.protocol.wire import JoinRedirected, JoinRefused
 from tests.property.matchmaking_world import BEGIN, Setup, Weather, contact_of, peer_id
 from tests.property.test_matchmaking_properties import PeerPlan, play
 from tests.transitions import Recorder

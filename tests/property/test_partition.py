@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.allreduce.partition import Layout, TensorSpec, first_difference
+from shoal.averaging.allreduce.partition import Layout, TensorSpec, first_difference
 from shoal.errors import ConfigError
 
 _KINDS = [

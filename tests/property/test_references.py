@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.by_hand import average_part
-from shoal.allreduce.vector import PartDigests, Vector, describe
+from shoal.averaging.allreduce.vector import PartDigests, Vector, describe
 from shoal.compression import (
     BlockwiseQuantization,
     CompressionBase,

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import StateUnavailable
-from shoal.optim.optimizer_state import AnyTensor
-from shoal.optim.training_state import TrainingState
+from shoal.train.optimizer_state import AnyTensor
+from shoal.train.training_state import TrainingState
 from tests.unit.optimizer_cases import everything, offered, optimizer_by_name, parameters, step
 
 JUNK: list[Any] = [

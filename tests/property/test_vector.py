@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.allreduce.vector import Vector, describe
+from shoal.averaging.allreduce.vector import Vector, describe
 from shoal.compression import CompressionBase, Float16Compression, NoCompression
 from tests.unit.test_vector import average
 

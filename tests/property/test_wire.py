@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal import wire
+from shoal.base.peer import Address, PeerID
 from shoal.errors import ConfigError
-from shoal.identity import Identity
-from shoal.peer import Address, PeerID
+from shoal.protocol import wire
+from shoal.protocol.identity import Identity
 
 PEER = Identity.from_seed(b"w" * 32).peer_id
 ADDRESSES = (Address("10.1.2.3", 4000, PEER), Address("::1", 1, PEER), Address("peer.example", 65535, PEER))

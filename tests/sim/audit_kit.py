@@ -18,14 +18,14 @@ from typing import NamedTuple
 
 import torch
 
-from shoal.allreduce.interface import has_member
-from shoal.allreduce.partition import Part
-from shoal.allreduce.segments import SegmentBuffers, sum_dtype
-from shoal.averager import Averager, StepResult
+from shoal.averaging import Averager, StepResult
+from shoal.averaging.allreduce.interface import has_member
+from shoal.averaging.allreduce.partition import Part
+from shoal.averaging.allreduce.segments import SegmentBuffers, sum_dtype
+from shoal.base.peer import PeerID
 from shoal.compression import BFloat16Compression, CompressionBase, TopKCompression
 from shoal.compression.wrapped import WrappedCompression
-from shoal.peer import PeerID
-from shoal.wire import Held
+from shoal.protocol.wire import Held
 
 __all__ = ["Audit"]
 

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import torch
 
-from shoal.averager import Averager, AveragerSettings, StepResult, TensorLock
+from shoal.averaging import Averager, AveragerSettings, StepResult, TensorLock
+from shoal.averaging.core import PeerCore
 from shoal.compression import CompressionBase
-from shoal.core import PeerCore
 from shoal.events import Event, Warned
 from shoal.sim import SimHost, SimNetwork, Swarm
 from shoal.transport.base import Transport

@@ -8,12 +8,12 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from shoal.clock import Env
+from shoal.base.clock import Env
+from shoal.base.peer import Address
 from shoal.dht import DhtNode, DhtSettings, RecordValidator, ValueWithExpiration
 from shoal.dht.routing import id_of_key, key_of, node_id
 from shoal.events import Event
-from shoal.identity import Identity
-from shoal.peer import Address
+from shoal.protocol.identity import Identity
 from shoal.rpc import Endpoint, Limits
 from shoal.sim import SimHost, SimNetwork, Swarm
 

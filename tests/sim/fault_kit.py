@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shoal.allreduce.round import RoundOptions
-from shoal.averager import AveragerSettings
+from shoal.averaging import AveragerSettings
+from shoal.averaging.allreduce.round import RoundOptions
 from shoal.compression import view_bytes
 from shoal.rpc import Limits
 from shoal.sim import FaultPlan, SimHost, Stall, Throttle

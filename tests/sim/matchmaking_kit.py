@@ -11,16 +11,16 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from shoal.averager.directory import DhtDirectory
-from shoal.clock import Env
+from shoal.averaging.directory import DhtDirectory
+from shoal.averaging.matchmaking import Group, GroupDirectory, JoinTerms, Matchmaker, MatchmakingConfig
+from shoal.base.clock import Env
+from shoal.base.peer import PeerID
 from shoal.dht import DhtNode
 from shoal.errors import PeerProtocolError, PeerTimeout, RoundFailed
 from shoal.events import Event
-from shoal.matchmaking import Group, GroupDirectory, JoinTerms, Matchmaker, MatchmakingConfig
-from shoal.peer import PeerID
+from shoal.protocol.wire import Contact, Member
 from shoal.rpc import Endpoint
 from shoal.sim import SimHost, SimNetwork, Swarm, sleep
-from shoal.wire import Contact, Member
 
 PREFIX = "run"
 KEY = "run.0b"

@@ -10,20 +10,20 @@ import msgspec
 import torch
 
 from shoal import sim
-from shoal.averager import TensorLock
+from shoal.averaging import TensorLock
+from shoal.averaging.core import PeerCore
 from shoal.compression import CompressionBase
-from shoal.core import PeerCore
 from shoal.errors import StateUnavailable
 from shoal.events import EpochAdvanced, Event
 from shoal.optim import Participant, RunSettings, TrainingState
-from shoal.optim.local_updates import LocalTrainingState
-from shoal.optim.low_rank_training import LowRankTrainingState
-from shoal.optim.offload import Offload
-from shoal.optim.outer import LocalSteps
-from shoal.optim.phases import RunPhase
-from shoal.optim.settings import fragment_settings
+from shoal.run.decide.phases import RunPhase
+from shoal.run.settings import fragment_settings
 from shoal.sim import SimHost, SimNetwork, Swarm
 from shoal.strategies import Strategy
+from shoal.strategies.local_updates import LocalTrainingState
+from shoal.strategies.low_rank_training import LowRankTrainingState
+from shoal.strategies.outer import LocalSteps
+from shoal.train.offload import Offload
 from tests.sim.averaging_kit import SETTINGS, note_internal_error, start_core
 
 FEATURES = 6

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from shoal.allreduce.interface import is_weight
-from shoal.allreduce.round import Outcome, Round, RoundOptions, RoundTable
-from shoal.allreduce.vector import Vector, describe
+from shoal.averaging.allreduce.interface import is_weight
+from shoal.averaging.allreduce.round import Outcome, Round, RoundOptions, RoundTable
+from shoal.averaging.allreduce.vector import Vector, describe
+from shoal.averaging.group import Group
+from shoal.base.peer import PeerID
 from shoal.compression import CompressionBase, NoCompression
-from shoal.group import Group
-from shoal.peer import PeerID
+from shoal.protocol.wire import Abort, Assign, Commit, Gone, Leave, Member, Opening, Report
 from shoal.rpc import Stream
-from shoal.wire import Abort, Assign, Commit, Gone, Leave, Member, Opening, Report
 from tests.sim.rpc_kit import Peer, SimNet
 
 ROUND = b"round of a test!"

@@ -11,11 +11,12 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 
 from shoal import sim
-from shoal.clock import Env
+from shoal.base.clock import Env
+from shoal.base.peer import Address, PeerID
 from shoal.errors import PeerError
 from shoal.events import Event
-from shoal.identity import Identity
-from shoal.peer import Address, PeerID
+from shoal.protocol.identity import Identity
+from shoal.protocol.wire import Beat, Call, Contact, Hello, Message, Note, Opening, OpenStream, Request, decode, encode
 from shoal.rpc import Endpoint, Limits, Stream
 from shoal.rpc.framing import Frame, Kind, pack, read_frame
 from shoal.sim import SimNetwork, Swarm
@@ -24,7 +25,6 @@ from shoal.transport.base import Acceptor, Connection, Transport
 from shoal.transport.memory import MemoryTransport
 from shoal.transport.tcp import TcpTransport
 from shoal.transport.uplink import Uplink
-from shoal.wire import Beat, Call, Contact, Hello, Message, Note, Opening, OpenStream, Request, decode, encode
 
 E = TypeVar("E", bound=Event)
 

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from shoal.allreduce.interface import has_member
-from shoal.averager import Averager, StepResult
-from shoal.optim.gradient_sum import GradientSum
-from shoal.optim.participant import Participant
-from shoal.optim.phases import Update
-from shoal.optim.state_name import StateName
+from shoal.averaging import Averager, StepResult
+from shoal.averaging.allreduce.interface import has_member
+from shoal.run.decide.phases import Update
+from shoal.run.decide.state_name import StateName
+from shoal.run.participant import Participant
+from shoal.train.gradient_sum import GradientSum
 
 __all__ = ["SampleAudit"]
 

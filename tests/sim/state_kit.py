@@ -10,10 +10,10 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from shoal.clock import Env
+from shoal.base.clock import Env
+from shoal.base.peer import PeerID
 from shoal.compression import CompressionBase
 from shoal.events import Event
-from shoal.peer import PeerID
 from shoal.rpc import Endpoint
 from shoal.sim import SimHost, SimNetwork, Swarm, sleep
 from shoal.state import Donor, DownloadedState, SharedState, ShareLimits, StateDonor, download_state

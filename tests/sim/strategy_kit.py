@@ -24,15 +24,15 @@ import msgspec
 import torch
 
 from shoal import sim
+from shoal.base.peer import PeerID
 from shoal.compression import CompressionBase
 from shoal.errors import ClosedError, PeerError
 from shoal.events import Event, Warned
 from shoal.optim import Participant
-from shoal.optim.outer import OuterTrainingState
-from shoal.optim.state_name import StateName
-from shoal.peer import PeerID
+from shoal.run.decide.state_name import StateName
 from shoal.sim import SimNetwork, Whims
 from shoal.strategies import Strategy
+from shoal.strategies.outer import OuterTrainingState
 from tests.sim.averaging_kit import SETTINGS
 from tests.sim.fault_kit import hash_of
 from tests.sim.optimizer_kit import Run, Trainer

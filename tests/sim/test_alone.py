@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from shoal import sim
-from shoal.core import PeerCore
+from shoal.averaging.core import PeerCore
 from shoal.events import Event, SteppedAlone, Warned
-from shoal.identity import Identity
-from shoal.optim.solitude import Circumstances
+from shoal.protocol.identity import Identity
+from shoal.run.solitude import Circumstances
 from shoal.sim import SimHost
 from shoal.sim.loop import world_time
 from shoal.strategies import Decoupled

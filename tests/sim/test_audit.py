@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from shoal import sim
-from shoal.allreduce import parts
-from shoal.allreduce.partition import Part
-from shoal.allreduce.vector import Vector
+from shoal.averaging.allreduce import parts
+from shoal.averaging.allreduce.partition import Part
+from shoal.averaging.allreduce.vector import Vector
 from shoal.compression import CompressionBase
 from shoal.events import Event, GroupFormed
 from tests.codecs import CODECS

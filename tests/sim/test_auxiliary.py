@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.allreduce.round import Outcome, Round, RoundOptions
+from shoal.averaging.allreduce.round import Outcome, Round, RoundOptions
 from shoal.compression import CompressionBase, Float16Compression
 from shoal.errors import ConfigError, PeerRefused, RoundFailed
 from shoal.events import PeerDropped, PeerSilent, Warned
+from shoal.protocol.wire import Abort, Assign, Commit, Member, Reduce
 from shoal.rpc import Stream
 from shoal.sim import sleep
 from shoal.transport import memory
-from shoal.wire import Abort, Assign, Commit, Member, Reduce
 from tests.sim.round_kit import OPTIONS, ROUND, RoundPeer, gather_group
 from tests.sim.rpc_kit import SimNet, on_sim, together
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal import sim
-from shoal.averager import StepRequest, TensorLock
+from shoal.averaging import StepRequest, TensorLock
 from shoal.errors import RoundFailed
 from shoal.events import Event, GroupFormed, RoundAborted
 from tests.sim.averaging_kit import SETTINGS, Trial, same_bits, seize

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from shoal import sim
-from shoal.averager import AveragingStage, DhtDirectory, StepRequest
+from shoal.averaging import AveragingStage, DhtDirectory, StepRequest
 from shoal.errors import ClosedError, LocalError, RoundFailed
 from shoal.events import Event, GroupFormed, PeerDropped, RoundFinished, Warned
-from shoal.wire import Join, JoinAccepted
+from shoal.protocol.wire import Join, JoinAccepted
 from tests.sim.averaging_kit import SETTINGS, Trial, same_bits
 
 

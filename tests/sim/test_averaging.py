@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from shoal import sim
-from shoal.averager import Averager
+from shoal.averaging import Averager
+from shoal.base.peer import PeerID
 from shoal.compression import CompressionBase
 from shoal.errors import ClosedError, ConfigError, LocalError, RoundFailed, SchemaMismatch
 from shoal.events import Event, GroupFormed, PeerDropped, RoundAborted
-from shoal.peer import PeerID
 from shoal.transport.base import Transport
 from tests.codecs import CODECS
 from tests.sim.averaging_kit import SETTINGS, Trial, same_bits

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from shoal import sim
-from shoal.averager import StepResult
+from shoal.averaging import StepResult
 from shoal.compression import CompressionBase
 from shoal.errors import RoundFailed
 from shoal.events import Event, GroupFormed

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from shoal import sim
-from shoal.allreduce.vector import Vector, describe
+from shoal.averaging.allreduce.vector import Vector, describe
 from shoal.compression import BlockwiseQuantization, CompressionBase, Float16Compression, NoCompression
 from shoal.events import Warned
-from shoal.optim.agreement import Agreement
-from shoal.optim.catch_up import Following, _Coming, _Source
-from shoal.optim.state_name import StateName
-from shoal.optim.steps import Step, land, of_step_alone
+from shoal.protocol.wire import StepBytes, StepTaken
+from shoal.run.decide.agreement import Agreement
+from shoal.run.decide.state_name import StateName
+from shoal.run.join.catch_up import Following, _Coming, _Source
+from shoal.run.join.steps import Step, land, of_step_alone
 from shoal.sim import SimNetwork
-from shoal.wire import StepBytes, StepTaken
 from tests.sim.optimizer_kit import Run, Trainer
 
 MEMBERS = ["p0", "p1", "p2"]

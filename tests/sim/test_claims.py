@@ -13,12 +13,13 @@ import torch
 from msgspec.structs import replace
 
 from shoal import sim
-from shoal.averager import Averager, TensorLock
+from shoal.averaging import Averager, TensorLock
 from shoal.errors import ConfigError, RoundFailed
 from shoal.events import Event, PeerDropped, Warned
-from shoal.optim import Participant, TrainingState, words
+from shoal.optim import Participant, TrainingState
+from shoal.protocol.wire import Progress, TellProgress
+from shoal.run.view import words
 from shoal.strategies import Decoupled
-from shoal.wire import Progress, TellProgress
 from tests.sim.averaging_kit import Trial, start_core
 from tests.sim.optimizer_kit import Run, Trainer, make_optimizer, model
 from tests.sim.test_alone import until
@@ -265,7 +266,7 @@ def test_a_liar_took_64_times_the_most_of_the_last_merges() -> None:
 @pytest.mark.parametrize("merges", [False, True], ids=["synchronous", "merges"])
 def test_samples_that_were_cut_were_said_to_come_too_late(merges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer that gives more at once than it may is told so, and not to change the length of an epoch."""
-    monkeypatch.setattr("shoal.optim.participant.may_give", lambda _typical, _steps: 1.0)
+    monkeypatch.setattr("shoal.run.participant.may_give", lambda _typical, _steps: 1.0)
 
     async def main() -> None:
         run, heard, every_s = Run(target=128), list[Event](), 4.0 if merges else 1.0
@@ -327,7 +328,7 @@ def test_one_key_without_work_takes_the_weight_of_a_run(keys: int, monkeypatch: 
         run, heard = Run(target=32), list[Event]()
         sites_of, mine = words.sites_of, {run.swarm.identity(name).peer_id for name in liars}
         monkeypatch.setattr(
-            "shoal.optim.participant.sites_of",
+            "shoal.run.participant.sites_of",
             lambda contacts: {peer: b"one" if peer in mine else site for peer, site in sites_of(contacts).items()},
         )
         honest = [*NAMES, "p3"]

@@ -8,13 +8,13 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from shoal.allreduce.round import Round, RoundOptions
-from shoal.clock import Env
+from shoal.averaging.allreduce.round import Round, RoundOptions
+from shoal.base.clock import Env
 from shoal.compression import Uniform8BitQuantization
 from shoal.errors import RoundFailed
 from shoal.events import PeerDropped, Warned
+from shoal.protocol.wire import Abort, Commit, Held, PartAverage, PartData, Reduce, Report
 from shoal.sim import sleep
-from shoal.wire import Abort, Commit, Held, PartAverage, PartData, Reduce, Report
 from tests.sim.round_kit import OPTIONS, ROUND, RoundPeer, gather_group
 from tests.sim.rpc_kit import SimNet, on_sim, together
 

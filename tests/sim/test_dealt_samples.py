@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from shoal import sim
+from shoal.base.peer import PeerID
 from shoal.data import PeerSampler
-from shoal.optim.agreement import Deal
-from shoal.peer import PeerID
+from shoal.run.decide.agreement import Deal
 from tests.sim.optimizer_kit import Run, Trainer
 
 BATCH, TARGET, SIZE = 4, 48, 3000

@@ -11,16 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from shoal.base.peer import Address, PeerID
 from shoal.dht import DhtSettings, Item, StorageLimits
 from shoal.dht.routing import id_of_key, key_of, node_id
 from shoal.dht.validation import encode_subkey, encode_value, signed_record
 from shoal.errors import PeerRefused
 from shoal.events import PeerDropped, Warned
-from shoal.identity import Identity
-from shoal.peer import Address, PeerID
-from shoal.rpc import Endpoint
-from shoal.sim import SimHost, Swarm, run
-from shoal.wire import (
+from shoal.protocol.identity import Identity
+from shoal.protocol.wire import (
     Contact,
     DhtFind,
     DhtFindReply,
@@ -31,6 +29,8 @@ from shoal.wire import (
     DhtStoreReply,
     Record,
 )
+from shoal.rpc import Endpoint
+from shoal.sim import SimHost, Swarm, run
 from tests.sim.dht_kit import Node, get, grow, holders, nearest, new_swarm, node, store
 
 ALICE = Identity.from_seed(bytes(32))

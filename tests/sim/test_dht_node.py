@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from shoal.base.peer import Address
 from shoal.dht import DhtNode, DhtSettings, Item, SchemaValidator
 from shoal.errors import ClosedError, ConfigError, PeerUnreachable
 from shoal.events import Warned
-from shoal.identity import Identity
-from shoal.peer import Address
+from shoal.protocol.identity import Identity
 from shoal.rpc import Endpoint, Limits
 from shoal.sim import Swarm, run, sleep
 from tests.sim.dht_kit import FIRST, Node, get, grow, holders, nearest, new_swarm, node, store

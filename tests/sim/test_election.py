@@ -7,9 +7,9 @@ import collections
 import pytest
 
 from shoal import sim
+from shoal.base.peer import PeerID
 from shoal.events import EpochAdvanced, Event
-from shoal.optim.election import elected
-from shoal.peer import PeerID
+from shoal.run.decide.election import elected
 from tests.sim.optimizer_kit import Run
 
 NAMES = [f"p{number}" for number in range(5)]

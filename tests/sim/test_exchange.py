@@ -11,19 +11,16 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from shoal.allreduce.member import MemberMachine
-from shoal.allreduce.round import Round, RoundOptions
-from shoal.allreduce.streams import UpStream
-from shoal.allreduce.vector import PartDigests
+from shoal.averaging.allreduce.member import MemberMachine
+from shoal.averaging.allreduce.round import Round, RoundOptions
+from shoal.averaging.allreduce.streams import UpStream
+from shoal.averaging.allreduce.vector import PartDigests
+from shoal.averaging.group import Group
+from shoal.base.peer import PeerID
 from shoal.compression import Float16Compression
 from shoal.errors import ConfigError, PeerRefused, PeerUnreachable, RoundFailed
 from shoal.events import PeerDropped, Warned
-from shoal.group import Group
-from shoal.peer import PeerID
-from shoal.rpc import Stream
-from shoal.rpc.framing import Kind, pack, read_frame
-from shoal.sim import sleep
-from shoal.wire import (
+from shoal.protocol.wire import (
     AskVerdict,
     Assign,
     Commit,
@@ -41,6 +38,9 @@ from shoal.wire import (
     Report,
     decode,
 )
+from shoal.rpc import Stream
+from shoal.rpc.framing import Kind, pack, read_frame
+from shoal.sim import sleep
 from tests.sim.round_kit import OPTIONS, ROUND, OpenControl, RoundPeer, gather_group, run_round
 from tests.sim.rpc_kit import ByHand, SimNet, on_sim, together
 
@@ -448,7 +448,7 @@ def test_strangers_and_unknown_rounds_are_refused() -> None:
 
 def test_early_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams for rounds that have not begun wait in limited number; afterwards a real member is early again."""
-    monkeypatch.setattr("shoal.allreduce.round._MAX_EARLY_STREAMS", 512)
+    monkeypatch.setattr("shoal.averaging.allreduce.round._MAX_EARLY_STREAMS", 512)
 
     async def scenario(net: SimNet) -> None:
         a, b, c = await three(net, 200)

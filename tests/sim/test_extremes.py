@@ -17,10 +17,11 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from shoal import sim, wire
-from shoal.allreduce.round import Round
+from shoal import sim
+from shoal.averaging.allreduce.round import Round
 from shoal.errors import PeerError, PeerProtocolError, PeerRefused
 from shoal.events import Event, PeerDropped, Warned
+from shoal.protocol import wire
 from shoal.rpc.framing import Kind, Limits, pack
 from shoal.rpc.serving import tag_of
 from tests.cost import Turns, most_lines

@@ -19,10 +19,10 @@ import torch
 from shoal import sim
 from shoal.errors import PeerUnreachable, RoundFailed
 from shoal.events import Event, GroupFormed
+from shoal.protocol.wire import Reduce
 from shoal.rpc import Endpoint, Stream
 from shoal.sim import Crash, Fault, FaultPlan, Slow, SlowLink, Stall, Throttle, Vanish
 from shoal.sim.loop import world_time
-from shoal.wire import Reduce
 from tests.corruption import KINDS, Corrupt
 from tests.sim.averaging_kit import SETTINGS
 from tests.sim.fault_kit import BANDWIDTH_BYTES_S, TimeLimits, corruptible_trial, hash_of

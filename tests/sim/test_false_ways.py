@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 
 from shoal import sim
-from shoal.core import PeerCore
+from shoal.averaging.core import PeerCore
+from shoal.base.peer import Address, PeerID
 from shoal.errors import PeerError, PeerRefused
-from shoal.identity import Identity
-from shoal.peer import Address, PeerID
-from shoal.rpc import Endpoint
-from shoal.transport.memory import MemoryTransport
-from shoal.wire import (
+from shoal.protocol.identity import Identity
+from shoal.protocol.wire import (
     Contact,
     DhtFind,
     DhtFindReply,
@@ -29,6 +27,8 @@ from shoal.wire import (
     LendConnection,
     NoWayIn,
 )
+from shoal.rpc import Endpoint
+from shoal.transport.memory import MemoryTransport
 from tests.sim.optimizer_kit import Run
 from tests.sim.test_hostile_words import NAMES, Liar, liar, lied_to
 from tests.sim.test_reachability import HIDDEN, Cores, dial_ahead

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from shoal import sim
-from shoal.allreduce.interface import has_member
+from shoal.averaging.allreduce.interface import has_member
 from shoal.compression import BlockwiseQuantization, CompressionBase, ErrorFeedback, TopKCompression
 from shoal.errors import RoundFailed
-from shoal.wire import Commit
+from shoal.protocol.wire import Commit
 from tests.sim.averaging_kit import Trial as Averagers
 from tests.sim.averaging_kit import same_bits
 from tests.sim.round_kit import RoundPeer, gather_group

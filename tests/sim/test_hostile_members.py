@@ -13,14 +13,14 @@ import torch
 from msgspec.structs import replace
 
 from shoal import sim
-from shoal.allreduce.round import Round
-from shoal.averager import Averager, AveragerSettings, TensorLock
+from shoal.averaging import Averager, AveragerSettings, TensorLock
+from shoal.averaging.allreduce.round import Round
+from shoal.averaging.matchmaking.joins import JoinRequest
+from shoal.base.peer import PeerID
 from shoal.errors import RoundFailed, ShoalError
 from shoal.events import Event, Warned
-from shoal.matchmaking.joins import JoinRequest
-from shoal.optim.participant import Participant
-from shoal.peer import PeerID
-from shoal.wire import Assign, Begin, Gone, JoinRefused, Report
+from shoal.protocol.wire import Assign, Begin, Gone, JoinRefused, Report
+from shoal.run.participant import Participant
 from tests.sim.optimizer_kit import Run, Trainer
 from tests.sim.test_hostile_words import Liar, liar
 from tests.sim.test_idle_members import leads

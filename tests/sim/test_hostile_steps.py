@@ -13,14 +13,24 @@ from msgspec.structs import replace
 from shoal import sim
 from shoal.errors import PeerRefused
 from shoal.events import Event, PeerDropped
-from shoal.optim import Participant, step_feed
-from shoal.optim.agreement import Agreement, Contributor
-from shoal.optim.options import Options, options_of
-from shoal.optim.step_feed import KEPT, MAX_FOLLOWERS, MOST_KEPT
-from shoal.optim.steps import Step
+from shoal.optim import Participant
+from shoal.protocol.wire import (
+    FollowSteps,
+    GetManifest,
+    ManifestPending,
+    StepBytes,
+    StepsFrom,
+    StepTaken,
+    WantStep,
+    encode,
+)
 from shoal.rpc import Stream
+from shoal.run.decide.agreement import Agreement, Contributor
+from shoal.run.join import step_feed
+from shoal.run.join.step_feed import KEPT, MAX_FOLLOWERS, MOST_KEPT
+from shoal.run.join.steps import Step
 from shoal.strategies import DiLoCo
-from shoal.wire import FollowSteps, GetManifest, ManifestPending, StepBytes, StepsFrom, StepTaken, WantStep, encode
+from shoal.train.options import Options, options_of
 from tests.sim.optimizer_kit import Run
 from tests.sim.test_hostile_words import Liar, liar
 from tests.situations import reaches

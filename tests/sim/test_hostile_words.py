@@ -11,17 +11,13 @@ import msgspec
 import pytest
 
 from shoal import sim
-from shoal.averager.directory import DhtDirectory
-from shoal.core import PeerCore
+from shoal.averaging.core import PeerCore
+from shoal.averaging.directory import DhtDirectory
+from shoal.averaging.matchmaking.machine import GroupMachine
+from shoal.base.peer import Address, PeerID
 from shoal.dht.node import DhtNode
 from shoal.dht.routing import id_of_key, key_of, node_id
-from shoal.matchmaking.machine import GroupMachine
-from shoal.optim.gossip import ProgressGossip
-from shoal.optim.participant import Participant
-from shoal.peer import Address, PeerID
-from shoal.rpc import Endpoint
-from shoal.sim import SimHost, SimNetwork
-from shoal.wire import (
+from shoal.protocol.wire import (
     Contact,
     DhtFind,
     DhtFindReply,
@@ -37,6 +33,10 @@ from shoal.wire import (
     Trainers,
     encode,
 )
+from shoal.rpc import Endpoint
+from shoal.run.gossip import ProgressGossip
+from shoal.run.participant import Participant
+from shoal.sim import SimHost, SimNetwork
 from tests.sim.averaging_kit import start_core
 from tests.sim.optimizer_kit import Run
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from shoal import sim
-from shoal.allreduce.round import Outcome
-from shoal.averager import Averager
+from shoal.averaging import Averager
+from shoal.averaging.allreduce.round import Outcome
+from shoal.averaging.matchmaking.machine import GroupMachine
 from shoal.errors import RoundFailed
-from shoal.matchmaking.machine import GroupMachine
 from shoal.strategies import DiLoCo, Strategy
 from tests.sim.averaging_kit import SETTINGS, Trial
 from tests.sim.optimizer_kit import Run, Trainer

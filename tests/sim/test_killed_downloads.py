@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shoal import sim
-from shoal.peer import PeerID
+from shoal.base.peer import PeerID
 from shoal.state import DownloadedState, ShareLimits, StateDonor
 from shoal.state.assembly import Assembly
 from shoal.state.download import _Download

@@ -14,8 +14,8 @@ import torch
 from shoal import sim
 from shoal.errors import ConfigError
 from shoal.events import Warned
-from shoal.optim.local_updates import LocalTrainingState
 from shoal.sim import SimNetwork
+from shoal.strategies.local_updates import LocalTrainingState
 from tests.replay import is_mean
 from tests.sim.optimizer_kit import Run, Trainer, backward, make_optimizer, model
 from tests.sim.test_catch_up import Scene, held

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from shoal import sim
-from shoal.optim.outer import LocalSteps
 from shoal.strategies import Decoupled, DiLoCo, LocalSGD, Outer, Strategy, StreamingDiLoCo, nesterov
+from shoal.strategies.outer import LocalSteps
 from tests.replay import Recorder, Replay
 from tests.sim.optimizer_kit import Run, Trainer, backward, make_optimizer, model
 

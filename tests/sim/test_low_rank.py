@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from shoal import sim
-from shoal.optim.low_rank import LowRank
 from shoal.sim import SimNetwork
+from shoal.strategies.low_rank import LowRank
 from tests.sim.optimizer_kit import Run, backward, gradient, make_optimizer, model
 
 EPOCHS, BATCH = 8, 4

@@ -10,11 +10,12 @@ import msgspec
 import pytest
 import torch
 
-from shoal import sim, wire
-from shoal.averager.directory import DhtDirectory
+from shoal import sim
+from shoal.averaging.directory import DhtDirectory
+from shoal.base.peer import Address, PeerID
 from shoal.errors import PeerTimeout, RoundFailed
 from shoal.events import Event, PeerDropped
-from shoal.peer import Address, PeerID
+from shoal.protocol import wire
 from shoal.rpc.dial_limits import MOST_PER_SITE, MOST_UNPROVED
 from tests.sim.averaging_kit import SETTINGS, Trial
 from tests.sim.test_averager_steps import _wall

@@ -11,12 +11,12 @@ import torch
 from blake3 import blake3
 from msgspec.structs import replace
 
-from shoal import wire
-from shoal.allreduce.round import Outcome, Round
+from shoal.averaging.allreduce.round import Outcome, Round
+from shoal.base.peer import PeerID
 from shoal.errors import RoundFailed
 from shoal.events import PeerDropped
-from shoal.peer import PeerID
-from shoal.wire import Abort, Assign, Commit, Held, PartAverage, encode
+from shoal.protocol import wire
+from shoal.protocol.wire import Abort, Assign, Commit, Held, PartAverage, encode
 from tests.sim.round_kit import ROUND, RoundPeer, gather_group
 from tests.sim.rpc_kit import SimNet, on_sim
 

@@ -15,16 +15,16 @@ import pytest
 from msgspec.structs import replace
 
 from shoal import sim
+from shoal.base.peer import Address, PeerID
 from shoal.dht import DhtNode
 from shoal.events import Event, RoundFinished
-from shoal.optim import tellers
-from shoal.optim.agreement import Contributor
-from shoal.optim.committed import Committed
-from shoal.optim.gossip import ProgressGossip
-from shoal.peer import Address, PeerID
+from shoal.protocol.wire import Contact, Message, TellProgress
 from shoal.rpc import Endpoint
+from shoal.run.decide.agreement import Contributor
+from shoal.run.decide.committed import Committed
+from shoal.run.gossip import ProgressGossip
+from shoal.run.view import tellers
 from shoal.sim import SimNetwork
-from shoal.wire import Contact, Message, TellProgress
 from tests.sim.optimizer_kit import Run, backward
 
 EPOCHS, BATCHES, BATCH_S = 6, 5, 0.2

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from shoal.averaging.matchmaking import Group
+from shoal.averaging.matchmaking.events import SearchPhase
+from shoal.base.peer import PeerID
 from shoal.errors import RoundFailed
-from shoal.matchmaking import Group
-from shoal.matchmaking.events import SearchPhase
-from shoal.peer import PeerID
+from shoal.protocol.wire import Contact
 from shoal.sim import run, sleep
-from shoal.wire import Contact
 from tests.sim.matchmaking_kit import Fleet, Mate, SlowDirectory, View, groups_of, outcomes, released
 
 

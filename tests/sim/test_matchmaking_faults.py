@@ -12,13 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.averaging.matchmaking import Group
+from shoal.base.peer import Address, PeerID
 from shoal.errors import PeerError, PeerUnreachable, RoundFailed
 from shoal.events import PeerDropped, PeerLost, Warned
-from shoal.matchmaking import Group
-from shoal.peer import Address, PeerID
-from shoal.rpc import Endpoint, Stream
-from shoal.sim import Crash, FaultPlan, Partition, Slow, Stall, Vanish, run, sleep
-from shoal.wire import (
+from shoal.protocol.wire import (
     Begin,
     Contact,
     Join,
@@ -29,6 +27,8 @@ from shoal.wire import (
     Member,
     Report,
 )
+from shoal.rpc import Endpoint, Stream
+from shoal.sim import Crash, FaultPlan, Partition, Slow, Stall, Vanish, run, sleep
 from tests.sim.matchmaking_kit import (
     KEY,
     NUMEL,

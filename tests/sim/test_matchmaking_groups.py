@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 import pytest
 
+from shoal.averaging.matchmaking import Group
 from shoal.errors import ClosedError, LocalError, SchemaMismatch
 from shoal.events import GroupFormed
-from shoal.matchmaking import Group
+from shoal.protocol.wire import Abort, Report
 from shoal.sim import run, sleep
-from shoal.wire import Abort, Report
 from tests.sim.matchmaking_kit import (
     KEY,
     LATENCY_S,
@@ -180,7 +180,7 @@ def test_the_leader_of_a_large_group_reduces_nothing(monkeypatch: pytest.MonkeyP
             )
         await fleet.close()
 
-    monkeypatch.setattr("shoal.matchmaking.matchmaker.MANY", 3)
+    monkeypatch.setattr("shoal.averaging.matchmaking.matchmaker.MANY", 3)
     for size in (3, 4):
         run(main(size), seed=size)
 

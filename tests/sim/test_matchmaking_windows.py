@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from shoal.averaging.matchmaking.events import SearchPhase
+from shoal.averaging.matchmaking.machine import GroupMachine
 from shoal.errors import PeerError
-from shoal.matchmaking.events import SearchPhase
-from shoal.matchmaking.machine import GroupMachine
 from shoal.sim import run, sleep
 from shoal.transport.uplink import Uplink
 from shoal.transport.upload_limit import UploadLimit

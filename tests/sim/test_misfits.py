@@ -11,7 +11,7 @@ import torch
 from shoal import sim
 from shoal.errors import StateUnavailable
 from shoal.events import StateDownloaded
-from shoal.optim.shared_state import Misfits
+from shoal.run.join.shared_state import Misfits
 from tests.sim.optimizer_kit import Run
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from shoal import sim
-from shoal.averager import StepResult
+from shoal.averaging import StepResult
+from shoal.base.peer import PeerID
 from shoal.errors import ConfigError, RoundFailed, StateUnavailable
 from shoal.events import Event, LocalValuesRejected, Warned
-from shoal.optim.gossip import ProgressGossip
-from shoal.optim.state_name import StateName
-from shoal.peer import PeerID
+from shoal.run.decide.state_name import StateName
+from shoal.run.gossip import ProgressGossip
 from shoal.sim import SimNetwork
 from tests.sim.averaging_kit import seize
 from tests.sim.optimizer_kit import Run, backward, gradient, make_optimizer, model, reference

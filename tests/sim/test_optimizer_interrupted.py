@@ -14,7 +14,7 @@ import torch
 from shoal import sim
 from shoal.compression import view_bytes
 from shoal.events import Warned
-from shoal.optim.phases import RunPhase
+from shoal.run.decide.phases import RunPhase
 from tests.sim.optimizer_kit import Run, Trainer
 
 BATCH = 4

@@ -11,15 +11,17 @@ import pytest
 import torch
 
 from shoal import sim
-from shoal.allreduce.vector import Vector
+from shoal.averaging.allreduce.vector import Vector
 from shoal.errors import RoundFailed, is_out_of_memory
 from shoal.events import Event, RoundAborted, Warned
-from shoal.optim import parameter_check, participant, step_feed, training_state
-from shoal.optim.gossip import ProgressGossip
-from shoal.optim.gradient_sum import GradientSum
-from shoal.optim.participant import Participant
-from shoal.optim.solitude import Solitude
-from shoal.optim.training_state import TrainingState
+from shoal.run import parameter_check, participant
+from shoal.run.gossip import ProgressGossip
+from shoal.run.join import step_feed
+from shoal.run.participant import Participant
+from shoal.run.solitude import Solitude
+from shoal.train import training_state
+from shoal.train.gradient_sum import GradientSum
+from shoal.train.training_state import TrainingState
 from tests.sim.optimizer_kit import Run, Trainer
 
 NAMES = ["p0", "p1", "p2"]

@@ -11,8 +11,8 @@ import torch
 
 from shoal import sim
 from shoal.events import Event, Warned
-from shoal.optim import parameter_check
-from shoal.optim.check import Check, check_of
+from shoal.run import parameter_check
+from shoal.run.decide.check import Check, check_of
 from tests.sim.optimizer_kit import Run, Trainer
 
 NAMES = ["p0", "p1", "p2"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shoal import sim
-from shoal.clock import LONGEST_TURN_S
+from shoal.base.clock import LONGEST_TURN_S
 from shoal.events import Event, Warned
 from shoal.sim.loop import VirtualLoop, world_time
 from tests.sim.optimizer_kit import Run, Trainer

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from shoal import sim
-from shoal.core import PeerCore
+from shoal.averaging.core import PeerCore
+from shoal.base.peer import Address
 from shoal.errors import PeerError, PeerRefused
 from shoal.events import Event, Warned
-from shoal.peer import Address
+from shoal.protocol.wire import Contact, DialBack, DialedBack, FollowSteps, NoWayIn, Whereabouts
 from shoal.sim import SimHost, SimNetwork, Swarm
-from shoal.wire import Contact, DialBack, DialedBack, FollowSteps, NoWayIn, Whereabouts
 from tests.sim.averaging_kit import SETTINGS, Trial
 from tests.sim.optimizer_kit import Run
 

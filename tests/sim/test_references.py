@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from shoal import sim
-from shoal.allreduce.segments import common_reference
-from shoal.averager import Averager
+from shoal.averaging import Averager
+from shoal.averaging.allreduce.segments import common_reference
+from shoal.base.peer import PeerID
 from shoal.compression import (
     BFloat16Compression,
     BlockwiseQuantization,
@@ -24,8 +25,7 @@ from shoal.compression import (
 )
 from shoal.errors import RoundFailed
 from shoal.events import RoundFinished
-from shoal.peer import PeerID
-from shoal.wire import Contact, Member
+from shoal.protocol.wire import Contact, Member
 from tests.sim.averaging_kit import Trial, same_bits
 from tests.sim.optimizer_kit import Run, model
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from shoal import sim
-from shoal.allreduce.round import Outcome
-from shoal.averager import Averager, AveragerSettings
-from shoal.clock import Env
-from shoal.optim.rounds import Rounds
-from shoal.progress import SwarmView
+from shoal.averaging import Averager, AveragerSettings
+from shoal.averaging.allreduce.round import Outcome
+from shoal.base.clock import Env
+from shoal.base.tasks import Changes
+from shoal.run.rounds import Rounds
+from shoal.run.view.progress import SwarmView
 from shoal.sim import run
-from shoal.tasks import Changes
 from tests.sim.round_kit import RoundPeer, gather_group
 from tests.sim.rpc_kit import SimNet, on_sim
 from tests.situations import reaches

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from shoal.base.peer import Address, PeerID
 from shoal.errors import (
     ClosedError,
     ConfigError,
@@ -19,10 +20,9 @@ from shoal.errors import (
     PeerUnreachable,
 )
 from shoal.events import PeerConnected, PeerDropped, PeerLost, Warned
-from shoal.peer import Address, PeerID
+from shoal.protocol.wire import Beat, Bye, Contact, Failure, Hello, Reply, encode
 from shoal.rpc import Limits
 from shoal.rpc.framing import Kind, pack
-from shoal.wire import Beat, Bye, Contact, Failure, Hello, Reply, encode
 from tests.sim.rpc_kit import (
     QUICK,
     ByHand,

@@ -8,14 +8,14 @@ from itertools import pairwise
 
 import pytest
 
-from shoal import wire
+from shoal.base.peer import Address, PeerID
 from shoal.errors import ClosedError, PeerRefused, PeerTimeout, PeerUnreachable
 from shoal.events import PeerConnected, PeerDropped, PeerLost, PeerSilent, Warned
-from shoal.peer import Address, PeerID
+from shoal.protocol import wire
+from shoal.protocol.wire import Beat, BeatReply, Call, Contact, Reply, encode
 from shoal.rpc import LOOK_S, Limits
 from shoal.rpc.framing import Kind, pack
 from shoal.sim import sleep
-from shoal.wire import Beat, BeatReply, Call, Contact, Reply, encode
 from tests.sim.rpc_kit import (
     QUICK,
     ByHand,

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from shoal import sim
+from shoal.base.peer import Address, PeerID
 from shoal.dht import Item
 from shoal.dht.routing import id_of_key, key_of, node_id
 from shoal.errors import PeerError, RoundFailed
-from shoal.peer import Address, PeerID
+from shoal.protocol.wire import Contact, DhtFind, DhtFindReply, DhtFound, DhtPing, DhtPong, DhtStore, DhtStoreReply
 from shoal.rpc import Endpoint
 from shoal.sim import SimHost, Swarm
-from shoal.wire import Contact, DhtFind, DhtFindReply, DhtFound, DhtPing, DhtPong, DhtStore, DhtStoreReply
 from tests.sim.averaging_kit import SETTINGS, Trial
 from tests.sim.dht_kit import Node, grow, new_swarm
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from shoal import sim
+from shoal.base.peer import Address, PeerID
 from shoal.errors import ClosedError, ConfigError, LocalError, PeerTimeout, PeerUnreachable
-from shoal.peer import Address, PeerID
 from shoal.sim import SimNetwork
 from shoal.transport.base import Connection
 from shoal.transport.memory import MemoryTransport

@@ -10,11 +10,11 @@ import pytest
 
 from shoal import sim
 from shoal.errors import PeerRefused
-from shoal.optim.step_feed import MAX_FOLLOWERS
+from shoal.protocol.wire import DialBack, FollowSteps, StepsFrom, encode
+from shoal.run.join.step_feed import MAX_FOLLOWERS
 from shoal.state import ShareLimits
 from shoal.strategies import DiLoCo
 from shoal.transport.tcp import TcpTransport
-from shoal.wire import DialBack, FollowSteps, StepsFrom, encode
 from tests.sim.optimizer_kit import Run
 from tests.sim.rpc_kit import QUICK, ByHand, Net, Say, identity_of, note_frame, on_sim
 from tests.sim.state_kit import Box, donors_of, fetch, new_swarm, node, random_tensors

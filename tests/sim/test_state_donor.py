@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shoal.clock import Env
+from shoal.base.clock import Env
 from shoal.errors import ConfigError, PeerRefused, StateUnavailable
 from shoal.events import PeerDropped, StateServed, Warned
+from shoal.protocol.wire import FetchChunks, GetManifest, ManifestReply, MoreChunks
 from shoal.sim import run, sleep
 from shoal.state import DownloadLimits, Pacer, ShareLimits, StateDonor
 from shoal.state.upload import Upload
-from shoal.wire import FetchChunks, GetManifest, ManifestReply, MoreChunks
 from tests.sim.state_kit import (
     MIB,
     PREFIX,

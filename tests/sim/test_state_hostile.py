@@ -13,15 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.base.peer import PeerID
 from shoal.errors import PeerRefused, StateUnavailable
 from shoal.events import PeerDropped
-from shoal.peer import PeerID
+from shoal.protocol.wire import Chunk, FetchChunks, GetManifest, ManifestPending, ManifestReply, MoreChunks
 from shoal.rpc import Stream
 from shoal.sim import SimNetwork, Swarm, run, sleep
 from shoal.state import Donor, DownloadLimits, ShareLimits, StateDonor
 from shoal.state.readers import Reader
 from shoal.state.snapshot import Snapshot
-from shoal.wire import Chunk, FetchChunks, GetManifest, ManifestPending, ManifestReply, MoreChunks
 from tests.sim.state_kit import MIB, Box, Node, donors_of, fetch, new_swarm, node, random_tensors, same
 from tests.situations import reaches
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shoal.clock import Env
+from shoal.base.clock import Env
+from shoal.protocol.wire import GetManifest, ManifestPending, ManifestReply
 from shoal.sim import Swarm, run, sleep
 from shoal.state import Pacer
 from shoal.state.upload import Upload
 from shoal.transport.memory import MemoryConnection
-from shoal.wire import GetManifest, ManifestPending, ManifestReply
 from tests.sim.state_kit import MIB, PREFIX, Box, Node, SlowExecutor, donors_of, fetch, new_swarm, node
 
 COPY_S = 4.5

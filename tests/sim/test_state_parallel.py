@@ -10,16 +10,16 @@ import pytest
 import torch
 from blake3 import blake3
 
-from shoal.clock import Env
+from shoal.base.clock import Env
 from shoal.compression import Float16Compression, NoCompression
 from shoal.errors import StateUnavailable
 from shoal.events import PeerDropped, StateServed
+from shoal.protocol.wire import Chunk, MoreChunks, Opening
 from shoal.rpc import Stream
 from shoal.sim import Swarm, run, sleep
 from shoal.state import DownloadLimits, Pacer, ShareLimits, StateDonor
 from shoal.state.readers import Reader
 from shoal.state.snapshot import Snapshot
-from shoal.wire import Chunk, MoreChunks, Opening
 from tests.sim.state_kit import (
     MIB,
     Box,

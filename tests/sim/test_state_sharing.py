@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from shoal import sim
-from shoal.averager import Averager, TensorLock, find_donors
-from shoal.averager.directory import declare_donor
-from shoal.core import PeerCore
+from shoal.averaging import Averager, TensorLock, find_donors
+from shoal.averaging.core import PeerCore
+from shoal.averaging.directory import declare_donor
 from shoal.dht import DhtSettings, StorageLimits
 from shoal.events import Warned
 from shoal.sim import SimHost, SimNetwork, Swarm

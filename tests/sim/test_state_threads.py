@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
-from shoal.clock import Env, ThreadExecutor
+from shoal.base.clock import Env, ThreadExecutor
 from shoal.compression import Float16Compression, NoCompression
-from shoal.identity import Identity
+from shoal.protocol.identity import Identity
 from shoal.rpc import Endpoint
 from shoal.sim import SimNetwork
 from shoal.state import Donor, StateDonor, download_state

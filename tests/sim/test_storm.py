@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from shoal import sim
-from shoal.averager import AveragerSettings
+from shoal.averaging import AveragerSettings
+from shoal.base.peer import PeerID
 from shoal.events import EpochAdvanced, Event, GroupFormed, RoundFinished
-from shoal.optim.gossip import ProgressGossip
-from shoal.peer import PeerID
+from shoal.protocol.wire import Standing
 from shoal.rpc import Endpoint
 from shoal.rpc.dialing import Dialer
+from shoal.run.gossip import ProgressGossip
 from shoal.sim import SimNetwork
 from shoal.sim.loop import world_time
 from shoal.transport.base import Connection
-from shoal.wire import Standing
 from tests.sim.optimizer_kit import Run
 
 PEERS, BATCH, BATCH_S, BATCHES = 6, 4, 0.2, 5

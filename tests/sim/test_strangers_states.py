@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from shoal import sim
+from shoal.base.peer import PeerID
 from shoal.events import Warned
-from shoal.optim.state_name import StateName
-from shoal.peer import PeerID
+from shoal.run.decide.state_name import StateName
 from tests.sim.optimizer_kit import Run, Trainer
 from tests.sim.test_alone import until
 

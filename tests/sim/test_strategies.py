@@ -20,9 +20,9 @@ from shoal import sim
 from shoal.errors import ConfigError
 from shoal.events import EpochAdvanced, Event, SamplesDropped, Warned
 from shoal.optim import Participant, TrainingState
-from shoal.optim.outer import LocalSteps
+from shoal.protocol.wire import Progress
 from shoal.strategies import Decoupled, DiLoCo, LocalSGD, Strategy, StreamingDiLoCo
-from shoal.wire import Progress
+from shoal.strategies.outer import LocalSteps
 from tests.sim.optimizer_kit import Run, Trainer, backward, make_optimizer, model
 
 BATCH = 4

@@ -14,19 +14,19 @@ import pytorch_optimizer
 import torch
 
 from shoal import sim
-from shoal.allreduce.interface import Outcome
-from shoal.allreduce.round import Round
-from shoal.averager.averager import Averager
+from shoal.averaging.allreduce.interface import Outcome
+from shoal.averaging.allreduce.round import Round
+from shoal.averaging.averager import Averager
+from shoal.averaging.group import Group
+from shoal.base.peer import PeerID
 from shoal.compression import BlockwiseQuantization, CompressionBase, ErrorFeedback, TopKCompression
 from shoal.errors import RoundFailed
 from shoal.events import Event, Warned
-from shoal.group import Group
-from shoal.optim.outer import LocalSteps
-from shoal.optim.participant import Participant
-from shoal.optim.phases import RunPhase
-from shoal.peer import PeerID
+from shoal.protocol.wire import Commit, Contact, Held, Member
+from shoal.run.decide.phases import RunPhase
+from shoal.run.participant import Participant
 from shoal.strategies import Decoupled, DiLoCo, LocalSGD, Strategy, StreamingDiLoCo
-from shoal.wire import Commit, Contact, Held, Member
+from shoal.strategies.outer import LocalSteps
 from tests.sim.averaging_kit import SETTINGS
 from tests.sim.optimizer_kit import Run, Trainer, backward, make_optimizer, model
 from tests.sim.strategy_kit import BATCH, MEAN, Counted, Weather, play

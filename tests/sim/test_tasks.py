@@ -9,8 +9,8 @@ import weakref
 import pytest
 
 from shoal import sim
+from shoal.base.tasks import Changes, Tasks, while_moving
 from shoal.sim import run
-from shoal.tasks import Changes, Tasks, while_moving
 
 
 async def _forever() -> None:

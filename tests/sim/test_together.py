@@ -13,7 +13,7 @@ import torch
 
 from shoal import sim
 from shoal.events import Event, Warned
-from shoal.optim.phases import RunPhase
+from shoal.run.decide.phases import RunPhase
 from shoal.sim import SimNetwork
 from tests.sim.optimizer_kit import Run, Trainer
 

@@ -13,10 +13,10 @@ import torch
 from shoal import sim
 from shoal.compression import CompressionBase, Uniform8BitQuantization
 from shoal.errors import ConfigError
-from shoal.optim.checkpoint import copy_of, newest, write
-from shoal.optim.shared_state import share
-from shoal.optim.training_state import TrainingState
+from shoal.run.disk.checkpoint import copy_of, newest, write
+from shoal.run.join.shared_state import share
 from shoal.strategies import Decoupled, DiLoCo, LocalSGD, StreamingDiLoCo
+from shoal.train.training_state import TrainingState
 from tests.sim.averaging_kit import Trial
 from tests.sim.optimizer_kit import Run, Trainer
 from tests.sim.unusual_kit import MODELS, Unusual, UnusualTrainer, made, optimizer_of

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.averager import Averager, AveragerSettings, TensorLock
-from shoal.core import PeerCore
+from shoal.averaging import Averager, AveragerSettings, TensorLock
+from shoal.averaging.core import PeerCore
+from shoal.protocol.wire import DhtPing
 from shoal.sim import SimHost, Swarm, run, sleep
 from shoal.state import Donor, StateDonor, download_state
 from shoal.transport.uplink import Uplink
 from shoal.transport.upload_limit import UploadLimit
-from shoal.wire import DhtPing
 from tests.sim.state_kit import Box, random_tensors, same
 
 LIMIT = 400_000

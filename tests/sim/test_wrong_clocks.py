@@ -8,7 +8,7 @@ import math
 import pytest
 
 from shoal import sim
-from shoal.clock import SharedClock, SystemClock
+from shoal.base.clock import SharedClock, SystemClock
 from shoal.events import EpochAdvanced, Event, SteppedAlone, Warned
 from tests.sim.optimizer_kit import Run, Trainer
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal import events
-from shoal.peer import PeerID
+from shoal.base.peer import PeerID
 
 
 def id_of(name: str) -> PeerID:

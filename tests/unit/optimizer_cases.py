@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.optim.committed import Committed
-from shoal.optim.shared_state import share, why_not_ours
-from shoal.optim.state_name import StateName
-from shoal.optim.training_state import TrainingState
+from shoal.protocol.wire import ManifestReply, decode, encode
+from shoal.run.decide.committed import Committed
+from shoal.run.decide.state_name import StateName
+from shoal.run.join.shared_state import share, why_not_ours
 from shoal.state.manifest import Manifest, chunk_size, describe, read_manifest
-from shoal.wire import ManifestReply, decode, encode
+from shoal.train.training_state import TrainingState
 
 Make = Callable[[list[Any]], torch.optim.Optimizer]
 

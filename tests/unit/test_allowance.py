@@ -7,8 +7,8 @@ import heapq
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.optim.fetching import Patience
 from shoal.rpc.allowance import Allowance, call_cost
+from shoal.run.join.fetching import Patience
 from shoal.transport.tcp import TcpLimits
 
 

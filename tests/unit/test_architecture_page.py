@@ -50,12 +50,12 @@ def _used(node: ast.AST) -> str | None:
 def test_what_is_not_there_is_found_out() -> None:
     """A name that is gone fails the test above."""
     with pytest.raises(LookupError, match=r"has no Round\.nothing"):
-        lines_of(Place("allreduce/round.py", "Round.nothing"))
+        lines_of(Place("averaging/allreduce/round.py", "Round.nothing"))
 
 
 def test_the_stories_are_counted() -> None:
     """Both, with their functions in order."""
     first, second = stories(TEXT).values()
     assert first[0] == Place("runtime/averager.py", "DecentralizedAverager.step")
-    assert second[-1] == Place("optim/participant.py", "Participant.stepped")
-    assert reading_path.docstring_lines("allreduce/round.py") > 10
+    assert second[-1] == Place("run/participant.py", "Participant.stepped")
+    assert reading_path.docstring_lines("averaging/allreduce/round.py") > 10

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import shoal
+from shoal.base.checks import own_number, path, seconds, whole
 from shoal.compression import CompressionInfo
 from shoal.dht import DhtSettings
 from shoal.errors import ConfigError
-from shoal.optim.inner import make_inner
-from shoal.runtime.checks import own_number, path, seconds, whole
+from shoal.train.inner import make_inner
 
 
 def averager(dht: shoal.DHT | None = None, **options: Any) -> shoal.DecentralizedAverager:

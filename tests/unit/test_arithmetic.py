@@ -7,8 +7,8 @@ import warnings
 import pytest
 import torch
 
-from shoal.optim.trial import mixes_values
-from shoal.runtime.thread_state import ThreadState, way_of
+from shoal.base.thread_state import ThreadState, way_of
+from shoal.train.trial import mixes_values
 from tests.odd_torch import ODD
 from tests.unit.optimizer_cases import optimizer_by_name, parameters, shapes_for
 

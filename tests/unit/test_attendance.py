@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shoal.optim.attendance import Attendance
-from shoal.peer import PeerID
+from shoal.base.peer import PeerID
+from shoal.run.view.attendance import Attendance
 
 ME, HERE, ABSENT = (PeerID(bytes([number]) * 32) for number in range(3))
 ALL, PRESENT = frozenset({ME, HERE, ABSENT}), frozenset({ME, HERE})

@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shoal
-from shoal.averager import AveragerSettings, StepRequest, choose_timeouts
-from shoal.averager.timeouts import TIMEOUTS
+from shoal.averaging import AveragerSettings, StepRequest, choose_timeouts
+from shoal.averaging.timeouts import TIMEOUTS
 from shoal.compression import CompressionInfo, Float16Compression, NoCompression, TensorDescriptor
 from shoal.errors import ConfigError
+from shoal.protocol.wire import decode_plain
 from shoal.runtime.arguments import choose_codecs, client_argument
 from shoal.runtime.control import StepControl
-from shoal.wire import decode_plain
 
 PAGE = (Path(__file__).parents[2] / "docs" / "averaging.md").read_text(encoding="utf-8")
 WORDS = {"": inspect.Parameter.empty, "None": None, "True": True, "False": False, "''": "", "1 MiB": 1 << 20}

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import ConfigError
-from shoal.optim.batch_rows import BatchRows, rows_in, rows_of, samples_of
+from shoal.train.batch_rows import BatchRows, rows_in, rows_of, samples_of
 
 
 class Net(torch.nn.Module):

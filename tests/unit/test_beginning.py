@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.optim.beginning import Beginning, Stance
-from shoal.peer import PeerID
+from shoal.base.peer import PeerID
+from shoal.run.decide.beginning import Beginning, Stance
 
 A, B, C = (PeerID(bytes([number]) * 32) for number in range(3))
 

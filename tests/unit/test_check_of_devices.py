@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 import torch
 
-from shoal.optim.check import Check, check_of, judge
-from shoal.optim.words import weigh
-from shoal.peer import PeerID
+from shoal.base.peer import PeerID
+from shoal.run.decide.check import Check, check_of, judge
+from shoal.run.view.words import weigh
 
 NAME = bytes(32)
 PEERS = PeerID(bytes(32)), PeerID(bytes([1]) * 32)

@@ -14,14 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from shoal.base.tensor_files import seal
 from shoal.errors import ConfigError
-from shoal.optim import checkpoint
-from shoal.optim.checkpoint import Content, Saved, copy_of, newest, write
-from shoal.optim.committed import Committed
-from shoal.optim.shared_state import share
-from shoal.optim.state_name import StateName
-from shoal.optim.training_state import TrainingState
-from shoal.runtime.tensor_files import seal
+from shoal.run.decide.committed import Committed
+from shoal.run.decide.state_name import StateName
+from shoal.run.disk import checkpoint
+from shoal.run.disk.checkpoint import Content, Saved, copy_of, newest, write
+from shoal.run.join.shared_state import share
+from shoal.train.training_state import TrainingState
 from tests.odd_torch import ODD
 from tests.unit.optimizer_cases import optimizer_by_name, parameters, shapes_for, step, training_of
 

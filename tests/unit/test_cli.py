@@ -15,14 +15,14 @@ import pytest
 from rich.console import Console
 
 import shoal.demo
+from shoal.base.peer import Address, Invite, PeerID
 from shoal.cli import main
 from shoal.cli.status import summary_of, table_of
 from shoal.errors import PeerUnreachable
-from shoal.identity import Identity
-from shoal.peer import Address, Invite, PeerID
-from shoal.runtime.watching import RunStatus
+from shoal.protocol.identity import Identity
+from shoal.protocol.wire import Contact, Progress
+from shoal.run.watching import RunStatus
 from shoal.strategies import Merging
-from shoal.wire import Contact, Progress
 
 PLAN = ["plan", "--params", "1e9", "--peers", "4"]
 HEAVY = {"asyncio", "cryptography", "msgspec", "numpy", "rich", "torch"}

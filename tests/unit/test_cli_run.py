@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli import main
-from shoal.identity import Identity
+from shoal.protocol.identity import Identity
 
 PROGRAM = """
 import pickle, sys

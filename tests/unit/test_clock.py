@@ -13,7 +13,7 @@ import pytest
 
 import shoal
 from shoal import sim
-from shoal.clock import (
+from shoal.base.clock import (
     Backoff,
     Env,
     Executor,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shoal.allreduce.commit import Average, MemberRules
-from shoal.allreduce.coordinator import Coordinator, CoordinatorAction, Send
-from shoal.wire import Abort, Assign, Commit, Held, Report
+from shoal.averaging.allreduce.commit import Average, MemberRules
+from shoal.averaging.allreduce.coordinator import Coordinator, CoordinatorAction, Send
+from shoal.protocol.wire import Abort, Assign, Commit, Held, Report
 
 ROUND = b"r" * 16
 

@@ -7,9 +7,9 @@ from collections.abc import Collection
 
 import pytest
 
-from shoal.optim.companions import Companions
-from shoal.peer import PeerID
-from shoal.progress import StateKey, SwarmView
+from shoal.base.peer import PeerID
+from shoal.run.view.companions import Companions
+from shoal.run.view.progress import StateKey, SwarmView
 
 ME, SLOW = (PeerID(bytes([number]) * 32) for number in range(2))
 BEFORE = StateKey.of(4, 400, b"d" * 32)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from shoal.allreduce.round import Seen
-from shoal.averager.conduct import Conduct
-from shoal.averager.strangers import NO_STRANGERS, Account, Strangers
-from shoal.peer import PeerID
+from shoal.averaging.allreduce.round import Seen
+from shoal.averaging.conduct import Conduct
+from shoal.averaging.strangers import NO_STRANGERS, Account, Strangers
+from shoal.base.peer import PeerID
 
 A, B, C = (PeerID(bytes([number]) * 32) for number in range(3))
 NOBODY, ALL = frozenset[PeerID](), frozenset({A, B, C})

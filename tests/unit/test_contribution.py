@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.optim.contribution import Contribution, Dropped
+from shoal.run.view.contribution import Contribution, Dropped
 
 
 def test_a_peer_whose_batches_take_longer_than_an_epoch_is_told_once_with_numbers() -> None:

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from shoal.optim.rounds import Counts
-from shoal.peer import PeerID
+from shoal.base.peer import PeerID
+from shoal.run.rounds import Counts
 
 LOW, HIGH = (PeerID(bytes([number]) * 32) for number in (1, 2))
 

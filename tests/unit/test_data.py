@@ -14,10 +14,10 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 import shoal
+from shoal.base.peer import PeerID
 from shoal.data import PeerSampler, Shuffle
 from shoal.errors import ConfigError
-from shoal.optim.agreement import Contributor, Deal, deal_to
-from shoal.peer import PeerID
+from shoal.run.decide.agreement import Contributor, Deal, deal_to
 
 ANN, BEN, CAT = (PeerID(bytes([number]) * 32) for number in (1, 2, 3))
 

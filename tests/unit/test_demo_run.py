@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from shoal import events
+from shoal.base.peer import PeerID
 from shoal.demo import messages as say
 from shoal.demo.plan import Director, GiveUp, Kill, Limits, SendHome, StartNewcomer, TellStop
 from shoal.demo.result import conclusion, make_record, verdict, write_record
@@ -18,7 +19,6 @@ from shoal.demo.settings import DemoOptions, Training, warm_up
 from shoal.demo.state import DemoState
 from shoal.demo.supervisor import run_demo
 from shoal.errors import ConfigError
-from shoal.peer import PeerID
 from tests.unit.demo_kit import id_of, noted, stepped_into
 
 STRANGER = PeerID.parse("stranger" + 44 * "a")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 
+from shoal.base.peer import Address, PeerID
 from shoal.dht.lookup import Lookup
 from shoal.dht.routing import node_id
-from shoal.peer import Address, PeerID
-from shoal.wire import Contact
+from shoal.protocol.wire import Contact
 
 OWN = PeerID(hashlib.sha256(b"own").digest())
 TARGET = 0

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import random
 
+from shoal.base.peer import Address, PeerID
 from shoal.dht.neighbours import Neighbours
-from shoal.peer import Address, PeerID
-from shoal.wire import Contact
+from shoal.protocol.wire import Contact
 
 OWN = PeerID(bytes(32))
 

@@ -11,7 +11,7 @@ import pytest
 from shoal.dht.routing import key_of
 from shoal.dht.validation import SchemaValidator, Subkey, encode_subkey, encode_value
 from shoal.errors import ConfigError
-from shoal.wire import Record
+from shoal.protocol.wire import Record
 
 
 def record(key: str | bytes, value: object, subkey: Subkey | None = None) -> Record:

@@ -10,6 +10,7 @@ from itertools import permutations
 
 import pytest
 
+from shoal.base.peer import PeerID
 from shoal.dht.routing import key_of
 from shoal.dht.storage import (
     PEER_ENTRY_BYTES,
@@ -23,8 +24,7 @@ from shoal.dht.storage import (
 )
 from shoal.dht.validation import Subkey, encode_subkey, encode_value
 from shoal.errors import ConfigError
-from shoal.peer import PeerID
-from shoal.wire import Record
+from shoal.protocol.wire import Record
 
 NOW = 1000.0
 KEY = key_of("key")

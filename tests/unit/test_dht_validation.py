@@ -25,8 +25,8 @@ from shoal.dht.validation import (
     signed_record,
 )
 from shoal.errors import ConfigError
-from shoal.identity import Identity
-from shoal.wire import Record, decode, encode
+from shoal.protocol.identity import Identity
+from shoal.protocol.wire import Record, decode, encode
 
 ALICE = Identity.from_seed(bytes(32))
 BOB = Identity.from_seed(bytes(31) + b"\x01")

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from shoal import sim
+from shoal.base.peer import Address, PeerID, site_of
 from shoal.errors import PeerTimeout, PeerUnreachable
-from shoal.peer import Address, PeerID, site_of
 from shoal.rpc.dial_limits import (
     ADDRESSES_TRIED,
     FAILURES,

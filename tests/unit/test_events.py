@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from shoal import events
+from shoal.base.peer import PeerID
 from shoal.events import Event, EventBus, PeerConnected, Warned
-from shoal.peer import PeerID
 
 PEER = PeerID(b"e" * 32)
 

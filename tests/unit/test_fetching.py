@@ -11,14 +11,14 @@ from typing import Any, cast
 import pytest
 
 from shoal import sim
-from shoal.clock import InlineExecutor
+from shoal.base.clock import InlineExecutor
+from shoal.base.tasks import Changes
 from shoal.errors import StateUnavailable
-from shoal.optim.fetching import Fetching
 from shoal.optim.optimizer import Optimizer
-from shoal.optim.state_name import StateName
-from shoal.optim.takeover import Takeover
-from shoal.progress import SwarmView
-from shoal.tasks import Changes
+from shoal.run.decide.state_name import StateName
+from shoal.run.join.fetching import Fetching
+from shoal.run.takeover import Takeover
+from shoal.run.view.progress import SwarmView
 
 VIEW = SwarmView(peers=(), together=frozenset(), coming=frozenset(), samples=0, rate=0.0, epoch=1, behind=True)
 

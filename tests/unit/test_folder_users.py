@@ -13,11 +13,11 @@ import msgspec
 import pytest
 
 from shoal import sim
-from shoal.clock import InlineExecutor
-from shoal.identity import Identity
-from shoal.optim.folder_users import FolderUsers
-from shoal.peer import PeerID
-from shoal.tasks import stopped
+from shoal.base.clock import InlineExecutor
+from shoal.base.peer import PeerID
+from shoal.base.tasks import stopped
+from shoal.protocol.identity import Identity
+from shoal.run.disk.folder_users import FolderUsers
 
 pytest.importorskip("fcntl")
 

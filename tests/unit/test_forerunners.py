@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from shoal.optim.agreement import Contributor
-from shoal.optim.committed import Committed
-from shoal.optim.forerunners import Forerunners
-from shoal.peer import PeerID
-from shoal.progress import StateKey, SwarmView
-from shoal.wire import Contact, Progress
+from shoal.base.peer import PeerID
+from shoal.protocol.wire import Contact, Progress
+from shoal.run.decide.agreement import Contributor
+from shoal.run.decide.committed import Committed
+from shoal.run.decide.forerunners import Forerunners
+from shoal.run.view.progress import StateKey, SwarmView
 
 PEERS = [PeerID(bytes([number]) * 32) for number in range(1, 7)]
 ME, SECOND, THIRD, FIRST, STRANGER, OTHER_STRANGER = PEERS

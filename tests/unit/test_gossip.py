@@ -16,19 +16,19 @@ import msgspec
 import pytest
 
 from shoal import sim
-from shoal.averager import AveragerSettings
-from shoal.core import PeerCore
+from shoal.averaging import AveragerSettings
+from shoal.averaging.core import PeerCore
+from shoal.base.peer import Address, PeerID
+from shoal.base.tasks import Changes
 from shoal.errors import ClosedError, PeerTimeout
 from shoal.events import EventBus, PeerDropped, Warned
 from shoal.optim import RunSettings
-from shoal.optim.gossip import ProgressGossip
-from shoal.optim.settings import fragment_settings
-from shoal.optim.tellers import Countdown, Order, silence_s
-from shoal.peer import Address, PeerID
-from shoal.progress import RELAYED_S, StateKey, SwarmProgress
+from shoal.protocol.wire import Contact, Progress, ProgressTold, TellProgress, decode, encode
+from shoal.run.gossip import ProgressGossip
+from shoal.run.settings import fragment_settings
+from shoal.run.view.progress import RELAYED_S, StateKey, SwarmProgress
+from shoal.run.view.tellers import Countdown, Order, silence_s
 from shoal.strategies import Merging
-from shoal.tasks import Changes
-from shoal.wire import Contact, Progress, ProgressTold, TellProgress, decode, encode
 
 ME, OTHER, VICTIM = (PeerID(bytes([number]) * 32) for number in range(3))
 

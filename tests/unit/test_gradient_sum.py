@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shoal.optim.gradient_sum import GradientSum
+from shoal.train.gradient_sum import GradientSum
 
 
 def test_a_model_that_is_moved_after_the_sum_was_made(monkeypatch: pytest.MonkeyPatch) -> None:

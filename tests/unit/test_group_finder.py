@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from shoal.averager import AveragerSettings
-from shoal.averager.group_finder import GroupFinder
-from shoal.group import Group
-from shoal.peer import Address, PeerID
-from shoal.wire import Contact, Member
+from shoal.averaging import AveragerSettings
+from shoal.averaging.group import Group
+from shoal.averaging.group_finder import GroupFinder
+from shoal.base.peer import Address, PeerID
+from shoal.protocol.wire import Contact, Member
 
 
 def member(number: int, bandwidth: float | None) -> Member:

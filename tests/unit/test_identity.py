@@ -19,9 +19,9 @@ from cryptography.hazmat.primitives.serialization import (
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.base.peer import PeerID
 from shoal.errors import ConfigError
-from shoal.identity import _TORSION, SEED_BYTES, SIGNATURE_BYTES, Identity, verify
-from shoal.peer import PeerID
+from shoal.protocol.identity import _TORSION, SEED_BYTES, SIGNATURE_BYTES, Identity, verify
 
 SEED = bytes.fromhex("9d61b19deffd5a60ba844af492ec2cc44449c5697b326919703bac031cae7f60")
 """RFC 8032, section 7.1, test 1."""

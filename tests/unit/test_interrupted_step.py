@@ -10,9 +10,9 @@ from types import FrameType
 import pytest
 import torch
 
-from shoal.optim import gradient_sum, offload, training_state
-from shoal.optim.offload import Offload
-from shoal.optim.training_state import TrainingState
+from shoal.train import gradient_sum, offload, training_state
+from shoal.train.offload import Offload
+from shoal.train.training_state import TrainingState
 
 
 class Interrupted(BaseException):

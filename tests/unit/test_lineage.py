@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from shoal.optim.agreement import Contributor
-from shoal.optim.committed import Committed, Left
-from shoal.optim.lineage import Apart, Gives, Lineage, may_have_led
-from shoal.optim.state_name import StateName
-from shoal.peer import PeerID
+from shoal.base.peer import PeerID
+from shoal.run.decide.agreement import Contributor
+from shoal.run.decide.committed import Committed, Left
+from shoal.run.decide.lineage import Apart, Gives, Lineage, may_have_led
+from shoal.run.decide.state_name import StateName
 
 
 def named(epoch: int, side: str = "") -> StateName:

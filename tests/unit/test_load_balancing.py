@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.allreduce.load_balancing import alike, balance, cost
+from shoal.averaging.allreduce.load_balancing import alike, balance, cost
 from shoal.errors import ConfigError
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from shoal.errors import ConfigError
-from shoal.optim.low_rank import LowRank
-from shoal.optim.low_rank_training import LowRankTrainingState
+from shoal.strategies.low_rank import LowRank
+from shoal.strategies.low_rank_training import LowRankTrainingState
 
 
 def low_rank(*shapes: tuple[int, ...], rank: int = 2, ratio: float = 0.0) -> LowRank:

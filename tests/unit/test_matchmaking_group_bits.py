@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from shoal.matchmaking.group_bits import GroupBits, group_bits_after_a_miss, next_group_bits
+from shoal.averaging.matchmaking.group_bits import GroupBits, group_bits_after_a_miss, next_group_bits
 
 ROUND = bytes(range(16))
 

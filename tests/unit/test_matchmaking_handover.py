@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
+from shoal.base.peer import PeerID
 from shoal.errors import PeerUnreachable
-from shoal.peer import PeerID
+from shoal.protocol.wire import Leave, Report
 from shoal.rpc import Limits, Stream
 from shoal.rpc.framing import Kind, pack
 from shoal.transport.base import Buffer
-from shoal.wire import Leave, Report
 
 
 class ScriptedConnection:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.matchmaking.joins import BEGIN_OVERHEAD_BYTES, member_bytes
-from shoal.peer import Address, PeerID
+from shoal.averaging.matchmaking.joins import BEGIN_OVERHEAD_BYTES, member_bytes
+from shoal.base.peer import Address, PeerID
+from shoal.protocol.wire import MAX_GROUP_SIZE, Begin, Contact, Member, encode
 from shoal.rpc import Limits
-from shoal.wire import MAX_GROUP_SIZE, Begin, Contact, Member, encode
 
 LIMIT = Limits().header_bytes
 

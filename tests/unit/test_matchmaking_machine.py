@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from shoal.matchmaking.config import SETTLE_S
-from shoal.matchmaking.declarations import Memory
-from shoal.matchmaking.events import (
+from shoal.averaging.matchmaking.config import SETTLE_S
+from shoal.averaging.matchmaking.declarations import Memory
+from shoal.averaging.matchmaking.events import (
     Action,
     Answer,
     Answered,
@@ -42,8 +42,8 @@ from shoal.matchmaking.events import (
     Tick,
     Withdraw,
 )
-from shoal.peer import PeerID
-from shoal.wire import Begin, Contact, JoinAccepted, JoinRedirected, JoinRefused, Member
+from shoal.base.peer import PeerID
+from shoal.protocol.wire import Begin, Contact, JoinAccepted, JoinRedirected, JoinRefused, Member
 from tests.property.matchmaking_world import BEGIN, Setup, contact_of, peer_id
 
 WALL_S = 1_000_000.0

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from shoal.allreduce.commit import Ask, Average, Contribute, Order
-from shoal.allreduce.member import AskOthers, Blame, Finish, LookAt, MemberMachine, MemberPhase
-from shoal.peer import PeerID
-from shoal.wire import Abort, Assign, Commit, Contact, Gone, Held, Member, PartAbsent, Report
+from shoal.averaging.allreduce.commit import Ask, Average, Contribute, Order
+from shoal.averaging.allreduce.member import AskOthers, Blame, Finish, LookAt, MemberMachine, MemberPhase
+from shoal.base.peer import PeerID
+from shoal.protocol.wire import Abort, Assign, Commit, Contact, Gone, Held, Member, PartAbsent, Report
 
 ROUND = b"r" * 16
 COORDINATOR = 0

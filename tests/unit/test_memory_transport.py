@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from shoal import sim
+from shoal.base.peer import Address, PeerID
 from shoal.errors import ClosedError, ConfigError, LocalError, PeerRefused, PeerTimeout, PeerUnreachable
-from shoal.peer import Address, PeerID
 from shoal.sim import SimNetwork
 from shoal.transport.base import HIGH_WATER_BYTES, Connection, Transport
 from shoal.transport.memory import MemoryTransport

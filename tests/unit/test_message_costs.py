@@ -14,28 +14,23 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.allreduce.coordinator import Coordinator
-from shoal.allreduce.load_balancing import alike, balance
-from shoal.allreduce.member import MemberMachine
-from shoal.allreduce.partition import most_parts
-from shoal.averager.directory import _entries
+from shoal.averaging.allreduce.coordinator import Coordinator
+from shoal.averaging.allreduce.load_balancing import alike, balance
+from shoal.averaging.allreduce.member import MemberMachine
+from shoal.averaging.allreduce.partition import most_parts
+from shoal.averaging.directory import _entries
+from shoal.averaging.matchmaking.joins import check_last_answer
+from shoal.base.clock import Env
+from shoal.base.peer import Address, PeerID
 from shoal.cli.status import summary_of, table_of
-from shoal.clock import Env
 from shoal.dht import DhtSettings, ValueWithExpiration
 from shoal.dht.crawl import Crawler, Findings
 from shoal.dht.local import Local, Vault
 from shoal.dht.neighbours import Neighbours
 from shoal.dht.storage import wire_bytes
 from shoal.dht.validation import CompositeValidator, signed_record
-from shoal.identity import Identity
-from shoal.matchmaking.joins import check_last_answer
-from shoal.optim.agreement import Said, agree, checks_of
-from shoal.optim.check import Check, judge
-from shoal.optim.options import Options
-from shoal.peer import Address, PeerID
-from shoal.progress import SwarmProgress
-from shoal.runtime.watching import RunStatus, _decode
-from shoal.wire import (
+from shoal.protocol.identity import Identity
+from shoal.protocol.wire import (
     Assign,
     Begin,
     Commit,
@@ -53,6 +48,11 @@ from shoal.wire import (
     decode_plain,
     encode,
 )
+from shoal.run.decide.agreement import Said, agree, checks_of
+from shoal.run.decide.check import Check, judge
+from shoal.run.view.progress import SwarmProgress
+from shoal.run.watching import RunStatus, _decode
+from shoal.train.options import Options
 from tests.cost import Cost, cost_of, most_lines, most_of
 
 ROUND = b"r" * 16

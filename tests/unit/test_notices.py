@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from shoal.base.peer import PeerID
 from shoal.events import Event, EventBus, Warned
-from shoal.identity import Identity
-from shoal.optim.beginning import Beginning
-from shoal.optim.lineage import Apart
-from shoal.optim.notices import Notices
-from shoal.optim.state_name import StateName
-from shoal.peer import PeerID
+from shoal.protocol.identity import Identity
+from shoal.run.decide.beginning import Beginning
+from shoal.run.decide.lineage import Apart
+from shoal.run.decide.state_name import StateName
+from shoal.run.report.notices import Notices
 
 OTHER = Identity.from_seed(bytes(32)).peer_id
 

@@ -14,7 +14,7 @@ import torch
 import shoal
 import shoal.compression
 from shoal.compression import CompressionBase, Differences, ErrorFeedback, Uniform8BitQuantization
-from shoal.optim.low_rank import LowRank
+from shoal.strategies.low_rank import LowRank
 from tests.codecs import CODECS
 from tests.odd_torch import ODD
 

@@ -12,10 +12,10 @@ import pytorch_optimizer
 import torch
 
 from shoal.errors import ConfigError
-from shoal.optim.check import check_of
-from shoal.optim.inner import make_offloaded
-from shoal.optim.offload import Offload
-from shoal.optim.training_state import TrainingState
+from shoal.run.decide.check import check_of
+from shoal.train.inner import make_offloaded
+from shoal.train.offload import Offload
+from shoal.train.training_state import TrainingState
 
 Factory = Callable[[Any], torch.optim.Optimizer]
 

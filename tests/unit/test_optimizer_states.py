@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from shoal.errors import ConfigError, StateUnavailable
-from shoal.optim.agreement import Said
-from shoal.optim.inner import make_optimizer
-from shoal.optim.options import Options
-from shoal.optim.shared_state import why_not_ours
-from shoal.optim.training_state import TrainingState
-from shoal.wire import MAX_TRAINED, encode
+from shoal.protocol.wire import MAX_TRAINED, encode
+from shoal.run.decide.agreement import Said
+from shoal.run.join.shared_state import why_not_ours
+from shoal.train.inner import make_optimizer
+from shoal.train.options import Options
+from shoal.train.training_state import TrainingState
 from tests.unit.optimizer_cases import (
     assert_equal,
     everything,
@@ -158,7 +158,7 @@ def test_more_parameters_than_a_round_can_speak_of_are_refused(monkeypatch: pyte
     """Which of them had no gradient would be no word that counts, and each round would fail."""
     said = Said(Options(1, {}), absent=bytes(MAX_TRAINED // 8))
     assert msgspec.convert(msgspec.to_builtins(said, builtin_types=(bytes,)), Said) == said
-    monkeypatch.setattr("shoal.optim.training_state.MAX_TRAINED", 5)
+    monkeypatch.setattr("shoal.train.training_state.MAX_TRAINED", 5)
     assert many(5).absent() == b"\x1f"
     with pytest.raises(ConfigError, match="put small ones together"):
         many(6)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.optim.outer import LocalSteps, OuterTrainingState
-from shoal.optim.training_state import TrainingState
 from shoal.strategies import Decoupled, DiLoCo, Strategy, StreamingDiLoCo
+from shoal.strategies.outer import LocalSteps, OuterTrainingState
+from shoal.train.training_state import TrainingState
 from tests.sim.optimizer_kit import backward, make_optimizer, model
 from tests.sim.test_optimizer_interrupted import Interrupted
 

@@ -8,11 +8,11 @@ import random
 import msgspec
 import pytest
 
-from shoal.optim.pace import WAY, MergePace, SamplesPace
-from shoal.peer import Address, PeerID
-from shoal.progress import SwarmProgress, SwarmView
+from shoal.base.peer import Address, PeerID
+from shoal.protocol.wire import Contact, Progress
+from shoal.run.pace import WAY, MergePace, SamplesPace
+from shoal.run.view.progress import SwarmProgress, SwarmView
 from shoal.strategies import Merging
-from shoal.wire import Contact, Progress
 
 PEERS = [PeerID(bytes([number]) * 32) for number in range(12)]
 

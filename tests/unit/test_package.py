@@ -72,7 +72,7 @@ def test_import_loads_nothing_heavy() -> None:
 def test_names_and_errors_do_without_torch() -> None:
     """Addresses, invites and exceptions can be used without loading torch."""
     loaded = modules_after("import shoal\nshoal.PeerID, shoal.Address, shoal.Invite, shoal.ShoalError")
-    assert "shoal.peer" in loaded
+    assert "shoal.base.peer" in loaded
     assert "torch" not in loaded
 
 

@@ -10,10 +10,10 @@ from functools import partial
 import msgspec
 import pytest
 
-from shoal.optim.check import Check, judge
-from shoal.optim.value_mark import Changed
-from shoal.optim.words import weigh
-from shoal.peer import PeerID
+from shoal.base.peer import PeerID
+from shoal.run.decide.check import Check, judge
+from shoal.run.view.words import weigh
+from shoal.train.value_mark import Changed
 
 FAR = 2.0
 

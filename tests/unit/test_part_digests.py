@@ -10,8 +10,8 @@ import pytest
 from blake3 import blake3
 from msgspec.structs import replace
 
-from shoal.allreduce.vector import NO_DIGEST, PartDigests
-from shoal.wire import Held
+from shoal.averaging.allreduce.vector import NO_DIGEST, PartDigests
+from shoal.protocol.wire import Held
 
 ROUND = b"round id 16 byte"
 HELD = Held(5, 2, b"\x07", 3.5, NO_DIGEST)

@@ -10,8 +10,8 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from shoal import sim
-from shoal.allreduce.parts import PartWork
-from shoal.allreduce.vector import Vector, describe
+from shoal.averaging.allreduce.parts import PartWork
+from shoal.averaging.allreduce.vector import Vector, describe
 from shoal.compression import Uniform8BitQuantization
 
 P = ParamSpec("P")

@@ -8,10 +8,10 @@ from functools import partial
 import msgspec
 import pytest
 
-from shoal.allreduce.partition import Layout, Part, Segment, TensorSpec, first_difference, most_parts
+from shoal.averaging.allreduce.partition import Layout, Part, Segment, TensorSpec, first_difference, most_parts
 from shoal.errors import ConfigError
+from shoal.protocol.wire import MAX_GROUP_SIZE, MAX_PARTS, Commit, Held, Report, encode
 from shoal.rpc import Limits
-from shoal.wire import MAX_GROUP_SIZE, MAX_PARTS, Commit, Held, Report, encode
 from tests.cost import cost_of
 
 _SIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}

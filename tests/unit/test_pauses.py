@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shoal.averager import Pauses
-from shoal.peer import PeerID
+from shoal.averaging import Pauses
+from shoal.base.peer import PeerID
 
 PEER = PeerID(bytes(31) + b"\x01")
 WINDOW_S, COST_S = 15.0, 12.0

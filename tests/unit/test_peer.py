@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.base.peer import Address, Invite, PeerID, parse_peers
 from shoal.errors import ConfigError
-from shoal.peer import Address, Invite, PeerID, parse_peers
 
 PEER = PeerID(bytes(range(32)))
 OTHER = PeerID(b"\xff" * 32)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.optim.phases import TRANSITIONS, Event, PhaseMachine, RunPhase, Situation, Work, tables
+from shoal.run.decide.phases import TRANSITIONS, Event, PhaseMachine, RunPhase, Situation, Work, tables
 from tests.transitions import Recorder
 
 COLLECTING, AVERAGING, STEPPING, BEHIND, ENDING = RunPhase

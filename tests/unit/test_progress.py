@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from shoal.peer import Address, PeerID
-from shoal.progress import StateKey, SwarmProgress, SwarmView, settings_difference
-from shoal.wire import Contact, Progress, Standing
+from shoal.base.peer import Address, PeerID
+from shoal.protocol.wire import Contact, Progress, Standing
+from shoal.run.view.progress import StateKey, SwarmProgress, SwarmView, settings_difference
 
 ME, ANN, BEN, CAT, DAN = (PeerID(bytes([number]) * 32) for number in (1, 2, 3, 4, 5))
 DIGESTS = [bytes([number]) * 32 for number in range(4)]

@@ -11,15 +11,17 @@ from typing import Annotated
 import msgspec
 import pytest
 
-from shoal import DecentralizedAverager, wire
-from shoal.averager import AveragerSettings
-from shoal.matchmaking import machine
-from shoal.matchmaking.events import SearchPhase
-from shoal.peer import PeerID
+import shoal
+from shoal import DecentralizedAverager
+from shoal.averaging import AveragerSettings
+from shoal.averaging.matchmaking import machine
+from shoal.averaging.matchmaking.events import SearchPhase
+from shoal.base.peer import PeerID
+from shoal.protocol import wire
 from tests.protocol_tables import PAGE, constants, documented, filled, quantity, setters, structs, type_text
 
 TEXT = PAGE.read_text(encoding="utf-8")
-SOURCES = Path(wire.__file__).parent
+SOURCES = Path(shoal.__file__).parent
 
 
 def test_the_tables_are_those_of_the_code() -> None:
@@ -28,17 +30,17 @@ def test_the_tables_are_those_of_the_code() -> None:
 
 
 def test_every_message_is_on_the_page() -> None:
-    """A new message stands in a part of `shoal.wire` of which the page has the table."""
-    parts = re.findall(r"<!-- generated: messages shoal\.wire (.+) -->", TEXT)
-    on_page = [kind for part in parts for kind in structs("shoal.wire", part)]
+    """A new message stands in a part of `shoal.protocol.wire` of which the page has the table."""
+    parts = re.findall(r"<!-- generated: messages shoal\.protocol\.wire (.+) -->", TEXT)
+    on_page = [kind for part in parts for kind in structs("shoal.protocol.wire", part)]
     bases = [wire.Message, wire.Request, wire.Opening]
-    assert on_page == [kind for kind in structs("shoal.wire") if kind not in bases]
+    assert on_page == [kind for kind in structs("shoal.protocol.wire") if kind not in bases]
     assert len(on_page) > 40
 
 
 def test_states_are_named_as_in_the_code() -> None:
     """The states of a search for a group, and the phases of a run, have a row each in the tables of states."""
-    from shoal.optim.phases import RunPhase
+    from shoal.run.decide.phases import RunPhase
 
     first = set(re.findall(r"^\| `?([A-Z]+)`? \|", TEXT, re.MULTILINE))
     kinds: list[type[Enum]] = [SearchPhase, RunPhase]
@@ -103,7 +105,7 @@ def test_settings_name_the_arguments_that_set_them() -> None:
     assert found["window_s"] == ["averaging_expiration", "min_matchmaking_time"]
     assert "fresh_state_s" not in found
     made = filled(
-        "<!-- generated: settings shoal.averager.AveragerSettings shoal.DecentralizedAverager -->\n<!-- end -->\n"
+        "<!-- generated: settings shoal.averaging.AveragerSettings shoal.DecentralizedAverager -->\n<!-- end -->\n"
     )
     assert "| `silence_s` | 5 s | `sender_timeout` | a member" in made
 
@@ -117,8 +119,8 @@ def test_a_text_comes_from_a_function() -> None:
 
 def test_a_constant_is_added_by_its_name() -> None:
     """Its value and its docstring come from the module; one without a docstring is refused."""
-    page = "<!-- generated: constants -->\n| `shoal.wire.PROTOCOL_VERSION` |\n<!-- end -->\n"
-    assert "| `shoal.wire.PROTOCOL_VERSION` | 3 | The version spoken by this code. |" in filled(page)
+    page = "<!-- generated: constants -->\n| `shoal.protocol.wire.PROTOCOL_VERSION` |\n<!-- end -->\n"
+    assert "| `shoal.protocol.wire.PROTOCOL_VERSION` | 3 | The version spoken by this code. |" in filled(page)
     with pytest.raises(KeyError, match="_UNEXPLAINED_S"):
         list(constants([f"{__name__}._UNEXPLAINED_S"]))
 
@@ -127,7 +129,7 @@ _UNEXPLAINED_S = 1.5
 
 
 @pytest.mark.parametrize(
-    "marker", ["transitions shoal.wire.NOTHING", "messages shoal.nothing", "settings shoal.rpc.Nothing"]
+    "marker", ["transitions shoal.protocol.wire.NOTHING", "messages shoal.nothing", "settings shoal.rpc.Nothing"]
 )
 def test_what_is_not_there_is_found_out(marker: str) -> None:
     """A table of code that was removed or renamed is an error."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from shoal.peer import PeerID
+from shoal.base.peer import PeerID
 from shoal.rpc.rate_limiter import RateLimiter
 
 

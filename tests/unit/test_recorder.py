@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from shoal.base.peer import PeerID
 from shoal.cli.debug import lines_of, to_dict
 from shoal.events import Event, EventBus, GroupFormed, PeerLost, Warned
-from shoal.peer import PeerID
-from shoal.recorder import MAX_CHARACTERS, MAX_ENTRIES, MAX_LIST, MAX_OF_PEER, FlightRecorder, for_strangers, within
-from shoal.wire import Trace, TraceEntry, decode, encode
+from shoal.protocol.wire import Trace, TraceEntry, decode, encode
+from shoal.rpc.recorder import MAX_CHARACTERS, MAX_ENTRIES, MAX_LIST, MAX_OF_PEER, FlightRecorder, for_strangers, within
 
 PEER, OTHER = PeerID(b"p" * 32), PeerID(b"o" * 32)
 

@@ -6,8 +6,8 @@ from itertools import permutations
 
 import pytest
 
-from shoal.allreduce.lateness import Lateness
-from shoal.allreduce.member import Contributions, Work
+from shoal.averaging.allreduce.lateness import Lateness
+from shoal.averaging.allreduce.member import Contributions, Work
 
 
 def rules(*members: int, me: int = 0, silence_s: float = 5.0, now: float = 100.0) -> Contributions:

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from shoal.peer import PeerID
+from shoal.base.peer import PeerID
 from shoal.rpc.rhythm import LEAST_S, LOOK_S, SOON_S, Rhythm
 
 MOST_S = 5.0

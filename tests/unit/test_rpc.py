@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from shoal.base.peer import PeerID
 from shoal.errors import LocalError, PeerProtocolError, PeerRefused, PeerUnreachable
-from shoal.identity import Identity
-from shoal.peer import PeerID
+from shoal.protocol.identity import Identity
+from shoal.protocol.wire import Beat, Chunk, Failure, Leave, Report, encode
 from shoal.rpc import Limits, Stream
 from shoal.rpc.framing import PREFIX_BYTES, Kind, pack, payload_size, read_frame
 from shoal.transport.base import Buffer
-from shoal.wire import Beat, Chunk, Failure, Leave, Report, encode
 
 PEER = Identity.from_seed(b"p" * 32).peer_id
 LIMITS = Limits(header_bytes=1000, payload_bytes=5000)

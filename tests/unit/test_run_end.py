@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.optim.agreement import Contributor
-from shoal.optim.committed import Committed
-from shoal.optim.run_end import RunEnd
-from shoal.peer import Address, PeerID
-from shoal.progress import SwarmView
-from shoal.wire import Contact, Progress, encode
+from shoal.base.peer import Address, PeerID
+from shoal.protocol.wire import Contact, Progress, encode
+from shoal.run.decide.agreement import Contributor
+from shoal.run.decide.committed import Committed
+from shoal.run.decide.run_end import RunEnd
+from shoal.run.view.progress import SwarmView
 
 ME, OTHER = PeerID(b"1" * 32), PeerID(b"2" * 32)
 

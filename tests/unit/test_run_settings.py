@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from shoal.errors import ConfigError
-from shoal.optim.settings import checked_settings, run_settings
-from shoal.optim.training_state import TrainingState
-from shoal.progress import settings_difference
+from shoal.run.settings import checked_settings, run_settings
+from shoal.run.view.progress import settings_difference
+from shoal.train.training_state import TrainingState
 
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 

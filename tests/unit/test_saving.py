@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from shoal.events import Event, Warned
-from shoal.optim.checkpoint import Content, Files, copy_of
-from shoal.optim.committed import Committed
-from shoal.optim.saving import Saver
-from shoal.optim.shared_state import share
-from shoal.optim.state_name import StateName
-from shoal.optim.training_state import TrainingState
+from shoal.run.decide.committed import Committed
+from shoal.run.decide.state_name import StateName
+from shoal.run.disk.checkpoint import Content, Files, copy_of
+from shoal.run.disk.saving import Saver
+from shoal.run.join.shared_state import share
+from shoal.train.training_state import TrainingState
 
 
 class Saves:

@@ -29,8 +29,8 @@ from torch.optim.lr_scheduler import (
 )
 
 from shoal.errors import ConfigError
-from shoal.optim.schedule import ScheduleWatch, advance, follow
-from shoal.optim.training_state import TrainingState
+from shoal.train.schedule import ScheduleWatch, advance, follow
+from shoal.train.training_state import TrainingState
 
 Make = Callable[[torch.optim.Optimizer], Any]
 

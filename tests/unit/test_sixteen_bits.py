@@ -8,9 +8,9 @@ from typing import cast
 import pytest
 import torch
 
-from shoal.allreduce.vector import Vector
-from shoal.optim.outer import LocalSteps
+from shoal.averaging.allreduce.vector import Vector
 from shoal.strategies import Decoupled, DiLoCo, LocalSGD, Strategy, StreamingDiLoCo
+from shoal.strategies.outer import LocalSteps
 
 BATCH, MERGES, SIZE = 4, 40, 64
 MEAN = partial(torch.optim.SGD, lr=1.0)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from shoal.allreduce.slow_lines import promised_s
+from shoal.averaging.allreduce.slow_lines import promised_s
 
 
 def promises(seconds: Sequence[float | None], way_s: float, most_s: float = 1000.0) -> list[float]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shoal import sim
-from shoal.sometimes import reached, sometimes
+from shoal.base.sometimes import reached, sometimes
 from tests.situations import declared
 
 

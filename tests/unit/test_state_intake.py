@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.peer import PeerID
+from shoal.base.peer import PeerID
 from shoal.state.arrivals import Intake, Line
 
 A, B = (PeerID(bytes([number]) * 32) for number in range(2))

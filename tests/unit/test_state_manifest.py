@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from shoal.compression import Float16Compression, NoCompression, TopKCompression
 from shoal.errors import ConfigError, PeerProtocolError
+from shoal.protocol.wire import ManifestReply, decode, encode
 from shoal.state.manifest import (
     CHUNK_BYTES,
     MAX_CHUNK_BYTES,
@@ -27,7 +28,6 @@ from shoal.state.manifest import (
     matching,
     read_manifest,
 )
-from shoal.wire import ManifestReply, decode, encode
 
 LIMIT = 1 << 20
 

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.averager import StepResult
+from shoal.averaging import StepResult
 from shoal.errors import LocalError, StateUnavailable
-from shoal.optim.shared_state import name_of
-from shoal.optim.state_name import StateName
-from shoal.optim.training_state import TrainingState
-from shoal.wire import LAST_EPOCH_TAKEN, MAX_EPOCH, MAX_SAMPLES, MAX_SAMPLES_TAKEN, Progress, decode, encode
+from shoal.protocol.wire import LAST_EPOCH_TAKEN, MAX_EPOCH, MAX_SAMPLES, MAX_SAMPLES_TAKEN, Progress, decode, encode
+from shoal.run.decide.state_name import StateName
+from shoal.run.join.shared_state import name_of
+from shoal.train.training_state import TrainingState
 from tests.unit.test_progress import ANN, said
 
 DIGEST = b"d" * 32

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.base.peer import PeerID
 from shoal.compression import NoCompression
 from shoal.errors import ConfigError
-from shoal.peer import PeerID
 from shoal.state.arrivals import ArrivalRate
 from shoal.state.candidates import Candidates, Donor
 from shoal.state.manifest import Manifest, StateTensorSpec

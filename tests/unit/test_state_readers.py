@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.peer import PeerID
+from shoal.base.peer import PeerID
 from shoal.state.readers import Reader, Readers
 
 KIB = 1 << 10

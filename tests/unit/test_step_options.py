@@ -14,17 +14,18 @@ import numpy as np
 import pytest
 import torch
 
+from shoal.base.peer import PeerID
 from shoal.errors import ConfigError
-from shoal.optim import TrainingState, agreement
-from shoal.optim.agreement import Agreement, Contributor, Said
-from shoal.optim.committed import Committed
-from shoal.optim.local_updates import LocalTrainingState
-from shoal.optim.options import Difference, Options, agreed, apply, differences, misfit, options_of
-from shoal.optim.outer import LocalSteps
-from shoal.optim.words import weigh
-from shoal.peer import PeerID
+from shoal.optim import TrainingState
+from shoal.protocol.wire import decode, decode_plain, encode
+from shoal.run.decide import agreement
+from shoal.run.decide.agreement import Agreement, Contributor, Said
+from shoal.run.decide.committed import Committed
+from shoal.run.view.words import weigh
 from shoal.strategies import LocalSGD
-from shoal.wire import decode, decode_plain, encode
+from shoal.strategies.local_updates import LocalTrainingState
+from shoal.strategies.outer import LocalSteps
+from shoal.train.options import Difference, Options, agreed, apply, differences, misfit, options_of
 from tests.cost import cost_of
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shoal.allreduce.brief import Brief
-from shoal.allreduce.coordinator import Coordinator, Send
-from shoal.wire import Assign, Commit, Held, Report
+from shoal.averaging.allreduce.brief import Brief
+from shoal.averaging.allreduce.coordinator import Coordinator, Send
+from shoal.protocol.wire import Assign, Commit, Held, Report
 
 REDUCER = [0, 1, 2, 3]
 ALL = {0, 1, 2, 3}

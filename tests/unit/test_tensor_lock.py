@@ -13,8 +13,8 @@ from types import FrameType
 import pytest
 import torch
 
-from shoal.averager import TensorLock
-from shoal.averager import lock as lock_module
+from shoal.averaging import TensorLock
+from shoal.averaging import lock as lock_module
 from shoal.runtime import tensors as tensors_module
 from shoal.runtime.tensors import LockedTensors
 

@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.base.names import known_as
 from shoal.errors import ConfigError, StateUnavailable
 from shoal.events import Event, EventBus, LocalValuesRejected, Warned
-from shoal.optim.committed import Committed
-from shoal.optim.gradient_watch import GradientWatch
-from shoal.optim.inner import make_offloaded, make_optimizer
-from shoal.optim.model import learn_names
-from shoal.optim.notices import Notices
-from shoal.optim.outer import LocalSteps
-from shoal.optim.shared_state import share
-from shoal.optim.state_name import StateName
-from shoal.optim.training_state import TrainingState
-from shoal.runtime.names import known_as
+from shoal.run.decide.committed import Committed
+from shoal.run.decide.state_name import StateName
+from shoal.run.join.shared_state import share
+from shoal.run.report.notices import Notices
 from shoal.state.manifest import infinite_tensors
 from shoal.strategies import DiLoCo
+from shoal.strategies.outer import LocalSteps
+from shoal.train.gradient_watch import GradientWatch
+from shoal.train.inner import make_offloaded, make_optimizer
+from shoal.train.model import learn_names
+from shoal.train.training_state import TrainingState
 
 
 class Net(torch.nn.Module):

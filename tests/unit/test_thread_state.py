@@ -10,7 +10,7 @@ from typing import TypeVar
 import pytest
 import torch
 
-from shoal.runtime.thread_state import OWN, ThreadState
+from shoal.base.thread_state import OWN, ThreadState
 from tests.odd_torch import ODD
 
 T = TypeVar("T")

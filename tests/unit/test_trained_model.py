@@ -14,9 +14,9 @@ from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from shoal.errors import ConfigError
-from shoal.optim.gradient_watch import GradientWatch
-from shoal.optim.model import TrainedModel
-from shoal.progress import settings_difference
+from shoal.run.view.progress import settings_difference
+from shoal.train.gradient_watch import GradientWatch
+from shoal.train.model import TrainedModel
 
 
 def model(seed: int = 0) -> torch.nn.Sequential:

@@ -13,24 +13,24 @@ import pytest
 import pytorch_optimizer
 import torch
 
-from shoal.allreduce.segments import LARGEST
-from shoal.allreduce.vector import Vector, describe
+from shoal.averaging.allreduce.segments import LARGEST
+from shoal.averaging.allreduce.vector import Vector, describe
 from shoal.compression import NoCompression
 from shoal.errors import ConfigError, StateUnavailable
 from shoal.events import EventBus, Warned
-from shoal.optim.committed import Committed
-from shoal.optim.inner import make_optimizer, make_scheduler
-from shoal.optim.low_rank_training import LowRankTrainingState
-from shoal.optim.notices import Notices
-from shoal.optim.offload import Offload
-from shoal.optim.options import options_of
-from shoal.optim.outer import LocalSteps
-from shoal.optim.shared_state import share, why_not_ours
-from shoal.optim.state_name import UNDECIDED, StateName
-from shoal.optim.training_state import TrainingState
+from shoal.protocol.wire import decode_plain, encode
+from shoal.run.decide.committed import Committed
+from shoal.run.decide.state_name import UNDECIDED, StateName
+from shoal.run.join.shared_state import share, why_not_ours
+from shoal.run.report.notices import Notices
 from shoal.state import Manifest, StateTensorSpec
 from shoal.strategies import DiLoCo, LocalSGD, StreamingDiLoCo
-from shoal.wire import decode_plain, encode
+from shoal.strategies.low_rank_training import LowRankTrainingState
+from shoal.strategies.outer import LocalSteps
+from shoal.train.inner import make_optimizer, make_scheduler
+from shoal.train.offload import Offload
+from shoal.train.options import options_of
+from shoal.train.training_state import TrainingState
 
 
 def state(*shapes: tuple[int, ...], unit: int = 4) -> tuple[TrainingState, list[torch.nn.Parameter]]:

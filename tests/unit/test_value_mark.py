@@ -9,14 +9,14 @@ import pytorch_optimizer
 import torch
 
 from shoal.compression import view_bytes
-from shoal.optim import value_mark
-from shoal.optim.committed import Committed
-from shoal.optim.local_updates import LocalTrainingState
-from shoal.optim.shared_state import share
-from shoal.optim.state_name import StateName
-from shoal.optim.training_state import TrainingState
-from shoal.optim.value_mark import Changed, ValueMark
+from shoal.run.decide.committed import Committed
+from shoal.run.decide.state_name import StateName
+from shoal.run.join.shared_state import share
 from shoal.state import StateAway
+from shoal.strategies.local_updates import LocalTrainingState
+from shoal.train import value_mark
+from shoal.train.training_state import TrainingState
+from shoal.train.value_mark import Changed, ValueMark
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

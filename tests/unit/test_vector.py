@@ -10,12 +10,12 @@ import torch
 from msgspec.structs import replace
 
 from benchmarks.by_hand import average_part
-from shoal.allreduce.interface import MAX_WEIGHT, MIN_WEIGHT, is_weight
-from shoal.allreduce.partition import Part
-from shoal.allreduce.vector import PartDigests, Vector, _same_bits, describe
+from shoal.averaging.allreduce.interface import MAX_WEIGHT, MIN_WEIGHT, is_weight
+from shoal.averaging.allreduce.partition import Part
+from shoal.averaging.allreduce.vector import PartDigests, Vector, _same_bits, describe
 from shoal.compression import CompressionBase, Float16Compression, NoCompression
 from shoal.errors import ConfigError, PeerProtocolError
-from shoal.wire import Held
+from shoal.protocol.wire import Held
 from tests.codecs import CODECS
 
 DIGESTS = PartDigests(b"r" * 16)

@@ -15,15 +15,16 @@ from typing import Any
 
 import pytest
 
-from shoal import locks, wire
-from shoal.clock import LONGEST_TURN_S, SharedClock
+from shoal.base import locks, waiting
+from shoal.base.clock import LONGEST_TURN_S, SharedClock
+from shoal.base.locks import SafeLock
+from shoal.base.waiting import Gate, RunningTime
 from shoal.errors import LocalError
-from shoal.locks import SafeLock
-from shoal.runtime import low_latency, waiting
+from shoal.protocol import wire
+from shoal.runtime import low_latency
 from shoal.runtime import thread as thread_module
 from shoal.runtime.leave import Leaving
 from shoal.runtime.thread import LoopFuture, LoopThread
-from shoal.runtime.waiting import Gate, RunningTime
 
 LONG_S = 60.0
 

@@ -9,11 +9,11 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 import msgspec
 import pytest
 
-from shoal import wire
-from shoal.allreduce.partition import TensorSpec
-from shoal.optim.agreement import Agreement, Contributor, Said
-from shoal.optim.check import Check
-from shoal.peer import Address, PeerID
+from shoal.averaging.allreduce.partition import TensorSpec
+from shoal.base.peer import Address, PeerID
+from shoal.protocol import wire
+from shoal.run.decide.agreement import Agreement, Contributor, Said
+from shoal.run.decide.check import Check
 from shoal.transport import handshake
 from tests.property.test_wire import KINDS, MESSAGES
 from tests.wire_extremes import extremes, replaced

@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping
 
 import pytest
 
-from shoal.optim.witness import Witness
-from shoal.peer import PeerID
-from shoal.progress import StateKey
+from shoal.base.peer import PeerID
+from shoal.run.view.progress import StateKey
+from shoal.run.view.witness import Witness
 
 ME, A, B, C, D = (PeerID(bytes([number]) * 32) for number in range(1, 6))
 ALL = {ME: 10, A: 10, B: 10, C: 10}

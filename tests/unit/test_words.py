@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-from shoal.optim.agreement import Contributor
-from shoal.optim.committed import Committed
-from shoal.optim.words import MOST_STEPS, Record, heaviest, heeds, may_give, recorded, shared_out, sites_of, weigh
-from shoal.peer import Address, PeerID
-from shoal.wire import Contact
+from shoal.base.peer import Address, PeerID
+from shoal.protocol.wire import Contact
+from shoal.run.decide.agreement import Contributor
+from shoal.run.decide.committed import Committed
+from shoal.run.view.words import MOST_STEPS, Record, heaviest, heeds, may_give, recorded, shared_out, sites_of, weigh
 
 
 def peer(number: int) -> PeerID:

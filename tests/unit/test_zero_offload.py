@@ -15,8 +15,8 @@ import pytorch_optimizer
 import torch
 from safetensors.torch import load_file
 
+from shoal.base.tensor_files import write_tensors
 from shoal.errors import ConfigError
-from shoal.runtime.tensor_files import write_tensors
 from shoal.zero import offload
 from shoal.zero.mapped import Extent, fetch, let_go, write_back
 from shoal.zero.offload import Offload, in_windows, problem_of

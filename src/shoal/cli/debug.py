@@ -12,7 +12,7 @@ from shoal.cli.options import timeout_option
 from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
-    from shoal.wire import Trace, TraceEntry
+    from shoal.protocol.wire import Trace, TraceEntry
 
 __all__ = ["debug", "lines_of", "to_dict"]
 
@@ -52,10 +52,10 @@ def _local(pid: str, timeout_s: float) -> list[Trace]:
 
 
 def _remote(invite: str, last: int, timeout_s: float) -> Trace:
+    from shoal.base.peer import parse_peers
     from shoal.errors import PeerError, PeerUnreachable
-    from shoal.peer import parse_peers
+    from shoal.protocol.wire import Contact, GetTrace
     from shoal.runtime.dht import DHT
-    from shoal.wire import Contact, GetTrace
 
     addresses = parse_peers(invite, name="INVITE")
     if not addresses:

@@ -21,8 +21,8 @@ from shoal.cli.options import WholePath, announced, checked_run, maddr_of, uploa
 from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
+    from shoal.base.peer import PeerID
     from shoal.events import Event
-    from shoal.peer import PeerID
     from shoal.runtime.dht import DHT
 
 __all__ = ["dht"]
@@ -51,7 +51,7 @@ def dht(  # noqa: PLR0913 (one for each option)
     quiet: bool,
 ) -> None:
     """Run a bootstrap peer: print an invite with which others join, and stay until Ctrl+C."""
-    from shoal.peer import parse_peers
+    from shoal.base.peer import parse_peers
     from shoal.runtime.dht import DHT
 
     parse_peers(join, name="--join")
@@ -131,7 +131,7 @@ def _leave_on_signal(news: queue.SimpleQueue[Event | None]) -> Iterator[None]:
 
 def _write(path: Path, text: str) -> None:
     """Write the whole file or nothing, so that a reader never sees half an invite."""
-    from shoal.runtime.files import replace_file
+    from shoal.base.files import replace_file
 
     try:
         replace_file(path, text.encode())

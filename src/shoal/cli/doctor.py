@@ -20,8 +20,8 @@ import click
 from shoal.cli.options import run_of, run_option, timeout_option
 
 if TYPE_CHECKING:
-    from shoal.core import PeerCore
-    from shoal.peer import Address
+    from shoal.averaging.core import PeerCore
+    from shoal.base.peer import Address
     from shoal.runtime.dht import DHT
 
 __all__ = ["Finding", "doctor", "look_at_machine", "look_at_network"]
@@ -74,9 +74,9 @@ def doctor(*, invite: str | None, host: str | None, port: int, run_id: str | Non
 
 
 def _all(invite: str | None, host: str | None, port: int, run_id: str | None, timeout_s: float) -> Iterator[Finding]:
+    from shoal.base.peer import parse_peers
     from shoal.cli.options import maddr_of
     from shoal.errors import ShoalError
-    from shoal.peer import parse_peers
     from shoal.runtime.dht import DHT
 
     addresses, listen_at = parse_peers(invite, name="INVITE"), maddr_of(host, port)
@@ -105,8 +105,8 @@ def _all(invite: str | None, host: str | None, port: int, run_id: str | None, ti
 
 def look_at_machine() -> Iterator[Finding]:
     """Look at versions, descriptors and memory."""
+    from shoal.protocol.wire import PROTOCOL_VERSION
     from shoal.version import __version__
-    from shoal.wire import PROTOCOL_VERSION
 
     found = [f"shoal {__version__} (protocol {PROTOCOL_VERSION})", f"Python {platform.python_version()}"]
     try:
@@ -254,7 +254,7 @@ async def _speed(core: PeerCore) -> Finding:
 def look_at_run(dht: DHT, run_id: str | None) -> Iterator[Finding]:
     """Look at the peers that train the run, and at its settings, which must be equal here."""
     from shoal.cli.status import summary_of
-    from shoal.runtime.watching import read_run
+    from shoal.run.watching import read_run
 
     if not run_id:
         yield Finding("", "run", "the invite names no run: give its name by --run")

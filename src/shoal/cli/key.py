@@ -22,7 +22,7 @@ def key() -> None:
 @click.argument("file", type=_FILE)
 def new(file: Path) -> None:
     """Write a new identity to FILE, which only its owner can read; print the peer id. An existing FILE stays."""
-    from shoal.identity import Identity
+    from shoal.protocol.identity import Identity
 
     click.echo(Identity.create(file).peer_id)
 
@@ -31,6 +31,6 @@ def new(file: Path) -> None:
 @click.argument("file", type=_FILE)
 def show(file: Path) -> None:
     """Print the peer id of the identity in FILE."""
-    from shoal.identity import Identity
+    from shoal.protocol.identity import Identity
 
     click.echo(Identity.load(file).peer_id)

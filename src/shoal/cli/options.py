@@ -57,7 +57,7 @@ def timeout_option(default: float, what: str) -> Callable[[F], F]:
 
 def checked_run(_: click.Context, __: click.Parameter, run_id: str | None) -> str | None:
     """The name of a run as `--run` gives it. Raises `ConfigError` for a text that no run can have as its name."""
-    from shoal.peer import check_run_id
+    from shoal.base.peer import check_run_id
 
     if run_id is not None:
         check_run_id(run_id, "--run")
@@ -83,7 +83,7 @@ def run_of(invite: str | None) -> str:
     Raises:
         ConfigError: this is neither an invite nor an address.
     """
-    from shoal.peer import parse_peers
+    from shoal.base.peer import parse_peers
 
     runs = [""]
     parse_peers(invite, name="INVITE", invited=runs.append)
@@ -95,7 +95,7 @@ def maddr_of(host: str | None, port: int, option: str = "--host") -> str:
 
     Without a host `shoal.DHT` chooses it.
     """
-    from shoal.peer import host_kind, is_host
+    from shoal.base.peer import host_kind, is_host
 
     if host is None:
         return f"/tcp/{port}"

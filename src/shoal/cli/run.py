@@ -128,8 +128,8 @@ def _settings(context: click.Context, options: dict[str, Any]) -> list[Setting]:
 
 def _check(options: dict[str, Any], origin: Callable[[str], str]) -> None:
     """Raise `ConfigError` for what the constructors would refuse, and make the key and the folder."""
-    from shoal.identity import Identity
-    from shoal.peer import parse_peers
+    from shoal.base.peer import parse_peers
+    from shoal.protocol.identity import Identity
     from shoal.runtime.peers_file import PeersFile
 
     if options["invite"]:

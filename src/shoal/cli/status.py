@@ -1,6 +1,6 @@
 """`shoal status`: the peers that train in a run, and their progress.
 
-It joins the network as a client, and shows what `shoal.runtime.watching.read_run` reads.
+It joins the network as a client, and shows what `shoal.run.watching.read_run` reads.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from shoal.protocol.wire import Progress
+    from shoal.run.watching import RunStatus
     from shoal.runtime.dht import DHT
-    from shoal.runtime.watching import RunStatus
-    from shoal.wire import Progress
 
 __all__ = ["status", "summary_of", "table_of"]
 
@@ -41,8 +41,8 @@ _ABSURD = 1e12
 @timeout_option(5.0, "join")
 def status(*, invite: str, run_id: str | None, as_json: bool, watch: bool, timeout: float) -> int:
     """Show the peers of the run that INVITE leads to (an invite or an address)."""
+    from shoal.run.watching import read_run
     from shoal.runtime.dht import DHT
-    from shoal.runtime.watching import read_run
 
     run_id = run_of(invite) if run_id is None else run_id
     if not run_id:
@@ -79,7 +79,7 @@ def _watch(dht: DHT, run_id: str, *, as_json: bool) -> NoReturn:
     from rich.text import Text
 
     from shoal.events import Event, PeerLost
-    from shoal.runtime.watching import read_run
+    from shoal.run.watching import read_run
 
     news, lost = threading.Event(), set[str]()
 

@@ -2,9 +2,8 @@
 
 8 bits of a parameter are steps of about a hundredth of its size, 16 bits of about a thousandth. An update is smaller:
 rounding would swallow it. With `Differences`, a round of averaging encodes the difference from the last committed
-average, which all members of the group hold bit by bit
-(`shoal.allreduce.segments`; decisions 0011 and 0014). If they do not, the round is lossless. Without averaging, as
-in downloads of a state, it acts as the inner codec.
+average, which all members of the group hold bit by bit (`shoal.averaging.allreduce.segments`; decisions 0011 and 0014).
+If they do not, the round is lossless. Without averaging, as in downloads of a state, it acts as the inner codec.
 
 The name on the wire is `difference:NAME`.
 """

@@ -1,7 +1,7 @@
 """Error feedback: what the encoding of one contribution loses is sent with the next contribution.
 
 The codec itself has no memory: `ErrorFeedback` tells the averaging code to keep one, the *residual*
-(`shoal.allreduce.segments`; Seide et al. 2014, "1-bit stochastic gradient descent"; Stich et al. 2018,
+(`shoal.averaging.allreduce.segments`; Seide et al. 2014, "1-bit stochastic gradient descent"; Stich et al. 2018,
 arXiv:1809.07599; Karimireddy et al. 2019, arXiv:1901.09847). The bytes are those of the inner codec. Without averaging,
 as in downloads of a state, it acts as that codec.
 

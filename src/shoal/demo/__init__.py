@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoal.lazy import lazy
+from shoal.base.lazy import lazy
 
 if TYPE_CHECKING:
     from shoal.demo.settings import DemoOptions

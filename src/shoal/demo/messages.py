@@ -20,8 +20,8 @@ from typing import get_args
 import msgspec
 
 from shoal import events
+from shoal.base.peer import PeerID
 from shoal.demo.settings import Training
-from shoal.peer import PeerID
 
 __all__ = [
     "TOLD",

@@ -12,16 +12,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from shoal.base.peer import PeerID
+from shoal.base.tasks import Changes, Tasks, in_turns
 from shoal.dht.local import CHECKED_BYTES, Local
 from shoal.dht.lookup import Lookup
 from shoal.dht.routing import id_of_key
 from shoal.dht.storage import wins, wire_bytes
 from shoal.errors import ClosedError, PeerError, PeerProtocolError, PeerRefused, PeerUnreachable
 from shoal.events import PeerDropped
-from shoal.peer import PeerID
+from shoal.protocol.wire import Contact, DhtFind, DhtFindReply, Record, Request
 from shoal.rpc import Endpoint, NotDialed
-from shoal.tasks import Changes, Tasks, in_turns
-from shoal.wire import Contact, DhtFind, DhtFindReply, Record, Request
 
 __all__ = ["Caller", "Crawler", "Findings", "KeySearch", "report"]
 

@@ -13,14 +13,14 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from shoal.clock import Backoff
+from shoal.base.clock import Backoff
+from shoal.base.peer import Address, PeerID
 from shoal.dht.crawl import Caller
 from shoal.errors import PeerError, PeerRefused, PeerUnreachable
-from shoal.peer import Address, PeerID
+from shoal.protocol.wire import Contact, DhtPing
 from shoal.rpc import Endpoint
 from shoal.rpc.dial_limits import NotDialed
 from shoal.transport.sockets import is_loopback, is_private
-from shoal.wire import Contact, DhtPing
 
 if TYPE_CHECKING:
     import random

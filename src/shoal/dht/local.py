@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from shoal.clock import Env
+from shoal.base.clock import Env
+from shoal.base.peer import PeerID
 from shoal.dht.neighbours import Neighbours
 from shoal.dht.storage import RecordStore, StorageLimits
 from shoal.dht.validation import CompositeValidator, RecordRules
 from shoal.errors import ConfigError
-from shoal.peer import PeerID
-from shoal.wire import Record
+from shoal.protocol.wire import Record
 
 __all__ = ["CHECKED_BYTES", "DhtSettings", "Local", "Vault"]
 

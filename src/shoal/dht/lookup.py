@@ -22,9 +22,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from shoal.base.peer import PeerID
 from shoal.dht.routing import node_id
-from shoal.peer import PeerID
-from shoal.wire import Contact
+from shoal.protocol.wire import Contact
 
 __all__ = ["Lookup"]
 

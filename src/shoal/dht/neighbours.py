@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from shoal.bounded import put_last
+from shoal.base.bounded import put_last
+from shoal.base.peer import PeerID
 from shoal.dht.routing import RoutingTable
-from shoal.peer import PeerID
-from shoal.wire import Contact
+from shoal.protocol.wire import Contact
 
 if TYPE_CHECKING:
     import random

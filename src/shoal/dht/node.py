@@ -24,7 +24,8 @@ from functools import partial
 from numbers import Real
 from typing import Any
 
-from shoal.clock import Env
+from shoal.base.clock import Env
+from shoal.base.peer import Address, PeerID
 from shoal.dht.crawl import Caller, Crawler, Findings, KeySearch
 from shoal.dht.joining import Knocking, contacts_of, is_here
 from shoal.dht.local import DhtSettings, Local, Vault
@@ -37,10 +38,9 @@ from shoal.dht.upkeep import Upkeep
 from shoal.dht.validation import CompositeValidator, RecordValidator, Subkey, encode_subkey, encode_value, signed_record
 from shoal.errors import ClosedError, ConfigError, PeerUnreachable
 from shoal.events import Warned
-from shoal.identity import Identity
-from shoal.peer import Address, PeerID
+from shoal.protocol.identity import Identity
+from shoal.protocol.wire import Contact, Record
 from shoal.rpc import Endpoint
-from shoal.wire import Contact, Record
 
 __all__ = ["DhtNode", "Found", "Item"]
 

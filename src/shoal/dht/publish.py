@@ -11,14 +11,14 @@ import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeGuard
 
-from shoal.bounded import put_last
+from shoal.base.bounded import put_last
+from shoal.base.peer import PeerID
 from shoal.dht.crawl import Caller, Crawler, Findings, KeySearch
 from shoal.dht.local import Local
 from shoal.dht.routing import id_of_key, node_id
 from shoal.dht.storage import wire_bytes
 from shoal.errors import PeerError, PeerProtocolError
-from shoal.peer import PeerID
-from shoal.wire import Contact, DhtStore, Record
+from shoal.protocol.wire import Contact, DhtStore, Record
 
 __all__ = ["Publisher", "StoreAndFind"]
 

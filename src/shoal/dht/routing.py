@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from shoal.bounded import put_last
-from shoal.peer import PeerID
-from shoal.wire import Contact
+from shoal.base.bounded import put_last
+from shoal.base.peer import PeerID
+from shoal.protocol.wire import Contact
 
 if TYPE_CHECKING:
     import random

@@ -10,15 +10,25 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+from shoal.base.peer import PeerID
+from shoal.base.tasks import in_turns
 from shoal.dht.local import CHECKED_BYTES, Local
 from shoal.dht.routing import id_of_key
 from shoal.dht.storage import wire_bytes
 from shoal.errors import ClosedError, PeerRefused
-from shoal.peer import PeerID
+from shoal.protocol.wire import (
+    Contact,
+    DhtFind,
+    DhtFindReply,
+    DhtFound,
+    DhtPing,
+    DhtPong,
+    DhtStore,
+    DhtStoreReply,
+    Record,
+)
 from shoal.rpc import Endpoint
 from shoal.rpc.rate_limiter import RateLimiter
-from shoal.tasks import in_turns
-from shoal.wire import Contact, DhtFind, DhtFindReply, DhtFound, DhtPing, DhtPong, DhtStore, DhtStoreReply, Record
 
 __all__ = ["Service"]
 

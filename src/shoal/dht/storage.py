@@ -23,10 +23,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from shoal.base.peer import PeerID
 from shoal.dht.validation import Subkey, decode_subkey, decode_value, encode_subkey
 from shoal.errors import ConfigError
-from shoal.peer import PeerID
-from shoal.wire import Record
+from shoal.protocol.wire import Record
 
 __all__ = [
     "PEER_ENTRY_BYTES",

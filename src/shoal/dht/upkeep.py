@@ -25,14 +25,14 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from shoal.clock import Backoff
+from shoal.base.clock import Backoff
+from shoal.base.peer import PeerID
 from shoal.dht.crawl import Caller, Crawler, report
 from shoal.dht.local import Local
 from shoal.dht.publish import Publisher
 from shoal.dht.routing import id_of_key, node_id
 from shoal.errors import ClosedError, PeerError
-from shoal.peer import PeerID
-from shoal.wire import Contact, DhtPing, Record
+from shoal.protocol.wire import Contact, DhtPing, Record
 
 __all__ = ["Upkeep"]
 

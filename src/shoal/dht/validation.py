@@ -29,11 +29,11 @@ from typing import Any, Protocol, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from shoal.base.peer import PEER_ID_BYTES, PeerID
 from shoal.dht.routing import key_of
 from shoal.errors import ConfigError
-from shoal.identity import Identity, verify
-from shoal.peer import PEER_ID_BYTES, PeerID
-from shoal.wire import Record, decode_plain, encode, encode_plain
+from shoal.protocol.identity import Identity, verify
+from shoal.protocol.wire import Record, decode_plain, encode, encode_plain
 
 __all__ = [
     "MAX_SUBKEY_BYTES",

@@ -30,23 +30,23 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.distributed as dist
 
+from shoal.base.checks import whole
+from shoal.base.names import known_as
+from shoal.base.untraced import untraced
 from shoal.compression import view_bytes
 from shoal.errors import ConfigError, LocalError, ShoalError
 from shoal.integrations.trainers import warn
 from shoal.optim import Optimizer
 from shoal.optim.arguments import merging_of
-from shoal.optim.batch_rows import rows_of, samples_of
-from shoal.optim.gradient_sum import GradientSum
-from shoal.optim.inner import make_inner, make_scheduler
-from shoal.optim.model import learn_names
-from shoal.optim.schedule import ScheduleWatch, follow
-from shoal.optim.state_name import StateName
-from shoal.optim.training_state import TrainingState
-from shoal.runtime.checks import whole
+from shoal.protocol.wire import MAX_EPOCH
+from shoal.run.decide.state_name import StateName
 from shoal.runtime.dht import DHT
-from shoal.runtime.names import known_as
-from shoal.untraced import untraced
-from shoal.wire import MAX_EPOCH
+from shoal.train.batch_rows import rows_of, samples_of
+from shoal.train.gradient_sum import GradientSum
+from shoal.train.inner import make_inner, make_scheduler
+from shoal.train.model import learn_names
+from shoal.train.schedule import ScheduleWatch, follow
+from shoal.train.training_state import TrainingState
 from shoal.zero.watch import Agreement, Watch
 
 __all__ = ["GroupOptimizer"]

@@ -14,13 +14,13 @@ from typing import Annotated, Any
 import msgspec
 import torch
 
-from shoal.clock import get_dht_time
+from shoal.base.checks import whole
+from shoal.base.clock import get_dht_time
+from shoal.base.peer import PeerID
 from shoal.errors import ConfigError, ShoalError
 from shoal.events import Evaluated, Event, Warned
 from shoal.optim import Optimizer
-from shoal.peer import PeerID
-from shoal.runtime.checks import whole
-from shoal.wire import Epoch, Samples
+from shoal.protocol.wire import Epoch, Samples
 
 __all__ = ["Evaluation"]
 

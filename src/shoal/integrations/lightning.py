@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from shoal.base.checks import whole
+from shoal.base.peer import check_run_id
 from shoal.errors import ConfigError
 from shoal.integrations.evaluation import Evaluation
 from shoal.integrations.metrics import SharedMean
@@ -36,11 +38,9 @@ from shoal.integrations.trainers import (
 )
 from shoal.optim import Optimizer
 from shoal.optim.arguments import merging_of, target_of
-from shoal.optim.batch_layout import BatchLayout, looked
-from shoal.optim.batch_rows import rows_in
-from shoal.peer import check_run_id
-from shoal.runtime.checks import whole
 from shoal.runtime.dht import DHT
+from shoal.train.batch_layout import BatchLayout, looked
+from shoal.train.batch_rows import rows_in
 
 try:
     from lightning.pytorch import Callback

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
-from shoal.clock import get_dht_time
+from shoal.base.checks import path, whole
+from shoal.base.clock import get_dht_time
+from shoal.base.pool import DaemonPool
 from shoal.errors import ConfigError, ShoalError
 from shoal.events import EpochAdvanced, Evaluated, Event, Warned
 from shoal.optim import Optimizer, Status
-from shoal.runtime.checks import path, whole
 from shoal.runtime.dht import DHT
-from shoal.runtime.pool import DaemonPool
 
 __all__ = ["JsonLines", "Metrics", "Prometheus", "SharedMean", "Sink", "TensorBoard", "WandB"]
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from shoal.base.checks import whole
 from shoal.errors import ClosedError, ConfigError, ShoalError, StateUnavailable
 from shoal.events import Warned
 from shoal.integrations.evaluation import Evaluation
 from shoal.optim import Optimizer
-from shoal.runtime.checks import whole
 from shoal.strategies import Merging
 
 __all__ = [

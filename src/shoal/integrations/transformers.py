@@ -7,7 +7,7 @@ gradient that they are taken from. The Trainer's own loop must neither stop afte
 So these two arguments are taken over here, and others that cannot work in a swarm are refused.
 
 The Trainer offers no place where the number of samples of a batch could be read. They are counted by the model
-(`shoal.optim.batch_rows`): the Trainer has one backward pass for each of its batches.
+(`shoal.train.batch_rows`): the Trainer has one backward pass for each of its batches.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
+from shoal.base.checks import path, whole
 from shoal.data import PeerSampler
 from shoal.errors import ConfigError
 from shoal.integrations.metrics import SharedMean
@@ -40,11 +41,10 @@ from shoal.integrations.trainers import (
 )
 from shoal.optim import Optimizer
 from shoal.optim.arguments import checked_tensors, merging_of
-from shoal.optim.batch_rows import BatchRows
-from shoal.optim.inner import make_scheduler
-from shoal.runtime.checks import path, whole
 from shoal.runtime.dht import DHT
 from shoal.strategies import Merging
+from shoal.train.batch_rows import BatchRows
+from shoal.train.inner import make_scheduler
 
 try:
     from accelerate.state import GradientState  # type: ignore[import-untyped]

@@ -10,17 +10,17 @@ loops that take their own steps, as with hivemind: `grad_averager`, `power_sgd`,
 `progress_tracker`; and for float16: `grad_scaler`.
 """
 
-from shoal.optim.grad_averager import GradientAverager
-from shoal.optim.grad_scaler import GradScaler
+from shoal.hivemind.grad_averager import GradientAverager
+from shoal.hivemind.grad_scaler import GradScaler
+from shoal.hivemind.power_sgd import PowerSGDGradientAverager
+from shoal.hivemind.progress_tracker import ProgressTracker
+from shoal.hivemind.state_averager import TrainingStateAverager
+from shoal.hivemind.training_averager import TrainingAverager
 from shoal.optim.optimizer import Optimizer
-from shoal.optim.participant import Participant
-from shoal.optim.power_sgd import PowerSGDGradientAverager
-from shoal.optim.progress_tracker import ProgressTracker
-from shoal.optim.settings import RunSettings
-from shoal.optim.state_averager import TrainingStateAverager
-from shoal.optim.status import PeerStatus, RoundStatus, Status
-from shoal.optim.training_averager import TrainingAverager
-from shoal.optim.training_state import TrainingState
+from shoal.run.participant import Participant
+from shoal.run.report.status import PeerStatus, RoundStatus, Status
+from shoal.run.settings import RunSettings
+from shoal.train.training_state import TrainingState
 
 __all__ = [
     "GradScaler",

@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from shoal.averager import AveragerSettings, choose_timeouts
-from shoal.averager.timeouts import TIMEOUTS
+from shoal.averaging import AveragerSettings, choose_timeouts
+from shoal.averaging.timeouts import TIMEOUTS
+from shoal.base.checks import flag, own_number, whole
 from shoal.compression import CompressionBase
 from shoal.errors import ConfigError
-from shoal.optim.state_name import StateName
+from shoal.protocol.wire import MAX_SAMPLES_OF_STEP, Epoch, Samples
+from shoal.run.decide.state_name import StateName
 from shoal.runtime.arguments import client_argument, codec_argument
-from shoal.runtime.checks import flag, own_number, whole
 from shoal.runtime.dht import DHT
 from shoal.strategies import Merging, Strategy
-from shoal.wire import MAX_SAMPLES_OF_STEP, Epoch, Samples
 
 __all__ = [
     "AVERAGING_TIMEOUT_S",

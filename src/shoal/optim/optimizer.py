@@ -17,12 +17,17 @@ from typing import Any, Self, TypeVar, Unpack
 
 import torch
 
-from shoal.averager import TensorLock
+from shoal.averaging import TensorLock
+from shoal.averaging.core import PeerCore
+from shoal.base.checks import flag, path, positive, seconds, whole
+from shoal.base.peer import check_run_id
+from shoal.base.pool import DaemonPool
+from shoal.base.untraced import untraced
 from shoal.compression import CompressionBase, NoCompression
-from shoal.core import PeerCore
 from shoal.errors import ClosedError, ConfigError, LocalError, StateUnavailable, is_out_of_memory
 from shoal.events import Event, Warned, print_log
-from shoal.optim.agreement import Deal
+from shoal.hivemind.faces import HivemindNames
+from shoal.hivemind.power_sgd import low_rank_options
 from shoal.optim.arguments import (
     AVERAGING_TIMEOUT_S,
     averager_settings,
@@ -36,10 +41,13 @@ from shoal.optim.arguments import (
     target_of,
     where_saved,
 )
-from shoal.optim.batch_rows import rows_of, samples_of
-from shoal.optim.checkpoint import Content, Files, Saved, copy_of
-from shoal.optim.faces import HivemindNames
-from shoal.optim.fragments import (
+from shoal.protocol.wire import MAX_EPOCH, MAX_SAMPLES_OF_STEP
+from shoal.run.decide.agreement import Deal
+from shoal.run.decide.phases import RunPhase
+from shoal.run.decide.state_name import StateName
+from shoal.run.disk.checkpoint import Content, Files, Saved, copy_of
+from shoal.run.disk.saving import Saver, misfit, saver_of
+from shoal.run.fragments import (
     Loaded,
     export,
     fingerprint,
@@ -52,34 +60,26 @@ from shoal.optim.fragments import (
     saved_fragments,
     take_over,
 )
-from shoal.optim.gradient_watch import GradientWatch, SpentGradients
-from shoal.optim.inner import make_inner, make_scheduler
-from shoal.optim.local_updates import LocalTrainingState
-from shoal.optim.low_rank_training import LowRankTrainingState
-from shoal.optim.model import TrainedModel, learn_names
-from shoal.optim.offload import Offload
-from shoal.optim.outer import LocalSteps, OuterTrainingState
-from shoal.optim.own_state import Replaced
-from shoal.optim.participant import Participant
-from shoal.optim.phases import RunPhase
-from shoal.optim.power_sgd import low_rank_options
-from shoal.optim.saving import Saver, misfit, saver_of
-from shoal.optim.schedule import ScheduleWatch, follow, is_moved
-from shoal.optim.settings import RunSettings, checked_settings, fragment_settings, run_settings
-from shoal.optim.state_name import StateName
-from shoal.optim.status import Status
-from shoal.optim.training_state import TrainingState, digest_of
-from shoal.peer import check_run_id
-from shoal.progress import NO_STATE, StateKey
-from shoal.runtime.checks import flag, path, positive, seconds, whole
+from shoal.run.join.own_state import Replaced
+from shoal.run.participant import Participant
+from shoal.run.report.status import Status
+from shoal.run.settings import RunSettings, checked_settings, fragment_settings, run_settings
+from shoal.run.view.progress import NO_STATE, StateKey
 from shoal.runtime.dht import DHT
 from shoal.runtime.hivemind import OptimizerOptions, check_optimizer_options
 from shoal.runtime.launch import launched
-from shoal.runtime.pool import DaemonPool
 from shoal.runtime.thread import GRACE_S, LoopThread
 from shoal.strategies import Merging, Strategy
-from shoal.untraced import untraced
-from shoal.wire import MAX_EPOCH, MAX_SAMPLES_OF_STEP
+from shoal.strategies.local_updates import LocalTrainingState
+from shoal.strategies.low_rank_training import LowRankTrainingState
+from shoal.strategies.outer import LocalSteps, OuterTrainingState
+from shoal.train.batch_rows import rows_of, samples_of
+from shoal.train.gradient_watch import GradientWatch, SpentGradients
+from shoal.train.inner import make_inner, make_scheduler
+from shoal.train.model import TrainedModel, learn_names
+from shoal.train.offload import Offload
+from shoal.train.schedule import ScheduleWatch, follow, is_moved
+from shoal.train.training_state import TrainingState, digest_of
 
 __all__ = ["Optimizer"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from shoal.peer import PeerID
+from shoal.base.peer import PeerID
 from shoal.rpc.link import CallLink
 from shoal.transport.base import Connection
 

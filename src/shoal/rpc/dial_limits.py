@@ -17,11 +17,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from shoal.bounded import put_last
-from shoal.clock import seconds_text
+from shoal.base.bounded import put_last
+from shoal.base.clock import seconds_text
+from shoal.base.peer import Address, PeerID, site_of
+from shoal.base.tasks import Changes
 from shoal.errors import PeerError, PeerUnreachable
-from shoal.peer import Address, PeerID, site_of
-from shoal.tasks import Changes
 from shoal.transport.base import Connection, Transport
 
 __all__ = ["BoundedDials", "DialLimits", "NotDialed"]

@@ -12,20 +12,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from shoal.bounded import put_last
-from shoal.clock import Backoff, seconds_text
+from shoal.base.bounded import put_last
+from shoal.base.clock import Backoff, seconds_text
+from shoal.base.peer import Address, PeerID
+from shoal.base.sometimes import sometimes
+from shoal.base.tasks import Tasks
 from shoal.errors import ClosedError, PeerError, PeerRefused, PeerTimeout, PeerUnreachable
-from shoal.peer import Address, PeerID
+from shoal.protocol.wire import Contact, Hello
 from shoal.rpc.connections import Connections
 from shoal.rpc.dial_limits import BoundedDials
 from shoal.rpc.framing import Kind, Limits, pack
 from shoal.rpc.lending import Lending
 from shoal.rpc.link import CallLink
 from shoal.rpc.ways import Ways
-from shoal.sometimes import sometimes
-from shoal.tasks import Tasks
 from shoal.transport.base import Connection, Transport
-from shoal.wire import Contact, Hello
 
 __all__ = ["Dialer"]
 

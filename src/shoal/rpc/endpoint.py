@@ -22,24 +22,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from shoal.bounded import put_last
-from shoal.clock import Env, SharedClock, seconds_text
+from shoal.base.bounded import put_last
+from shoal.base.clock import Env, SharedClock, seconds_text
+from shoal.base.peer import Address, PeerID, site_of
+from shoal.base.tasks import Tasks, while_moving
 from shoal.errors import ClosedError, LocalError, PeerError, PeerProtocolError, PeerTimeout, PeerUnreachable
 from shoal.events import PeerConnected, PeerDropped, PeerLost, PeerSilent, Warned
-from shoal.peer import Address, PeerID, site_of
-from shoal.rpc.allowance import Account, Allowance, call_cost, reply_cost, stream_cost
-from shoal.rpc.connections import Connections
-from shoal.rpc.dial_limits import NotDialed
-from shoal.rpc.dialing import Dialer
-from shoal.rpc.framing import Kind, Limits, pack, read_frame
-from shoal.rpc.link import THE_PEER_LEFT, CallLink, LinkRetired
-from shoal.rpc.rhythm import LOOK_S, Rhythm
-from shoal.rpc.serving import Services, tag_of
-from shoal.rpc.stream import Stream
-from shoal.rpc.trust import Trust
-from shoal.tasks import Tasks, while_moving
-from shoal.transport.base import Connection, Transport
-from shoal.wire import (
+from shoal.protocol.wire import (
     Contact,
     Hello,
     LendConnection,
@@ -54,6 +43,17 @@ from shoal.wire import (
     reply_type,
     stream_types,
 )
+from shoal.rpc.allowance import Account, Allowance, call_cost, reply_cost, stream_cost
+from shoal.rpc.connections import Connections
+from shoal.rpc.dial_limits import NotDialed
+from shoal.rpc.dialing import Dialer
+from shoal.rpc.framing import Kind, Limits, pack, read_frame
+from shoal.rpc.link import THE_PEER_LEFT, CallLink, LinkRetired
+from shoal.rpc.rhythm import LOOK_S, Rhythm
+from shoal.rpc.serving import Services, tag_of
+from shoal.rpc.stream import Stream
+from shoal.rpc.trust import Trust
+from shoal.transport.base import Connection, Transport
 
 __all__ = ["Endpoint"]
 

@@ -6,7 +6,7 @@ size  field                  meaning
 1     kind                   see `Kind`
 4     header bytes           big-endian; at most `Limits.header_bytes`, checked before anything is allocated
 4     payload bytes          big-endian; at most `Limits.payload_bytes`; 0 except on DATA
-\*     header                 one MessagePack message (`shoal.wire`)
+\*     header                 one MessagePack message (`shoal.protocol.wire`)
 \*     payload                raw tensor bytes, read straight into the reader's own buffer
 ====  =====================  =============================================================================
 
@@ -22,8 +22,8 @@ from typing import NamedTuple
 import msgspec
 
 from shoal.errors import LocalError, PeerProtocolError
+from shoal.protocol.wire import encode
 from shoal.transport.base import Buffer, Connection
-from shoal.wire import encode
 
 __all__ = ["PREFIX_BYTES", "Frame", "Kind", "Limits", "pack", "read_frame"]
 

@@ -10,12 +10,12 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
+from shoal.base.peer import PeerID
 from shoal.errors import PeerTimeout
-from shoal.peer import PeerID
+from shoal.protocol.wire import LendConnection, encode
 from shoal.rpc.link import CallLink
 from shoal.rpc.serving import tag_of
 from shoal.transport.base import Connection
-from shoal.wire import LendConnection, encode
 
 __all__ = ["Lending"]
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
-from shoal.bounded import put_last
-from shoal.clock import seconds_text
+from shoal.base.bounded import put_last
+from shoal.base.clock import seconds_text
+from shoal.base.peer import PeerID
+from shoal.base.tasks import LEAST_BYTES_PER_S, Tasks
 from shoal.errors import PeerError, PeerProtocolError, PeerRefused, PeerTimeout, PeerUnreachable
-from shoal.peer import PeerID
+from shoal.protocol.wire import MAX_DURATION_S, Beat, BeatReply, Bye, Call, Failure, Note, Reply, decode, encode
 from shoal.rpc.framing import Kind, Limits, pack, read_frame
-from shoal.tasks import LEAST_BYTES_PER_S, Tasks
 from shoal.transport.base import Connection
-from shoal.wire import MAX_DURATION_S, Beat, BeatReply, Bye, Call, Failure, Note, Reply, decode, encode
 
 if TYPE_CHECKING:
     from shoal.rpc.connections import Connections

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from shoal.bounded import put_last
+from shoal.base.bounded import put_last
 
 __all__ = ["RateLimiter"]
 

@@ -35,19 +35,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from shoal.bounded import put_last
+from shoal.base.bounded import put_last
+from shoal.base.peer import Address, PeerID, site_of
+from shoal.base.sometimes import sometimes
+from shoal.base.tasks import Tasks
 from shoal.errors import ClosedError, ConfigError, PeerError, PeerRefused
 from shoal.events import Warned
-from shoal.peer import Address, PeerID, site_of
+from shoal.protocol.wire import Ballast, DialBack, DialedBack, Noted, NoWayIn, Whereabouts
 from shoal.rpc.dial_limits import NotDialed
 from shoal.rpc.endpoint import Endpoint, Incoming
 from shoal.rpc.rate_limiter import RateLimiter
 from shoal.rpc.rhythm import LOOK_S
 from shoal.rpc.trust import Rank
-from shoal.sometimes import sometimes
-from shoal.tasks import Tasks
 from shoal.transport.sockets import is_loopback, same_network
-from shoal.wire import Ballast, DialBack, DialedBack, Noted, NoWayIn, Whereabouts
 
 __all__ = ["Reachability", "Verdict"]
 

@@ -21,8 +21,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from shoal.peer import PeerID
-from shoal.sometimes import sometimes
+from shoal.base.peer import PeerID
+from shoal.base.sometimes import sometimes
 
 __all__ = ["LEAST_S", "LOOK_S", "SOON_S", "Rhythm"]
 

@@ -16,15 +16,15 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from shoal.base.peer import PeerID
+from shoal.base.tasks import Tasks
 from shoal.errors import ClosedError, ConfigError, PeerError, PeerProtocolError, PeerRefused, PeerUnreachable
-from shoal.peer import PeerID
+from shoal.protocol.wire import Call, Failure, Message, Note, OpenStream, Reply, decode, stream_types
 from shoal.rpc.connections import Connections
 from shoal.rpc.framing import Frame, Kind, Limits
 from shoal.rpc.link import CallLink, reply_frame
 from shoal.rpc.stream import Stream
-from shoal.tasks import Tasks
 from shoal.transport.base import Connection
-from shoal.wire import Call, Failure, Message, Note, OpenStream, Reply, decode, stream_types
 
 __all__ = ["CallHandler", "NoteHandler", "Services", "StreamHandler", "tag_of"]
 

@@ -13,11 +13,11 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from shoal.base.peer import PeerID
 from shoal.errors import LocalError, PeerError, PeerProtocolError, PeerRefused, PeerUnreachable
-from shoal.peer import PeerID
+from shoal.protocol.wire import Failure, Message, decode
 from shoal.rpc.framing import Frame, Kind, Limits, pack, payload_size, read_frame
 from shoal.transport.base import Buffer, Connection
-from shoal.wire import Failure, Message, decode
 
 __all__ = ["Stream"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Collection, Iterable
 
-from shoal.peer import PeerID
+from shoal.base.peer import PeerID
 
 __all__ = ["Rank", "Trust"]
 

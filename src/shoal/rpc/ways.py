@@ -20,12 +20,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
+from shoal.base.peer import Address, PeerID
+from shoal.base.sometimes import sometimes
+from shoal.base.tasks import Tasks
 from shoal.errors import PeerError
-from shoal.peer import Address, PeerID
 from shoal.rpc.dial_limits import BoundedDials, NotDialed
 from shoal.rpc.link import CallLink
-from shoal.sometimes import sometimes
-from shoal.tasks import Tasks
 from shoal.transport.base import Connection
 
 __all__ = ["Ways"]

@@ -8,9 +8,9 @@ from typing import TypeVar
 import torch
 
 from shoal import compression
+from shoal.base.checks import flag
 from shoal.compression import CompressionBase, CompressionInfo, NoCompression, TensorDescriptor, TensorRole
 from shoal.errors import ConfigError
-from shoal.runtime.checks import flag
 
 __all__ = ["check_tensors", "choose_codecs", "client_argument", "codec_argument", "first"]
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, Self, overload
 import msgspec
 import torch
 
-from shoal.averager import (
+from shoal.averaging import (
     Averager,
     AveragerSettings,
     AveragingMode,
@@ -26,19 +26,19 @@ from shoal.averager import (
     check_group_bits,
     choose_timeouts,
 )
-from shoal.averager.averager import Prepare
+from shoal.averaging.averager import Prepare
+from shoal.base.checks import flag, own_number, seconds
+from shoal.base.peer import PeerID
+from shoal.base.untraced import untraced
 from shoal.compression import CompressionBase, CompressionInfo
 from shoal.errors import ClosedError, ConfigError, LocalError
-from shoal.peer import PeerID
 from shoal.runtime.arguments import check_tensors, choose_codecs, client_argument, codec_argument, first
-from shoal.runtime.checks import flag, own_number, seconds
 from shoal.runtime.control import StepControl, check_schedule
 from shoal.runtime.dht import DHT
 from shoal.runtime.sharing import SharesState
 from shoal.runtime.tensors import LockedTensors
 from shoal.runtime.thread import GRACE_S, LoopFuture, LoopThread
 from shoal.state import SharedState
-from shoal.untraced import untraced
 
 __all__ = ["DecentralizedAverager"]
 

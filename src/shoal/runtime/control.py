@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from shoal.averager import AveragingStage, StepRequest
+from shoal.averaging import AveragingStage, StepRequest
+from shoal.base.peer import PeerID
 from shoal.errors import ConfigError, LocalError
-from shoal.peer import PeerID
 from shoal.runtime.thread import LoopFuture, LoopThread
 
 __all__ = ["StepControl"]

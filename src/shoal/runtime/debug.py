@@ -19,14 +19,14 @@ import struct
 import sys
 from contextlib import suppress
 
-from shoal.clock import seconds_text
+from shoal.base.clock import seconds_text
+from shoal.base.peer import PeerID
 from shoal.errors import LocalError, PeerRefused
 from shoal.events import Warned
-from shoal.peer import PeerID
-from shoal.recorder import FlightRecorder, for_strangers, within
+from shoal.protocol.wire import GetTrace, Trace, decode, encode
 from shoal.rpc import Endpoint
+from shoal.rpc.recorder import FlightRecorder, for_strangers, within
 from shoal.transport.sockets import accept, open_sockets
-from shoal.wire import GetTrace, Trace, decode, encode
 
 __all__ = ["DebugService", "read_local"]
 

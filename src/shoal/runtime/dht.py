@@ -11,14 +11,14 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
-from shoal.clock import seconds_text
-from shoal.core import PeerCore
+from shoal.averaging.core import PeerCore
+from shoal.base.checks import flag, own_number, path, seconds
+from shoal.base.clock import seconds_text
+from shoal.base.peer import Address, Invite, PeerID, parse_peers
 from shoal.dht import DhtNode, DhtSettings, RecordValidator, Subkey, ValueWithExpiration, check_validators
 from shoal.errors import ClosedError, ConfigError, LocalError, PeerTimeout, PeerUnreachable
 from shoal.events import EventBus, Warned
-from shoal.identity import Identity
-from shoal.peer import Address, Invite, PeerID, parse_peers
-from shoal.runtime.checks import flag, own_number, path, seconds
+from shoal.protocol.identity import Identity
 from shoal.runtime.hivemind import DhtOptions, check_dht_options
 from shoal.runtime.launch import launched
 from shoal.runtime.peers_file import PeersFile

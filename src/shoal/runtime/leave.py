@@ -21,12 +21,12 @@ from collections.abc import Collection
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from shoal.core import PeerCore
+from shoal.averaging.core import PeerCore
+from shoal.base.locks import SafeLock
+from shoal.base.waiting import Gate
 from shoal.errors import ClosedError, ConfigError, LocalError, PeerError
-from shoal.locks import SafeLock
 from shoal.runtime.dht import DHT
 from shoal.runtime.thread import GRACE_S
-from shoal.runtime.waiting import Gate
 
 __all__ = ["Leaving", "leave_on_sigterm"]
 

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shoal.locks import SafeLock
+from shoal.base.locks import SafeLock
 
 __all__ = ["SWITCH_INTERVAL_S", "low_latency"]
 

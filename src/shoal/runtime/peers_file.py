@@ -11,10 +11,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from shoal.core import PeerCore
+from shoal.averaging.core import PeerCore
+from shoal.base.files import replace_file
+from shoal.base.peer import Address, PeerID
 from shoal.errors import ConfigError
-from shoal.peer import Address, PeerID
-from shoal.runtime.files import replace_file
 
 __all__ = ["PeersFile"]
 

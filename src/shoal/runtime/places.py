@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from shoal.base.peer import host_kind, is_host, kind_of
 from shoal.errors import ConfigError
-from shoal.peer import host_kind, is_host, kind_of
 
 __all__ = ["filled_in", "one_place"]
 

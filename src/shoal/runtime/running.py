@@ -13,13 +13,13 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
-from shoal.clock import Env, SystemClock
-from shoal.core import PeerCore
+from shoal.averaging.core import PeerCore
+from shoal.base.clock import Env, SystemClock
+from shoal.base.peer import Address
 from shoal.dht import DhtSettings, RecordValidator
 from shoal.events import EventBus, Warned
-from shoal.identity import Identity
-from shoal.peer import Address
-from shoal.recorder import FlightRecorder
+from shoal.protocol.identity import Identity
+from shoal.rpc.recorder import FlightRecorder
 from shoal.runtime.debug import DebugService, warning_of
 from shoal.runtime.low_latency import low_latency
 from shoal.runtime.peers_file import PeersFile

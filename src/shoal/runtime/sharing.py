@@ -9,16 +9,16 @@ from typing import Any, Literal, TypeVar, overload
 
 import torch
 
-from shoal.averager import Averager
+from shoal.averaging import Averager
+from shoal.base.checks import flag, seconds
 from shoal.compression import CompressionBase, CompressionInfo
 from shoal.errors import ConfigError, StateUnavailable
 from shoal.events import Warned
-from shoal.runtime.checks import flag, seconds
+from shoal.protocol.wire import MAX_EPOCH
 from shoal.runtime.dht import DHT
 from shoal.runtime.tensors import LockedTensors
 from shoal.runtime.thread import GRACE_S, LoopFuture
 from shoal.state import SharedState
-from shoal.wire import MAX_EPOCH
 
 __all__ = ["SharesState"]
 

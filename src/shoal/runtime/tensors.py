@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import torch
 
-from shoal.averager import TensorLock, Turn
-from shoal.clock import seconds_text
+from shoal.averaging import TensorLock, Turn
+from shoal.base.clock import seconds_text
 from shoal.errors import LocalError
 
 __all__ = ["LockedTensors"]

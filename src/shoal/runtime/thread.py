@@ -22,11 +22,11 @@ from collections.abc import Callable, Coroutine, Generator
 from functools import partial
 from typing import Any, TypeVar, TypeVarTuple
 
-from shoal.clock import ThreadExecutor, seconds_text
+from shoal.base.clock import ThreadExecutor, seconds_text
+from shoal.base.locks import SafeLock
+from shoal.base.pool import DaemonPool, use_cores
+from shoal.base.waiting import SLICE_S, Gate, RunningTime, SafeCondition, SlicingSelector
 from shoal.errors import ClosedError, LocalError
-from shoal.locks import SafeLock
-from shoal.runtime.pool import DaemonPool, use_cores
-from shoal.runtime.waiting import SLICE_S, Gate, RunningTime, SafeCondition, SlicingSelector
 
 __all__ = ["GRACE_S", "LoopFuture", "LoopThread"]
 

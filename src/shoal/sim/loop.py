@@ -10,7 +10,7 @@ Hours pass in milliseconds, and the run follows from the program and its seed al
 
 Every task and timer belongs to an `Owner`, one life of one simulated process, named by a context variable that tasks
 inherit. `freeze` holds an owner's code back (SIGSTOP, a closed lid), and `thaw` lets it go on: its clock has stood
-still meanwhile, like the clock of shoal's real loop (`shoal.runtime.waiting`). `kill` ends it (SIGKILL): its tasks are
+still meanwhile, like the clock of shoal's real loop (`shoal.base.waiting`). `kill` ends it (SIGKILL): its tasks are
 cancelled at once, its timers never fire, and its unwinding takes no time and may not wait. Owners are looked up when
 code runs, not when it is scheduled, and only while some owner is not running.
 
@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
-from shoal.clock import LONGEST_TURN_S
+from shoal.base.clock import LONGEST_TURN_S
 from shoal.errors import ClosedError, SimulationError
 from shoal.sim.owner import OWNER, Handle, Owner, Task, Tasks, Timer
 from shoal.sim.whims import Mischief

@@ -12,10 +12,10 @@ import random
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from shoal.base.sometimes import counted
 from shoal.errors import ConfigError, SimulationError
 from shoal.sim.loop import MAX_TIME_S, MAX_TURNS, MAX_TURNS_AT_ONE_INSTANT, VirtualLoop
 from shoal.sim.whims import Mischief, Whims
-from shoal.sometimes import counted
 
 __all__ = ["calm", "run", "sleep"]
 

@@ -26,11 +26,11 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from shoal.clock import Env, InlineExecutor
+from shoal.base.clock import Env, InlineExecutor
+from shoal.base.peer import Address, PeerID
 from shoal.errors import ClosedError, ConfigError, LocalError
 from shoal.events import EventBus
-from shoal.identity import SEED_BYTES, Identity
-from shoal.peer import Address, PeerID
+from shoal.protocol.identity import SEED_BYTES, Identity
 from shoal.sim.loop import VirtualLoop, world_time
 from shoal.sim.network import SimNetwork
 from shoal.sim.whims import SlowExecutor

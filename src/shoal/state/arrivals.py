@@ -16,7 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
-from shoal.peer import PeerID
+from shoal.base.peer import PeerID
 
 __all__ = ["HOPE", "MIN_AHEAD", "ArrivalRate", "Intake", "Line"]
 

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shoal.clock import Backoff
-from shoal.peer import PeerID
-from shoal.wire import Contact
+from shoal.base.clock import Backoff
+from shoal.base.peer import PeerID
+from shoal.protocol.wire import Contact
 
 if TYPE_CHECKING:
     import random

@@ -12,18 +12,18 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Hashable
 
-from shoal.clock import Env, seconds_text
+from shoal.base.clock import Env, seconds_text
+from shoal.base.peer import PeerID
+from shoal.base.sometimes import sometimes
+from shoal.base.tasks import LEAST_BYTES_PER_S, Changes, stopped, while_moving
 from shoal.errors import ClosedError, ConfigError, LocalError, PeerProtocolError, PeerRefused
 from shoal.events import PeerDropped, StateServed, Warned
-from shoal.peer import PeerID
+from shoal.protocol.wire import Chunk, FetchChunks, GetManifest, ManifestPending, ManifestReply, MoreChunks
 from shoal.rpc import Endpoint, Stream
-from shoal.sometimes import sometimes
 from shoal.state.pace import Pacer
 from shoal.state.readers import Reader, Readers
 from shoal.state.snapshot import HoldState, ShareLimits, Snapshot, SnapshotStore
 from shoal.state.upload import Upload
-from shoal.tasks import LEAST_BYTES_PER_S, Changes, stopped, while_moving
-from shoal.wire import Chunk, FetchChunks, GetManifest, ManifestPending, ManifestReply, MoreChunks
 
 __all__ = ["StateDonor"]
 

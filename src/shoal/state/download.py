@@ -33,7 +33,10 @@ from typing import Any
 import msgspec
 import torch
 
-from shoal.clock import Env, seconds_text
+from shoal.base.clock import Env, seconds_text
+from shoal.base.peer import PeerID
+from shoal.base.sometimes import sometimes
+from shoal.base.tasks import Changes
 from shoal.errors import (
     ConfigError,
     NoMemoryForState,
@@ -45,15 +48,12 @@ from shoal.errors import (
     StateUnavailable,
 )
 from shoal.events import PeerDropped, StateDownloaded
-from shoal.peer import PeerID
+from shoal.protocol.wire import GetManifest, ManifestPending
 from shoal.rpc import Endpoint
-from shoal.sometimes import sometimes
 from shoal.state.arrivals import HOPE, Intake
 from shoal.state.candidates import Candidates, Donor
 from shoal.state.feed import END_WITHIN_S, Feed, MayRead, Target
 from shoal.state.manifest import MAX_TENSORS, Accept, Manifest, read_manifest, shares
-from shoal.tasks import Changes
-from shoal.wire import GetManifest, ManifestPending
 
 __all__ = ["Donor", "DownloadLimits", "DownloadedState", "download_state"]
 

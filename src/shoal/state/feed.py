@@ -21,18 +21,18 @@ from collections.abc import Awaitable, Callable
 from contextlib import closing, suppress
 from itertools import chain
 
-from shoal.clock import Env, seconds_text
+from shoal.base.clock import Env, seconds_text
+from shoal.base.peer import PeerID
+from shoal.base.sometimes import sometimes
+from shoal.base.tasks import Changes
 from shoal.compression import populate
 from shoal.errors import PeerError, PeerProtocolError, PeerTimeout
-from shoal.peer import PeerID
+from shoal.protocol.wire import Chunk, Contact, FetchChunks, MoreChunks
 from shoal.rpc import LOOK_S, Endpoint, Stream
-from shoal.sometimes import sometimes
 from shoal.state.arrivals import MIN_AHEAD, ArrivalRate, Intake, Line
 from shoal.state.assembly import Assembly
 from shoal.state.manifest import Manifest, chunk_hash
 from shoal.state.plan import ChunkPlan
-from shoal.tasks import Changes
-from shoal.wire import Chunk, Contact, FetchChunks, MoreChunks
 
 __all__ = ["Feed", "MayRead", "Target"]
 

@@ -38,7 +38,7 @@ from blake3 import blake3
 
 from shoal.compression import CompressionBase, NoCompression, codec_by_name, dtype_by_name, dtype_name
 from shoal.errors import ConfigError, PeerProtocolError
-from shoal.wire import MAX_KINDS, ManifestReply, decode_plain, encode_plain
+from shoal.protocol.wire import MAX_KINDS, ManifestReply, decode_plain, encode_plain
 
 __all__ = [
     "Accept",

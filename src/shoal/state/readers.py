@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from shoal.peer import PeerID
-from shoal.sometimes import sometimes
+from shoal.base.peer import PeerID
+from shoal.base.sometimes import sometimes
 
 __all__ = ["Reader", "Readers"]
 

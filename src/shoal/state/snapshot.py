@@ -27,12 +27,13 @@ from typing import Any
 import msgspec
 import torch
 
-from shoal.clock import Env
+from shoal.base.clock import Env
+from shoal.base.peer import PeerID
+from shoal.base.sometimes import sometimes
 from shoal.compression import CompressionBase, NoCompression, allocate, as_tensor
 from shoal.errors import ClosedError, ConfigError, LocalError, PeerProtocolError
-from shoal.peer import PeerID
+from shoal.protocol.wire import ManifestPending, ManifestReply, encode
 from shoal.rpc.rate_limiter import RateLimiter
-from shoal.sometimes import sometimes
 from shoal.state.manifest import (
     HASH_BYTES,
     MAX_CHUNK_BYTES,
@@ -46,7 +47,6 @@ from shoal.state.manifest import (
     read_manifest,
     shares,
 )
-from shoal.wire import ManifestPending, ManifestReply, encode
 
 __all__ = ["CopyLimit", "HoldState", "ShareLimits", "SharedState", "Snapshot", "SnapshotStore", "StateAway"]
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from shoal.peer import Address, PeerID
+from shoal.base.peer import Address, PeerID
 from shoal.transport.uplink import Uplink
 
 __all__ = [

@@ -29,8 +29,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import cast
 
+from shoal.base.peer import PeerID
 from shoal.errors import LocalError, PeerUnreachable
-from shoal.peer import PeerID
 from shoal.transport.base import Buffer
 from shoal.transport.clear import ClearLayer
 from shoal.transport.layers import BUNCH_BYTES, BrokenLayer, Layer, Scratch

@@ -25,12 +25,12 @@ from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 
+from shoal.base.peer import PEER_ID_BYTES, PeerID
 from shoal.errors import PeerProtocolError, PeerRefused
-from shoal.identity import SIGNATURE_BYTES, Identity, verify
-from shoal.peer import PEER_ID_BYTES, PeerID
+from shoal.protocol.identity import SIGNATURE_BYTES, Identity, verify
+from shoal.protocol.wire import read
 from shoal.transport.connection import TcpConnection
 from shoal.transport.sealed import KEY_BYTES
-from shoal.wire import read
 
 __all__ = ["MAX_FRAME_BYTES", "OTHER_VERSION", "Versions", "greet_as_client", "greet_as_server"]
 

@@ -16,9 +16,9 @@ import contextvars
 from collections import deque
 from collections.abc import Sequence
 
+from shoal.base.peer import PEER_ID_BYTES, Address, PeerID
 from shoal.errors import ClosedError, LocalError, PeerRefused, PeerTimeout, PeerUnreachable
-from shoal.identity import Identity
-from shoal.peer import PEER_ID_BYTES, Address, PeerID
+from shoal.protocol.identity import Identity
 from shoal.transport.base import HIGH_WATER_BYTES, Acceptor, Buffer, Network, Pipe
 from shoal.transport.uplink import Uplink
 from shoal.transport.upload_limit import SMALL_BYTES, UploadLimit

@@ -23,7 +23,8 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from shoal.clock import seconds_text
+from shoal.base.clock import seconds_text
+from shoal.base.peer import Address, PeerID, site_of
 from shoal.errors import (
     ClosedError,
     ConfigError,
@@ -34,8 +35,8 @@ from shoal.errors import (
     PeerTimeout,
     PeerUnreachable,
 )
-from shoal.identity import Identity
-from shoal.peer import Address, PeerID, site_of
+from shoal.protocol.identity import Identity
+from shoal.protocol.wire import PROTOCOL_VERSIONS
 from shoal.transport.base import Acceptor
 from shoal.transport.certificate import client_context, server_context
 from shoal.transport.connection import TcpConnection
@@ -55,7 +56,6 @@ from shoal.transport.sockets import (
 )
 from shoal.transport.uplink import Uplink
 from shoal.transport.upload_limit import UploadLimit
-from shoal.wire import PROTOCOL_VERSIONS
 
 __all__ = ["TcpLimits", "TcpTransport"]
 

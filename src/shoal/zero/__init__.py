@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoal.lazy import lazy
+from shoal.base.lazy import lazy
 
 if TYPE_CHECKING:
     from shoal.zero.activations import save_on_disk

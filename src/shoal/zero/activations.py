@@ -15,8 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
+from shoal.base.checks import path
 from shoal.errors import ConfigError
-from shoal.runtime.checks import path
 from shoal.zero.mapped import Extent, fetch, let_go
 
 __all__ = ["save_on_disk", "saved_bytes"]

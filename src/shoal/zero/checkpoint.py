@@ -22,9 +22,9 @@ from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
+from shoal.base.checks import flag
+from shoal.base.tensor_files import flush, seal, write_tensors
 from shoal.errors import ConfigError
-from shoal.runtime.checks import flag
-from shoal.runtime.tensor_files import flush, seal, write_tensors
 from shoal.zero.ema import EMA
 from shoal.zero.lent import unwatched
 from shoal.zero.optimizer import ShardedOptimizer, check_sharded

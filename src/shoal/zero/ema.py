@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from shoal.base.untraced import untraced
 from shoal.errors import ConfigError, LocalError
-from shoal.untraced import untraced
 from shoal.zero.optimizer import ShardedOptimizer, check_sharded
 from shoal.zero.parameters import Piece
 

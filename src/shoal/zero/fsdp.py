@@ -31,8 +31,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _apply_to_tensors
 
+from shoal.base.nested import tensors_in
 from shoal.errors import ConfigError, LocalError
-from shoal.runtime.nested import tensors_in
 from shoal.zero.collectives import Collectives, Traffic
 from shoal.zero.fsdp_comms import NarrowReduceScatter, OwnAllGather, OwnReduceScatter, UnitMeeting
 from shoal.zero.lent import is_lent, replace, writes_of

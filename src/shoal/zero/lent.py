@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from shoal.base.nested import tensors_in
 from shoal.errors import ConfigError
-from shoal.runtime.nested import tensors_in
 from shoal.zero import rows
 from shoal.zero.watch import Watch
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from shoal.base.checks import path
 from shoal.errors import ConfigError, LocalError
-from shoal.runtime.checks import path
 from shoal.zero.mapped import Extent, fetch, give_back, let_go, room_for, write_back
 from shoal.zero.parameters import flat, like, local, order_of, wide_dtype
 from shoal.zero.probe import tried_in_windows

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from shoal.base.untraced import untraced
 from shoal.errors import ConfigError, LocalError
-from shoal.untraced import untraced
 from shoal.zero.changes import begin, check_alike, check_whole, end, is_whole, uninterrupted
 from shoal.zero.collectives import Collectives, Traffic
 from shoal.zero.flat import FlatEngine

@@ -27,8 +27,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_iter
 from torch.utils.hooks import RemovableHandle
 
+from shoal.base.checks import flag
 from shoal.errors import ConfigError, LocalError, RankLost
-from shoal.runtime.checks import flag
 from shoal.zero.collectives import Collectives, Run
 from shoal.zero.parameters import local
 from shoal.zero.replicas import process_group

@@ -24,8 +24,8 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from shoal.base.checks import flag
 from shoal.errors import ConfigError
-from shoal.runtime.checks import flag
 from shoal.zero.changes import check_alike, check_whole
 from shoal.zero.lent import writes_of
 from shoal.zero.parameters import Order, Piece, flat, named_parameters

@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from shoal.base.nested import tensors_in
 from shoal.errors import ConfigError
-from shoal.runtime.nested import tensors_in
 
 __all__ = [
     "TAKES",

@@ -62,9 +62,9 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
+from shoal.base.checks import path as checked_path
+from shoal.base.tensor_files import checksum, unseal
 from shoal.errors import ConfigError
-from shoal.runtime.checks import path as checked_path
-from shoal.runtime.tensor_files import checksum, unseal
 from shoal.zero.parameters import Order, Piece, Scattered, flat, shaped
 
 __all__ = [

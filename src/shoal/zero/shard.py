@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
+from shoal.base.checks import flag
 from shoal.errors import ConfigError
-from shoal.runtime.checks import flag
 from shoal.zero.arguments import problems, refuse_to_wrap
 from shoal.zero.collectives import Collectives
 from shoal.zero.flat import FlatEngine

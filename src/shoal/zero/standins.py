@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from shoal.base.nested import tensors_in
 from shoal.errors import LocalError
-from shoal.runtime.nested import tensors_in
 from shoal.zero.lent import LOOKS, is_in_place
 
 __all__ = ["StandIn", "StandIns"]

@@ -1,0 +1,469 @@
+"""The coordinator of a round: who is slow, who is lost, who averages in their place. Pure: events in, actions out.
+
+`CommitRules` says what may be committed. All that is decided here matters for progress alone: whoever is left out, and
+whoever averages a part anew, members that succeed hold equal averages.
+
+A member is left out
+
+- when its connection is lost, or when it is silent (the caller tells);
+- when it keeps the others waiting and makes no progress for `stall_s`: it reports no part and moves no bytes;
+- when it is far slower than the others (`Lateness`, and `Coordinator.slow`);
+- when it is waited for briefly, and nobody else is any more (`Brief`).
+
+The parts that it owned get another reducer. If only the line between two members is bad, none of them is left out: the
+one that lacks parts gets another source for them, and a reducer that nobody can get parts from owns none any more. The
+coordinator may be the slow one. Then it leaves itself out as a member, and goes on deciding.
+
+The coordinator is also a member. It learns about itself through `reported` as about others; its messages to itself are
+a `Send` to its own index.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import islice
+from types import MappingProxyType
+from typing import NamedTuple
+
+from shoal.averaging.allreduce.brief import Brief
+from shoal.averaging.allreduce.commit import CommitRules, Order
+from shoal.averaging.allreduce.lateness import LEAST_S, Lateness
+from shoal.base.sometimes import sometimes
+from shoal.protocol.wire import Abort, Assign, Commit, Gone, Report
+
+__all__ = [
+    "COORDINATOR_TRANSITIONS",
+    "Coordinator",
+    "CoordinatorAction",
+    "CoordinatorPhase",
+    "LeftOut",
+    "Lied",
+    "Replaced",
+    "Send",
+]
+
+_SOURCES = 16
+"""A part that a member cannot get from its source is asked from one of so many others that hold it."""
+
+
+class Send(NamedTuple):
+    """Tell `member` this."""
+
+    member: int
+    message: Order
+
+
+class LeftOut(NamedTuple):
+    """Nobody waits for this member any more."""
+
+    member: int
+    reason: str
+
+
+class Replaced(NamedTuple):
+    """Nobody can get parts from this member: others average its parts. It is still waited for."""
+
+    member: int
+
+
+class Lied(NamedTuple):
+    """A member's words contradict those of others."""
+
+    member: int
+    reason: str
+
+
+CoordinatorAction = Send | LeftOut | Replaced | Lied
+
+
+class CoordinatorPhase(enum.Enum):
+    """Whether there is a verdict, which never changes."""
+
+    DECIDING = "deciding"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+
+
+_DECIDING, _COMMITTED, _ABORTED = CoordinatorPhase
+COORDINATOR_TRANSITIONS: Mapping[tuple[CoordinatorPhase, str, CoordinatorPhase], str] = MappingProxyType(
+    {
+        (_DECIDING, "reported", _COMMITTED): "every member that contributes and is not left out holds every part",
+        (_DECIDING, "reported", _ABORTED): "no weight counts in a part, or no member is left that can average a part",
+        (_DECIDING, "leave_out", _COMMITTED): "every other member that contributes holds every part",
+        (_DECIDING, "leave_out", _ABORTED): "too few members are left, none that contributes, or none that reduces",
+        (_DECIDING, "give_up", _ABORTED): "its own time is over, or its caller cancels",
+    }
+)
+"""Every change of the coordinator's phase, by method of `Coordinator` (`gone` and `tick` use `leave_out`), and when."""
+
+
+class Coordinator:
+    """Decides on one round.
+
+    Args:
+        round_id: the id of the round.
+        reducers: for each part, the index of the member that averages it at first.
+        reduces: for each member, whether it can own parts (is reachable, and has bandwidth).
+        contributes: for each member, whether it has values and wants averages; False for an auxiliary one.
+        me: index of the coordinator.
+        min_group_size: with fewer members left, auxiliary ones counted, the round is aborted.
+        stall_s: a member that owes parts and neither reports one nor moves any bytes for this long is left out.
+        margin_s: of reducers: see `Lateness`; None: half of `stall_s`.
+        now: time at the beginning.
+        brief_s: see `Brief.patience_s`.
+        allowed_s: reducers may wait so long for members with slow lines (`slow_lines`).
+
+    Attributes:
+        brief: the members that are waited for briefly.
+        rules: what is held, and the verdict.
+    """
+
+    def __init__(  # noqa: PLR0913 (half of them by name)
+        self,
+        round_id: bytes,
+        reducers: Sequence[int],
+        reduces: Sequence[bool],
+        contributes: Sequence[bool],
+        me: int,
+        *,
+        min_group_size: int,
+        stall_s: float,
+        now: float,
+        margin_s: float | None = None,
+        brief_s: Mapping[int, float] = MappingProxyType({}),
+        allowed_s: float = 0.0,
+    ) -> None:
+        self.brief = Brief(brief_s)
+        self.rules = CommitRules(round_id, reducers, contributes, min_group_size=min_group_size, me=me)
+        self.me, self.stall_s, self._allowed_s = me, stall_s, allowed_s
+        self._margin_s = stall_s / 2 if margin_s is None else margin_s
+        self.reduces = list(reduces)
+        self._told = False
+        self._unreachable: dict[int, set[int]] = {}  # per member: those it gets no parts from
+        self._source: list[dict[int, int]] = [{} for _ in reduces]  # per member: part -> source other than the reducer
+        self._moved: list[int] = []  # parts that have got another reducer since the last report
+        self._given_at: dict[int, float] = {}  # part -> since when a member other than its reducer holds it
+        self._named_at: list[dict[int, float]] = [{} for _ in reduces]  # per member: part -> when its source was named
+        self._moved_bytes = [0] * len(reduces)
+        self._turn, self._ticked = me, now
+        self.begin(now)
+
+    @property
+    def phase(self) -> CoordinatorPhase:
+        """Whether there is a verdict."""
+        match self.rules.verdict:
+            case Commit():
+                return _COMMITTED
+            case Abort():
+                return _ABORTED
+        return _DECIDING
+
+    # ------------------------------------------------------------------------------------------------------- events
+
+    def begin(self, now: float) -> None:
+        """Nobody owed progress before this moment."""
+        self._began = now
+        self._progress = [now] * len(self.reduces)
+        self._heard = [now] * len(self.reduces)
+        self._reducing = Lateness(self.rules.reducer, now=now, least_s=self._allowed_s)
+        self._receiving = Lateness(self._compared, now=now, least_s=self._allowed_s, first=3)
+
+    def reported(self, member: int, report: Report, now: float) -> list[CoordinatorAction]:
+        """A member reported the parts that it newly holds, and the reducers that it cannot get parts from.
+
+        Reports cost their sender little, so only what is new in them is looked at: for the member all parts from the
+        reducers that it newly lost, for the others the parts that it newly holds.
+        """
+        rules, given, lost = self.rules, list[int](), set[int]()
+        self._heard[member] = now
+        if rules.verdict is not None or member not in rules.live:
+            sometimes("a report comes too late to count")
+            return []
+        for held in report.held:
+            if rules.holds(member, held):
+                self._progress[member] = now
+                given.append(held.part)
+                if member != rules.reducer[held.part]:
+                    self._given_at.setdefault(held.part, now)
+        if len(rules.held[member]) == len(rules.reducer):
+            self._receiving.done((member,), now)
+        if report.moved_bytes > self._moved_bytes[member]:
+            self._moved_bytes[member], self._progress[member] = report.moved_bytes, now
+        if report.lost and member in rules.takers:
+            unreachable = self._unreachable.setdefault(member, set())
+            lost = (rules.live & set(report.lost)) - unreachable - {member}
+            unreachable |= lost
+        actions = self._replace_reducers(now) if lost else []
+        if lost:
+            actions += self._help(member, now, self._parts_from(lost, member))
+        moved, self._moved = self._moved, []
+        for other in sorted(self._unreachable.keys() & rules.live) if given or moved else ():
+            actions += self._help(other, now, moved) + self._help(other, now, given, (member,))
+        return actions + self._decide() + (self._leave_brief(now) if given or lost else [])
+
+    def gone(self, member: int, reason: str, now: float) -> list[CoordinatorAction]:
+        """As `leave_out`, and the others are told, because only the coordinator has a connection with every member."""
+        actions = self.leave_out(member, reason, now)
+        if actions and self.rules.verdict is None:
+            actions += [Send(other, Gone(member)) for other in sorted(self.rules.live)]
+        return actions
+
+    def leave_out(self, member: int, reason: str, now: float) -> list[CoordinatorAction]:
+        """Wait for a member no longer: it is silent, or it gave up."""
+        rules = self.rules
+        if rules.verdict is not None or member not in rules.live:
+            return []
+        rules.leave_out(member)
+        self._reducing.leave(member)
+        self._receiving.leave(member)
+        parts = [part for part, reducer in enumerate(rules.reducer) if reducer == member]
+        parts = [part for part in parts if not all(part in rules.held[other] for other in rules.takers)]
+        return [LeftOut(member, reason), *self._move(parts, now), *self._decide()]
+
+    def tick(self, now: float, given_up: Collection[int] = ()) -> list[CoordinatorAction]:
+        """Leave out members that keep the others waiting, or the coordinator itself if it cannot hear them.
+
+        Those of which it waits for no values any more, as a reducer, do not get their time once more as reducers.
+        """
+        if now - self._ticked > self.stall_s / 4:
+            self._heard = [now] * len(self.reduces)  # this peer itself stood still: that is no sign of a bad line
+        self._ticked = now
+        actions = list[CoordinatorAction]()
+        if self._cannot_hear(now):
+            sometimes("a coordinator that hears nobody leaves itself out")
+            actions += self.leave_out(self.me, "no progress", now)
+        for member in self._owing():
+            stalls = member in given_up or now - self._progress[member] >= self.stall_s
+            if stalls and self._may_leave_out(member):
+                actions += self.leave_out(member, "no progress", now)
+        actions += self._hurry(now) + self._leave_brief(now)
+        for member in self.slow(now):
+            sometimes("a member is left out because it is slow")
+            actions += self.leave_out(member, "far slower than the others", now)
+        return actions
+
+    def _leave_brief(self, now: float) -> list[CoordinatorAction]:
+        """Leave out those that are waited for briefly, if it is time. Where too few others are left, it waits."""
+        actions, rules, brief = list[CoordinatorAction](), self.rules, self.brief.patience_s.keys()
+        awaited = set(self._owing()) if brief else set[int]()
+        if awaited and awaited <= brief:
+            others = {part for part, reducer in enumerate(rules.reducer) if reducer not in brief}
+            awaited |= {member for member in rules.takers - brief if not rules.held[member].keys() >= others}
+        for member in self.brief.late(awaited, now, self._receiving.usual):
+            if len(rules.live) > max(rules.min_group_size, 2):
+                actions += self.leave_out(member, "gave nothing yet, or to the last rounds, and others are done", now)
+        return actions
+
+    def give_up(self, reason: str) -> list[CoordinatorAction]:
+        """The coordinator itself cannot go on (its deadline, or its caller cancelled)."""
+        if self.rules.verdict is None:
+            sometimes("a coordinator gives its round up before the verdict")
+        self.rules.abort(reason)
+        return self._decide()
+
+    def _decide(self) -> list[CoordinatorAction]:
+        """Commit if that is possible; tell everybody the verdict, once."""
+        self.rules.commit()
+        if self._told or (verdict := self.rules.verdict) is None:
+            return []
+        self._told = True
+        lied = [Lied(member, reason) for member, reason in self.rules.lies().items()]
+        return [*lied, *(Send(member, verdict) for member in range(len(self.reduces)))]
+
+    # ------------------------------------------------------------------------------------------------- other reducers
+
+    def _move(self, parts: Iterable[int], now: float) -> list[CoordinatorAction]:
+        """Give these parts other reducers."""
+        moved: dict[tuple[int, int], list[int]] = {}
+        for part in parts if self.rules.verdict is None else ():
+            new_reducer, attempt = self._new_reducer(part)
+            if new_reducer is None:
+                self.rules.abort("no member is left that can reduce")
+                return []
+            moved.setdefault((new_reducer, attempt), []).append(part)
+        return [
+            send for (reducer, attempt), found in moved.items() for send in self._assign(found, attempt, reducer, now)
+        ]
+
+    def _new_reducer(self, part: int) -> tuple[int | None, int]:
+        """A member that can reduce and already holds the part; else the next in turn, which averages it again."""
+        rules = self.rules
+        able = sorted(member for member in rules.live if self.reduces[member])
+        if not able:
+            sometimes("the last member that can reduce is lost")
+            return None, 0
+        holders = [member for member in able if part in rules.held[member]]
+        if holders:
+            sometimes("a reducer is lost, and another member holds its part")
+            return holders[part % len(holders)], rules.attempt[part]
+        sometimes("a part is averaged again by another member")
+        self._turn += 1
+        return able[self._turn % len(able)], rules.attempt[part] + 1
+
+    def _assign(self, parts: list[int], attempt: int, reducer: int, now: float) -> list[CoordinatorAction]:
+        self._reducing.again(now)
+        self._receiving.again(now)
+        for part in parts:
+            if attempt > self.rules.attempt[part]:
+                self._given_at.pop(part, None)
+            for source, named_at in zip(self._source, self._named_at, strict=True):
+                source.pop(part, None)
+                named_at[part] = now
+            self.rules.assign(part, attempt, reducer)
+        self._moved += parts
+        self._progress[reducer] = now
+        return [Send(other, Assign(parts, attempt, reducer)) for other in sorted(self.rules.live)]
+
+    def _parts_from(self, sources: Collection[int], member: int) -> list[int]:
+        """The parts that `member` is to get from one of these."""
+        own = self._source[member]
+        return [part for part, reducer in enumerate(self.rules.reducer) if own.get(part, reducer) in sources]
+
+    def _help(
+        self, member: int, now: float, parts: Sequence[int], among: Collection[int] | None = None
+    ) -> list[CoordinatorAction]:
+        """Name another source for parts that `member` cannot get from its present source, as soon as there is one.
+
+        Args:
+            member: of the group.
+            now: time.
+            parts: to look at.
+            among: the members that may be the source; None: all.
+        """
+        moved: dict[tuple[int, int], list[int]] = {}
+        rules, unreachable, sources = self.rules, self._unreachable.get(member, set()), self._source[member]
+        others = (rules.live if among is None else rules.live & set(among)) - unreachable - {member}
+        for part in parts if others else ():
+            if part in rules.held[member] or sources.get(part, rules.reducer[part]) not in unreachable:
+                continue
+            able = (other for other in rules.holders.get(part, ()) if other in others and self.reduces[other])
+            if holders := sorted(islice(able, _SOURCES)):
+                sometimes("a member that cannot get a part is named another source")
+                sources[part] = holders[part % len(holders)]
+                self._named_at[member][part] = now
+                moved.setdefault((rules.attempt[part], sources[part]), []).append(part)
+        return [Send(member, Assign(parts, attempt, source)) for (attempt, source), parts in moved.items()]
+
+    def _replace_reducers(self, now: float) -> list[CoordinatorAction]:
+        """A member that cannot give its parts to anybody loses them, even if it holds their averages itself."""
+        rules, actions = self.rules, list[CoordinatorAction]()
+        for reducer in sorted(set(rules.reducer) & rules.live):
+            if all(reducer in self._unreachable.get(other, ()) for other in rules.takers if other != reducer):
+                others = rules.takers - {reducer}
+                parts = [part for part, of in enumerate(rules.reducer) if of == reducer]
+                parts = [part for part in parts if not any(part in rules.held[other] for other in others)]
+                if others and parts and rules.verdict is None:
+                    sometimes("nobody gets parts from a reducer that lives")
+                    self.reduces[reducer] = False
+                    self._reducing.leave(reducer)
+                    actions += [Replaced(reducer), *self._move(parts, now)]
+        return actions
+
+    def _hurry(self, now: float) -> list[CoordinatorAction]:
+        """Name another source for parts that a member has waited for far longer than another member had to.
+
+        If only the line between two members is slow, neither of them is slow: each can get the missing parts from a
+        third one. Far longer means twice as long plus half of the margin: before the member itself counts as slow.
+        """
+
+        def limit(since: float, given_at: float) -> float:
+            return since + (given_at - self._began) + self._margin_s / 2
+
+        rules, actions = self.rules, list[CoordinatorAction]()
+        late = {part: at for part, at in self._given_at.items() if now >= limit(at, at)}
+        for member in sorted(rules.takers) if late and rules.verdict is None else ():
+            source, named_at = self._source[member], self._named_at[member]
+            waited_for = {
+                source.get(part, rules.reducer[part])
+                for part, at in late.items()
+                if part not in rules.held[member] and now >= limit(named_at.get(part, at), at)
+            } - {member}
+            if waited_for:
+                sometimes("a member waits for a part far longer than another had to")
+                self._unreachable.setdefault(member, set()).update(waited_for)
+                actions += self._help(member, now, self._parts_from(self._unreachable[member], member))
+        return actions
+
+    # --------------------------------------------------------------------------------------------------- who is slow
+
+    def slow(self, now: float) -> list[int]:
+        """The members that are far slower than the others; the coordinator may be one, and then goes on deciding.
+
+        Nobody if too few members would be left, or none that contributes: waiting costs less than failing.
+        """
+        rules, slow = self.rules, set[int]()
+        for each in self._late(now) if rules.verdict is None else ():
+            left = rules.live - slow - {each}
+            if each not in rules.live or (each == self.me and not self._may_step_aside()):
+                continue
+            if len(left) >= max(rules.min_group_size, 2) and left & rules.takers:
+                if each == self.me:
+                    sometimes("a coordinator is far slower than the others, and steps aside")
+                slow.add(each)
+        return sorted(slow)
+
+    def _late(self, now: float) -> list[int]:
+        """The reducers that have not given each of their parts to another member, if it is time.
+
+        When all have: the members that lack parts.
+        """
+        rules, takers = self.rules, self._compared
+        waiting = _undelivered(rules.reducer, rules.held, takers)
+        self._reducing.done(set(rules.reducer) - waiting, now)
+        if waiting:
+            return sorted(waiting) if now >= self._reducing.usual + self._margin_s else []
+        lacking = (each for each in takers if len(rules.held[each]) < len(rules.reducer))
+        return sorted(lacking) if now >= self._receiving.usual + LEAST_S else []
+
+    @property
+    def _compared(self) -> set[int]:
+        """The members that are to hold all parts; those that are waited for briefly are not compared with others."""
+        return self.rules.takers - self.brief.patience_s.keys() or self.rules.takers
+
+    def _cannot_hear(self, now: float) -> bool:
+        """Return whether the coordinator's own line is slow: for half of the limit most others' reports are missing.
+
+        Everybody reports once a second. On a slow line the values to and from the coordinator delay the reports.
+        """
+        others = self.rules.live - {self.me} - self.brief.patience_s.keys()
+        missing = sum(now - self._heard[member] >= self.stall_s / 2 for member in others)
+        return self._may_step_aside() and 2 * missing > len(others)
+
+    def _may_step_aside(self) -> bool:
+        """Return whether the others can go on without the coordinator's values: at least two of them have values.
+
+        With only one, nobody could tell which of the two is slow.
+        """
+        live = self.rules.live
+        return self.me in live and len(self.rules.takers - {self.me}) >= 2 and len(live) > self.rules.min_group_size
+
+    def _may_leave_out(self, member: int) -> bool:
+        """Return whether silence is the member's fault: it may be the coordinator's own, or nobody's."""
+        if member != self.me:
+            return True
+        others = self.rules.takers - {member}
+        complete = all(len(self.rules.held[other]) == len(self.rules.reducer) for other in others)
+        return complete or (self._kept() == {member} and self._may_step_aside())
+
+    def _owing(self) -> list[int]:
+        """Members that keep the others waiting: reducers of parts that nobody else holds, else members without some."""
+        rules = self.rules
+        if rules.verdict is not None:
+            return []
+        somewhere = {part for member in rules.live for part in rules.held[member]}
+        unheld = {reducer for part, reducer in enumerate(rules.reducer) if part not in somewhere}
+        if owing := unheld & rules.live or self._kept():
+            return sorted(owing)
+        return sorted(member for member in rules.takers if len(rules.held[member]) < len(rules.reducer))
+
+    def _kept(self) -> set[int]:
+        """The members that have parts which no other member that should hold them holds."""
+        rules, takers = self.rules, self.rules.takers
+        kept = _undelivered(rules.reducer, rules.held, takers) & rules.live
+        return kept if len(takers) > 1 else kept - takers  # from the only taker nobody else wants a part
+
+
+def _undelivered(reducer: Sequence[int], held: Sequence[Mapping[int, object]], takers: Collection[int]) -> set[int]:
+    """The reducers of parts that no other member holds which is to hold them."""
+    return {of for part, of in enumerate(reducer) if not any(part in held[each] for each in takers if each != of)}

@@ -1,0 +1,596 @@
+"""One member of a round: what it holds, what it waits for, whom it asks. Pure: events in, actions out.
+
+`MemberRules` says which averages count. `Contributions` are the values that this member waits for as the reducer of
+parts. Before the verdict, a source that fails is reported to the coordinator, which names another one. After the commit
+a member asks one holder after another for the averages that it lacks. A member that loses the coordinator asks the
+others for the verdict.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from array import array
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import dropwhile, islice
+from types import MappingProxyType
+from typing import NamedTuple
+
+from shoal.averaging.allreduce.brief import Brief
+from shoal.averaging.allreduce.commit import Ask, Average, Contribute, MemberRules, Order, PartAction
+from shoal.averaging.allreduce.interface import MostWeight, any_weight, is_sound
+from shoal.averaging.allreduce.lateness import LEAST_S, Lateness
+from shoal.base.sometimes import sometimes
+from shoal.protocol.wire import Abort, Assign, Commit, Gone, Held, Member, PartAbsent, Report
+
+__all__ = [
+    "MEMBER_TRANSITIONS",
+    "AskOthers",
+    "Blame",
+    "Contributions",
+    "CutOff",
+    "Finish",
+    "LookAt",
+    "MemberAction",
+    "MemberMachine",
+    "MemberPhase",
+    "Work",
+]
+
+Work = tuple[int, int]
+"""(part, attempt)."""
+
+
+class Finish(NamedTuple):
+    """All contributions that are waited for are here: divide the sum of this part."""
+
+    part: int
+    attempt: int
+
+
+class CutOff(NamedTuple):
+    """The values of the others do not come here: another member must average the parts that are owned here."""
+
+    reason: str
+
+
+class Blame(NamedTuple):
+    """A member did not do its part, or lied: that counts after the verdict, too."""
+
+    member: int
+    reason: str
+    lied: bool = False
+
+
+class LookAt(NamedTuple):
+    """The coordinator says that a member is gone: see whether it is."""
+
+    member: int
+
+
+class AskOthers(NamedTuple):
+    """The coordinator is lost: ask the others for its verdict."""
+
+
+MemberAction = PartAction | Finish | Blame | CutOff | LookAt | AskOthers
+
+
+class MemberPhase(enum.Enum):
+    """How far a member is in a round."""
+
+    AVERAGING = "averaging"
+    """There is no verdict here."""
+    FETCHING = "fetching"
+    """The round is committed, and averages are missing here."""
+    SUCCEEDED = "succeeded"
+    """The round is committed, and all its averages are here."""
+    FAILED = "failed"
+
+
+_AVERAGING, _FETCHING, _SUCCEEDED, _FAILED = MemberPhase
+MEMBER_TRANSITIONS: Mapping[tuple[MemberPhase, str, MemberPhase], str] = MappingProxyType(
+    {
+        (_AVERAGING, "Commit", _SUCCEEDED): "its averages are held here, or this member is auxiliary",
+        (_AVERAGING, "Commit", _FETCHING): "missing averages are asked from one member after another",
+        (_AVERAGING, "Commit", _FAILED): "no other member can be asked for an average that is missing",
+        (_AVERAGING, "Abort", _FAILED): "",
+        (_AVERAGING, "give_up", _FAILED): "time is over, the caller cancels, or no verdict can be learned any more",
+        (_FETCHING, "averaged", _SUCCEEDED): "the last missing average is here",
+        (_FETCHING, "source_lost", _FAILED): "no other member can be asked for an average that is missing",
+        (_FETCHING, "give_up", _FAILED): "time is over, or the caller cancels",
+    }
+)
+"""Every change of a member's phase, by message or method of `MemberMachine`, and when it happens."""
+
+
+class MemberMachine:
+    """One member of a round.
+
+    Args:
+        round_id: the id of the round.
+        me: index of this member in the group.
+        coordinator: index of the member that decides.
+        members: the group.
+        reducers: for each part, the index of the member that averages it at first.
+        silence_s: how long a sender may be silent that owes values.
+        now: time at the beginning.
+        promised_s: see `slow_lines`.
+        spare_s: see `RoundOptions`.
+        brief_s: see `Brief.patience_s`.
+        most_weight: the largest weight that each member may give.
+
+    Attributes:
+        most_weights: the same, by index.
+        rules: what is held, and the verdict.
+        contributions: of the parts that are owned here.
+        unheard: the members whose values or averages did not come here in time; those that are gone are not among them.
+        may_learn: whether the verdict can still come from the coordinator.
+    """
+
+    def __init__(  # noqa: PLR0913 (half of them by name)
+        self,
+        round_id: bytes,
+        me: int,
+        coordinator: int,
+        members: Sequence[Member],
+        reducers: Sequence[int],
+        *,
+        silence_s: float,
+        now: float,
+        promised_s: Sequence[float] = (),
+        spare_s: float = math.inf,
+        brief_s: Mapping[int, float] = MappingProxyType({}),
+        most_weight: MostWeight = any_weight,
+    ) -> None:
+        self.me, self.coordinator = me, coordinator
+        self.most_weights = [most_weight(member.contact.peer) for member in members]
+        self._most_weight = max(self.most_weights)
+        self.rules = MemberRules(me, reducers, contributes=members[me].contributes)
+        contributing = [index for index, member in enumerate(members) if member.contributes]
+        self.contributions = Contributions(
+            me,
+            contributing,
+            silence_s=silence_s,
+            now=now,
+            promised_s=promised_s,
+            spare_s=spare_s,
+            brief_s=brief_s,
+        )
+        self._first_reducer, self._owed, self._has_brief = tuple(reducers), Counter(reducers), bool(brief_s)
+        others = set(reducers) - {me} - brief_s.keys()
+        self._promised_s = max(promised_s, default=0.0)
+        self._reducing = Lateness(others, now=now, least_s=self._promised_s)
+        self.may_learn = True
+        self._began, self._complete_at = now, math.inf
+        self.unheard: set[int] = set()
+        self.round_id, self.members = round_id, members
+        # Contributors, and auxiliary members, that can be asked for averages.
+        can_give = [index for index, member in enumerate(members) if member.reduces and index != me]
+        self._able = [[each for each in can_give if members[each].contributes == does] for does in (True, False)]
+        self._lost_sources: set[int] = set()
+        self._asked: dict[int, int] = {}  # after the commit: part -> the member that was asked for it last
+
+    @property
+    def phase(self) -> MemberPhase:
+        """How far this member is."""
+        if self.rules.failed is not None:
+            return _FAILED
+        if self.rules.commit is None:
+            return _AVERAGING
+        return _SUCCEEDED if self.rules.succeeded else _FETCHING
+
+    def is_sound(self, held: Held) -> bool:
+        """Return whether there may be such an average in this round."""
+        return is_sound(held, len(self.members), self._most_weight)
+
+    @property
+    def decided(self) -> bool:
+        """Return whether a verdict is known, or was given up."""
+        return self.rules.commit is not None or self.rules.failed is not None
+
+    @property
+    def news(self) -> bool:
+        """Return whether there is something to report."""
+        return bool(self._lost_sources or self.rules.unreported)
+
+    @property
+    def urgent(self) -> bool:
+        """Return whether the others may be waiting for the news: all is held here, or a source is lost."""
+        return bool(self._lost_sources) or (bool(self.rules.unreported) and self.rules.complete)
+
+    @property
+    def awaited(self) -> set[int]:
+        """After the commit: the members that were asked for averages which are still missing."""
+        return {self._asked[part] for part in self.rules.missing() if part in self._asked}
+
+    # -------------------------------------------------------------------------------------------------------- events
+
+    def start(self, now: float, bad_lines: Iterable[int] = ()) -> list[MemberAction]:
+        """Send values to every reducer, and begin to average the parts that are owned here.
+
+        Nothing is waited for that comes from members with `bad_lines` to this one.
+        """
+        actions: list[MemberAction] = []
+        for member in bad_lines:
+            sometimes("a member with a bad line is not waited for")
+            self.contributions.exclude(member)
+            self._reducing.leave(member)
+            self._lost_sources.add(member)  # if it owns parts
+        for part, reducer in enumerate(self.rules.reducer):
+            if reducer == self.me:
+                actions += [Average(part, 0), *self.contributions.own(part, 0, now)]
+            elif self.rules.contributes:
+                actions.append(Contribute(part, 0, reducer))
+        return actions
+
+    def obey(self, message: Order, now: float) -> list[MemberAction]:
+        """The coordinator says something (or another member relays its commit)."""
+        rules, actions = self.rules, list[MemberAction]()
+        match message:
+            case _ if not self.fits(message):
+                return []
+            case Assign():
+                sources, replaced = list(rules.reducer), set(rules.replaced)
+                found = rules.assigned(message)
+                for member in rules.replaced - replaced:
+                    actions += self._replaced(member, now)
+                for action in found:
+                    actions.append(action)
+                    if isinstance(action, Ask):  # somebody else has got it
+                        self.unheard.add(sources[action.part])
+                    if isinstance(action, Average):
+                        actions += self.contributions.own(action.part, action.attempt, now)
+            case Gone(member) if self.me != self.coordinator:  # it knows
+                actions.append(LookAt(member))
+            case Commit() if rules.commit is None:
+                actions += self._compare(message)
+                for part in rules.committed(message):
+                    actions += self._fetch(part)
+            case Abort() if rules.commit is None:
+                self.give_up(message.reason)
+        return actions
+
+    def _replaced(self, member: int, now: float) -> list[Finish]:
+        """Others average the parts of this one. If it is late by what was seen here, it is waited for no longer."""
+        contributions = self.contributions
+        self._reducing.give_up(member, now)
+        owes = contributions.awaits(member) and now > contributions.lateness.usual
+        if owes or member in self._reducing.late(0.0):
+            sometimes("a late reducer is replaced")
+            contributions.brief.add(member)
+        if owes:
+            self.unheard.add(member)
+        return contributions.hurry(now)
+
+    def fits(self, message: Order) -> bool:
+        """Return whether the coordinator of this round can say this: `obey` ignores anything else.
+
+        A commit must say of each average that is held here what its reducer has said. The digest is of both, so all
+        members that succeed were told the same. A coordinator that has committed says nothing else any more; a commit
+        that came from another member, after the coordinator was lost, says nothing of what that one had to say.
+        """
+        members, parts = len(self.members), len(self.rules.reducer)
+        if (commit := self.rules.commit) is not None and self.may_learn and isinstance(message, Commit | Abort):
+            return message == commit
+        match message:
+            case Assign(numbers, attempt, reducer):
+                known = 0 <= reducer < members and attempt <= members and all(0 <= part < parts for part in numbers)
+                return known and self.rules.may_assign(message)
+            case Gone(member):
+                return 0 <= member < members
+            case Abort():
+                return message.round_id == self.round_id
+        return (
+            message.round_id == self.round_id
+            and [held.part for held in message.parts] == list(range(parts))
+            and all(map(self.is_sound, message.parts))
+            and not any(
+                held is not None and held.digest == due.digest and held != due
+                for held, due in zip(self.rules.held, message.parts, strict=True)
+            )
+        )
+
+    def _compare(self, commit: Commit) -> list[MemberAction]:
+        """Name the reducers that gave this member another average than the one that is committed."""
+        lied: dict[int, int] = {}
+        for held, due in zip(self.rules.held, commit.parts, strict=True):
+            reducer = self.rules.reducer[due.part]
+            if held is not None and held.attempt == due.attempt and held.digest != due.digest and reducer != self.me:
+                lied.setdefault(reducer, due.part)
+        self.unheard.update(lied)
+        return [
+            Blame(reducer, f"gave this peer another average of part {part} than others", lied=True)
+            for reducer, part in lied.items()
+        ]
+
+    def averaged(self, held: Held, now: float) -> bool:
+        """This part was averaged here, or received whole. False if it is not wanted (any more)."""
+        news, reducer = self.rules.averaged(held), self._first_reducer[held.part]
+        if self.rules.complete and self.rules.commit is None:
+            self._complete_at = now
+        if news and not held.attempt:
+            self._owed[reducer] -= 1
+            if not self._owed[reducer]:
+                self._reducing.done((reducer,), now)
+        return news
+
+    def lost_s(self, now: float, waited_s: float) -> float:
+        """How long the slowest were waited for, as senders or as reducers, or as those that report, seconds.
+
+        Beside members that are waited for briefly the coordinator may wait for one of these in the end: then the time
+        counts until the last of the other reducers has given its averages.
+
+        Args:
+            now: the end of the round.
+            waited_s: so long only those were waited for that are waited for briefly: that is not lost to the others.
+        """
+        given = self._reducing.lost_s(None if self._has_brief else now) - waited_s
+        return max(self.contributions.lateness.lost_s(), given, 0.0)
+
+    def late(self, margin_s: float, least_s: float) -> set[int]:
+        """The members whose averages were late, here and at all others.
+
+        Those that were replaced gave some to nobody. The coordinator should have left itself out.
+
+        Args:
+            margin_s: of this peer, for the coordinator: see `Lateness`.
+            least_s: the least margin of any coordinator, for those that were replaced.
+        """
+        late = self._reducing.late
+        return late(margin_s) & {self.coordinator} | late(least_s) & self.rules.replaced
+
+    def decided_late(self, now: float) -> bool:
+        """Whether the coordinator's verdict came later than usual, by what this member needed until it held all.
+
+        Once a member holds all, a coordinator waits for receivers only. But this member may be faster than most: so
+        such a coordinator may be honest.
+        """
+        usual = max(2 * self._complete_at - self._began, self._began + self._promised_s)
+        judges = self.rules.contributes and self.me != self.coordinator
+        return judges and now > usual + 2 * LEAST_S
+
+    def member_lost(self, member: int) -> list[Finish]:
+        """A member is gone: nothing is waited for that it owes."""
+        self.unheard.discard(member)
+        self._reducing.forget(member)
+        return self.contributions.exclude(member)
+
+    def coordinator_lost(self, reason: str) -> list[MemberAction]:
+        """The coordinator tells nothing any more."""
+        if not self.may_learn or self.me == self.coordinator:
+            return []
+        self.may_learn = False
+        blame = Blame(self.coordinator, f"lost, and it was to decide: {reason}")
+        if self.decided:
+            sometimes("a coordinator is lost after its verdict is known here")
+            return [blame]
+        sometimes("a coordinator is lost before its verdict is known here")
+        return [blame, AskOthers()]
+
+    def source_lost(self, member: int, absent: PartAbsent | None) -> list[MemberAction]:
+        """A member does not give a part that it was asked for (None: it gives no part at all)."""
+        rules = self.rules
+        if (commit := rules.commit) is None:
+            self._lost_sources.add(member)
+            return []
+        actions: list[MemberAction] = []
+        for part in [absent.part] if absent is not None else rules.missing():
+            old = absent is not None and absent.attempt != commit.parts[part].attempt
+            # Others may still be giving the part: only a refusal by the member asked last leaves us without it.
+            if rules.held[part] is None and self._asked.get(part) == member and not old:
+                actions += self._fetch(part)
+        return actions
+
+    def _fetch(self, part: int) -> list[MemberAction]:
+        """After the commit: ask one member after another for a part that is missing here."""
+        assert self.rules.commit is not None
+        sources: Iterator[int] = self._sources(part)
+        if (last := self._asked.get(part)) is not None:
+            sometimes("a committed average is asked for a second time, elsewhere")
+            sources = islice(dropwhile(lambda each: each != last, sources), 1, None)
+        if (source := next(sources, None)) is None:
+            sometimes("nobody can give an average that was committed")
+            self.give_up("committed, but nobody who holds the averages could be reached")
+            return []
+        self._asked[part] = source
+        return [Ask(part, self.rules.commit.parts[part].attempt, source)]
+
+    def _sources(self, part: int) -> Iterator[int]:
+        """The members that can be asked for a part, in order; lazily, as there may be thousands of parts.
+
+        The reducer comes late: this member has probably waited for it in vain, if all others hold the part. Auxiliary
+        members come last: they hold only parts that they averaged themselves. The rest are spread over the parts.
+        """
+        reducer = self.rules.reducer[part]
+        for able in self._able:
+            start = bisect_left(able, -part % len(self.members))
+            yield from (each for place in range(len(able)) if (each := able[start + place - len(able)]) != reducer)
+            if reducer in able:
+                yield reducer
+
+    def tick(self, now: float) -> list[MemberAction]:
+        """Time passes: senders that are silent, or far behind the others, are waited for no longer."""
+        actions: list[MemberAction] = []
+        for sender in self.contributions.stalled(now):
+            sometimes("a sender is too slow for a reducer")
+            actions.append(Blame(sender, "too slow: left out of the parts that are not averaged yet"))
+            actions += self.contributions.exclude(sender)
+            self.unheard.add(sender)
+        return actions + self.contributions.hurry(now)
+
+    def report(self, moved_bytes: int) -> Report:
+        """The news for the coordinator; without any it tells the bytes that were moved."""
+        lost, self._lost_sources = self._lost_sources, set()
+        return Report(self.rules.take_report(), sorted(lost), moved_bytes)
+
+    def give_up(self, reason: str) -> bool:
+        """Fail the round here; False if it has succeeded already."""
+        given_up = self.rules.give_up(reason)
+        if given_up and self.me != self.coordinator:
+            self.may_learn = False
+        return given_up
+
+
+class Contributions:
+    """The contributions that a reducer of parts has got and still waits for. The numbers are added elsewhere.
+
+    Senders do not move in lock step: a fast sender may be many parts ahead, a slow one delays only the parts that it
+    still owes. A sender is left out of parts that are not done yet
+
+    - when it is lost (`exclude`);
+    - when it was *silent*: no byte for `silence_s` while it owes something;
+    - when it is *far behind*: the median of the other senders passed its place longer ago than `silence_s` (`spare_s`,
+      if that is less) plus the time that the median needed to get there. So it would need more than twice as long as
+      the others, plus that. With two other senders the median is the slower one, so that three senders of which two are
+      slow go on together. One that has announced a slow line, and is worth waiting for, is behind only when it is also
+      later than it promised, in proportion to what it has sent (`slow_lines`).
+
+    - when it is waited for briefly, and nobody else is any more (`Brief`).
+
+    Its contributions to parts that are done stay. A part is ready when the reducer waits for no more senders.
+
+    Args:
+        me: index of the reducer in its group; its own contribution is counted like the others'.
+        members: indices of all members that contribute; the reducer is among them unless it is an auxiliary member.
+        silence_s: see above.
+        now: time at the beginning.
+        promised_s: for each member, the time within which it sends all, if it is waited for beyond the median; else 0.
+        spare_s: see above.
+        brief_s: see `Brief.patience_s`.
+
+    Attributes:
+        brief: the members that are waited for briefly.
+        lateness: compares the senders; the silent, and those that were far behind, were given up.
+    """
+
+    def __init__(
+        self,
+        me: int,
+        members: Iterable[int],
+        *,
+        silence_s: float,
+        now: float,
+        promised_s: Sequence[float] = (),
+        spare_s: float = math.inf,
+        brief_s: Mapping[int, float] = MappingProxyType({}),
+    ) -> None:
+        self.brief = Brief(brief_s)
+        self.me, self.silence_s, self._start, self._promised_s = me, silence_s, now, promised_s
+        self._spare_s = min(silence_s, spare_s)
+        self.senders = set(members)
+        self.lateness = Lateness(self.senders - {me} - brief_s.keys(), now=now)
+        self.excluded: set[int] = set()
+        self._waiting: dict[Work, set[int]] = {}
+        self.contributors: dict[Work, set[int]] = {}
+        self._others: dict[Work, int] = {}
+        self._owned_at = array("d")  # when: the 1st, 2nd, 3rd … part
+        self._heard = dict.fromkeys(self.senders, now)
+        self._delivered = {sender: array("d") for sender in self.senders}  # when: its 1st, 2nd, 3rd … contribution
+
+    def begin(self, now: float) -> None:
+        """Nobody was silent or behind before this moment."""
+        self._start, self._heard = now, dict.fromkeys(self.senders, now)
+        self._owned_at = array("d", [now] * len(self._owned_at))
+        self.lateness.begin(now)
+
+    def own(self, part: int, attempt: int, now: float) -> list[Finish]:
+        """Start to collect contributions for a part. Older attempts of it are forgotten."""
+        for older in [work for work in self._waiting if work[0] == part and work[1] < attempt]:
+            del self._waiting[older]
+        work = (part, attempt)
+        self._waiting[work] = self.senders - self.excluded
+        self.contributors[work] = set()
+        self._others[work] = 0
+        self._owned_at.append(now)
+        self._heard = dict.fromkeys(self.senders, now)
+        return self._ready([work])
+
+    def expects(self, part: int, attempt: int, sender: int) -> bool:
+        """Return whether a contribution of this sender to this part would still count."""
+        return sender in self._waiting.get((part, attempt), ())
+
+    def awaits(self, sender: int) -> bool:
+        """Return whether this sender owes values now."""
+        return any(sender in waiting for waiting in self._waiting.values())
+
+    def heard(self, sender: int, now: float) -> None:
+        """Bytes came from this sender."""
+        self._heard[sender] = now
+
+    def contributed(self, part: int, attempt: int, sender: int, *, counts: bool, now: float) -> list[Finish]:
+        """A contribution is complete and added (`counts`: its weight is above 0). Returns the parts that are ready."""
+        work = (part, attempt)
+        if not self.expects(part, attempt, sender):
+            sometimes("a contribution does not count any more")
+            return []
+        self._waiting[work].discard(sender)
+        if counts:
+            self.contributors[work].add(sender)
+        self._others[work] += sender != self.me
+        self._heard[sender] = now
+        self._delivered[sender].append(now)
+        if len(self._delivered[sender]) >= len(self._owned_at):
+            self.lateness.done((sender,), now)
+        return [*self._ready([work]), *self.hurry(now)]
+
+    def hurry(self, now: float) -> list[Finish]:
+        """Leave out those that are waited for briefly, if it is time. Returns the parts that are ready now."""
+        if not self.brief.patience_s:
+            return []
+        late = self.brief.late(set().union(*self._waiting.values()), now, self.lateness.usual)
+        return [finish for member in late for finish in self.exclude(member)]
+
+    def exclude(self, sender: int) -> list[Finish]:
+        """Wait for this sender no longer. Returns the parts that are ready now."""
+        if sender in self.excluded or sender == self.me:
+            return []
+        self.excluded.add(sender)
+        self.lateness.leave(sender)
+        for waiting in self._waiting.values():
+            waiting.discard(sender)
+        return self._ready(list(self._waiting))
+
+    def cut_off(self, part: int, attempt: int) -> bool:
+        """Return whether a member that should contribute to this part, even with weight 0, is missing in it."""
+        return self._others[part, attempt] < len(self.senders - {self.me})
+
+    def stalled(self, now: float) -> list[int]:
+        """Senders to leave out: silent, or far behind the others."""
+        stalled = [sender for sender, limit in self._limits().items() if now >= limit]
+        for sender in stalled:
+            self.lateness.give_up(sender, now)
+        return stalled
+
+    def _limits(self) -> dict[int, float]:
+        """For each sender that owes something, the time until which the reducer waits if nothing more comes from it."""
+        owing = sorted(set().union(*self._waiting.values()) - {self.me}) if self._waiting else []
+        passed = {place: self._passed(place) for place in {len(self._delivered[sender]) for sender in owing}}
+        limits = {}
+        for sender in owing:
+            silent = self._heard[sender] + self.silence_s
+            at = passed[place := len(self._delivered[sender])]
+            since = self._owned_at[min(place, len(self._owned_at) - 1)]
+            behind = math.inf if at is None else at + (at - since) + self._spare_s
+            limits[sender] = min(silent, max(behind, self._promised(sender, place)))
+        return limits
+
+    def _promised(self, sender: int, place: int) -> float:
+        """Return when this sender has promised to pass this place."""
+        promised_s = self._promised_s[sender] if self._promised_s else 0.0
+        return self._start + promised_s * min(1.0, (place + 1) / len(self._others))
+
+    def _passed(self, place: int) -> float | None:
+        """Return when the median of the other senders passed this place; None if it has not."""
+        senders = self.senders - self.excluded - {self.me}
+        others = len(senders) - 1
+        needed = others - (others - 1) // 2
+        times = sorted(times[place] for sender in senders if len(times := self._delivered[sender]) > place)
+        return times[needed - 1] if 0 < needed <= len(times) else None
+
+    def _ready(self, works: Iterable[Work]) -> list[Finish]:
+        ready = [Finish(*work) for work in works if not self._waiting[work]]
+        for work in ready:
+            del self._waiting[work]
+        return ready

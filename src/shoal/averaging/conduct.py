@@ -1,0 +1,187 @@
+"""Which peers keep the rounds of this one waiting, or lead them to nothing (decisions 0053 and 0054).
+
+A peer judges by what it has seen itself: nothing that others say counts, else a liar could have an honest peer shut
+out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+from shoal.averaging.allreduce.round import Outcome, Round, Seen
+from shoal.averaging.matchmaking.events import Precedence
+from shoal.averaging.pauses import Pauses
+from shoal.averaging.strangers import NO_STRANGERS, Strangers
+from shoal.base.bounded import put_last
+from shoal.base.peer import PeerID
+
+__all__ = ["Conduct"]
+
+_MOST_HELPERS = 64
+"""So many auxiliary peers are remembered as no strangers."""
+
+
+class Conduct:
+    """Remembers how peers behave in rounds, and on which of them nobody counts for a while.
+
+    Args:
+        window_s: see `Pauses`.
+        warn: called with what the user is told, and the peer that it names.
+
+    Attributes:
+        idle: the members that keep rounds waiting and give nothing. While their pause lasts they lead no group of this
+            peer, and it waits for nothing of theirs.
+        bad_leaders: the peers that lead groups, and bring their rounds to no end, or far too late. While their pause
+            lasts they lead no group of this peer; they may be members.
+        bad_lines: the members whose values or averages do not come here, and come to others. While their pause lasts
+            this peer does not wait for them.
+    """
+
+    def __init__(self, window_s: float, warn: Callable[..., None]) -> None:
+        self.idle, self.bad_lines = Pauses(window_s), Pauses(window_s)
+        self.bad_leaders = Pauses(window_s, strict=True)
+        self._window_s, self._warn = window_s, warn
+        self._helpers: dict[PeerID, None] = {}  # that have reduced for us, and have no values with which to prove it
+
+    def precedence(self, strangers: Strangers, now: float) -> Precedence:
+        """The order of the others in a search (`now`: the loop's time, seconds)."""
+        idle, bad = self.idle.now(now), self.bad_leaders.now(now)
+        if strangers.are_spent(now) and not self.bad_leaders.unforgiven.issuperset(strangers.known):
+            bad = self.bad_leaders.unforgiven
+        return Precedence(
+            known=strangers.known,
+            shunned=idle | bad,
+            spared=idle,
+            proved=self._helpers if strangers.account.is_spent(now) else None,
+        )
+
+    def brief_s(self, members: Collection[PeerID], strangers: Strangers, now: float) -> dict[PeerID, float]:
+        """The members of a round that are waited for only briefly, see `Brief`."""
+        idle = self.idle.now(now).intersection(members)
+        strange = strangers.among(members).difference(self._helpers)
+        patience_s = strangers.patience_s(now)
+        if len(idle) + 2 > len(members):
+            idle = frozenset()  # nobody else is left
+        return {**dict.fromkeys(strange, patience_s), **dict.fromkeys(idle, 0.0)}
+
+    def searched(
+        self, idled: Iterable[PeerID], turned_away: Iterable[PeerID], now: float, strangers: Strangers = NO_STRANGERS
+    ) -> None:
+        """A search is over.
+
+        Args:
+            idled: took this peer, and began no group in all the time that there was.
+            turned_away: did not take this peer, though there was a place.
+            now: seconds.
+            strangers: who is a stranger, and what may be lost.
+        """
+        for peer in idled:
+            strangers.pay(peer, self._window_s / 2, now)
+            self._led_badly(peer, self._window_s, now)
+        for peer in sorted(turned_away):
+            self._led_badly(peer, 0.0, now)
+
+    def played(
+        self,
+        round_: Round,
+        outcome: Outcome | None,
+        began: float,
+        now: float,
+        strangers: Strangers = NO_STRANGERS,
+        *,
+        unfair: bool = False,
+    ) -> None:
+        """A round is over.
+
+        Args:
+            round_: the round.
+            outcome: None if it failed here.
+            began: seconds.
+            now: seconds.
+            strangers: who is a stranger, and what may be lost.
+            unfair: the leader has planned it so that it is slow: nobody else is to blame for what came late.
+        """
+        seen, cost_s = round_.seen, now - began
+        leader = round_.members[round_.coordinator].contact.peer
+        if unfair:
+            self.led_badly(leader, cost_s, now, strangers)
+            return
+        self._pay(seen, strangers, now)
+        gave = reduced = frozenset[PeerID]()
+        if outcome is not None:
+            in_part = (peer for peer, share in outcome.counted_in_part.items() if share)
+            gave = frozenset((*outcome.contributors, *in_part))
+            reduced = seen.reduced - self.idle.now(now)  # one without values of its own gives the averages of its parts
+        late, unheard = seen.late | (seen.unheard - gave), (seen.unheard & gave) - seen.late
+        for peer in (gave | reduced) - late:
+            self.idle.forgive(peer, now)
+        for peer in gave - unheard - seen.bad_lines:
+            self.bad_lines.forgive(peer, now)
+        self._note_helpers(reduced - gave - late - seen.unheard, late, strangers, cost_s, now)
+        self._note_idle(late, cost_s, now)
+        for peer in sorted(unheard):
+            if times := self.bad_lines.failed(peer, now, cost_s):
+                self._warn(
+                    f"what {peer.short()} gave in {times} rounds came to others in time, and not to this peer, which "
+                    "does not wait for it in the next ones. Check the line between the two: it may lose large packets "
+                    "(try a smaller MTU), or be far slower than other lines",
+                    peer,
+                )
+        if seen.led_badly:
+            strangers.pay(leader, cost_s - seen.lost_s, now)
+            self._led_badly(leader, cost_s, now)
+        elif outcome is not None:
+            self.bad_leaders.forgive(leader, now)
+
+    def _note_idle(self, late: Collection[PeerID], cost_s: float, now: float) -> None:
+        for peer in sorted(late):
+            if times := self.idle.failed(peer, now, cost_s):
+                self._warn(
+                    f"{peer.short()} kept {times} rounds waiting, and gave nothing to them, or too late: the next ones "
+                    "go on without it. Check its line (`shoal doctor INVITE` there), and whether its process hangs",
+                    peer,
+                )
+
+    def _note_helpers(
+        self, helped: Collection[PeerID], late: Collection[PeerID], strangers: Strangers, cost_s: float, now: float
+    ) -> None:
+        """These have reduced for us. One that is late is a stranger again, and what it has cost is paid as such."""
+        for peer in helped:
+            put_last(self._helpers, peer, None, _MOST_HELPERS)
+        for peer in self._helpers.keys() & late:
+            del self._helpers[peer]
+            strangers.account.pay(cost_s, now)
+
+    def _pay(self, seen: Seen, strangers: Strangers, now: float) -> None:
+        """Pay for what the round has waited for strangers."""
+        if seen.waited_s > 0:
+            strangers.account.pay(seen.waited_s, now)
+        if strangers.others is not None:
+            strangers.others.pay(seen.lost_s, now)
+        if (strange := strangers.among(seen.hurried)) and strangers.account.is_spent(now):
+            one = min(strange)
+            self._warn(
+                f"a round waited for {one.short()}, which has given nothing to this run yet: rounds do not wait for "
+                "such peers for a while. Honest newcomers get in within about a minute",
+                one,
+            )
+
+    def led_badly(self, leader: PeerID, cost_s: float, now: float, strangers: Strangers) -> None:
+        """What this leader has planned cost so much time, and was slow or of no use.
+
+        The pause of a leader that is no stranger is enough: if the account paid, it would lack for honest slow members.
+        """
+        if strangers.among((leader,)):
+            strangers.account.pay(cost_s, now)
+        self._led_badly(leader, cost_s, now)
+
+    def _led_badly(self, leader: PeerID, cost_s: float, now: float) -> None:
+        if times := self.bad_leaders.failed(leader, now, cost_s):
+            groups = "a group" if times == 1 else f"{times} groups"
+            self._warn(
+                f"{leader.short()} led {groups} badly: it brought them to no average, or far too late, divided the "
+                "work so that it takes far longer than it need (give all peers the same min_vector_size), left peers "
+                "out that are there, or called them gone. It leads none of the next ones here. See in its log why; if "
+                "it is no peer of yours, leave it out",
+                leader,
+            )

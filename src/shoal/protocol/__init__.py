@@ -1,0 +1,1 @@
+"""What goes over the wire: the messages with their bounds, and the keys that sign them."""

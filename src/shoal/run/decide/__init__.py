@@ -1,0 +1,1 @@
+"""What a peer of a run decides, without network and clock."""

@@ -1,0 +1,224 @@
+"""The swarm as one peer sees it from its own state: what is known of the others, and whether a better state counts.
+
+Others may claim a better state that nobody gives. `claimed` is the swarm as they say it is. In `view` this peer is
+behind only as long as its trainer is to stand still for that state (see `fetching`). In both it is not behind while the
+peers at its state make their own step (see `forerunners`). Both change nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+
+from shoal.averaging.core import PeerCore
+from shoal.base.peer import PeerID
+from shoal.base.sometimes import sometimes
+from shoal.protocol.wire import Contact, Progress
+from shoal.run.decide.forerunners import Forerunners
+from shoal.run.decide.run_end import RunEnd
+from shoal.run.join.fetching import Fetching
+from shoal.run.join.own_state import OwnState
+from shoal.run.pace import Pace
+from shoal.run.settings import RunSettings
+from shoal.run.view.attendance import Attendance
+from shoal.run.view.companions import Companions
+from shoal.run.view.contribution import RateMeter
+from shoal.run.view.progress import NO_STATE, StateKey, SwarmProgress, SwarmView
+from shoal.run.view.witness import Witness
+
+__all__ = ["Outlook"]
+
+STUCK_S = 60.0
+"""Others that have not come further for so long cannot go on without the client that has the better state."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Outlook:
+    """The outlook of one peer, from these parts of it. Loop only.
+
+    Attributes:
+        core: this peer.
+        settings: of the run.
+        pace: how far this peer is on its way to the next step.
+        own: its state.
+        speed: how fast it trains.
+        end: where the run ends.
+        known: the words of the others.
+        companions: the peers of its last step.
+        attendance: of the others in its rounds.
+        fetching: of a better state.
+        witness: of how far the run can have come.
+        forerunners: who went on from its state without it.
+        loop: of all this; its time may be asked from any thread.
+        stays: a better state is known, and the peers here make their own step all the same.
+    """
+
+    core: PeerCore
+    settings: RunSettings
+    pace: Pace
+    own: OwnState
+    speed: RateMeter
+    end: RunEnd
+    known: SwarmProgress
+    companions: Companions
+    attendance: Attendance
+    fetching: Fetching
+    witness: Witness
+    forerunners: Forerunners
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    stays: bool = False
+    _worse: tuple[StateKey, float] = (NO_STATE, 0.0)  # the best state that a client can have, and since when
+    _given_up: bytes | None = None  # the digest of the state that this client is about to go back from
+
+    @property
+    def contact(self) -> Contact:
+        """This peer, as others may dial it for this run.
+
+        A client names no address, though its DHT may listen: it leads no group, and gives no state.
+        """
+        contact = self.core.endpoint.contact
+        return Contact(contact.peer) if self.settings.averager.client_mode else contact
+
+    @property
+    def is_client(self) -> bool:
+        """Whether nobody can dial this peer for this run."""
+        return not self.contact.addresses
+
+    def place(self) -> Progress:
+        """This peer's own place in the swarm, as a word without a time. Any thread may ask."""
+        name, training = self.own.name, self.own.training
+        return Progress(
+            contact=self.contact,
+            epoch=name.epoch,
+            digest=name.digest,
+            branch_samples=name.samples,
+            samples=self.pace.done(training.samples, training.batches, self.loop.time(), name.epoch),
+            rate=self.speed.rate,
+            time=0.0,
+            settings=dict(self.settings.fingerprint),
+            end_epoch=self.end.epoch,
+        )
+
+    def claimed(self) -> SwarmView:
+        """The swarm as the others say, also where this peer goes on with a state that is not the best one."""
+        now, own = self.loop.time(), self.own.name.key
+        claimed = self.known.view(
+            self.place(),
+            now,
+            shared=self.own.shared,
+            floor=self.floor,
+            giving=self.giving,
+            awaited=self.companions.awaited,
+            before=self.companions.before,
+            absent=self.attendance.absent(self.known.peers, now),
+            silent=self.core.endpoint.silent,
+        )
+        self.stays = self.forerunners.leave_us_here(
+            claimed,
+            own=own,
+            committed=self.own.committed,
+            held=self.own.training.held,
+            hears=self.core.endpoint.connected,
+            epoch_s=self.companions.patience_s,
+            now=now,
+        )
+        return replace(claimed, behind=False, vouched=False, best=own, epoch=own.epoch) if self.stays else claimed
+
+    @property
+    def giving(self) -> frozenset[PeerID]:
+        """The clients that give their states to this peer: those that have dialed it. A client dials no client."""
+        if self.is_client:
+            return frozenset()
+        connected = self.core.endpoint.connected
+        return frozenset(peer for peer in self.known.clients_before(self.own.name.key) if connected(peer))
+
+    @property
+    def floor(self) -> StateKey:
+        """This client goes back to no state that is before this one.
+
+        It is its own if there is a peer that it has dialed, which can take it, until `gives_up`; else the last one that
+        it had with others.
+        """
+        own, words = self.own, map(self.known.progress_of, self.core.endpoint.peers)
+        if (
+            own.shared
+            or self._given_up == own.name.digest
+            or not any(word is not None and word.contact.addresses for word in words)
+        ):
+            return own.floor
+        return own.name.key
+
+    def note_shared(self, claimed: SwarmView) -> None:
+        """Another peer that can be dialed says that it has our state: perhaps it has taken it from here."""
+        others = (claimed.others[peer] for peer in claimed.together - claimed.coming if peer in claimed.others)
+        if not self.own.shared and any(word.contact.addresses for word in others):
+            self.own.is_shared()
+
+    def gives_up(self, claimed: SwarmView) -> StateKey | None:
+        """The worse state of others to which this client goes back, once; None otherwise.
+
+        Nobody can have the state that it is at. If the best one that can be had has been the same for `STUCK_S`, its
+        holders cannot go on without this peer either, as a quorum takes them all. It does not go back to a state that
+        nobody has trained: peers that have begun anew are to be started from a checkpoint.
+        """
+        own, now, others, refused = self.own, self.loop.time(), claimed.others, claimed.refused
+        here = (others[peer] for peer in claimed.together if peer in others and peer not in refused)
+        # In a large swarm not all are looked at whenever something is heard.
+        if not self.is_client or any(word.contact.addresses for word in here) or self.end.reached(own.name.epoch):
+            self._worse = NO_STATE, now
+            return None
+        offered = (word for peer, word in others.items() if word.contact.addresses and peer not in refused)
+        best = max(map(StateKey.of_peer, offered), default=NO_STATE)
+        may_take = not own.shared and not best.is_before(self.floor)  # it needs to give nothing up
+        if not best.trained or best >= own.name.key or may_take:
+            best = NO_STATE
+        if best != self._worse[0]:
+            self._worse = best, now
+        if best is NO_STATE or now - self._worse[1] < STUCK_S:
+            return None
+        sometimes("a client goes back to a state that others can have")
+        own.shared, own.floor, self._given_up = False, best, own.name.digest
+        return best
+
+    def view(self) -> SwarmView:
+        """The swarm as it is known here now; `behind` only as long as this peer stands still for a better state."""
+        return self.unless_it_goes_on(self.claimed())
+
+    def unless_it_goes_on(self, claimed: SwarmView) -> SwarmView:
+        """The view that belongs to what the others claim."""
+        goes_on = claimed.behind and not self.fetching.waits(claimed, self.loop.time())
+        return replace(claimed, behind=False) if goes_on else claimed
+
+    @property
+    def trains_on(self) -> bool:
+        """Whether a better state is fetched while the trainer goes on, as nobody waits for anybody."""
+        merging = self.settings.merging
+        return merging is not None and merging.overlap is None and self.own.name.epoch > 0
+
+    def alone(self, view: SwarmView) -> bool:
+        """Whether nobody is at our state but this peer, and peers that rounds do not wait for. A quorum never is."""
+        quorum = self.settings.merging is not None and (self.settings.merging.quorum or 0) > 1
+        if quorum and not self.left_behind:
+            return False
+        others = view.together - {self.core.peer_id}
+        return others == self.attendance.given_up(others, self.loop.time())
+
+    @property
+    def left_behind(self) -> bool:
+        """Whether the others have ended the run, and left: no quorum comes any more."""
+        end, known = self.end.epoch, self.known
+        return end is not None and not known.peers and any(epoch >= end for epoch in known.left.values())
+
+    def state_replaced(self) -> None:
+        """This peer's state is another one now, and not by a step that it took with others, or alone."""
+        own = self.own
+        self.witness.took_over(own.name.epoch, own.name.samples, gave=own.committed.gave, weights=own.committed.weights)
+        self.heed_contributors()
+
+    def heed_contributors(self) -> None:
+        """Let those count who gave to the last steps of our state: they are believed, and rounds wait for them."""
+        known, me = self.known, self.core.peer_id
+        known.contributors = self.attendance.contributors = peers = self.own.committed.samples
+        if self.settings.merging is None:  # else they say how far they are on their way
+            known.believed, known.places = self.own.committed.believed, self.own.committed.record.places
+        self.attendance.alone = not any(known.progress_of(peer) is not None for peer in peers if peer != me)

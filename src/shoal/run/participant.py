@@ -1,0 +1,1182 @@
+"""One peer's part in a run: it watches the swarm, runs the rounds, and serves the trainer. Loop only, no threads.
+
+`PhaseMachine` (see `phases`) decides what is to be done; this shell does it. One task in the loop looks at the swarm
+whenever there is news, and once a second. The trainer asks `decide` at its step, and changes the parameters itself:
+`step`, `download`. A round takes the accumulators when the group begins, also from a trainer that is in the middle of a
+batch: nobody waits for the slowest batch.
+
+A state is named by its digest: H(parent digest, round id, verdict). Peers meet under a key that holds their state's
+digest, so gradients of different states are never averaged, and equal digests mean equal histories.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import math
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from shoal.averaging import StepResult, TensorLock
+from shoal.averaging.allreduce.interface import MAX_WEIGHT
+from shoal.averaging.allreduce.segments import RoundMemory
+from shoal.averaging.allreduce.vector import Vector
+from shoal.averaging.core import PeerCore
+from shoal.base.clock import Elapsed, ThreadExecutor, own_clock, seconds_text
+from shoal.base.names import known_as
+from shoal.base.peer import PeerID
+from shoal.base.sometimes import sometimes
+from shoal.base.tasks import Changes, Tasks
+from shoal.compression import CompressionBase
+from shoal.errors import ClosedError, ConfigError, NoMemoryForState, StateUnavailable, is_out_of_memory
+from shoal.events import EpochAdvanced, RunEnded
+from shoal.protocol.wire import FollowSteps, Progress
+from shoal.run.decide.agreement import MOST_CORES, Agreement, Contributor, Said, agree, said_bytes
+from shoal.run.decide.beginning import Beginning, Stance
+from shoal.run.decide.check import Check
+from shoal.run.decide.election import elected
+from shoal.run.decide.forerunners import Forerunners
+from shoal.run.decide.phases import Event, PhaseMachine, RunPhase, Situation, Update, Work
+from shoal.run.decide.run_end import RunEnd
+from shoal.run.decide.state_name import StateName
+from shoal.run.disk.folder_users import FolderUsers
+from shoal.run.gossip import ProgressGossip
+from shoal.run.join.catch_up import CatchUp
+from shoal.run.join.fetching import Fetching
+from shoal.run.join.own_state import OwnState
+from shoal.run.join.step_feed import StepFeed
+from shoal.run.outlook import Outlook
+from shoal.run.pace import LOOKS, Pace
+from shoal.run.parameter_check import ParameterCheck
+from shoal.run.report.notices import Notices
+from shoal.run.report.status import Status, status_of
+from shoal.run.rounds import Counts, Rounds, gradient_averager, state_averager
+from shoal.run.settings import RunSettings
+from shoal.run.solitude import Solitude
+from shoal.run.takeover import Takeover
+from shoal.run.view.attendance import Attendance
+from shoal.run.view.companions import Companions
+from shoal.run.view.contribution import Contribution, RateMeter
+from shoal.run.view.progress import NO_STATE, StateKey, SwarmProgress, SwarmView
+from shoal.run.view.witness import Witness
+from shoal.run.view.words import MOST_STEPS, Weigh, heeds, may_give, sites_of, weigh
+from shoal.train.options import differences, misfit
+from shoal.train.training_state import TrainingState
+
+__all__ = ["Participant"]
+
+_FEW_STEPS = 3
+"""Before that nobody knows how much a step takes: the first ones may have come late, or lack most peers."""
+
+_FEW_PEERS = 32
+"""Of so many each one is known."""
+
+_AGAIN_S = 1.0
+"""Until work is tried again that this machine had no memory for, seconds."""
+
+
+class Participant:
+    """One peer's part in a run. Loop only; the trainer's calls are marked.
+
+    Args:
+        core: this peer.
+        training: what it trains. The trainer may touch it only under `lock`, or while it waits here.
+        settings: of the run.
+        lock: of accumulators, parameters and optimizer.
+        compression: codec for gradients.
+        state_compression: codec for averaging states.
+        first: the participant of the model's first fragment, if this is one of another. It decides the rank of all.
+        keep: saves the state before it is given up: see `Takeover`.
+
+    Attributes:
+        pace: how far it is on its way to the next step.
+        own: the state that this peer trains.
+        model_rank: of the model's beginning, once the others are known: all fragments take it, see `StateName`.
+        takeover: takes over better states.
+    """
+
+    def __init__(
+        self,
+        core: PeerCore,
+        training: TrainingState,
+        settings: RunSettings,
+        *,
+        lock: TensorLock,
+        compression: CompressionBase | None = None,
+        state_compression: CompressionBase | None = None,
+        first: Participant | None = None,
+        keep: Callable[[], object] | None = None,
+    ) -> None:
+        self.pace: Pace = settings.pace(None if first is None else first.pace)
+        if core.endpoint.serves_stream(FollowSteps, scope=settings.run_id):
+            raise ConfigError(
+                f"run {settings.run_id!r} is trained by another shoal.Optimizer of this DHT: call its shutdown() first "
+                "(in a notebook, before the cell is run again), or give this one another run_id"
+            )
+        self.core, self.training, self.settings = core, training, settings
+        self._machine = PhaseMachine(auxiliary=settings.auxiliary)
+        self._notices = Notices(core.env.events, settings.run_id, fragment=settings.fragment)
+        self.own = OwnState(core, training, lock, self._notices, auxiliary=settings.auxiliary)
+        self._end = RunEnd(core.peer_id, settings.end_patience_s)
+        self.last_round: StepResult | None = None
+        self._led_to: StateName | None = None  # by that round
+        self._not_averaged: StateName | None = None  # as the round of states failed
+        self._gave_others = False  # the last round of states was given other values than those that are trained
+        self._held_at: StateName | None = None  # there the trainer has waited for a merge that was not due
+        self.speed = RateMeter()
+        self.contribution = Contribution()
+        self._given = self._cut = 0  # samples of the round that may count, and those that it does not take
+        self._counts = Counts(training.extra_tensors)
+        self._companions = Companions()
+        given = [contact.peer for contact in core.node.initial_peers]
+        self._witness = Witness(
+            core.peer_id, given=given, begins_s=settings.state_patience_s, time=Elapsed(core.env.clock).time
+        )
+        self._known = SwarmProgress(
+            core.peer_id,
+            settings.fingerprint,
+            ttl_s=settings.ttl_s,
+            auxiliary=settings.auxiliary,
+            heed=self._witness.heeded,
+        )
+        memory = RoundMemory(training.averaged, training.state_tensors)
+        ours = core, training, settings
+        self._states = state_averager(*ours, state_compression, lock=lock, memory=memory, state=self.own.export)
+        if settings.use_local_updates:
+            self._averager = self._states
+        else:
+            self._averager = gradient_averager(*ours, compression, lock=lock, memory=memory)
+        self._attendance = Attendance(settings.averager.window_s, self._averager.conduct.idle)
+        self._steps = StepFeed(core, settings.run_id, self._followed_from, (self._averager, self._states))
+        self._catch_up = CatchUp(
+            core,
+            settings.run_id,
+            training,
+            self._averager,
+            self._states,
+            max_bytes=settings.catch_up_bytes,
+            counted=self.own.gives.counted,
+        )
+        self._news = Changes()  # reasons to look at the swarm
+        self._moves = Changes()  # of the phase, and of all else that the trainer may wait for
+        self._fetching = Fetching(self._fetch, self._news, on_failure=self._fail)
+        self._outlook = Outlook(
+            core=core,
+            settings=settings,
+            pace=self.pace,
+            own=self.own,
+            speed=self.speed,
+            end=self._end,
+            known=self._known,
+            companions=self._companions,
+            attendance=self._attendance,
+            fetching=self._fetching,
+            witness=self._witness,
+            forerunners=Forerunners(core.peer_id),
+        )
+        self._check = ParameterCheck(
+            core, self.own, self._notices, every=settings.check_every, is_last=self._comes_to_its_end
+        )
+        self._rounds = Rounds(core.env, self._look_and_tell, self._news)
+        self._tasks = Tasks(self._fail)
+        self._told_at = -math.inf
+        self._work = Work.WAIT  # of the background task, now
+        self._asked, self._turns = False, 0  # the trainer has come to its first step, and is at one now
+        self._closed = False
+        self._closing: asyncio.Task[None] | None = None
+        self._distrust: Callable[[], None] = lambda: None
+        self.model_rank: asyncio.Future[int] = (
+            asyncio.get_running_loop().create_future() if first is None else first.model_rank
+        )
+        self._gossip = ProgressGossip(core, settings, self._known, self._news, next_word=self._next_word)
+        self.takeover: Takeover = Takeover(
+            core=core,
+            own=self.own,
+            outlook=self._outlook,
+            machine=self._machine,
+            beginning=Beginning(
+                settings.state_patience_s,
+                required=settings.require_state,
+                hosts=given,
+            ),
+            gossip=self._gossip,
+            catch_up=self._catch_up,
+            states=self._states,
+            notices=self._notices,
+            news=self._news,
+            keep=keep,
+            first=None if first is None else first.takeover,
+        )
+        self._solitude = Solitude(
+            self._outlook,
+            self._gossip,
+            self._notices,
+            searches=lambda: self.phase is RunPhase.AVERAGING and self._averager.looking,
+            missing=self._missing,
+        )
+
+    # ------------------------------------------------------------------------------------------------ life and death
+
+    async def start(self) -> None:
+        """Join the run: look where it stands, tell where we stand."""
+        self._distrust = self.core.endpoint.trust.heed(lambda: self.own.committed.weights)
+        self._states.sharing.enable(declared=not self.settings.averager.client_mode)
+        self.speed.measure(self._now())
+        self.pace.state_changed(self.epoch, self._now())
+        for work in self._gossip.start():
+            self._tasks.spawn(self._lasting("what it tells others, and hears from them, was", work))
+        self._tasks.spawn(self._drive())
+        if not self.settings.fragment:  # a peer is alone with all fragments of its model, and says it once
+            self._tasks.spawn(self._lasting("a look for others was", self._solitude.watch))
+
+    def watch_folder(self, folder: Path, pool: concurrent.futures.Executor) -> None:
+        """Tell of other programs that save in this folder of checkpoints, and train apart, from now on.
+
+        Args:
+            folder: of the checkpoints.
+            pool: its files are looked at there. It is used for nothing else, and shut down when this peer leaves.
+        """
+
+        async def watch() -> None:
+            users = FolderUsers(folder, self.settings.run_id, self.core.peer_id)
+            try:
+                with suppress(MemoryError, RuntimeError):  # no thread, for example: it can do without
+                    await users.watch(ThreadExecutor(pool), self._trains_with, self._notices.warn)
+            finally:
+                pool.shutdown(wait=False)
+
+        self._tasks.spawn(watch())
+
+    async def check_settings(self, timeout_s: float) -> None:
+        """Wait until it is known how the others train, at most so long. Later findings are told at the next step.
+
+        Raises:
+            ConfigError: others train this run with other settings, and nobody with ours.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._gossip.looked.wait()
+        self._check_fit()
+
+    def _trains_with(self, peer: str) -> bool:
+        """Whether a peer of this id is known here, or may be: in a large swarm a peer does not know all."""
+        known = self._known.peers
+        return len(known) > _FEW_PEERS or peer in map(str, known)
+
+    def _check_fit(self) -> None:
+        if (misfit := self._misfit()) is not None:
+            raise misfit
+
+    def _misfit(self) -> ConfigError | None:
+        known, own = self._known, self.own
+        if not known.mismatches or self.view().peers != (self.core.peer_id,):
+            return None
+        given = self.core.endpoint.trust.given
+        if not heeds(known.mismatches, committed=own.committed.weights, given=given, begun=own.name.epoch > 0):
+            return None  # told if this peer stays alone
+        return ConfigError(f"this run is trained with other settings: {known.mismatch}")
+
+    def _fail(self, error: BaseException) -> None:
+        # A ClosedError: this peer leaves, by `leave_on_sigterm` for example. A ConfigError: the trainer is told.
+        if not isinstance(error, ClosedError | ConfigError):
+            self._notices.warn(f"{type(error).__name__}: {error}")
+        self.failure = error
+        self._moves.notify()
+
+    failure: BaseException | None = None
+    """The error that ended the background work, if any; the trainer's next call raises it."""
+
+    async def close(self) -> None:
+        """Leave the run. Safe to call twice: an interrupted caller does not end it half way."""
+        self._closed = True
+        if self._closing is None:
+            self._last_status = self.status()
+            self._closing = asyncio.get_running_loop().create_task(self._leave())
+        await asyncio.shield(self._closing)
+
+    async def _leave(self) -> None:
+        await self._tasks.cancel()
+        self._tell_dropped(left=0 if self.at_end else self.training.held)  # it is given to nobody any more
+        await self._check.close()
+        await self._fetching.close()
+        await self._gossip.leave()
+        await self._gossip.close()
+        self._steps.close()
+        await self._catch_up.leave()
+        await self._averager.close()
+        await self._states.close()
+        self._distrust()
+        self._moves.notify()
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    # ------------------------------------------------------------------------------------------------------ progress
+
+    @property
+    def phase(self) -> RunPhase:
+        """The phase of this peer between two steps of its trainer."""
+        return self._machine.phase
+
+    @property
+    def state(self) -> StateName:
+        """The name of this peer's state."""
+        return self.own.name
+
+    @property
+    def epoch(self) -> int:
+        """Swarm steps that went into this peer's parameters."""
+        return self.own.name.epoch
+
+    def is_elected(self) -> bool:
+        """Whether this peer is the one that is elected for its state, of those that contributed to the step to it.
+
+        All peers at a state know these, from the round or with the download. Where no step is known (the state was
+        loaded, or is an average), the candidates are the live peers of the run, which peers may see differently.
+        """
+        made = self.own.committed.gave or self.view().peers
+        return elected(self.settings.run_id, self.epoch, made) == self.core.peer_id
+
+    @property
+    def at_end(self) -> bool:
+        """Whether this peer has reached the announced end of the run: it trains no more."""
+        return self._end.reached(self.epoch)
+
+    @property
+    def finished(self) -> bool:
+        """Whether this peer is at the end, at the best state that is known here, and the others are too."""
+        machine = self._machine
+        return self._end.over(self.epoch) and machine.phase is not RunPhase.STEPPING and not machine.states_due
+
+    def progress(self) -> Progress:
+        """The progress of this peer, with the time of its last word to others."""
+        told_at, alone = self._told_at, self._solitude.told
+        place = self._outlook.place()
+        return msgspec.structs.replace(place, time=told_at, left=self._closed, check=self._check.last, alone=alone)
+
+    def _next_word(self) -> Progress:
+        """The progress of this peer, to be told to others.
+
+        Its time is our own wall clock, by which our words are ordered; it never goes back.
+        """
+        self._told_at = max(math.nextafter(self._told_at, math.inf), own_clock(self.core.env.clock).time())
+        return self.progress()
+
+    _last_status: Status | None = None
+
+    @property
+    def last_status(self) -> Status | None:
+        """Of when this peer left the run; None as long as it has not. Any thread may look.
+
+        Samples that it had not given by then are among those dropped, also of a batch that ended later.
+        """
+        if self._last_status is None:
+            return None
+        self._settle()
+        given = self.contribution
+        return replace(self._last_status, contributed=given.contributed, dropped=given.dropped)
+
+    def status(self) -> Status:
+        """The run as this peer sees it now; once it has left, `last_status`."""
+        if (last := self.last_status) is not None:
+            return last
+        view = self.view()
+        self._settle()
+        return status_of(
+            view,
+            self.progress(),
+            self.settings,
+            target=self.pace.target(view),
+            eta_s=self._eta_s(view),
+            phase=self.phase.value,
+            last_round=self.last_round,
+            contribution=self.contribution,
+            finished=self.finished,
+            alone_because=self._solitude.reasons,
+        )
+
+    def _eta_s(self, view: SwarmView) -> float | None:
+        if self.enough:
+            return 0.0
+        if (due_s := self.pace.due_s(self._now())) is not None:
+            return due_s
+        rate, missing = self.pace.rate(view, self.speed), self.pace.target(view) - view.samples
+        return max(0.0, missing / rate) if rate > 0 else None
+
+    def view(self) -> SwarmView:
+        """The swarm as it is known here now; `behind` only as long as this peer stands still for a better state."""
+        return self._outlook.view()
+
+    def _look(self) -> tuple[SwarmView, SwarmView]:
+        """Take in what is known now: whom a round waits for, where the run ends, what the user is to be told.
+
+        Returns:
+            The view, and the swarm as the others claim it to be: see `Outlook`.
+        """
+        self._outlook.heed_contributors()
+        companions, now = self._companions, self._now()
+        self._known.expire(now)
+        claimed = self._outlook.claimed()
+        self._outlook.note_shared(claimed)
+        if (worse := self._outlook.gives_up(claimed)) is not None:
+            self._notices.goes_back(self.epoch, worse.epoch)
+            claimed = self._outlook.claimed()
+        if not self.settings.fragment:
+            further = (claimed.others[peer] for peer in claimed.refused)
+            self._notices.refused(
+                [each for each in further if StateKey.of_peer(each) > self.own.name.key], self.state, now
+            )
+        view = self._outlook.unless_it_goes_on(claimed)
+        enough = self.pace.enough(view)
+        if companions.observe(view, now, enough=enough):
+            return self._look()
+        if view.coming and companions.until is not None:
+            self._gossip.look_again(companions.until)
+        if (due_s := self.pace.due_s(now)) is not None:
+            self._gossip.look_again(now + due_s)
+        self._gossip.enough, self._gossip.target = enough, self.pace.target(view)
+        self._gossip.rate = self.pace.rate(view, self.speed)
+        if len(view.peers) > 1:
+            self._machine.found()
+        self._settle_end()
+        if not self._machine.is_busy and self._is_to_average():
+            self._machine.states_due = True
+        averages = self._machine.states_due or self.own.update is not None
+        due = self._averages_last and (averages or self.own.name == self.own.followed)
+        best = claimed if claimed.vouched else view
+        if self._end.observe(self.epoch, best, now, average_due=due, client=self._outlook.is_client):
+            self._moves.notify()
+        if not self.settings.fragment:  # the fragments of a model end together, and it is told once
+            # Before its first step the program may not have come to its own word yet.
+            self._notices.ends(self.epoch if self.at_end and self._asked else None, self._end.said)
+            if not self.at_end:
+                self._notices.beyond(self.training.model_epoch, self._end.said)
+        return view, claimed
+
+    def _settle_end(self) -> None:
+        self._end.settle(self.epoch, self.own.committed, lambda: self._known.ends, self._sites)
+        end = self._end.expected(self.epoch, self.training.model_epoch)
+        self.pace.ends_at(end, left_behind=self._outlook.left_behind)
+        self.training.ends_at(end)
+
+    def _comes_to_its_end(self) -> bool:
+        """Whether the next step is the last one of the run, as far as it is known."""
+        end = self._end.expected(self.epoch, self.training.model_epoch)
+        return end is not None and self.epoch + 1 == end
+
+    def _sites(self) -> dict[PeerID, bytes]:
+        return sites_of(map(self._gossip.contact, self._known.peers))
+
+    def _missing(self) -> tuple[int, int]:
+        """How many peers the next merge lacks, though this one is ready for it, and how many it takes.
+
+        It is told for the first fragment of the model only.
+        """
+        settings = self.settings
+        quorum = 0 if settings.merging is None or settings.fragment else settings.merging.quorum or 0
+        return (self.pace.missing(self._outlook.place().samples, self.view()) if quorum else 0), quorum
+
+    def _look_and_tell(self) -> SwarmView:
+        view, _ = self._look()
+        self._gossip.tell(view)
+        return view
+
+    def announce_end(self, epoch: int | None) -> None:
+        """Tell everybody where the run ends as far as this peer is concerned; None lifts that. See `run_end`."""
+        self._end.say(epoch, self.epoch)
+        self._settle_end()
+        self.accumulated()
+
+    @property
+    def enough(self) -> bool:
+        """Whether there is enough for a step, as far as it is known. Any thread may ask."""
+        return self.pace.reaches(self.training.samples, self.training.batches, self.epoch)
+
+    @property
+    def needs_turn(self) -> bool:
+        """Whether the trainer has something to do or to ask at its step, as far as it is known. Any thread may ask."""
+        begins = self.epoch == 0 and (self.settings.merging is None or not self._asked)
+        return begins or self.enough or self.phase is not RunPhase.COLLECTING or self._hold_s() > 0
+
+    def _hold_s(self) -> float:
+        """See `Pace.hold_s`; once at each state."""
+        if self._held_at == self.own.name:
+            return 0.0
+        return self.pace.hold_s(self.training.batches, self._outlook.loop.time(), self.epoch)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether what was trained since the last look is worth one: thousands of short batches are not."""
+        steps = None if self.settings.merging is None else self.settings.merging.steps
+        batches = self.training.batches
+        return steps is None or batches == steps or batches % max(1, steps // LOOKS) == 0
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether the trainer stands still for a better state; if not, until it is here."""
+        return not self._outlook.trains_on or self._fetching.has_news
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether the trainer is to take the average that is here at a later batch."""
+        update = self.own.update
+        has_batches = not (self.settings.auxiliary or self.at_end)
+        return update is not None and update.is_step and has_batches and self.training.holds_back
+
+    def accumulated(self) -> None:
+        """The trainer has accumulated, or stepped: look again."""
+        self._news.notify()
+
+    # ------------------------------------------------------------------------------------------------------- driving
+
+    def _happened(self, event: Event) -> None:
+        self._machine.happened(event)
+        self._moves.notify()
+
+    async def _drive(self) -> None:
+        await self._gossip.looked.wait()
+        self._check_fit()
+        await self._decide_rank()
+        await self._lasting("a round or a step was", self._go_on, self._give_up_step)
+
+    async def _lasting(
+        self,
+        what: str,
+        work: Callable[[], Awaitable[None]],
+        first: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """Do this until it is cancelled; again, with `first` before, where this machine had no memory for it."""
+        while True:
+            try:
+                await work()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                self._notices.skipped(what, error)
+                if first is not None:
+                    await first()
+                await asyncio.sleep(_AGAIN_S)
+
+    async def _give_up_step(self) -> None:
+        """Forget the accumulated gradients, or what a round has left in their place: the others step without us."""
+        async with self.own.hold() as holds:
+            if holds and self.own.update is None:  # if the lock does not come, the next state discards it
+                self.training.discard()
+        if self.phase is RunPhase.AVERAGING:
+            self._happened(Event.MISFIT)
+
+    async def _go_on(self) -> None:
+        machine = self._machine
+        while True:
+            self.speed.measure(self._now())
+            self._notices.accumulated(self.training.local)
+            seen = self._news.count
+            self.takeover.look_at_options()
+            view, claimed = self._look()
+            if (
+                self.own.with_others == NO_STATE
+            ):  # others may have come to the run since it began here, or have been heard late
+                self._check_fit()
+            self._judge(view)
+            if not machine.is_busy:
+                trains_on = self._outlook.trains_on
+                goes_on = claimed.behind and (trains_on or not view.behind)
+                begin = goes_on and (trains_on or machine.phase is not RunPhase.BEHIND)
+                self._fetching.idles(claimed, self._now(), idle=trains_on and view.behind)
+                self._fetching.observe(claimed, self.settings.state_patience_s if begin else None, self._now())
+            self._gossip.tell(view, now=machine.phase is RunPhase.AVERAGING)
+            alone = machine.phase is RunPhase.AVERAGING and self._outlook.alone(view)
+            self._work = machine.work(self._situation(view), alone=alone, nobody=len(view.peers) == 1)
+            match self._work:
+                case Work.AVERAGE_GRADIENTS:
+                    self._moves.notify()  # a trainer that goes on while gradients are averaged has waited until here
+                    await self._average()
+                case Work.AVERAGE_STATES:
+                    await self._average_states()
+                case Work.STEP_ALONE:
+                    await self._step_alone()
+                case Work.SEEK:
+                    await self._gossip.seek()
+                case Work.LOOK_AGAIN:
+                    self._moves.notify()
+                case Work.WAIT:
+                    if machine.phase is RunPhase.COLLECTING:
+                        others = view.together - {self.core.peer_id}
+                        self._averager.meet(others, comes=self._companions.before is None)
+                    await self._news.after(seen, 1.0)
+
+    async def _decide_rank(self) -> None:
+        """Let the weights win that were there before ours, if the run has not begun. All fragments have one rank."""
+        if not self.settings.fragment:
+            others = self._outlook.claimed().others.values()
+            digests = [said.digest for said in others if said.epoch == 0]
+            self.model_rank.set_result(self.own.name.rank_among(digests))
+        rank = await asyncio.shield(self.model_rank)  # of all fragments, so one that is closed does not cancel it
+        before = self.own.name
+        while self.own.rank != rank:
+            await self.own.decide_rank(rank)
+        if self.own.name != before:
+            self._announce_other_state()
+
+    def _situation(self, view: SwarmView, *, must_fetch: bool = False) -> Situation:
+        return Situation(
+            behind=view.behind,
+            must_fetch=must_fetch,
+            at_end=self.at_end,
+            may_leave=self.finished,
+            enough=self.pace.enough(view),
+        )
+
+    def _judge(self, view: SwarmView) -> None:
+        """Let the machine go on from this look, unless it waits for an average, or a state is being taken over."""
+        machine, before = self._machine, self.phase
+        if machine.is_busy or machine.states_due or self._fetching.holds:
+            return
+        must_fetch = self.takeover.may_not_begin(view) or self._fetching.has_news
+        machine.happened(self._situation(view, must_fetch=must_fetch).event)
+        if machine.phase is not before:
+            self._moves.notify()
+
+    async def _average(self) -> None:
+        """Average the gradients with everybody at our state, and make the step ready."""
+        name, me = self.own.name, self.core.peer_id
+        if (grace_s := self.pace.grace_s(self._now())) and not self._turns:
+            await self._trainer_comes(grace_s)
+        said = self._said(await self._check.of(name))
+        self._attendance.search(self._companions.patience_s)
+        self._averager.way_s = self.pace.way_s(self._now())
+        result = await self._rounds.run(
+            self._averager,
+            tag=name.group_tag,
+            gather=said,
+            hopeless=lambda view: view.behind or self._outlook.alone(view),
+            expected=self._awaited,
+            prepare=lambda _: self._contribute(name, said.samples),
+            most_weight=self._most_weight,
+            strangers=self._attendance.strangers,
+            apply=lambda vector: self._take_average(vector, name),
+        )
+        if result is None:
+            self._outlook.forerunners.round_failed()
+            if self._rounds.in_vain or self._outlook.alone(self.view()):
+                self._notices.absent(self._attendance.formed({me}, self._now()))
+            async with self.own.hold() as holds:
+                if holds:
+                    self.training.round_failed()
+                    self._drop_unfit()  # it counts for nothing in any round: if nobody's does, every round fails
+            return
+        self.last_round = result
+        self.pace.round_took(result.duration_s)
+        waits = self.settings.merging is None and not self.settings.delay_grad_averaging
+        self._notices.round_took(result.duration_s, self._now(), awaited=waits)
+        members = [member.contact.peer for member in result.outcome.members]
+        self._notices.absent(self._attendance.formed(members, self._now() - result.duration_s))
+        if self.own.name == name:
+            self.own.is_shared()
+            await self._take_step_of(result, said)
+
+    def _most_weight(self, peer: PeerID) -> float:
+        """The largest weight that a peer may give to the round now: twice what it may by its own count.
+
+        It grows with the time since it gave last, of which each member has its own idea.
+        """
+        committed, own = self.own.committed, peer == self.core.peer_id
+        steps = self._witness.steps_since(peer)
+        if len(committed.steps) < _FEW_STEPS:
+            steps = MOST_STEPS
+        elif steps is None:
+            steps = 1.0 if own else MOST_STEPS
+        return min(MAX_WEIGHT, may_give(committed.record.rate(peer), max(1.0, steps)) * (1 if own else 2))
+
+    async def _trainer_comes(self, within_s: float) -> None:
+        """Wait for a trainer that is in the middle of a batch."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while not self._turns and not self.view().behind:
+                    await self._moves.next(1.0)
+
+    def _awaited(self) -> frozenset[PeerID]:
+        """The peers that our search waits for now: nobody once none has come for as long as the pace allows.
+
+        A smaller part of those that are here waits for the others even then: the larger part may have begun without it,
+        and soon has a better state than the one that it would make.
+        """
+        awaited = self._attendance.wait_for(self.view().together - {self.core.peer_id}, self._now())
+        patience_s = min(self.pace.patience_s(), self._attendance.patience_s)
+        late = self._now() > self._averager.joined_at + patience_s
+        return frozenset() if late and 2 * self._averager.group_size > 1 + len(awaited) else awaited
+
+    def _said(self, check: Check | None = None) -> Said:
+        training = self.training
+        options = training.options()
+        end = self._end.word(self.epoch, training.model_epoch)
+        cores = min(training.cores, MOST_CORES)
+        return Said(options, training.absent(), check, training.samples, end, cores)
+
+    def _contribute(self, name: StateName, said: int) -> tuple[float, float]:
+        """Weight and factor of the accumulators at this state; the others refuse a larger weight than it may give."""
+        # Now, and not when the search began: a trainer that goes on has trained for as long as the search took.
+        most = max(1, int(self._most_weight(self.core.peer_id)))  # whole samples: they are what it has contributed
+        samples = self.training.samples if self.own.name == name else 0
+        self._given = min(samples, most)  # of more no more counts
+        self.own.gives.note(name.digest, said, self._given)
+        self._cut = samples - self._given
+        weight, factor = self.training.contribute() if self.own.name == name else (0.0, 0.0)
+        return min(weight, most), factor
+
+    async def _take_step_of(self, result: StepResult, said: Said) -> None:
+        """The step of a round, as all its members take it; not if this peer cannot: then it falls behind."""
+        if result.outcome.counts(self.core.peer_id):  # in each part, or in some, as where one line is bad
+            self.contribution.was_cut(self._cut)
+            self.training.counted()
+        outcome, weighed = result.outcome, self._weigh_in(result)
+        run, before, committed = self.core.env.executor.run, self.own.name, self.own.committed
+
+        def concluded() -> Agreement:
+            return agree(
+                result.gathered,
+                outcome.contributors,
+                outcome.counted_in_part,
+                weigh=weighed,
+                total=max(held.weight for held in outcome.commit.parts),
+                sites=_sites_in(result),
+                mine=said.options,
+                last=committed.options,
+            )
+
+        agreement = await self.core.env.read(said_bytes(outcome.members), concluded)
+        if self.own.name != before:
+            return  # another state was taken over meanwhile, and nothing of the round belongs to it
+        if (mend_from := await self._check.difference(result, self.own.name, weighed)) is not None:
+            sometimes("a check finds that our parameters differ")
+            self.takeover.mend_from = mend_from
+            await self.tell_loaded()
+            return
+        if agreement.options is None:
+            raise ConfigError(f"no step can be taken: the optimizer's option {said.options.problem()}")
+        why = misfit(said.options, agreement.options)
+        others = differences(said.options, agreement.options) if why is None else []
+        if others:
+            why = await run(self.training.why_not, agreement.options)
+            if self.own.name != before:
+                return  # another state was taken over meanwhile, and nothing of the round belongs to it
+        if why is not None:
+            sometimes("the options of the swarm's step cannot be set here")
+            self._notices.warn(f"the swarm's step is not taken here: its options are {why}")
+            await self._give_up_step()
+            return
+        if said.samples:  # else its own were no proposal
+            self._notices.took_over(others)
+        step = partial(self.training.step, agreement.options, agreement.absent, agreement.cores)
+        name, members = self.own.name, [member.contact.peer for member in result.outcome.members]
+        gave = [each.peer for each in agreement.contributors if each.samples]
+        self._witness.gave(gave)
+        self._companions.share(members, name.key, result.duration_s, gave=gave)
+        self._led_to = name.after_round(result, agreement.digest)
+        ours = int(self._given * result.outcome.share(self.core.peer_id))
+        self._is_ready(self.own.prepare(step, self._led_to, len(members), agreement, gave=ours))
+        await self._tell_step(self._steps.add_round(name, result, self._averager.vector, agreement))
+
+    def _weigh_in(self, result: StepResult) -> Weigh:
+        """Weighs the words of the members of this round, as all of them do."""
+        return partial(weigh, committed=self.own.committed.weights, sites=_sites_in(result))
+
+    async def _tell_step(self, telling: Awaitable[None]) -> None:
+        """Keep a step for peers that catch up: they can do without, and this peer's step does not wait for it."""
+        try:
+            await telling
+        except Exception as error:  # noqa: BLE001 (no memory for it)
+            self._notices.skipped("a step for peers that catch up was", error)
+
+    def _take_average(self, vector: Vector, name: StateName) -> None:
+        if self.own.name == name:  # else another state was taken over meanwhile, and nothing of the round belongs to it
+            try:
+                self.training.use_average(vector)
+            except Exception:
+                self.training.discard()  # a part of it may be here
+                raise
+
+    def _drop_unfit(self) -> bool:
+        """Forget the accumulators if they are not finite, so that no epoch is made of them; True if so."""
+        if (bad := self.training.unfit()) is None:
+            return False
+        sometimes("accumulated gradients are not finite, and are dropped")
+        self.training.discard()
+        name = known_as(self.training.trained[bad], f"trained parameter {bad}")
+        reason = f"gradients of {name} that are not finite: they are dropped"
+        self._notices.rejected(bad, reason)
+        return True
+
+    async def _step_alone(self) -> None:
+        name = self.own.name
+        async with self.own.hold() as holds:
+            if not holds or self.own.name != name:
+                sometimes("a state is taken over while a step alone is due")
+                return  # another state was taken over while we waited, and what was accumulated is forgotten
+            if self._drop_unfit():
+                self._happened(Event.UNFIT)
+                return
+            samples = self.training.samples
+            if self.training.is_own_mean:
+                self.training.use_own_mean()  # at once: another thread may take longer to wake than a small step takes
+            else:
+                await self.core.env.executor.run(self.training.use_own_mean)
+            self.training.counted()
+            self._witness.gave([self.core.peer_id])
+            chance = self.core.env.rng.randbytes(16)
+            said = self._said()
+            me = self.core.peer_id
+            contributors = [Contributor(me, samples, said.end, sites_of([self._outlook.contact])[me])]
+            agreement = Agreement(said.options, said.absent, contributors, said.cores)
+            await self._tell_step(self._steps.add_alone(name, chance, samples, self._averager.vector, agreement))
+        self.own.shared = False
+        self.last_round = None  # nobody takes this step with us: for the average of the states none is waited for
+        self._companions.forget()
+        step = partial(self.training.step, cores=agreement.cores)
+        after = name.after_step_alone(chance, self.core.peer_id.raw, samples)
+        self._is_ready(self.own.prepare(step, after, 1, agreement, gave=samples))
+
+    def _is_ready(self, update: Update) -> None:
+        """This change waits for the trainer now."""
+        self._happened(Event.AVERAGED if update.is_step else Event.STATES_AVERAGED)
+
+    # ----------------------------------------------------------------------------------------------- the trainer's turn
+
+    async def decide(self, timeout_s: float) -> RunPhase:
+        """Look at the accumulators just now, and say what is to be done (trainer).
+
+        Waits while a round goes on, or the others come to the end; AVERAGING and ENDING only if time ran out.
+        """
+        self._asked, self._turns = True, self._turns + 1
+        self._moves.notify()
+        try:
+            await self._take_turn(timeout_s)
+        finally:
+            self._turns -= 1
+        if self.failure is not None:
+            raise self.failure
+        self.takeover.check_beginning(self.view())
+        return self.phase
+
+    async def _take_turn(self, timeout_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._gossip.looked.wait()
+                await asyncio.sleep(0)  # the driver looks first: it may find that we do not belong here
+                if not self._machine.is_busy:
+                    view, _ = self._look()
+                    self._judge(view)
+                    self._news.notify()
+                    await self._hold()
+                while self._trainer_waits():
+                    await self._moves.next()
+
+    async def _hold(self) -> None:
+        """Wait for a merge that may be due soon (trainer)."""
+        if self.phase is not RunPhase.COLLECTING or not (hold_s := self._hold_s()):
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(hold_s):
+                while self.phase is RunPhase.COLLECTING and not self._closed and self.failure is None:
+                    await self._moves.next()
+        if self.phase is RunPhase.COLLECTING:
+            self._held_at = self.own.name
+
+    async def check_beginning(self) -> None:
+        """Raise `StateUnavailable` if this peer may not go on with its own state (trainer)."""
+        self.takeover.check_beginning(self.view())
+
+    def _trainer_waits(self) -> bool:
+        if self._closed or self.failure is not None:
+            return False
+        averages = self._work is Work.AVERAGE_GRADIENTS  # else it is not known yet that this peer does not step alone
+        goes_on = averages and self.settings.delay_grad_averaging and not self.training.waits
+        return self._machine.trainer_waits(
+            for_round=not goes_on,
+            for_states=self.at_end or not self.settings.delay_state_averaging,
+            may_leave=self._end.over(self.epoch),
+        )
+
+    async def stepped(self) -> None:
+        """After `own.step`: tell everybody (trainer). Without effect if that was done already."""
+        update = self.own.update
+        if update is None or not update.taken:
+            return
+        self.own.update = None
+        self._companions.state_changed(self._now(), step=update.is_step)
+        if self.own.name != update.name:
+            sometimes("a step of the swarm is interrupted")
+            self._notices.interrupted(self.training.step_error if update.is_step else None)
+        elif update.is_step:
+            self._advanced(update)
+        self._announce_state(expected=self.own.name == update.name and update.peers > 1 and not self.at_end)
+        self._happened(Event.STEPPED)
+        if update.is_step and self.own.name == update.name:
+            await self._catch_up.joined()  # last: an interrupted trainer cancels this
+
+    async def tell_loaded(self) -> None:
+        """After `own.loaded`: tell everybody (trainer)."""
+        self.own.update, self._machine.states_due = None, False
+        self.training.epoch = self.epoch  # another one, if the loading was interrupted before the state had a name
+        self._announce_other_state()
+        self._happened(Event.RENAMED)
+
+    def _advanced(self, update: Update) -> None:
+        epoch, digest, all_samples = update.name
+        committed = self.own.committed
+        self._witness.stepped(epoch, all_samples, gave=committed.gave, weights=committed.weights)
+        run_id, samples, peers = self.settings.run_id, update.samples, update.peers
+        fragment = self.settings.fragment
+        event = EpochAdvanced(
+            run_id=run_id, epoch=epoch, samples=samples, peers=peers, digest=digest, fragment=fragment
+        )
+        self.core.env.events.emit(event)
+        self._notices.stepped(self.training)
+        self._settle_end()  # its members may have said where the run ends
+        if self.at_end:
+            self.core.env.events.emit(RunEnded(run_id=run_id, epoch=epoch, fragment=fragment))
+        self._solitude.stepped(epoch, self._stepped_members() if peers > 1 else ())
+        self.takeover.stepped(peers)
+        if self.at_end and not self.settings.fragment:
+            self._solitude.ended(epoch)
+        self._machine.states_due = self._average_follows
+
+    @property
+    def _average_follows(self) -> bool:
+        """Whether the step to our state is followed by an average of the states."""
+        every = self.settings.average_state_every
+        return self._averages_last if self.at_end else bool(every) and self.epoch % every == 0
+
+    def _is_to_average(self) -> bool:
+        """Whether other members of the round that led to our state are there, and their average is still to come.
+
+        It does not matter how this peer came to the state: one that downloads it, or was away, is waited for, too.
+        """
+        name = self.own.name
+        if name != self._led_to or name == self._not_averaged or not self._average_follows:
+            return False
+        return self.own.update is None and len(self._stepped_with()) > 1
+
+    @property
+    def _averages_last(self) -> bool:
+        """Whether the last step is followed by an average of the tensors that differ by design.
+
+        Batch norm statistics do, and with local updates the parameters, by what was trained during the last round.
+        """
+        return self.training.averages_extras or bool(self._counts) or self.settings.use_local_updates
+
+    def _announce_other_state(self) -> None:
+        """Our state is one to which no round has led: nobody is on the way to it."""
+        self._outlook.state_replaced()
+        self._companions.forget()
+        self._companions.state_changed(self._now())
+        self._announce_state()
+
+    def _announce_state(self, *, expected: bool = False) -> None:
+        """The state has another name: donors offer the new one, the others are told now, unless they expect it."""
+        speed = self.speed
+        self.pace.state_changed(self.epoch, self._now())
+        gave = {*self.own.committed.gave} - {self.core.peer_id}
+        why = self.contribution.state_changed(
+            self.epoch,
+            by=next(iter(gave)).short() if len(self.own.committed.gave) == len(gave) == 1 else None,
+            contributed=self.own.lineage.contributed,
+            processed=speed.processed,
+            batches=speed.batches,
+            held=self.held,
+            now=self._now(),
+        )
+        if not self._gossip.has_twin:  # rounds take only one of the two: that was said
+            if why is not None:
+                self._notices.warn(why)
+            self._tell_dropped()
+        self._states.sharing.changed()
+        self._states.sharing.priority = float(self.own.name.epoch)
+        view, _ = self._look()
+        self._gossip.announce_state(view, expected=expected)
+        self._news.notify()
+        if len(view.peers) > 1:  # else there is nobody to compare with
+            self._check.begin()
+
+    @property
+    def held(self) -> int:
+        """Samples that are in no step yet, and may still go into one: see `TrainingState.held`."""
+        over = self._end.over(self.epoch) if self.settings.use_local_updates else self.at_end
+        return 0 if self._closed or over else self.training.held
+
+    @property
+    def _averages_what_is_held(self) -> bool:
+        """Whether the average of the states is that of what peers have trained after their last step."""
+        return self.at_end and self.settings.use_local_updates
+
+    def _settle(self) -> None:
+        self.contribution.settle(self.own.lineage.contributed, self.speed.processed, self.held)
+
+    def _tell_dropped(self, *, left: int = 0) -> None:
+        speed, contribution = self.speed, self.contribution
+        self._settle()
+        if contribution.first_dropped(processed=speed.processed, batches=speed.batches):
+            self._notices.first_dropped(contribution.in_vain, speed.processed)
+        much = contribution.much_dropped(processed=speed.processed, now=self._now(), over=self.at_end or self._closed)
+        if much is not None:
+            self._notices.much_dropped(much, self.settings.merging, keeps_late=self.training.keeps_late, left=left)
+
+    async def _average_states(self) -> None:
+        """Average the parameters with all of the last step. A peer that misses it has a worse state afterwards.
+
+        The trainer goes on meanwhile, and takes the average at its next step: so nobody waits for the slowest trainer,
+        nor for one that waits in another optimizer's step.
+        """
+        try:
+            name, me, result = self.own.name, {self.core.peer_id}, None
+            if self._stepped_with() > me:
+                result = await self._rounds.run(
+                    self._states,
+                    tag=name.group_tag,
+                    hopeless=lambda view: view.behind or self._stepped_with() <= me,
+                    expected=self._stepped_with,
+                    prepare=lambda _: self._give_states(name),
+                    most_weight=lambda _: 1.0,
+                    strangers=self._attendance.strangers,
+                    apply=lambda vector: None,  # the trainer will
+                    gather=self._counts.said() if self.at_end and self._counts else None,
+                )
+        finally:
+            self._machine.states_due = False
+            self._moves.notify()  # the trainer may wait
+        if self.own.name != name:
+            return
+        if result is None:
+            if self._stepped_with() > me:
+                self._not_averaged = name
+            if self.at_end:
+                await self._without_last_average(name)
+        else:
+            share = result.outcome.share(self.core.peer_id) if self._averages_what_is_held else 0
+            counts = self._counts.chosen(result.gathered, result.outcome.contributors, self._weigh_in(result))
+            members = [member.contact.peer for member in result.outcome.members]
+            self._companions.share(members, name.key, result.duration_s)
+            after, gave = name.after_averaging(result), int(self.training.held * share)
+            self._is_ready(self.own.prepare(partial(self._take_states, counts), after, len(members), gave=gave))
+            if counts is None:  # else a follower would lack them: it downloads the state, which is the last one
+                await self._tell_step(self._steps.add_round(name, result, self._states.vector))
+
+    def _give_states(self, name: StateName) -> tuple[float, float]:
+        """Weight and factor of the parameters as they are now; none if they are not those that are trained."""
+        self._gave_others = self.training.evaluates or self.training.is_displaced
+        return float(self.own.name == name and not self._gave_others), 1.0
+
+    async def _without_last_average(self, name: StateName) -> None:
+        """The last average failed: no other one makes up for it, so it is tried again while a member is alive."""
+        view, members = self.view(), self.last_round.outcome.members if self.last_round is not None else ()
+        alive = {member.contact.peer for member in members} & set(view.peers) - {self.core.peer_id}
+        if alive:
+            if not view.behind and self._end.waits(self._now()):
+                sometimes("the last average of the states is tried again")
+                self._machine.states_due = True
+                await self._news.next(1.0)
+        elif len(view.peers) > 1:
+            sometimes("nobody is left for the last average of the states")
+            # Those who followed our last step, or were given a copy, have not what differs by design as it is now.
+            last = name.after_last_average_alone(self.core.env.rng.randbytes(16), self.core.peer_id.raw)
+            self._is_ready(self.own.prepare(lambda: None, last, 1))
+
+    def _take_states(self, counts: bytes | None) -> None:
+        alpha = self._states.settings.averaging_alpha
+        self.training.forget_values()
+        # Also where a batch of another fragment has moved them since; or what was given was something else.
+        if self._gave_others or (self.at_end and alpha == 1.0):
+            self._states.vector.overwrite()
+        else:
+            self._states.vector.apply(alpha)
+        self.training.note_values()
+        if self._averages_what_is_held:
+            self.training.discard()
+        if counts is not None:
+            self._counts.take(counts)
+
+    async def _followed_from(self) -> StateName:
+        """Our state, once no step is about to be taken: that step was told already, to the followers of then."""
+        while self.own.update is not None and not self.own.update.taken and not self._closed:
+            await self._moves.next()
+        return self.own.name
+
+    def _stepped_members(self) -> frozenset[PeerID]:
+        """The other members of the last round."""
+        members = self.last_round.outcome.members if self.last_round is not None else ()
+        return frozenset(member.contact.peer for member in members) - {self.core.peer_id}
+
+    def _stepped_with(self) -> frozenset[PeerID]:
+        """The peers that took the last step with us, or are about to, and are still here; this one is among them."""
+        members = self._stepped_members() | {self.core.peer_id} if self.last_round is not None else frozenset()
+        return members & self.view().together
+
+    # -------------------------------------------------------------------------------------------------------- the state
+
+    async def download(self, timeout_s: float, *, patient: bool = True) -> bool:
+        """Download the best state and take it over (trainer). False if there is nothing better than ours.
+
+        Args:
+            timeout_s: how long it may take, seconds.
+            patient: False to go on, with False, when the trainer has stood still for as long as claims are worth: the
+                download goes on, and the trainer is told when there is something to take over.
+
+        Raises:
+            StateUnavailable: there is a better one, and no donor gave it; nothing was changed.
+        """
+        await self._gossip.looked.wait()
+
+        def waits() -> bool:  # a newcomer that may not begin has nothing else to do
+            return patient or self.takeover.stance(self._look()[0]) is Stance.WAITING
+
+        deadline, taken, needed = self._now() + timeout_s, False, True
+        failure: StateUnavailable | None = None
+        while not taken and needed and (left_s := deadline - self._now()) > 0:
+            view = self._outlook.claimed()
+            if not view.behind and not self._fetching.has_news:
+                may_give = (each for peer, each in view.others.items() if peer not in view.refused)
+                if failure is None or all(StateKey.of_peer(each) <= self.own.name.key for each in may_give):
+                    return False
+                raise failure
+            try:
+                taken = await self._fetching.wait(view, left_s, patient=waits)
+            except StateUnavailable as error:
+                if not patient:
+                    raise
+                failure = error  # its holders may be gone by now, or be where we are
+            needed = waits()
+        if taken:
+            self._happened(Event.TAKEN_OVER)
+        elif patient:
+            late = f"a better state is known, but did not arrive within {seconds_text(timeout_s)}"
+            raise failure or StateUnavailable(late)
+        return taken
+
+    async def _fetch(self, timeout_s: float) -> bool:
+        """Take over the best state, or the steps that lead to it; returns whether anything was taken over."""
+        before = self.own.name
+        try:
+            await self.takeover.run(timeout_s)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._notices.skipped("what others have trained was", error)
+            raise NoMemoryForState(f"this machine has no memory to take over the state: {error}") from error
+        finally:
+            if self.takeover.took_over:
+                self._solitude.took_over(self.epoch)
+            if self.takeover.took_over or self.own.name != before:
+                self._announce_other_state()
+            if self.phase is RunPhase.STEPPING and self.own.update is None:  # also when the trainer is interrupted
+                self._happened(Event.OVERTAKEN)
+        return self.takeover.took_over
+
+
+def _sites_in(result: StepResult) -> dict[PeerID, bytes]:
+    """The sites of the members of this round, as all of them know them."""
+    return sites_of(member.contact for member in result.outcome.members)

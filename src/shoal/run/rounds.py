@@ -1,0 +1,213 @@
+"""The rounds of a run: the tensors that are averaged, and how long a peer takes part. Loop only, but for `Counts`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from shoal.averaging import Averager, StepResult
+from shoal.averaging.core import PeerCore
+from shoal.base.clock import Env
+from shoal.base.peer import PeerID
+from shoal.base.tasks import Changes
+from shoal.compression import (
+    BFloat16Compression,
+    CompressionBase,
+    ErrorFeedback,
+    Float16Compression,
+    NoCompression,
+    TensorRole,
+    choose_codecs,
+    for_parameters,
+    view_bytes,
+)
+from shoal.errors import ConfigError, RoundFailed, SchemaMismatch
+from shoal.events import Warned
+from shoal.run.settings import RunSettings
+from shoal.run.view.progress import SwarmView
+from shoal.run.view.words import Weigh, heaviest
+from shoal.strategies.low_rank import NO_FEEDBACK
+from shoal.train.training_state import TrainingState
+
+__all__ = ["Counts", "Rounds", "gradient_averager", "state_averager"]
+
+_TOLD_AFTER = 3
+"""A round fails now and then; so many in a row stop the run, and the user is told why."""
+
+_MOST_BYTES = 4096
+
+
+def gradient_averager(
+    core: PeerCore,
+    training: TrainingState,
+    settings: RunSettings,
+    compression: CompressionBase | None,
+    **options: Any,
+) -> Averager:
+    """The averager of the gradients. Without a codec they travel as wide as their parameters.
+
+    Args:
+        core: this peer.
+        training: what it trains.
+        settings: of the run.
+        compression: codec; None for none.
+        options: for `Averager`.
+    """
+    if compression is None:
+        narrow: dict[torch.dtype, CompressionBase] = {
+            torch.float16: Float16Compression(),
+            torch.bfloat16: BFloat16Compression(),
+        }
+        codecs = [narrow.get(training.dtypes[index], NoCompression()) for index in training.averaged_for]
+    else:
+        codecs = choose_codecs(compression, training.averaged, TensorRole.GRADIENT)
+        if training.averaged is not training.accumulators and any(isinstance(each, ErrorFeedback) for each in codecs):
+            raise ConfigError(f"grad_compression={NO_FEEDBACK}")
+    averaging = msgspec.structs.replace(settings.averager, settings=settings.fingerprint)
+    name = f"{settings.run_id}_grad"
+    return Averager(core, training.averaged, name, averaging, codecs=codecs, stays=False, **options)
+
+
+def state_averager(
+    core: PeerCore,
+    training: TrainingState,
+    settings: RunSettings,
+    compression: CompressionBase | None,
+    **options: Any,
+) -> Averager:
+    """The averager of the parameters and extra tensors; arguments as for `gradient_averager`."""
+    tensors = training.state_tensors
+    chosen = choose_codecs(compression or NoCompression(), tensors, TensorRole.PARAMETER)
+    codecs = [for_parameters(codec, tensor.dtype) for codec, tensor in zip(chosen, tensors, strict=True)]
+    averaging = msgspec.structs.replace(settings.averager, settings=settings.fingerprint)
+    return Averager(core, tensors, f"{settings.run_id}_state", averaging, codecs=codecs, **options)
+
+
+class Rounds:
+    """Runs the rounds of one peer, one at a time. Loop only.
+
+    Args:
+        env: chance and events.
+        look: looks at the swarm as it is now, and tells the others where we stand.
+        news: reasons to look.
+
+    Attributes:
+        in_vain: whether the last round failed as no group was found in all the time that there was.
+    """
+
+    def __init__(self, env: Env, look: Callable[[], SwarmView], news: Changes) -> None:
+        self._env, self._look, self._news = env, look, news
+        self._failed: dict[str, int] = {}
+        self._last: Averager | None = None
+        self.in_vain = False
+
+    async def run(
+        self,
+        averager: Averager,
+        *,
+        tag: str,
+        hopeless: Callable[[SwarmView], bool],
+        expected: Callable[[], frozenset[PeerID]],
+        **options: Any,
+    ) -> StepResult | None:
+        """One round; None if it failed, or became hopeless before there was a group.
+
+        Args:
+            averager: of the tensors.
+            tag: of the state; only peers with the same one meet.
+            hopeless: whether there is nothing to be had from it any more.
+            expected: the peers to wait for.
+            options: for `Averager.step`.
+        """
+        settings = averager.settings
+        averager.group_tag, self.in_vain = tag, False
+
+        async def step() -> StepResult:
+            if self._last is not None and self._last is not averager:
+                await self._last.release()  # they share their memory
+            self._last = averager
+            return await averager.step(
+                timeout_s=settings.window_s + settings.allreduce_timeout_s,
+                allow_retries=False,
+                expected=expected,
+                **options,
+            )
+
+        round_ = asyncio.get_running_loop().create_task(step())
+        round_.add_done_callback(lambda _: self._news.notify())
+        try:
+            while True:
+                await self._news.next(1.0)
+                if round_.done():
+                    break
+                view = self._look()
+                if averager.looking and hopeless(view):
+                    return None
+            result = round_.result()
+            self._failed[averager.prefix] = 0
+            return result
+        except SchemaMismatch as error:
+            self._warn(str(error))
+            await asyncio.sleep(1.0)
+        except RoundFailed as error:
+            self.in_vain = error.round_id is None
+            failed = self._failed[averager.prefix] = self._failed.get(averager.prefix, 0) + 1
+            if failed % _TOLD_AFTER == 0:
+                self._warn(f"{failed} rounds of {averager.prefix} in a row have failed, the last one because: {error}")
+            await asyncio.sleep(0.05 + 0.1 * self._env.rng.random())
+        finally:
+            if round_.cancel():
+                await asyncio.gather(round_, return_exceptions=True)
+        return None
+
+    def _warn(self, message: str) -> None:
+        self._env.events.emit(Warned(where="optimizer", message=message))
+
+
+class Counts:
+    """The whole numbers (and flags) among the extra tensors, as of batch norm: equal on all at the end of a run.
+
+    They have no mean. So with the last averaging of states each member says its own, and all take those of most weight
+    (see `words`), of the members whose values are in the average. They are few: what has more than
+    `_MOST_BYTES` in all (an index, a large mask) is not said, and stays each peer's own.
+
+    Args:
+        extra_tensors: of the state.
+    """
+
+    def __init__(self, extra_tensors: Sequence[torch.Tensor]) -> None:
+        found = [each for each in extra_tensors if not (each.is_floating_point() or each.is_complex())]
+        self._bytes = sum(each.nbytes for each in found)
+        self._tensors = found if self._bytes <= _MOST_BYTES else []
+
+    def __bool__(self) -> bool:
+        """Whether there are any that are said."""
+        return bool(self._tensors)
+
+    def said(self) -> bytes:
+        """Their values now."""
+        return b"".join(view_bytes(each.detach().to("cpu").contiguous()) for each in self._tensors)
+
+    def chosen(self, gathered: Mapping[PeerID, Any], contributors: Collection[PeerID], weigh: Weigh) -> bytes | None:
+        """The values that all members take; None if no contributor has said its own as it should."""
+        fit = {peer: said for peer, said in gathered.items() if peer in contributors and self._fits(said)}
+        return next(iter(heaviest(fit, weigh(fit))), None)
+
+    def _fits(self, said: object) -> bool:
+        return bool(self) and isinstance(said, bytes) and len(said) == self._bytes
+
+    def take(self, said: bytes) -> None:
+        """Write these values (under the lock of the state)."""
+        begin = 0
+        for tensor in self._tensors:
+            stop = begin + tensor.nbytes
+            values = torch.frombuffer(bytearray(said[begin:stop]), dtype=torch.uint8) if stop > begin else None
+            if values is not None:
+                # A flag is one byte, and any other than 0 and 1 would be no flag.
+                typed = values != 0 if tensor.dtype is torch.bool else values.view(tensor.dtype)
+                tensor.copy_(typed.view(tensor.shape))
+            begin = stop

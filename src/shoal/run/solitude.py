@@ -1,0 +1,246 @@
+"""Whether a peer trains alone, and why, as far as it can tell.
+
+A peer is alone while it is connected with nobody else of its run, or takes steps alone (a client: looks for a group)
+and is connected only with peers at other states. One that was given peers, or knows of others, is not meant to be: it
+says so once, when that has lasted for `PATIENCE_S`. Peers that start together often take a first step each before they
+have found one another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from shoal.base.peer import PeerID
+from shoal.events import SteppedAlone
+from shoal.rpc.endpoint import CLOCKS_DIFFER_S
+from shoal.run.gossip import ProgressGossip
+from shoal.run.outlook import Outlook
+from shoal.run.report.notices import Notices
+from shoal.run.view.progress import StateKey
+from shoal.transport.sockets import is_loopback
+
+__all__ = ["PATIENCE_S", "Circumstances", "Solitude"]
+
+PATIENCE_S = 20.0
+"""A peer that trains alone says so when that has lasted for so long."""
+
+_LOOK_S = 1.0
+_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Circumstances:
+    """The facts that a peer knows when it finds itself alone.
+
+    Attributes:
+        run_id: the run that it trains.
+        unreached: others of the run that are known, and why it is not connected with them.
+        elsewhere: how many others of the run are connected with, at other states.
+        given_peers: whether it was told of others when it began.
+        connected: whether it is connected with anybody at all.
+        client: whether it only dials.
+        begun_anew: of a client: its epoch and that of the others, if their state is worse than the one that it keeps.
+        only_here: whether it listens for its own machine only, though its initial peers are elsewhere.
+        clock_ahead_s: how far its clock is ahead of those of the others that it is connected with.
+        invited_to: the runs that its invites name.
+        mismatch: how the settings of others of the run differ; None if none do.
+    """
+
+    run_id: str
+    unreached: Mapping[PeerID, str]
+    elsewhere: int
+    given_peers: bool
+    connected: bool
+    client: bool
+    begun_anew: tuple[int, int] | None
+    only_here: bool
+    clock_ahead_s: float
+    invited_to: Collection[str]
+    mismatch: str | None
+
+    @property
+    def expected(self) -> bool:
+        """Whether others should be there."""
+        return self.given_peers or bool(self.unreached) or self.mismatch is not None
+
+    def reasons(self) -> list[str]:
+        """Sentences, each with what to do; never empty."""
+        found = []
+        if self.invited_to and self.run_id not in self.invited_to:
+            names = ", ".join(map(repr, sorted(self.invited_to)))
+            found.append(f"its invite is for run {names}: train that one, or ask for another invite")
+        if abs(self.clock_ahead_s) > CLOCKS_DIFFER_S:
+            how = "ahead of" if self.clock_ahead_s > 0 else "behind"
+            found.append(f"the clock here is {abs(self.clock_ahead_s):.0f} s {how} those of the others: set it")
+        if self.given_peers and not self.connected:
+            found.append("none of its initial peers answers: check whether they run, and whether they can be reached")
+        if self.begun_anew is not None:
+            own, others = self.begun_anew
+            found.append(
+                f"the peers that can be dialed are at epoch {others} only, and have not taken the state of this "
+                f"client, which is at epoch {own}: look whether their training stands still; else end them, and start "
+                "one from a checkpoint of this run, or from this peer's state_dict()"
+            )
+        if self.unreached:
+            found.append(self._of_the_unreached())
+        if self.only_here:
+            found.append(
+                "it listens for its own machine only, and its initial peers are elsewhere: give the DHT "
+                "host_maddrs='/ip4/0.0.0.0/tcp/PORT'"
+            )
+        if self.mismatch is not None:
+            found.append(f"other peers train it with other settings: {self.mismatch}")
+        return found or [self._of_nobody()]
+
+    def _of_the_unreached(self) -> str:
+        named = [f"{peer.short()} ({why})" for peer, why in sorted(self.unreached.items())[:_SHOWN]]
+        more = f" and {len(self.unreached) - _SHOWN} more" if len(self.unreached) > _SHOWN else ""
+        text = f"other peers of the run are there, but it is connected with none: {', '.join(named)}{more}"
+        if self.client:
+            text += (
+                ". This peer only dials, so it needs peers that it can dial: open a port at one of the others, or let "
+                "two machines that all can reach help, each with a shoal.Optimizer(auxiliary=True): two, as everybody "
+                "would depend on a single one"
+            )
+        return text
+
+    def _of_nobody(self) -> str:
+        if self.elsewhere:
+            who = (
+                "1 other peer of the run is" if self.elsewhere == 1 else f"{self.elsewhere} other peers of the run are"
+            )
+            return f"{who} at other states"
+        return (
+            "no other peer of the run is known. If others train, check that the run's name is the same there, that "
+            "they can reach this peer at the address that it announces, that its initial peers are up, and that all "
+            "clocks are right: `shoal doctor INVITE` checks most of that"
+        )
+
+
+class Solitude:
+    """Looks whether a peer is alone, and says it.
+
+    Args:
+        outlook: of this peer.
+        gossip: tells the others its progress.
+        notices: say it.
+        missing: returns how many peers a merge lacks, though this one is ready for it, and how many it takes.
+        searches: whether it has the samples for a step, and looks for the others to average with.
+
+    Attributes:
+        told: whether it was said, and no step was taken with others since.
+    """
+
+    def __init__(
+        self,
+        outlook: Outlook,
+        gossip: ProgressGossip,
+        notices: Notices,
+        *,
+        searches: Callable[[], bool],
+        missing: Callable[[], tuple[int, int]],
+    ) -> None:
+        self._core, self._known, self._own = outlook.core, outlook.known, outlook.own
+        self._outlook, self._gossip, self._notices = outlook, gossip, notices
+        self._run_id, self._searches, self._missing = outlook.settings.run_id, searches, missing
+        self._epoch: int | None = None  # of the last step, if it was taken alone
+        self._together: int | None = None  # of the last state that this peer had with others
+        self._others = frozenset[PeerID]()  # who were known then
+        self.told = self._told_anew = False
+
+    async def watch(self) -> None:
+        """Look every now and then, for as long as the peer trains."""
+        loop = asyncio.get_running_loop()
+        since = searches_since = complete_at = loop.time()
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if not self._searches():
+                searches_since = loop.time()
+            missing, quorum = self._missing()
+            if not missing:
+                complete_at = loop.time()
+            self._notices.lacks(missing if loop.time() - complete_at >= PATIENCE_S else 0, quorum)
+            self._notices.waits_for(self._here() if loop.time() - searches_since >= PATIENCE_S else ())
+            if self._in_company():
+                since = loop.time()
+            elif loop.time() - since >= PATIENCE_S:
+                self._tell()
+
+    def _in_company(self) -> bool:
+        # A client takes no step alone beside others: it stands still.
+        stands_still = self._outlook.is_client and self._searches()
+        return bool(self._here()) if self._epoch is not None or stands_still else any(True for _ in self._connected())
+
+    def _connected(self) -> Iterator[PeerID]:
+        return filter(self._core.endpoint.connected, self._known.peers)
+
+    def _here(self) -> list[PeerID]:
+        words, here = {peer: self._known.progress_of(peer) for peer in self._connected()}, self._own.name.digest
+        return [peer for peer, word in words.items() if word is not None and word.digest == here]
+
+    def stepped(self, epoch: int, others: Collection[PeerID]) -> None:
+        """A step was taken, with these others: they were here then, though they may have left before it was taken."""
+        if others:
+            self.told = self._told_anew = False
+            self._were_here(epoch, others)
+            return
+        self._epoch = epoch
+        known = len(self._known.peers)
+        self._core.env.events.emit(SteppedAlone(run_id=self._run_id, epoch=epoch, others=known))
+
+    def took_over(self, epoch: int) -> None:
+        """The state of others, of this epoch, was taken over."""
+        self._were_here(epoch, self._known.peers)
+
+    def _were_here(self, epoch: int, others: Collection[PeerID]) -> None:
+        self._epoch, self._together, self._others = None, epoch, frozenset(others)
+
+    def ended(self, epoch: int) -> None:
+        """The run is over here. A peer that stood still while the others ended it has made its last steps alone.
+
+        So has one that came when they were about to leave. A short run may end before anything else would be told.
+        Those who said that they leave, and had no later state than this peer had with them, have ended nothing.
+        """
+        if self._epoch is None or self.told:
+            return
+        together = self._together
+        if together is None:
+            self._tell()
+        elif any(self._known.left.get(peer, math.inf) > together for peer in self._others):
+            self._notices.ended_alone(together, epoch)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why this peer is alone, and what to do; empty unless it has said that it is."""
+        return tuple(self._circumstances().reasons()) if self.told else ()
+
+    def _tell(self) -> None:
+        found = self._circumstances()
+        begun_anew = found.begun_anew is not None  # perhaps since it was told that this client is alone
+        if found.expected and (not self.told or begun_anew > self._told_anew):
+            self.told, self._told_anew = True, begun_anew or self._told_anew
+            self._notices.alone(self._epoch, found.reasons())
+
+    def _circumstances(self) -> Circumstances:
+        core, endpoint = self._core, self._core.endpoint
+        words = [word for word in map(self._known.progress_of, self._connected()) if word is not None]
+        floor = self._outlook.floor
+        best = max((StateKey.of_peer(word) for word in words if word.contact.addresses), default=floor)
+        anew = self._outlook.is_client and best.is_before(floor)
+        listens_at = endpoint.listens_at
+        return Circumstances(
+            run_id=self._run_id,
+            unreached=self._gossip.unreached(),
+            elsewhere=sum(map(endpoint.connected, self._known.peers)),
+            given_peers=bool(core.node.initial_peers),
+            connected=bool(endpoint.peers),
+            client=self._outlook.is_client,
+            begun_anew=(self._own.name.epoch, best.epoch) if anew else None,
+            only_here=bool(listens_at) and is_loopback(listens_at[0].host) and not core.begins_here,
+            clock_ahead_s=endpoint.clock_ahead_s,
+            invited_to=core.invited_to,
+            mismatch=self._known.mismatch,
+        )

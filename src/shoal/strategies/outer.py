@@ -1,0 +1,650 @@
+"""The state of a fragment of the model that peers merge now and then: the anchor, and the optimizer that steps it.
+
+It is a `TrainingState` whose parameters are the anchor, whose optimizer is the outer one, and whose gradient is the
+outer gradient: the anchor minus this peer's parameters. So a merge is a round of gradients, and the named state, which
+newcomers download and peers compare, has equal bits on all peers at any time. What a peer has trained since the last
+merge is its own, as is its inner optimizer. See `shoal.strategies`.
+
+The anchor of parameters in 16 bits is in float32, and so are the outer optimizer's statistics: a merge may move them by
+less than 16 bits can hold, and many such merges add up. The parameters are the anchor in their dtype, rounded once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from shoal.averaging.allreduce.segments import sum_dtype
+from shoal.averaging.allreduce.vector import Vector
+from shoal.base.names import known_as, learn
+from shoal.base.sometimes import sometimes
+from shoal.base.thread_state import forget_casts
+from shoal.errors import ConfigError
+from shoal.strategies import Merging
+from shoal.strategies.local_updates import LocalTrainingState
+from shoal.train.gradient_sum import GradientSum
+from shoal.train.inner import Scheduler, make_optimizer
+from shoal.train.options import Options
+from shoal.train.training_state import PreparedState, TrainingState, not_finite
+from shoal.train.trial import weight_copies
+from shoal.train.value_mark import ValueMark
+
+__all__ = ["LocalSteps", "OuterTrainingState", "fingerprint_of"]
+
+_MOST_SCHEDULED = 100_000_000
+"""The most steps of the inner schedule to which a state of others may lead: minutes for a schedule of torch."""
+
+
+def _divided(tensors: Sequence[torch.Tensor], fragments: int) -> list[list[int]]:
+    """The numbers of the tensors in each fragment, so that the fragments have about equally many elements.
+
+    Raises:
+        ConfigError: there are more fragments than tensors with elements.
+    """
+    if fragments > (count := sum(each.numel() > 0 for each in tensors)):
+        raise ConfigError(
+            "fragments must be at most the number of trained tensors that are not empty, got "
+            f"{fragments} for {count} tensors"
+        )
+    found: list[list[int]] = [[] for _ in range(fragments)]
+    sizes = [0] * fragments
+    for index in sorted(range(len(tensors)), key=lambda index: (-tensors[index].numel(), index)):
+        smallest = min(range(fragments), key=lambda number: (sizes[number], len(found[number]), number))
+        found[smallest].append(index)
+        sizes[smallest] += tensors[index].numel()
+    return [sorted(each) for each in reversed(found)]  # the last one, with the largest tensor, is merged first
+
+
+class _Trained(GradientSum):
+    """Counts what was trained. Its tensors hold the outer gradient while a merge is under way."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        super().__init__(parameters, 1)
+        self.batches = 0
+        self.given = [True] * len(parameters)  # a parameter that has not moved has an outer gradient of 0
+
+    def count(self, samples: int) -> None:
+        """A batch of so many samples was trained."""
+        self.samples += samples
+        self.batches += 1
+
+    def take_in(self, other: GradientSum) -> None:
+        assert isinstance(other, _Trained)
+        samples, batches = other.samples, other.batches
+        other.forget()
+        self.samples += samples
+        self.batches += batches
+
+    def forget(self) -> None:
+        self.samples = self.batches = 0
+
+
+class OuterTrainingState(TrainingState):
+    """The anchor of a fragment of the model, on one peer.
+
+    Args:
+        local: the parameters that this peer steps, and their optimizer.
+        merging: the way in which peers merge.
+        fragment: the numbers of the trained parameters of this fragment.
+        frozen: parameters of the optimizer that are not trained, and belong to this fragment of the state.
+        extra_tensors: further tensors that belong to this fragment of the state.
+
+    Attributes:
+        merging: as given.
+        end_epoch: where the run ends for this fragment, as far as it is known; None: nobody knows yet.
+
+    Raises:
+        ConfigError: the outer optimizer cannot step from an average, or its state cannot be given to newcomers.
+    """
+
+    _trained: _Trained
+    _later: _Trained
+    _strays = False  # the parameters are of no use
+    _sound = True  # they were of use when the last merge came
+    _passed = 0  # batches of the trainer since this peer gave to a merge
+    _older = False  # what was trained is older than a merge that this peer has missed
+    _land: Callable[[], None] | None = None  # puts the average into the accumulators
+
+    def __init__(
+        self,
+        local: LocalSteps,
+        merging: Merging,
+        fragment: Sequence[int],
+        frozen: Sequence[torch.Tensor] = (),
+        extra_tensors: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self.merging, self._local = merging, local
+        self.end_epoch: int | None = None
+        own = [local.trained[index] for index in fragment]
+        anchor = [torch.nn.Parameter(each.detach().to(sum_dtype(each.dtype), copy=True)) for each in own]
+        named = [(known_as(each, ""), copy) for copy, each in zip(anchor, own, strict=True)]
+        learn(self, ((name, copy) for name, copy in named if name))
+        try:
+            outer = make_optimizer([*anchor, *frozen], merging.outer)
+        except ConfigError as error:
+            raise ConfigError(f"outer: {error}") from error
+        except Exception as error:
+            raise ConfigError(
+                f"outer, which makes the outer optimizer of {len(anchor)} parameters, raised {type(error).__name__}: "
+                f"{error}"
+            ) from error
+        taken = {id(each) for group in outer.param_groups for each in group["params"]}
+        if taken != {id(each) for each in (*anchor, *frozen)}:
+            raise ConfigError(
+                "outer must make an optimizer of all parameters that it is given, which are copies of those of the "
+                "model, and of no others: give outer=lambda params: torch.optim.SGD(params, lr=0.7), for example"
+            )
+        super().__init__(outer, None, extra_tensors, late=True)
+        self._mark = ValueMark(())  # nothing but shoal has the anchor
+        # Its parameter groups may have them in another order.
+        self._model_of = {id(each): of_model for each, of_model in zip(anchor, own, strict=True)}
+        self._own = [self._model_of[id(each)] for each in self.trained]
+        places = {id(each): index for index, each in enumerate(local.parameters)}
+        self._places = [places[id(each)] for each in self._own]
+        self._trained, self._later = _Trained(self.trained), _Trained([])
+        self._sum, self._late = self._trained, self._later
+        self.accumulators = self.averaged = self._trained.tensors
+        self.averaged_as = "outer gradients"
+        if not self.averages_extras:
+            self.state_tensors = tuple(self.trained)
+
+    def _new_sum(self) -> GradientSum:
+        return GradientSum([], 1)  # until the anchor is known
+
+    def heed_thread(self) -> None:
+        """See `TrainingState.heed_thread`. Outer optimizers step where nothing is recorded, whatever the loop does."""
+        super().heed_thread()
+        self._trainers = self._trainers._replace(gradients=False)
+
+    @property
+    def model_epoch(self) -> int:
+        """See `TrainingState.model_epoch`."""
+        return self._local.model_epoch
+
+    @property
+    def last_epoch_taken(self) -> int:
+        """See `TrainingState.last_epoch_taken`: the schedule moves by `every` for each epoch."""
+        return min(super().last_epoch_taken, _MOST_SCHEDULED // (self.merging.steps or 1))
+
+    @property
+    def local(self) -> TrainingState:
+        """The parameters that this peer steps, and their optimizer."""
+        return self._local
+
+    def ends_at(self, epoch: int | None) -> None:
+        """See `TrainingState.ends_at`."""
+        self.end_epoch = epoch
+
+    def places(self) -> list[torch.Tensor]:
+        """The tensors of the model that those of `describe` belong to."""
+        return [self._model_of.get(id(each), each) for each in self.describe()]
+
+    # ----------------------------------------------------------------------------------------------- what was trained
+
+    @property
+    def batches(self) -> int:
+        """Batches that were trained since the last merge, as far as they go into the next one.
+
+        Before the last merge of a run they are as many for all fragments as for the one that has fewest. So their last
+        merges come together, and all that was trained is in each of them.
+        """
+        if self.merging.steps is None or self._in_round or self._way[0] != 1:
+            return self._trained.batches
+        ways = [each._way for each in self._local.fragments]  # noqa: SLF001
+        return min(batches if left == 1 else 0 for left, batches in ways if left > 0)
+
+    @property
+    def comes_to_its_end(self) -> bool:
+        """Whether the next merge of this fragment is the last one of the run, or the last one was taken."""
+        return self.end_epoch is not None and self.epoch + 1 >= self.end_epoch
+
+    @property
+    def _way(self) -> tuple[int, int]:
+        """How many merges this peer has not given to yet until the run ends, and its batches for the next one of them.
+
+        0 of them also where the end is not known.
+        """
+        left = 0 if self.end_epoch is None else self.end_epoch - self.epoch - self._in_round
+        return left, (self._later if self._in_round else self._trained).batches
+
+    def batches_until(self, steps: int) -> int:
+        """Batches that were trained since the last merge: of those that go into the next one `steps` at most."""
+        return min(self._trained.batches, steps) + self._later.batches
+
+    @property
+    def in_round(self) -> bool:
+        """Whether this peer has given to a merge that is not taken yet, and has not failed."""
+        return self._in_round
+
+    @property
+    def waits(self) -> bool:
+        """Whether the trainer has gone on for long enough while a merge is under way.
+
+        What it trains while the last merges of the run are under way is in none of them.
+        """
+        overlap = self.merging.overlap
+        if all(each.comes_to_its_end for each in self._local.fragments):
+            return True
+        return overlap is not None and self._in_round and self._passed >= overlap
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether the trainer is to go on for some batches before it takes the merge, so that all take it alike."""
+        return bool(self.merging.overlap) and not self.waits
+
+    def count(self, samples: int) -> None:
+        """A batch of so many samples was trained (trainer, under the lock)."""
+        (self._later if self._in_round else self._trained).count(samples)
+
+    def pass_batch(self) -> None:
+        """The trainer gives a batch, which may count or not (trainer, under the lock)."""
+        self._passed += 1
+
+    def _weights(self) -> list[torch.Tensor]:
+        held = self._local.weights()
+        return [held[place] for place in self._places]
+
+    def contribute(self) -> tuple[float, float]:
+        """The outer gradient goes into a merge now: see `TrainingState.contribute`."""
+        weight, _ = super().contribute()  # `_given` is of the outer gradient that the accumulators hold
+        self._passed = 0
+        with torch.no_grad():
+            # What was rounded off is no part of what was trained.
+            for outer, anchor, own in zip(self.accumulators, self._anchor, self._weights(), strict=True):
+                outer.copy_(anchor).sub_(own.to(outer.device))
+        others = self._local.hides_weights or self._local.is_displaced  # than those that are trained
+        return (0.0 if self._strays or others else weight), 1.0
+
+    def given_is_in(self) -> None:
+        """See `TrainingState.given_is_in`.
+
+        It is taken out of what was trained, before that state is taken over: nothing is given twice.
+        """
+        given = self._given
+        super().given_is_in()
+        if given is None or not self.merging.keeps:
+            return
+        sometimes("a merge has in it what this peer gave, though it missed the verdict")
+        (samples, batches), self._counts, self._older = given, False, False
+        self._trained.samples = max(0, self._trained.samples - samples)
+        self._trained.batches = max(0, self._trained.batches - batches)
+        with torch.no_grad(), self._local.moving(self._own):
+            torch._foreach_add_(self._own, self._outer_gradient())
+
+    def _outer_gradient(self) -> list[torch.Tensor]:
+        return [each.to(own) for each, own in zip(self.accumulators, self._own, strict=True)]
+
+    def unfit(self) -> int | None:
+        """The first parameter of this fragment that is not finite here; None if all are."""
+        return not_finite(self._weights())
+
+    def use_average(self, vector: Vector) -> None:
+        """Let the next step be the merge. The trainer may be in the middle of a batch now."""
+        self._land = vector.overwrite  # until then the accumulators say what was given
+        self.use_accumulators()
+
+    def step(self, options: Options | None = None, absent: Collection[int] | None = None, cores: int = 0) -> None:
+        """Take the merge: see `TrainingState.step`. If it is interrupted, the parameters go back to the anchor."""
+        try:
+            super().step(options, absent, cores)
+        except BaseException:
+            if self._strays:  # now for a program that saves its model, and with what was counted before the next batch
+                self._copy_anchor()
+            raise
+        self._strays = False
+
+    def _copy_anchor(self) -> None:
+        with torch.no_grad(), self._local.moving(self._own):
+            torch._foreach_copy_(self._own, self._anchor)
+
+    @property
+    def _is_stale(self) -> bool:
+        """Whether this merge is the second one in a row that this peer has missed: it drops what it has trained then.
+
+        A peer that kept it each time would be ever further on its way, and call for merges ever sooner.
+        """
+        return self._older and not self._counts
+
+    def _step_from_average(self, absent: Collection[int]) -> None:
+        own, merging = self._own, self.merging
+        if self._is_stale:
+            sometimes("a peer misses two merges in a row")
+        self._sound = sound = not (self._strays or self._is_stale) and self.unfit() is None
+        keeps = sound and merging.keeps and (self._later.batches > 0 or not self._counts)
+        self._strays = True  # until the whole step is taken
+        with torch.no_grad(), self._local.moving(own):
+            if keeps:  # leave of them what was trained and is in no average
+                torch._foreach_sub_(own, self._anchor)
+                if self._counts and self._given is not None:
+                    torch._foreach_add_(own, self._outer_gradient())
+            if self._land is not None:
+                self._land()
+            super()._step_from_average(())
+            if keeps:
+                torch._foreach_add_(own, self._anchor)
+            elif sound and merging.mixing is not None and not merging.waits:
+                torch._foreach_lerp_(own, self._anchor, 1.0 - merging.mixing)
+            else:
+                torch._foreach_copy_(own, self._anchor)
+
+    @property
+    def _anchor(self) -> list[torch.Tensor]:
+        """As the parameters hold it."""
+        return [each.detach().to(own.dtype) for each, own in zip(self.trained, self._own, strict=True)]
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """See `TrainingState.dtypes`."""
+        return [each.dtype for each in self._own]
+
+    def _after_step(self, own: Sequence[torch.Tensor | None], *, taken: bool) -> None:
+        samples, batches = 0, 0
+        if taken and self.step_error is None and self._has_average:
+            if not self._sound:
+                self._later.forget()  # the parameters are the anchor
+            elif self.merging.keeps and not self._counts:
+                samples, batches = self._trained.samples, self._trained.batches
+            self._given, self._older = None, batches > 0
+        super()._after_step(own, taken=taken)
+        self._counts, self._land = False, None
+        self._trained.samples += samples
+        self._trained.batches += batches
+
+    def take_over(self, prepared: PreparedState, *, follows: bool = False) -> None:
+        """Take over a downloaded state. This peer's parameters become the anchor.
+
+        This peer keeps what it has trained since its last merge if it has missed one merge only, and the strategy keeps
+        such (`Merging.keeps`). A state that does not follow from the one here may have it already, if this peer was on
+        the other side of a fork before.
+        """
+        if evaluates := self._local.evaluates and not self._local.hides_weights:
+            self._local.train()  # else that would put back the weights before
+        keeps = follows and self.merging.keeps and not self._older
+        # If it counts, the merge that has it is given up for a branch of this state.
+        keeps = keeps and not self._strays and not self._counts and self.unfit() is None
+        if keeps and self._trained.batches:
+            sometimes("what a peer trained is kept over a state that it downloads")
+        before = [each.clone() for each in self._anchor] if keeps else []
+        trained = self._trained.samples + self._later.samples, self._trained.batches + self._later.batches
+        if prepared.epoch < self.epoch:
+            self._local.set_schedule_back()
+        self._strays = True  # if this is interrupted, the parameters go back to the anchor
+        super().take_over(prepared, follows=follows)
+        with torch.no_grad(), self._local.moving(self._own):
+            if keeps:
+                torch._foreach_sub_(self._own, before)
+                torch._foreach_add_(self._own, self._anchor)
+                self._trained.samples, self._trained.batches = trained
+            else:
+                torch._foreach_copy_(self._own, self._anchor)
+        self._strays, self._older = False, keeps and trained[1] > 0
+        if evaluates:
+            self._local.evaluate()
+
+    def discard(self) -> None:
+        """Forget what was trained. The parameters go back to the anchor before the next batch: see `settle`."""
+        self._strays = self.strays
+        self._land, self._older = None, False
+        super().discard()
+
+    @property
+    def strays(self) -> bool:
+        """Whether the parameters may be others than the anchor. Any thread may ask."""
+        return self._strays or self._trained.samples + self._later.samples > 0
+
+    def copy_weights(self) -> None:
+        """Let the anchor be what the parameters are (under the lock)."""
+        with torch.no_grad():
+            torch._foreach_copy_([each.detach() for each in self.trained], self._weights())
+
+    def export(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        """See `TrainingState.export`."""
+        self._local.follow_model()
+        return super().export()
+
+    def steps_before(self) -> int:
+        """Of the inner optimizer: see `TrainingState.steps_before`."""
+        return self._local.steps_before()
+
+    def fingerprint_of_model(self) -> bytes:
+        """See `TrainingState.fingerprint_of_model`."""
+        return self._local.fingerprint_of_fragments()
+
+    def settle(self) -> bool:
+        """Let the parameters go back to the anchor, if what was trained was discarded (trainer, under the lock).
+
+        Returns:
+            Whether they did: a batch that began before counts for nothing.
+        """
+        if not self._strays:
+            return False
+        self.go_back()
+        return True
+
+    def begin_anew(self) -> None:
+        """Let the anchor be what the parameters are (trainer, under the lock)."""
+        self.discard()
+        self.copy_weights()
+        self._strays = False
+
+    def go_back(self) -> None:
+        """Let the parameters be the anchor, and forget what was trained (trainer, under the lock)."""
+        self._strays, self._given, self._older = True, None, False  # if this is interrupted, it is done again
+        self._trained.forget()
+        self._later.forget()
+        self._copy_anchor()
+        self._strays = False
+
+
+class LocalSteps(LocalTrainingState):
+    """The parameters of a peer that steps on its own batches, and merges them in fragments.
+
+    Args:
+        optimizer: over the parameters that are trained.
+        scheduler: moves with the batches, if `merging` counts batches, and with the merges otherwise; None for none.
+        extra_tensors: they belong to the state of the last fragment: what is averaged of them at the end of the run
+            must not move any more, and the other fragments have ended by then.
+        merging: the way in which peers merge.
+
+    Attributes:
+        merging: as given.
+        fragments: of the model, in order.
+
+    Raises:
+        ConfigError: there are more fragments than trained tensors; or the outer optimizer is of no use.
+    """
+
+    fragments: Sequence[OuterTrainingState] = ()
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Scheduler | None,
+        extra_tensors: Sequence[torch.Tensor],
+        merging: Merging,
+    ) -> None:
+        super().__init__(optimizer, scheduler, extra_tensors)
+        self.merging, last = merging, merging.fragments - 1
+        self._fresh = True  # no batch was trained yet
+        self._fingerprint: tuple[list[int], bytes] | None = None
+        # The names of weights among the inner optimizer's statistics: equal ones now, or as a trial will tell.
+        self._copies, self._judged = frozenset(_equal_statistics(optimizer)), False
+        # The schedule, unless a state of it was loaded since; None if it is to go back to where the run is.
+        self._stands_at: int | None = self.scheduled
+        self._schedule_begins_anew = False  # a schedule that comes begins with its own first rates
+        self.fragments = [
+            OuterTrainingState(
+                self, merging, fragment, () if number else self._frozen, () if number < last else extra_tensors
+            )
+            for number, fragment in enumerate(_divided(self.trained, merging.fragments))
+        ]
+
+    def heed_thread(self) -> None:
+        """See `TrainingState.heed_thread`."""
+        super().heed_thread()
+        for fragment in self.fragments:
+            fragment.heed_thread()
+
+    @property
+    def model_epoch(self) -> int:
+        """See `TrainingState.model_epoch`."""
+        return min(fragment.epoch for fragment in self.fragments)
+
+    @contextmanager
+    def moving(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Weights that the inner optimizer keeps (`z` of ScheduleFree, for one) move as these parameters do.
+
+        Its next steps would lead back to them otherwise.
+        """
+        copies = [(each, kept) for each in parameters for kept in self._copies_of(each)]
+        before = [each.clone() for each, _ in copies]
+        try:
+            yield
+        finally:
+            for (each, kept), was in zip(copies, before, strict=True):
+                moved = kept.reshape(each.shape) + (each - was).to(kept)
+                # What was not finite has no place of its own.
+                kept.copy_(torch.where(moved.isfinite(), moved, each.to(kept)).reshape(kept.shape))
+            forget_casts()
+            self.note_values()
+
+    def _copies_of(self, parameter: torch.Tensor) -> list[torch.Tensor]:
+        if not self._judged and self.optimizer.state:
+            self._copies, self._judged = self._copies | weight_copies(self.optimizer), True
+        entry = self.optimizer.state.get(parameter) if self._copies else None
+        if not isinstance(entry, dict):
+            return []
+        held = [value for name, value in entry.items() if name in self._copies and isinstance(value, torch.Tensor)]
+        return [each for each in held if each.is_floating_point() and each.numel() == parameter.numel()]
+
+    def accumulate(self, batch_size: int) -> bool:
+        """Step on the gradients in `.grad`, and count the batch for the next merge of each fragment.
+
+        Returns:
+            Whether it counts: not if the gradients are not finite, or were computed at parameters that are no more, or
+            soon will be: where peers wait for merges, a batch that comes after one has begun is not stepped from.
+
+        Raises:
+            ConfigError: see `TrainingState.accumulate`.
+        """
+        self.follow_model()
+        self._fresh = False
+        for fragment in self.fragments:
+            fragment.pass_batch()
+        settled = [fragment.settle() for fragment in self.fragments]
+        if any(settled):
+            self._loses, self.raised = True, None
+            return False
+        left_out = self.left_out
+        if not super().accumulate(batch_size):
+            if self.left_out != left_out and self.broken is not None:
+                self.go_back()
+            return False
+        for fragment in self.fragments:
+            fragment.count(batch_size)
+        self.follow_schedule()
+        return True
+
+    @property
+    def _waits_for_round(self) -> bool:
+        return self.merging.waits and any(fragment.in_round for fragment in self.fragments)
+
+    def follow_model(self) -> None:
+        """Before its first batch the model may still be given other weights, as with any optimizer (under the lock)."""
+        if self._fresh and not self.strays and all(fragment.epoch == 0 for fragment in self.fragments):
+            for fragment in self.fragments:
+                fragment.copy_weights()
+
+    def fingerprint_of_fragments(self) -> bytes:
+        """A digest of what all fragments hold; empty if there is only one."""
+        if len(self.fragments) == 1:
+            return b""
+        # Each fragment asks for it, and it takes a while for a large model.
+        versions = [tensor._version for each in self.fragments for tensor in each.describe()]  # noqa: SLF001
+        if self._fingerprint is None or self._fingerprint[0] != versions:
+            self._fingerprint = versions, fingerprint_of(self.fragments)
+        return self._fingerprint[1]
+
+    def _why_broken(self) -> str | None:
+        if (index := not_finite([parameter.detach() for parameter in self.trained])) is None:
+            return None
+        return (
+            f"trained parameter {known_as(self.trained[index], index)} is not finite, so the batch does not count: "
+            "this peer goes back to the last merge, and trains on from there. If it comes again, lower the learning "
+            "rate"
+        )
+
+    def go_back(self) -> None:
+        """Let the parameters be the anchor of each fragment: at the end of the run, or if they are of no use."""
+        for fragment in self.fragments:
+            fragment.go_back()
+
+    def end(self, state: bytes) -> None:
+        """See `TrainingState.end`. What was trained after the last merge is nobody else's, as is the schedule."""
+        super().end(state)
+        self.go_back()
+        self.set_schedule_back()
+        self.follow_schedule()
+
+    @property
+    def strays(self) -> bool:
+        """Whether the parameters may be others than the anchors. Any thread may ask."""
+        return any(fragment.strays for fragment in self.fragments)
+
+    def begin_anew(self) -> None:
+        """Let the anchor of each fragment be what the parameters are: other weights were loaded into the model."""
+        for fragment in self.fragments:
+            fragment.begin_anew()
+        self.note_values()
+
+    def follow_schedule(self) -> None:
+        """Move the schedule to where the run is."""
+        # If a state was loaded it is of the middle of an interval, or of another run.
+        if self.scheduled != self._stands_at and self.scheduled > self._run_is_at:
+            self._restart_schedule()
+            self._resumed_rates, self._schedule_begins_anew = None, self.scheduler is None
+        self._move_schedule(self._run_is_at)
+        self._stands_at = self.scheduled
+
+    def adopt(self, scheduler: Scheduler) -> None:
+        """See `TrainingState.adopt`. Rates that were loaded do not stay if they are of a later place than the run."""
+        if self._schedule_begins_anew:
+            self.scheduler, self._schedule_begins_anew = scheduler, False
+            self.restore_rates()
+        super().adopt(scheduler)
+
+    def set_schedule_back(self) -> None:
+        """The schedule goes back if it is ahead of the run when it is moved next. Otherwise it waits for the run."""
+        self._stands_at = None
+
+    @property
+    def _run_is_at(self) -> int:
+        """So many steps of the schedule: the merges of the first fragment are `every` batches apart.
+
+        A peer that does not wait trains on while its last merge is under way. The schedule is over by then: a rate may
+        have fallen to 0, and would go on below that.
+        """
+        first, steps = self.fragments[0], self.merging.steps
+        if steps is None:
+            return first.epoch
+        at = first.epoch * steps + first.batches_until(steps)
+        return at if first.end_epoch is None else min(at, max(first.epoch, first.end_epoch) * steps)
+
+
+def fingerprint_of(fragments: Sequence[TrainingState]) -> bytes:
+    """A digest of what all these fragments hold; of one, its own."""
+    digests = [fragment.fingerprint() for fragment in fragments]
+    return digests[0] if len(digests) == 1 else hashlib.sha256(b"".join(digests)).digest()
+
+
+def _equal_statistics(optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    """The names of statistics that are equal to their parameters: Lookahead keeps such from its beginning."""
+    for parameter, entry in optimizer.state.items():
+        if isinstance(parameter, torch.Tensor) and isinstance(entry, dict) and parameter.any():
+            for name, value in entry.items():
+                if isinstance(value, torch.Tensor) and torch.equal(value, parameter):
+                    yield name

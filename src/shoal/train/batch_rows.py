@@ -1,0 +1,451 @@
+"""The samples behind a gradient, counted by the model: the rows of what it is given.
+
+Loops that own the call of `step`, such as Accelerate's, leave no place for the size of a batch. So each call of the
+model is noted with its rows, and counts once the backward pass of *its output* has added to the gradient of a trained
+parameter. A pass that nobody differentiates (a metric, a rollout) counts nothing, in whatever mode the model is.
+
+Samples are counted right or not at all. Where rows and samples may be two things, or a gradient came from elsewhere,
+`take` raises `ConfigError`: a guess could be wrong by a factor, and then so is the weight of this peer.
+
+- One backward pass is one batch. Several calls of the model in it are counted once if they were given the same tensors;
+  else they may be several batches, or parts of one.
+- The first dimension is the batch, unless the layers say another thing (`shoal.train.batch_layout`).
+- A size that is given otherwise is compared with what was counted, and a warning names both if they differ. Samples
+  need not be rows: tokens, frames, or two calls for each sample are no mistake.
+- If the gradients were cleared since, nothing counts that came before: a `GradScaler` may have left its step out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.nn.utils.rnn import PackedSequence
+
+from shoal.base.checks import whole
+from shoal.base.nested import tensors_in, within
+from shoal.errors import ConfigError
+from shoal.protocol.wire import MAX_SAMPLES_OF_STEP
+from shoal.train.batch_layout import BatchLayout, alike, looked, sizes_of
+from shoal.train.gradient_watch import TensorMark
+
+__all__ = ["BatchRows", "rows_in", "rows_of", "samples_of"]
+
+_CHECKED = 100
+"""So many steps are looked at whose size the optimizer was given for good. Then they cost nothing."""
+
+_FLAT = ("position_ids", "cu_seq_lens_q", "cu_seqlens", "seq_idx")
+"""Who gives one row and one of these has laid several sequences end to end."""
+
+_CURE = "Give the size to step(), or batch_size_per_step to the optimizer"
+_NO_CALL = (
+    "the gradients did not come from calls of the model as it was given (model(...)): another method than forward, or "
+    "a copy of the model, is not seen. Give as model= what you call (the compiled model, too)"
+)
+_SEVERAL = (
+    "one backward pass went through several calls of the model that were given other tensors, and these may be several "
+    "batches, or parts of one"
+)
+
+
+class BatchRows:
+    """Counts the samples that one model is trained on.
+
+    Args:
+        model: that is given the batches.
+        trained: its parameters that require a gradient.
+        one_batch: whether each backward pass is about one batch, however often the model is called in it.
+        rows: says how many samples a call has that was given these arguments, by position and by name, or why that is
+            not known.
+        fixed: the samples of each step, as the optimizer was given them: the count only checks that.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        trained: Sequence[torch.Tensor],
+        *,
+        one_batch: bool = False,
+        rows: Callable[[Sequence[Any], Mapping[str, Any]], int | str] | None = None,
+        fixed: int | None = None,
+    ) -> None:
+        self._trained, self._one_batch, self._rows, self._fixed = trained, one_batch, rows, fixed
+        self._checked, self._told = 0, False
+        self._layout = BatchLayout(model)
+        self._under_way: dict[int, list[_Call]] = {}  # the calls that a backward pass has come to, by its number
+        self._added: set[int] = set()  # backward passes that have added to a gradient, and are not counted yet
+        self._clear()
+        me = weakref.ref(self)
+
+        def added(_parameter: torch.Tensor) -> None:
+            if (rows := me()) is not None:
+                rows._added.add(torch._C._current_graph_task_id())  # noqa: SLF001 (as torch's own hooks do)
+
+        self._hooks = [
+            model.register_forward_pre_hook(_BeforeForward(me), with_kwargs=True),
+            model.register_forward_hook(_AfterForward(me), with_kwargs=True),
+            *(parameter.register_post_accumulate_grad_hook(added) for parameter in trained),  # type: ignore[no-untyped-call]
+        ]
+
+    def _clear(self) -> None:
+        self._why: str | None = None
+        self._key, self._batches = (
+            -1,
+            list[list[_Call]](),
+        )  # those of each backward pass; and the number of the last one
+        self._known = set[_Call]()
+        self._mark: TensorMark | None = None  # the gradient that the last of them left
+        self._added.clear()
+
+    def begins(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """The model is about to be called."""
+        if self._rows is None and torch.is_grad_enabled():
+            looked(self._layout.begins, args, kwargs)
+
+    def called(self, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
+        """The model was called."""
+        outputs: list[torch.Tensor] | str = looked(_differentiable, output) if torch.is_grad_enabled() else []
+        if not outputs:
+            self._layout.end()
+            return
+        within = torch._C._current_graph_task_id()  # noqa: SLF001 (an activation checkpoint calls it within backward)
+        if within == -1:
+            self._forget_raised()
+            if not self._under_way:
+                self._forget_cleared()
+        if isinstance(outputs, str):
+            self._why = self._why or outputs
+            self._layout.end()
+            return
+        counted: int | str
+        if self._rows is None:
+            counted = looked(self._layout.rows, rows_of_call(args, kwargs), args, kwargs, output)
+        else:
+            counted = self._rows(args, kwargs)
+        given = looked(_given, args, kwargs)
+        marks, units = ((), ((), 0)) if isinstance(given, str) else given
+        call, me = _Call(counted, marks, within, *units), weakref.ref(self)
+
+        def coming(_gradient: torch.Tensor) -> None:
+            if (rows := me()) is not None:
+                rows.coming(call)
+
+        for each in outputs:
+            each.register_hook(coming)  # type: ignore[no-untyped-call]
+
+    def coming(self, call: _Call) -> None:
+        """A backward pass has come to the output of this call."""
+        now = torch._C._current_graph_task_id()  # noqa: SLF001
+        if now not in self._under_way:
+            if not self._under_way:
+                self._forget_cleared()
+                self._without_call({now, call.within})
+            self._under_way[now] = []
+            Variable._execution_engine.queue_callback(partial(self.ended, now))  # noqa: SLF001
+        self._under_way[now].append(call)
+
+    def ended(self, number: int) -> None:
+        """This backward pass is over."""
+        calls = self._under_way.pop(number, [])
+        if not calls or not self._added:
+            return  # it has only computed a gradient for the loss (`torch.autograd.grad`)
+        self._added.clear()
+        if (new := [call for call in dict.fromkeys(calls) if call not in self._known]) and self._why is None:
+            key = number if new[0].within == -1 else new[0].within
+            if key != self._key:
+                self._key = key
+                self._batches.append([])
+            self._known.update(new)
+            self._batches[-1] += new
+            self._why = self._why_not(self._batches[-1])
+        gradient = next((each.grad for each in self._trained if each.grad is not None), None)
+        self._mark = None if gradient is None else TensorMark(gradient)
+
+    def _why_not(self, batch: Sequence[_Call]) -> str | None:
+        """Why the rows of a batch are not known; None if they are those of its first call."""
+        first = batch[0]
+        for each in batch:
+            if isinstance(each.rows, str):
+                return each.rows
+            if not first.like(each) and each is not first and (not self._one_batch or first.rows != each.rows):
+                return _SEVERAL
+        return None
+
+    @property
+    def _samples(self) -> int:
+        return sum(rows for batch in self._batches if isinstance(rows := batch[0].rows, int))
+
+    def _forget_cleared(self) -> None:
+        """If the gradients are none, or zero again, nothing counts that came before."""
+        if not self._known and not self._added:
+            return
+        gradients = [gradient for each in self._trained if (gradient := each.grad) is not None]
+        if gradients and (self._mark is None or self._mark.is_of(gradients[0])):
+            return  # nobody has written to them
+        values = (each if each.layout is torch.strided else each.coalesce().values() for each in gradients)
+        if not any(bool(each.count_nonzero()) for each in values):
+            self._clear()
+
+    def _forget_raised(self) -> None:
+        """This thread calls the model: backward passes through its calls before are over, or have raised.
+
+        Other threads may be within theirs: an actor plays with the model that a trainer trains.
+        """
+        me = threading.get_ident()
+        for number, calls in list(self._under_way.items()):
+            if any(call.thread == me for call in calls):
+                self._under_way.pop(number, None)
+
+    def _without_call(self, passes: set[int]) -> None:
+        if self._added - passes:
+            self._why = self._why or _NO_CALL
+
+    def take(self, cure: str = _CURE) -> int:
+        """The samples since the last time; 1, of nothing, if there is no gradient.
+
+        Args:
+            cure: says what to do if they are not known.
+
+        Raises:
+            ConfigError: it is not known, or none; the count stays.
+        """
+        if all(each.grad is None for each in self._trained):
+            self.forget()
+            return 1
+        self._forget_cleared()
+        self._without_call(set())
+        if self._why is None and not self._known:
+            self._why = _NO_CALL
+        if self._why is None and not self._samples:
+            self._why = "the batch of the model is empty: leave it out"
+        if self._why is not None:
+            raise ConfigError(f"batch_size is missing: {self._why}. {cure}")
+        samples = self._samples
+        self.forget()
+        return samples
+
+    def check(self, given: int, *, may_be_pairs: bool = False) -> str | None:
+        """The size was given: a warning if it is not what was counted, once; then the count begins anew.
+
+        Args:
+            given: the samples of this step.
+            may_be_pairs: whether each sample may have several backward passes, as in a GAN.
+        """
+        found = None if self._told else self._difference(given, may_be_pairs=may_be_pairs)
+        self._told, self._checked = self._told or found is not None, self._checked + 1
+        self.forget()
+        if self._fixed is not None and (self._told or self._checked >= _CHECKED):
+            self.close()
+        return found
+
+    def _difference(self, given: int, *, may_be_pairs: bool) -> str | None:
+        self._forget_cleared()
+        self._without_call(set())
+        if self._why is not None or not self._known or given == (rows := self._samples):
+            return None
+        firsts = [batch[0] for batch in self._batches]
+        if given in map(sum, zip(*(each.units for each in firsts), strict=False)):
+            return None  # frames, or tokens
+        tokens = sum(each.tokens for each in firsts)
+        if (tokens / 2 if given == self._fixed else rows) < given <= tokens:
+            return None  # those that are no padding
+        if may_be_pairs and len(firsts) > 1 and all(each.rows == given for each in firsts):
+            return None
+        passes = "" if len(firsts) < 2 else f" in {len(firsts)} backward passes"
+        return (
+            f"step() was told that its gradients are of {given} samples, and the model was given {rows} rows for "
+            f"them{passes}. If a sample is a row, give batch_size={rows} to step(), or leave batch_size and "
+            "batch_size_per_step out, and rows are counted: a wrong number gives this peer a wrong weight. If samples "
+            "are something else here, let all peers count them so"
+        )
+
+    def forget(self) -> None:
+        """The size was given otherwise."""
+        self._under_way.clear()
+        self._clear()
+
+    def close(self) -> None:
+        """Count no more."""
+        self._layout.close()
+        for hook in self._hooks:
+            hook.remove()
+
+
+@dataclasses.dataclass(eq=False)
+class _Call:
+    """One call of the model.
+
+    Attributes:
+        rows: of what it was given, or why they are not known.
+        given: the tensors.
+        within: the number of the backward pass that made it, to compute an activation once more; else -1.
+        units: what else may be counted: the rows of each sample, and their rows, of the tensor of most dimensions.
+        tokens: elements of its largest tensor of whole numbers.
+        thread: in which it was made.
+    """
+
+    rows: int | str
+    given: tuple[TensorMark, ...]
+    within: int
+    units: tuple[int, ...]
+    tokens: int
+    thread: int = dataclasses.field(default_factory=threading.get_ident)
+
+    def like(self, other: _Call) -> bool:
+        """Whether both were given the same tensors."""
+        same = len(self.given) == len(other.given) > 0
+        return same and all(mine.equals(theirs) for mine, theirs in zip(self.given, other.given, strict=True))
+
+
+class _Hook:
+    """A hook of the model. In a copy of the model, also one that was pickled, it does nothing."""
+
+    def __init__(self, counts: Callable[[], BatchRows | None] | None = None) -> None:
+        self._counts = counts
+
+    @property
+    def __name__(self) -> str:
+        """What TorchScript asks for, before it compiles the hooks of a model."""
+        raise ConfigError(
+            "torch.jit.script cannot compile a model whose samples are counted: script it before shoal.Optimizer() is "
+            f"made, or give the shoal.Optimizer batch_size_per_step and script it after {_CHECKED} steps"
+        )
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return type(self), ()
+
+
+class _BeforeForward(_Hook):
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling() and self._counts is not None and (rows := self._counts()) is not None:
+            rows.begins(args, kwargs)
+
+
+class _AfterForward(_Hook):
+    @torch.compiler.disable(reason="it counts samples for shoal.Optimizer: give the compiled model as its model=")  # type: ignore[untyped-decorator, no-untyped-call]
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if (rows := None if self._counts is None else self._counts()) is not None:
+            rows.called(args, kwargs, output)
+
+
+def rows_of(
+    model: torch.nn.Module | None, batch_size_per_step: int | None, trained: Sequence[torch.Tensor]
+) -> BatchRows | None:
+    """Count the batches of a model; None if nothing can count (TorchScript)."""
+    if model is None or isinstance(model, torch.jit.ScriptModule):
+        return None
+    return BatchRows(model, trained, fixed=batch_size_per_step)
+
+
+def samples_of(
+    given: int | None, rows: BatchRows | None, warn: Callable[[str], None], *, may_be_pairs: bool = False
+) -> int:
+    """The samples behind the gradients that are there: as given, or else as counted.
+
+    Args:
+        given: as the user says.
+        rows: counts them.
+        warn: is told if both are known, and differ.
+        may_be_pairs: whether each sample may have several backward passes, as in a GAN.
+
+    Raises:
+        ConfigError: neither is there, or it is no number of samples; nothing was changed.
+    """
+    if given is None and rows is None:
+        raise ConfigError(f"batch_size is missing. {_CURE}")
+    if given is None and rows is not None:
+        return whole("batch_size", rows.take(), most=MAX_SAMPLES_OF_STEP)
+    samples = whole("batch_size", given, most=MAX_SAMPLES_OF_STEP)
+    if rows is not None and (message := rows.check(samples, may_be_pairs=may_be_pairs)) is not None:
+        warn(message)
+    return samples
+
+
+# ---------------------------------------------------------------------------------------------------- rows of a batch
+
+
+def rows_of_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | str:
+    """The rows of what a model was given; or why they are not known."""
+    return rows_in({**dict(enumerate(args)), **kwargs})
+
+
+def rows_in(batch: Any, *, collated: bool = False) -> int | str:
+    """The samples of a batch: the rows that its tensors have in common; or why they are not known.
+
+    Args:
+        batch: a tensor, or tensors in mappings, lists, tuples and dataclasses.
+        collated: whether its lists hold the fields of samples, as torch's `default_collate` makes them. Otherwise a
+            list of tensors of one sort may as well hold one tensor for each sample.
+    """
+    return looked(_rows_in, batch, collated=collated)
+
+
+def _rows_in(batch: Any, *, collated: bool) -> int | str:
+    counts = list(_counts(batch, collated=collated))
+    whole = [count for count in counts if isinstance(count, int)]
+    if len(set(whole)) > 1 and (labels := _labels(batch)) is not None and whole.count(labels) > 1:
+        return labels  # one for each sample: other tensors may have parts of samples in their rows
+    if len(set(whole)) > 1:
+        sizes = ", ".join(map(str, sorted(set(whole))))
+        return f"the tensors that the model was given have different numbers of rows ({sizes})"
+    if not whole:
+        return next((count for count in counts if isinstance(count, str)), "the model was given no tensor with rows")
+    if whole[0] == 1 and any(name in each for each in _mappings(batch) for name in _FLAT):
+        return "the model was given one row, in which several sequences may lie end to end"
+    return whole[0]
+
+
+def _counts(given: Any, *, collated: bool) -> Iterator[int | str]:
+    if isinstance(given, torch.Tensor):
+        if given.ndim:
+            yield given.size(0)
+    elif isinstance(given, PackedSequence):
+        yield int(given.batch_sizes[0])
+    elif isinstance(given, list | tuple) and given and all(isinstance(each, Mapping) for each in given):
+        yield len(given)
+    elif isinstance(given, list | tuple) and not collated and not hasattr(given, "_fields") and alike(given):
+        yield "the model was given a list of tensors, which may be one for each sample"
+    else:
+        for each in within(given):
+            yield from _counts(each, collated=collated)
+
+
+def _differentiable(output: Any) -> list[torch.Tensor]:
+    return [each for each in tensors_in(output) if each.requires_grad]
+
+
+def _given(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[TensorMark, ...], tuple[tuple[int, ...], int]]:
+    """The tensors of a call, and what may be counted in the place of its rows."""
+    tensors = list(tensors_in([*args, *kwargs.values()]))
+    return tuple(map(TensorMark, tensors)), _units(tensors)
+
+
+def _units(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], int]:
+    """What may be counted in the place of rows (see `_Call`)."""
+    shape = max(map(sizes_of, tensors), key=len, default=())
+    is_whole = [not each.is_floating_point() for each in tensors if sizes_of(each) == shape]
+    depth = len(shape) if any(is_whole) else len(shape) - 1
+    units = tuple(math.prod(shape[: each + 1]) for each in range(1, depth))
+    return units, max((each.numel() for each in tensors if each.ndim > 1 and not each.is_floating_point()), default=0)
+
+
+def _labels(batch: Any) -> int | None:
+    for each in _mappings(batch):
+        if isinstance(labels := each.get("labels"), torch.Tensor) and labels.ndim:
+            return labels.size(0)
+    return None
+
+
+def _mappings(batch: Any) -> Iterator[Mapping[Any, Any]]:
+    if isinstance(batch, Mapping):
+        yield batch
+        yield from (each for each in batch.values() if isinstance(each, Mapping))

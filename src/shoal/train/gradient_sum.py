@@ -1,0 +1,109 @@
+"""The sum of the gradients that one peer has computed since the last step. No network, no lock.
+
+A batch of n samples adds its mean gradient times n / unit. So the sums of peers with batches of different sizes have
+one scale, and a sum of about `unit` samples is no larger than a gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from shoal.averaging.allreduce.segments import sum_dtype
+
+__all__ = ["GradientSum"]
+
+
+class GradientSum:
+    """A sum of gradients.
+
+    Args:
+        trained: the parameters whose `.grad` is summed.
+        unit: samples whose gradients count as one.
+        device: of the tensors; None: that of each parameter.
+
+    Attributes:
+        tensors: one for each parameter, in float32 at least.
+        samples: that are in the sum.
+        bound: no value of the sum is larger, by the norms of what was added; infinite if one was not known.
+        given: for each parameter, whether it had a gradient.
+        is_over: the values of the tensors mean nothing any more: the next gradients take their place.
+    """
+
+    def __init__(self, trained: Sequence[torch.Tensor], unit: int, device: torch.device | None = None) -> None:
+        self._trained, self._unit = trained, unit
+        self.tensors = [
+            torch.zeros(each.shape, dtype=_sum_dtype(each), device=device or each.device) for each in trained
+        ]
+        self.samples, self.bound, self.given, self.is_over = 0, 0.0, [False] * len(trained), False
+
+    def add(self, given: Sequence[int], samples: int, norm: float = math.inf) -> None:
+        """Add the gradients of the parameters with these numbers: their mean over so many samples.
+
+        Args:
+            given: the numbers.
+            samples: that the gradients are the mean of.
+            norm: of all these gradients together, or more.
+        """
+        try:
+            self._add(given, samples)
+            self.bound += norm * samples / self._unit
+        except BaseException:
+            self.forget()  # interrupted: a part may be added
+            raise
+
+    def _add(self, given: Sequence[int], samples: int) -> None:
+        tensors = [self.tensors[index] for index in given]
+        gradients = [gradient for index in given if (gradient := self._trained[index].grad) is not None]
+        share = samples / self._unit
+        with torch.no_grad():
+            if self.is_over and any(p.grad is None or p.grad.layout is not torch.strided for p in self._trained):
+                self.clear()
+            if self.is_over:
+                for tensor, gradient in zip(tensors, gradients, strict=True):
+                    if (tensor.dtype, tensor.device) == (gradient.dtype, gradient.device):
+                        torch.mul(gradient, share, out=tensor)  # goes through the memory once
+                    else:
+                        tensor.copy_(gradient).mul_(share)
+            elif given:
+                # The sum is on the CPU, or the model was moved since it was made.
+                if any(tensor.device != each.device for tensor, each in zip(tensors, gradients, strict=True)):
+                    gradients = [each.to(tensor.device) for tensor, each in zip(tensors, gradients, strict=True)]
+                torch._foreach_add_(tensors, gradients, alpha=share)
+        self._count(given, samples)
+
+    def take_in(self, other: GradientSum) -> None:
+        """Add all of another sum, which is over afterwards."""
+        samples, bound, given = other.samples, other.bound, [index for index, has in enumerate(other.given) if has]
+        if not samples:
+            return
+        other.forget()  # first: nothing counts twice if an interrupt comes in between
+        with torch.no_grad():
+            if self.is_over:
+                torch._foreach_copy_(self.tensors, other.tensors)
+            else:
+                torch._foreach_add_(self.tensors, other.tensors)
+        self.bound += bound
+        self._count(given, samples)
+
+    def _count(self, given: Sequence[int], samples: int) -> None:
+        self.is_over = False
+        for index in given:
+            self.given[index] = True
+        self.samples += samples
+
+    def clear(self) -> None:
+        """Set all values to 0."""
+        torch._foreach_zero_(self.tensors)
+        self.is_over = False
+
+    def forget(self) -> None:
+        """Begin anew. The values stay until the next gradients come."""
+        self.samples, self.bound, self.given, self.is_over = 0, 0.0, [False] * len(self.tensors), True
+
+
+def _sum_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """The dtype for a sum of its gradients. A dtype that is no floating point is refused later, by its name."""
+    return sum_dtype(parameter.dtype) if parameter.dtype.is_floating_point else parameter.dtype

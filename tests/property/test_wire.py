@@ -414,7 +414,7 @@ def test_peer_ids_of_any_length_are_checked(raw: bytes) -> None:
 
 _TWO_THREADS = """
 import sys, threading, msgspec
-from shoal import wire
+from shoal.protocol import wire
 
 def fresh():
     inner = [msgspec.defstruct(f"Inner{i}", [(f"f{j}", int) for j in range(5)], array_like=True) for i in range(12)]

@@ -399,7 +399,7 @@ def test_a_spoiled_state_is_fetched_once_and_all_its_donors_are_named(
 
     Who sent a part of another state, that was kept, is not to blame.
     """
-    monkeypatch.setattr("shoal.state.snapshot.infinite_tensors", lambda tensors, share, allowed: [])
+    monkeypatch.setattr("shoal.state.snapshot.infinite_tensors", lambda tensors, share, allowed, called: [])
 
     async def main() -> None:
         swarm = new_swarm()

@@ -270,5 +270,7 @@ def test_a_peer_with_a_twin_was_told_that_its_batches_are_short_enough_and_what_
         await run.close()
 
     sim.run(main, seed=5)
-    assert len(told) == 2
-    assert all("the same identity" in message for message in told)
+    # Until it knows of its twin, a peer sees only that the third one comes to rounds of the other.
+    assert len([message for message in told if "the same identity" in message]) == 2
+    assert len([message for message in told if "it does not come" in message]) <= 1
+    assert len(told) <= 3

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -664,7 +664,7 @@ class Participant:
         if result is None:
             self._outlook.forerunners.round_failed()
             if self._rounds.in_vain or self._outlook.alone(self.view()):
-                self._notices.absent(self._attendance.formed({me}, self._now()))
+                self._tell_absent({me}, self._now())
             async with self.own.hold() as holds:
                 if holds:
                     self.training.round_failed()
@@ -675,10 +675,16 @@ class Participant:
         waits = self.settings.merging is None and not self.settings.delay_grad_averaging
         self._notices.round_took(result.duration_s, self._now(), awaited=waits)
         members = [member.contact.peer for member in result.outcome.members]
-        self._notices.absent(self._attendance.formed(members, self._now() - result.duration_s))
+        self._tell_absent(members, self._now() - result.duration_s)
         if self.own.name == name:
             self.own.is_shared()
             await self._take_step_of(result, said)
+
+    def _tell_absent(self, members: Collection[PeerID], now: float) -> None:
+        """A round has formed, or was waited for in vain: name those that are no longer waited for."""
+        given_up = self._attendance.formed(members, now)
+        if not self._gossip.has_twin:  # else they may have come to the other peer of this identity
+            self._notices.absent(given_up)
 
     def _most_weight(self, peer: PeerID) -> float:
         """The largest weight that a peer may give to the round now: twice what it may by its own count.

@@ -444,7 +444,7 @@ class Weather:
         """
         swarm = self.run.swarm
         self.calm()
-        await sim.sleep(10.0)
+        await sim.sleep(30.0)  # a state that a silent peer has named is waited for 20 s
         trainers = [trainer for trainer in swarm.peers.values() if isinstance(trainer, Counted)]
         last = max(fragment.epoch for trainer in trainers for fragment in trainer.fragments)
         for trainer in trainers:

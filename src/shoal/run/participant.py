@@ -269,17 +269,13 @@ class Participant:
         return len(known) > _FEW_PEERS or peer in map(str, known)
 
     def _check_fit(self) -> None:
-        if (misfit := self._misfit()) is not None:
-            raise misfit
-
-    def _misfit(self) -> ConfigError | None:
         known, own = self._known, self.own
         if not known.mismatches or self.view().peers != (self.core.peer_id,):
-            return None
+            return
         given = self.core.endpoint.trust.given
-        if not heeds(known.mismatches, committed=own.committed.weights, given=given, begun=own.name.epoch > 0):
-            return None  # told if this peer stays alone
-        return ConfigError(f"this run is trained with other settings: {known.mismatch}")
+        if heeds(known.mismatches, committed=own.committed.weights, given=given, begun=own.name.epoch > 0):
+            raise ConfigError(f"this run is trained with other settings: {known.mismatch}")
+        # Else it is told if this peer stays alone.
 
     def _fail(self, error: BaseException) -> None:
         # A ClosedError: this peer leaves, by `leave_on_sigterm` for example. A ConfigError: the trainer is told.
@@ -578,9 +574,8 @@ class Participant:
             seen = self._news.count
             self.takeover.look_at_options()
             view, claimed = self._look()
-            if (
-                self.own.with_others == NO_STATE
-            ):  # others may have come to the run since it began here, or have been heard late
+            # Others may have come to the run since it began here, or have been heard late.
+            if self.own.with_others == NO_STATE:
                 self._check_fit()
             self._judge(view)
             if not machine.is_busy:

@@ -255,12 +255,18 @@ async def first_epochs(crowd: Crowd) -> list[float]:
 
 
 def beside_a_hopeless_donor(bytes_s: float, seed: int) -> None:
-    """At its pace the state would take an hour, or half of one: newcomers who start together wait for 20 s."""
+    """At its pace the state would take an hour, or half of one: newcomers who start together wait for 20 s.
+
+    One whose wait ends a second after theirs misses their first step. It takes their state, of 10 s (measured: 34 to
+    44 s after it came, in 3 of 16 seeds).
+    """
 
     async def main() -> None:
         crowd = Crowd(3, 10.0, up_bytes_s=bytes_s, state_bytes=16 * MIB)
         await crowd.begin()
-        assert max(await first_epochs(crowd)) < 24.0
+        *together, last = sorted(await first_epochs(crowd))
+        assert together[-1] < 24.0
+        assert last < 50.0
         await crowd.end()
 
     sim.run(main, seed=seed)
@@ -274,6 +280,11 @@ def test_who_gives_its_state_too_slowly_is_waited_for_as_long_as_a_claim(bytes_s
 
 def test_the_description_of_a_state_waits_for_minutes_behind_the_short_messages_of_its_pipe() -> None:
     """Each of them took a turn of its own on the full line. So steps came, and no state: that is waited for."""
+    beside_a_hopeless_donor(15_000.0, 3)
+
+
+def test_a_newcomer_that_missed_the_first_step_of_the_others_waits_for_minutes_beside_a_slow_donor() -> None:
+    """Its download went on from the slow donor, although the others had a state to give meanwhile."""
     beside_a_hopeless_donor(15_000.0, 2)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+from shoal.base.ordered import OrderedSet
 from shoal.base.peer import PeerID
 from shoal.rpc.link import CallLink
 from shoal.transport.base import Connection
@@ -32,10 +34,10 @@ class PeerState:
         self.links: list[CallLink] = []
         self.dialing: asyncio.Task[CallLink] | None = None
         self.ahead: asyncio.Task[Connection] | None = None
-        self.streams: set[Connection] = set()
+        self.streams = OrderedSet[Connection]()
         self.inbound = 0
         self.idle: dict[Connection, bool] = {}
-        self.accepted: set[Connection] = set()
+        self.accepted = OrderedSet[Connection]()
         self.received_before = 0
         self.leaves = False
 
@@ -74,7 +76,7 @@ class Connections:
 
     def __init__(self) -> None:
         self.peers: dict[PeerID, PeerState] = {}
-        self.connections: set[Connection] = set()
+        self.connections = OrderedSet[Connection]()
         self._closed_traffic = (0, 0)
 
     @property
@@ -145,7 +147,7 @@ class Connections:
         connection.abort()
         self.count(connection)
 
-    def drop_all(self, connections: set[Connection] | dict[Connection, bool]) -> None:
+    def drop_all(self, connections: dict[Connection, Any]) -> None:
         """End these connections at once, and empty the collection."""
         dropped = list(connections)
         connections.clear()

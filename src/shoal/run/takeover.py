@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
@@ -34,8 +35,8 @@ from shoal.run.join.own_state import OwnState
 from shoal.run.join.shared_state import Misfits, before_of, committed_of, history_of, is_average, name_of, why_not_ours
 from shoal.run.outlook import Outlook
 from shoal.run.report.notices import Notices, left_out
-from shoal.run.view.progress import SwarmView
-from shoal.state import Donor, Intake, download_state
+from shoal.run.view.progress import StateKey, SwarmView
+from shoal.state import Donor, DownloadedState, Intake, download_state
 from shoal.train.options import kinds
 from shoal.train.training_state import PreparedState
 
@@ -51,6 +52,22 @@ _ONE_LOSS_S = 60.0
 """The fragments of a model that are given up within so long are told together."""
 _SLOW_S = 20.0
 """The pace of a download is told after so long, if the rest would take longer than that."""
+
+
+class _Fetch(NamedTuple):
+    """A download that is under way.
+
+    Attributes:
+        intake: what has come.
+        asked: the donors that it was begun with.
+        since: local time, seconds.
+        limit: ends it.
+    """
+
+    intake: Intake
+    asked: frozenset[PeerID]
+    since: float
+    limit: asyncio.Timeout
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,8 +112,11 @@ class Takeover:
     downloads: list[tuple[int, float]] = field(default_factory=list)
     _misfits: Misfits = field(default_factory=Misfits)
     _tried_with: object = None  # the kinds of our options when a state was refused; None if none was
-    _intake: Intake | None = None  # of the download that is under way
+    _fetch: _Fetch | None = None  # the download that is under way
     _too_slow: AbstractSet[PeerID] = frozenset()  # the donors of the last one that was, if it came too slowly
+    _passed_over: AbstractSet[PeerID] = (
+        frozenset()
+    )  # donors so slow that others are asked first, until one gave a state
     _told_loss_at: float = -math.inf  # by one of the model's fragments
 
     async def run(self, timeout_s: float) -> None:
@@ -153,8 +173,10 @@ class Takeover:
         if epoch > 0:
             return Stance.FREE
         now, giving = _now(), self._giving()
+        further = known.further(self.own.name.key, self.outlook.giving)
+        self._leave_slow_donors(further, giving)
         stance = self.beginning.judge(
-            known.further(self.own.name.key, self.outlook.giving),
+            further,
             # Of those that are known by a record alone nobody knows whether they are there.
             others_here=sum(map(self.core.endpoint.connected, view.together)),
             now=now,
@@ -191,17 +213,29 @@ class Takeover:
         While it waits for a donor that is busy, the peers that give us steps; but for those whose state came too slowly
         before, as it would again.
         """
-        intake, now = self._intake, _now()
-        if intake is None:
+        if self._fetch is None:
             return frozenset()
+        intake, now = self._fetch.intake, _now()
         if intake.missing_bytes is None:
             return self.catch_up.giving - self._too_slow
         return intake.donors if intake.in_time(now, self.beginning.until(now)) else frozenset()
 
+    def _leave_slow_donors(self, further: Collection[PeerID], giving: AbstractSet[PeerID]) -> None:
+        """End a download that cannot be here in time, if peers that came further since it began may give theirs.
+
+        Newcomers begin together beside such a donor. One that was not there at their first step takes their state.
+        """
+        fetch = self._fetch
+        if fetch is None or fetch.intake.missing_bytes is None or giving or _now() < fetch.since + _SLOW_S:
+            return
+        if not fetch.asked.issuperset(further):
+            sometimes("a download that comes too slowly makes way for the state of others")
+            fetch.limit.reschedule(_now())
+
     def _to_follow(self) -> list[Contact]:
         """Peers with the best state that can be dialed, in random order, so that not all follow the same ones."""
         contacts = [self.gossip.contact(peer) for peer in self._leaders(self.outlook.claimed())]
-        contacts = [contact for contact in contacts if contact.addresses]
+        contacts = [each for each in contacts if each.addresses and each.peer not in self._passed_over]
         self.core.env.rng.shuffle(contacts)
         return contacts
 
@@ -261,11 +295,16 @@ class Takeover:
         useful = self.catch_up.useful_from(view.epoch)
         if not self.outlook.is_client:  # a copy of an epoch before ours is refused, though steps may lead on from it
             useful = max(useful, min(self.own.name.epoch, view.epoch))
-        donors = [Donor(self.gossip.contact(peer), float(peer in view.vouching), useful) for peer in leaders]
+        donors = [
+            Donor(
+                self.gossip.contact(peer), -2.0 if peer in self._passed_over else float(peer in view.vouching), useful
+            )
+            for peer in leaders
+        ]
         if not self.mend_from:
             better = self.outlook.known.better(self.outlook.place(), _now(), self.outlook.giving)
             lower = sorted((peer, key) for peer, key in better.items() if peer not in leaders)
-            # Below the leaders, in the order of their samples.
+            # Below the leaders, in the order of their samples; those whose state came too slowly are the last.
             donors += [Donor(self.gossip.contact(peer), -1.0 / (1 + key.samples), key.epoch) for peer, key in lower]
         return donors[:_MOST_DONORS]
 
@@ -273,30 +312,7 @@ class Takeover:
         """Download the best state, and load it."""
         # A client's state is nobody else's: it takes that of the others also where its own came further.
         view, ours = self.outlook.claimed(), None if self.outlook.is_client else self.own.name.key
-        donors, self._intake = self._donors(view), Intake(_now())
-        telling = asyncio.get_running_loop().call_later(_SLOW_S, self._tell_pace, self._intake)
-        try:
-            state = await download_state(
-                self.core.endpoint,
-                self.core.env,
-                self.states.prefix,
-                donors,
-                timeout_s=max(0.001, deadline - _now()),
-                min_epoch=self.catch_up.from_epoch(view.epoch),
-                accept=lambda manifest: why_not_ours(
-                    self.own.training, manifest, ours, self._misfits, self.outlook.known.is_false
-                ),
-                limits=msgspec.structs.replace(self.states.sharing.limits, max_tensors=self.own.training.max_tensors),
-                may_read=self.catch_up.steps_first,
-                intake=self._intake,
-            )
-        except StateUnavailable as error:
-            if not isinstance(error, NoMemoryForState):
-                self._withheld(view.leaders)
-            raise
-        finally:
-            telling.cancel()
-            self._ended(self._intake)
+        state = await self._download(view, ours, deadline)
         name, values = name_of(state.metadata), state.metadata["training"]
 
         await self.outlook.fetching.parked()
@@ -316,7 +332,7 @@ class Takeover:
                 await self.core.env.executor.run(training.given_is_in)
             await self._load(prepared, follows=follows)
             self.own.take_over(name, committed, before, history)
-            self.took_over = True
+            self.took_over, self._passed_over = True, frozenset()
             self.own.is_average = is_average(state.metadata)
             self.own.followed = None if self.own.is_average else name
             self.outlook.state_replaced()
@@ -337,13 +353,46 @@ class Takeover:
         self.downloads.append((state.bytes_received, state.duration_s))
         self.notices.downloaded(state.duration_s, self.core.reachability.shut_out)
 
+    async def _download(self, view: SwarmView, ours: StateKey | None, deadline: float) -> DownloadedState:
+        """The best state that the others give, if it is better than ours (None: whatever it is)."""
+        donors, limit = self._donors(view), asyncio.timeout(None)
+        self._fetch = fetch = _Fetch(Intake(_now()), frozenset(each.peer for each in donors), _now(), limit)
+        telling = asyncio.get_running_loop().call_later(_SLOW_S, self._tell_pace, fetch.intake)
+        training, known = self.own.training, self.outlook.known
+        try:
+            async with limit:
+                return await download_state(
+                    self.core.endpoint,
+                    self.core.env,
+                    self.states.prefix,
+                    donors,
+                    timeout_s=max(0.001, deadline - _now()),
+                    min_epoch=self.catch_up.from_epoch(view.epoch),
+                    accept=lambda manifest: why_not_ours(training, manifest, ours, self._misfits, known.is_false),
+                    limits=msgspec.structs.replace(self.states.sharing.limits, max_tensors=training.max_tensors),
+                    may_read=self.catch_up.steps_first,
+                    intake=fetch.intake,
+                )
+        except TimeoutError:
+            self._withheld(view.leaders)
+            self._passed_over = frozenset(fetch.intake.asked)
+            await self.catch_up.leave()  # from what others offer their steps do not lead on
+            raise StateUnavailable("it came too slowly, and others offer theirs") from None
+        except StateUnavailable as error:
+            if not isinstance(error, NoMemoryForState):
+                self._withheld(view.leaders)
+            raise
+        finally:
+            telling.cancel()
+            self._ended(fetch.intake)
+
     def _ended(self, intake: Intake) -> None:
         """A download is over; it may have failed."""
         giving = self._giving()
         self.beginning.note_giving(giving)
         if intake.asked:
             self._too_slow = intake.asked - giving
-        self._intake = None
+        self._fetch = None
 
     async def _load(self, prepared: PreparedState, *, follows: bool) -> None:
         try:

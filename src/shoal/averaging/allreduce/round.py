@@ -44,6 +44,7 @@ from shoal.averaging.allreduce.vector import Vector
 from shoal.averaging.group import ControlStream, Group
 from shoal.base.bounded import put_last
 from shoal.base.clock import seconds_text, shielded
+from shoal.base.ordered import OrderedSet
 from shoal.base.peer import PeerID
 from shoal.base.sometimes import sometimes
 from shoal.base.tasks import Changes, Tasks
@@ -195,7 +196,7 @@ class Round:
         self._to_say: dict[int, asyncio.Queue[Order | None]] = {index: asyncio.Queue() for index in self._control}
         self._senders: dict[int, SenderStream] = {}
         self._reducing: dict[int, ReducerStream] = {}
-        self._serving: set[DownStream] = set()
+        self._serving = OrderedSet[DownStream]()
         self._served = Changes()
         self._moved_before = 0  # on streams that are over
         # Tasks that are over are not kept: their errors know this round, and memory in cycles is freed late.

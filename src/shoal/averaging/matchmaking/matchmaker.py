@@ -40,6 +40,7 @@ from shoal.averaging.matchmaking.joins import (
 )
 from shoal.averaging.matchmaking.machine import AVOIDED_WINDOWS, LOOKED_AT, GroupMachine
 from shoal.base.clock import Env, seconds_text
+from shoal.base.ordered import OrderedSet
 from shoal.base.peer import PeerID
 from shoal.base.sometimes import sometimes
 from shoal.base.tasks import Changes, Tasks, while_moving
@@ -156,7 +157,7 @@ class Matchmaker:
         self._tasks = Tasks(self._on_failure)
         self._looking: asyncio.Task[None] | None = None
         self._writing: asyncio.Task[None] | None = None
-        self._requests: set[JoinRequest] = set()
+        self._requests = OrderedSet[JoinRequest]()
         self._closed = False
         self.stop_serving = endpoint.serve_stream(Join, self._serve_join, scope=prefix)
         self._unsubscribe = endpoint.on_lost(self._on_lost), endpoint.on_linked(self._on_linked)

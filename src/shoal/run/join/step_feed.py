@@ -24,6 +24,7 @@ from shoal.averaging import Averager, StepResult
 from shoal.averaging.allreduce.vector import Vector
 from shoal.averaging.core import PeerCore
 from shoal.base.bounded import bound, put_last
+from shoal.base.ordered import OrderedSet
 from shoal.base.sometimes import sometimes
 from shoal.base.tasks import Changes, stopped, while_moving
 from shoal.errors import PeerProtocolError, PeerRefused
@@ -80,7 +81,7 @@ class StepFeed:
         averagers: Sequence[Averager],
     ) -> None:
         self._core, self._state, self._averagers = core, state, averagers
-        self._followers: set[_Follower] = set()
+        self._followers = OrderedSet[_Follower]()
         self._sites: Counter[str] = Counter()  # of the followers
         self._kept: dict[bytes, Step] = {}  # by the digest of the state before; the last one at the end
         self._unserve = core.endpoint.serve_stream(FollowSteps, self._serve, scope=run_id)

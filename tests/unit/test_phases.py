@@ -54,6 +54,8 @@ STORIES: list[tuple[list[Event], list[RunPhase]]] = [
             (Event.STATES_AVERAGED, STEPPING),
             (Event.TAKEN_OVER, COLLECTING),
             (Event.RENAMED, COLLECTING),
+            (Event.STATES_DUE, phase),
+            (Event.STATES_OVER, phase),
         )
     ),
 ]
@@ -100,9 +102,9 @@ def test_a_peer_that_must_fetch_is_behind() -> None:
     assert Situation(behind=False, must_fetch=True, enough=True).event is Event.BETTER
 
 
-def at(phase: RunPhase) -> PhaseMachine:
+def at(phase: RunPhase, **settings: bool) -> PhaseMachine:
     """A machine in this phase."""
-    machine = PhaseMachine()
+    machine = PhaseMachine(**settings)
     for event in TO[phase]:
         machine.happened(event)
     assert machine.phase is phase
@@ -119,8 +121,20 @@ def test_only_averaging_is_work(phase: RunPhase) -> None:
     """In all other phases the trainer is asked, or others; an averaging of states comes before everything."""
     machine = at(phase)
     assert work(machine, Event.ENOUGH) is Work.WAIT
-    machine.states_due = True
+    machine.happened(Event.STATES_DUE)
     assert work(machine, Event.ENOUGH) is Work.AVERAGE_STATES
+
+
+@pytest.mark.parametrize(
+    ("event", "phase"), [(Event.STATES_OVER, COLLECTING), (Event.RENAMED, BEHIND), (Event.STEPPED, STEPPING)]
+)
+def test_an_average_of_states_is_due_until_it_is_over(event: Event, phase: RunPhase) -> None:
+    """It is also over with the state that it was for: a checkpoint was loaded, or a step taken."""
+    machine = at(phase)
+    machine.happened(Event.STATES_DUE)
+    assert machine.states_due
+    machine.happened(event)
+    assert not machine.states_due
 
 
 @pytest.mark.parametrize(("event", "then"), [(Event.BETTER, BEHIND), (Event.FEW, COLLECTING)])
@@ -151,10 +165,11 @@ def test_a_peer_that_knows_nobody_looks_for_others_once() -> None:
 @pytest.mark.parametrize("phase", RunPhase)
 def test_a_trainer_waits_for_a_round_and_at_the_end(phase: RunPhase, *, states_due: bool) -> None:
     """At the end it waits for the others, and for the last averaging of states; elsewhere for rounds of gradients."""
-    machine = at(phase)
-    machine.states_due = states_due
+    machine = at(phase, delays_states=True)
+    if states_due:
+        machine.happened(Event.STATES_DUE)
     waits = {
-        (at_end, may_leave): machine.trainer_waits(for_round=True, for_states=at_end, may_leave=may_leave)
+        (at_end, may_leave): machine.trainer_waits(needs_round=True, at_end=at_end, may_leave=may_leave)
         for at_end, may_leave in ((False, False), (True, False), (True, True))
     }
     averages = states_due and phase is not STEPPING
@@ -171,12 +186,10 @@ def test_who_has_no_batches_waits_and_who_delays_does_not(*, auxiliary: bool, de
     """Until it may leave, and the last average is here; a step or a better state is taken at once by all."""
     waits = dict[RunPhase, list[bool]]()
     for phase in RunPhase:
-        machine = PhaseMachine(auxiliary=auxiliary)
-        for event in TO[phase]:
-            machine.happened(event)
+        machine = at(phase, auxiliary=auxiliary, delays_gradients=delays)
+        work(machine, Event.ENOUGH)
         waits[phase] = [
-            machine.trainer_waits(for_round=not delays, for_states=False, may_leave=may_leave)
-            for may_leave in (False, True)
+            machine.trainer_waits(needs_round=False, at_end=False, may_leave=may_leave) for may_leave in (False, True)
         ]
     assert waits == {
         COLLECTING: [auxiliary, False],
@@ -185,6 +198,15 @@ def test_who_has_no_batches_waits_and_who_delays_does_not(*, auxiliary: bool, de
         BEHIND: [False, False],
         ENDING: [True, False],
     }
+
+
+@pytest.mark.parametrize("needs_round", [False, True])
+def test_a_trainer_that_delays_waits_until_a_round_begins(*, needs_round: bool) -> None:
+    """Until then it is not known that this peer does not step alone; one that cannot go on waits for the average."""
+    machine = at(AVERAGING, delays_gradients=True)
+    assert machine.trainer_waits(needs_round=needs_round, at_end=False, may_leave=False)
+    work(machine, Event.ENOUGH)
+    assert machine.trainer_waits(needs_round=needs_round, at_end=False, may_leave=False) is needs_round
 
 
 def test_the_page_of_the_protocol_has_the_tables() -> None:

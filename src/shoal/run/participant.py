@@ -119,7 +119,11 @@ class Participant:
                 "(in a notebook, before the cell is run again), or give this one another run_id"
             )
         self.core, self.training, self.settings = core, training, settings
-        self._machine = PhaseMachine(auxiliary=settings.auxiliary)
+        self._machine = PhaseMachine(
+            auxiliary=settings.auxiliary,
+            delays_gradients=settings.delay_grad_averaging,
+            delays_states=settings.delay_state_averaging,
+        )
         self._notices = Notices(core.env.events, settings.run_id, fragment=settings.fragment)
         self.own = OwnState(core, training, lock, self._notices, auxiliary=settings.auxiliary)
         self._end = RunEnd(core.peer_id, settings.end_patience_s)
@@ -185,7 +189,6 @@ class Participant:
         self._rounds = Rounds(core.env, self._look_and_tell, self._news)
         self._tasks = Tasks(self._fail)
         self._told_at = -math.inf
-        self._work = Work.WAIT  # of the background task, now
         self._asked, self._turns = False, 0  # the trainer has come to its first step, and is at one now
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
@@ -441,7 +444,7 @@ class Participant:
             self._machine.found()
         self._settle_end()
         if not self._machine.is_busy and self._is_to_average():
-            self._machine.states_due = True
+            self._machine.happened(Event.STATES_DUE)
         averages = self._machine.states_due or self.own.update is not None
         due = self._averages_last and (averages or self.own.name == self.own.followed)
         best = claimed if claimed.vouched else view
@@ -586,8 +589,7 @@ class Participant:
                 self._fetching.observe(claimed, self.settings.state_patience_s if begin else None, self._now())
             self._gossip.tell(view, now=machine.phase is RunPhase.AVERAGING)
             alone = machine.phase is RunPhase.AVERAGING and self._outlook.alone(view)
-            self._work = machine.work(self._situation(view), alone=alone, nobody=len(view.peers) == 1)
-            match self._work:
+            match machine.work(self._situation(view), alone=alone, nobody=len(view.peers) == 1):
                 case Work.AVERAGE_GRADIENTS:
                     self._moves.notify()  # a trainer that goes on while gradients are averaged has waited until here
                     await self._average()
@@ -895,12 +897,8 @@ class Participant:
     def _trainer_waits(self) -> bool:
         if self._closed or self.failure is not None:
             return False
-        averages = self._work is Work.AVERAGE_GRADIENTS  # else it is not known yet that this peer does not step alone
-        goes_on = averages and self.settings.delay_grad_averaging and not self.training.waits
         return self._machine.trainer_waits(
-            for_round=not goes_on,
-            for_states=self.at_end or not self.settings.delay_state_averaging,
-            may_leave=self._end.over(self.epoch),
+            needs_round=self.training.waits, at_end=self.at_end, may_leave=self._end.over(self.epoch)
         )
 
     async def stepped(self) -> None:
@@ -915,17 +913,19 @@ class Participant:
             self._notices.interrupted(self.training.step_error if update.is_step else None)
         elif update.is_step:
             self._advanced(update)
-        self._announce_state(expected=self.own.name == update.name and update.peers > 1 and not self.at_end)
         self._happened(Event.STEPPED)
+        if update.is_step and self.own.name == update.name and self._average_follows:
+            self._machine.happened(Event.STATES_DUE)
+        self._announce_state(expected=self.own.name == update.name and update.peers > 1 and not self.at_end)
         if update.is_step and self.own.name == update.name:
             await self._catch_up.joined()  # last: an interrupted trainer cancels this
 
     async def tell_loaded(self) -> None:
         """After `own.loaded`: tell everybody (trainer)."""
-        self.own.update, self._machine.states_due = None, False
+        self.own.update = None
         self.training.epoch = self.epoch  # another one, if the loading was interrupted before the state had a name
-        self._announce_other_state()
         self._happened(Event.RENAMED)
+        self._announce_other_state()
 
     def _advanced(self, update: Update) -> None:
         epoch, digest, all_samples = update.name
@@ -945,7 +945,6 @@ class Participant:
         self.takeover.stepped(peers)
         if self.at_end and not self.settings.fragment:
             self._solitude.ended(epoch)
-        self._machine.states_due = self._average_follows
 
     @property
     def _average_follows(self) -> bool:
@@ -1048,8 +1047,7 @@ class Participant:
                     gather=self._counts.said() if self.at_end and self._counts else None,
                 )
         finally:
-            self._machine.states_due = False
-            self._moves.notify()  # the trainer may wait
+            self._happened(Event.STATES_OVER)
         if self.own.name != name:
             return
         if result is None:
@@ -1079,7 +1077,7 @@ class Participant:
         if alive:
             if not view.behind and self._end.waits(self._now()):
                 sometimes("the last average of the states is tried again")
-                self._machine.states_due = True
+                self._machine.happened(Event.STATES_DUE)
                 await self._news.next(1.0)
         elif len(view.peers) > 1:
             sometimes("nobody is left for the last average of the states")

@@ -27,7 +27,7 @@ from shoal.errors import NoMemoryForState, StateUnavailable
 from shoal.protocol.wire import Contact
 from shoal.run.decide.beginning import Beginning, Stance
 from shoal.run.decide.lineage import may_have_led
-from shoal.run.decide.phases import PhaseMachine
+from shoal.run.decide.phases import Event, PhaseMachine
 from shoal.run.decide.state_name import StateName
 from shoal.run.gossip import ProgressGossip
 from shoal.run.join.catch_up import CatchUp
@@ -273,7 +273,8 @@ class Takeover:
             async with self.own.hold() as holds:
                 if not holds:
                     break
-                self.own.update, self.machine.states_due, self.took_over = update, False, True
+                self.machine.happened(Event.STATES_OVER)
+                self.own.update, self.took_over = update, True
                 try:
                     await shielded(self.core.env.executor.run(self.own.step))
                 finally:
@@ -336,7 +337,8 @@ class Takeover:
             self.own.is_average = is_average(state.metadata)
             self.own.followed = None if self.own.is_average else name
             self.outlook.state_replaced()
-            self.own.update, self.machine.states_due, self.mend_from = None, False, frozenset()
+            self.machine.happened(Event.STATES_OVER)
+            self.own.update, self.mend_from = None, frozenset()
             self.own.is_shared()
 
         async with self.own.hold() as holds:

@@ -2,7 +2,7 @@
 
 `PHASES` and `TRANSITIONS` are the two tables of `docs/protocol.md` (section 10), which `help()` shows below. The
 participant, which owns the tasks and the waiting, makes a `Situation` of what it sees, and tells the machine each
-`Event`. `PhaseMachine.work` says what its background task does now.
+`Event`. `PhaseMachine.work` says what its background task does now. Nothing else changes the machine.
 
 Only the trainer changes parameters, between its batches. After a failed round the accumulators stay and it is tried
 again: no peer steps on its own gradients while others are at the same state.
@@ -88,6 +88,8 @@ class Event(enum.Enum):
     TAKEN_OVER = "a better state was taken over, or the steps that lead to it"
     RENAMED = "a checkpoint was loaded; or the check says that our parameters differ, and our state is renamed as worse"
     OVERTAKEN = "the state that the average was for is no longer ours"
+    STATES_DUE = "the states are to be averaged after the step, with the other members of its round"
+    STATES_OVER = "no average of the states is due any more: it is here, it failed, or our state is another one"
 
 
 _FREE = (RunPhase.COLLECTING, RunPhase.BEHIND, RunPhase.ENDING)
@@ -110,10 +112,17 @@ _ROWS = (
     ((RunPhase.STEPPING,), Event.OVERTAKEN, RunPhase.COLLECTING),
     (_ANY, Event.TAKEN_OVER, RunPhase.COLLECTING),
     (_ANY, Event.RENAMED, RunPhase.COLLECTING),
+    # Between two steps the states are averaged beside the trainer's batches: in any phase.
+    (_ANY, Event.STATES_DUE, None),
+    (_ANY, Event.STATES_OVER, None),
 )
-"""(phases, event, next phase): a row of the table."""
+"""(phases, event, next phase): a row of the table. None: the phase stays the same."""
 
-_NEXT = {(phase, event): then for phases, event, then in _ROWS for phase in phases}
+_NEXT = {(phase, event): then or phase for phases, event, then in _ROWS for phase in phases}
+
+_STATES_DUE = {Event.STATES_DUE: True, Event.STATES_OVER: False, Event.STEPPED: False, Event.RENAMED: False}
+"""Whether the states are to be averaged after each of these events. The others change nothing in that."""
+
 TRANSITIONS: Mapping[tuple[RunPhase, str, RunPhase], str] = MappingProxyType(
     {(phase, event.name, then): event.value for (phase, event), then in _NEXT.items()}
 )
@@ -127,7 +136,7 @@ def tables() -> str:
     lines += ["", "| phase | event | next |", "| --- | --- | --- |"]
     for phases, event, then in _ROWS:
         names = "any" if phases == _ANY else ", ".join(phase.name for phase in phases)
-        lines.append(f"| {names} | {event.value} | {then.name} |")
+        lines.append(f"| {names} | {event.value} | {'the same' if then is None else then.name} |")
     return "\n".join(lines)
 
 
@@ -205,26 +214,32 @@ class PhaseMachine:
 
     Args:
         auxiliary: it has no batches.
+        delays_gradients: its trainer goes on with the next batches while gradients are averaged.
+        delays_states: the same while states are averaged.
 
     Attributes:
         phase: now.
         states_due: the states are to be averaged, or are being averaged: until then looks change nothing.
     """
 
-    def __init__(self, *, auxiliary: bool = False) -> None:
-        self._auxiliary = auxiliary
+    def __init__(
+        self, *, auxiliary: bool = False, delays_gradients: bool = False, delays_states: bool = False
+    ) -> None:
+        self._auxiliary, self._delays_gradients, self._delays_states = auxiliary, delays_gradients, delays_states
         self.phase = RunPhase.COLLECTING
         self.states_due = False
+        self._work = Work.WAIT  # of the background task, now
         self._sought = False
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is an average to wait for, or to take."""
+        """Whether there is an average of gradients to wait for, or an average to take."""
         return self.phase in (RunPhase.AVERAGING, RunPhase.STEPPING)
 
     def happened(self, event: Event) -> None:
         """Go on to the next phase. The event must be one that can happen in this phase."""
         self.phase = _NEXT[self.phase, event]
+        self.states_due = _STATES_DUE.get(event, self.states_due)
 
     def work(self, seen: Situation, *, alone: bool, nobody: bool) -> Work:
         """The next work of the background task. Between two rounds AVERAGING ends if there is no reason for a round.
@@ -234,6 +249,10 @@ class PhaseMachine:
             alone: no other peer at our state takes part in a round.
             nobody: no other peer of the run is known at all. It is looked for once until somebody is known.
         """
+        self._work = self._next_work(seen, alone=alone, nobody=nobody)
+        return self._work
+
+    def _next_work(self, seen: Situation, *, alone: bool, nobody: bool) -> Work:
         if self.states_due:
             return Work.AVERAGE_STATES
         if self.phase is not RunPhase.AVERAGING:
@@ -252,18 +271,20 @@ class PhaseMachine:
         """Another peer of the run is known."""
         self._sought = False
 
-    def trainer_waits(self, *, for_round: bool, for_states: bool, may_leave: bool) -> bool:
+    def trainer_waits(self, *, needs_round: bool, at_end: bool, may_leave: bool) -> bool:
         """Whether the trainer stands still at its step.
 
         Args:
-            for_round: also while gradients are averaged; an auxiliary peer always does.
-            for_states: also while states are averaged.
-            may_leave: the run is over here.
+            needs_round: the trainer cannot go on while gradients are averaged.
+            at_end: the run is over here.
+            may_leave: the run is over here, and the others know all that this peer knows, or were waited for.
         """
         averages = self.phase is RunPhase.AVERAGING
         idle = self._auxiliary and (averages or self.phase is RunPhase.COLLECTING)
         if idle or self.phase is RunPhase.ENDING:
             return self.states_due or not may_leave
         if averages:
-            return for_round
-        return self.states_due and for_states and self.phase is not RunPhase.STEPPING
+            # Before the round begins it is not known yet that this peer does not step alone.
+            goes_on = self._work is Work.AVERAGE_GRADIENTS and self._delays_gradients and not needs_round
+            return not goes_on
+        return self.states_due and (at_end or not self._delays_states) and self.phase is not RunPhase.STEPPING

@@ -333,7 +333,7 @@ class Member:
         began = time.process_time()
         now, swarm = self.swarm.loop.time(), self.swarm
         view = self.known.view(self.mine(), now, awaited=swarm.all, before=swarm.before)
-        self.gossip.enough = view.samples >= swarm.target
+        self.gossip.saw(enough=view.samples >= swarm.target, target=swarm.target, rate=self.gossip.rate)
         self.gossip.tell(view)
         self.count.cpu_s += time.process_time() - began
         swarm.ready(self, enough=self.gossip.enough)
@@ -373,7 +373,7 @@ class SimulatedSwarm:
         for member in made:
             for word in words:
                 member.known.heard(word, self.loop.time())
-            member.known.contributors = self.all
+            member.known.contributed(self.all)
 
     def ready(self, member: Member, *, enough: bool) -> None:
         """A peer has looked; when all know that there is enough they step together."""

@@ -19,8 +19,8 @@ import pytest
 
 from shoal.averaging import Averager, StepResult
 from shoal.averaging.allreduce.interface import has_member
-from shoal.run.decide.phases import Update
 from shoal.run.decide.state_name import StateName
+from shoal.run.join.own_state import Update
 from shoal.run.participant import Participant
 from shoal.train.gradient_sum import GradientSum
 

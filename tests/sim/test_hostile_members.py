@@ -85,9 +85,9 @@ class Stranger:
         try:
             async with asyncio.timeout_at(ends):
                 while True:
-                    self.averager.group_tag = self.victims[0].own.name.group_tag
+                    tag = self.victims[0].own.name.group_tag
                     try:
-                        await self.averager.step(timeout_s=2.0, allow_retries=False)
+                        await self.averager.step(timeout_s=2.0, allow_retries=False, tag=tag)
                     except ShoalError:
                         await sim.sleep(0.05)
         except TimeoutError:

@@ -25,7 +25,7 @@ from tests.situations import reaches
 class _Searching:
     """An averager that finds no group."""
 
-    looking, prefix, group_tag, settings = True, "run_grad", "", AveragerSettings()
+    looking, prefix, settings = True, "run_grad", AveragerSettings()
 
     async def step(self, **_: Any) -> None:
         await sim.sleep(30)

@@ -39,10 +39,9 @@ def test_a_slow_line_that_was_announced_is_heard_where_rounds_are_far_apart(
             width = {"slow": announced}.get(name, FAST)
             values = torch.full((125_000,), float(number))
             await trial.add(name, [values], bandwidth=width, **SETTINGS)
-            trial.swarm.peer(name).way_s = way_s
         loop = asyncio.get_running_loop()
         began = loop.time()
-        steps = (trial.begin(name, timeout_s=120.0, allow_retries=False) for name in NAMES)
+        steps = (trial.begin(name, timeout_s=120.0, allow_retries=False, way_s=way_s) for name in NAMES)
         results = await asyncio.gather(*steps, return_exceptions=True)
         left_out = [each.outcome.left_out for each in results[:3] if not isinstance(each, BaseException)]
         slow = trial.swarm.peer("slow").core.peer_id

@@ -70,7 +70,7 @@ def test_a_group_that_forms_at_once_without_somebody_does_not_expel_it() -> None
 def test_all_strangers_have_one_account() -> None:
     """A stranger that misses rounds is waited for under no other name for longer than a moment; contributors are."""
     attendance = Attendance(15.0)
-    attendance.contributors = PRESENT
+    attendance.contributed(PRESENT, alone=False)
     strangers = [PeerID(bytes([number]) * 32) for number in range(10, 20)]
     waited_s, given_up = 0.0, []
     for number, stranger in enumerate(strangers):
@@ -90,7 +90,7 @@ def test_all_strangers_have_one_account() -> None:
 def test_claims_that_are_taken_back_are_paid_for() -> None:
     """A key that claims for two seconds in each round, and then goes: that is no missed round, but lost time."""
     attendance, waited_s, now = Attendance(15.0), 0.0, 100.0
-    attendance.contributors = PRESENT
+    attendance.contributed(PRESENT, alone=False)
     for number in range(10, 110):
         stranger, began = PeerID(bytes([number]) * 32), now
         attendance.search()
@@ -111,7 +111,7 @@ def test_keys_that_have_worked_a_little_are_bounded_together() -> None:
     """Each contributed to a round, claims for a part of a window in others, and takes that back."""
     attendance, waited_s, now = Attendance(15.0), 0.0, 100.0
     keys = [PeerID(bytes([number]) * 32) for number in range(10, 40)]
-    attendance.contributors = PRESENT.union(keys)
+    attendance.contributed(PRESENT.union(keys), alone=False)
     for number in range(300):
         key, began = keys[number % len(keys)], now
         attendance.search()
@@ -126,7 +126,7 @@ def test_keys_that_have_worked_a_little_are_bounded_together() -> None:
 def test_a_peer_that_is_alone_waits_for_a_newcomer_on_a_slow_line() -> None:
     """It holds up nobody else: two windows, and a tenth of the time. A liar stops it no longer than that."""
     attendance, waited_s, now = Attendance(15.0), 0.0, 100.0
-    attendance.contributors, attendance.alone = frozenset({ME}), True
+    attendance.contributed(frozenset({ME}), alone=True)
     others = frozenset({ABSENT})
     for _ in range(50):
         attendance.search()

@@ -52,7 +52,8 @@ class Scene:
         best = max(own, *at.values())
         here = frozenset({ME, *(peer for peer in others if at[peer] == own)})
         view = SwarmView(tuple(at), here, frozenset(), 0, 0.0, best.epoch, best != own, best=best, others=others)
-        return self.forerunners.leave_us_here(
+        self.forerunners.observe(view, own=own, now=now)
+        return self.forerunners.steps_first(
             view,
             own=own,
             committed=self.committed,

@@ -164,7 +164,7 @@ def test_peers_that_merge_tell_how_far_they_are_near_the_merge_only() -> None:
             learn=lambda contact: None,
             call=call,
         )
-        gossip.target = 2000
+        gossip.saw(enough=False, target=2000, rate=0.0)
         for number, digest in enumerate([b"d" * 32, b"e" * 32]):
             for batch in range(101):
                 mine = msgspec.structs.replace(progress(ME, 1.0), samples=10 * batch, digest=digest)
@@ -221,7 +221,8 @@ class Swarm:
         asyncio.get_running_loop().time = lambda: self.now  # type: ignore[method-assign]
         self.notes.clear()
         gossip, place = self.gossip, msgspec.structs.replace(progress(self.peers[0], 1.0 + self.now), **mine)
-        gossip.enough, gossip._next_word = enough, lambda: place
+        gossip.saw(enough=enough, target=gossip.target, rate=gossip.rate)
+        gossip._next_word = lambda: place
         gossip.tell(self.known.view(place, self.now))
         while gossip._telling:
             await asyncio.gather(*gossip._telling.values())
@@ -631,7 +632,7 @@ def test_the_only_contributor_keeps_the_count_of_those_that_came_after_it() -> N
         swarm = Swarm()
         digests = [bytes([n]) * 32 for n in range(200)]
         for lone in swarm.peers[1:4]:
-            swarm.known.contributors = frozenset({lone})
+            swarm.known.contributed(frozenset({lone}))
             digest = next(each for each in digests if lone not in keepers(each, swarm.peers))
             for peer in swarm.peers[1:]:
                 swarm.say(peer, digest=digest)
@@ -661,7 +662,7 @@ def test_each_part_of_a_large_state_has_keepers_of_its_own(
         swarm, digest, own, other = kept_by_me()
         for peer in swarm.peers[1:]:
             swarm.say(peer, digest=digest, samples=0)
-        swarm.known.contributors = frozenset([*own[:of_own], *other[:of_other]])
+        swarm.known.contributed(frozenset([*own[:of_own], *other[:of_other]]))
         await swarm.tell(samples=1, digest=digest, after_s=2.0)
         duty = swarm.gossip._duty
         assert duty.order.parts == [own, other]

@@ -41,7 +41,7 @@ def current() -> Iterator[Launch]:
 def test_what_the_program_leaves_out_is_given(current: Launch, caplog: pytest.LogCaptureFixture) -> None:
     """An empty list of peers is left out, too; other arguments arrive as they are."""
     made: list[Any] = []
-    current.on_made = lambda owner, new: made.append((owner, new))
+    current.when_made(lambda owner, new: made.append((owner, new)))
     first = Thing([], one=1)
     assert first.given == (["you"], "me", {"one": 1})
     assert made == [("DHT", first)]

@@ -34,7 +34,7 @@ def test_a_peer_counts_the_others_again_only_when_it_heard_something(quorum: int
     """A swarm of a thousand is looked at thousands of times between two words."""
     rng, merging = random.Random(7), Merging(every=10, overlap=None if quorum else 0, quorum=quorum)
     known, pace = SwarmProgress(PEERS[0], {}, ttl_s=20.0), MergePace(merging)
-    known.contributors = PEERS[:5]
+    known.contributed(PEERS[:5])
     answers = set()
     for at in range(200):
         known.heard(said(rng.choice(PEERS[1:]), rng.randrange(2 * WAY), float(at)), float(at) / 100)
@@ -212,7 +212,7 @@ def test_a_merge_waits_for_a_batch_that_is_under_way_as_long_as_the_mean_one_tak
 def test_a_step_that_one_place_filled_alone_comes_a_tenth_sooner_at_most() -> None:
     """Its claims filled each step before the others were done with a batch. A first step waits for nobody."""
     known, pace = SwarmProgress(PEERS[0], {}, ttl_s=200.0), SamplesPace(32)
-    known.contributors = PEERS[:3]
+    known.contributed(PEERS[:3])
     known.heard(said(PEERS[1], 50, 1.0), 0.0)
     known.heard(said(PEERS[2], 0, 1.0), 0.0)
 

@@ -138,7 +138,7 @@ def test_what_contributors_say_comes_before_what_strangers_say() -> None:
     known.heard(said(BEN, epoch=999, digest=DIGESTS[3]), 0.0)
     seen = known.view(mine, 0.0)
     assert (seen.epoch, seen.leaders, seen.vouched) == (999, (BEN,), False)
-    known.contributors = {ANN, ME}
+    known.contributed({ANN, ME})
     seen = known.view(mine, 0.0)
     assert (seen.epoch, seen.leaders, seen.vouched) == (6, (ANN,), True)
     states = {ANN: StateKey.of(6, 1000, DIGESTS[2]), BEN: StateKey.of(999, 1000, DIGESTS[3])}
@@ -157,7 +157,7 @@ def test_samples_of_strangers_are_believed_up_to_those_of_contributors() -> None
     mine = said(ME, samples=10)
     assert known.view(mine, 0.0).samples == 10**12 + 35
     assert known.view(mine, 0.0, absent={BEN}).samples == 35
-    known.contributors = {ME, ANN}
+    known.contributed({ME, ANN})
     assert known.view(mine, 0.0).samples == 60
     assert known.view(mine, 0.0, absent={BEN}).samples == 35
 
@@ -166,7 +166,7 @@ def test_strangers_are_not_believed_what_they_tell_of_others() -> None:
     """Else one that stands at our state could give contributors any number of samples."""
     known, mine = swarm(), said(ME, samples=10)
     known.heard(said(ANN, samples=20), 0.0)
-    known.contributors = {ME, ANN, CAT}
+    known.contributed({ME, ANN, CAT})
     assert not known.relayed(said(BEN), [Standing(ANN, 10**12, 101.0)], 0.0)
     assert known.view(mine, 0.0).samples == 30
     assert known.relayed(said(CAT), [Standing(ANN, 25, 101.0)], 0.0)
@@ -510,7 +510,7 @@ def test_the_samples_of_a_peer_that_only_others_hear_count() -> None:
     known, mine = swarm(), said(ME)
     for peer in (ANN, BEN, CAT):
         known.heard(said(peer), 0.0)
-    known.contributors = {ME, ANN}
+    known.contributed({ME, ANN})
     silent = frozenset({CAT})
     assert known.view(mine, 0.0, silent=silent).samples == 30
     assert known.relayed(said(ANN), [Standing(BEN, 10, 100.0), Standing(CAT, 7, 101.0)], 0.0)
@@ -530,7 +530,7 @@ def test_the_samples_of_unheard_peers_count_for_no_more_than_those_of_contributo
     """As all that strangers claim: names are free."""
     known, mine = swarm(), said(ME)
     known.heard(said(ANN), 0.0)
-    known.contributors = {ME, ANN}
+    known.contributed({ME, ANN})
     known.relayed(said(ANN), [Standing(DAN, 10**6, 101.0)], 0.0)
     assert known.view(mine, 0.0).samples == 40
 
@@ -538,7 +538,7 @@ def test_the_samples_of_unheard_peers_count_for_no_more_than_those_of_contributo
 def test_a_contributor_told_each_peer_that_all_others_were_somewhere_else() -> None:
     """Each of them was alone then, and went on alone; or it asked the others for a state that they never had."""
     known, mine = swarm(), said(ME)
-    known.contributors = {ME, ANN, BEN}
+    known.contributed({ME, ANN, BEN})
     known.heard(said(ANN), 0.0)
     known.heard(said(BEN), 0.0)
     assert known.view(mine, 0.0).together == {ME, ANN, BEN}
@@ -574,7 +574,7 @@ def test_another_epoch_for_the_state_that_all_have_was_a_better_state(known_befo
     assert StateKey.of_peer(seen.others[ANN]) == StateKey.of_peer(mine)
     assert StateKey.of_peer(seen.others[BEN]) == StateKey.of_peer(old)
     assert not known.further(StateKey.of_peer(mine))
-    known.contributors = {ANN}
+    known.contributed({ANN})
     known.heard(said(CAT), 0.1)
     told = said(ANN, epoch=7, digest=DIGESTS[3], branch_samples=2000, time=101.0)
     assert known.relayed(told, [Standing(CAT, 5, 200.0)], 0.2)
@@ -613,11 +613,11 @@ def test_a_state_beyond_the_end_that_a_stranger_offers_ends_the_run() -> None:
     known.heard(said(ANN), 0.0)
     known.heard(said(BEN, epoch=10**7, digest=DIGESTS[1]), 0.0)
     assert view(known).behind
-    known.contributors = [ME, ANN]
+    known.contributed([ME, ANN])
     assert not view(known, end_epoch=100).behind
-    known.contributors = [ME, ANN, BEN]
+    known.contributed([ME, ANN, BEN])
     assert view(known, end_epoch=100).behind
-    known.contributors = [ME, ANN]
+    known.contributed([ME, ANN])
     known.heard(said(BEN, epoch=90, digest=DIGESTS[1], time=101.0), 0.0)
     assert view(known, end_epoch=100).behind
 
@@ -650,7 +650,7 @@ def test_what_is_kept_of_the_last_look_is_what_a_new_look_sees() -> None:
                 case 1:
                     known.note_withheld([peer], now)
                 case 2:
-                    known.contributors = rng.sample([ME, *others], rng.randrange(3))
+                    known.contributed(rng.sample([ME, *others], rng.randrange(3)))
                 case 3:
                     known.relayed(told, [Standing(rng.choice(others), rng.randrange(50), told.time)], now)
                 case _:
@@ -694,7 +694,7 @@ def test_one_place_is_ahead_while_others_are_at_their_first_batch() -> None:
     """It has most of the samples: one peer, or the keys of one place. Who trains nothing is at no batch."""
     for places in ({}, {CAT: b"x", DAN: b"x"}):
         known = swarm()
-        known.contributors, known.places = [ME, ANN, BEN, CAT, DAN], places
+        known.contributed([ME, ANN, BEN, CAT, DAN], places=places)
         counts = {ANN: 4, BEN: 4, CAT: 9, DAN: 8} if places else {ANN: 4, BEN: 0, CAT: 20, DAN: 4}
         for peer, samples in counts.items():
             known.heard(said(peer, samples=samples), 0.0)

@@ -90,8 +90,6 @@ class Averager:
             they do not move by them.
 
     Attributes:
-        group_tag: only peers with the same tag meet; empty or `@` and some text without dots.
-        way_s: see `RoundOptions`: the time since the last round; set it before a step.
         conduct: which peers it does not count on.
         sharing: the state that others can download from here.
 
@@ -123,7 +121,6 @@ class Averager:
         if stays:
             self.vector.watch_still()
         self.vector.check_part_bytes(settings.part_size_bytes, settings.target_group_size or _LEAST_MOST_MEMBERS)
-        self.group_tag, self.way_s = "", 0.0
         self.conduct = Conduct(settings.window_s, self._warn)
         self.sharing = StateSharing(
             core, prefix, settings, lock=lock, state=state or (lambda: SharedState(metadata=None, tensors=self.tensors))
@@ -182,6 +179,8 @@ class Averager:
         apply: Apply | None = None,
         most_weight: MostWeight | None = None,
         strangers: Strangers = NO_STRANGERS,
+        tag: str = "",
+        way_s: float = 0.0,
     ) -> StepResult:
         """Find a group and average once.
 
@@ -198,6 +197,8 @@ class Averager:
             most_weight: members that give a larger weight are refused; None: any weight is taken. Members may know it
                 differently: each is to give no more than all others allow it.
             strangers: the peers of which nothing is known yet.
+            tag: only peers with the same tag meet; empty or `@` and some text without dots.
+            way_s: see `RoundOptions`: the time since the last round, seconds.
 
         Raises:
             RoundFailed: there is no average; no tensor was touched.
@@ -219,7 +220,7 @@ class Averager:
             raise ClosedError("the averager was shut down")
         request = request or StepRequest(weight=weight, gather=gather)
         prepare = prepare or (lambda _: (request.weight, 1.0))
-        attempt = _Attempt(request, prepare, expected, apply, most_weight, strangers)
+        attempt = _Attempt(request, prepare, expected, apply, most_weight, strangers, tag, way_s)
         self._stepping = asyncio.current_task()
         try:
             return await self._try_until(deadline, attempt, allow_retries)
@@ -271,15 +272,13 @@ class Averager:
         try:
             group = await self._finder.find(
                 attempt.request,
-                tag=self.group_tag,
+                tag=attempt.tag,
                 deadline=deadline,
                 expected=attempt.expected,
                 precedence=self.conduct.precedence(attempt.strangers, loop.time()),
             )
         finally:
-            matchmaker = self._finder.matchmaker
-            idled, matchmaker.idled = matchmaker.idled, []
-            turned_away, matchmaker.turned_away = matchmaker.turned_away, set()
+            idled, turned_away = self._finder.matchmaker.take_failures()
             self.conduct.searched(idled, turned_away, loop.time(), attempt.strangers)
         if group is None:
             return None
@@ -413,7 +412,7 @@ class Averager:
             silence_s=settings.silence_s,
             reducer_silence_s=settings.reducer_silence_s,
             spare_s=attempt.strangers.spare_s(formed),
-            way_s=self.way_s,
+            way_s=attempt.way_s,
             most_weight=attempt.most_weight,
         )
         try:
@@ -562,6 +561,8 @@ class _Attempt(msgspec.Struct, frozen=True):
     apply: Apply | None
     most_weight: MostWeight | None
     strangers: Strangers
+    tag: str
+    way_s: float
 
 
 async def _finish(round_: Round, group: Group, *, orderly: bool) -> None:

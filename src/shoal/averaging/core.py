@@ -44,14 +44,14 @@ class PeerCore:
     node: DhtNode
     reachability: Reachability
     state_upload_limit: float | None = None
-    invited_to: frozenset[str] = field(default=frozenset(), init=False)
+    invited_to: frozenset[str] = frozenset()
     begins_here: bool = field(default=True, init=False)
     leavers: list[Callable[[float], Coroutine[Any, Any, None]]] = field(default_factory=list, init=False)
     _rounds: RoundTable | None = field(default=None, init=False)
     _pacer: Pacer | None = field(default=None, init=False)
 
     @classmethod
-    async def start(  # noqa: PLR0913 (the last ten by name)
+    async def start(  # noqa: PLR0913 (the last eleven by name)
         cls,
         identity: Identity,
         transport: Transport,
@@ -67,6 +67,7 @@ class PeerCore:
         timeout_s: float | None = None,
         must_join: bool = True,
         patient: bool = True,
+        invited_to: frozenset[str] = frozenset(),
     ) -> PeerCore:
         """Listen, and join the network of the initial peers.
 
@@ -86,6 +87,7 @@ class PeerCore:
             timeout_s: the longest time for joining.
             must_join: False begins a new network if no initial peer answers.
             patient: False gives up within about three seconds if no program listens at any initial peer's addresses.
+            invited_to: the runs that its invites name.
 
         Raises:
             ConfigError: the address cannot be listened on.
@@ -101,7 +103,7 @@ class PeerCore:
             endpoint.trust.remember(address.peer_id for address in kept)
             await endpoint.start(listen=not client_mode)
             node = DhtNode(endpoint, env, identity, settings=dht_settings, validators=validators)
-            core = cls(identity, env, endpoint, node, Reachability(endpoint), state_upload_limit)
+            core = cls(identity, env, endpoint, node, Reachability(endpoint), state_upload_limit, invited_to)
             core.begins_here = all(is_loopback(address.host) for address in initial_peers)
             asks = client_mode is None and not core.begins_here
             if asks:

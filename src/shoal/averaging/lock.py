@@ -113,6 +113,10 @@ class TensorLock:
         self.generation = 0
         self._line: _Line = []
 
+    def may_change(self) -> None:
+        """The holder may change the tensors from now on."""
+        self.generation += 1
+
     @property
     def holder(self) -> str:
         """The name of the holder; empty if nobody has the lock."""

@@ -38,7 +38,7 @@ class StateSharing:
         state: gives the state, called under the lock.
 
     Attributes:
-        priority: donors with a higher one are asked first; `declare` tells a new one at once.
+        priority: donors with a higher one are asked first.
     """
 
     def __init__(
@@ -57,6 +57,10 @@ class StateSharing:
         self._tasks = Tasks(self._on_failure)
         self._declaring: asyncio.Task[None] | None = None
         self._declared = True
+
+    def set_priority(self, priority: float) -> None:
+        """Have the next declaration say this priority; `declare` tells it at once."""
+        self.priority = priority
 
     @property
     def enabled(self) -> bool:

@@ -283,7 +283,7 @@ def _follow(current: Launch, sinks: list[Callable[[], Any]]) -> list[Any]:
 
             following.append(Metrics(new, *(make() for make in sinks)))
 
-    current.on_made = begin
+    current.when_made(begin)
     return following
 
 

@@ -176,7 +176,8 @@ class _Tracking:
         now = asyncio.get_running_loop().time()
         self.known.expire(now)
         view = self.known.view(self.word(), now)
-        self.gossip.enough, self.gossip.rate = view.samples >= self.settings.target_batch_size, view.rate
+        target = self.settings.target_batch_size
+        self.gossip.saw(enough=view.samples >= target, target=target, rate=view.rate)
         return view
 
     def epoch_changed(self) -> None:

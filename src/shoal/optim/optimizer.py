@@ -1192,7 +1192,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         if saver.folder is None or not state.epoch or self._untold or saver.has_saved(state):
             return None
         saved = self.save(saver.folder, keep=saver.keep)
-        saver.last = state
+        saver.was_saved(state)
         return saved
 
     def keep_given_up(self) -> Path | None:

@@ -121,9 +121,9 @@ class ProgressGossip:
         next_word: returns where this peer stands now, newer than all that it has told.
 
     Attributes:
-        enough: whether the swarm has the samples of the next step, as it was known here last.
-        target: samples of a step.
-        rate: samples per second of all peers.
+        enough: as this peer `saw` it last.
+        target: the same.
+        rate: the same.
         has_twin: whether another peer trains the run under this peer's identity; it was said.
         looked: set when the run's progress has been read from the DHT, and this peer knows which of its
             writers live.
@@ -186,7 +186,7 @@ class ProgressGossip:
         ]
         if self._merges:  # others that start now may not have written yet, and later it is looked for them rarely
             self._found_at = asyncio.get_running_loop().time()
-        self._let_words_live()
+        self._set_lifetime()
         return [self._publish_loop, self._look_loop]
 
     async def leave(self) -> None:
@@ -365,7 +365,7 @@ class ProgressGossip:
             if not self._known.strangers or self._known.mismatch or looks == _LOOKS_AT_STRANGERS:
                 self.looked.set()
             self._news.notify()
-            self._let_words_live()
+            self._set_lifetime()
             found_lately = asyncio.get_running_loop().time() < self._found_at + _FOUND_S
             if found_lately or not self.looked.is_set():
                 pause_s = max(self._publish_period_s / 2, look_s(len(self._known.peers)) / 10)
@@ -377,9 +377,9 @@ class ProgressGossip:
             await asyncio.sleep(least_s)
             await self._doubts.after(doubts, pause_s - least_s)
 
-    def _let_words_live(self) -> None:
+    def _set_lifetime(self) -> None:
         """Words count until they should have been said again, and records are kept for as long."""
-        self._known.ttl_s = max(self._ttl_s, _LIVES * (self._write_s() + self._look_s()))
+        self._known.set_ttl(max(self._ttl_s, _LIVES * (self._write_s() + self._look_s())))
 
     def _about(self, period_s: float) -> float:
         return period_s * (0.75 + 0.5 * self._core.env.rng.random())
@@ -486,9 +486,9 @@ class ProgressGossip:
         if not self._known.peers:
             for peer in hidden:
                 self._call(peer)
-        tellers = [teller for peer, teller in self._known.named.items() if self._known.progress_of(peer) is None]
-        self._known.named.clear()
-        asked = next((peer for peer in (*hidden, *tellers) if self._known.progress_of(peer) is not None), None)
+        asked = next(
+            (peer for peer in (*hidden, *self._known.take_tellers()) if self._known.progress_of(peer) is not None), None
+        )
         if asked is None:
             return
         try:
@@ -525,6 +525,16 @@ class ProgressGossip:
                 await self._look()
 
     # ------------------------------------------------------------------------------------------------------- directly
+
+    def saw(self, *, enough: bool, target: int, rate: float) -> None:
+        """This peer has looked at the swarm.
+
+        Args:
+            enough: whether there is enough for the next step, as far as it is known here.
+            target: how much is enough.
+            rate: how much more all peers together have a second later.
+        """
+        self.enough, self.target, self.rate = enough, target, rate
 
     def tell(self, view: SwarmView, *, now: bool = False) -> None:
         """Tell the peers of the run directly where we stand, if it is time to: all if they are few, else the keepers.

@@ -2,7 +2,7 @@
 
 Others may claim a better state that nobody gives. `claimed` is the swarm as they say it is. In `view` this peer is
 behind only as long as its trainer is to stand still for that state (see `fetching`). In both it is not behind while the
-peers at its state make their own step (see `forerunners`). Both change nothing else.
+peers at its state make their own step (see `forerunners`). Both change nothing; `look` takes in what is new.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ class Outlook:
         witness: of how far the run can have come.
         forerunners: who went on from its state without it.
         loop: of all this; its time may be asked from any thread.
-        stays: a better state is known, and the peers here make their own step all the same.
     """
 
     core: PeerCore
@@ -66,7 +65,6 @@ class Outlook:
     witness: Witness
     forerunners: Forerunners
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    stays: bool = False
     _worse: tuple[StateKey, float] = (NO_STATE, 0.0)  # the best state that a client can have, and since when
     _given_up: bytes | None = None  # the digest of the state that this client is about to go back from
 
@@ -99,10 +97,24 @@ class Outlook:
             end_epoch=self.end.epoch,
         )
 
+    def look(self) -> SwarmView:
+        """Take in what is known by now: who contributed, who is gone, who is at our state; returns `claimed`."""
+        now = self.loop.time()
+        self.heed_contributors()
+        self.known.expire(now)
+        seen = self._seen(now)
+        self.forerunners.observe(seen, own=self.own.name.key, now=now)
+        claimed = self._claimed(seen, now)
+        self._note_shared(claimed)
+        return claimed
+
     def claimed(self) -> SwarmView:
         """The swarm as the others say, also where this peer goes on with a state that is not the best one."""
-        now, own = self.loop.time(), self.own.name.key
-        claimed = self.known.view(
+        now = self.loop.time()
+        return self._claimed(self._seen(now), now)
+
+    def _seen(self, now: float) -> SwarmView:
+        return self.known.view(
             self.place(),
             now,
             shared=self.own.shared,
@@ -113,8 +125,11 @@ class Outlook:
             absent=self.attendance.absent(self.known.peers, now),
             silent=self.core.endpoint.silent,
         )
-        self.stays = self.forerunners.leave_us_here(
-            claimed,
+
+    def _claimed(self, seen: SwarmView, now: float) -> SwarmView:
+        own = self.own.name.key
+        steps_first = self.forerunners.steps_first(
+            seen,
             own=own,
             committed=self.own.committed,
             held=self.own.training.held,
@@ -122,7 +137,9 @@ class Outlook:
             epoch_s=self.companions.patience_s,
             now=now,
         )
-        return replace(claimed, behind=False, vouched=False, best=own, epoch=own.epoch) if self.stays else claimed
+        if not steps_first:
+            return seen
+        return replace(seen, behind=False, vouched=False, best=own, epoch=own.epoch, steps_first=True)
 
     @property
     def giving(self) -> frozenset[PeerID]:
@@ -148,7 +165,7 @@ class Outlook:
             return own.floor
         return own.name.key
 
-    def note_shared(self, claimed: SwarmView) -> None:
+    def _note_shared(self, claimed: SwarmView) -> None:
         """Another peer that can be dialed says that it has our state: perhaps it has taken it from here."""
         others = (claimed.others[peer] for peer in claimed.together - claimed.coming if peer in claimed.others)
         if not self.own.shared and any(word.contact.addresses for word in others):
@@ -177,7 +194,8 @@ class Outlook:
         if best is NO_STATE or now - self._worse[1] < STUCK_S:
             return None
         sometimes("a client goes back to a state that others can have")
-        own.shared, own.floor, self._given_up = False, best, own.name.digest
+        own.go_back_to(best)
+        self._given_up = own.name.digest
         return best
 
     def view(self) -> SwarmView:
@@ -217,8 +235,11 @@ class Outlook:
 
     def heed_contributors(self) -> None:
         """Let those count who gave to the last steps of our state: they are believed, and rounds wait for them."""
-        known, me = self.known, self.core.peer_id
-        known.contributors = self.attendance.contributors = peers = self.own.committed.samples
-        if self.settings.merging is None:  # else they say how far they are on their way
-            known.believed, known.places = self.own.committed.believed, self.own.committed.record.places
-        self.attendance.alone = not any(known.progress_of(peer) is not None for peer in peers if peer != me)
+        known, me, committed = self.known, self.core.peer_id, self.own.committed
+        peers = committed.samples
+        if self.settings.merging is None:
+            known.contributed(peers, believed=committed.believed, places=committed.record.places)
+        else:  # they say how far they are on their way
+            known.contributed(peers)
+        alone = not any(known.progress_of(peer) is not None for peer in peers if peer != me)
+        self.attendance.contributed(peers, alone=alone)

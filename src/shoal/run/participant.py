@@ -41,14 +41,14 @@ from shoal.run.decide.beginning import Beginning, Stance
 from shoal.run.decide.check import Check
 from shoal.run.decide.election import elected
 from shoal.run.decide.forerunners import Forerunners
-from shoal.run.decide.phases import Event, PhaseMachine, RunPhase, Situation, Update, Work
+from shoal.run.decide.phases import Event, PhaseMachine, RunPhase, Situation, Work
 from shoal.run.decide.run_end import RunEnd
 from shoal.run.decide.state_name import StateName
 from shoal.run.disk.folder_users import FolderUsers
 from shoal.run.gossip import ProgressGossip
 from shoal.run.join.catch_up import CatchUp
 from shoal.run.join.fetching import Fetching
-from shoal.run.join.own_state import OwnState
+from shoal.run.join.own_state import OwnState, Update
 from shoal.run.join.step_feed import StepFeed
 from shoal.run.outlook import Outlook
 from shoal.run.pace import LOOKS, Pace
@@ -417,11 +417,8 @@ class Participant:
         Returns:
             The view, and the swarm as the others claim it to be: see `Outlook`.
         """
-        self._outlook.heed_contributors()
         companions, now = self._companions, self._now()
-        self._known.expire(now)
-        claimed = self._outlook.claimed()
-        self._outlook.note_shared(claimed)
+        claimed = self._outlook.look()
         if (worse := self._outlook.gives_up(claimed)) is not None:
             self._notices.goes_back(self.epoch, worse.epoch)
             claimed = self._outlook.claimed()
@@ -438,8 +435,7 @@ class Participant:
             self._gossip.look_again(companions.until)
         if (due_s := self.pace.due_s(now)) is not None:
             self._gossip.look_again(now + due_s)
-        self._gossip.enough, self._gossip.target = enough, self.pace.target(view)
-        self._gossip.rate = self.pace.rate(view, self.speed)
+        self._gossip.saw(enough=enough, target=self.pace.target(view), rate=self.pace.rate(view, self.speed))
         if len(view.peers) > 1:
             self._machine.found()
         self._settle_end()
@@ -646,10 +642,10 @@ class Participant:
             await self._trainer_comes(grace_s)
         said = self._said(await self._check.of(name))
         self._attendance.search(self._companions.patience_s)
-        self._averager.way_s = self.pace.way_s(self._now())
         result = await self._rounds.run(
             self._averager,
             tag=name.group_tag,
+            way_s=self.pace.way_s(self._now()),
             gather=said,
             hopeless=lambda view: view.behind or self._outlook.alone(view),
             expected=self._awaited,
@@ -757,7 +753,7 @@ class Participant:
             return  # another state was taken over meanwhile, and nothing of the round belongs to it
         if (mend_from := await self._check.difference(result, self.own.name, weighed)) is not None:
             sometimes("a check finds that our parameters differ")
-            self.takeover.mend_from = mend_from
+            self.takeover.mend(mend_from)
             await self.tell_loaded()
             return
         if agreement.options is None:
@@ -837,7 +833,7 @@ class Participant:
             contributors = [Contributor(me, samples, said.end, sites_of([self._outlook.contact])[me])]
             agreement = Agreement(said.options, said.absent, contributors, said.cores)
             await self._tell_step(self._steps.add_alone(name, chance, samples, self._averager.vector, agreement))
-        self.own.shared = False
+        self.own.steps_alone()
         self.last_round = None  # nobody takes this step with us: for the average of the states none is waited for
         self._companions.forget()
         step = partial(self.training.step, cores=agreement.cores)
@@ -906,7 +902,7 @@ class Participant:
         update = self.own.update
         if update is None or not update.taken:
             return
-        self.own.update = None
+        self.own.drop_update()
         self._companions.state_changed(self._now(), step=update.is_step)
         if self.own.name != update.name:
             sometimes("a step of the swarm is interrupted")
@@ -922,8 +918,8 @@ class Participant:
 
     async def tell_loaded(self) -> None:
         """After `own.loaded`: tell everybody (trainer)."""
-        self.own.update = None
-        self.training.epoch = self.epoch  # another one, if the loading was interrupted before the state had a name
+        self.own.drop_update()
+        self.training.set_epoch(self.epoch)  # another one, if the loading was interrupted before the state had a name
         self._happened(Event.RENAMED)
         self._announce_other_state()
 
@@ -996,7 +992,7 @@ class Participant:
                 self._notices.warn(why)
             self._tell_dropped()
         self._states.sharing.changed()
-        self._states.sharing.priority = float(self.own.name.epoch)
+        self._states.sharing.set_priority(float(self.own.name.epoch))
         view, _ = self._look()
         self._gossip.announce_state(view, expected=expected)
         self._news.notify()

@@ -124,7 +124,7 @@ class Rounds:
             options: for `Averager.step`.
         """
         settings = averager.settings
-        averager.group_tag, self.in_vain = tag, False
+        self.in_vain = False
 
         async def step() -> StepResult:
             if self._last is not None and self._last is not averager:
@@ -134,6 +134,7 @@ class Rounds:
                 timeout_s=settings.window_s + settings.allreduce_timeout_s,
                 allow_retries=False,
                 expected=expected,
+                tag=tag,
                 **options,
             )
 

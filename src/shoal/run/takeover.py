@@ -90,7 +90,6 @@ class Takeover:
         first: that of the model's first fragment, if this is of another one: they tell of a loss together.
         took_over: whether the last `run` changed the state.
         why_not: says why the last state was not taken over; empty if none failed.
-        mend_from: the only peers to ask, after a check found that our parameters differ; empty for all.
         downloads: bytes and seconds of each download that was taken over.
     """
 
@@ -108,15 +107,13 @@ class Takeover:
     first: Takeover | None = None
     took_over: bool = False
     why_not: str = ""
-    mend_from: frozenset[PeerID] = frozenset()
     downloads: list[tuple[int, float]] = field(default_factory=list)
+    _mend_from: frozenset[PeerID] = frozenset()  # the only peers to ask; empty for all
     _misfits: Misfits = field(default_factory=Misfits)
     _tried_with: object = None  # the kinds of our options when a state was refused; None if none was
     _fetch: _Fetch | None = None  # the download that is under way
     _too_slow: AbstractSet[PeerID] = frozenset()  # the donors of the last one that was, if it came too slowly
-    _passed_over: AbstractSet[PeerID] = (
-        frozenset()
-    )  # donors so slow that others are asked first, until one gave a state
+    _passed_over: AbstractSet[PeerID] = frozenset()  # donors that are asked last, as their states came too slowly
     _told_loss_at: float = -math.inf  # by one of the model's fragments
 
     async def run(self, timeout_s: float) -> None:
@@ -152,6 +149,10 @@ class Takeover:
             self.outlook.known.forget_withheld()
             self.outlook.fetching.again()
 
+    def mend(self, peers: frozenset[PeerID]) -> None:
+        """A check found that our parameters differ: take the state of these peers over, whatever others have."""
+        self._mend_from = peers
+
     def stepped(self, peers: int) -> None:
         """A step was taken by so many peers."""
         if peers > 1 and not self.outlook.known.further(self.own.name.key):
@@ -160,7 +161,7 @@ class Takeover:
     def may_not_begin(self, view: SwarmView) -> bool:
         """Whether this peer waits for the state of a run that is further than its own beginning."""
         outlook, epoch = self.outlook, self.own.name.epoch
-        on_its_own = epoch > 0 and not (view.behind or outlook.stays or outlook.end.reached(epoch))
+        on_its_own = epoch > 0 and not (view.behind or view.steps_first or outlook.end.reached(epoch))
         further = outlook.known.further(self.own.name.key, outlook.giving) if on_its_own else {}
         further = {peer: its for peer, its in further.items() if peer not in view.refused}  # that is told by itself
         self.notices.without(further, epoch, self.why_not)
@@ -274,16 +275,16 @@ class Takeover:
                 if not holds:
                     break
                 self.machine.happened(Event.STATES_OVER)
-                self.own.update, self.took_over = update, True
+                self.own.follow(update)
+                self.took_over = True
                 try:
                     await shielded(self.core.env.executor.run(self.own.step))
                 finally:
-                    self.own.update = None
+                    self.own.drop_update()
                     self.outlook.state_replaced()
             if self.own.name != update.name:
                 break
-            self.own.is_shared()
-            self.own.followed = update.name if update.is_step else None
+            self.own.has_followed(update)
             steps += 1
         return steps
 
@@ -292,7 +293,7 @@ class Takeover:
 
         A peer that says so and does not give its state cannot keep us from asking the others.
         """
-        leaders = [peer for peer in view.leaders if peer in self.mend_from] or self._leaders(view)
+        leaders = [peer for peer in view.leaders if peer in self._mend_from] or self._leaders(view)
         useful = self.catch_up.useful_from(view.epoch)
         if not self.outlook.is_client:  # a copy of an epoch before ours is refused, though steps may lead on from it
             useful = max(useful, min(self.own.name.epoch, view.epoch))
@@ -302,7 +303,7 @@ class Takeover:
             )
             for peer in leaders
         ]
-        if not self.mend_from:
+        if not self._mend_from:
             better = self.outlook.known.better(self.outlook.place(), _now(), self.outlook.giving)
             lower = sorted((peer, key) for peer, key in better.items() if peer not in leaders)
             # Below the leaders, in the order of their samples; those whose state came too slowly are the last.
@@ -332,14 +333,10 @@ class Takeover:
             if follows and committed.gave_last(self.core.peer_id):
                 await self.core.env.executor.run(training.given_is_in)
             await self._load(prepared, follows=follows)
-            self.own.take_over(name, committed, before, history)
-            self.took_over, self._passed_over = True, frozenset()
-            self.own.is_average = is_average(state.metadata)
-            self.own.followed = None if self.own.is_average else name
+            self.own.take_over(name, committed, before, history, average=is_average(state.metadata))
+            self.took_over, self._mend_from, self._passed_over = True, frozenset(), frozenset()
             self.outlook.state_replaced()
             self.machine.happened(Event.STATES_OVER)
-            self.own.update, self.mend_from = None, frozenset()
-            self.own.is_shared()
 
         async with self.own.hold() as holds:
             if not holds:

@@ -218,7 +218,7 @@ class DecentralizedAverager(SharesState):
                 state=state,
                 stays=self._stays,
             )
-            averager.sharing.priority = self._priority_at_start
+            averager.sharing.set_priority(self._priority_at_start)
             if self._shares_at_start:
                 averager.sharing.enable()
             return averager

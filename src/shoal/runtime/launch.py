@@ -64,7 +64,6 @@ class Launch:
 
     Attributes:
         made: for each class the living objects that the program has made.
-        on_made: called with the class and each new object.
     """
 
     def __init__(self, settings: Sequence[Setting]) -> None:
@@ -72,7 +71,7 @@ class Launch:
         self._pid = os.getpid()
         self._first: dict[str, weakref.ref[Any]] = {}
         self.made: dict[str, weakref.WeakSet[Any]] = {"DHT": weakref.WeakSet(), "Optimizer": weakref.WeakSet()}
-        self.on_made: Callable[[str, Any], None] = lambda _, __: None
+        self._on_made: Callable[[str, Any], None] = lambda _, __: None
 
     @property
     def is_here(self) -> bool:
@@ -114,13 +113,17 @@ class Launch:
                     own,
                 )
 
+    def when_made(self, call: Callable[[str, Any], None]) -> None:
+        """Call this with the class and each new object from now on."""
+        self._on_made = call
+
     def has_made(self, owner: str, new: _Living) -> None:
         """The program has made this object."""
         first = self._first.get(owner, lambda: None)()
         if first is None or not first.is_alive():
             self._first[owner] = weakref.ref(new)
         self.made[owner].add(new)
-        self.on_made(owner, new)
+        self._on_made(owner, new)
 
 
 _launch: Launch | None = None

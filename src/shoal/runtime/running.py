@@ -98,10 +98,10 @@ class RunningPeer:
                 timeout_s=timeout_s,
                 must_join=bool(initial_peers),
                 patient=patient or peers_file is not None,
+                invited_to=invited_to,
             )
             if peers_file is not None:
                 self._keep_peers(peers_file, self._core)
-            self._core.invited_to = invited_to
             self._debug.serve(self._core.endpoint)
             return self._core
 

@@ -133,7 +133,7 @@ class SharesState:
             self._priority_at_start = priority
             return
         averager = self._core()
-        averager.sharing.priority = priority
+        averager.sharing.set_priority(priority)
         self.dht.loop_thread.submit(averager.sharing.declare())
 
     @overload

@@ -32,7 +32,7 @@ class _Block(Turn):
             if not self.wait_in_line():
                 other = self.lock.holder or "somebody"
                 raise LocalError(f"no access to the tensors within {seconds_text(self.timeout_s)}: {other} held them")
-            self.lock.generation += 1
+            self.lock.may_change()
             return list(self.tensors)  # a list: `tensors[0] += 1` also assigns
         except BaseException:
             self.leave()

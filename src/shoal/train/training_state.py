@@ -121,7 +121,7 @@ class TrainingState:
 
     steps_alone = False
     raised: BaseException | None = None
-    no_memory: BaseException | None = None
+    no_memory: Exception | None = None
 
     def __init__(
         self,
@@ -195,6 +195,23 @@ class TrainingState:
         self._has_average = self._in_round = False
         self._given: tuple[int, int] | None = None  # samples and batches that the last round of this state was given
         self._counts = False  # they are in its average
+
+    def change_begins(self) -> None:
+        """A step, or an average, begins to change the parameters."""
+        self.whole = False
+
+    def change_ended(self) -> None:
+        """It was taken to its end."""
+        self.whole = True
+
+    def set_epoch(self, epoch: int) -> None:
+        """The state is of this epoch, whatever was loaded."""
+        self.epoch = epoch
+
+    def take_memory_error(self) -> Exception | None:
+        """The error of the last batch that was lost for want of memory; None if there was none since the last call."""
+        error, self.no_memory = self.no_memory, None
+        return error
 
     def heed_thread(self) -> None:
         """The trainer calls: its optimizer and its schedule compute as in this thread from now on, in any thread."""

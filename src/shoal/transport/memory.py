@@ -317,8 +317,8 @@ class MemoryTransport:
         for kind in (PeerRefused, PeerUnreachable, PeerTimeout):
             for failure in failures:
                 if isinstance(failure, kind):
-                    if isinstance(failure, PeerUnreachable):
-                        failure.nobody_listens = not others
+                    if isinstance(failure, PeerUnreachable) and not others:
+                        raise PeerUnreachable(failure.message, peer_id, nobody_listens=True)
                     raise failure
         raise PeerUnreachable("no address to dial is known", peer_id)
 

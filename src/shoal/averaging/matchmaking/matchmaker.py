@@ -149,8 +149,8 @@ class Matchmaker:
         self._endpoint, self._env, self._directory, self._config = endpoint, env, directory, config
         self._prefix, self._terms, self._plan = prefix, terms, plan
         self._memory = Memory()
-        self.idled: list[PeerID] = []  # see `GroupMachine`; of the last search
-        self.turned_away: set[PeerID] = set()  # the same
+        self._idled: list[PeerID] = []  # see `GroupMachine`; of the last search
+        self._turned_away: set[PeerID] = set()  # the same
         self._companions: tuple[str, frozenset[PeerID]] = ("", frozenset())
         self._search: _Search | None = None
         self._begun = Changes()
@@ -223,7 +223,7 @@ class Matchmaker:
             contact_of=endpoint.contact_of,
             precedence=precedence,
         )
-        self.idled, self.turned_away = machine.idled, machine.turned_away
+        self._idled, self._turned_away = machine.idled, machine.turned_away
         search = self._search = _Search(group_key, member, machine, loop.create_future(), precedence)
         self._begun.notify()
         try:
@@ -557,6 +557,12 @@ class Matchmaker:
     def forget_leader(self) -> None:
         """The round of the last group failed: its leader has no privilege in the next one."""
         self._remember(None)
+
+    def take_failures(self) -> tuple[list[PeerID], set[PeerID]]:
+        """The peers that failed us in the last search, once: `idled` and `turned_away` of its `GroupMachine`."""
+        idled, turned_away = self._idled, self._turned_away
+        self._idled, self._turned_away = [], set()
+        return idled, turned_away
 
     def _on_lost(self, peer: PeerID, _reason: str) -> None:
         # Each declaration that it made before now ends at the latest one window from now.

@@ -47,7 +47,18 @@ class Forerunners:
         self._since: float | None = None
         self._failed = False
 
-    def leave_us_here(
+    def observe(self, view: SwarmView, *, own: StateKey, now: float) -> None:
+        """Take in a look at the swarm from our state `own` (`now`: local time, seconds)."""
+        if own.inverted_digest != self._digest:
+            self._digest, self._were_here, self._since, self._failed = own.inverted_digest, set(), None, False
+            self._together = frozenset()
+        if view.together is not self._together:
+            self._together = view.together
+            self._were_here |= view.together
+        if view.behind and self._since is None:
+            self._since = now
+
+    def steps_first(
         self,
         view: SwarmView,
         *,
@@ -69,17 +80,10 @@ class Forerunners:
             epoch_s: an epoch takes so long.
             now: local time, seconds.
         """
-        if own.inverted_digest != self._digest:
-            self._digest, self._were_here, self._since, self._failed = own.inverted_digest, set(), None, False
-            self._together = frozenset()
-        if view.together is not self._together:
-            self._together = view.together
-            self._were_here |= view.together
-        if not view.behind:
+        if not view.behind or own.inverted_digest != self._digest:  # at a new state nobody was seen yet
             return False
-        if self._since is None:
-            self._since = now
-        if self._failed or not held or view.best.epoch <= own.epoch or now >= self._since + _EPOCHS * epoch_s:
+        late = self._since is not None and now >= self._since + _EPOCHS * epoch_s
+        if late or self._failed or not held or view.best.epoch <= own.epoch:
             return False
         if self._were_here.isdisjoint(view.leaders):
             return False

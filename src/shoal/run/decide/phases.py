@@ -11,12 +11,9 @@ again: no peer steps on its own gradients while others are at the same state.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-
-from shoal.run.decide.committed import Committed
-from shoal.run.decide.state_name import StateName
 
 __all__ = [
     "PHASES",
@@ -25,7 +22,6 @@ __all__ = [
     "PhaseMachine",
     "RunPhase",
     "Situation",
-    "Update",
     "Work",
     "tables",
 ]
@@ -143,33 +139,6 @@ def tables() -> str:
 __doc__ = f"{__doc__}\n{tables()}\n"
 
 
-@dataclass(slots=True, kw_only=True)
-class Update:
-    """The change that the trainer makes to the parameters in STEPPING: the swarm's step, or an average of states.
-
-    Attributes:
-        apply: changes the parameters; called under their lock.
-        name: of the state afterwards.
-        committed: the last steps that led to it.
-        peers: that take it.
-        samples: that go into the state by it.
-        is_step: whether it is the swarm's step.
-        gave: samples of this peer that go into the state by it.
-        dealt: the first number that the step deals to this peer, and the first after these; none in an average.
-        taken: whether it was applied, or begun and not taken to its end.
-    """
-
-    apply: Callable[[], None]
-    name: StateName
-    committed: Committed
-    peers: int
-    samples: int
-    is_step: bool = True
-    gave: int = 0
-    dealt: tuple[int, int] = (0, 0)
-    taken: bool = False
-
-
 class Work(enum.Enum):
     """The next work of the background task."""
 
@@ -222,9 +191,7 @@ class PhaseMachine:
         states_due: the states are to be averaged, or are being averaged: until then looks change nothing.
     """
 
-    def __init__(
-        self, *, auxiliary: bool = False, delays_gradients: bool = False, delays_states: bool = False
-    ) -> None:
+    def __init__(self, *, auxiliary: bool = False, delays_gradients: bool = False, delays_states: bool = False) -> None:
         self._auxiliary, self._delays_gradients, self._delays_states = auxiliary, delays_gradients, delays_states
         self.phase = RunPhase.COLLECTING
         self.states_due = False

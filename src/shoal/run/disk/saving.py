@@ -83,6 +83,10 @@ class Saver:
         """Tell this."""
         self._emit(Warned(where="optimizer", message=message))
 
+    def was_saved(self, name: StateName) -> None:
+        """The state of this name is in a checkpoint, at the user's wish."""
+        self.last = name
+
     def at_step(self, name: StateName, copy: Callable[[Files | None], Content], *, finished: bool) -> None:
         """Save this state if it is time to: every so many epochs, and at the end of the run (trainer).
 

@@ -33,8 +33,8 @@ from shoal.events import PeerDropped, duration
 from shoal.protocol.wire import Contact, FollowSteps, StepBytes, StepGone, StepsFrom, StepTaken, WantStep
 from shoal.rpc import Stream
 from shoal.run.decide.committed import Committed
-from shoal.run.decide.phases import Update
 from shoal.run.decide.state_name import StateName
+from shoal.run.join.own_state import Update
 from shoal.run.join.steps import Step, agreement_of, check, land, name_after, name_before, size_of
 from shoal.run.view.progress import StateKey
 from shoal.train.options import differences, misfit

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.averaging import TensorLock
@@ -16,7 +17,6 @@ from shoal.base.thread_state import forget_casts
 from shoal.run.decide.agreement import Agreement, Deal, deal_to
 from shoal.run.decide.committed import Committed
 from shoal.run.decide.lineage import Apart, Gives, Lineage, Mark
-from shoal.run.decide.phases import Update
 from shoal.run.decide.state_name import UNDECIDED, StateName
 from shoal.run.join.shared_state import share
 from shoal.run.report.notices import Notices
@@ -24,13 +24,40 @@ from shoal.run.view.progress import NO_STATE, StateKey
 from shoal.state import SharedState
 from shoal.train.training_state import TrainingState
 
-__all__ = ["OwnState", "Replaced"]
+__all__ = ["OwnState", "Replaced", "Update"]
 
 _LOCK_WITHIN_S = 60.0
 """The longest wait for the parameters. What needed them is left out then, or tried again."""
 
 _DEALS = 16
 """So many are kept for a sampler, which looks whenever it draws: a loop may call `step` several times between."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Update:
+    """The change that the trainer makes to the parameters in STEPPING: the swarm's step, or an average of states.
+
+    Attributes:
+        apply: changes the parameters; called under their lock.
+        name: of the state afterwards.
+        committed: the last steps that led to it.
+        peers: that take it.
+        samples: that go into the state by it.
+        is_step: whether it is the swarm's step.
+        gave: samples of this peer that go into the state by it.
+        dealt: the first number that the step deals to this peer, and the first after these; none in an average.
+        taken: whether it was applied, or begun and not taken to its end.
+    """
+
+    apply: Callable[[], None]
+    name: StateName
+    committed: Committed
+    peers: int
+    samples: int
+    is_step: bool = True
+    gave: int = 0
+    dealt: tuple[int, int] = (0, 0)
+    taken: bool = False
 
 
 class Replaced(NamedTuple):
@@ -114,6 +141,14 @@ class OwnState:
         """Other peers hold this state, too."""
         self.shared, self.floor, self._at_floor = True, self.name.key, self.lineage.contributed
 
+    def steps_alone(self) -> None:
+        """This peer is about to take a step alone: nobody else holds the state after it."""
+        self.shared = False
+
+    def go_back_to(self, worse: StateKey) -> None:
+        """This peer is to take over a worse state than its own: nobody can have that from it."""
+        self.shared, self.floor = False, worse
+
     @property
     def with_others(self) -> StateKey:
         """The last state that was shared: this one, or the floor."""
@@ -160,6 +195,19 @@ class OwnState:
         )
         return self.update
 
+    def follow(self, update: Update) -> None:
+        """This change, which others have made, is taken next."""
+        self.update = update
+
+    def has_followed(self, update: Update) -> None:
+        """That change was taken."""
+        self.is_shared()
+        self.followed = update.name if update.is_step else None
+
+    def drop_update(self) -> None:
+        """No change waits for the trainer any more: it was taken, or belongs to a state that is gone."""
+        self.update = None
+
     def step(self) -> None:
         """Take the update, and name the state anew (trainer, in its own thread, under `lock`).
 
@@ -177,10 +225,10 @@ class OwnState:
             dealt = (*dealt[1 - _DEALS :], Deal(dealt[-1].number + 1 if dealt else 1, *update.dealt))
         training, epoch, lineage = self.training, self.training.epoch, self.lineage.after(self.name, update.gave)
         passed = self.lineage.after(self.name, 0)  # others may go on from there, with what this peer gave
-        training.whole = False
+        training.change_begins()
         try:
             update.apply()
-            training.whole = True
+            training.change_ended()
         finally:
             forget_casts()
             # Attributes alone: no interrupt comes in between.
@@ -205,7 +253,9 @@ class OwnState:
         self.lineage = self.lineage.after(self.name, 0)
         self.name = self.name.after_difference(self._core.env.rng.randbytes(16), self._core.peer_id.raw)
 
-    def take_over(self, name: StateName, committed: Committed, before: bytes, history: Sequence[bytes]) -> None:
+    def take_over(
+        self, name: StateName, committed: Committed, before: bytes, history: Sequence[bytes], *, average: bool
+    ) -> None:
         """A state of others has taken the place of the one here (under `lock`): name it.
 
         Args:
@@ -213,10 +263,13 @@ class OwnState:
             committed: the last steps that led to it.
             before: the digest of the state before the last of them; empty if it is not known.
             history: the digests of the states that led to it, as far as they are known, the last one last.
+            average: whether it is an average of states.
         """
         contributed = self._contributed_in(name, history, committed)
         self.lineage = self.lineage.taken_over(self.name, history, contributed)
-        self.name, self.committed, self.before = name, committed, before
+        self.name, self.committed, self.before, self.is_average = name, committed, before, average
+        self.followed, self.update = None if average else name, None
+        self.is_shared()
 
     def apart_from(self, name: StateName, history: Sequence[bytes]) -> Apart | None:
         """What is given up if a state of others takes the place of the one here; see `take_over` for the arguments.

@@ -99,8 +99,7 @@ class Notices:
 
         Where the parameters themselves are the reason, that is told instead, once.
         """
-        if self._tells_of_model and (error := training.no_memory) is not None:
-            training.no_memory = None
+        if self._tells_of_model and (error := training.take_memory_error()) is not None:
             self.skipped("a batch, and those that were summed with it, were", error)
         if self._tells_of_model and (epoch := training.changes.at) is not None and epoch >= self._changed_from:
             # What it does after each step is told once: all peers may do so, and if not, the check finds it.

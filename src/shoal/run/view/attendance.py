@@ -115,6 +115,10 @@ class Attendance:
         """Who is a stranger now."""
         return Strangers(self.contributors, self._strange.account, self._known.account)
 
+    def contributed(self, peers: Collection[PeerID], *, alone: bool) -> None:
+        """These peers contributed to the last steps; `alone` if none of them is there but this one."""
+        self.contributors, self.alone = peers, alone
+
     def search(self, patience_s: float = math.inf) -> None:
         """A search for a group begins. If most are there, it waits for the others for so long at most."""
         self._since, self.patience_s = {}, min(self._window_s, max(WORTH_S, patience_s))

@@ -155,6 +155,7 @@ class SwarmView:
         absent: peers that no round waits for.
         vouching: the others whose words for a state count.
         refused: the others that name a better state, or for a client another one, which is not taken.
+        steps_first: a better state is known, and the peers here make their own step all the same.
         log: of a view and later ones, while all else is the same, this is the same list: the peers whose words were
             taken in meanwhile are added to it.
     """
@@ -176,6 +177,7 @@ class SwarmView:
     absent: frozenset[PeerID] = field(default=frozenset(), compare=False)
     vouching: frozenset[PeerID] = field(default=frozenset(), compare=False)
     refused: frozenset[PeerID] = field(default=frozenset(), compare=False)
+    steps_first: bool = field(default=False, compare=False)
     log: list[PeerID] | None = field(default=None, compare=False)
 
     @property
@@ -242,8 +244,7 @@ class SwarmProgress:
         self._withheld: dict[PeerID, tuple[int, float]] = {}  # how many times, and until when it does not count
         self._relayed: dict[PeerID, tuple[Progress, float]] = {}  # the word of others about known peers
         self._unheard: dict[PeerID, _Unheard] = {}  # the last word of others about peers that do not count here
-        self.named: dict[PeerID, PeerID] = {}
-        """Peers that were not known when another peer told of them, and that one."""
+        self._tellers: dict[PeerID, PeerID] = {}  # of peers that were not known when these told of them
         self._now, self._oldest = float("-inf"), float("inf")  # no known word is older
         self._best = self._best_of_clients = NO_STATE  # no peer, and no client, has named a better one
         self._clients: set[PeerID] = set()  # of those known
@@ -252,14 +253,9 @@ class SwarmProgress:
         self._own: dict[bytes, StateKey] = {}  # of this peer's last states, by their inverted digests
         self._silent = frozenset[PeerID]()  # at that time
         self.contributors: Collection[PeerID] = ()
-        """The peers that contributed to the last steps, if there were any. A new key costs an attacker nothing. So the
-        samples of all other peers together count for no more than those of this peer and the contributors, and only
-        contributors are believed about others."""
-        self.believed: Mapping[PeerID, int] = {}
-        """The most samples that each contributor may have, as far as it is bounded: more does not count. It belongs to
-        `contributors`, and changes with it."""
-        self.places: Mapping[PeerID, bytes] = {}
-        """Where the contributors are; of those at one place nobody knows that they are more than one. Likewise."""
+        """The peers that `contributed` to the last steps, if there were any."""
+        self._believed: Mapping[PeerID, int] = {}
+        self._places: Mapping[PeerID, bytes] = {}
         self.left: dict[PeerID, int] = {}
         """The peers that have left in order, and have not come back; and the epoch of each when it left."""
         self.mismatches: dict[PeerID, str] = {}
@@ -344,8 +340,8 @@ class SwarmProgress:
         for other in others:
             known = self._known.get(other.peer)
             if known is None and other.peer != self._me and other.peer not in self._lost:
-                self.named[other.peer] = teller.contact.peer
-                bound(self.named, _MAX_REMEMBERED)
+                self._tellers[other.peer] = teller.contact.peer
+                bound(self._tellers, _MAX_REMEMBERED)
             if known is None:
                 continue
             said = self._said_last(other.peer, now)
@@ -363,6 +359,37 @@ class SwarmProgress:
                 if not self._seen.takes(progress):
                     self._seen = None
         return news
+
+    def take_tellers(self) -> list[PeerID]:
+        """The peers that have told of others which are not known here even now; they are named once."""
+        tellers = [teller for peer, teller in self._tellers.items() if peer not in self._known]
+        self._tellers.clear()
+        return tellers
+
+    def set_ttl(self, seconds: float) -> None:
+        """A peer that says nothing new for this long is no longer counted."""
+        self.ttl_s = seconds
+
+    def contributed(
+        self,
+        peers: Collection[PeerID],
+        *,
+        believed: Mapping[PeerID, int] | None = None,
+        places: Mapping[PeerID, bytes] | None = None,
+    ) -> None:
+        """These peers contributed to the last steps.
+
+        A new key costs an attacker nothing. So the samples of all other peers together count for no more than those of
+        this peer and the contributors, and only contributors are believed about others.
+
+        Args:
+            peers: the contributors; none if there were none.
+            believed: the most samples that each of them may have, as far as it is bounded: more does not count.
+            places: where they are; of those at one place nobody knows that they are more than one.
+        """
+        if peers is not self.contributors:
+            self._seen = None
+        self.contributors, self._believed, self._places = peers, believed or {}, places or {}
 
     def is_false(self, key: StateKey) -> bool:
         """Whether this names a state at which this peer has been, with other samples, or another epoch, than it has.
@@ -621,7 +648,7 @@ class SwarmProgress:
             giving,
         )
         seen = self._seen
-        if seen is None or seen.asked != asked or now >= seen.until or seen.contributors is not self.contributors:
+        if seen is None or seen.asked != asked or now >= seen.until:
             seen = self._seen = self._look(mine, now, asked)
         return seen.view(mine)
 
@@ -673,8 +700,8 @@ class SwarmProgress:
             asked=asked,
             until=min(self._changes_at(now), now + _REFUSED_S if refused else math.inf),
             contributors=self.contributors,
-            believed=self.believed,
-            places=self.places,
+            believed=self._believed,
+            places=self._places,
             others=others,
             peers=(self._me, *sorted(others, key=lambda peer: peer.raw)),
             here=together,

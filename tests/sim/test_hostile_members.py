@@ -447,7 +447,7 @@ def test_a_newcomer_of_equal_speed_was_left_out_while_nothing_was_left_for_stran
             await sim.sleep(20.0)
         now = asyncio.get_running_loop().time()
         for each in trainers:
-            each.participant._attendance.strangers.account.pay(1000.0, now)
+            each.participant._attendance.strangers.budget.pay(1000.0, now)
         new = await run.add("new", seed=7)
         run.swarm.spawn("new", new.train(BATCH, duration_s=BATCH_S, until=lambda: False))
         await sim.sleep(20.0)
@@ -498,7 +498,7 @@ def test_a_reducer_whose_averages_come_late_to_one_member_alone_is_not_judged_by
         assert kept >= 0.75
         assert not blamed(good, heard)
         now = asyncio.get_running_loop().time()
-        assert not any(each.participant._averager.conduct.idle.now(now) for each in good)
+        assert not any(each.participant._averager.conduct.idle.pausing(now) for each in good)
 
     sim.run(main, seed=1)
 

@@ -233,6 +233,6 @@ def test_an_auxiliary_peer_is_forgiven_as_it_reduces() -> None:
             run.swarm.stall("aux", 3.0)
             await sim.sleep(60.0)
         now = asyncio.get_running_loop().time()
-        assert not any(run.swarm.peer(name).participant._averager.conduct.idle.now(now - 50.0) for name in names)
+        assert not any(run.swarm.peer(name).participant._averager.conduct.idle.pausing(now - 50.0) for name in names)
 
     sim.run(main, seed=1)

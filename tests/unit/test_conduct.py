@@ -10,7 +10,8 @@ import pytest
 
 from shoal.averaging.allreduce.round import Seen
 from shoal.averaging.conduct import Conduct
-from shoal.averaging.strangers import NO_STRANGERS, Account, Strangers
+from shoal.averaging.strangers import NO_STRANGERS, Strangers
+from shoal.base.ledger import Budget
 from shoal.base.peer import PeerID
 
 A, B, C = (PeerID(bytes([number]) * 32) for number in range(3))
@@ -42,7 +43,11 @@ class Rounds:
     def shut_out(self) -> tuple[frozenset[PeerID], frozenset[PeerID], frozenset[PeerID]]:
         """Who is not waited for, who does not lead, and to whom the line is bad."""
         conduct = self.conduct
-        return conduct.idle.now(self.now), conduct.bad_leaders.now(self.now), conduct.bad_lines.now(self.now)
+        return (
+            conduct.idle.pausing(self.now),
+            conduct.bad_leaders.pausing(self.now),
+            conduct.bad_lines.pausing(self.now),
+        )
 
 
 def test_once_is_not_enough() -> None:
@@ -110,14 +115,14 @@ def test_a_peer_that_leads_badly_may_be_a_member() -> None:
     assert rounds.conduct.precedence(NO_STRANGERS, rounds.now).shunned == {A}
 
 
-def test_leaders_and_slow_members_are_paid_from_one_account() -> None:
+def test_leaders_and_slow_members_are_paid_from_one_budget() -> None:
     """Each key had its own patience: eight of them, in turns, left a tenth of the pace."""
     conduct = Conduct(WINDOW_S, lambda *_: None)
-    account = Account(4.0, 0.1)
-    strangers = Strangers({A, B, C}, Account(0.0, 0.0), account)
+    budget = Budget(4.0, 0.1)
+    strangers = Strangers({A, B, C}, Budget(0.0, 0.0), budget)
     assert strangers.spare_s(0.0) == 4.0
     conduct.searched([A], (), 10.0, strangers)
-    assert account.left_s(10.0) == 1.5
+    assert budget.left_s(10.0) == 1.5
     assert conduct.precedence(strangers, 10.0).shunned == {A}
     assert conduct.precedence(strangers, 1000.0).shunned == NOBODY
     strangers.pay(B, 4.0, 1000.0)

@@ -15,6 +15,7 @@ from shoal.base.clock import InlineExecutor
 from shoal.base.tasks import Changes
 from shoal.errors import StateUnavailable
 from shoal.optim.optimizer import Optimizer
+from shoal.run.decide.phases import PhaseMachine
 from shoal.run.decide.state_name import StateName
 from shoal.run.join.fetching import Fetching
 from shoal.run.takeover import Takeover
@@ -74,11 +75,14 @@ def test_a_trainer_that_waits_for_nobody_stands_still_for_what_is_here_only(
     """It stood still for a step that was still on its way, 3.9 s on a slow line; the next fetch brings that one."""
     ours, first, second = (StateName(epoch, bytes(32), epoch) for epoch in (1, 2, 3))
     names = iter((first, second))
-    own: Any = SimpleNamespace(name=ours, committed=None, is_shared=lambda: None)
+    own: Any = SimpleNamespace(name=ours, committed=None, has_followed=lambda update: None)
     takeover: Any = None
 
     def step() -> None:
         own.name = own.update.name
+
+    def follow(update: Any) -> None:
+        own.update = update
 
     @asynccontextmanager
     async def hold() -> AsyncIterator[bool]:
@@ -105,7 +109,7 @@ def test_a_trainer_that_waits_for_nobody_stands_still_for_what_is_here_only(
 
     async def main() -> None:
         nonlocal takeover
-        own.step, own.hold = step, hold
+        own.step, own.hold, own.follow, own.drop_update = step, hold, follow, lambda: None
         fetching = Fetching(fetch, Changes(), on_failure=lambda error: None)
         outlook: Any = SimpleNamespace(
             trains_on=trains_on,
@@ -115,7 +119,7 @@ def test_a_trainer_that_waits_for_nobody_stands_still_for_what_is_here_only(
         )
         parts: dict[str, Any] = dict.fromkeys(("core", "machine", "beginning", "gossip", "states", "notices", "news"))
         parts["core"] = SimpleNamespace(env=SimpleNamespace(executor=InlineExecutor()))
-        parts["machine"], parts["beginning"] = SimpleNamespace(), SimpleNamespace(state_taken=lambda: None)
+        parts["machine"], parts["beginning"] = PhaseMachine(), SimpleNamespace(state_taken=lambda: None)
         catch_up: Any = SimpleNamespace(next=coming, following=following, give_up=give_up)
         takeover = Takeover(own=own, outlook=outlook, catch_up=catch_up, **parts)
         loop, stood_s = asyncio.get_running_loop(), 0.0

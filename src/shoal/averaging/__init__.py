@@ -2,30 +2,26 @@
 
 `Averager` is the core; `settings` has its numbers, `timeouts` their relations, `request` what one step is to do,
 `lock` the lock of the tensors, `sharing` the state for newcomers, `group_finder` the search for a group, `conduct` the
-peers that are not counted on, `pauses` for how long, `strangers` what may be lost to unknown ones, `directory` the
-records by which groups and donors find each other in the DHT. The synchronous class that users hold is
-`shoal.DecentralizedAverager`, in `shoal.runtime`.
+peers that are not counted on, `strangers` what may be lost to unknown ones, `directory` the records by which groups and
+donors find each other in the DHT. The synchronous class that users hold is `shoal.DecentralizedAverager`, in
+`shoal.runtime`.
 """
 
 from shoal.averaging.averager import Averager
 from shoal.averaging.directory import DhtDirectory, find_donors
 from shoal.averaging.lock import TensorLock, Turn
-from shoal.averaging.pauses import Pauses
 from shoal.averaging.request import AveragingMode, AveragingStage, StepRequest, StepResult
 from shoal.averaging.settings import AveragerSettings, check_group_bits
 from shoal.averaging.sharing import StateSharing
-from shoal.averaging.strangers import WORTH_S, Account, Strangers
+from shoal.averaging.strangers import Strangers
 from shoal.averaging.timeouts import choose_timeouts
 
 __all__ = [
-    "WORTH_S",
-    "Account",
     "Averager",
     "AveragerSettings",
     "AveragingMode",
     "AveragingStage",
     "DhtDirectory",
-    "Pauses",
     "StateSharing",
     "StepRequest",
     "StepResult",

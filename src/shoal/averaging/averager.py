@@ -423,7 +423,7 @@ class Averager:
                 weight=weight,
                 options=options,
                 brief_s=self.conduct.brief_s(group.peers, attempt.strangers, formed),
-                bad_lines=self.conduct.bad_lines.now(formed),
+                bad_lines=self.conduct.bad_lines.pausing(formed),
             )
         except ConfigError as error:
             leader = group.members[group.coordinator].contact.peer

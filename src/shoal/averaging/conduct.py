@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Iterable
 
 from shoal.averaging.allreduce.round import Outcome, Round, Seen
 from shoal.averaging.matchmaking.events import Precedence
-from shoal.averaging.pauses import Pauses
 from shoal.averaging.strangers import NO_STRANGERS, Strangers
 from shoal.base.bounded import put_last
+from shoal.base.ledger import Ledger
 from shoal.base.peer import PeerID
 
 __all__ = ["Conduct"]
@@ -25,7 +25,7 @@ class Conduct:
     """Remembers how peers behave in rounds, and on which of them nobody counts for a while.
 
     Args:
-        window_s: see `Pauses`.
+        window_s: a pause lasts for 4 of them at first, and for 64 at most (`Ledger`).
         warn: called with what the user is told, and the peer that it names.
 
     Attributes:
@@ -38,26 +38,28 @@ class Conduct:
     """
 
     def __init__(self, window_s: float, warn: Callable[..., None]) -> None:
-        self.idle, self.bad_lines = Pauses(window_s), Pauses(window_s)
-        self.bad_leaders = Pauses(window_s, strict=True)
+        pauses = 4 * window_s, 64 * window_s
+        self.idle, self.bad_lines = Ledger[PeerID](*pauses), Ledger[PeerID](*pauses)
+        # The others can do without it in this role: half of a window is too much to lose for the first time, too.
+        self.bad_leaders = Ledger[PeerID](*pauses, costly_s=window_s / 2)
         self._window_s, self._warn = window_s, warn
         self._helpers: dict[PeerID, None] = {}  # that have reduced for us, and have no values with which to prove it
 
     def precedence(self, strangers: Strangers, now: float) -> Precedence:
         """The order of the others in a search (`now`: the loop's time, seconds)."""
-        idle, bad = self.idle.now(now), self.bad_leaders.now(now)
+        idle, bad = self.idle.pausing(now), self.bad_leaders.pausing(now)
         if strangers.are_spent(now) and not self.bad_leaders.unforgiven.issuperset(strangers.known):
             bad = self.bad_leaders.unforgiven
         return Precedence(
             known=strangers.known,
             shunned=idle | bad,
             spared=idle,
-            proved=self._helpers if strangers.account.is_spent(now) else None,
+            proved=self._helpers if strangers.budget.is_spent(now) else None,
         )
 
     def brief_s(self, members: Collection[PeerID], strangers: Strangers, now: float) -> dict[PeerID, float]:
         """The members of a round that are waited for only briefly, see `Brief`."""
-        idle = self.idle.now(now).intersection(members)
+        idle = self.idle.pausing(now).intersection(members)
         strange = strangers.among(members).difference(self._helpers)
         patience_s = strangers.patience_s(now)
         if len(idle) + 2 > len(members):
@@ -111,7 +113,8 @@ class Conduct:
         if outcome is not None:
             in_part = (peer for peer, share in outcome.counted_in_part.items() if share)
             gave = frozenset((*outcome.contributors, *in_part))
-            reduced = seen.reduced - self.idle.now(now)  # one without values of its own gives the averages of its parts
+            # One without values of its own gives the averages of its parts.
+            reduced = seen.reduced - self.idle.pausing(now)
         late, unheard = seen.late | (seen.unheard - gave), (seen.unheard & gave) - seen.late
         for peer in (gave | reduced) - late:
             self.idle.forgive(peer, now)
@@ -150,15 +153,15 @@ class Conduct:
             put_last(self._helpers, peer, None, _MOST_HELPERS)
         for peer in self._helpers.keys() & late:
             del self._helpers[peer]
-            strangers.account.pay(cost_s, now)
+            strangers.budget.pay(cost_s, now)
 
     def _pay(self, seen: Seen, strangers: Strangers, now: float) -> None:
         """Pay for what the round has waited for strangers."""
         if seen.waited_s > 0:
-            strangers.account.pay(seen.waited_s, now)
+            strangers.budget.pay(seen.waited_s, now)
         if strangers.others is not None:
             strangers.others.pay(seen.lost_s, now)
-        if (strange := strangers.among(seen.hurried)) and strangers.account.is_spent(now):
+        if (strange := strangers.among(seen.hurried)) and strangers.budget.is_spent(now):
             one = min(strange)
             self._warn(
                 f"a round waited for {one.short()}, which has given nothing to this run yet: rounds do not wait for "
@@ -169,10 +172,10 @@ class Conduct:
     def led_badly(self, leader: PeerID, cost_s: float, now: float, strangers: Strangers) -> None:
         """What this leader has planned cost so much time, and was slow or of no use.
 
-        The pause of a leader that is no stranger is enough: if the account paid, it would lack for honest slow members.
+        The pause of a leader that is no stranger is enough: if the budget paid, it would lack for honest slow members.
         """
         if strangers.among((leader,)):
-            strangers.account.pay(cost_s, now)
+            strangers.budget.pay(cost_s, now)
         self._led_badly(leader, cost_s, now)
 
     def _led_badly(self, leader: PeerID, cost_s: float, now: float) -> None:

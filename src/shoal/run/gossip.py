@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from shoal.averaging.core import PeerCore
 from shoal.base.bounded import bound, put_last
+from shoal.base.ledger import Ledger
 from shoal.base.peer import PEER_ID_BYTES, PeerID
 from shoal.base.tasks import Changes, in_turns
 from shoal.errors import ClosedError, ConfigError, PeerError, ShoalError
@@ -158,7 +159,7 @@ class ProgressGossip:
         self._waking: asyncio.TimerHandle | None = None
         self._telling: dict[PeerID, asyncio.Task[None]] = {}
         self._met: set[PeerID] = set()  # peers that were told directly that we are here, or told us so
-        self._deaf: dict[PeerID, float] = {}  # peers that could not be told, and until when nobody tries
+        self._deaf = Ledger[PeerID](_DEAF_S, _DEAF_S, free=0)  # peers that could not be told
         self._why_deaf: dict[PeerID, str] = {}
         self._called, self._tell_again_at = b"", 0.0  # at which state all were told that there is enough, and when next
         self._found_at = float("-inf")  # the last time that the DHT showed somebody new
@@ -458,7 +459,8 @@ class ProgressGossip:
         if asked := {self._telling[peer] for peer in to_ask if peer in self._telling}:
             await self._first_answers(asked)
         quiet = to_ask[:_ASKED_AT_FIRST]
-        unsure = any(peer in self._telling or peer not in self._deaf for peer in writers)
+        deaf = self._deaf.unforgiven
+        unsure = any(peer in self._telling or peer not in deaf for peer in writers)
         if unsure and not any(map(endpoint.connected, writers)):
             await asyncio.sleep(until - loop.time())
             await self._look()
@@ -475,7 +477,7 @@ class ProgressGossip:
         contacts, now = self._core.node.initial_peers, asyncio.get_running_loop().time()
         for contact in contacts:
             self._core.endpoint.learn(contact)
-        return [contact.peer for contact in contacts[:_ASKED_ANEW] if self._deaf.get(contact.peer, now) <= now]
+        return [contact.peer for contact in contacts[:_ASKED_ANEW] if self._deaf.until(contact.peer) <= now]
 
     async def _look_behind(self, written: Collection[PeerID]) -> None:
         """After a look: has the DHT hidden a peer that we were given, or one that another peer told of?
@@ -704,7 +706,7 @@ class ProgressGossip:
 
     def _can_keep(self, peer: PeerID, now: float) -> bool:
         contact = self._core.endpoint.contact if peer == self._core.peer_id else self.contact(peer)
-        return bool(contact.addresses) and self._deaf.get(peer, now) <= now
+        return bool(contact.addresses) and self._deaf.until(peer) <= now
 
     def _begin_telling(self, peer: PeerID) -> None:
         task = self._telling[peer] = asyncio.get_running_loop().create_task(self._tell_one(peer))
@@ -724,11 +726,11 @@ class ProgressGossip:
             request = TellProgress(self._run_id, *self._what_we_know())
             told = await self._core.endpoint.call(peer, request, timeout_s=_CALL_TIMEOUT_S)
         except PeerError as error:
-            put_last(self._deaf, peer, asyncio.get_running_loop().time() + _DEAF_S, _MOST_DEAF)
+            self._deaf.failed(peer, asyncio.get_running_loop().time())
             put_last(self._why_deaf, peer, error.message, _MOST_DEAF)
             self._duty = self._duty._replace(until=0.0)
             return
-        self._deaf.pop(peer, None)
+        self._deaf.forgive(peer)
         self._why_deaf.pop(peer, None)
         if told.progress.contact.peer == peer:
             self._hear_directly(told.progress, told.others)

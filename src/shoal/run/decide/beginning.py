@@ -23,9 +23,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Iterable, Mapping
 
+from shoal.base.bounded import bound
 from shoal.base.peer import PeerID
 from shoal.base.sometimes import sometimes
-from shoal.run.view.progress import bound
 
 __all__ = ["Beginning", "Stance"]
 

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from shoal.base.ledger import Budget
 from shoal.base.tasks import Changes
 from shoal.errors import ShoalError
 from shoal.run.view.progress import SwarmView
@@ -39,29 +40,25 @@ _USED_UP_S, _ENOUGH_S = 0.01, _LIMIT_S / 2
 
 
 class Patience:
-    """Bounds the time that a trainer stands still for states that others only claim. Pure: times are arguments."""
+    """The budget of the time that a trainer stands still for states that others only claim. Pure."""
 
     def __init__(self) -> None:
-        self._left_s, self._at = _LIMIT_S, math.inf  # left then
-        self._used_up = False
-
-    def _regained_s(self, now: float) -> float:
-        return min(_LIMIT_S, self._left_s + max(0.0, now - self._at) * _LIMIT_S / _REGAINED_S)
+        self.rewarded()
 
     def left_s(self, now: float) -> float:
         """The seconds that may be waited now (`now`: local time, seconds); 0 for not at all."""
-        left_s = self._regained_s(now)
+        left_s = self._budget.left_s(now)
         return 0.0 if self._used_up and left_s < _ENOUGH_S else left_s
 
     def waited(self, seconds: float, since: float) -> None:
         """So long was waited in vain, from then on (local time, seconds)."""
-        left_s = self._regained_s(since)
-        self._left_s, self._at = max(0.0, left_s - seconds), since
-        self._used_up = (self._used_up and left_s < _ENOUGH_S) or self._left_s < _USED_UP_S
+        recovers = self._used_up and self._budget.left_s(since) < _ENOUGH_S
+        self._budget.pay(seconds, since + seconds)
+        self._used_up = recovers or self._budget.left_s(since + seconds) < _USED_UP_S
 
     def rewarded(self) -> None:
         """A state was taken over."""
-        self._left_s, self._used_up = _LIMIT_S, False
+        self._budget, self._used_up = Budget(_LIMIT_S, _LIMIT_S / _REGAINED_S), False
 
 
 class Fetching:

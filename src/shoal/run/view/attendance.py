@@ -10,7 +10,7 @@ at once without an expected peer, because its leader has not heard yet that the 
 round, if that waits for it. Once most peers are in the group it waits for the others no longer than an epoch takes:
 nobody gives more than that by coming later.
 
-Keys are free, so the time that is spent in vain is bounded for all peers together, by two accounts. One is for peers
+Keys are free, so the time that is spent in vain is bounded for all peers together, by two budgets. One is for peers
 that contributed to the last steps: two windows, and a tenth of the time after that. What rounds wait for slow members,
 and what bad leaders cost, is paid from it, too. The other one is for *strangers*, that is all others: `_STRANGERS_S`,
 and a fiftieth of the time after that. What the rounds themselves wait for strangers is paid from it, too. The time
@@ -27,8 +27,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from shoal.averaging import WORTH_S, Account, Pauses, Strangers
+from shoal.averaging import Strangers
 from shoal.averaging.allreduce.lateness import LEAST_S
+from shoal.base.ledger import WORTH_S, Budget, Ledger
 from shoal.base.peer import PeerID
 
 __all__ = ["Attendance"]
@@ -41,14 +42,14 @@ _STRANGERS_PART, _KNOWN_PART = 0.02, 0.1
 
 
 class _Awaited:
-    """Whom a search waits for, and since when, at the expense of an account.
+    """Whom a search waits for, and since when, at the expense of a budget.
 
     Args:
-        account: pays.
+        budget: pays.
     """
 
-    def __init__(self, account: Account) -> None:
-        self.account = account
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
         self.begin()
 
     def begin(self) -> None:
@@ -65,16 +66,16 @@ class _Awaited:
     @property
     def patience_s(self) -> float:
         """The time that this search may wait."""
-        return self.account.left_s(self._since)
+        return self.budget.left_s(self._since)
 
     def over(self, now: float, least_s: float = 0.0) -> bool:
         """Whether this search has waited for that, and for so long at least."""
-        return now > self._since + max(least_s, 0.0 if self.account.is_spent(now) else self.patience_s)
+        return now > self._since + max(least_s, 0.0 if self.budget.is_spent(now) else self.patience_s)
 
     def formed(self, members: Collection[PeerID], now: float) -> set[PeerID]:
         """Pay for the time until now, but for a moment, if it was in vain; returns those that did not come."""
         if vain := self._awaited.difference(members):
-            self.account.pay(max(0.0, now - self._since - LEAST_S), now)
+            self.budget.pay(max(0.0, now - self._since - LEAST_S), now)
         self.begin()
         return vain
 
@@ -92,17 +93,17 @@ class Attendance:
         patience_s: the longest wait of this search for the last ones, once most are there.
     """
 
-    def __init__(self, window_s: float, idle: Pauses | None = None) -> None:
+    def __init__(self, window_s: float, idle: Ledger[PeerID] | None = None) -> None:
         self._window_s = window_s
-        self._idle = idle or Pauses(window_s)
+        self._idle = idle or Ledger(4 * window_s, 64 * window_s)
         self.contributors: Collection[PeerID] = ()
         self.alone = False
         self.patience_s = window_s
         self._since: dict[PeerID, float] = {}
-        self._missed = Pauses(window_s)
-        self._known = _Awaited(Account(2 * window_s, _KNOWN_PART))
-        self._beside = _Awaited(Account(_STRANGERS_S, _STRANGERS_PART))
-        self._alone = _Awaited(Account(2 * window_s, _KNOWN_PART))
+        self._missed = Ledger[PeerID](4 * window_s, 64 * window_s)
+        self._known = _Awaited(Budget(2 * window_s, _KNOWN_PART))
+        self._beside = _Awaited(Budget(_STRANGERS_S, _STRANGERS_PART))
+        self._alone = _Awaited(Budget(2 * window_s, _KNOWN_PART))
         self._vain, self._next_told = 0, 1  # rounds that waited for strangers in vain
 
     @property
@@ -113,7 +114,7 @@ class Attendance:
     @property
     def strangers(self) -> Strangers:
         """Who is a stranger now."""
-        return Strangers(self.contributors, self._strange.account, self._known.account)
+        return Strangers(self.contributors, self._strange.budget, self._known.budget)
 
     def contributed(self, peers: Collection[PeerID], *, alone: bool) -> None:
         """These peers contributed to the last steps; `alone` if none of them is there but this one."""
@@ -147,16 +148,16 @@ class Attendance:
         """The peers among these that rounds no longer wait for."""
         gone = self._gone(now)
         late = gone.intersection(peers) if gone else gone  # of a thousand peers, each time
-        return late | self.strangers.among(peers) if self._strange.account.is_spent(now) else late
+        return late | self.strangers.among(peers) if self._strange.budget.is_spent(now) else late
 
     def given_up(self, peers: Collection[PeerID], now: float) -> frozenset[PeerID]:
         """Those among these that no search waits for now: they missed rounds or gave nothing, or they are strangers."""
-        spent = self._strange.over(now) or self._strange.account.is_spent(now)
+        spent = self._strange.over(now) or self._strange.budget.is_spent(now)
         gone = self._gone(now).intersection(peers)
         return self.strangers.among(peers) | gone if spent else gone
 
     def _gone(self, now: float) -> frozenset[PeerID]:
-        return self._missed.now(now) | self._idle.now(now)
+        return self._missed.pausing(now) | self._idle.pausing(now)
 
     def formed(self, members: Collection[PeerID], now: float) -> list[tuple[PeerID, int]]:
         """These peers made a round. Returns the peers that rounds no longer wait for, with the rounds they missed.
@@ -171,7 +172,7 @@ class Attendance:
         self._known.formed(members, now)
         if vain := self._strange.formed(members, now):
             self._vain += 1
-            if self._strange.account.is_spent(now) and self._vain >= self._next_told:
+            if self._strange.budget.is_spent(now) and self._vain >= self._next_told:
                 self._next_told = 2 * self._vain  # it is told ever more rarely
                 given_up.append((min(vain), self._vain))
         self.search()

@@ -20,10 +20,10 @@ either: such a trainer is in no round while nobody waits for it. Samples that co
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import NamedTuple
 
+from shoal.base.ledger import Ledger
 from shoal.base.peer import PeerID
-from shoal.run.view.progress import StateKey, SwarmView, bound
+from shoal.run.view.progress import StateKey, SwarmView
 
 __all__ = ["Companions"]
 
@@ -37,22 +37,8 @@ _FORGIVEN, _LATE = 2.0, 2.0
 _FREE = 0.05
 """A part of an epoch: shorter waits are charged to nobody."""
 
-_MOST_SKIPPED = 64
-_MAX_REMEMBERED = 1024
-
-
-class _Charge(NamedTuple):
-    """The cost of waiting for a peer since its samples counted.
-
-    Attributes:
-        epochs: of waiting for it.
-        times: how often it was decided not to wait for it.
-        until: it is not waited for up to this round.
-    """
-
-    epochs: float = 0.0
-    times: int = 0
-    until: int = -1
+_FIRST_SKIPPED, _MOST_SKIPPED = 2, 64
+"""Rounds in which a companion is not waited for."""
 
 
 class Companions:
@@ -68,7 +54,7 @@ class Companions:
         self._rounds = 0
         self._since: dict[PeerID, float] = {}
         self._waited: dict[PeerID, float] = {}
-        self._charged: dict[PeerID, _Charge] = {}
+        self._charged = Ledger[PeerID](_FIRST_SKIPPED, _MOST_SKIPPED, free=_FORGIVEN)  # by rounds; epochs are charged
         self._awaited: frozenset[PeerID] | None = None
 
     def share(
@@ -84,7 +70,7 @@ class Companions:
         """
         if gave is not None:
             for peer in gave:
-                self._charged.pop(peer, None)
+                self._charged.forgive(peer)
                 self._waited.pop(peer, None)
             for peer, waited_s in self._waited.items():
                 if waited_s > _FREE * self._epoch_s:
@@ -115,8 +101,7 @@ class Companions:
     def awaited(self) -> frozenset[PeerID]:
         """The members of the last round that we wait for, if they are not here."""
         if self._awaited is None:
-            left = {peer for peer, charge in self._charged.items() if charge.until >= self._rounds}
-            self._awaited = frozenset() if self._over else self._members - left
+            self._awaited = frozenset() if self._over else self._members - self._charged.pausing(self._rounds)
         return self._awaited
 
     def observe(self, view: SwarmView, now: float, *, enough: bool) -> bool:
@@ -147,13 +132,7 @@ class Companions:
 
     def _charge(self, peer: PeerID, epochs: float) -> None:
         """This peer was waited for in vain, for so many epochs."""
-        spent, times, until = self._charged.pop(peer, _Charge())
-        spent += epochs
-        if spent > _FORGIVEN:
-            times += 1
-            until = self._rounds + min(2**times, _MOST_SKIPPED)
-        self._charged[peer] = _Charge(spent, times, until)
-        bound(self._charged, _MAX_REMEMBERED)
+        self._charged.failed(peer, self._rounds + 1, weight=epochs)  # the next round is the first without it
 
     @property
     def until(self) -> float | None:

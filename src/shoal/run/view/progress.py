@@ -33,6 +33,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from shoal.base.bounded import bound, put_last
+from shoal.base.ledger import Ledger
 from shoal.base.peer import PeerID
 from shoal.base.sometimes import sometimes
 from shoal.protocol.wire import Progress, Standing
@@ -44,7 +45,6 @@ __all__ = [
     "StateKey",
     "SwarmProgress",
     "SwarmView",
-    "bound",
     "settings_difference",
 ]
 
@@ -57,8 +57,9 @@ _OF_MODEL = "parameter names", _FROZEN
 """These are known only where the optimizer was given the model."""
 
 _MAX_REMEMBERED, _MAX_TELLERS = 4096, 32
-_TRIES = 2
 _ASIDE_S, _LONGEST_ASIDE_S = 60.0, 960.0
+"""A state whose holders did not give it twice does not count for so long."""
+
 RELAYED_S = 3.0
 """A peer's word about other peers holds for so long, unless it is said again or they say something themselves."""
 
@@ -241,7 +242,7 @@ class SwarmProgress:
         self._alive: set[PeerID] = set()  # of those known
         self._strangers: dict[PeerID, float] = {}  # peers with other settings: the time of their last word
         self._lost: dict[PeerID, _Loss] = {}
-        self._withheld: dict[PeerID, tuple[int, float]] = {}  # how many times, and until when it does not count
+        self._withheld = Ledger[PeerID](_ASIDE_S, _LONGEST_ASIDE_S)  # by those that did not give their states
         self._relayed: dict[PeerID, tuple[Progress, float]] = {}  # the word of others about known peers
         self._unheard: dict[PeerID, _Unheard] = {}  # the last word of others about peers that do not count here
         self._tellers: dict[PeerID, PeerID] = {}  # of peers that were not known when these told of them
@@ -525,16 +526,13 @@ class SwarmProgress:
         """These peers were asked for their state and did not give it: after two tries others go on without it."""
         self._seen = None
         for peer in peers:
-            times = self._withheld.pop(peer, (0, now))[0] + 1
-            aside_s = min(_ASIDE_S * 2.0 ** (times - _TRIES), _LONGEST_ASIDE_S) if times >= _TRIES else 0.0
-            self._withheld[peer] = times, now + aside_s
-        bound(self._withheld, _MAX_REMEMBERED)
+            self._withheld.failed(peer, now)
 
     def note_given(self, peers: Iterable[PeerID]) -> None:
         """These peers gave their state."""
         self._seen = None
         for peer in peers:
-            self._withheld.pop(peer, None)
+            self._withheld.forgive(peer)
 
     def forget_withheld(self) -> None:
         """Let the states of those count again that did not give them: the reason was here, and is gone."""
@@ -551,7 +549,7 @@ class SwarmProgress:
         beyond = end is not None and progress.epoch > end
         if beyond and (at_end or (self.contributors and peer not in self.contributors)):
             return False
-        return self._withheld.get(peer, (0, now))[1] <= now
+        return self._withheld.until(peer) <= now
 
     def progress_of(self, peer: PeerID) -> Progress | None:
         """The last direct word of this peer."""
@@ -560,7 +558,7 @@ class SwarmProgress:
 
     def refusing(self, now: float) -> frozenset[PeerID]:
         """The peers that were asked for their state too often without success: their states do not count now."""
-        return frozenset(peer for peer, (_, until) in self._withheld.items() if now < until)
+        return self._withheld.pausing(now)
 
     def clients_before(self, key: StateKey) -> Collection[PeerID]:
         """The known clients, if any of them may have a state that this one is before."""
@@ -724,7 +722,7 @@ class SwarmProgress:
         until = [word.at + self.ttl_s for word in self._known.values()]
         until += [at + RELAYED_S for _, at in self._relayed.values() if now - at <= RELAYED_S]
         until += [told.at + RELAYED_S for told in self._unheard.values() if now - told.at <= RELAYED_S]
-        until += [aside for _, aside in self._withheld.values() if aside > now]
+        until += map(self._withheld.until, self._withheld.pausing(now))
         return min(until, default=math.inf)
 
 

@@ -97,10 +97,10 @@ class Trainer:
 
     async def _take_turn(self, fragment: Participant) -> bool:
         phase = await fragment.decide(60.0)
-        if phase is RunPhase.STEPPING and not fragment.holds_back:
+        if phase is RunPhase.STEPPING and not fragment.update_waits:
             fragment.own.step()
             await fragment.stepped()
-        return phase is RunPhase.BEHIND and fragment.stands_still
+        return phase is RunPhase.BEHIND and fragment.waits_for_state
 
 
 def come_late(participant: Participant, rng: random.Random, most_s: float) -> None:

@@ -143,9 +143,9 @@ class Trainer:
         """Do what the participant asks for now."""
         participant = fragment or self.participant
         phase = await participant.decide(60.0)
-        if phase is RunPhase.STEPPING and not participant.holds_back:
+        if phase is RunPhase.STEPPING and not participant.update_waits:
             await self.step(participant)
-        elif phase is RunPhase.BEHIND and participant.stands_still:
+        elif phase is RunPhase.BEHIND and participant.waits_for_state:
             try:
                 patient = participant.settings.auxiliary
                 self.downloads += await participant.download(self.patience_s, patient=patient)

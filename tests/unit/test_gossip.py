@@ -615,7 +615,7 @@ def test_a_large_swarm_in_which_somebody_comes_all_the_time_is_read_rarely(peers
         """Nobody is to be asked."""
 
     async def main() -> None:
-        for name, instead in (("_look", look), ("_ask_who_lives", nothing), ("_look_behind", nothing)):
+        for name, instead in (("_look", look), ("_ask_who_lives", nothing), ("_find_hidden", nothing)):
             setattr(gossip, name, instead)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(60.0):

@@ -18,7 +18,7 @@ from shoal.base.peer import PeerID
 __all__ = ["Conduct"]
 
 _MOST_HELPERS = 64
-"""So many auxiliary peers are remembered as no strangers."""
+"""The most auxiliary peers that are remembered as no strangers."""
 
 
 class Conduct:

@@ -36,7 +36,7 @@ class Strangers(NamedTuple):
         return 0.0 if self.budget.is_spent(now) else self.budget.left_s(now)
 
     def pay(self, peer: PeerID, seconds: float, now: float) -> None:
-        """So much time was lost to this peer until now."""
+        """This time was lost to this peer until now."""
         budget = self.budget if self.among((peer,)) else self.others
         if budget is not None and seconds > 0:
             budget.pay(seconds, now)

@@ -111,6 +111,6 @@ class Budget:
         return self.left_s(now) < WORTH_S
 
     def pay(self, seconds: float, now: float) -> None:
-        """So much time was lost until now."""
+        """This time was lost until now."""
         self._left_s = max(0.0, self.left_s(now - seconds) - seconds)
         self._at = max(now, self._at)

@@ -933,8 +933,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             return False  # other fragments of the model are still trained
         phase = self._run(participant.decide(self.averaging_timeout), self.averaging_timeout)
         if phase is not RunPhase.STEPPING:
-            return phase is RunPhase.BEHIND and participant.stands_still
-        if participant.holds_back:
+            return phase is RunPhase.BEHIND and participant.waits_for_state
+        if participant.update_waits:
             return False
         try:
             with self._lock.acquire_in_thread():

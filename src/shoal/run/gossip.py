@@ -47,13 +47,13 @@ from shoal.run.view.tellers import FEW, KEEPERS, Countdown, Order, Relay, look_s
 __all__ = ["ProgressGossip"]
 
 _ALL = 64
-"""So many peers are told directly that we are here, and that we leave; a link to them shows at once when they die."""
+"""The most peers that are told directly that we are here, and that we leave. A link shows at once when one dies."""
 
 _HEARD_AT_ONCE = 128
 """Records of peers that are read in one turn of the loop: the DHT may have 4,096."""
 
 _DEAF_S = 30.0
-"""A peer that could not be told is no keeper for so long."""
+"""A peer that could not be told is no keeper for this time."""
 
 _MOST_DEAF = 4096
 
@@ -67,29 +67,29 @@ _LATE_S = 0.5
 """Notes that cross a step are of the state before it. One that comes later is of a peer that has missed it."""
 
 _LATE_AGAIN_S = 30.0
-"""Where others did not know that there is enough, they are told at once for so long."""
+"""Where others did not know that there is enough, they are told at once for this time."""
 
 _ASKED_ANEW = 16
-"""A peer that has downloaded a state calls so many: their answers say whether the others have left that state since."""
+"""A peer that has downloaded a state calls this number of others: they answer whether they have left it since."""
 
 _SEEK_S = 5.0
-"""Nobody steps alone before it has looked for the others for so long, or found out that there are none."""
+"""Nobody steps alone before it has looked for the others for this time, or found out that there are none."""
 
 _ASKED_AT_FIRST, _FIRST_ANSWER_S = 64, 1.5
-"""Records of a run that is over lie in the DHT for a while: so many of their writers are asked, for so long."""
+"""Records of a run that is over lie in the DHT for a while. This number of their writers is asked, for this time."""
 
 _LEAST_ANSWER_S = 0.1
-"""Once one of them has answered, the others have so long at least: a stopped one would keep each newcomer waiting."""
+"""Once one of them has answered, the others have at least this time: a stopped one keeps no newcomer waiting."""
 
 _FOUND_S, _FOUND_PART = 5.0, 1 / 16
-"""The DHT is read rarely once it has shown nobody new for so long, or less than this part of the swarm. It is read
+"""The DHT is read rarely once it has shown nobody new for this time, or less than this part of the swarm. It is read
 soon where others know such a part that is not known here."""
 
 _READ_BY_MERGERS = 4
-"""Peers that merge read the DHT so many times as rarely. A newcomer calls those that it finds, so they know it."""
+"""Peers that merge read the DHT this many times as rarely. A newcomer calls those that it finds, so they know it."""
 
 _LIVES = 1.5
-"""A record lives for so many periods of writing and reading."""
+"""A record lives for this number of periods of writing and reading."""
 
 _LOOKS_AT_STRANGERS = 5
 """Records of peers with other settings are renewed within 4 of them if the peers live."""
@@ -250,7 +250,7 @@ class ProgressGossip:
         if self._core.endpoint.connected(progress.contact.peer):  # else it was lost since it said so
             self._met.add(progress.contact.peer)
             self._hear(progress)
-            if self._are_many(self._known.lacks(others)):
+            if self._is_worth_a_read(self._known.lacks(others)):
                 self._doubts.notify()
             now = asyncio.get_running_loop().time()
             if progress.digest != self._complete and self._known.relayed(progress, others, now):
@@ -326,7 +326,7 @@ class ProgressGossip:
     async def _publish(self) -> None:
         core, mine = self._core, self._next_word()
         self._written = mine.time
-        with self._told_if_it_fails("its progress could not be written to the DHT: newcomers may not find this peer"):
+        with self._warning_once("its progress could not be written to the DHT: newcomers may not find this peer"):
             expiration, told = core.env.clock.time() + self._known.ttl_s, encode(mine)
             try:
                 decode(told, Progress)
@@ -335,7 +335,7 @@ class ProgressGossip:
             await core.node.store(self._key, told, expiration, core.peer_id.raw)
 
     @contextmanager
-    def _told_if_it_fails(self, what: str) -> Iterator[None]:
+    def _warning_once(self, what: str) -> Iterator[None]:
         """An error within is a warning, once until it is over; what is done within is tried again later."""
         try:
             yield
@@ -362,7 +362,7 @@ class ProgressGossip:
             found = await self._look()
             if looks == 1:
                 await self._ask_who_lives(found)
-            await self._look_behind(found)
+            await self._find_hidden(found)
             if not self._known.strangers or self._known.mismatch or looks == _LOOKS_AT_STRANGERS:
                 self.looked.set()
             self._news.notify()
@@ -388,7 +388,7 @@ class ProgressGossip:
     async def _look(self) -> dict[PeerID, float]:
         """Read the records of the run; returns when each peer that has not left wrote its own, by its own clock."""
         written, found_new = {}, 0
-        with self._told_if_it_fails("the progress of the others could not be read from the DHT"):
+        with self._warning_once("the progress of the others could not be read from the DHT"):
             found = await self._core.node.get(self._key, latest=True, of_peers=True)
             entries = found.value if found is not None and isinstance(found.value, dict) else {}
             async for subkey, entry in in_turns(entries.items(), _HEARD_AT_ONCE):
@@ -402,12 +402,12 @@ class ProgressGossip:
                         found_new += not known and self._known.progress_of(progress.contact.peer) is not None
                         if not progress.left:
                             written[progress.contact.peer] = progress.time
-        if self._are_many(found_new):
+        if self._is_worth_a_read(found_new):
             self._found_at = asyncio.get_running_loop().time()
         return written
 
-    def _are_many(self, peers: int) -> bool:
-        """Whether so many new ones are a reason to read the DHT soon: in a large swarm somebody comes all the time."""
+    def _is_worth_a_read(self, peers: int) -> bool:
+        """Whether these new peers are a reason to read the DHT soon: in a large swarm somebody comes all the time."""
         return peers > 0 and peers >= _FOUND_PART * len(self._known.peers)
 
     @contextmanager
@@ -479,7 +479,7 @@ class ProgressGossip:
             self._core.endpoint.learn(contact)
         return [contact.peer for contact in contacts[:_ASKED_ANEW] if self._deaf.until(contact.peer) <= now]
 
-    async def _look_behind(self, written: Collection[PeerID]) -> None:
+    async def _find_hidden(self, written: Collection[PeerID]) -> None:
         """After a look: has the DHT hidden a peer that we were given, or one that another peer told of?
 
         The first is called if nobody is known. A peer that knows more than the DHT shows is asked for others.
@@ -521,7 +521,7 @@ class ProgressGossip:
 
     async def seek(self) -> None:
         """Look for the others now, as none is known here: after a start, a sleep, or the loss of all links."""
-        with suppress(TimeoutError), self._told_if_it_fails("lost peers could not be looked for"):
+        with suppress(TimeoutError), self._warning_once("lost peers could not be looked for"):
             async with asyncio.timeout(_SEEK_S):
                 await self._core.node.find_lost()
                 await self._look()

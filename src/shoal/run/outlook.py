@@ -29,7 +29,7 @@ from shoal.run.view.witness import Witness
 __all__ = ["Outlook"]
 
 STUCK_S = 60.0
-"""Others that have not come further for so long cannot go on without the client that has the better state."""
+"""Others that have not come further for this time cannot go on without the client that has the better state."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,7 +100,7 @@ class Outlook:
     def look(self) -> SwarmView:
         """Take in what is known by now: who contributed, who is gone, who is at our state; returns `claimed`."""
         now = self.loop.time()
-        self.heed_contributors()
+        self._note_contributors()
         self.known.expire(now)
         seen = self._seen(now)
         self.forerunners.observe(seen, own=self.own.name.key, now=now)
@@ -153,7 +153,7 @@ class Outlook:
     def floor(self) -> StateKey:
         """This client goes back to no state that is before this one.
 
-        It is its own if there is a peer that it has dialed, which can take it, until `gives_up`; else the last one that
+        It is its own if there is a peer that it has dialed, which can take it, until `go_back`; else the last one that
         it had with others.
         """
         own, words = self.own, map(self.known.progress_of, self.core.endpoint.peers)
@@ -171,7 +171,7 @@ class Outlook:
         if not self.own.shared and any(word.contact.addresses for word in others):
             self.own.is_shared()
 
-    def gives_up(self, claimed: SwarmView) -> StateKey | None:
+    def go_back(self, claimed: SwarmView) -> StateKey | None:
         """The worse state of others to which this client goes back, once; None otherwise.
 
         Nobody can have the state that it is at. If the best one that can be had has been the same for `STUCK_S`, its
@@ -200,9 +200,9 @@ class Outlook:
 
     def view(self) -> SwarmView:
         """The swarm as it is known here now; `behind` only as long as this peer stands still for a better state."""
-        return self.unless_it_goes_on(self.claimed())
+        return self.view_of(self.claimed())
 
-    def unless_it_goes_on(self, claimed: SwarmView) -> SwarmView:
+    def view_of(self, claimed: SwarmView) -> SwarmView:
         """The view that belongs to what the others claim."""
         goes_on = claimed.behind and not self.fetching.waits(claimed, self.loop.time())
         return replace(claimed, behind=False) if goes_on else claimed
@@ -231,10 +231,10 @@ class Outlook:
         """This peer's state is another one now, and not by a step that it took with others, or alone."""
         own = self.own
         self.witness.took_over(own.name.epoch, own.name.samples, gave=own.committed.gave, weights=own.committed.weights)
-        self.heed_contributors()
+        self._note_contributors()
 
-    def heed_contributors(self) -> None:
-        """Let those count who gave to the last steps of our state: they are believed, and rounds wait for them."""
+    def _note_contributors(self) -> None:
+        """The contributors to the last steps of our state count: they are believed, and rounds wait for them."""
         known, me, committed = self.known, self.core.peer_id, self.own.committed
         peers = committed.samples
         if self.settings.merging is None:

@@ -74,7 +74,7 @@ _FEW_STEPS = 3
 """Before that nobody knows how much a step takes: the first ones may have come late, or lack most peers."""
 
 _FEW_PEERS = 32
-"""Of so many each one is known."""
+"""A swarm of at most this many peers is small: each peer knows all others."""
 
 _AGAIN_S = 1.0
 """Until work is tried again that this machine had no memory for, seconds."""
@@ -256,7 +256,7 @@ class Participant:
         self._tasks.spawn(watch())
 
     async def check_settings(self, timeout_s: float) -> None:
-        """Wait until it is known how the others train, at most so long. Later findings are told at the next step.
+        """Wait until it is known how the others train, or until `timeout_s`. Later findings are told at the next step.
 
         Raises:
             ConfigError: others train this run with other settings, and nobody with ours.
@@ -370,7 +370,7 @@ class Participant:
 
     @property
     def last_status(self) -> Status | None:
-        """Of when this peer left the run; None as long as it has not. Any thread may look.
+        """The status at the time when this peer left the run; None as long as it has not. Any thread may look.
 
         Samples that it had not given by then are among those dropped, also of a batch that ended later.
         """
@@ -419,7 +419,7 @@ class Participant:
         """
         companions, now = self._companions, self._now()
         claimed = self._outlook.look()
-        if (worse := self._outlook.gives_up(claimed)) is not None:
+        if (worse := self._outlook.go_back(claimed)) is not None:
             self._notices.goes_back(self.epoch, worse.epoch)
             claimed = self._outlook.claimed()
         if not self.settings.fragment:
@@ -427,7 +427,7 @@ class Participant:
             self._notices.refused(
                 [each for each in further if StateKey.of_peer(each) > self.own.name.key], self.state, now
             )
-        view = self._outlook.unless_it_goes_on(claimed)
+        view = self._outlook.view_of(claimed)
         enough = self.pace.enough(view)
         if companions.observe(view, now, enough=enough):
             return self._look()
@@ -512,12 +512,12 @@ class Participant:
         return steps is None or batches == steps or batches % max(1, steps // LOOKS) == 0
 
     @property
-    def stands_still(self) -> bool:
+    def waits_for_state(self) -> bool:
         """Whether the trainer stands still for a better state; if not, until it is here."""
         return not self._outlook.trains_on or self._fetching.has_news
 
     @property
-    def holds_back(self) -> bool:
+    def update_waits(self) -> bool:
         """Whether the trainer is to take the average that is here at a later batch."""
         update = self.own.update
         has_batches = not (self.settings.auxiliary or self.at_end)

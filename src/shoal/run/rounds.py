@@ -36,7 +36,7 @@ from shoal.train.training_state import TrainingState
 __all__ = ["Counts", "Rounds", "gradient_averager", "state_averager"]
 
 _TOLD_AFTER = 3
-"""A round fails now and then; so many in a row stop the run, and the user is told why."""
+"""A round fails now and then. If this many fail in a row the run stands still, and the user is told why."""
 
 _MOST_BYTES = 4096
 

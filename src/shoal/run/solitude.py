@@ -25,7 +25,7 @@ from shoal.transport.sockets import is_loopback
 __all__ = ["PATIENCE_S", "Circumstances", "Solitude"]
 
 PATIENCE_S = 20.0
-"""A peer that trains alone says so when that has lasted for so long."""
+"""A peer that trains alone says so when that has lasted for this time."""
 
 _LOOK_S = 1.0
 _SHOWN = 4

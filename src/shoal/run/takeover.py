@@ -49,9 +49,9 @@ _MANY_EPOCHS = 3
 """Nor is one that loses fewer which it has trained apart: peers step before they meet, or when a line fails. An epoch
 of peers that merge may have many batches: they are told also of fewer if they lose `_MANY_BATCHES` of their own."""
 _ONE_LOSS_S = 60.0
-"""The fragments of a model that are given up within so long are told together."""
+"""The fragments of a model that are given up within this time are told together."""
 _SLOW_S = 20.0
-"""The pace of a download is told after so long, if the rest would take longer than that."""
+"""The pace of a download is told after this time, if the rest would take longer than that."""
 
 
 class _Fetch(NamedTuple):
@@ -117,7 +117,7 @@ class Takeover:
     _told_loss_at: float = -math.inf  # by one of the model's fragments
 
     async def run(self, timeout_s: float) -> None:
-        """Take over the best state, or the steps that lead to it, within so many seconds.
+        """Take over the best state, or the steps that lead to it, within `timeout_s` seconds.
 
         Raises:
             StateUnavailable: no donor gave it.
@@ -154,7 +154,7 @@ class Takeover:
         self._mend_from = peers
 
     def stepped(self, peers: int) -> None:
-        """A step was taken by so many peers."""
+        """A step was taken, by this number of peers."""
         if peers > 1 and not self.outlook.known.further(self.own.name.key):
             self.beginning.joined()
 
@@ -202,7 +202,7 @@ class Takeover:
             )
 
     def _left_out_by(self, view: SwarmView) -> Mapping[PeerID, int]:
-        """The peers, and their epochs, whose run has gone on without this peer for longer than it may; mostly none."""
+        """The peers (with their epochs) that went on without this peer for longer than it may wait; mostly none."""
         name, outlook = self.own.name, self.outlook
         further = {} if outlook.end.reached(name.epoch) else outlook.known.further(name.key)
         left_out = self.beginning.is_left_out(further, others_here=len(view.together) - 1, now=_now())
@@ -243,8 +243,8 @@ class Takeover:
     def _leaders(self, view: SwarmView) -> Sequence[PeerID]:
         """The peers with the best state that are asked for it, or for the steps to it.
 
-        Others may name the same state, and give something else. They are asked where those whose words count gave
-        nothing at the last try, or cannot be asked; and by a newcomer, which knows nobody but who invited it.
+        Others may name the same state, and give something else. They are asked if the peers whose words count gave
+        nothing at the last try, or cannot be asked. A newcomer asks all: it knows only the peer that invited it.
         """
         leaders, giving = view.leaders, self.outlook.giving
         trusted = [peer for peer in leaders if peer in view.vouching]

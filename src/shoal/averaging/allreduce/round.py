@@ -117,9 +117,9 @@ class Seen(NamedTuple):
     hurried: frozenset[PeerID]
     """They were waited for briefly, and left out, as all others were done."""
     waited_s: float
-    """So long nobody was waited for but those that are waited for briefly."""
+    """The time in which nobody was waited for but those that are waited for briefly."""
     lost_s: float
-    """So long the slowest of the others were waited for, see `MemberMachine.lost_s`."""
+    """The time for which the slowest of the others were waited for, see `MemberMachine.lost_s`."""
     reduced: frozenset[PeerID]
     """They own parts, after all that were moved."""
     led_badly: bool

@@ -52,10 +52,10 @@ _BOUND_16_BITS = 0.01
 _SAMPLE = 256
 _LONGEST_WAY = 160
 _RIVAL = 2
-"""What some say of their own parameters counts beside others of up to so many times their weight: keys are free."""
+"""What some say of their own parameters counts beside others of up to this multiple of their weight: keys are free."""
 
 _LOOK_BYTES = 64 << 20
-"""Whoever puts other values in place, and the first ones back, takes longer than it takes to read so many bytes."""
+"""Whoever puts other values in place, and the first ones back, takes longer than it takes to read these bytes."""
 _HOST = torch.device("cpu")
 
 

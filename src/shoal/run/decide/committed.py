@@ -30,10 +30,10 @@ from shoal.train.options import Options
 __all__ = ["Committed", "Left", "median_end"]
 
 _STEPS = 10
-"""So many of the last steps count."""
+"""The number of last steps that count."""
 
 _MOST_LEFT = 256
-"""So many peers are remembered that gave to none of them."""
+"""The most peers that are remembered though they gave to none of them."""
 
 _Steps = Annotated[list[Contributors], msgspec.Meta(max_length=_STEPS)]
 

@@ -77,7 +77,7 @@ class Forerunners:
             committed: the last steps that led to it.
             held: the samples that this peer has trained at it.
             hears: whether a peer is connected.
-            epoch_s: an epoch takes so long.
+            epoch_s: the time that an epoch takes, seconds.
             now: local time, seconds.
         """
         if not view.behind or own.inverted_digest != self._digest:  # at a new state nobody was seen yet

@@ -17,7 +17,7 @@ from shoal.run.view.witness import FASTER
 __all__ = ["Apart", "Gives", "Lineage", "Mark", "may_have_led"]
 
 _STATES = 1024
-"""So many states before it a state names, of 32 bytes each: forks mostly last for fewer epochs."""
+"""A state names this number of states before it, of 32 bytes each: forks mostly last for fewer epochs."""
 
 _HELD = 2 * _STATES
 _GIVES = 16
@@ -70,7 +70,7 @@ class Lineage(NamedTuple):
     held: tuple[Mark, ...] = ()
 
     def after(self, name: StateName, gave: int) -> Lineage:
-        """The way to a state to which a change led from the one of this name; it has so many samples of this peer."""
+        """The way to a state to which a change led from the one of this name; `gave` samples of this peer are in it."""
         history = (*self.history[1 - _STATES :], name.digest)
         return Lineage(self.contributed + gave, history, self._with(name)[-_HELD:])
 
@@ -97,7 +97,7 @@ def may_have_led(ours: StateName, theirs: StateName, known: int, steps: float | 
     Args:
         ours: the name of the state of a peer that may have been away.
         theirs: the name of the other one.
-        known: so many states before it are known.
+        known: the number of states before it that are known.
         steps: the time since this peer was in a step, in the time that a step takes; None if it is not known.
     """
     epochs = theirs.epoch - ours.epoch
@@ -111,14 +111,14 @@ class Gives:
         self._at: dict[bytes, list[tuple[int, int]]] = {}
 
     def note(self, state: bytes, said: int, given: int) -> None:
-        """At the state of this digest it said that it had so many samples, and gave so many when the round began."""
+        """At the state of this digest it said that it had `said` samples, and gave `given` when the round began."""
         gives = self._at.setdefault(state, [])
         gives.append((max(1, said), given))
         del gives[:-_GIVES]
         bound(self._at, _HELD)  # as the others may have taken the step from any of these, and this peer another one
 
     def counted(self, state: bytes, recorded: int) -> int:
-        """How many of the samples that it gave at this state are in a step whose record has so many of it.
+        """How many of the samples that it gave at this state are in a step whose record has `recorded` of it.
 
         The record has those that the peer said before the round, or of these the share of the parts that count. Each
         time the peer says no fewer than before.

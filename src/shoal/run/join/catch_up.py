@@ -49,11 +49,11 @@ _PATIENCE_S = 2.0
 _SOURCES = 2
 _GREETED_WITHIN_S = 3.0
 _MORE_WITHIN_S, _READ_BYTES = 30.0, 32 << 10
-"""So much of a piece comes within so long: longer than one is held back beside rounds. The link shows whether a member
-is lost."""
+"""The next bytes of a piece come within this time, which is longer than a piece is held back beside rounds; the number
+of bytes. The link shows whether a member is lost."""
 
 _URGENT_S = 10.0
-"""A state waits so long for steps that come too slowly: less than its donors wait for us."""
+"""A state waits this long for steps that come too slowly: less than its donors wait for us."""
 
 _TOLD = 16
 """More steps of one member than it can still have."""
@@ -485,7 +485,7 @@ class CatchUp:
         return self._vectors[averaging]
 
     async def give_up(self, took_s: float) -> str | None:
-        """The reason why nothing leads on from our state, after so many seconds; None if nothing is missing.
+        """The reason why nothing has led on from our state for this time; None if nothing is missing.
 
         If something is, nobody is followed any more: with the next state it is tried anew. It is told once until this
         peer takes part.

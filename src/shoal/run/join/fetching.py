@@ -51,7 +51,7 @@ class Patience:
         return 0.0 if self._used_up and left_s < _ENOUGH_S else left_s
 
     def waited(self, seconds: float, since: float) -> None:
-        """So long was waited in vain, from then on (local time, seconds)."""
+        """The trainer waited in vain for these seconds, from `since` on (local time, seconds)."""
         recovers = self._used_up and self._budget.left_s(since) < _ENOUGH_S
         self._budget.pay(seconds, since + seconds)
         self._used_up = recovers or self._budget.left_s(since + seconds) < _USED_UP_S

@@ -30,7 +30,7 @@ _LOCK_WITHIN_S = 60.0
 """The longest wait for the parameters. What needed them is left out then, or tried again."""
 
 _DEALS = 16
-"""So many are kept for a sampler, which looks whenever it draws: a loop may call `step` several times between."""
+"""The number of deals that are kept for a sampler: a loop may call `step` several times between two of its draws."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Update:
 
 
 class Replaced(NamedTuple):
-    """The state in whose place a checkpoint is loaded: see `OwnState`."""
+    """The state that a loaded checkpoint replaces: see `OwnState`."""
 
     name: StateName
     committed: Committed

@@ -46,7 +46,7 @@ MOST_KEPT = 2 * KEPT
 """With those that are being sent. A follower that is still being sent an older one is told that it is gone."""
 
 SPARE_BYTES = 256 << 20
-"""Of those that are being sent, beside the last `KEPT`: all together."""
+"""The most bytes of steps that are being sent, beside the last `KEPT`, all together."""
 
 MAX_FOLLOWERS = 16
 MAX_WANTED = 16
@@ -58,7 +58,7 @@ _FETCH_WITHIN_S = 10.0
 """A follower that was told of `MOST_KEPT` steps, and has got none within this time, makes way when others wait."""
 
 _SEND_WITHIN_S = 30.0
-"""A follower that takes nothing for so long is dropped."""
+"""A follower that takes nothing for this time is dropped."""
 
 _Answer = StepsFrom | StepTaken | StepBytes | StepGone
 

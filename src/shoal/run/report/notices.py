@@ -28,7 +28,7 @@ _DOWNLOADS_TOLD = 4
 """A newcomer may need some downloads to catch up; a peer that never does is told why."""
 
 _ROUNDS_TOLD, _LONG_ROUND_S, _MUCH_OF_IT = 3, 2.0, 0.5
-"""Rounds in a row that last so long, and take so much of the time, are told."""
+"""Rounds in a row are told that last at least this long, and take more than this part of the time."""
 
 _OPTIONS_SHOWN = 4
 _CHANGES_APART = 10
@@ -36,7 +36,7 @@ _CHANGES_APART = 10
 
 _REMEMBERED = 256
 _REFUSED_S = 5.0
-"""A peer whose state is not taken is named after so many seconds."""
+"""A peer whose state is not taken is named after this time, seconds."""
 
 
 class Notices:
@@ -81,7 +81,7 @@ class Notices:
         return value is not None and value is not False and value != before
 
     def absent(self, given_up: Iterable[tuple[PeerID, int]]) -> None:
-        """Rounds no longer wait for these peers, after so many rounds that they have missed."""
+        """Rounds no longer wait for these peers; each comes with the number of rounds that it has missed."""
         for peer, missed in given_up:
             self.warn(
                 f"{peer.short()} says that it is at our state, but it does not come ({missed} rounds have waited for "
@@ -279,7 +279,7 @@ class Notices:
         )
 
     def lacks(self, missing: int, quorum: int) -> None:
-        """This peer has trained for long enough, and so many others are missing for a merge. Once until they come."""
+        """This peer has trained enough, and these many others are missing for a merge. Told once until they come."""
         if self._note("lacks", bool(missing)):
             self.warn(
                 f"run {self._run_id!r}: nothing is merged, as the strategy's quorum is {quorum}, and only "
@@ -395,7 +395,7 @@ class Notices:
             )
 
     def first_dropped(self, dropped: int, computed: int) -> None:
-        """So many of the samples that this peer has computed went into no step."""
+        """This number of the samples that this peer has computed went into no step."""
         if self._tells_of_model:
             self._events.emit(SamplesDropped(run_id=self._run_id, dropped=dropped, computed=computed))
 

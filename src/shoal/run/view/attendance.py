@@ -1,4 +1,4 @@
-"""Attendance: which peers come to the rounds, so that rounds do not wait in vain again and again. Pure bookkeeping.
+"""Attendance: the stragglers of a search, so that rounds do not wait in vain again and again. Pure bookkeeping.
 
 A peer may say that it is at our state and yet be in none of the groups: others cannot reach it, or it cannot find them.
 Each round would wait a whole window for it. So once a peer has missed two rounds in a row, rounds do not wait for it
@@ -35,7 +35,7 @@ from shoal.base.peer import PeerID
 __all__ = ["Attendance"]
 
 _STRANGERS_S = 4.0
-"""Rounds wait in vain for strangers for so long in all."""
+"""The time for which rounds wait in vain for all strangers together, seconds."""
 
 _STRANGERS_PART, _KNOWN_PART = 0.02, 0.1
 """The share of the time that is added to `_STRANGERS_S`, and to the two windows for contributors."""
@@ -69,7 +69,7 @@ class _Awaited:
         return self.budget.left_s(self._since)
 
     def over(self, now: float, least_s: float = 0.0) -> bool:
-        """Whether this search has waited for that, and for so long at least."""
+        """Whether this search has waited for that, and for `least_s` at least."""
         return now > self._since + max(least_s, 0.0 if self.budget.is_spent(now) else self.patience_s)
 
     def formed(self, members: Collection[PeerID], now: float) -> set[PeerID]:
@@ -121,7 +121,7 @@ class Attendance:
         self.contributors, self.alone = peers, alone
 
     def search(self, patience_s: float = math.inf) -> None:
-        """A search for a group begins. If most are there, it waits for the others for so long at most."""
+        """A search for a group begins. If most are there, it waits for the others for `patience_s` at most."""
         self._since, self.patience_s = {}, min(self._window_s, max(WORTH_S, patience_s))
         for awaited in (self._known, self._beside, self._alone):
             awaited.begin()

@@ -1,4 +1,4 @@
-"""The companions of a peer: members of its last round that will soon be at its state. Pure bookkeeping.
+"""The companions of a peer: members of its last round that will soon be at its state; and the stragglers among them.
 
 The first peer that has an average takes it. It then has a new state, which the others have not named yet: a trainer is
 in the middle of its batch, or a commit is still on its way. The others have the same average and will be here soon. So
@@ -60,7 +60,7 @@ class Companions:
     def share(
         self, members: Collection[PeerID], before: StateKey, round_s: float, *, gave: Collection[PeerID] | None = None
     ) -> None:
-        """A round of so many seconds gave its members the same new state.
+        """A round gave its members the same new state.
 
         Args:
             members: of the round.
@@ -131,7 +131,7 @@ class Companions:
         return True
 
     def _charge(self, peer: PeerID, epochs: float) -> None:
-        """This peer was waited for in vain, for so many epochs."""
+        """This peer was waited for in vain, for this number of epochs."""
         self._charged.failed(peer, self._rounds + 1, weight=epochs)  # the next round is the first without it
 
     @property

@@ -11,10 +11,10 @@ __all__ = ["Contribution", "Dropped", "RateMeter"]
 _PERIOD_S, _NEW_SHARE = 0.5, 0.3
 
 _LOST, _LOST_S = 5, 5.0
-"""A peer is told if so many states in a row, and in so much time, went by without its samples."""
+"""A peer is told if this number of states in a row, and this time, went by without its samples."""
 
 _LOOKED_AT, _PART = 30, 5
-"""So many states are looked at together. A peer is told if its samples count in no more than a fifth of them."""
+"""The number of states that are looked at together. A peer is told if its samples count in no more than a fifth."""
 
 
 _HOUR_S, _LEAST_S, _MUCH, _FEW_BATCHES = 3600.0, 60.0, 0.1, 2
@@ -28,8 +28,8 @@ class Dropped(NamedTuple):
     Attributes:
         samples: that went into none.
         computed: in all.
-        seconds: in so much time.
-        cut: so many of these samples were given to a round beyond what this peer may give at once.
+        seconds: the time in which that was.
+        cut: those of these samples that were given to a round beyond what this peer may give at once.
     """
 
     samples: int
@@ -54,7 +54,7 @@ class RateMeter:
         self._last: tuple[int, int, float] | None = None
 
     def count(self, samples: int) -> None:
-        """So many were processed, whether they counted for a step or not."""
+        """A batch of these samples was processed, whether they counted for a step or not."""
         self.processed += samples
         self.batches += 1
 
@@ -111,7 +111,7 @@ class Contribution:
         return self.in_vain + self._left_out
 
     def leave_out(self, samples: int) -> None:
-        """So many samples go into no step, and no warning of lost ones is due.
+        """These samples go into no step, and no warning of lost ones is due.
 
         Their gradients cannot be summed, which `Notices.accumulated` tells; or the run was over when they came.
         """
@@ -144,11 +144,11 @@ class Contribution:
         return Dropped(min(samples, computed), computed, now - since, cut) if much else None
 
     def was_cut(self, samples: int) -> None:
-        """So many were given to a round that counted, beyond what this peer may give at once."""
+        """These samples were given to a round that counted, beyond what this peer may give at once."""
         self._cut += samples
 
     def settle(self, contributed: int, processed: int, held: int) -> None:
-        """Of the samples that were computed, these are in this peer's state, and `held` may still go into a step."""
+        """Of the samples `processed`, `contributed` are in the state, and `held` may still go into a step."""
         self.contributed = contributed
         # A batch is held before it is counted as computed, so another thread may see one too many.
         self.in_vain = max(0, processed - contributed - held)
@@ -170,7 +170,7 @@ class Contribution:
             epoch: of the state.
             contributed: samples of this peer that are in it.
             processed: samples that were computed so far.
-            batches: in so many batches.
+            batches: the number of their batches.
             held: samples that are accumulated for the next step.
             now: seconds.
             by: another peer that took the last step to this state alone; None if several did, or this one.

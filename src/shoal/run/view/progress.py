@@ -50,7 +50,7 @@ __all__ = [
 
 _SHOWN = 120
 _FIRST = "strategy", "optimizer"
-"""Of several settings that differ these are named first: others follow from them."""
+"""If several settings differ, these are named first: others follow from them."""
 
 _FROZEN = "frozen tensors"
 _OF_MODEL = "parameter names", _FROZEN
@@ -58,10 +58,10 @@ _OF_MODEL = "parameter names", _FROZEN
 
 _MAX_REMEMBERED, _MAX_TELLERS = 4096, 32
 _ASIDE_S, _LONGEST_ASIDE_S = 60.0, 960.0
-"""A state whose holders did not give it twice does not count for so long."""
+"""The first and the longest pause in which a state does not count that was asked for twice and not given, seconds."""
 
 RELAYED_S = 3.0
-"""A peer's word about other peers holds for so long, unless it is said again or they say something themselves."""
+"""A peer's word about other peers holds for this time, unless it is said again or they say something themselves."""
 
 _LARGEST_RATE = 1e15
 """Samples per second. Rates are added up and taken away again: with larger ones nothing would be left of the others."""
@@ -70,7 +70,7 @@ _ON_ITS_WAY_S = 0.5
 """A word travels for less than this, so we know how late it is at the peer that says it."""
 
 _REFUSED_S = 1.0
-"""A state that is not taken may be taken later: it is looked at again so often."""
+"""A state that is not taken may be taken later: it is looked at again after this time."""
 
 _INVERTED = bytes(range(255, -1, -1))
 
@@ -127,8 +127,8 @@ class Heeded(NamedTuple):
 
 
 Heed = Callable[[StateKey, Mapping[PeerID, StateKey], Collection[PeerID]], Heeded]
-"""Says whose states may be taken by a peer at this state, where each of the others is at such a state, and these of
-them can give it: no client can to a client."""
+"""Says which states may be taken. It is given this peer's state, the state of each other peer, and the others that can
+give theirs: a client cannot give its state to a client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +337,7 @@ class SwarmProgress:
         is_here = self._key in (None, StateKey.of_peer(teller))
         at_state = {"epoch": teller.epoch, "digest": teller.digest, "branch_samples": teller.branch_samples}
         others = list(others) if not self.contributors or teller.contact.peer in self.contributors else []
-        news = self._told_of_unheard(teller, others, now) and is_here
+        news = self._keep_unheard(teller, others, now) and is_here
         for other in others:
             known = self._known.get(other.peer)
             if known is None and other.peer != self._me and other.peer not in self._lost:
@@ -416,7 +416,7 @@ class SwarmProgress:
                 if self.is_false(StateKey.of_peer(word.said)):
                     self._known[peer] = word._replace(said=self._as_known(word.said))
 
-    def _told_of_unheard(self, teller: Progress, others: Sequence[Standing], now: float) -> bool:
+    def _keep_unheard(self, teller: Progress, others: Sequence[Standing], now: float) -> bool:
         """Keep what this peer says of those that do not count here, in place of what it said before. True if news."""
         peer, known, silent = teller.contact.peer, self._known, self._silent
         samples = {each.peer: each.samples for each in others if each.peer not in known or each.peer in silent}
@@ -727,7 +727,7 @@ class SwarmProgress:
 
 
 def _can_give(mine: Progress, others: Mapping[PeerID, Progress]) -> Collection[PeerID]:
-    """Those of the others that this peer can have a state from. A client gives its own to whom it has dialed."""
+    """The others that this peer can have a state from. A client gives its state to the peers that it has dialed."""
     if mine.contact.addresses:
         return others.keys()
     return {peer for peer, progress in others.items() if progress.contact.addresses}
@@ -814,7 +814,7 @@ class _Seen:
         self._rate = sum(max(0.0, self.others[peer].rate) for peer in (*self.here, *self.coming))
 
     def _count(self, peer: PeerID, samples: int, before: int = 0) -> None:
-        """A peer has so many samples, where it had `before`."""
+        """Count the samples of a peer, where it had `before`."""
         if peer in self.asked.absent:
             return
         if peer in self.contributors:
@@ -921,7 +921,7 @@ class _Seen:
         return True
 
     def view(self, mine: Progress) -> SwarmView:
-        """The view of a peer that has so many samples itself."""
+        """The view of the peer that says this of itself."""
         if self._together is None:
             self._together = frozenset({self.peers[0], *self.here, *self.coming})
         if self._coming is None:

@@ -26,7 +26,7 @@ from shoal.run.view.progress import RELAYED_S, SwarmView
 __all__ = ["FEW", "KEEPERS", "Countdown", "Order", "Relay", "look_s", "silence_s", "write_s"]
 
 FEW = 4
-"""So many others are all told directly."""
+"""If there are no more others than this, all are told directly."""
 
 KEEPERS = 2
 """The number of keepers of each state, or of each part of its peers."""
@@ -41,17 +41,17 @@ Then a count is told, again when half as much is left, and so on, and after each
 """
 
 _BATCHES = 1.5
-"""The end of an epoch is near, too, when so many batches of this peer are left."""
+"""The end of an epoch is near, too, when this peer has no more batches left than this."""
 
 _LATE_S = 0.5
-"""An epoch is late so long after its estimated end; then its keepers are looked at."""
+"""An epoch is late this long after its estimated end. Then its keepers are looked at."""
 
 _SILENCE_S, _PEERS_PER_S = 1.0, 16.0
-"""Far from the end of an epoch keepers are told after so long, or at so many peers a second if that takes longer."""
+"""Far from the end of an epoch keepers are told after this time, or at this rate of peers a second if that is later."""
 
 _WRITTEN_PER_S, _READ_PER_S, _LOOK_S = 16.0, 8.0, 5.0
-"""So many peers of a run write to the DHT, and read it, in a second. Once all are known, `_LOOK_S` lie between two
-reads at least."""
+"""The numbers of peers of a run that write to the DHT, and that read it, in a second. Once all are known, two reads are
+`_LOOK_S` apart at least."""
 
 
 class Order:
@@ -116,17 +116,17 @@ class Relay:
 
 
 def silence_s(peers: int) -> float:
-    """Return how long a peer of a swarm of so many says nothing to the keepers, if nothing else makes it speak."""
+    """Return how long a peer says nothing to the keepers, if nothing else makes it speak, in a swarm of `peers`."""
     return max(_SILENCE_S, peers / _PEERS_PER_S)
 
 
 def write_s(peers: int, shortest_s: float) -> float:
-    """Return how often a peer writes to the DHT in a swarm of so many."""
+    """Return how often a peer writes to the DHT in a swarm of `peers`."""
     return max(shortest_s, peers / _WRITTEN_PER_S)
 
 
 def look_s(peers: int) -> float:
-    """Return how often a peer reads the DHT in a swarm of so many, once it knows them all."""
+    """Return how often a peer reads the DHT in a swarm of `peers`, once it knows them all."""
     return max(_LOOK_S, peers / _READ_PER_S)
 
 

@@ -35,7 +35,7 @@ from shoal.run.view.progress import Heeded, StateKey
 __all__ = ["FASTER", "Witness"]
 
 FASTER = 16
-"""A run becomes so many times as fast at most, while this peer does not see it."""
+"""A run becomes at most this many times as fast while this peer does not see it."""
 
 _PATIENCE = 4
 """A stranger is heard for at least this part of the time that the run takes for what this peer would lose."""
@@ -44,7 +44,7 @@ _RESTARTED_S = 120.0
 """Peers that are started again from their checkpoints come within this time."""
 
 _MEASURED, _LEAST_STEPS = 10, 3
-"""The speed of a run is measured over so many steps."""
+"""The speed of a run is measured over this number of steps, and over no fewer than that."""
 
 _AT_FIRST_S = 10.0
 """Those that are heard so soon after this peer has begun were there before."""
@@ -85,7 +85,7 @@ class Witness:
     Args:
         me: this peer.
         given: the peers that its user gave it to begin with.
-        begins_s: a peer has just begun for so long, seconds.
+        begins_s: the time for which a peer has just begun, seconds.
         time: returns the seconds since it began, also those for which the machine slept.
     """
 
@@ -155,7 +155,7 @@ class Witness:
         return None if since is None or not self._speed.step_s else (now - since) / self._speed.step_s
 
     def heeded(self, own: StateKey, named: Mapping[PeerID, StateKey], can_give: Collection[PeerID]) -> Heeded:
-        """Those others whose states this peer may take.
+        """The other peers whose states this peer may take.
 
         Args:
             own: this peer's state.

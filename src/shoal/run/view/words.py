@@ -47,28 +47,28 @@ __all__ = [
 ]
 
 _PART = 3
-"""A key weighs nothing before it has contributed to one of so many of the last steps, on average."""
+"""A key weighs nothing before it has contributed to one in this many of the last steps, on average."""
 
 RECORD = 3
-"""So far it is recorded to how many steps a key has given: it matters no more then."""
+"""The number of steps that a key has given to is recorded up to this: more does not matter."""
 
 _BELIEVED = 2
 """How many times the samples that a peer gave to one of the last steps it may claim for the next one."""
 
 _FASTER = 2
-"""A peer may be so many times as fast as the fastest one of another site."""
+"""A peer may be this many times as fast as the fastest one of another site."""
 
 _GROWS = 1.25
-"""A peer that is faster than that may give so many times the most that it gave to one of the last steps."""
+"""A peer that is faster than that may give this many times the most that it gave to one of the last steps."""
 
 SITE_BYTES = 4
-"""A site is known by so many bytes of its hash."""
+"""A site is known by this number of bytes of its hash."""
 
 MOST_STEPS = 64
-"""A peer that was away gives what it has trained in the time of so many steps at most."""
+"""A peer that was away gives at most what it has trained in the time of this many steps."""
 
 _AHEAD = 64
-"""A peer is recorded with no more than so many times the samples of those of its step who are not so far ahead: liars
+"""A peer is recorded with no more than this many times the samples of those of its step who are not so far ahead: liars
 get no further ahead, however many they are, and a machine that is as much faster counts with all that it does."""
 
 _VOICE = 720_720
@@ -175,7 +175,7 @@ def _none_alone(weights: Mapping[PeerID, int], sites: Mapping[PeerID, bytes]) ->
 
 
 def recorded(gave: Mapping[PeerID, int], most: Mapping[PeerID, float]) -> dict[PeerID, int]:
-    """So many of the samples that each peer gave to a step are kept in the record of the step.
+    """The samples that are kept in the record of a step, of those that each peer gave to it.
 
     Args:
         gave: the samples of each.
@@ -191,7 +191,7 @@ def recorded(gave: Mapping[PeerID, int], most: Mapping[PeerID, float]) -> dict[P
 
 
 def shared_out(said: Mapping[PeerID, int], total: int) -> dict[PeerID, int]:
-    """What each counts for of these samples, where all together gave so many: those that say most are cut, alike."""
+    """What each counts for of these samples, where all together gave `total`: those that say most are cut, alike."""
     left = total
     for place, samples in enumerate(sorted(said.values())):
         peers = len(said) - place

@@ -1,4 +1,4 @@
-"""A round without its network: what happens to one part, on all vectors, in one process."""
+"""A round without its network: what happens to one tile, on all vectors, in one process."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from shoal.averaging.allreduce.partition import Part
-from shoal.averaging.allreduce.vector import PartDigests, Vector
+from shoal.averaging.allreduce.partition import Tile
+from shoal.averaging.allreduce.vector import TileDigests, Vector
 from shoal.protocol.wire import Held
 
-__all__ = ["average_part"]
+__all__ = ["average_tile"]
 
 
-def average_part(
-    vectors: Sequence[Vector], weights: Sequence[float], part: Part, reducer: int, digests: PartDigests
+def average_tile(
+    vectors: Sequence[Vector], weights: Sequence[float], tile: Tile, reducer: int, digests: TileDigests
 ) -> Held:
-    """The reducer averages a part from all vectors, and all get its bytes. Nothing is settled.
+    """The reducer averages a tile from all vectors, and all get its bytes. Nothing is settled.
 
     Args:
         vectors: of equal layout, copied in.
         weights: one for each.
-        part: which.
+        tile: which.
         reducer: the vector that it is averaged in.
         digests: of the round.
 
@@ -29,21 +29,21 @@ def average_part(
         The average, with its digest.
     """
     made = vectors[reducer]
-    made.begin_sum(part, weights[reducer])
+    made.begin_sum(tile, weights[reducer])
     for peer, vector in enumerate(vectors):
         if peer != reducer:
-            data = memoryview(bytearray(vector.contribution(part)))
-            assert data.nbytes == made.encoded_bytes(part), "a contribution has another size than the reducer expects"
-            made.add(part, made.decoded(part, data, weights[peer]), weights[peer])
-    held = Held(part.number, 0, b"", sum(weights), b"")
-    held = replace(held, digest=digests.of(held, made.finish(part, held.weight)))
-    wire = made.average_bytes(part, held, digests)
+            data = memoryview(bytearray(vector.contribution(tile)))
+            assert data.nbytes == made.encoded_bytes(tile), "a contribution has another size than the reducer expects"
+            made.add(tile, made.decoded(tile, data, weights[peer]), weights[peer])
+    held = Held(tile.number, 0, b"", sum(weights), b"")
+    held = replace(held, digest=digests.of(held, made.finish(tile, held.weight)))
+    wire = made.average_bytes(tile, held, digests)
     assert wire is not None, "the reducer of an average can give it"
     assert digests.of(held, wire) == held.digest, "the reducer gives what it has hashed"
     for peer, vector in enumerate(vectors):
         if peer != reducer:
-            landing = vector.landing(part)
+            landing = vector.landing(tile)
             place = memoryview(bytearray(memoryview(wire).nbytes)) if landing is None else landing
             place[:] = memoryview(wire).cast("B")
-            vector.land(part, place)
+            vector.land(tile, place)
     return held

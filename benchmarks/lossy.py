@@ -30,8 +30,8 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.by_hand import average_part
-from shoal.averaging.allreduce.vector import PartDigests, Vector, describe
+from benchmarks.by_hand import average_tile
+from shoal.averaging.allreduce.vector import TileDigests, Vector, describe
 from shoal.compression import (
     BlockwiseQuantization,
     CompressionBase,
@@ -64,8 +64,8 @@ ROWS = 16
 LOCAL_STEPS = 5
 """Steps of each peer between two averages of parameters."""
 
-PART_BYTES = 1 << 16
-DIGESTS = PartDigests(b"benchmarks.lossy")
+TILE_BYTES = 1 << 16
+DIGESTS = TileDigests(b"benchmarks.lossy")
 
 EIGHT_BITS: list[CompressionBase] = [Uniform8BitQuantization(), Quantile8BitQuantization(), BlockwiseQuantization()]
 FOUR_BITS, TWO_BITS = BlockwiseQuantization(bits=4), BlockwiseQuantization(bits=2)
@@ -109,21 +109,21 @@ class Run(NamedTuple):
 
 
 def average(vectors: Sequence[Vector], weights: Sequence[float], rng: random.Random) -> None:
-    """A round without its network: every part from all peers, all of them end with the reducer's bytes."""
+    """A round without its network: every tile from all peers, all of them end with the reducer's bytes."""
     for vector, weight in zip(vectors, weights, strict=True):
         assert vector.copy_in(weight=weight) is None
     names = {vector.reference_name for vector in vectors}
     for vector in vectors:
         vector.agree(on_reference=names != {b""})
     numel = vectors[0].layout.numel
-    slices = [numel // len(vectors)] * len(vectors)
-    slices[-1] += numel - sum(slices)
+    shares = [numel // len(vectors)] * len(vectors)
+    shares[-1] += numel - sum(shares)
     reducers = rng.sample(range(len(vectors)), len(vectors))
-    for part in vectors[0].parts(slices, PART_BYTES):
-        reducer = reducers[part.reducer]
-        average_part(vectors, weights, part, reducer, DIGESTS)
+    for tile in vectors[0].tiles(shares, TILE_BYTES):
+        reducer = reducers[tile.reducer]
+        average_tile(vectors, weights, tile, reducer, DIGESTS)
         for peer, vector in enumerate(vectors):
-            vector.settle(part, averaged_here=peer == reducer)
+            vector.settle(tile, averaged_here=peer == reducer)
     for vector in vectors:
         vector.name_reference(b"one after the other")
         vector.overwrite()

@@ -129,7 +129,7 @@ class Row:
 
 
 def plan(members: Sequence[Member]) -> tuple[list[int], int]:
-    """Equal slices: nothing is reduced here."""
+    """Equal shares: nothing is reduced here."""
     return [1] * len(members), 1024
 
 

@@ -50,8 +50,8 @@ def allowed_s(args: argparse.Namespace, compression: str) -> float:
     """What the links allow."""
     encoded = codec(compression).encoded_bytes(args.numel, torch.float32)
     rates = [rate * 1e6 / 8 for rate in [*args.up_mbit, *[args.rate] * args.peers][: args.peers]]
-    slices = balance(args.numel, rates, [True] * args.peers)
-    return cost([size / args.numel for size in slices], rates) * encoded
+    shares = balance(args.numel, rates, [True] * args.peers)
+    return cost([size / args.numel for size in shares], rates) * encoded
 
 
 async def compare(args: argparse.Namespace, net: Emulator) -> list[tuple[str, Contender]]:

@@ -49,7 +49,7 @@ class Sent:
 
     Attributes:
         bytes: by kind.
-        messages: by kind; of values, their parts.
+        messages: by kind; of values, their tiles.
         begin: the bytes of the largest `Begin`.
     """
 

@@ -87,8 +87,8 @@ class Gate:
                 changed = msgspec.structs.replace(message, held=[_flip(each) for each in held])
             case PartAverage(held=held):
                 changed = PartAverage(_flip(held))
-            case Commit(parts=parts):
-                changed = msgspec.structs.replace(message, parts=[_flip(each) for each in parts])
+            case Commit(tiles=tiles):
+                changed = msgspec.structs.replace(message, tiles=[_flip(each) for each in tiles])
         header = encode(changed)
         return head[:1] + len(header).to_bytes(4, "big") + head[5:9] + header
 

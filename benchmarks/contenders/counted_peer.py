@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.contenders.shoal_peer import ShoalPeer
 from benchmarks.contenders.worker import serve
-from shoal.averaging.allreduce.vector import PartDigests, Vector
+from shoal.averaging.allreduce.vector import TileDigests, Vector
 from shoal.transport import sealed
 from shoal.transport.connection import TcpConnection
 from shoal.transport.layers import ReceiveBuffer
@@ -24,7 +24,7 @@ class Touched:
             self._wrap(Vector, name, lambda vector, *_: 4 * vector.layout.numel)
         for name in ("begin_sum", "decoded", "add", "finish", "land"):
             self._wrap(Vector, name, lambda vector, part, *_: vector.encoded_bytes(part))
-        self._wrap(PartDigests, "of", lambda _, held, data: memoryview(data).nbytes, "digest")
+        self._wrap(TileDigests, "of", lambda _, held, data: memoryview(data).nbytes, "digest")
         self._wrap(sealed._Key, "seal", lambda _, plain, record: len(plain))  # noqa: SLF001
         self._wrap(sealed._Key, "open_into", lambda _, record, plain: len(plain), "open")  # noqa: SLF001
         self._wrap(TcpConnection, "_flush", lambda _, data: len(data), "written")

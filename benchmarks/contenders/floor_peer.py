@@ -1,5 +1,5 @@
 """The least that a round of shoal can be: its bytes over its connections, with the passes over memory that it cannot do
-without, and nothing else. No group is formed, nothing is decided: all know in which order parts come, nobody is lost.
+without, and nothing else. No group is formed, nothing is decided: all know in which order tiles come, nobody is lost.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.contenders.transport_peer import TransportPeer
 from benchmarks.contenders.worker import Options, Times, now, serve
-from shoal.averaging.allreduce.partition import Part
-from shoal.averaging.allreduce.vector import PartDigests, Vector, describe
+from shoal.averaging.allreduce.partition import Tile
+from shoal.averaging.allreduce.vector import TileDigests, Vector, describe
 from shoal.base.peer import Address
 from shoal.compression import codec_by_name
 from shoal.protocol.wire import Held
@@ -26,8 +26,8 @@ class FloorPeer(TransportPeer):
         super().__init__(options, tensor)
         self.vector = Vector([tensor], describe([tensor], [codec_by_name(options.compression)]))
         even, more = divmod(options.numel, options.peers)
-        self.parts = self.vector.parts([even + (rank < more) for rank in range(options.peers)], self.part_bytes)
-        self.digests = PartDigests(bytes(16))
+        self.tiles = self.vector.tiles([even + (rank < more) for rank in range(options.peers)], self.tile_bytes)
+        self.digests = TileDigests(bytes(16))
         self.missing: dict[int, int] = {}
         self.done: dict[int, asyncio.Event] = {}
 
@@ -45,8 +45,8 @@ class FloorPeer(TransportPeer):
 
     async def exchange(self) -> None:
         mine = list(self.owned(self.options.rank))
-        self.missing = {part.number: len(self.accepted) for part in mine}
-        self.done = {part.number: asyncio.Event() for part in mine}
+        self.missing = {tile.number: len(self.accepted) for tile in mine}
+        self.done = {tile.number: asyncio.Event() for tile in mine}
         works = []
         for reducer, connection in self.to_reducer.items():
             works += [self.contribute(connection, reducer), self.land(connection, reducer)]
@@ -54,40 +54,40 @@ class FloorPeer(TransportPeer):
             works += [self.reduce(connection, mine), self.give(connection, mine)]
         await asyncio.gather(*works)
 
-    def owned(self, rank: int) -> Iterator[Part]:
-        return (part for part in self.parts if part.reducer == rank)
+    def owned(self, rank: int) -> Iterator[Tile]:
+        return (tile for tile in self.tiles if tile.reducer == rank)
 
     async def contribute(self, connection: Connection, reducer: int) -> None:
-        for part in self.owned(reducer):
-            await connection.write(self.vector.contribution(part))
+        for tile in self.owned(reducer):
+            await connection.write(self.vector.contribution(tile))
 
-    async def reduce(self, connection: Connection, mine: list[Part]) -> None:
-        buffer = memoryview(bytearray(self.part_bytes))
-        for part in mine:
-            data = buffer[: self.vector.encoded_bytes(part)]
+    async def reduce(self, connection: Connection, mine: list[Tile]) -> None:
+        buffer = memoryview(bytearray(self.tile_bytes))
+        for tile in mine:
+            data = buffer[: self.vector.encoded_bytes(tile)]
             await connection.readinto(data)
-            if self.missing[part.number] == len(self.accepted):
-                self.vector.begin_sum(part, 1.0)
-            self.vector.add(part, self.vector.decoded(part, data, 1.0), 1.0)
-            self.missing[part.number] -= 1
-            if not self.missing[part.number]:
-                held = Held(part.number, 0, b"", self.options.peers, b"")
-                self.digests.of(held, self.vector.finish(part, held.weight))
-                self.done[part.number].set()
+            if self.missing[tile.number] == len(self.accepted):
+                self.vector.begin_sum(tile, 1.0)
+            self.vector.add(tile, self.vector.decoded(tile, data, 1.0), 1.0)
+            self.missing[tile.number] -= 1
+            if not self.missing[tile.number]:
+                held = Held(tile.number, 0, b"", self.options.peers, b"")
+                self.digests.of(held, self.vector.finish(tile, held.weight))
+                self.done[tile.number].set()
 
-    async def give(self, connection: Connection, mine: list[Part]) -> None:
-        for part in mine:
-            await self.done[part.number].wait()
-            wire = self.vector.ready_bytes(part)
+    async def give(self, connection: Connection, mine: list[Tile]) -> None:
+        for tile in mine:
+            await self.done[tile.number].wait()
+            wire = self.vector.ready_bytes(tile)
             assert wire is not None, "it is finished"
             await connection.write(wire)
 
     async def land(self, connection: Connection, reducer: int) -> None:
-        buffer = memoryview(bytearray(self.part_bytes))
-        for part in self.owned(reducer):
-            data = self.vector.landing(part) or buffer[: self.vector.encoded_bytes(part)]
+        buffer = memoryview(bytearray(self.tile_bytes))
+        for tile in self.owned(reducer):
+            data = self.vector.landing(tile) or buffer[: self.vector.encoded_bytes(tile)]
             await connection.readinto(data)
-            self.vector.land(part, data)
+            self.vector.land(tile, data)
 
     def result(self, tensor: torch.Tensor) -> tuple[torch.Tensor, float | None]:
         return tensor, None

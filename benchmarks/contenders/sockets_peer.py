@@ -1,6 +1,6 @@
 """Plain asyncio sockets that send what a round sends, in the same order, and nothing else: what TCP itself can reach.
 
-Each peer has two connections with each other one. On the one that it dialed it sends its contributions to the parts
+Each peer has two connections with each other one. On the one that it dialed it sends its contributions to the tiles
 that the other owns, and gets their averages back; on the one that it accepted it is the other way round. So what goes
 from a peer to another one goes on a connection for contributions and one for averages. An average is sent when the
 contributions of all have come. Nothing is encrypted, encoded or added up: a codec only says how many bytes there are.
@@ -19,7 +19,7 @@ import torch
 from benchmarks.contenders.own_loop import OwnLoop
 from benchmarks.contenders.worker import Contender, Options, Times, now, serve
 
-PART_BYTES = 1 << 20
+TILE_BYTES = 1 << 20
 
 
 class SocketsPeer(OwnLoop, Contender):
@@ -33,8 +33,8 @@ class SocketsPeer(OwnLoop, Contender):
         itemsize = {"none": 4, "float16": 2}.get(options.compression, 1)
         values = options.numel // options.peers * itemsize // tensor.element_size()
         nbytes = values * tensor.element_size()
-        count = -(-nbytes // (options.part_bytes or PART_BYTES))
-        self.parts = list(pairwise(nbytes * number // count for number in range(count + 1)))
+        count = -(-nbytes // (options.part_bytes or TILE_BYTES))
+        self.tiles = list(pairwise(nbytes * number // count for number in range(count + 1)))
         self.received = [torch.zeros(values) for _ in range(2 * (options.peers - 1))]
         self.dialed: list[socket.socket] = []
         self.accepted: list[socket.socket] = []
@@ -62,23 +62,23 @@ class SocketsPeer(OwnLoop, Contender):
 
     async def exchange(self) -> None:
         """Everything of one round."""
-        missing = [len(self.accepted)] * len(self.parts)
-        complete = [asyncio.Event() for _ in self.parts]
+        missing = [len(self.accepted)] * len(self.tiles)
+        complete = [asyncio.Event() for _ in self.tiles]
         source = self.tensor.numpy().data.cast("B")
         averages, contributions = self.received[: len(self.dialed)], self.received[len(self.dialed) :]
 
         async def contribute(sock: socket.socket) -> None:
-            for start, stop in self.parts:
+            for start, stop in self.tiles:
                 await self.loop.sock_sendall(sock, source[start:stop])
 
         async def give(sock: socket.socket) -> None:
-            for event, (start, stop) in zip(complete, self.parts, strict=True):
+            for event, (start, stop) in zip(complete, self.tiles, strict=True):
                 await event.wait()
                 await self.loop.sock_sendall(sock, source[start:stop])
 
         async def take(sock: socket.socket, target: torch.Tensor, *, counts: bool) -> None:
             place = target.numpy().data.cast("B")
-            for number, (start, stop) in enumerate(self.parts):
+            for number, (start, stop) in enumerate(self.tiles):
                 while start < stop:
                     count = await self.loop.sock_recv_into(sock, place[start:stop])
                     if not count:

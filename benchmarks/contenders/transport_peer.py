@@ -16,7 +16,7 @@ from shoal.protocol.identity import Identity
 from shoal.transport.base import Connection
 from shoal.transport.tcp import TcpTransport
 
-PART_BYTES = 1 << 20
+TILE_BYTES = 1 << 20
 
 
 class TransportPeer(OwnLoop, Contender):
@@ -26,8 +26,8 @@ class TransportPeer(OwnLoop, Contender):
         OwnLoop.__init__(self)
         itemsize = {"none": 4, "float16": 2}.get(options.compression, 1)
         self.options, self.tensor = options, tensor
-        self.part_bytes = options.part_bytes or PART_BYTES
-        self.slice_bytes = options.numel // options.peers * itemsize
+        self.tile_bytes = options.part_bytes or TILE_BYTES
+        self.share_bytes = options.numel // options.peers * itemsize
         self.dialed: list[Connection] = []
         self.accepted: list[Connection] = []
         self.complete = asyncio.Event()
@@ -57,7 +57,7 @@ class TransportPeer(OwnLoop, Contender):
 
         self.run(dial())
         itemsize = self.tensor.element_size()
-        self.received = [torch.zeros(self.slice_bytes // itemsize) for _ in range(2 * (self.options.peers - 1))]
+        self.received = [torch.zeros(self.share_bytes // itemsize) for _ in range(2 * (self.options.peers - 1))]
 
     def average(self) -> Times:
         called = now()
@@ -73,12 +73,12 @@ class TransportPeer(OwnLoop, Contender):
         await asyncio.gather(*works)
 
     async def send(self, connection: Connection, source: memoryview) -> None:
-        for start in range(0, self.slice_bytes, self.part_bytes):
-            await connection.write(source[start : min(start + self.part_bytes, self.slice_bytes)])
+        for start in range(0, self.share_bytes, self.tile_bytes):
+            await connection.write(source[start : min(start + self.tile_bytes, self.share_bytes)])
 
     async def receive(self, connection: Connection, target: memoryview) -> None:
-        for start in range(0, self.slice_bytes, self.part_bytes):
-            await connection.readinto(target[start : start + self.part_bytes])
+        for start in range(0, self.share_bytes, self.tile_bytes):
+            await connection.readinto(target[start : start + self.tile_bytes])
 
     def result(self, tensor: torch.Tensor) -> tuple[torch.Tensor, float | None]:
         """The sum of what all others sent to us; each sent the beginning of its values."""

@@ -48,7 +48,7 @@ class Case(NamedTuple):
         role: `sender` (the member without bandwidth), `reducer` or `coordinator`.
         moment: see `MOMENTS`.
         what: `kill`, `stop`, `slow`, or what is sent from then on (`tests.corruption.KINDS`).
-        after: how many parts are sent or reduced first, for these two moments.
+        after: how many tiles are sent or reduced first, for these two moments.
     """
 
     role: str
@@ -202,7 +202,7 @@ def hook() -> None:
     _before(Matchmaker, "form_group", "searching")
     _before(Stream, "send", "sending", if_=lambda _, message, *__: isinstance(message, PartData))
     _before(Contributions, "contributed", "reducing")
-    # A member holds all and has not reported the last part yet; the coordinator has decided, and told nobody.
+    # A member holds all and has not reported the last tile yet; the coordinator has decided, and told nobody.
     _after(MemberRules, "averaged", "before commit", if_=lambda rules, _: rules.commit is None and not rules.missing())
     _after(CommitRules, "commit", "before commit", if_=lambda _, decided: bool(decided))
     _before(MemberRules, "committed", "after commit")

@@ -62,7 +62,7 @@ from shoal.rpc import Endpoint, Limits, Stream
 from shoal.rpc.framing import Kind, pack
 from shoal.transport.base import Connection
 from shoal.transport.tcp import TcpTransport
-from tests.integration.abuse_victim import NUMEL, PART_BYTES, PREFIX
+from tests.integration.abuse_victim import NUMEL, PREFIX, TILE_BYTES
 from tests.integration.workers import LONG_S, Talk
 from tests.property.test_wire import MESSAGES, _mutate
 from tests.sim.rpc_kit import ByHand, call_frame, open_frame
@@ -401,11 +401,11 @@ def test_streams_that_are_none(swarm: Swarm) -> None:
 # ------------------------------------------------------------------------------------------------ a member of the group
 
 HELD = Held(0, 0, b"\x07", 3.0, b"d" * 16)
-SIZES = sorted({0, 1, 4, 100, PART_BYTES - 4, PART_BYTES, PART_BYTES + 4, 1 << 20})
+SIZES = sorted({0, 1, 4, 100, TILE_BYTES - 4, TILE_BYTES, TILE_BYTES + 4, 1 << 20})
 
 CONTRIBUTIONS: list[tuple[Message, bytes]] = [
     *((PartData(0, 0, weight), b"x" * size) for weight in (0.0, 1.0, math.nan, -1.0, 1e300) for size in SIZES[:4]),
-    *((PartData(part, attempt, 1.0), b"") for part in (-1, 9999, 1 << 62) for attempt in (-1, 0, 1 << 62)),
+    *((PartData(tile, attempt, 1.0), b"") for tile in (-1, 9999, 1 << 62) for attempt in (-1, 0, 1 << 62)),
     (PartRequest(-5, 0), b""),
     (PartRequest(0, 1 << 62), b"x"),
     (PartAverage(HELD), b"\xff" * 400),
@@ -414,8 +414,8 @@ CONTRIBUTIONS: list[tuple[Message, bytes]] = [
 ]
 AVERAGES: list[tuple[Message, bytes]] = [
     *(
-        (PartAverage(Held(part, attempt, b"\x07", 3.0, b"d" * 16)), b"\xff" * 100)
-        for part in (-1, 0, 9)
+        (PartAverage(Held(tile, attempt, b"\x07", 3.0, b"d" * 16)), b"\xff" * 100)
+        for tile in (-1, 0, 9)
         for attempt in (0, 9)
     ),
     (PartAverage(Held(0, 0, b"", math.nan, b"d" * 16)), b""),
@@ -500,7 +500,7 @@ class HostileMember:
             await control.send(REPORTS[self.number % len(REPORTS)])
 
     async def serve(self, stream: Stream[Any, Any], opening: Reduce) -> None:
-        """As the owner of a slice: nonsense for everybody, whatever they contribute."""
+        """As the owner of a share: nonsense for everybody, whatever they contribute."""
         message, payload = AVERAGES[self.number % len(AVERAGES)]
         await stream.send(message, payload or None)
         while (received := await stream.recv()) is not None:
@@ -508,7 +508,7 @@ class HostileMember:
 
 
 def test_members_of_the_group_that_send_nonsense(swarm: Swarm) -> None:
-    """Absurd parts, attempts, weights, sizes, values, averages, reports: rounds go on with the good ones."""
+    """Absurd tiles, attempts, weights, sizes, values, averages, reports: rounds go on with the good ones."""
     joined = 0
 
     async def work() -> None:

@@ -1,9 +1,9 @@
-"""The commit rule as a pure model: three peers, two parts, every order of messages, crashes and suspicions.
+"""The commit rule as a pure model: three peers, two tiles, every order of messages, crashes and suspicions.
 
 This is the specification that `docs/decisions/0001-commit-and-fork-rules.md` puts in words;
 `shoal.averaging.allreduce.commit` follows it. A state is a tuple of small tuples, so that all reachable states can be
 held in a set. What is *not* modelled is over-approximated: contributions are not messages here, a reducer may finish
-the average of its part at any moment; a member may learn a commit from any living peer that knows it, at any moment.
+the average of its tile at any moment; a member may learn a commit from any living peer that knows it, at any moment.
 More can happen here than in the protocol.
 
 Some peers may be *auxiliary*: they average what they own, and want no averages. They hold what they averaged themselves
@@ -15,7 +15,7 @@ deciding. It does so while more than `MIN_GROUP` are left, and need not do so at
 A member may *doubt* the coordinator, wrongly too: it has been silent. Then it asks the others, and gives up when none
 of them may still learn the verdict. A member that gives up is out of the round, as if it had crashed.
 
-An average is named by (part, attempt): the model checks that no two peers ever finish the same one, so equal names mean
+An average is named by (tile, attempt): the model checks that no two peers ever finish the same one, so equal names mean
 equal bytes.
 """
 
@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 PEERS = (0, 1, 2)
-PARTS = (0, 1)
+TILES = (0, 1)
 COORDINATOR = 0
 MIN_GROUP = 2
 NONE = -1
@@ -34,7 +34,7 @@ Pair = tuple[int, int]
 
 
 class Member(NamedTuple):
-    """What one peer knows: per part the attempt and reducer it believes in, and the attempt that it holds."""
+    """What one peer knows: per tile the attempt and reducer it believes in, and the attempt that it holds."""
 
     attempt: Pair
     reducer: Pair
@@ -50,14 +50,14 @@ class State(NamedTuple):
     aside: bool | None  # whether the coordinator has stepped aside; None: it never does
     alive: tuple[bool, bool, bool]
     members: tuple[Member, Member, Member]
-    finished: tuple[tuple[int, ...], tuple[int, ...]]  # per part: attempts that somebody averaged, in that order
+    finished: tuple[tuple[int, ...], tuple[int, ...]]  # per tile: attempts that somebody averaged, in that order
     suspects: frozenset[int]
     attempt: Pair  # the coordinator's assignment
     reducer: Pair
     reported: tuple[Pair, Pair, Pair]  # what the coordinator knows each member to hold
     commit: Pair | None
     aborted: bool
-    averages: frozenset[tuple[int, int, int, int]]  # (part, attempt, sender, receiver) on the way
+    averages: frozenset[tuple[int, int, int, int]]  # (tile, attempt, sender, receiver) on the way
     reports: tuple[tuple[Pair, ...], ...]  # member -> coordinator, in order
     control: tuple[tuple[object, ...], ...]  # coordinator -> member, in order
     doubts: frozenset[int] | None = None  # who doubts the coordinator, or has; None: nobody ever does
@@ -116,16 +116,16 @@ def _with_member(state: State, peer: int, member: Member) -> State:
     return state
 
 
-def _hold(state: State, peer: int, part: int, attempt: int) -> State:
+def _hold(state: State, peer: int, tile: int, attempt: int) -> State:
     member = state.members[peer]
-    if attempt < member.attempt[part] or member.held[part] >= attempt:
+    if attempt < member.attempt[tile] or member.held[tile] >= attempt:
         return state  # older bytes are void
-    if member.commit is not None and attempt != member.commit[part]:
+    if member.commit is not None and attempt != member.commit[tile]:
         return state
     return _with_member(
         state,
         peer,
-        member._replace(attempt=_put(member.attempt, part, attempt), held=_put(member.held, part, attempt)),
+        member._replace(attempt=_put(member.attempt, tile, attempt), held=_put(member.held, tile, attempt)),
     )
 
 
@@ -135,50 +135,50 @@ def _send(state: State, peers: Iterator[int] | frozenset[int], message: object) 
     return state
 
 
-def _assigned(state: State, peer: int, part: int, attempt: int, reducer: int) -> State:
+def _assigned(state: State, peer: int, tile: int, attempt: int, reducer: int) -> State:
     """A member processes Assign."""
     member = state.members[peer]
-    if member.commit is not None or attempt < member.attempt[part]:
+    if member.commit is not None or attempt < member.attempt[tile]:
         return state
-    held = member.held if member.held[part] >= attempt else _put(member.held, part, NONE)
+    held = member.held if member.held[tile] >= attempt else _put(member.held, tile, NONE)
     member = member._replace(
-        attempt=_put(member.attempt, part, attempt), reducer=_put(member.reducer, part, reducer), held=held
+        attempt=_put(member.attempt, tile, attempt), reducer=_put(member.reducer, tile, reducer), held=held
     )
     # The member's loss of an old average needs no report: the coordinator raised the attempt itself.
     state = state._replace(members=_put(state.members, peer, member))
-    asks = state.contributes[peer] and held[part] == NONE and reducer != peer
-    if asks and state.alive[reducer] and state.members[reducer].held[part] >= attempt:
-        theirs = state.members[reducer].held[part]
-        state = state._replace(averages=state.averages | {(part, theirs, reducer, peer)})
+    asks = state.contributes[peer] and held[tile] == NONE and reducer != peer
+    if asks and state.alive[reducer] and state.members[reducer].held[tile] >= attempt:
+        theirs = state.members[reducer].held[tile]
+        state = state._replace(averages=state.averages | {(tile, theirs, reducer, peer)})
     return state
 
 
 def _need(state: State, live: list[int]) -> list[int]:
-    """The members that must hold every part before the commit: those that contribute."""
+    """The members that must hold every tile before the commit: those that contribute."""
     return [peer for peer in live if state.contributes[peer]]
 
 
 def _suspect(state: State, lost: int) -> State:
-    """The coordinator leaves `lost` out: another reducer holds its parts already, or averages them again."""
+    """The coordinator leaves `lost` out: another reducer holds its tiles already, or averages them again."""
     state = state._replace(suspects=state.suspects | {lost})
     live = [peer for peer in PEERS if peer not in state.suspects]
     need = _need(state, live)
     if len(live) < MIN_GROUP or not need:
         return state._replace(aborted=True)
-    for part in PARTS:
-        if state.reducer[part] != lost:
+    for tile in TILES:
+        if state.reducer[tile] != lost:
             continue
-        holders = [peer for peer in live if state.reported[peer][part] == state.attempt[part]]
+        holders = [peer for peer in live if state.reported[peer][tile] == state.attempt[tile]]
         if set(need) <= set(holders):
             continue
-        attempt = state.attempt[part] if holders else state.attempt[part] + 1
+        attempt = state.attempt[tile] if holders else state.attempt[tile] + 1
         reducer = (holders or live)[0]
-        state = state._replace(attempt=_put(state.attempt, part, attempt), reducer=_put(state.reducer, part, reducer))
+        state = state._replace(attempt=_put(state.attempt, tile, attempt), reducer=_put(state.reducer, tile, reducer))
         for peer in live:
             if peer == COORDINATOR:
-                state = _assigned(state, peer, part, attempt, reducer)
+                state = _assigned(state, peer, tile, attempt, reducer)
             else:
-                state = _send(state, frozenset({peer}), ("assign", part, attempt, reducer))
+                state = _send(state, frozenset({peer}), ("assign", tile, attempt, reducer))
     return state
 
 
@@ -191,11 +191,11 @@ def _forget(state: State) -> State:
         elif member.commit is not None:
             members = _put(members, peer, member._replace(attempt=member.commit, reducer=(NONE, NONE)))
     useful = {
-        (part, attempt, sender, receiver)
-        for part, attempt, sender, receiver in state.averages
+        (tile, attempt, sender, receiver)
+        for tile, attempt, sender, receiver in state.averages
         if state.alive[receiver]
-        and attempt >= members[receiver].attempt[part]
-        and attempt > members[receiver].held[part]
+        and attempt >= members[receiver].attempt[tile]
+        and attempt > members[receiver].held[tile]
         and members[receiver].succeeded is None
     }
     state = state._replace(members=members, averages=frozenset(useful))
@@ -231,16 +231,16 @@ def _member_steps(state: State) -> Iterator[tuple[str, bool, State]]:
         member = state.members[peer]
         if not state.alive[peer]:
             continue
-        for part in PARTS:
-            attempt = member.attempt[part]
-            if member.reducer[part] == peer and member.held[part] < attempt and member.commit is None:
-                if attempt in state.finished[part]:
-                    raise Broken(f"part {part} attempt {attempt} was averaged twice")
-                after = _hold(state, peer, part, attempt)
-                sent = {(part, attempt, peer, other) for other in PEERS if other != peer and state.contributes[other]}
-                finished = _put(after.finished, part, (*after.finished[part], attempt))
+        for tile in TILES:
+            attempt = member.attempt[tile]
+            if member.reducer[tile] == peer and member.held[tile] < attempt and member.commit is None:
+                if attempt in state.finished[tile]:
+                    raise Broken(f"tile {tile} attempt {attempt} was averaged twice")
+                after = _hold(state, peer, tile, attempt)
+                sent = {(tile, attempt, peer, other) for other in PEERS if other != peer and state.contributes[other]}
+                finished = _put(after.finished, tile, (*after.finished[tile], attempt))
                 after = after._replace(finished=finished, averages=after.averages | sent)
-                yield f"{peer} averages part {part} attempt {attempt}", True, after
+                yield f"{peer} averages tile {tile} attempt {attempt}", True, after
         if member.commit is None:
             continue
         for other in PEERS:
@@ -248,12 +248,12 @@ def _member_steps(state: State) -> Iterator[tuple[str, bool, State]]:
                 continue
             if state.members[other].commit is None:
                 yield f"{peer} relays the commit to {other}", True, _learn(state, other, member.commit)
-            for part in PARTS if state.contributes[peer] else ():
-                if member.held[part] != member.commit[part] and state.members[other].held[part] == member.commit[part]:
+            for tile in TILES if state.contributes[peer] else ():
+                if member.held[tile] != member.commit[tile] and state.members[other].held[tile] == member.commit[tile]:
                     yield (
-                        f"{peer} fetches part {part} from {other}",
+                        f"{peer} fetches tile {tile} from {other}",
                         True,
-                        _hold(state, peer, part, member.commit[part]),
+                        _hold(state, peer, tile, member.commit[tile]),
                     )
 
 
@@ -265,12 +265,12 @@ def _learn(state: State, peer: int, commit: Pair) -> State:
 
 def _delivery_steps(state: State) -> Iterator[tuple[str, bool, State]]:
     for average in state.averages:
-        part, attempt, sender, receiver = average
+        tile, attempt, sender, receiver = average
         left = state._replace(averages=state.averages - {average})
         if state.alive[receiver]:
-            yield f"{receiver} receives part {part} attempt {attempt}", True, _hold(left, receiver, part, attempt)
+            yield f"{receiver} receives tile {tile} attempt {attempt}", True, _hold(left, receiver, tile, attempt)
         if not state.alive[sender] or not state.alive[receiver]:
-            yield f"part {part} attempt {attempt} to {receiver} is lost", False, left
+            yield f"tile {tile} attempt {attempt} to {receiver} is lost", False, left
     for peer in PEERS:
         if state.control[peer]:
             message, rest = state.control[peer][0], state.control[peer][1:]

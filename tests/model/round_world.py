@@ -1,7 +1,7 @@
 """The machines of a round in one world: three members, and every message on its way, in every order of events.
 
 `World` holds the state machines that run in the protocol. `search` visits every state that they can reach. Sums are not
-messages here: a reducer may finish the average of its part at any moment. So more can happen than in the protocol.
+messages here: a reducer may finish the average of its tile at any moment. So more can happen than in the protocol.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROUND = b"r" * 16
 class _Anytime(Contributions):
     """Waits for nobody: the world says when a sum is complete."""
 
-    def own(self, part: int, attempt: int, now: float) -> list[Finish]:
+    def own(self, tile: int, attempt: int, now: float) -> list[Finish]:
         return []
 
     def exclude(self, sender: int) -> list[Finish]:
@@ -70,7 +70,7 @@ class World:
     """One state of the search.
 
     Args:
-        reducers: of the two parts, at first.
+        reducers: of the two tiles, at first.
         auxiliary: the members that have no values.
         may_step_aside: the coordinator may leave itself out.
         may_doubt: members may give up on a coordinator that lives.
@@ -85,10 +85,10 @@ class World:
         self.contributes = tuple(peer not in auxiliary for peer in PEERS)
         self.members = [Member(peer, reducers, self.contributes) for peer in PEERS]
         self.coordinator = new_coordinator(reducers, self.contributes)
-        self.averaging: list[tuple[int, int, int]] = []  # peer, part, attempt
+        self.averaging: list[tuple[int, int, int]] = []  # peer, tile, attempt
         self.finished: list[tuple[int, int]] = []
-        self.averages: list[tuple[int, int, int, int]] = []  # part, attempt, sender, receiver
-        self.asks: list[tuple[int, int, int, int]] = []  # part, attempt, asked, asking
+        self.averages: list[tuple[int, int, int, int]] = []  # tile, attempt, sender, receiver
+        self.asks: list[tuple[int, int, int, int]] = []  # tile, attempt, asked, asking
         self.reports: list[list[Report]] = [[], [], []]
         self.control: list[list[Any]] = [[], [], []]
         for peer, member in enumerate(self.members):
@@ -136,40 +136,40 @@ class World:
         others = [self.members[other] for other in PEERS if other not in (peer, COORDINATOR) and self.alive[other]]
         return any(each.rules.commit is not None or each.may_learn for each in others)
 
-    def finish(self, peer: int, part: int, attempt: int) -> None:
-        """A reducer averages a part, and sends it to everybody."""
-        self.averaging.remove((peer, part, attempt))
-        if attempt < self.members[peer].rules.attempt[part]:
+    def finish(self, peer: int, tile: int, attempt: int) -> None:
+        """A reducer averages a tile, and sends it to everybody."""
+        self.averaging.remove((peer, tile, attempt))
+        if attempt < self.members[peer].rules.attempt[tile]:
             return
-        if (part, attempt) in self.finished:
-            raise Broken(f"part {part} attempt {attempt} was averaged twice")
-        self.finished = sorted([*self.finished, (part, attempt)])
-        self.hold(peer, part, attempt)
-        self.averages += [(part, attempt, peer, other) for other in PEERS if other != peer and self.contributes[other]]
+        if (tile, attempt) in self.finished:
+            raise Broken(f"tile {tile} attempt {attempt} was averaged twice")
+        self.finished = sorted([*self.finished, (tile, attempt)])
+        self.hold(peer, tile, attempt)
+        self.averages += [(tile, attempt, peer, other) for other in PEERS if other != peer and self.contributes[other]]
 
-    def obtain(self, part: int, attempt: int, sender: int, receiver: int) -> None:
+    def obtain(self, tile: int, attempt: int, sender: int, receiver: int) -> None:
         """An average reaches a member."""
-        self.averages.remove((part, attempt, sender, receiver))
-        self.hold(receiver, part, attempt)
+        self.averages.remove((tile, attempt, sender, receiver))
+        self.hold(receiver, tile, attempt)
 
-    def hold(self, peer: int, part: int, attempt: int) -> None:
+    def hold(self, peer: int, tile: int, attempt: int) -> None:
         """The bytes of an average are at a member."""
         member = self.members[peer]
-        if member.rules.wants(part, attempt):
-            member.rules.expect(part, attempt)
-            member.averaged(Held(part, attempt, b"\x07", 3.0, f"{part}/{attempt}".encode().ljust(16)), 0.0)
+        if member.rules.wants(tile, attempt):
+            member.rules.expect(tile, attempt)
+            member.averaged(Held(tile, attempt, b"\x07", 3.0, f"{tile}/{attempt}".encode().ljust(16)), 0.0)
         self.do(peer, [])
 
-    def answer(self, part: int, attempt: int, asked: int, asking: int) -> None:
+    def answer(self, tile: int, attempt: int, asked: int, asking: int) -> None:
         """A member gives an average that it is asked for, or says that it has none; as `Round._requested` does."""
-        self.asks.remove((part, attempt, asked, asking))
+        self.asks.remove((tile, attempt, asked, asking))
         rules = self.members[asked].rules
-        held = rules.held[part]
+        held = rules.held[tile]
         if held is not None and held.attempt >= attempt:
-            self.averages.append((part, held.attempt, asked, asking))
-        elif rules.commit is not None or rules.failed is not None or rules.reducer[part] != asked:
-            self.do(asking, self.members[asking].source_lost(asked, PartAbsent(part, attempt)))
-        # Otherwise it averages the part itself, and gives it to everybody then.
+            self.averages.append((tile, held.attempt, asked, asking))
+        elif rules.commit is not None or rules.failed is not None or rules.reducer[tile] != asked:
+            self.do(asking, self.members[asking].source_lost(asked, PartAbsent(tile, attempt)))
+        # Otherwise it averages the tile itself, and gives it to everybody then.
 
     def stream_breaks(self, sender: int, receiver: int) -> None:
         """The other side is dead: what it was to give does not come."""
@@ -229,10 +229,10 @@ class World:
         """Carry out what a member is to do, and let it report."""
         for action in actions:
             match action:
-                case Average(part, attempt):
-                    self.averaging = sorted({*self.averaging, (peer, part, attempt)})
-                case Ask(part, attempt, source):
-                    self.asks = sorted({*self.asks, (part, attempt, source, peer)})
+                case Average(tile, attempt):
+                    self.averaging = sorted({*self.averaging, (peer, tile, attempt)})
+                case Ask(tile, attempt, source):
+                    self.asks = sorted({*self.asks, (tile, attempt, source, peer)})
         member = self.members[peer]
         if not member.decided and ((report := member.report(0)).held or report.lost):
             self.reports[peer].append(report)
@@ -267,7 +267,7 @@ class World:
     def check(self) -> None:
         """Agreement: members that succeeded, dead or alive, hold the same committed averages."""
         done = [(peer, member.rules) for peer, member in enumerate(self.members) if member.rules.succeeded]
-        commits = [tuple(due.digest for due in rules.commit.parts) for _, rules in done if rules.commit is not None]
+        commits = [tuple(due.digest for due in rules.commit.tiles) for _, rules in done if rules.commit is not None]
         if len(set(commits)) > 1:
             raise Broken(f"members succeeded with different verdicts: {commits}")
         for peer, rules in done:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.model import commit_model
-from tests.model.commit_model import COORDINATOR, PARTS, Broken
+from tests.model.commit_model import COORDINATOR, TILES, Broken
 
 REDUCERS = [(1, 2), pytest.param((1, 1), marks=pytest.mark.long), (0, 1)]
 
@@ -20,7 +20,7 @@ AUXILIARY = [
     ((0, 1), {0, 1}),
     ((1, 2), {1, 2}),
 ]
-"""Reducers of the two parts, and auxiliary members: the coordinator, a reducer, the only reducer, two of three."""
+"""Reducers of the two tiles, and auxiliary members: the coordinator, a reducer, the only reducer, two of three."""
 
 
 @pytest.mark.parametrize("reducer", REDUCERS)
@@ -33,7 +33,7 @@ def test_model_keeps_agreement_and_always_ends(reducer: tuple[int, int]) -> None
 def test_model_with_auxiliary_members_keeps_agreement_and_always_ends(
     reducer: tuple[int, int], auxiliary: set[int]
 ) -> None:
-    """Members that only assist own parts, decide, die and are suspected: the same holds."""
+    """Members that only assist own tiles, decide, die and are suspected: the same holds."""
     assert commit_model.explore(reducer, crashes=2, auxiliary=frozenset(auxiliary)) > 500
 
 
@@ -102,7 +102,7 @@ def test_model_finds_a_coordinator_that_is_content_with_the_owners(monkeypatch: 
     coordinator_steps = commit_model._coordinator_steps
 
     def content(state: commit_model.State) -> Iterator[tuple[str, bool, commit_model.State]]:
-        if state.commit is None and all(state.reported[state.reducer[p]][p] == state.attempt[p] for p in PARTS):
+        if state.commit is None and all(state.reported[state.reducer[p]][p] == state.attempt[p] for p in TILES):
             state = state._replace(reported=(state.attempt,) * 3)
         yield from coordinator_steps(state)
 
@@ -130,7 +130,7 @@ def test_model_finds_a_coordinator_that_commits_without_any_contributor(monkeypa
 def test_model_finds_a_rule_that_averages_again_without_a_new_attempt(
     monkeypatch: pytest.MonkeyPatch, auxiliary: set[int]
 ) -> None:
-    """If a part is averaged again under its old number, two different averages have one name: the search finds it."""
+    """If a tile is averaged again under its old number, two different averages have one name: the search finds it."""
     suspect = commit_model._suspect
 
     def careless(state: commit_model.State, lost: int) -> commit_model.State:
@@ -162,7 +162,7 @@ def test_model_finds_a_coordinator_that_commits_too_early(monkeypatch: pytest.Mo
 
 
 def test_model_finds_a_member_that_does_not_wait_for_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a member succeeds as soon as it holds every part, two members can end with different averages."""
+    """If a member succeeds as soon as it holds every tile, two members can end with different averages."""
     with_member = commit_model._with_member
 
     def impatient(state: commit_model.State, peer: int, member: commit_model.Member) -> commit_model.State:

@@ -28,7 +28,7 @@ SEARCHES = [
     pytest.param((1, 2), 2, {1}, marks=pytest.mark.long(full=True)),
     pytest.param((1, 2), 2, {1, 2}, marks=pytest.mark.long(full=True)),
 ]
-"""For each part its reducer; the crashes; the auxiliary members. One part takes a tenth of the time of two."""
+"""For each tile its reducer; the crashes; the auxiliary members. One tile takes a tenth of the time of two."""
 
 
 @pytest.mark.parametrize(("reducer", "crashes", "auxiliary"), SEARCHES)
@@ -96,7 +96,7 @@ def test_the_search_finds_a_coordinator_that_counts_the_wrong_members(
     broken: Callable[[CommitRules], set[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As in the model: who must hold all parts before the commit is what makes the verdict possible, and worth it."""
+    """As in the model: who must hold all tiles before the commit is what makes the verdict possible, and worth it."""
     monkeypatch.setattr(CommitRules, "takers", property(broken))
     with pytest.raises(Broken):
         search(World(reducer, auxiliary), crashes)
@@ -111,7 +111,7 @@ def test_the_search_finds_a_member_that_asks_again_when_it_hears_the_verdict_twi
     def forgetful(self: MemberMachine, message: object, now: float) -> list[object]:
         actions = obey(self, message, now)  # type: ignore[arg-type]
         if isinstance(message, Commit) and self.rules.commit is not None and not actions:
-            return [action for part in self.rules.missing() for action in self._fetch(part)]
+            return [action for tile in self.rules.missing() for action in self._fetch(tile)]
         return list(actions)
 
     monkeypatch.setattr(MemberMachine, "obey", forgetful)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.averaging.allreduce.partition import Part
+from shoal.averaging.allreduce.partition import Tile
 from shoal.averaging.allreduce.vector import Vector, describe
 from shoal.compression import (
     BlockwiseQuantization,
@@ -19,7 +19,7 @@ from shoal.compression import (
     TopKCompression,
     Uniform8BitQuantization,
 )
-from tests.unit.test_vector import DTYPES, parts_of
+from tests.unit.test_vector import DTYPES, tiles_of
 
 NUMEL = 700
 
@@ -65,34 +65,34 @@ class Played:
         assert residual is not None
         return residual.kept
 
-    def begin(self, values: list[torch.Tensor], weights: list[float]) -> list[Part]:
-        """Copy in; the parts."""
+    def begin(self, values: list[torch.Tensor], weights: list[float]) -> list[Tile]:
+        """Copy in; the tiles."""
         for vector, mine, weight in zip(self.vectors, values, weights, strict=True):
             vector.tensors[0].copy_(mine)
             assert vector.copy_in(weight=weight) is None
-        return parts_of(self.vectors[0])
+        return tiles_of(self.vectors[0])
 
-    def average(self, part: Part, reducer: int, taking: list[int], weights: list[float]) -> None:
-        """One part is averaged by `reducer` from the values of `taking`, and committed."""
+    def average(self, tile: Tile, reducer: int, taking: list[int], weights: list[float]) -> None:
+        """One tile is averaged by `reducer` from the values of `taking`, and committed."""
         total = sum(weights[member] for member in taking)
-        where, made = slice(part.start, part.stop), self.vectors[reducer]
+        where, made = slice(tile.start, tile.stop), self.vectors[reducer]
         before = [self.residual(member)[where].to(torch.float64, copy=True) for member in range(len(self.vectors))]
-        made.begin_sum(part, weights[reducer] if reducer in taking else 0.0)
+        made.begin_sum(tile, weights[reducer] if reducer in taking else 0.0)
         for member in taking:
             self.counted[where] += weights[member] * self.vectors[member].tensors[0][where].double()
             if member != reducer:
-                data = memoryview(self.vectors[member].contribution(part))
-                made.add(part, made.decoded(part, data, weights[member]), weights[member])
-        summed = made._sums[part.number].to(torch.float64, copy=True)
-        made.finish(part, total)
+                data = memoryview(self.vectors[member].contribution(tile))
+                made.add(tile, made.decoded(tile, data, weights[member]), weights[member])
+        summed = made._sums[tile.number].to(torch.float64, copy=True)
+        made.finish(tile, total)
         average = made._segments[0].result[where]
         self.averaged[where] += total * average.double()
         for member, vector in enumerate(self.vectors):
             if member == reducer:
-                vector.settle(part, averaged_here=True)
+                vector.settle(tile, averaged_here=True)
                 self._expect(member, where, (summed + before[reducer]) / total, total)
             elif member in taking:
-                vector.settle(part, averaged_here=False)
+                vector.settle(tile, averaged_here=False)
                 sent = vector.tensors[0][where].double() + before[member] / weights[member]
                 self._expect(member, where, sent, weights[member])
 
@@ -110,22 +110,22 @@ class Played:
 def test_all_that_was_contributed_is_counted_but_for_one_rounds_error(
     codec: CompressionBase, dtype: torch.dtype, members: int, seed: int, data: st.DataObject
 ) -> None:
-    """Other weights, reducers and contributors in every round and part; some rounds fail."""
+    """Other weights, reducers and contributors in every round and tile; some rounds fail."""
     played = Played.of(codec, dtype, members)
     generator = torch.Generator().manual_seed(seed)
     everyone = list(range(members))
     for _ in range(data.draw(st.integers(1, 8))):
         values = [torch.randn(NUMEL, generator=generator, dtype=torch.float64) for _ in everyone]
         weights = [data.draw(st.sampled_from([1.0, 0.5, 3.0, 100.0])) for _ in everyone]
-        parts = played.begin(values, weights)
+        tiles = played.begin(values, weights)
         if data.draw(st.integers(0, 3)) == 0:  # it fails: what was encoded is forgotten
-            for part in parts:
-                played.vectors[-1].contribution(part)
+            for tile in tiles:
+                played.vectors[-1].contribution(tile)
             continue
-        for part in parts:
+        for tile in tiles:
             reducer = data.draw(st.sampled_from(everyone))
             taking = data.draw(st.lists(st.sampled_from(everyone), min_size=1, unique=True))
-            played.average(part, reducer, taking, weights)
+            played.average(tile, reducer, taking, weights)
     missing = sum((played.residual(member).double() for member in everyone), torch.zeros(()))
     size = max(float(played.counted.abs().max()), 1.0)
     torch.testing.assert_close(played.averaged + missing, played.counted, rtol=0.0, atol=1e-5 * size)
@@ -139,8 +139,8 @@ def test_the_mean_of_many_rounds_comes_to_the_true_mean(codec: CompressionBase) 
     rounds = 400
     played = Played.of(codec, torch.float32, 2)
     for turn in range(rounds):
-        for part in played.begin([values, values], [1.0, 1.0]):
-            played.average(part, turn % 2, [0, 1], [1.0, 1.0])
+        for tile in played.begin([values, values], [1.0, 1.0]):
+            played.average(tile, turn % 2, [0, 1], [1.0, 1.0])
     once = codec.max_error(values)
     assert float((played.averaged / (2 * rounds) - values.double()).abs().max()) < 0.3 * once
 
@@ -152,19 +152,19 @@ def test_a_round_that_fails_leaves_the_residual_as_it_was() -> None:
     sent = []
     for fails in (False, True):
         played = Played.of(TopKCompression(0.05), torch.float32, 2)
-        for part in played.begin([values[0]] * 2, [1.0, 2.0]):
-            played.average(part, 0, [0, 1], [1.0, 2.0])
+        for tile in played.begin([values[0]] * 2, [1.0, 2.0]):
+            played.average(tile, 0, [0, 1], [1.0, 2.0])
         before = played.residual(1).clone()
         assert bool(before.any())
         if fails:
-            for part in played.begin([values[1]] * 2, [5.0, 7.0]):
+            for tile in played.begin([values[1]] * 2, [5.0, 7.0]):
                 for vector in played.vectors:
-                    vector.contribution(part)
-            played.vectors[0].begin_sum(part, 5.0)
-            played.vectors[0].finish(part, 5.0)
+                    vector.contribution(tile)
+            played.vectors[0].begin_sum(tile, 5.0)
+            played.vectors[0].finish(tile, 5.0)
         assert torch.equal(played.residual(1), before)
-        parts = played.begin([values[2]] * 2, [1.0, 1.0])
-        sent.append([bytes(vector.contribution(part)) for part in parts for vector in played.vectors])
+        tiles = played.begin([values[2]] * 2, [1.0, 1.0])
+        sent.append([bytes(vector.contribution(tile)) for tile in tiles for vector in played.vectors])
     assert sent[0] == sent[1]
 
 
@@ -172,25 +172,25 @@ def test_a_contribution_that_is_sent_again_has_the_same_bytes() -> None:
     """To another reducer, under a new attempt."""
     played = Played.of(BlockwiseQuantization(bits=4), torch.float32, 1)
     for _ in range(2):
-        [part, *_] = played.begin([torch.randn(NUMEL)], [2.0])
-        first = bytes(played.vectors[0].contribution(part))
-        assert bytes(played.vectors[0].contribution(part)) == first
-        played.vectors[0].settle(part, averaged_here=False)
+        [tile, *_] = played.begin([torch.randn(NUMEL)], [2.0])
+        first = bytes(played.vectors[0].contribution(tile))
+        assert bytes(played.vectors[0].contribution(tile)) == first
+        played.vectors[0].settle(tile, averaged_here=False)
 
 
 def test_a_residual_counts_with_the_weight_that_it_was_lost_with() -> None:
     """A peer that has 100 samples now and 1 next time owes 100 samples' worth, not one."""
     played = Played.of(TopKCompression(0.01), torch.float32, 2)
     values = torch.linspace(1.0, 2.0, NUMEL)
-    [part, *_] = played.begin([values, values], [1.0, 100.0])
-    played.average(part, 0, [0, 1], [1.0, 100.0])
-    lost = played.residual(1)[part.start : part.stop].clone()
+    [tile, *_] = played.begin([values, values], [1.0, 100.0])
+    played.average(tile, 0, [0, 1], [1.0, 100.0])
+    lost = played.residual(1)[tile.start : tile.stop].clone()
     unsent = lost > 50
-    assert int(unsent.sum()) >= part.numel - 10
-    torch.testing.assert_close(lost[unsent], 100 * values[part.start : part.stop][unsent])
+    assert int(unsent.sum()) >= tile.numel - 10
+    torch.testing.assert_close(lost[unsent], 100 * values[tile.start : tile.stop][unsent])
     played.begin([values * 0, values * 0], [1.0, 1.0])
-    encoded = played.vectors[1].contribution(part)
-    decoded = TopKCompression(0.01).decode(memoryview(encoded), part.numel, torch.float32)
+    encoded = played.vectors[1].contribution(tile)
+    decoded = TopKCompression(0.01).decode(memoryview(encoded), tile.numel, torch.float32)
     assert float(decoded.max()) == pytest.approx(float(lost.max()), rel=2**-8)
 
 
@@ -198,12 +198,12 @@ def test_what_a_dtype_cannot_hold_is_sent_later() -> None:
     """A residual that was lost with a large weight is too large for float16 when the weight is small."""
     played = Played.of(TopKCompression(0.01), torch.float16, 2)
     values = torch.linspace(100.0, 200.0, NUMEL)
-    parts = played.begin([values, values], [1.0, 1e6])
-    for part in parts:
-        played.average(part, 0, [0, 1], [1.0, 1e6])
-    parts = played.begin([values, values], [1.0, 1.0])
-    for part in parts:
-        played.average(part, 0, [0, 1], [1.0, 1.0])
+    tiles = played.begin([values, values], [1.0, 1e6])
+    for tile in tiles:
+        played.average(tile, 0, [0, 1], [1.0, 1e6])
+    tiles = played.begin([values, values], [1.0, 1.0])
+    for tile in tiles:
+        played.average(tile, 0, [0, 1], [1.0, 1.0])
     missing = played.residual(0).double() + played.residual(1).double()
     assert bool(torch.isfinite(missing).all())
     torch.testing.assert_close(played.averaged + missing, played.counted, rtol=1e-5, atol=0.0)

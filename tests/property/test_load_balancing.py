@@ -1,4 +1,4 @@
-"""For any group: whole slices, exact sums, and never slower than the simple rules."""
+"""For any group: whole shares, exact sums, and never slower than the simple rules."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ members = st.lists(
 
 
 @given(members, st.integers(0, 10**12))
-def test_slices_are_whole_and_cover_exactly(group: list[tuple[float | None, bool]], numel: int) -> None:
+def test_shares_are_whole_and_cover_exactly(group: list[tuple[float | None, bool]], numel: int) -> None:
     """No element twice, none lost; nothing for those that cannot reduce."""
     bandwidths, reduces = [width for width, _ in group], [able for _, able in group]
-    slices = balance(numel, bandwidths, reduces)
-    assert len(slices) == len(group)
-    assert sum(slices) == numel
-    assert min(slices) >= 0
-    assert not any(size for size, (width, able) in zip(slices, group, strict=True) if width == 0 or not able)
-    assert slices == balance(numel, bandwidths, reduces)
+    shares = balance(numel, bandwidths, reduces)
+    assert len(shares) == len(group)
+    assert sum(shares) == numel
+    assert min(shares) >= 0
+    assert not any(size for size, (width, able) in zip(shares, group, strict=True) if width == 0 or not able)
+    assert shares == balance(numel, bandwidths, reduces)
 
 
 @given(st.lists(st.floats(1.0, 1e9), min_size=2, max_size=40))
-def test_never_slower_than_equal_or_proportional_slices(bandwidths: list[float]) -> None:
+def test_never_slower_than_equal_or_proportional_shares(bandwidths: list[float]) -> None:
     """The optimum is at least as quick as what one would do without thinking."""
     n, total = len(bandwidths), sum(bandwidths)
     numel = 1 << 50
@@ -61,10 +61,10 @@ def test_more_bandwidth_is_never_less_work(group: list[tuple[float | None, bool]
     bandwidths, reduces = [width for width, _ in group], [able for _, able in group]
     known = [(width, i) for i, (width, able) in enumerate(group) if width and able]
     assume(len(known) > 1)
-    slices = balance(1_000_000, bandwidths, reduces)
+    shares = balance(1_000_000, bandwidths, reduces)
     for (slow, i), (fast, j) in zip(sorted(known), sorted(known)[1:], strict=False):
         assert slow <= fast
-        assert slices[i] <= slices[j] + 1
+        assert shares[i] <= shares[j] + 1
 
 
 # ------------------------------------------------------------------------------- smallest shares and auxiliary members
@@ -104,10 +104,10 @@ def test_as_quick_as_the_best_vertex_of_the_linear_program(group: list[tuple[flo
     """With and without a smallest share, clients and auxiliary members: the cost is the least that there is."""
     numel = 10 << 40
     bandwidths, reduces, gives = (list(column) for column in zip(*group, strict=True))
-    slices = balance(numel, bandwidths, reduces, min_size=int(least * numel), contributes=gives)
-    assert sum(slices) == numel
-    assert all(size >= int(least * numel) for size in slices if size)
-    ours = cost([size / numel for size in slices], bandwidths, gives)
+    shares = balance(numel, bandwidths, reduces, min_size=int(least * numel), contributes=gives)
+    assert sum(shares) == numel
+    assert all(size >= int(least * numel) for size in shares if size)
+    ours = cost([size / numel for size in shares], bandwidths, gives)
     best = min(cost(x, bandwidths, gives) for x in vertices(group, least))
     assert abs(ours - best) <= 1e-6 * best
 

@@ -1,4 +1,4 @@
-"""For any tensors, slices and part sizes: the parts cover the vector exactly once."""
+"""For any tensors, shares and tile sizes: the tiles cover the vector exactly once."""
 
 from __future__ import annotations
 
@@ -40,37 +40,37 @@ def make(found: list[TensorSpec]) -> Layout:
 
 @st.composite
 def slicings(draw: st.DrawFn, numel: int) -> list[int]:
-    """Sizes of slices that cover `numel`; some are empty."""
+    """Sizes of shares that cover `numel`; some are empty."""
     borders = sorted(draw(st.lists(st.integers(0, numel), max_size=8)))
     return [b - a for a, b in pairwise([0, *borders, numel])]
 
 
 @given(st.data(), specs, st.sampled_from([1024, 1025, 1031, 4096, 65536, 8 << 20]))
-def test_parts_cover_the_vector_exactly_once(data: st.DataObject, found: list[TensorSpec], part_bytes: int) -> None:
-    """In order, numbered, within one segment and one slice, none empty, none too large, all of a piece nearly equal."""
+def test_tiles_cover_the_vector_exactly_once(data: st.DataObject, found: list[TensorSpec], tile_bytes: int) -> None:
+    """In order, numbered, within one segment and one share, none empty, none too large, all of a piece nearly equal."""
     layout = make(found)
-    slices = data.draw(slicings(layout.numel))
-    parts = layout.parts(slices, part_bytes)
-    assert [part.number for part in parts] == list(range(len(parts)))
-    assert parts[0].start == 0
-    assert parts[-1].stop == layout.numel
-    borders = [sum(slices[:i]) for i in range(len(slices) + 1)]
-    for part in parts:
-        segment = layout.segments[part.segment]
-        assert 0 < encoded_bytes(segment.dtype, segment.codec, part.numel) <= part_bytes
-        assert segment.start <= part.start < part.stop <= segment.stop
-        assert borders[part.reducer] <= part.start < part.stop <= borders[part.reducer + 1]
-        assert min(part.sizes) > 0
-        assert sum(part.sizes) == part.numel
-        inside = set(accumulate(part.sizes, initial=part.start))
-        assert {start for start in layout.offsets if part.start < start < part.stop} <= inside
-        assert inside <= {part.start, part.stop, *layout.offsets}
-    for before, after in pairwise(parts):
+    shares = data.draw(slicings(layout.numel))
+    tiles = layout.tiles(shares, tile_bytes)
+    assert [tile.number for tile in tiles] == list(range(len(tiles)))
+    assert tiles[0].start == 0
+    assert tiles[-1].stop == layout.numel
+    borders = [sum(shares[:i]) for i in range(len(shares) + 1)]
+    for tile in tiles:
+        segment = layout.segments[tile.segment]
+        assert 0 < encoded_bytes(segment.dtype, segment.codec, tile.numel) <= tile_bytes
+        assert segment.start <= tile.start < tile.stop <= segment.stop
+        assert borders[tile.reducer] <= tile.start < tile.stop <= borders[tile.reducer + 1]
+        assert min(tile.sizes) > 0
+        assert sum(tile.sizes) == tile.numel
+        inside = set(accumulate(tile.sizes, initial=tile.start))
+        assert {start for start in layout.offsets if tile.start < start < tile.stop} <= inside
+        assert inside <= {tile.start, tile.stop, *layout.offsets}
+    for before, after in pairwise(tiles):
         assert before.stop == after.start
         if (before.reducer, before.segment) == (after.reducer, after.segment):
             assert abs(before.numel - after.numel) <= 1
-    owned = [sum(part.numel for part in parts if part.reducer == reducer) for reducer in range(len(slices))]
-    assert owned == slices
+    owned = [sum(tile.numel for tile in tiles if tile.reducer == reducer) for reducer in range(len(shares))]
+    assert owned == shares
 
 
 @given(specs)
@@ -104,11 +104,11 @@ def test_a_difference_is_found_if_there_is_one(mine: list[TensorSpec], theirs: l
 
 
 @given(specs, st.lists(st.integers(-50, 5000), max_size=6), st.integers(-(2**70), 2**70))
-def test_any_plan_is_cut_or_refused(found: list[TensorSpec], slices: list[int], part_bytes: int) -> None:
-    """What a leader sends: parts that cover, or a `ConfigError`."""
+def test_any_plan_is_cut_or_refused(found: list[TensorSpec], shares: list[int], tile_bytes: int) -> None:
+    """What a leader sends: tiles that cover, or a `ConfigError`."""
     layout = make(found)
-    if min(slices, default=0) < 0 or sum(slices) != layout.numel or not 1 << 10 <= part_bytes <= 8 << 20:
+    if min(shares, default=0) < 0 or sum(shares) != layout.numel or not 1 << 10 <= tile_bytes <= 8 << 20:
         with pytest.raises(ConfigError):
-            layout.parts(slices, part_bytes)
+            layout.tiles(shares, tile_bytes)
     else:
-        assert sum(part.numel for part in layout.parts(slices, part_bytes)) == layout.numel
+        assert sum(tile.numel for tile in layout.tiles(shares, tile_bytes)) == layout.numel

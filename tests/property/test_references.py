@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.by_hand import average_part
-from shoal.averaging.allreduce.vector import PartDigests, Vector, describe
+from benchmarks.by_hand import average_tile
+from shoal.averaging.allreduce.vector import TileDigests, Vector, describe
 from shoal.compression import (
     BlockwiseQuantization,
     CompressionBase,
@@ -19,7 +19,7 @@ from shoal.compression import (
 )
 from tests.unit.test_vector import DTYPES
 
-DIGESTS = PartDigests(b"r" * 16)
+DIGESTS = TileDigests(b"r" * 16)
 NUMEL = 1500
 PLAIN: list[CompressionBase] = [Uniform8BitQuantization(), Quantile8BitQuantization(), BlockwiseQuantization(bits=4)]
 FEEDBACK: list[CompressionBase] = [ErrorFeedback(BlockwiseQuantization(bits=4)), ErrorFeedback(TopKCompression(0.1))]
@@ -40,16 +40,16 @@ def play(vectors: list[Vector], weights: list[float], *, on_reference: bool, red
     for vector, weight in zip(vectors, weights, strict=True):
         assert vector.copy_in(weight=weight) is None
         vector.agree(on_reference=on_reference)
-    parts = vectors[0].parts([500, 600, 400], 1024)
-    for part in parts:
-        reducer = reducers[part.reducer]
-        held = average_part(vectors, weights, part, reducer, DIGESTS)
+    tiles = vectors[0].tiles([500, 600, 400], 1024)
+    for tile in tiles:
+        reducer = reducers[tile.reducer]
+        held = average_tile(vectors, weights, tile, reducer, DIGESTS)
         for peer, vector in enumerate(vectors):
             if peer != reducer:
-                given_on = vector.average_bytes(part, held, DIGESTS)
+                given_on = vector.average_bytes(tile, held, DIGESTS)
                 assert given_on is not None, "who holds an average can give it"
                 assert DIGESTS.of(held, given_on) == held.digest
-            vector.settle(part, averaged_here=peer == reducer)
+            vector.settle(tile, averaged_here=peer == reducer)
     for vector in vectors:
         vector.name_reference(b"round")
         vector.overwrite()

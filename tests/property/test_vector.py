@@ -1,4 +1,4 @@
-"""The weighted mean against a float64 reference: any dtypes, shapes, strides, weights, scales and part sizes."""
+"""The weighted mean against a float64 reference: any dtypes, shapes, strides, weights, scales and tile sizes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_weighted_mean(
     found: list[tuple[list[int], torch.dtype, CompressionBase, bool]],
     weight: list[float],
     scale: float,
-    part_bytes: int,
+    tile_bytes: int,
     data: st.DataObject,
 ) -> None:
     """Every member ends with the same bits, within rounding of the reference; `apply` moves by the difference."""
@@ -53,7 +53,7 @@ def test_the_weighted_mean(
     before = [[tensor.double().clone() for tensor in vector.tensors] for vector in vectors]
     for vector, each in zip(vectors, weight, strict=True):
         assert vector.copy_in(scale, each) is None
-    average(vectors, weight, part_bytes)
+    average(vectors, weight, tile_bytes)
     alpha = data.draw(st.sampled_from([None, 1.0, 0.5]))
     for vector in vectors:
         vector.overwrite() if alpha is None else vector.apply(alpha)

@@ -1,6 +1,6 @@
 """Is it the average? A committed round against what its members brought to it.
 
-What a member brings is written down when its group is formed. The commit names, for each part, who is counted in it:
+What a member brings is written down when its group is formed. The commit names, for each tile, who is counted in it:
 the average must be the mean of what those brought, by their weights, computed here in float64. So whoever is counted
 twice, or is named and not counted, or counted and not named, shows. Allowed is what sums in the tensors' precision
 lose, and what the codec says that it loses: of each contribution, and of the average.
@@ -20,7 +20,7 @@ import torch
 
 from shoal.averaging import Averager, StepResult
 from shoal.averaging.allreduce.interface import has_member
-from shoal.averaging.allreduce.partition import Part
+from shoal.averaging.allreduce.partition import Tile
 from shoal.averaging.allreduce.segments import SegmentBuffers, sum_dtype
 from shoal.base.peer import PeerID
 from shoal.compression import BFloat16Compression, CompressionBase, TopKCompression
@@ -90,42 +90,42 @@ class Audit:
         """
         outcome = result.outcome
         # Without the digests: a member that turns bad may lie about these, the same in all that it says.
-        told = [(held.part, held.attempt, held.contributors, held.weight) for held in outcome.commit.parts]
+        told = [(held.tile, held.attempt, held.contributors, held.weight) for held in outcome.commit.tiles]
         assert self._told.setdefault(result.round_id, told) == told, "two commits of one round"
         if averager.settings.auxiliary:
             return  # it has no average
         round_, average = averager._last_round, _flat(averager.tensors)
         assert round_ is not None
-        assert len(outcome.commit.parts) == len(round_.parts)
+        assert len(outcome.commit.tiles) == len(round_.tiles)
         if result.round_id in self._right and torch.equal(average, self._right[result.round_id]):
             self.checked += 1  # the same bits, by the same commit
             return
         all_brought = self._brought[result.round_id]
         brought = [all_brought.get(member.contact.peer) for member in outcome.members]
-        for part, held in zip(round_.parts, outcome.commit.parts, strict=True):
+        for tile, held in zip(round_.tiles, outcome.commit.tiles, strict=True):
             try:
-                _check_part(averager.vector._segments[part.segment], part, held, brought, average)
+                _check_tile(averager.vector._segments[tile.segment], tile, held, brought, average)
             except AssertionError as error:
-                error.add_note(f"in round {result.round_id.hex()}: {part}, {held}")
+                error.add_note(f"in round {result.round_id.hex()}: {tile}, {held}")
                 raise
         self._right[result.round_id] = average
         self.checked += 1
 
 
-def _check_part(
-    segment: SegmentBuffers, part: Part, held: Held, brought: Sequence[Brought | None], average: torch.Tensor
+def _check_tile(
+    segment: SegmentBuffers, tile: Tile, held: Held, brought: Sequence[Brought | None], average: torch.Tensor
 ) -> None:
-    """One part of one average."""
+    """One tile of one average."""
     counted, others = _sorted(held, brought)
-    place = slice(part.start, part.stop)
+    place = slice(tile.start, tile.stop)
     weights = torch.tensor([[each.weight] for each in counted], dtype=torch.float64)
     total = float(weights.sum())
     assert abs(held.weight - total) <= 1e-9 * total, f"the weights are {held.weight} in all, counted are {total}"
-    base = torch.zeros(part.numel, dtype=torch.float64)
+    base = torch.zeros(tile.numel, dtype=torch.float64)
     if segment.against is not None:
         base = counted[0].reference[place]
         assert all(torch.equal(each.reference[place], base) for each in counted), "not all have the reference"
-    # What the codec saw of each, if it was sent: who averages a part does not send it, and loses nothing.
+    # What the codec saw of each, if it was sent: who averages a tile does not send it, and loses nothing.
     seen = torch.stack([each.values[place] - base + each.owed[place] / each.weight for each in counted])
     mean, got = (weights * seen).sum(0) / total, average[place] - base
     lost = (weights * torch.stack([segment.codec.error_bound(row.to(segment.dtype)) for row in seen])).sum(0) / total
@@ -136,13 +136,13 @@ def _check_part(
     wrong = min((_beyond(segment.codec, each, got, lost) for each in means), key=torch.max)
     at = int(wrong.argmax())
     assert wrong[at] <= 0, (
-        f"the average is {average[place][at]:.9g} at {part.start + at}, the mean of the {len(counted)} counted is "
+        f"the average is {average[place][at]:.9g} at {tile.start + at}, the mean of the {len(counted)} counted is "
         f"{(mean + base)[at]:.9g}: {wrong[at]:.3g} more than what may be lost"
     )
 
 
 def _sorted(held: Held, brought: Sequence[Brought | None]) -> tuple[list[Brought], list[Brought]]:
-    """The members counted in a part, and the others of the group."""
+    """The members counted in a tile, and the others of the group."""
     counted, others = [], []
     for index, each in enumerate(brought):
         if not has_member(held.contributors, index):

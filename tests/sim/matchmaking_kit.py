@@ -102,13 +102,13 @@ class View:
 
 
 def plan(members: Sequence[Member]) -> tuple[list[int], int]:
-    """Equal slices for all that reduce."""
+    """Equal shares for all that reduce."""
     reducers = [index for index, member in enumerate(members) if member.reduces]
-    slices = [0] * len(members)
+    shares = [0] * len(members)
     for index in reducers:
-        slices[index] = NUMEL // len(reducers)
-    slices[reducers[0]] += NUMEL - sum(slices)
-    return slices, 1 << 19
+        shares[index] = NUMEL // len(reducers)
+    shares[reducers[0]] += NUMEL - sum(shares)
+    return shares, 1 << 19
 
 
 def compare_schema(theirs: bytes, peer: PeerID) -> str | None:

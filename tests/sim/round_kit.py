@@ -86,12 +86,12 @@ class RoundPeer:
     def round(
         self,
         group: Sequence[RoundPeer],
-        slices: Sequence[int],
+        shares: Sequence[int],
         *,
         weight: float = 1.0,
         options: RoundOptions = OPTIONS,
         round_id: bytes = ROUND,
-        part_bytes: int = 1024,
+        tile_bytes: int = 1024,
     ) -> Round:
         """Its round; the first of the group decides. An auxiliary member's has weight 0, and reads no tensor."""
         if self.auxiliary:
@@ -103,8 +103,8 @@ class RoundPeer:
             members=tuple(each.member() for each in group),
             my_index=group.index(self),
             coordinator=0,
-            slices=tuple(slices),
-            part_bytes=part_bytes,
+            shares=tuple(shares),
+            tile_bytes=tile_bytes,
             controls=self.controls,
             on_release=lambda: None,
         )
@@ -125,10 +125,10 @@ async def gather_group(group: Sequence[RoundPeer]) -> None:
         await group[0].gathered(len(group) - 1)
 
 
-async def run_round(group: Sequence[RoundPeer], slices: Sequence[int], **options: Any) -> list[Outcome]:
+async def run_round(group: Sequence[RoundPeer], shares: Sequence[int], **options: Any) -> list[Outcome]:
     """One whole round of all, applied and closed."""
     await gather_group(group)
-    rounds = [each.round(group, slices, **options) for each in group]
+    rounds = [each.round(group, shares, **options) for each in group]
     outcomes = await asyncio.gather(*(round_.run() for round_ in rounds))
     for each in group:
         if not each.auxiliary:

@@ -1,12 +1,12 @@
 """Which samples went into which step: every batch has a number, and is followed into the states that it made.
 
 The audit looks over the shoulder of `GradientSum` and `Participant`. What a peer brings to a round is written down when
-its values are copied in. The verdict names, for each part, the members that count there, so each state's samples are
+its values are copied in. The verdict names, for each tile, the members that count there, so each state's samples are
 known without asking the code that counts them.
 
 **The law.** A member gives the samples of the batches that it holds at the moment when its values are copied in, but no
-more than it may give at that moment. A part of the round has what is given by all members that count in it. The step
-names the mean over the parts, rounded down. A batch counts in one step at most, in all parts of that step or in some.
+more than it may give at that moment. A tile of the round has what is given by all members that count in it. The step
+names the mean over the tiles, rounded down. A batch counts in one step at most, in all tiles of that step or in some.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SampleAudit:
         current: the number of the batch that is accumulated next; set it before `accumulate`.
         made: every state that any peer was about to take, by its digest.
         cut: how often a peer held more than it may give.
-        in_part: how many of these states have a peer in some parts only.
+        in_part: how many of these states have a peer in some tiles only.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, batch_size: int) -> None:
@@ -114,15 +114,15 @@ class SampleAudit:
         patch.setattr(Participant, "_is_ready", is_ready)
 
     def _taken(self, result: StepResult, name: StateName) -> tuple[tuple[object, ...], int]:
-        """The batches that are in a part of this round, at least; and the samples that its step may name."""
-        parts, batches = result.outcome.commit.parts, list[object]()
-        samples = [0 for _ in parts]
+        """The batches that are in a tile of this round, at least; and the samples that its step may name."""
+        tiles, batches = result.outcome.commit.tiles, list[object]()
+        samples = [0 for _ in tiles]
         for index, member in enumerate(result.outcome.members):
-            counts = [has_member(part.contributors, index) for part in parts]
+            counts = [has_member(tile.contributors, index) for tile in tiles]
             if any(counts):
                 gave = self._brought[result.round_id, member.contact.peer.raw]
                 batches.extend(gave.batches)
-                samples = [part + gave.samples * here for part, here in zip(samples, counts, strict=True)]
+                samples = [tile + gave.samples * here for tile, here in zip(samples, counts, strict=True)]
                 if not all(counts):
                     self.in_part.add(name.digest)
         return tuple(batches), int(fmean(samples))

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from shoal import sim
-from shoal.averaging.allreduce import parts
-from shoal.averaging.allreduce.partition import Part
+from shoal.averaging.allreduce import round_tiles
+from shoal.averaging.allreduce.partition import Tile
 from shoal.averaging.allreduce.vector import Vector
 from shoal.compression import CompressionBase
 from shoal.events import Event, GroupFormed
@@ -22,37 +22,37 @@ from tests.sim.test_averaging_faults import play
 ROUNDS = 3
 FOUND = r"the average is|the weights|is counted"
 
-add, begin_sum, mask = Vector.add, Vector.begin_sum, parts._mask
+add, begin_sum, mask = Vector.add, Vector.begin_sum, round_tiles._mask
 
 
 def adds_twice(patch: pytest.MonkeyPatch) -> None:
     """Every contribution is added twice."""
 
-    def twice(self: Vector, part: Part, values: torch.Tensor, weight: float) -> None:
-        add(self, part, values, weight)
-        add(self, part, values, weight)
+    def twice(self: Vector, tile: Tile, values: torch.Tensor, weight: float) -> None:
+        add(self, tile, values, weight)
+        add(self, tile, values, weight)
 
     patch.setattr(Vector, "add", twice)
 
 
 def adds_nothing(patch: pytest.MonkeyPatch) -> None:
     """Contributions are counted, and not added."""
-    patch.setattr(Vector, "add", lambda self, part, values, weight: None)
+    patch.setattr(Vector, "add", lambda self, tile, values, weight: None)
 
 
 def owns_twice(patch: pytest.MonkeyPatch) -> None:
-    """The reducer of a part adds its own values twice."""
-    patch.setattr(Vector, "begin_sum", lambda self, part, weight: begin_sum(self, part, 2 * weight))
+    """The reducer of a tile adds its own values twice."""
+    patch.setattr(Vector, "begin_sum", lambda self, tile, weight: begin_sum(self, tile, 2 * weight))
 
 
 def names_too_few(patch: pytest.MonkeyPatch) -> None:
-    """The last one of those that are counted in a part is not named."""
-    patch.setattr(parts, "_mask", lambda members, count: mask(set(sorted(members)[:-1]) or members, count))
+    """The last one of those that are counted in a tile is not named."""
+    patch.setattr(round_tiles, "_mask", lambda members, count: mask(set(sorted(members)[:-1]) or members, count))
 
 
 def names_too_many(patch: pytest.MonkeyPatch) -> None:
     """All members of the group are named."""
-    patch.setattr(parts, "_mask", lambda members, count: mask(set(range(count)), count))
+    patch.setattr(round_tiles, "_mask", lambda members, count: mask(set(range(count)), count))
 
 
 MUTANTS = (adds_twice, adds_nothing, owns_twice, names_too_few)

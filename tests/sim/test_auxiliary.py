@@ -1,4 +1,4 @@
-"""Members that only assist: they reduce slices of others, contribute nothing, want nothing, and touch no tensor.
+"""Members that only assist: they reduce shares of others, contribute nothing, want nothing, and touch no tensor.
 
 Groups are written as a word, one letter for each member in order: `t` contributes and reduces (a trainer), `c`
 contributes and only dials (a client), `a` is auxiliary. The first decides.
@@ -84,14 +84,14 @@ class Trial:
         return cls(net, word, members, values)
 
     async def begin(
-        self, slices: Sequence[int] | None = None, *, options: RoundOptions = OPTIONS, part_bytes: int = 4096
+        self, shares: Sequence[int] | None = None, *, options: RoundOptions = OPTIONS, tile_bytes: int = 4096
     ) -> None:
         """Form the group, and start the rounds in it, each on its own host."""
         await gather_group(self.members)
-        slices = slices or even([kind != "c" for kind in self.word], self.values[0].numel())
+        shares = shares or even([kind != "c" for kind in self.word], self.values[0].numel())
         for member, weight in zip(self.members, self.weights, strict=True):
             self.rounds.append(
-                member.round(self.members, slices, weight=weight, options=options, part_bytes=part_bytes)
+                member.round(self.members, shares, weight=weight, options=options, tile_bytes=tile_bytes)
             )
 
     def start(self, indices: Sequence[int] | None = None) -> None:
@@ -119,7 +119,7 @@ class Trial:
     def check(self) -> Commit | None:
         """Hold what must always hold; returns the verdict, if anybody learned one.
 
-        Who succeeded holds the float64 mean of the members that the verdict names, part by part, all the same bits; who
+        Who succeeded holds the float64 mean of the members that the verdict names, tile by tile, all the same bits; who
         did not is untouched.
         """
         commits = [result.outcome.commit for result in self.results if result.outcome is not None]
@@ -151,30 +151,30 @@ class Trial:
     def reference(self, commit: Commit) -> torch.Tensor:
         """The weighted mean in float64 of those whom the verdict names."""
         mean = torch.zeros(self.values[0].numel(), dtype=torch.float64)
-        for part, held in zip(self.rounds[0].parts, commit.parts, strict=True):
+        for tile, held in zip(self.rounds[0].tiles, commit.tiles, strict=True):
             counted = [i for i in range(len(self.word)) if held.contributors[i // 8] >> i % 8 & 1]
             assert not set(counted) & set(self.auxiliaries)
             total = sum(self.weights[i] for i in counted)
             assert held.weight == pytest.approx(total)
             for i in counted:
-                mean[part.start : part.stop] += (
-                    self.weights[i] / total * self.values[i][part.start : part.stop].double()
+                mean[tile.start : tile.stop] += (
+                    self.weights[i] / total * self.values[i][tile.start : tile.stop].double()
                 )
         return mean
 
     def contributors(self, commit: Commit) -> set[int]:
-        """The members that count in every part."""
+        """The members that count in every tile."""
         return {
-            i for i in range(len(self.word)) if all(held.contributors[i // 8] >> i % 8 & 1 for held in commit.parts)
+            i for i in range(len(self.word)) if all(held.contributors[i // 8] >> i % 8 & 1 for held in commit.tiles)
         }
 
 
 def even(reduces: Sequence[bool], numel: int) -> list[int]:
-    """Slices of nearly equal size for those who reduce."""
+    """Shares of nearly equal size for those who reduce."""
     able = [i for i, can in enumerate(reduces) if can]
-    slices = [numel // len(able) if can else 0 for can in reduces]
-    slices[able[-1]] += numel - sum(slices)
-    return slices
+    shares = [numel // len(able) if can else 0 for can in reduces]
+    shares[able[-1]] += numel - sum(shares)
+    return shares
 
 
 # ---------------------------------------------------------------------------------------------------------- in order
@@ -210,20 +210,20 @@ def test_the_average_is_of_those_who_contribute(word: str, codec: CompressionBas
 
 @pytest.mark.parametrize("word", ["tta", "att", "tttaa", "acc", "tcca"])
 def test_no_byte_is_sent_in_vain(word: str) -> None:
-    """Contributors send each reducer its parts, reducers send averages to contributors; nothing else is sent."""
+    """Contributors send each reducer its tiles, reducers send averages to contributors; nothing else is sent."""
 
     async def scenario(net: SimNet) -> None:
         numel = 100_000
         trial = await Trial.make(net, word, numel=numel)
-        slices = even([kind != "c" for kind in word], numel)
-        await trial.begin(slices, part_bytes=1 << 15)
+        shares = even([kind != "c" for kind in word], numel)
+        await trial.begin(shares, tile_bytes=1 << 15)
         before = [member.peer.endpoint.traffic for member in trial.members]
         trial.start()
         await trial.wait()
         trial.check()
         contributors = sum(kind != "a" for kind in word)
-        for i, (kind, size) in enumerate(zip(word, slices, strict=True)):
-            others = contributors - (kind != "a")  # who contributes to the slice of this member, and gets its averages
+        for i, (kind, size) in enumerate(zip(word, shares, strict=True)):
+            others = contributors - (kind != "a")  # who contributes to the share of this member, and gets its averages
             away = 0 if kind == "a" else numel - size
             sent, received = (4 * (size * others + away),) * 2
             now = trial.members[i].peer.endpoint.traffic
@@ -234,16 +234,16 @@ def test_no_byte_is_sent_in_vain(word: str) -> None:
 
 
 def test_rounds_follow_each_other() -> None:
-    """What an auxiliary member summed in one round is not in the next one, also with other slices."""
+    """What an auxiliary member summed in one round is not in the next one, also with other shares."""
 
     async def scenario(net: SimNet) -> None:
         trial = await Trial.make(net, "tta", codec=Float16Compression())
-        for number, slices in enumerate(([0, 0, NUMEL], [5000, 5000, 10_000], [0, NUMEL, 0], [0, 0, NUMEL])):
+        for number, shares in enumerate(([0, 0, NUMEL], [5000, 5000, 10_000], [0, NUMEL, 0], [0, 0, NUMEL])):
             for member in trial.members[:2]:
                 member.vector.tensors[0].fill_(1.0 + number)
             await gather_group(trial.members)
             rounds = [
-                member.round(trial.members, slices, round_id=bytes([number]) * 16, part_bytes=4096)
+                member.round(trial.members, shares, round_id=bytes([number]) * 16, tile_bytes=4096)
                 for member in trial.members
             ]
             assert not trial.members[2].vector._wire
@@ -315,8 +315,8 @@ def _formed(trial: Trial) -> Any:
     """The group as the second member sees it."""
 
     class Group:
-        round_id, my_index, coordinator, part_bytes = ROUND, 1, 0, 4096
-        slices = (0, NUMEL)
+        round_id, my_index, coordinator, tile_bytes = ROUND, 1, 0, 4096
+        shares = (0, NUMEL)
         controls = trial.members[1].controls
         members: tuple[Member, ...] = tuple(member.member() for member in trial.members)
 
@@ -357,7 +357,7 @@ def test_contributors_may_begin_later(word: str) -> None:
         commit = trial.check()
         assert commit is not None
         assert trial.contributors(commit) == {i for i, kind in enumerate(word) if kind != "a"}
-        assert not any(held.attempt for held in commit.parts)
+        assert not any(held.attempt for held in commit.tiles)
 
     on_sim(scenario)
 
@@ -405,7 +405,7 @@ MOMENTS_S = (0.0, 0.03, 0.3, 0.8, 1.2, 1.6, 1.8, 1.85, 1.9, 1.95, 2.1, 3.0)
 @pytest.mark.parametrize("way", ["crash", "vanish", "stall"])
 @pytest.mark.parametrize("after_s", MOMENTS_S)
 def test_an_auxiliary_reducer_dies(after_s: float, way: str) -> None:
-    """At any moment: its parts get another reducer, and the contributors get the mean of all of them."""
+    """At any moment: its tiles get another reducer, and the contributors get the mean of all of them."""
 
     async def scenario(net: SimNet) -> None:
         trial = await Trial.make(net, "tta")
@@ -422,7 +422,7 @@ def test_an_auxiliary_reducer_dies(after_s: float, way: str) -> None:
         assert trial.contributors(commit) == {0, 1}
         assert all(result.outcome is not None for result in trial.results[:2])
         again = [
-            held.attempt for part, held in zip(trial.rounds[0].parts, commit.parts, strict=True) if part.reducer == 2
+            held.attempt for tile, held in zip(trial.rounds[0].tiles, commit.tiles, strict=True) if tile.reducer == 2
         ]
         assert all(again) or after_s > 0.1
         assert any(again) or after_s > 1.0
@@ -475,7 +475,7 @@ def test_an_auxiliary_coordinator_dies(after_s: float, word: str) -> None:
 @pytest.mark.parametrize("after_s", MOMENTS_S)
 @pytest.mark.parametrize(("word", "victim"), [("tta", 1), ("att", 2), ("ttta", 2), ("acc", 1)])
 def test_a_contributor_dies_while_an_auxiliary_member_reduces(word: str, victim: int, after_s: float) -> None:
-    """Its values count in the parts that were done; the survivors agree, and the auxiliary member learns it too."""
+    """Its values count in the tiles that were done; the survivors agree, and the auxiliary member learns it too."""
 
     async def scenario(net: SimNet) -> None:
         trial = await Trial.make(net, word)
@@ -516,8 +516,8 @@ def test_the_last_contributors_die(word: str) -> None:
     on_sim(scenario, bandwidth_bytes_s=SLOW_BYTES_S)
 
 
-def test_an_auxiliary_member_takes_over_the_parts_of_the_dead() -> None:
-    """A trainer that owns parts dies: an auxiliary member averages them again, as anybody could."""
+def test_an_auxiliary_member_takes_over_the_tiles_of_the_dead() -> None:
+    """A trainer that owns tiles dies: an auxiliary member averages them again, as anybody could."""
 
     async def scenario(net: SimNet) -> None:
         trial = await Trial.make(net, "ttca")
@@ -529,13 +529,13 @@ def test_an_auxiliary_member_takes_over_the_parts_of_the_dead() -> None:
         commit = trial.check()
         assert commit is not None
         assert trial.contributors(commit) == {0, 2}
-        assert any(held.attempt == 1 for held in commit.parts)
+        assert any(held.attempt == 1 for held in commit.tiles)
         assert 3 in trial.rounds[0].machine.rules.reducer
 
     on_sim(scenario, bandwidth_bytes_s=SLOW_BYTES_S)
 
 
-def test_a_reducer_that_no_values_reach_hands_its_parts_over() -> None:
+def test_a_reducer_that_no_values_reach_hands_its_tiles_over() -> None:
     """It lives and is told nothing: rather than report an average of nobody, which would end the round, it gives up."""
 
     async def scenario(net: SimNet) -> None:
@@ -551,7 +551,7 @@ def test_a_reducer_that_no_values_reach_hands_its_parts_over() -> None:
         commit = trial.check()
         assert commit is not None
         assert trial.contributors(commit) == {1, 2}
-        assert any(held.attempt for held in commit.parts)
+        assert any(held.attempt for held in commit.tiles)
         failure = trial.results[3].failure
         assert failure is not None
         assert "no values with a weight came" in failure.reason
@@ -559,8 +559,8 @@ def test_a_reducer_that_no_values_reach_hands_its_parts_over() -> None:
     on_sim(scenario)
 
 
-def test_parts_that_come_when_everybody_was_counted_out() -> None:
-    """An auxiliary member that is given a part when it waits for nobody any more says so at once."""
+def test_tiles_that_come_when_everybody_was_counted_out() -> None:
+    """An auxiliary member that is given a tile when it waits for nobody any more says so at once."""
 
     async def scenario(net: SimNet) -> None:
         trial = await Trial.make(net, "tta")
@@ -596,8 +596,8 @@ def test_weights_of_zero_are_told_apart_from_being_cut_off() -> None:
         trial.check()
 
 
-def test_a_reducer_that_only_weights_of_zero_reach_hands_its_parts_over() -> None:
-    """The members with values cannot reach it: another one averages its parts, and the round succeeds."""
+def test_a_reducer_that_only_weights_of_zero_reach_hands_its_tiles_over() -> None:
+    """The members with values cannot reach it: another one averages its tiles, and the round succeeds."""
 
     async def scenario(net: SimNet) -> None:
         trial = await Trial.make(net, "ttta")
@@ -610,7 +610,7 @@ def test_a_reducer_that_only_weights_of_zero_reach_hands_its_parts_over() -> Non
         commit = trial.check()
         assert commit is not None
         assert trial.contributors(commit) == {1, 2}
-        assert any(held.attempt for held in commit.parts)
+        assert any(held.attempt for held in commit.tiles)
         assert all(trial.results[i].outcome is not None for i in range(3))
         failure = trial.results[3].failure
         assert failure is not None
@@ -620,14 +620,14 @@ def test_a_reducer_that_only_weights_of_zero_reach_hands_its_parts_over() -> Non
 
 
 @pytest.mark.parametrize("word", ["attt", "tttt"])
-def test_a_slow_coordinator_without_weight_hands_its_parts_on_and_goes_on_deciding(word: str) -> None:
+def test_a_slow_coordinator_without_weight_hands_its_tiles_on_and_goes_on_deciding(word: str) -> None:
     """An auxiliary helper (or a trainer without samples) at 1% of the others' speed: the round succeeds without it."""
 
     async def scenario(net: SimNet) -> None:
         slow = f"{word[0]}0"
         trial = await Trial.make(net, word, numel=200 * NUMEL)
         trial.weights[0] = 0.0
-        await trial.begin(part_bytes=1 << 17)
+        await trial.begin(tile_bytes=1 << 17)
         net.swarm.slow(slow, 100.0)
         trial.start()
         await trial.wait()
@@ -635,7 +635,7 @@ def test_a_slow_coordinator_without_weight_hands_its_parts_on_and_goes_on_decidi
         assert commit is not None
         assert trial.contributors(commit) >= {1, 2, 3}
         assert all(result.outcome is not None for result in trial.results[1:])
-        assert any(held.attempt for held in commit.parts)
+        assert any(held.attempt for held in commit.tiles)
         blamed = {event.peer for event in trial.members[0].peer.seen(PeerDropped)}
         assert trial.members[0].peer.peer_id in blamed
 
@@ -649,7 +649,7 @@ def test_a_coordinator_whose_line_is_busy_with_what_others_send_is_not_silent(mo
     async def scenario(net: SimNet) -> None:
         net.swarm.network.add_host("a0", up_bytes_s=125_000.0, down_bytes_s=125_000.0)
         trial = await Trial.make(net, "attt", numel=400_000)
-        await trial.begin(part_bytes=1 << 17)
+        await trial.begin(tile_bytes=1 << 17)
         trial.start()
         await trial.wait()
         assert trial.check() is not None
@@ -691,7 +691,7 @@ def _plan(seed: int) -> tuple[str, list[tuple[float, str, int]]]:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_any_group_any_fault(seed: int) -> None:
-    """Drawn groups, slices and faults: agreement, the float64 reference, untouched tensors, and an end in time."""
+    """Drawn groups, shares and faults: agreement, the float64 reference, untouched tensors, and an end in time."""
     word, faults = _plan(seed)
 
     async def scenario(net: SimNet) -> None:

@@ -167,7 +167,7 @@ def test_float64_precision() -> None:
     sim.run(main, seed=5)
 
 
-def test_alpha_moves_part_of_the_way() -> None:
+def test_alpha_moves_tile_of_the_way() -> None:
     """With averaging_alpha 0.25 a tensor moves a quarter of the way to the average."""
 
     async def main() -> None:
@@ -423,7 +423,7 @@ def test_the_members_that_own_something_are_the_same_in_every_round() -> None:
             results = await asyncio.gather(*(trial.step(name, timeout_s=30.0) for name in names))
             peers = [member.contact.peer for member in results[0].outcome.members]
             assert len(peers) == len(names)
-            reducers.add(frozenset(peer for peer, size in zip(peers, results[0].slices, strict=True) if size))
+            reducers.add(frozenset(peer for peer, size in zip(peers, results[0].shares, strict=True) if size))
         assert [len(each) for each in reducers] == [3]
         await trial.close()
 

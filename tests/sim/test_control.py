@@ -251,7 +251,7 @@ def test_a_member_that_gives_up_is_left_out() -> None:
 
 
 def test_a_member_that_makes_no_progress_is_left_out_by_name() -> None:
-    """It owns a part, is connected, and does nothing: after the stall limit the others go on."""
+    """It owns a tile, is connected, and does nothing: after the stall limit the others go on."""
 
     async def scenario(net: SimNet) -> None:
         group = [await RoundPeer.make(net, name, torch.full((NUMEL,), i + 1.0)) for i, name in enumerate("abc")]
@@ -300,7 +300,7 @@ def test_a_closed_round_leaves_no_work_in_other_threads() -> None:
         group = [await RoundPeer.make(net, name, torch.full((100_000,), i + 1.0), codec) for i, name in enumerate("ab")]
         executor = GatedExecutor.of(group[0])
         await gather_group(group)
-        rounds = [member.round(group, [100_000, 0], part_bytes=1 << 20) for member in group]
+        rounds = [member.round(group, [100_000, 0], tile_bytes=1 << 20) for member in group]
         running = [asyncio.create_task(round_.run()) for round_ in rounds]
         await sleep(1.0)
         assert executor.inside
@@ -319,7 +319,7 @@ def test_a_closed_round_leaves_no_work_in_other_threads() -> None:
     on_sim(scenario)
 
 
-def test_parts_that_are_sent_as_they_are_wait_for_no_other_thread() -> None:
+def test_tiles_that_are_sent_as_they_are_wait_for_no_other_thread() -> None:
     """To add them, to finish them and to check them is so little work that a hop to a thread would cost more."""
 
     async def scenario(net: SimNet) -> None:
@@ -327,7 +327,7 @@ def test_parts_that_are_sent_as_they_are_wait_for_no_other_thread() -> None:
         for member in group:
             GatedExecutor.of(member)
         await gather_group(group)
-        rounds = [member.round(group, [50_000, 50_000], part_bytes=1 << 20) for member in group]
+        rounds = [member.round(group, [50_000, 50_000], tile_bytes=1 << 20) for member in group]
         await asyncio.gather(*(round_.run() for round_ in rounds))
         await asyncio.gather(*(round_.close() for round_ in rounds))
 

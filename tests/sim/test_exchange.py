@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from shoal.averaging.allreduce.member import MemberMachine
 from shoal.averaging.allreduce.round import Round, RoundOptions
 from shoal.averaging.allreduce.streams import UpStream
-from shoal.averaging.allreduce.vector import PartDigests
+from shoal.averaging.allreduce.vector import TileDigests
 from shoal.averaging.group import Group
 from shoal.base.peer import PeerID
 from shoal.compression import Float16Compression
@@ -79,14 +79,14 @@ def encoded(value: float, numel: int) -> bytes:
 
 
 def test_a_round_by_hand() -> None:
-    """The kit itself: three members, slices of all sizes, weights; one average, bit by bit."""
+    """The kit itself: three members, shares of all sizes, weights; one average, bit by bit."""
 
     async def scenario(net: SimNet) -> None:
         group = await three(net)
-        for slices in ([400, 350, 250], [1000, 0, 0], [0, 0, 1000]):
+        for shares in ([400, 350, 250], [1000, 0, 0], [0, 0, 1000]):
             for i, member in enumerate(group):
                 values(member).fill_(i + 1.0)
-            outcomes = await run_round(group, slices)
+            outcomes = await run_round(group, shares)
             assert all(torch.equal(values(member), torch.full((NUMEL,), 2.0)) for member in group)
             assert all(outcome.weight == 3.0 for outcome in outcomes)
             assert not any(outcome.left_out for outcome in outcomes)
@@ -102,24 +102,24 @@ def test_rounds_use_the_same_connections_again() -> None:
     async def scenario(net: SimNet) -> None:
         group = await three(net, 20_000)
         net.swarm.network.set_link("a", "c", latency_s=0.2)
-        slices = [8_000, 7_000, 5_000]
-        await run_round(group, slices, part_bytes=4096)
+        shares = [8_000, 7_000, 5_000]
+        await run_round(group, shares, tile_bytes=4096)
         dials = [len(member.peer.transport.dials) for member in group]
         for _ in range(20):
-            await run_round(group, slices, part_bytes=4096)
+            await run_round(group, shares, tile_bytes=4096)
         assert [len(member.peer.transport.dials) for member in group] == dials
 
     on_sim(scenario)
 
 
 def test_a_member_that_trickles_is_not_silent() -> None:
-    """A part takes ten seconds to send, five times `silence_s`: bytes come all the time, and nobody is far ahead."""
+    """A tile takes ten seconds to send, five times `silence_s`: bytes come all the time, and nobody is far ahead."""
 
     async def scenario(net: SimNet) -> None:
         for name in "bc":
             net.swarm.network.add_host(name, up_bytes_s=100_000.0)
         group = await three(net, 250_000)
-        outcomes = await run_round(group, [250_000, 0, 0], part_bytes=1 << 20)
+        outcomes = await run_round(group, [250_000, 0, 0], tile_bytes=1 << 20)
         assert not outcomes[0].left_out
         assert torch.equal(values(group[0]), torch.full((250_000,), 2.0))
 
@@ -130,30 +130,30 @@ def test_a_member_that_trickles_is_not_silent() -> None:
 
 
 async def _run_in_background(
-    group: Sequence[RoundPeer], slices: list[int], options: RoundOptions = OPTIONS
+    group: Sequence[RoundPeer], shares: list[int], options: RoundOptions = OPTIONS
 ) -> list[Round]:
     await gather_group(group)
-    return [member.round(group, slices, options=options) for member in group]
+    return [member.round(group, shares, options=options) for member in group]
 
 
 def test_a_late_contribution_does_not_touch_a_newer_attempt() -> None:
     """What still comes for a reducer's old attempt is not added to the average that it received meanwhile.
 
-    It was (wrongly) left out, and its part averaged elsewhere; both lie in the same memory.
+    It was (wrongly) left out, and its tile averaged elsewhere; both lie in the same memory.
     """
 
     async def scenario(net: SimNet) -> None:
         a, b, c = await three(net, 200)
         await gather_group([a, b, c])
-        # c is played by hand, and b decides nothing: only a is a real round, which owns part 0 and waits for c.
+        # c is played by hand, and b decides nothing: only a is a real round, which owns tile 0 and waits for c.
         round_ = a.round([a, b, c], [200, 0, 0])
         running = asyncio.create_task(round_.run())
         others = [await speak(member, a) for member in (b, c)]
         await others[0].send(PartData(0, 0, 1.0), encoded(2.0, 200))
         await sleep(0.5)
         newer = Held(0, 1, b"\x06", 2.0, b"n" * 16)
-        round_.machine.rules.expect(0, 1)  # as `Parts.land` does when it receives another reducer's average
-        landing = a.vector.landing(round_.parts[0])
+        round_.machine.rules.expect(0, 1)  # as `RoundTiles.land` does when it receives another reducer's average
+        landing = a.vector.landing(round_.tiles[0])
         assert landing is not None
         landing[:] = encoded(2.5, 200)
         assert round_.machine.rules.averaged(newer)
@@ -287,7 +287,7 @@ HELD = Held(0, 0, b"\x01", 1.0, b"d" * 16)
     ],
 )
 def test_absurd_contributions_cost_their_sender_its_place(message: Message, payload: bytes) -> None:
-    """Parts, attempts, weights, sizes and values that cannot be: the sender is told, and left out; the rest go on."""
+    """Tiles, attempts, weights, sizes and values that cannot be: the sender is told, and left out; the rest go on."""
 
     async def scenario(net: SimNet) -> None:
         a, b, c = await three(net, 200)
@@ -317,7 +317,7 @@ def test_absurd_contributions_cost_their_sender_its_place(message: Message, payl
 
 
 def test_contributions_of_an_unwanted_kind_are_counted_once() -> None:
-    """Repeated, and after the part is done: read and thrown away, whatever is in them."""
+    """Repeated, and after the tile is done: read and thrown away, whatever is in them."""
 
     async def scenario(net: SimNet) -> None:
         a, b, c = await three(net, 200)
@@ -573,7 +573,7 @@ def test_frames_of_a_round_by_hand() -> None:
         frame = await read_frame(stream, a.peer.endpoint.limits)
         average = decode(frame.header, PartAverage)
         assert (frame.kind, frame.payload_bytes) == (Kind.DATA, 800)
-        assert (average.held.part, average.held.attempt, average.held.contributors) == (0, 0, b"\x03")
+        assert (average.held.tile, average.held.attempt, average.held.contributors) == (0, 0, b"\x03")
         payload = bytearray(800)
         await stream.readinto(payload)
         assert bytes(payload) == encoded(1.5, 200)
@@ -591,8 +591,8 @@ def test_after_the_commit_only_who_was_asked_can_leave_a_member_without() -> Non
         loop = asyncio.get_running_loop()
         b = await RoundPeer.make(net, "b", torch.full((200,), 2.0))
         a, c = await net.peer("a"), await net.peer("c")
-        said, payload = [Held(part, 0, b"\x05", 2.0, b"") for part in range(2)], encoded(1.5, 100)
-        averages = [replace(held, digest=PartDigests(ROUND).of(held, payload)) for held in said]
+        said, payload = [Held(tile, 0, b"\x05", 2.0, b"") for tile in range(2)], encoded(1.5, 100)
+        averages = [replace(held, digest=TileDigests(ROUND).of(held, payload)) for held in said]
 
         async def give_slowly(stream: Stream[Message, Message], opening: Reduce) -> None:
             while (received := await stream.recv()) is not None:
@@ -600,7 +600,7 @@ def test_after_the_commit_only_who_was_asked_can_leave_a_member_without() -> Non
                 await stream.readinto(bytearray(nbytes))
                 if isinstance(message, PartRequest):
                     await sleep(3.0)
-                    await stream.send(PartAverage(averages[message.part]), payload)
+                    await stream.send(PartAverage(averages[message.tile]), payload)
 
         async def give_nothing(stream: Stream[Message, Message], opening: Reduce) -> None:
             while (received := await stream.recv()) is not None:
@@ -621,8 +621,8 @@ def test_after_the_commit_only_who_was_asked_can_leave_a_member_without() -> Non
             members=tuple(Member(each.contact, True, None, b"\xc0") for each in (a, b.peer, c)),
             my_index=1,
             coordinator=0,
-            slices=(100, 0, 100),
-            part_bytes=1024,
+            shares=(100, 0, 100),
+            tile_bytes=1024,
             controls=b.controls,
             on_release=lambda: None,
         )
@@ -655,13 +655,13 @@ def test_reports_that_say_nothing_new_do_not_pile_up() -> None:
 
 
 def test_averages_that_come_close_together_are_told_together() -> None:
-    """Twenty parts within a second, one after another: one report for several. The last one waits for nothing."""
+    """Twenty tiles within a second, one after another: one report for several. The last one waits for nothing."""
 
     async def scenario(net: SimNet) -> None:
         group = [await RoundPeer.make(net, name, torch.full((20_480,), i + 1.0)) for i, name in enumerate("ab")]
         net.swarm.network.set_link("a", "b", latency_s=0.001, bandwidth_bytes_s=40_000.0)
         await gather_group(group)
-        rounds = [each.round(group, [10_240, 10_240], part_bytes=4096) for each in group]
+        rounds = [each.round(group, [10_240, 10_240], tile_bytes=4096) for each in group]
         reports: list[list[tuple[float, Report]]] = [[], []]
         for round_, said in zip(rounds, reports, strict=True):
             round_.machine.report = partial(_noted, round_.machine.report, said)  # type: ignore[method-assign]

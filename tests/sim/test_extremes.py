@@ -33,7 +33,7 @@ from tests.sim.test_hostile_words import liar
 from tests.sim.test_lying_members import members, named, played
 from tests.wire_extremes import extremes, replaced
 
-HELD = [wire.Held(part, 0, b"\x07", 3.0, b"d" * 16) for part in range(3)]
+HELD = [wire.Held(tile, 0, b"\x07", 3.0, b"d" * 16) for tile in range(3)]
 LED = [wire.Assign([0], 1, 1), wire.Gone(2), wire.Commit(ROUND, HELD), wire.Abort(ROUND, "no")]
 REPORTED = [wire.Report([HELD[1]], [2], 100)]
 SENT = [wire.PartData(0, 0, 1.0), wire.PartRequest(0, 0)]
@@ -72,24 +72,24 @@ def reported(rounds: list[Round], data: msgspec.Raw) -> None:
 
 def sent(rounds: list[Round], data: msgspec.Raw) -> None:
     """The second member sends it to each reducer in place of its values."""
-    contribution = rounds[1]._parts.contribution
+    contribution = rounds[1]._tiles.contribution
 
     def lying(number: int, attempt: int) -> Any:
         honest = contribution(number, attempt)
         return (data, honest[1]) if honest is not None else None
 
-    rounds[1]._parts.contribution = lying  # type: ignore[method-assign]
+    rounds[1]._tiles.contribution = lying  # type: ignore[method-assign]
 
 
 def given(rounds: list[Round], data: msgspec.Raw) -> None:
-    """The third member gives it as the average of its part."""
-    average = rounds[2]._parts.average
+    """The third member gives it as the average of its tile."""
+    average = rounds[2]._tiles.average
 
     async def lying(number: int) -> Any:
         honest = await average(number)
         return (data, honest[1]) if honest is not None else None
 
-    rounds[2]._parts.average = lying  # type: ignore[method-assign]
+    rounds[2]._tiles.average = lying  # type: ignore[method-assign]
 
 
 ROLES: dict[str, tuple[list[wire.Message], Callable[[list[Round], msgspec.Raw], None], int, list[int]]] = {

@@ -33,18 +33,18 @@ def kept(member: RoundPeer) -> torch.Tensor:
 def counted(trial: Trial, commit: Commit) -> torch.Tensor:
     """What the members contributed that the verdict names, times their weights."""
     total = torch.zeros(NUMEL, dtype=torch.float64)
-    for part, held in zip(trial.rounds[0].parts, commit.parts, strict=True):
+    for tile, held in zip(trial.rounds[0].tiles, commit.tiles, strict=True):
         for i, (weight, values) in enumerate(zip(trial.weights, trial.values, strict=True)):
             if has_member(held.contributors, i):
-                total[part.start : part.stop] += weight * values[part.start : part.stop].double()
+                total[tile.start : tile.stop] += weight * values[tile.start : tile.stop].double()
     return total
 
 
 def averaged(trial: Trial, commit: Commit, member: RoundPeer) -> torch.Tensor:
     """The averages of a round, times their weights."""
     weighted = member.vector._segments[0].result.double()
-    for part, held in zip(trial.rounds[0].parts, commit.parts, strict=True):
-        weighted[part.start : part.stop] *= held.weight
+    for tile, held in zip(trial.rounds[0].tiles, commit.tiles, strict=True):
+        weighted[tile.start : tile.stop] *= held.weight
     return weighted
 
 
@@ -60,8 +60,8 @@ def test_rounds_with_all_kinds_of_members_lose_nothing(word: str, codec: Compres
         for number in range(4):
             await gather_group(trial.members)
             cuts = [rng.random() if kind != "c" else 0.0 for kind in word]
-            slices = [int(NUMEL * cut / sum(cuts)) for cut in cuts]
-            slices[next(i for i, kind in enumerate(word) if kind != "c")] += NUMEL - sum(slices)
+            shares = [int(NUMEL * cut / sum(cuts)) for cut in cuts]
+            shares[next(i for i, kind in enumerate(word) if kind != "c")] += NUMEL - sum(shares)
             trial.weights = [0.0 if kind == "a" else rng.choice([0.0, 1.0, 30.0]) for kind in word]
             trial.weights[word.index("c" if "c" in word else "t")] = 2.0
             trial.rounds = []
@@ -69,7 +69,7 @@ def test_rounds_with_all_kinds_of_members_lose_nothing(word: str, codec: Compres
                 if not member.auxiliary:
                     member.vector.tensors[0].copy_(values)
                 trial.rounds.append(
-                    member.round(trial.members, slices, weight=weight, round_id=bytes([number]) * 16, part_bytes=1024)
+                    member.round(trial.members, shares, weight=weight, round_id=bytes([number]) * 16, tile_bytes=1024)
                 )
             [outcome, *_] = await asyncio.gather(*(round_.run() for round_ in trial.rounds))
             contributed += counted(trial, outcome.commit)
@@ -85,7 +85,7 @@ def test_rounds_with_all_kinds_of_members_lose_nothing(word: str, codec: Compres
 
 
 def test_a_member_that_stands_still_for_a_while_keeps_what_was_not_counted() -> None:
-    """It is left out of some parts, or replaced as their reducer; when it learns the verdict, nothing is missing."""
+    """It is left out of some tiles, or replaced as their reducer; when it learns the verdict, nothing is missing."""
     replaced = partly = late = 0
 
     async def scenario(net: SimNet, seed: int) -> None:
@@ -97,7 +97,7 @@ def test_a_member_that_stands_still_for_a_while_keeps_what_was_not_counted() -> 
             assert kept_before is not None
             kept_before.kept.normal_(generator=torch.Generator().manual_seed(seed))
         before = sum((kept(member) for member in trial.members), torch.zeros(()))
-        await trial.begin(part_bytes=1024)
+        await trial.begin(tile_bytes=1024)
         running = [net.swarm.spawn(*each) for each in zip(trial.names, [r.run() for r in trial.rounds], strict=True)]
         still = rng.randrange(1, 4)
         await sim.sleep(rng.uniform(0.0, 0.8))
@@ -106,14 +106,14 @@ def test_a_member_that_stands_still_for_a_while_keeps_what_was_not_counted() -> 
         await together(*(round_.close() for round_ in trial.rounds))
         commit = results[0].commit
         if isinstance(results[still], RoundFailed):  # it cannot learn the verdict: as if it had
-            for part, held in zip(trial.rounds[0].parts, commit.parts, strict=True):
-                here = part.reducer == still and held.attempt == 0
+            for tile, held in zip(trial.rounds[0].tiles, commit.tiles, strict=True):
+                here = tile.reducer == still and held.attempt == 0
                 if here or has_member(held.contributors, still):
-                    trial.members[still].vector.settle(part, averaged_here=here)
+                    trial.members[still].vector.settle(tile, averaged_here=here)
         else:
             late += bool(results[still].left_out)
-        replaced += any(held.attempt > 0 for held in commit.parts)
-        partly += len({bytes(held.contributors) for held in commit.parts}) > 1
+        replaced += any(held.attempt > 0 for held in commit.tiles)
+        partly += len({bytes(held.contributors) for held in commit.tiles}) > 1
         missing = sum((kept(member) for member in trial.members), torch.zeros(()))
         whole = before + counted(trial, commit)
         torch.testing.assert_close(averaged(trial, commit, trial.members[0]) + missing, whole, rtol=0.0, atol=1e-4)

@@ -275,23 +275,23 @@ def test_an_honest_peer_that_is_late_now_and_then_gets_its_samples_in() -> None:
 
 
 def gives_averages_late(averager: Averager, late_s: float, is_turn: Callable[[bytes], bool] = lambda _: True) -> None:
-    """From now on it gives its values in time, and in these rounds the averages of its own parts so much later."""
+    """From now on it gives its values in time, and in these rounds the averages of its own tiles so much later."""
 
     def delay(round_: Any) -> None:
-        average = round_._parts.average
+        average = round_._tiles.average
 
         async def late(*args: Any) -> Any:
             await sim.sleep(late_s)
             return await average(*args)
 
         if is_turn(round_.round_id):
-            round_._parts.average = late
+            round_._tiles.average = late
 
     each_round(averager, delay)
 
 
 def reports_nothing(averager: Averager, _: float) -> None:
-    """From now on it says that bytes move, and of no part that it holds it."""
+    """From now on it says that bytes move, and of no tile that it holds it."""
 
     def keep_quiet(round_: Any) -> None:
         loop = asyncio.get_running_loop()
@@ -526,13 +526,13 @@ def says_gone(round_: Round) -> None:
 
 
 def storms(round_: Round) -> None:
-    """It has all parts averaged again and again, each time by the next member."""
-    parts, count = list(range(len(round_.parts))), len(round_.members)
+    """It has all tiles averaged again and again, each time by the next member."""
+    tiles, count = list(range(len(round_.tiles))), len(round_.members)
 
     async def storm() -> None:
         for attempt in range(1, count + 1):
-            for part in parts:
-                assign = Assign([part], attempt, (round_.me + attempt) % count)
+            for tile in tiles:
+                assign = Assign([tile], attempt, (round_.me + attempt) % count)
                 for to_say in round_._to_say.values():
                     to_say.put_nowait(assign)
             await sim.sleep(0.02)
@@ -562,7 +562,7 @@ def begins_differently(averager: Averager, monkeypatch: pytest.MonkeyPatch) -> N
 
     def lying(request: JoinRequest, answer: Any) -> None:
         if isinstance(answer, Begin) and request in matchmaker._requests:
-            answer = replace(answer, part_bytes=answer.part_bytes + next(begun) % 7)
+            answer = replace(answer, tile_bytes=answer.tile_bytes + next(begun) % 7)
         post(request, answer)
 
     monkeypatch.setattr(JoinRequest, "post", lying)
@@ -585,15 +585,15 @@ def plans(averager: Averager, change: Callable[[list[int]], list[int]]) -> None:
     plan = matchmaker._plan
 
     def planned(members: Sequence[Any]) -> tuple[list[int], int]:
-        slices, part_bytes = plan(members)
-        return change(slices), part_bytes
+        shares, tile_bytes = plan(members)
+        return change(shares), tile_bytes
 
     matchmaker._plan = planned
 
 
 PLANS: dict[str, Callable[[list[int]], list[int]]] = {
-    "all to one": lambda slices: [sum(slices) * (place == slices.index(max(slices))) for place in range(len(slices))],
-    "too much": lambda slices: [each + 1 for each in slices],
+    "all to one": lambda shares: [sum(shares) * (place == shares.index(max(shares))) for place in range(len(shares))],
+    "too much": lambda shares: [each + 1 for each in shares],
 }
 HARMS = {"gone": says_gone, "storm": storms, "nothing": says_nothing, "no verdict": says_no_verdict}
 

@@ -72,8 +72,8 @@ def test_a_begin_with_a_thousand_made_up_members_costs_a_member_few_dials() -> N
             address = Address(f"203.0.{number // 250}.{number % 250}", 4000, peer)
             others.append(wire.Member(wire.Contact(peer, (address,)), True, None, b"\xc0"))
         members = [own, joiner, *others]
-        slices = [NUMEL - 1001, 1, *[1] * 1000]
-        return msgspec.Raw(wire.encode(wire.Begin(b"r" * 16, members, 0, slices, 1024)))
+        shares = [NUMEL - 1001, 1, *[1] * 1000]
+        return msgspec.Raw(wire.encode(wire.Begin(b"r" * 16, members, 0, shares, 1024)))
 
     def watch(endpoint: Any) -> None:
         transport = endpoint._dialer.dials._transport

@@ -59,8 +59,8 @@ def bits(peer: RoundPeer) -> bytes:
 
 
 def gives_each_other_bytes(liar: Round, *, digest: bool) -> None:
-    """It gives the second member that gets a part other values, under the same digest or under that of these values."""
-    average, given = liar._parts.average, set[int]()
+    """It gives the second member that gets a tile other values, under the same digest or under that of these values."""
+    average, given = liar._tiles.average, set[int]()
 
     async def lying(number: int) -> Any:
         message, data = await average(number)  # type: ignore[misc]
@@ -73,10 +73,10 @@ def gives_each_other_bytes(liar: Round, *, digest: bool) -> None:
         wrong[:4] = torch.tensor([0.25]).numpy().tobytes()
         held = message.held
         if digest:
-            held = replace(held, digest=liar._parts._digests.of(held, wrong))
+            held = replace(held, digest=liar._tiles._digests.of(held, wrong))
         return PartAverage(held), wrong
 
-    liar._parts.average = lying  # type: ignore[method-assign]
+    liar._tiles.average = lying  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("digest", [False, True], ids=["under the same digest", "under its own digest"])
@@ -104,7 +104,7 @@ def commits_otherwise(leader: Round, victim: int, **said: Any) -> None:
 
     def lying(message: Any) -> None:
         if isinstance(message, Commit):
-            message = Commit(message.round_id, [replace(held, **said) for held in message.parts])
+            message = Commit(message.round_id, [replace(held, **said) for held in message.tiles])
         put(message)
 
     leader._to_say[victim].put_nowait = lying  # type: ignore[method-assign, assignment]
@@ -152,7 +152,7 @@ def test_a_leader_that_takes_its_commit_back_is_named(second: Any) -> None:
     on_sim(scenario)
 
 
-@pytest.mark.parametrize("lie", ["gathered", "part_bytes"])
+@pytest.mark.parametrize("lie", ["gathered", "tile_bytes"])
 def test_a_leader_that_begins_another_group_with_each_member_is_named(lie: str) -> None:
     """Other words of the members would make other options and other names of one step: no two take different ones."""
 
@@ -164,7 +164,7 @@ def test_a_leader_that_begins_another_group_with_each_member_is_named(lie: str) 
         if lie == "gathered":
             begin = replace(begin, members=[replace(begin.members[0], gathered=b"\x01"), *begin.members[1:]])
         else:
-            begin = replace(begin, part_bytes=begin.part_bytes + 1)
+            begin = replace(begin, tile_bytes=begin.tile_bytes + 1)
         rounds[2].terms = blake3(encode(begin)).digest(length=16)
         ends = await asyncio.gather(*(round_.run() for round_ in rounds), return_exceptions=True)
         await asyncio.gather(*(round_.close() for round_ in rounds))
@@ -199,7 +199,7 @@ def test_a_member_that_reports_what_its_average_does_not_say_is_named_by_the_coo
         ends = await played(group, twist)
         commits = [end.commit for end in ends if isinstance(end, Outcome)]
         assert len(commits) == 3
-        assert {held.weight for held in commits[0].parts} == {3.0}
+        assert {held.weight for held in commits[0].tiles} == {3.0}
         assert named(group[0]) == {group[1].peer.peer_id}
         assert named(group[2]) == set()
 
@@ -216,7 +216,7 @@ def test_a_member_that_reports_what_its_average_does_not_say_is_named_by_the_coo
         Commit(b"round of a test!", [Held(0, 1 << 62, b"\x07", 3.0, b"d" * 16)]),
         Abort(b"another round id", "no"),
     ],
-    ids=["attempt of 2^62", "attempt", "reducer", "part", "commit of 2^62", "abort"],
+    ids=["attempt of 2^62", "attempt", "reducer", "tile", "commit of 2^62", "abort"],
 )
 def test_an_order_that_has_no_place_in_the_round_costs_its_leader_the_round(order: Any) -> None:
     """Its member is not stuck, names it, and asks the others for the verdict: the round goes on without its word."""

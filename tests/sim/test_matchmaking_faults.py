@@ -560,16 +560,16 @@ def bad_begins(leader: Contact, follower: Member) -> dict[str, Begin]:
     return {
         "without us": change(good, members=[mine, Member(Contact(follower.contact.peer), False, None, b"")]),
         "with other words": change(good, members=[mine, stolen]),
-        "a member twice": change(good, members=[mine, follower, follower], slices=[NUMEL, 0, 0]),
+        "a member twice": change(good, members=[mine, follower, follower], shares=[NUMEL, 0, 0]),
         "decided by us": change(good, coordinator=1),
         "decided by nobody": change(good, coordinator=7),
         "decided by the last": change(good, coordinator=-2),
-        "slices missing": change(good, slices=[NUMEL]),
-        "negative slice": change(good, slices=[NUMEL + 1, -1]),
-        "parts of nothing": change(good, part_bytes=0),
-        "alone with us": change(good, members=[follower], coordinator=0, slices=[NUMEL]),
+        "shares missing": change(good, shares=[NUMEL]),
+        "negative share": change(good, shares=[NUMEL + 1, -1]),
+        "tiles of nothing": change(good, tile_bytes=0),
+        "alone with us": change(good, members=[follower], coordinator=0, shares=[NUMEL]),
         "client reduces": change(
-            good, members=[mine, follower, Member(Contact(bytes_peer(9)), True, None, b"")], slices=[NUMEL, 0, 0]
+            good, members=[mine, follower, Member(Contact(bytes_peer(9)), True, None, b"")], shares=[NUMEL, 0, 0]
         ),
     }
 
@@ -729,7 +729,7 @@ async def rounds_under(plan: FaultPlan, *, target: int | None, rounds: int) -> N
                 continue
             assert mate.name not in in_group
             in_group[mate.name] = group.round_id
-            said = (group.members, group.slices, group.part_bytes, group.coordinator)
+            said = (group.members, group.shares, group.tile_bytes, group.coordinator)
             assert members.setdefault(group.round_id, said) == said
             assert group.peers[group.my_index] == mate.peer
             await sleep(rng.uniform(0.01, 0.1))

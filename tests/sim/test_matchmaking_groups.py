@@ -43,9 +43,9 @@ def check_agreement(ends: dict[str, Group | BaseException], fleet: Fleet) -> Non
         assert set(group.controls) == (others if group.leads else {leader})
         for other in groups.values():
             if other.round_id == group.round_id:
-                for attribute in ("members", "slices", "part_bytes", "coordinator"):
+                for attribute in ("members", "shares", "tile_bytes", "coordinator"):
                     assert getattr(group, attribute) == getattr(other, attribute)
-        assert sum(group.slices) == NUMEL
+        assert sum(group.shares) == NUMEL
         assert {member.gathered.decode() for member in group.members} == {fleet.name_of(peer) for peer in group.peers}
 
 
@@ -175,7 +175,7 @@ def test_the_leader_of_a_large_group_reduces_nothing(monkeypatch: pytest.MonkeyP
         check_agreement(ends, fleet)
         for group in ends.values():
             assert isinstance(group, Group)
-            assert [place for place, elements in enumerate(group.slices) if not elements] == [group.coordinator] * (
+            assert [place for place, elements in enumerate(group.shares) if not elements] == [group.coordinator] * (
                 size > 3
             )
         await fleet.close()
@@ -228,7 +228,7 @@ def test_clients_only_follow() -> None:
         (group,) = groups_of(ends)
         assert len(group) == 5
         some = next(end for end in ends.values() if isinstance(end, Group))
-        for member, elements in zip(some.members, some.slices, strict=True):
+        for member, elements in zip(some.members, some.shares, strict=True):
             is_client = member.gathered.startswith(b"client")
             assert member.reduces != is_client
             assert (elements == 0) == is_client

@@ -49,8 +49,8 @@ def lose_a_verdict(participant: Participant) -> list[int]:
     return lost
 
 
-def leave_out_of_all_but_the_first_part(trainers: Sequence[Trainer], late: Participant) -> list[bool]:
-    """The others count this peer's values in the first part of each average only; says whether they did."""
+def leave_out_of_all_but_the_first_tile(trainers: Sequence[Trainer], late: Participant) -> list[bool]:
+    """The others count this peer's values in the first tile of each average only; says whether they did."""
     counted = list[bool]()
 
     def spoil(averager: Averager) -> None:
@@ -84,7 +84,7 @@ def leave_out_of_all_but_the_first_part(trainers: Sequence[Trainer], late: Parti
 def test_a_peer_that_lost_the_verdict_gives_the_same_batches_again(strategy: Strategy, *, in_part: bool) -> None:
     """It does not: they are in the anchor that it downloads. What it has trained since then is kept.
 
-    Nor does a peer whose values were counted in some parts of the average only.
+    Nor does a peer whose values were counted in some tiles of the average only.
     """
 
     async def main() -> None:
@@ -93,7 +93,7 @@ def test_a_peer_that_lost_the_verdict_gives_the_same_batches_again(strategy: Str
         trainer = weather.run.swarm.peer("p1")
         lost = lose_a_verdict(trainer.fragments[-1])
         others = list(weather.run.swarm.peers.values()) if in_part else []
-        counted = leave_out_of_all_but_the_first_part(others, trainer.fragments[-1])
+        counted = leave_out_of_all_but_the_first_tile(others, trainer.fragments[-1])
         while trainer.fragments[-1].epoch < 5:
             await sim.sleep(0.1)
         assert lost
@@ -146,15 +146,15 @@ def test_an_auxiliary_peer_waits_for_batches_of_its_own_before_it_takes_a_merge(
     sim.run(main, seed=4)
 
 
-def test_a_member_that_is_in_some_parts_of_an_average_gives_them_again() -> None:
+def test_a_member_that_is_in_some_tiles_of_an_average_gives_them_again() -> None:
     """It does not, though it is no contributor: what is in an average once is in no other one."""
     members = [Member(Contact(PeerID(bytes([number]) * 32)), True, None, b"") for number in range(3)]
-    held = [Held(part, 0, bytes([mask]), 1.0, bytes(16)) for part, mask in enumerate((0b111, 0b101))]
+    held = [Held(tile, 0, bytes([mask]), 1.0, bytes(16)) for tile, mask in enumerate((0b111, 0b101))]
     outcome = Outcome.of(Commit(bytes(16), held), members, [1, 0])
     first, cut_off, last = (member.contact.peer for member in members)
     assert outcome.contributors == (first, last)
     assert outcome.counts(cut_off)
-    assert outcome.counted_in_part == {cut_off: 0}  # it counts only in the part that it averages
+    assert outcome.counted_in_part == {cut_off: 0}  # it counts only in the tile that it averages
     assert Outcome.of(Commit(bytes(16), held), members, [0, 1]).counted_in_part == {cut_off: Fraction(1, 2)}
     assert not outcome.counts(PeerID(bytes([9]) * 32))
 

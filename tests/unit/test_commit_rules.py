@@ -20,9 +20,9 @@ def sends(actions: list[CoordinatorAction]) -> list[Send]:
     return [action for action in actions if isinstance(action, Send)]
 
 
-def held(part: int, attempt: int = 0) -> Held:
+def held(tile: int, attempt: int = 0) -> Held:
     """An average of somebody."""
-    return Held(part, attempt, b"\x03", 2.0, bytes([part]) * 16)
+    return Held(tile, attempt, b"\x03", 2.0, bytes([tile]) * 16)
 
 
 def test_the_commit_waits_for_those_who_contribute() -> None:
@@ -53,22 +53,22 @@ def test_auxiliary_members_count_for_the_size_of_the_group() -> None:
     assert "too few" in last.message.reason
 
 
-def test_a_dead_auxiliary_reducer_is_replaced_for_those_who_lack_its_parts() -> None:
+def test_a_dead_auxiliary_reducer_is_replaced_for_those_who_lack_its_tiles() -> None:
     """What all contributors hold needs no new reducer; what one holds is asked from it; the rest is averaged again."""
     rules = coordinator([3, 3, 3], [True, True, False, False])
     rules.reported(0, Report([held(0), held(1)]), 1.0)
     rules.reported(1, Report([held(0)]), 1.0)
     told = {
-        (send.member, tuple(send.message.parts), send.message.attempt, send.message.reducer)
+        (send.member, tuple(send.message.tiles), send.message.attempt, send.message.reducer)
         for send in sends(rules.leave_out(3, "lost", 2.0))
         if isinstance(send.message, Assign)
     }
-    assert {(parts, attempt) for _, parts, attempt, _ in told} == {((1,), 0), ((2,), 1)}
+    assert {(tiles, attempt) for _, tiles, attempt, _ in told} == {((1,), 0), ((2,), 1)}
     assert {member for member, *_ in told} == {0, 1, 2}
 
 
 def test_an_auxiliary_member_sends_and_asks_for_nothing() -> None:
-    """Of what the coordinator assigns only its own parts concern it."""
+    """Of what the coordinator assigns only its own tiles concern it."""
     rules = MemberRules(2, [0, 0, 2], contributes=False)
     assert not rules.assigned(Assign([0], 0, 1))
     assert not rules.assigned(Assign([0], 1, 1))
@@ -90,9 +90,9 @@ def test_an_auxiliary_member_succeeds_with_the_verdict() -> None:
 
 
 def test_the_last_contributor_is_never_too_slow() -> None:
-    """Nobody else can hold its parts, so it looks as if it owed them: it is left out for silence only."""
+    """Nobody else can hold its tiles, so it looks as if it owed them: it is left out for silence only."""
     rules = coordinator([0, 1, 2, 3, 4], [True, False, False, False, False])
-    rules.reported(0, Report([held(part) for part in (0, 1, 2, 3)]), 1.0)
+    rules.reported(0, Report([held(tile) for tile in (0, 1, 2, 3)]), 1.0)
     assert rules.slow(1.0) == []
     assert rules.slow(100.0) == [4]
 
@@ -107,13 +107,13 @@ def test_progress_counts_from_the_beginning() -> None:
     assert rules.rules.live != {0, 1, 2}
 
 
-def everything_but(missing: int, parts: int) -> Report:
-    """What a member holds that lacks one part."""
-    return Report([held(part) for part in range(parts) if part != missing])
+def everything_but(missing: int, tiles: int) -> Report:
+    """What a member holds that lacks one tile."""
+    return Report([held(tile) for tile in range(tiles) if tile != missing])
 
 
-def test_a_coordinator_whose_parts_are_all_that_is_missing_steps_aside() -> None:
-    """It moves no bytes, and the others hold each other's parts: they do its part again, and it commits for them."""
+def test_a_coordinator_whose_tiles_are_all_that_is_missing_steps_aside() -> None:
+    """It moves no bytes, and the others hold each other's tiles: they do its part again, and it commits for them."""
     rules = coordinator([0, 1, 2], [True] * 3)
     rules.reported(0, Report([held(0)]), 1.0)
     for member in (1, 2):
@@ -132,7 +132,7 @@ def test_a_coordinator_whose_parts_are_all_that_is_missing_steps_aside() -> None
 
 
 def test_of_two_it_cannot_be_told_who_is_slow() -> None:
-    """The coordinator's parts are missing at the only other one that wants any: both are waited for, and so is it."""
+    """The coordinator's tiles are missing at the only other one that wants any: both are waited for, and so is it."""
     rules = coordinator([0, 0], [True, True, False])
     rules.reported(0, Report([held(0), held(1)]), 1.0)
     for now in range(2, 30):

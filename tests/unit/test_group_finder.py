@@ -25,20 +25,20 @@ def member(number: int, bandwidth: float | None) -> Member:
 def finder_of(numel: int, **settings: Any) -> GroupFinder:
     """One that averages so many elements."""
     finder: Any = GroupFinder.__new__(GroupFinder)
-    finder._vector = SimpleNamespace(layout=SimpleNamespace(numel=numel), check_part_bytes=lambda *_: None)
+    finder._vector = SimpleNamespace(layout=SimpleNamespace(numel=numel), check_tile_bytes=lambda *_: None)
     finder._settings = AveragerSettings(**settings)
     return finder  # type: ignore[no-any-return]
 
 
-def group(members: list[Member], slices: list[int], part_bytes: int, fair: list[int]) -> Group:
+def group(members: list[Member], shares: list[int], tile_bytes: int, fair: list[int]) -> Group:
     """As a follower sees it."""
     return Group(
         round_id=bytes(16),
         members=tuple(members),
         my_index=1,
         coordinator=0,
-        slices=tuple(slices),
-        part_bytes=part_bytes,
+        shares=tuple(shares),
+        tile_bytes=tile_bytes,
         controls={},
         on_release=lambda: None,
         fair=tuple(fair),
@@ -60,7 +60,7 @@ def drawn(rng: random.Random) -> list[Member]:
 
 @pytest.mark.parametrize("seed", range(150))
 def test_no_honest_plan_is_unfair(seed: int) -> None:
-    """Whatever the lines, the smallest share, the kinds of members, and the part size of the leader are."""
+    """Whatever the lines, the smallest share, the kinds of members, and the tile size of the leader are."""
     rng = random.Random(seed)
     members = drawn(rng)
     numel = rng.choice([1, 3, 100, 10_007, 1 << 24])
@@ -86,29 +86,29 @@ def test_all_for_one_slow_member_is_unfair(count: int, others: float | None) -> 
     """It halved the pace of all, for as long as this leader led; the slow member was named for it."""
     finder = finder_of(1 << 20)
     members = [member(number, 1e6 if number == 2 else others) for number in range(count)]
-    slices = [(1 << 20) * (number == 2) for number in range(count)]
-    fair, part_bytes = finder._plan(members)
-    assert finder.is_unfair(group(members, slices, part_bytes, fair))
-    assert not finder.is_unfair(group(members, slices, part_bytes, []))  # we lead, or know nobody that reduces
+    shares = [(1 << 20) * (number == 2) for number in range(count)]
+    fair, tile_bytes = finder._plan(members)
+    assert finder.is_unfair(group(members, shares, tile_bytes, fair))
+    assert not finder.is_unfair(group(members, shares, tile_bytes, []))  # we lead, or know nobody that reduces
 
 
 def test_a_stranger_that_owns_nothing_excuses_no_plan() -> None:
     """It says that its line is slower than any plan could be."""
     finder = finder_of(1 << 20)
     members = [member(number, 1.0 if number == 3 else 1e6) for number in range(4)]
-    fair, part_bytes = finder._plan(members)
+    fair, tile_bytes = finder._plan(members)
     assert not fair[3]
-    assert finder.is_unfair(group(members, [0, 0, 1 << 20, 0], part_bytes, fair))
+    assert finder.is_unfair(group(members, [0, 0, 1 << 20, 0], tile_bytes, fair))
 
 
-def test_parts_that_are_too_large_for_a_slow_line_are_unfair() -> None:
+def test_tiles_that_are_too_large_for_a_slow_line_are_unfair() -> None:
     """The averages of its share would leave when all values have come."""
     finder = finder_of(1 << 20)
     members = [member(number, 1e6 if number else 1e5) for number in range(4)]
-    slices, part_bytes = finder._plan(members)
-    assert part_bytes < 1 << 20
-    assert finder.is_unfair(group(members, slices, 8 << 20, slices))
-    assert not finder.is_unfair(group([member(number, None) for number in range(4)], slices, 8 << 20, slices))
+    shares, tile_bytes = finder._plan(members)
+    assert tile_bytes < 1 << 20
+    assert finder.is_unfair(group(members, shares, 8 << 20, shares))
+    assert not finder.is_unfair(group([member(number, None) for number in range(4)], shares, 8 << 20, shares))
 
 
 @pytest.mark.parametrize(("members", "reducers"), [(256, 256), (257, 128), (1024, 128)])
@@ -116,7 +116,7 @@ def test_a_large_group_has_few_reducers(members: int, reducers: int) -> None:
     """Each member has a connection with each of them: the fastest ones."""
     finder = finder_of(1 << 20)
     fast = dict.fromkeys(range(0, members, 2), 2e6) if members > 256 else {}
-    slices, _ = finder._plan([member(number, fast.get(number, 1e6)) for number in range(members)])
-    assert sum(slices) == 1 << 20
-    assert sum(map(bool, slices)) == reducers
-    assert {place for place, elements in enumerate(slices) if elements} <= (fast.keys() or set(range(members)))
+    shares, _ = finder._plan([member(number, fast.get(number, 1e6)) for number in range(members)])
+    assert sum(shares) == 1 << 20
+    assert sum(map(bool, shares)) == reducers
+    assert {place for place, elements in enumerate(shares) if elements} <= (fast.keys() or set(range(members)))

@@ -13,7 +13,7 @@ from shoal.averaging.allreduce.load_balancing import alike, balance, cost
 from shoal.errors import ConfigError
 
 
-def test_equals_get_equal_slices() -> None:
+def test_equals_get_equal_shares() -> None:
     """Known or not: nobody differs, nobody gets more; what is left over goes one by one."""
     assert balance(12, [None] * 4, [True] * 4) == [3, 3, 3, 3]
     assert balance(14, [5.0] * 4, [True] * 4) == [4, 4, 3, 3]
@@ -32,7 +32,7 @@ def test_measured_bandwidths_that_hardly_differ_are_equal() -> None:
 
 
 def test_of_two_each_reduces_by_its_bandwidth() -> None:
-    """The cost does not depend on the slices: they follow the bandwidth."""
+    """The cost does not depend on the shares: they follow the bandwidth."""
     assert balance(1000, [300.0, 100.0], [True, True]) == [750, 250]
     assert cost([0.75, 0.25], [300.0, 100.0]) == cost([0.0, 1.0], [300.0, 100.0]) == 0.01
 
@@ -63,9 +63,9 @@ def test_somebody_must_reduce(bandwidths: list[float | None], reduces: list[bool
 
 def test_a_slow_member_in_a_large_group_reduces_nothing() -> None:
     """Below a certain bandwidth its own contributions take all its time."""
-    slices = balance(1_000_000, [1000.0] * 7 + [10.0], [True] * 8)
-    assert slices[7] == 0
-    assert max(slices) - min(slices[:7]) <= 1
+    shares = balance(1_000_000, [1000.0] * 7 + [10.0], [True] * 8)
+    assert shares[7] == 0
+    assert max(shares) - min(shares[:7]) <= 1
 
 
 @pytest.mark.parametrize("value", [5e-324, 1e-300, 1e-9, 1.0, 1e15, 1e300, 1.7e308])
@@ -73,9 +73,9 @@ def test_absurd_bandwidths_do_no_harm(value: float) -> None:
     """What others say of themselves may be anything that is finite: no overflow, no division by zero."""
     for others in ([None], [1e6], [1e6, None], [value], [value, None, 1e6], [0.0, value]):
         bandwidths = [value, *others]
-        slices = balance(1000, bandwidths, [True] * len(bandwidths))
-        assert sum(slices) == 1000
-        assert min(slices) >= 0
+        shares = balance(1000, bandwidths, [True] * len(bandwidths))
+        assert sum(shares) == 1000
+        assert min(shares) >= 0
 
 
 GRID = 20
@@ -92,7 +92,7 @@ def test_no_grid_point_is_better(n: int) -> None:
     numel = 1 << 40
     for bandwidths in itertools.combinations_with_replacement((10.0, 50.0, 100.0, 1000.0), n):
         ours = cost([size / numel for size in balance(numel, bandwidths, [True] * n)], bandwidths)
-        best = min(cost([part / GRID for part in division], bandwidths) for division in divisions)
+        best = min(cost([each / GRID for each in division], bandwidths) for division in divisions)
         assert ours <= best * (1 + 1e-9)
 
 
@@ -100,11 +100,11 @@ def test_those_who_reduce_are_done_at_the_same_time() -> None:
     """At the optimum nobody waits: equal times for all that own something, and no shorter one for those that do not."""
     bandwidths = [10.0, 40.0, 90.0, 100.0, 200.0]
     numel = 1 << 40
-    slices = balance(numel, bandwidths, [True] * 5)
-    times = [(1 + 3 * size / numel) / b for size, b in zip(slices, bandwidths, strict=True)]
-    owning = [time for time, size in zip(times, slices, strict=True) if size]
+    shares = balance(numel, bandwidths, [True] * 5)
+    times = [(1 + 3 * size / numel) / b for size, b in zip(shares, bandwidths, strict=True)]
+    owning = [time for time, size in zip(times, shares, strict=True) if size]
     assert max(owning) - min(owning) < 1e-9
-    assert all(1 / b >= max(owning) for b, size in zip(bandwidths, slices, strict=True) if not size)
+    assert all(1 / b >= max(owning) for b, size in zip(bandwidths, shares, strict=True) if not size)
 
 
 # ------------------------------------------------------------------------------------------------------- smallest share
@@ -131,11 +131,11 @@ def test_least_share_that_leaves_room_for_few() -> None:
 HIVEMIND = json.loads((Path(__file__).parents[1] / "data" / "hivemind_load_balancing.json").read_text())
 
 
-def whole_cost(slices: list[int], bandwidths: list[float | None]) -> float:
+def whole_cost(shares: list[int], bandwidths: list[float | None]) -> float:
     """The cost of a whole division; bandwidths that are not given are the mean of those that are, 0 does not count."""
     given = [b for b in bandwidths if b] or [1.0]
     widths = [sum(given) / len(given) if b is None else b or math.inf for b in bandwidths]
-    return cost([size / sum(slices) for size in slices], widths)
+    return cost([size / sum(shares) for size in shares], widths)
 
 
 def test_never_worse_than_hivemind() -> None:

@@ -25,30 +25,30 @@ def machine(reducers: list[int], me: int = 1, group: str = "ttt") -> MemberMachi
     return MemberMachine(ROUND, me, COORDINATOR, members, reducers, silence_s=5.0, now=0.0)
 
 
-def held(part: int, attempt: int = 0) -> Held:
+def held(tile: int, attempt: int = 0) -> Held:
     """An average of all three."""
-    return Held(part, attempt, b"\x07", 3.0, bytes([part]) * 16)
+    return Held(tile, attempt, b"\x07", 3.0, bytes([tile]) * 16)
 
 
 def commit(*attempts: int) -> Commit:
-    """The verdict: these attempts of the parts, in order."""
-    return Commit(ROUND, [held(part, attempt) for part, attempt in enumerate(attempts)])
+    """The verdict: these attempts of the tiles, in order."""
+    return Commit(ROUND, [held(tile, attempt) for tile, attempt in enumerate(attempts)])
 
 
-def test_a_member_sends_its_values_to_each_reducer_and_averages_its_own_parts() -> None:
+def test_a_member_sends_its_values_to_each_reducer_and_averages_its_own_tiles() -> None:
     """An auxiliary member has no values to send."""
     assert machine([0, 1, 2]).start(0.0) == [Contribute(0, 0, 0), Average(1, 0), Contribute(2, 0, 2)]
     assert machine([0, 1, 2], group="tat").start(0.0) == [Average(1, 0)]
 
 
 def test_a_reducer_that_waits_for_nobody_is_told_to_finish_at_once() -> None:
-    """It got the part when everybody else was left out, and has no values of its own."""
+    """It got the tile when everybody else was left out, and has no values of its own."""
     auxiliary = machine([0, 0, 2], me=1, group="tat")
     assert auxiliary.contributions.exclude(0) == auxiliary.contributions.exclude(2) == []
     assert auxiliary.obey(Assign([0], 1, 1), 1.0) == [Average(0, 1), Finish(0, 1)]
 
 
-def test_parts_that_another_member_owned_are_averaged_sent_again_or_asked_for() -> None:
+def test_tiles_that_another_member_owned_are_averaged_sent_again_or_asked_for() -> None:
     """By the attempt, and by the reducer that the coordinator names."""
     member = machine([0, 1, 2])
     member.start(0.0)
@@ -69,7 +69,7 @@ def test_parts_that_another_member_owned_are_averaged_sent_again_or_asked_for() 
         Commit(ROUND, [held(0), held(1, 1 << 62), held(2)]),
         Commit(ROUND, [held(0), held(1)]),
     ],
-    ids=["part", "negative", "reducer", "attempt", "gone", "abort", "commit", "short"],
+    ids=["tile", "negative", "reducer", "attempt", "gone", "abort", "commit", "short"],
 )
 def test_orders_that_name_what_is_not_in_the_round_change_nothing(order: Order) -> None:
     """No coordinator of this round says them."""
@@ -99,17 +99,17 @@ def test_a_false_gone_of_everybody_halved_the_share_of_honest_peers() -> None:
 
 @pytest.mark.parametrize("reducer", [0, 1, 2])
 def test_an_assign_storm_of_a_leader_ends_where_all_others_have_been_replaced(reducer: int) -> None:
-    """A leader may have values sent again only as often as members can fail; each loses its parts once."""
+    """A leader may have values sent again only as often as members can fail; each loses its tiles once."""
     member = machine([0, 1, 2])
     member.start(0.0)
     others = [each for each in range(3) if each != reducer]
-    for part in others:
-        assert member.fits(Assign([part], 1, reducer))
-        member.obey(Assign([part], 1, reducer), 1.0)
+    for tile in others:
+        assert member.fits(Assign([tile], 1, reducer))
+        member.obey(Assign([tile], 1, reducer), 1.0)
     assert member.rules.replaced == set(others)
-    for part in range(3):
+    for tile in range(3):
         for other in range(3):
-            assert not member.fits(Assign([part], 2, other))
+            assert not member.fits(Assign([tile], 2, other))
     assert member.fits(Assign([others[0]], 1, others[1]))  # another source of what is averaged already
 
 
@@ -139,10 +139,10 @@ def test_a_reducer_that_gave_this_member_another_average_is_named_by_it() -> Non
     """It hashed what it got: the reducer told others something else. The committed one is fetched from another."""
     member = machine([0, 1, 2])
     member.start(0.0)
-    for part in range(3):
-        member.averaged(replace(held(part), digest=b"another one 16 b") if part == 2 else held(part), 0.5)
+    for tile in range(3):
+        member.averaged(replace(held(tile), digest=b"another one 16 b") if tile == 2 else held(tile), 0.5)
     actions = member.obey(commit(0, 0, 0), 1.0)
-    assert actions == [Blame(2, "gave this peer another average of part 2 than others", lied=True), Ask(2, 0, 0)]
+    assert actions == [Blame(2, "gave this peer another average of tile 2 than others", lied=True), Ask(2, 0, 0)]
     assert member.unheard == {2}
 
 
@@ -155,7 +155,7 @@ def test_an_older_average_is_no_lie() -> None:
 
 
 def test_nobody_waits_for_the_values_of_a_member_that_is_gone() -> None:
-    """The part is finished with those that came."""
+    """The tile is finished with those that came."""
     member = machine([0, 1, 2])
     member.start(0.0)
     for sender in (1, 0):
@@ -194,7 +194,7 @@ def test_what_is_missing_after_the_commit_is_asked_from_one_member_after_another
 def test_a_verdict_that_is_heard_twice_asks_nobody_anew() -> None:
     """Another member relays it first. The first one asked is about to give: a refusal of a second one is no end."""
     member = machine([0, 1, 2], group="attt", me=1)
-    (ask,) = [each for each in member.obey(commit(0, 0, 0), 1.0) if isinstance(each, Ask) and each.part == 2]
+    (ask,) = [each for each in member.obey(commit(0, 0, 0), 1.0) if isinstance(each, Ask) and each.tile == 2]
     assert member.obey(commit(0, 0, 0), 2.0) == []
     assert member.awaited >= {ask.reducer}
     assert member.phase is MemberPhase.FETCHING
@@ -211,7 +211,7 @@ def test_a_verdict_that_is_heard_twice_asks_nobody_anew() -> None:
     ],
 )
 def test_a_commit_that_cannot_be_of_this_round_is_none(verdict: Commit) -> None:
-    """Another round, too few parts, another part, contributors that do not fit the weight, or are not in the group."""
+    """Another round, too few tiles, another tile, contributors that do not fit the weight, or are not in the group."""
     member = machine([0])
     assert member.obey(verdict, 1.0) == []
     assert member.rules.commit is None
@@ -317,8 +317,8 @@ def test_a_late_reducer_that_was_replaced_is_late_in_the_eyes_of_all() -> None:
     assert gone.late(5.0, 1.0) == set()
     slow = machine([0, 1, 2, 3], group="tttt")
     slow.start(0.0)
-    for part, now in ((2, 0.5), (3, 0.5), (0, 6.1)):
-        slow.averaged(held(part), now)
+    for tile, now in ((2, 0.5), (3, 0.5), (0, 6.1)):
+        slow.averaged(held(tile), now)
     assert slow.late(5.0, 1.0) == {COORDINATOR}  # nobody else could leave it out
     assert slow.late(5.2, 1.0) == set()
 
@@ -328,8 +328,8 @@ def test_a_coordinator_that_decided_each_round_late_led_for_good() -> None:
     member = machine([0, 1, 2, 3], group="tttt")
     member.start(0.0)
     assert not member.decided_late(100.0)  # it lacks averages itself
-    for part in range(4):
-        member.averaged(held(part), 2.0)
+    for tile in range(4):
+        member.averaged(held(tile), 2.0)
     assert not member.decided_late(4.5)
     assert member.decided_late(4.6)
 
@@ -339,8 +339,8 @@ def test_the_values_of_a_late_reducer_are_not_waited_for_once_more() -> None:
     for now, finishes in ((2.1, [Finish(3, 1)]), (0.6, [])):
         member = machine([0, 1, 2, 3], group="tttt")
         member.start(0.0)
-        for part in (0, 2):
-            member.averaged(held(part), 0.5)
+        for tile in (0, 2):
+            member.averaged(held(tile), 0.5)
         for sender in range(4):
             member.contributions.contributed(1, 0, sender, counts=True, now=0.5)
         assert member.obey(Assign([3], 1, 1), now) == [Average(3, 1)]

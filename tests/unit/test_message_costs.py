@@ -17,7 +17,7 @@ import pytest
 from shoal.averaging.allreduce.coordinator import Coordinator
 from shoal.averaging.allreduce.load_balancing import alike, balance
 from shoal.averaging.allreduce.member import MemberMachine
-from shoal.averaging.allreduce.partition import most_parts
+from shoal.averaging.allreduce.partition import most_tiles
 from shoal.averaging.directory import _entries
 from shoal.averaging.matchmaking.joins import check_last_answer
 from shoal.base.clock import Env
@@ -75,13 +75,13 @@ def member(number: int) -> Member:
 
 
 def reducers(count: int) -> list[int]:
-    """Of the most parts that so many members can have."""
-    return [part % count for part in range(most_parts(count))]
+    """Of the most tiles that so many members can have."""
+    return [tile % count for tile in range(most_tiles(count))]
 
 
 def held(count: int) -> list[Held]:
     """All averages of such a round."""
-    return [Held(part, 0, b"\xff" * ((count + 7) // 8), 2.0, b"d" * 16) for part in range(most_parts(count))]
+    return [Held(tile, 0, b"\xff" * ((count + 7) // 8), 2.0, b"d" * 16) for tile in range(most_tiles(count))]
 
 
 def coordinator(count: int, **options: Any) -> Coordinator:
@@ -116,8 +116,8 @@ def reports(count: int) -> Iterator[tuple[str, Case]]:
 def orders(count: int) -> Iterator[tuple[str, Case]]:
     """What the coordinator may tell a member."""
     members = [member(number) for number in range(count)]
-    commit, all_again = Commit(ROUND, held(count)), Assign(list(range(most_parts(count))), 1, 1)
-    for name, order in (("commit", commit), ("assign", all_again), ("same", Assign([3] * most_parts(count), 0, 0))):
+    commit, all_again = Commit(ROUND, held(count)), Assign(list(range(most_tiles(count))), 1, 1)
+    for name, order in (("commit", commit), ("assign", all_again), ("same", Assign([3] * most_tiles(count), 0, 0))):
         machine = MemberMachine(ROUND, 1, 0, members, reducers(count), silence_s=5.0, now=0.0)
         machine.start(0.0)
         yield name, (encode(order), partial(machine.obey, order, 1.0))

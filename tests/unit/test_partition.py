@@ -1,4 +1,4 @@
-"""The flat vector, its runs, slices and parts; schemas and their first difference."""
+"""The flat vector, its runs, shares and tiles; schemas and their first difference."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from functools import partial
 import msgspec
 import pytest
 
-from shoal.averaging.allreduce.partition import Layout, Part, Segment, TensorSpec, first_difference, most_parts
+from shoal.averaging.allreduce.partition import Layout, Segment, TensorSpec, Tile, first_difference, most_tiles
 from shoal.errors import ConfigError
-from shoal.protocol.wire import MAX_GROUP_SIZE, MAX_PARTS, Commit, Held, Report, encode
+from shoal.protocol.wire import MAX_GROUP_SIZE, MAX_TILES, Commit, Held, Report, encode
 from shoal.rpc import Limits
 from tests.cost import cost_of
 
@@ -63,12 +63,12 @@ def test_tensors_of_one_kind_form_a_run() -> None:
     assert found.offsets == (0, 2, 0, 6, 18, 5, 11)
 
 
-def test_a_part_says_how_much_of_each_tensor_it_holds() -> None:
-    """Pieces of those that begin or end elsewhere; borders of parts, slices and tensors may coincide."""
+def test_a_tile_says_how_much_of_each_tensor_it_holds() -> None:
+    """Pieces of those that begin or end elsewhere; borders of tiles, shares and tensors may coincide."""
     found = layout(spec(100), spec(156), spec(10, codec="float16"), spec(0), spec(512))
-    parts = found.parts([50, 728], 1024)
-    assert [part.sizes for part in parts] == [(50,), (50, 156, 33), (239,), (240,), (10,)]
-    assert all(sum(part.sizes) == part.numel for part in parts)
+    tiles = found.tiles([50, 728], 1024)
+    assert [tile.sizes for tile in tiles] == [(50,), (50, 156, 33), (239,), (240,), (10,)]
+    assert all(sum(tile.sizes) == tile.numel for tile in tiles)
 
 
 def test_nothing_to_average_is_refused() -> None:
@@ -80,94 +80,94 @@ def test_nothing_to_average_is_refused() -> None:
         layout(*[spec()] * 262145)
 
 
-# ---------------------------------------------------------------------------------------------------------------- parts
+# ---------------------------------------------------------------------------------------------------------------- tiles
 
 
-def test_parts_are_pieces_of_slices_and_runs() -> None:
-    """Each slice is cut where runs change, and into equal pieces of at most `part_bytes`."""
+def test_tiles_are_pieces_of_shares_and_runs() -> None:
+    """Each share is cut where runs change, and into equal pieces of at most `tile_bytes`."""
     found = layout(spec(1000), spec(300, dtype="float64"))
-    assert found.parts([600, 0, 700], 1024) == [
-        Part(0, 0, 0, 0, 200, (200,)),
-        Part(1, 0, 0, 200, 400, (200,)),
-        Part(2, 0, 0, 400, 600, (200,)),
-        Part(3, 2, 0, 600, 800, (200,)),
-        Part(4, 2, 0, 800, 1000, (200,)),
-        Part(5, 2, 1, 1000, 1100, (100,)),
-        Part(6, 2, 1, 1100, 1200, (100,)),
-        Part(7, 2, 1, 1200, 1300, (100,)),
+    assert found.tiles([600, 0, 700], 1024) == [
+        Tile(0, 0, 0, 0, 200, (200,)),
+        Tile(1, 0, 0, 200, 400, (200,)),
+        Tile(2, 0, 0, 400, 600, (200,)),
+        Tile(3, 2, 0, 600, 800, (200,)),
+        Tile(4, 2, 0, 800, 1000, (200,)),
+        Tile(5, 2, 1, 1000, 1100, (100,)),
+        Tile(6, 2, 1, 1100, 1200, (100,)),
+        Tile(7, 2, 1, 1200, 1300, (100,)),
     ]
 
 
-def test_a_codec_that_halves_bytes_doubles_the_elements_of_a_part() -> None:
+def test_a_codec_that_halves_bytes_doubles_the_elements_of_a_tile() -> None:
     """The limit is on encoded bytes."""
     plain, coded = layout(spec(4096)), layout(spec(4096, codec="float16"))
-    assert len(plain.parts([4096], 1024)) == 16
-    assert len(coded.parts([4096], 1024)) == 8
-    assert plain.parts([4096], 1024)[0].numel == 256
+    assert len(plain.tiles([4096], 1024)) == 16
+    assert len(coded.tiles([4096], 1024)) == 8
+    assert plain.tiles([4096], 1024)[0].numel == 256
 
 
-@pytest.mark.parametrize("slices", [[], [9], [11], [5, 6], [-1, 11], [20, -10]])
-def test_slices_that_do_not_cover_the_vector_are_refused(slices: list[int]) -> None:
+@pytest.mark.parametrize("shares", [[], [9], [11], [5, 6], [-1, 11], [20, -10]])
+def test_shares_that_do_not_cover_the_vector_are_refused(shares: list[int]) -> None:
     """Too short, too long, negative."""
     with pytest.raises(ConfigError, match="cover"):
-        layout(spec(10)).parts(slices, 1024)
+        layout(spec(10)).tiles(shares, 1024)
 
 
-@pytest.mark.parametrize("part_bytes", [-1, 0, 1023, (8 << 20) + 1, 1 << 60])
-def test_part_sizes_out_of_range_are_refused(part_bytes: int) -> None:
+@pytest.mark.parametrize("tile_bytes", [-1, 0, 1023, (8 << 20) + 1, 1 << 60])
+def test_tile_sizes_out_of_range_are_refused(tile_bytes: int) -> None:
     """Smaller than is sensible, or larger than a receive buffer may be."""
     with pytest.raises(ConfigError, match="part_size_bytes"):
-        layout(spec(10)).parts([10], part_bytes)
+        layout(spec(10)).tiles([10], tile_bytes)
 
 
-def test_too_many_parts_are_refused() -> None:
+def test_too_many_tiles_are_refused() -> None:
     """Exactly as many as allowed, and one more."""
-    most = MAX_PARTS * 256
-    assert len(layout(spec(most)).parts([most], 1024)) == MAX_PARTS
+    most = MAX_TILES * 256
+    assert len(layout(spec(most)).tiles([most], 1024)) == MAX_TILES
     with pytest.raises(ConfigError, match="larger part_size_bytes than 1024"):
-        layout(spec(most + 1)).parts([most + 1], 1024)
+        layout(spec(most + 1)).tiles([most + 1], 1024)
 
 
-def test_too_many_parts_are_foreseen() -> None:
+def test_too_many_tiles_are_foreseen() -> None:
     """Each border between two members may cost one more; and a round may be sent in another codec."""
-    most = (MAX_PARTS - 7) * 256
+    most = (MAX_TILES - 7) * 256
     found = layout(spec(most))
-    found.check_part_bytes(1024, 8)
-    assert len(found.parts([1] * 7 + [most - 7], 1024)) == MAX_PARTS
-    with pytest.raises(ConfigError, match=r"part_size_bytes=1024 makes up to 8193 parts .* in a group of 9: choose"):
-        found.check_part_bytes(1024, 9)
+    found.check_tile_bytes(1024, 8)
+    assert len(found.tiles([1] * 7 + [most - 7], 1024)) == MAX_TILES
+    with pytest.raises(ConfigError, match=r"part_size_bytes=1024 makes up to 8193 tiles .* in a group of 9: choose"):
+        found.check_tile_bytes(1024, 9)
     half = layout(spec(most, codec="float16"))
-    half.check_part_bytes(1024, 8)
+    half.check_tile_bytes(1024, 8)
     with pytest.raises(ConfigError, match="in a group of 9: choose a larger part_size_bytes"):
-        half.check_part_bytes(1024, 9, ["none"])
+        half.check_tile_bytes(1024, 9, ["none"])
 
 
-def test_many_members_and_tensors_of_two_kinds_in_turn_are_few_parts() -> None:
-    """A part for each slice, and one more where a run ends within it: 256 members, 2,000 tensors."""
+def test_many_members_and_tensors_of_two_kinds_in_turn_are_few_tiles() -> None:
+    """A tile for each share, and one more where a run ends within it: 256 members, 2,000 tensors."""
     specs = [spec(7, dtype=("float32", "bfloat16")[i % 2]) for i in range(2000)]
     found = layout(*specs)
-    slices = [14000 // 256 + (i < 14000 % 256) for i in range(256)]
-    assert 256 <= len(found.parts(slices, 1 << 20)) <= 257
+    shares = [14000 // 256 + (i < 14000 % 256) for i in range(256)]
+    assert 256 <= len(found.tiles(shares, 1 << 20)) <= 257
 
 
 @pytest.mark.parametrize("members", [2, 256, MAX_GROUP_SIZE])
 def test_the_largest_commit_and_report_fit_in_a_message(members: int) -> None:
-    """As many parts as there may be in a group of so many: what decides the round can be sent."""
-    held = Held(MAX_PARTS - 1, members + 1, b"\xff" * ((members + 7) // 8), 1.5, b"d" * 16)
-    parts = [held] * most_parts(members)
-    assert len(encode(Commit(b"r" * 16, parts))) < Limits().header_bytes
-    assert len(encode(Report(parts, list(range(members)), 1 << 50))) < Limits().header_bytes
+    """As many tiles as there may be in a group of so many: what decides the round can be sent."""
+    held = Held(MAX_TILES - 1, members + 1, b"\xff" * ((members + 7) // 8), 1.5, b"d" * 16)
+    tiles = [held] * most_tiles(members)
+    assert len(encode(Commit(b"r" * 16, tiles))) < Limits().header_bytes
+    assert len(encode(Report(tiles, list(range(members)), 1 << 50))) < Limits().header_bytes
 
 
-def test_a_vector_of_many_parts_has_smaller_groups() -> None:
-    """The largest group whose parts fit; none is larger, however few parts there are."""
+def test_a_vector_of_many_tiles_has_smaller_groups() -> None:
+    """The largest group whose tiles fit; none is larger, however few tiles there are."""
     assert layout(spec(7)).most_members(1024) == MAX_GROUP_SIZE
-    most = layout(spec(256 * (MAX_PARTS - 255)))
+    most = layout(spec(256 * (MAX_TILES - 255)))
     size = most.most_members(1024)
-    most.check_part_bytes(1024, size)
+    most.check_tile_bytes(1024, size)
     assert size >= 256
     with pytest.raises(ConfigError, match="larger part_size_bytes"):
-        most.check_part_bytes(1024, size + 1)
+        most.check_tile_bytes(1024, size + 1)
 
 
 # --------------------------------------------------------------------------------------------------------------- schema

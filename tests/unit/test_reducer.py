@@ -1,4 +1,4 @@
-"""Whose contributions the reducer of a part waits for; every time is written down."""
+"""Whose contributions the reducer of a tile waits for; every time is written down."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def deadline(reducer: Contributions) -> float | None:
     return min(reducer._limits().values(), default=None)
 
 
-def give(reducer: Contributions, sender: int, parts: list[int], now: float, *, attempt: int = 0) -> list[Work]:
-    """Contributions of one sender to several parts; what is ready after each."""
-    return [work for part in parts for work in reducer.contributed(part, attempt, sender, counts=True, now=now)]
+def give(reducer: Contributions, sender: int, tiles: list[int], now: float, *, attempt: int = 0) -> list[Work]:
+    """Contributions of one sender to several tiles; what is ready after each."""
+    return [work for tile in tiles for work in reducer.contributed(tile, attempt, sender, counts=True, now=now)]
 
 
 # ------------------------------------------------------------------------------------------------------------ readiness
 
 
 @pytest.mark.parametrize("order", list(permutations(range(4))))
-def test_a_part_is_ready_with_the_last_contribution(order: tuple[int, ...]) -> None:
+def test_a_tile_is_ready_with_the_last_contribution(order: tuple[int, ...]) -> None:
     """In any order, the reducer's own included; exactly once."""
     reducer = rules()
     assert reducer.own(7, 0, 100.0) == []
@@ -58,13 +58,13 @@ def test_weight_zero_is_an_answer_that_does_not_count() -> None:
 
 
 def test_only_what_is_owed_is_expected() -> None:
-    """Unknown parts, other attempts, strangers and repetitions change nothing."""
+    """Unknown tiles, other attempts, strangers and repetitions change nothing."""
     reducer = rules(0, 1)
     reducer.own(1, 2, 100.0)
     assert reducer.expects(1, 2, 1)
-    for part, attempt, sender in ((1, 1, 1), (1, 3, 1), (2, 2, 1), (1, 2, 9), (-1, 0, 1)):
-        assert not reducer.expects(part, attempt, sender)
-        assert reducer.contributed(part, attempt, sender, counts=True, now=101.0) == []
+    for tile, attempt, sender in ((1, 1, 1), (1, 3, 1), (2, 2, 1), (1, 2, 9), (-1, 0, 1)):
+        assert not reducer.expects(tile, attempt, sender)
+        assert reducer.contributed(tile, attempt, sender, counts=True, now=101.0) == []
     give(reducer, 1, [1], 101.0, attempt=2)
     assert not reducer.expects(1, 2, 1)
     assert reducer.contributors == {(1, 2): {1}}
@@ -88,10 +88,10 @@ def test_a_new_attempt_forgets_the_old_one() -> None:
 
 
 def test_who_is_excluded_is_waited_for_nowhere() -> None:
-    """Parts that waited for nobody else are ready at once, all of them; later ones do not wait at all."""
+    """Tiles that waited for nobody else are ready at once, all of them; later ones do not wait at all."""
     reducer = rules(0, 1, 2)
-    for part in range(3):
-        reducer.own(part, 0, 100.0)
+    for tile in range(3):
+        reducer.own(tile, 0, 100.0)
     give(reducer, 0, [0, 1, 2], 100.0)
     give(reducer, 1, [0, 1], 101.0)
     assert reducer.exclude(2) == [(0, 0), (1, 0)]
@@ -103,7 +103,7 @@ def test_who_is_excluded_is_waited_for_nowhere() -> None:
 
 
 def test_contributions_before_the_exclusion_stay() -> None:
-    """What was added is added, also in parts that are not done yet."""
+    """What was added is added, also in tiles that are not done yet."""
     reducer = rules(0, 1, 2)
     reducer.own(1, 0, 100.0)
     give(reducer, 2, [1], 100.5)
@@ -128,7 +128,7 @@ def test_the_reducer_is_never_excluded() -> None:
 
 
 def test_who_owes_and_is_silent_is_stalled() -> None:
-    """From the begin of the part, or the last byte, for `silence_s`; the deadline says when."""
+    """From the begin of the tile, or the last byte, for `silence_s`; the deadline says when."""
     reducer = rules(0, 1, 2)
     reducer.own(1, 0, 110.0)
     assert deadline(reducer) == 115.0
@@ -164,7 +164,7 @@ def test_who_is_excluded_is_not_stalled_again() -> None:
     assert reducer.stalled(200.0) == [2]
 
 
-def test_a_part_that_comes_later_gives_new_time() -> None:
+def test_a_tile_that_comes_later_gives_new_time() -> None:
     """A member that was silent because there was nothing to send has `silence_s` from then on."""
     reducer = rules(0, 1)
     reducer.own(1, 0, 100.0)
@@ -180,11 +180,11 @@ def test_a_part_that_comes_later_gives_new_time() -> None:
 def test_who_falls_far_behind_the_median_is_stalled_though_it_sends() -> None:
     """The median was at its place after 10 s: another 10 s and `silence_s` later it is left out."""
     reducer = rules(0, 1, 2, 3)
-    for part in range(10):
-        reducer.own(part, 0, 100.0)
-    for part in range(10):
-        give(reducer, 1, [part], 110.0 + part)
-        give(reducer, 2, [part], 110.0 + part)
+    for tile in range(10):
+        reducer.own(tile, 0, 100.0)
+    for tile in range(10):
+        give(reducer, 1, [tile], 110.0 + tile)
+        give(reducer, 2, [tile], 110.0 + tile)
     # Sender 3 has nothing delivered; the median (of 1, 2, 3) had its first contribution at 110.
     limit = 110.0 + 10.0 + 5.0
     reducer.heard(3, 124.0)
@@ -202,32 +202,32 @@ def test_who_falls_far_behind_the_median_is_stalled_though_it_sends() -> None:
 def test_who_needs_twice_as_long_is_not_left_out() -> None:
     """Slow but steady, at half the speed of the others: it keeps its place to the end."""
     reducer = rules(0, 1, 2, 3)
-    for part in range(20):
-        reducer.own(part, 0, 100.0)
+    for tile in range(20):
+        reducer.own(tile, 0, 100.0)
     deliveries = sorted(
-        [(100.0 + 1.0 * (part + 1), sender, part) for part in range(20) for sender in (1, 2)]
-        + [(100.0 + 2.0 * (part + 1), 3, part) for part in range(20)]
+        [(100.0 + 1.0 * (tile + 1), sender, tile) for tile in range(20) for sender in (1, 2)]
+        + [(100.0 + 2.0 * (tile + 1), 3, tile) for tile in range(20)]
     )
-    for now, sender, part in deliveries:
+    for now, sender, tile in deliveries:
         assert reducer.stalled(now) == []
-        give(reducer, sender, [part], now)
+        give(reducer, sender, [tile], now)
 
 
 def test_who_needs_three_times_as_long_is_left_out() -> None:
     """Slower than that, with `silence_s` to spare: at some place it is."""
     reducer = rules(0, 1, 2, 3, silence_s=2.0)
-    for part in range(20):
-        reducer.own(part, 0, 100.0)
+    for tile in range(20):
+        reducer.own(tile, 0, 100.0)
     deliveries = sorted(
-        [(100.0 + 1.0 * (part + 1), sender, part) for part in range(20) for sender in (1, 2)]
-        + [(100.0 + 3.0 * (part + 1), 3, part) for part in range(20)]
+        [(100.0 + 1.0 * (tile + 1), sender, tile) for tile in range(20) for sender in (1, 2)]
+        + [(100.0 + 3.0 * (tile + 1), 3, tile) for tile in range(20)]
     )
     stalled_at = None
-    for now, sender, part in deliveries:
+    for now, sender, tile in deliveries:
         if 3 in reducer.stalled(now):
             stalled_at = now
             break
-        give(reducer, sender, [part], now)
+        give(reducer, sender, [tile], now)
     assert stalled_at is not None
     assert reducer.stalled(stalled_at) == [3]
 
@@ -235,8 +235,8 @@ def test_who_needs_three_times_as_long_is_left_out() -> None:
 def test_one_fast_sender_makes_nobody_slow() -> None:
     """The median of three: one that is far ahead does not count against the other two."""
     reducer = rules(0, 1, 2, 3)
-    for part in range(10):
-        reducer.own(part, 0, 100.0)
+    for tile in range(10):
+        reducer.own(tile, 0, 100.0)
     give(reducer, 1, list(range(10)), 100.1)
     for now in (104.0, 108.0, 112.0, 116.0, 120.0):
         reducer.heard(2, now)
@@ -247,8 +247,8 @@ def test_one_fast_sender_makes_nobody_slow() -> None:
 def test_of_two_the_one_far_behind_the_other_is_left_out() -> None:
     """Three members, one at 1% of its speed: the other two do not wait for it a hundred times as long."""
     reducer = rules(0, 1, 2)
-    for part in range(10):
-        reducer.own(part, 0, 100.0)
+    for tile in range(10):
+        reducer.own(tile, 0, 100.0)
     give(reducer, 1, list(range(10)), 101.0)
     reducer.heard(2, 106.0)
     assert deadline(reducer) == 101.0 + 1.0 + 5.0
@@ -299,7 +299,7 @@ def test_what_a_member_that_is_not_waited_for_has_needed_is_no_measure_for_the_o
     assert reducers.late(1.0) == set()
 
 
-def test_a_member_whose_parts_others_average_does_not_cost_its_time_once_more() -> None:
+def test_a_member_whose_tiles_others_average_does_not_cost_its_time_once_more() -> None:
     """The new reducer waited as long for its values as everybody had waited for its averages."""
     reducer = rules(0, 1, 2, 3)
     reducer.own(0, 0, 100.0)
@@ -312,7 +312,7 @@ def test_a_member_whose_parts_others_average_does_not_cost_its_time_once_more() 
     assert give(reducer, 2, [3], 104.1, attempt=1) == [(3, 1)]
 
 
-def test_the_values_of_a_part_that_was_moved_are_late_by_the_time_since_then() -> None:
+def test_the_values_of_a_tile_that_was_moved_are_late_by_the_time_since_then() -> None:
     """Nobody could give them before: the wait for a slow one began with the round, and was as long as that."""
     reducer = Contributions(0, range(4), silence_s=5.0, now=100.0, spare_s=0.25)
     reducer.own(0, 0, 100.0)
@@ -327,8 +327,8 @@ def test_the_values_of_a_part_that_was_moved_are_late_by_the_time_since_then() -
 def test_a_death_among_the_senders_does_not_excuse_a_slow_one() -> None:
     """What the dead one had given in time does not count any more; what the other one that lives gave does."""
     reducer = rules(0, 1, 2, 3)
-    for part in range(10):
-        reducer.own(part, 0, 100.0)
+    for tile in range(10):
+        reducer.own(tile, 0, 100.0)
     give(reducer, 1, list(range(10)), 101.0)
     give(reducer, 3, list(range(10)), 102.0)
     reducer.heard(2, 108.0)
@@ -339,10 +339,10 @@ def test_a_death_among_the_senders_does_not_excuse_a_slow_one() -> None:
 
 
 def test_a_slow_line_that_was_announced_is_waited_for_at_its_pace() -> None:
-    """It promised ten parts in 40 s, one in 4: who is later than that is left out, as are others that are so slow."""
+    """It promised ten tiles in 40 s, one in 4: who is later than that is left out, as are others that are so slow."""
     reducer = Contributions(0, range(5), silence_s=5.0, now=100.0, promised_s=(0.0, 0.0, 0.0, 40.0, 0.0))
-    for part in range(10):
-        reducer.own(part, 0, 100.0)
+    for tile in range(10):
+        reducer.own(tile, 0, 100.0)
     give(reducer, 1, list(range(10)), 101.0)
     give(reducer, 2, list(range(10)), 101.0)
     for sender in (3, 4):
@@ -351,7 +351,7 @@ def test_a_slow_line_that_was_announced_is_waited_for_at_its_pace() -> None:
     assert reducer.stalled(119.9) == [4]
     reducer.exclude(4)
     assert reducer.stalled(119.9) == []
-    assert reducer.stalled(120.0) == [3]  # the fifth part was promised for now
+    assert reducer.stalled(120.0) == [3]  # the fifth tile was promised for now
     give(reducer, 3, list(range(4, 9)), 120.0)
     reducer.heard(3, 139.0)
     assert reducer.stalled(139.9) == []
@@ -369,8 +369,8 @@ def test_a_slow_line_that_was_announced_is_no_excuse_for_silence() -> None:
 def test_the_median_goes_on_without_the_excluded() -> None:
     """Of the senders that are left."""
     reducer = rules(0, 1, 2, 3)
-    for part in range(4):
-        reducer.own(part, 0, 100.0)
+    for tile in range(4):
+        reducer.own(tile, 0, 100.0)
     reducer.exclude(2)
     reducer.exclude(3)
     give(reducer, 1, [0, 1, 2], 101.0)

@@ -1,4 +1,4 @@
-"""Slow members, in the eyes of the coordinator; and its remedy for reducers that nobody can get parts from."""
+"""Slow members, in the eyes of the coordinator; and its remedy for reducers that nobody can get tiles from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ALL = {0, 1, 2, 3}
 def coordinator(
     me: int = 0, *, least: int = 2, margin_s: float | None = None, allowed_s: float = 0.0, reduces: int = 4
 ) -> Coordinator:
-    """Four members, each the reducer of one part; the first ones can average others."""
+    """Four members, each the reducer of one tile; the first ones can average others."""
     able, every = [member < reduces for member in range(4)], [True] * 4
     return Coordinator(
         b"r" * 16,
@@ -29,19 +29,19 @@ def coordinator(
     )
 
 
-def late(rules: Coordinator, parts: list[set[int]], now: float) -> list[int]:
-    """The late members, once each has said that it holds these parts."""
-    for member, held_parts in enumerate(parts):
-        rules.reported(member, Report([held(part, rules.rules.attempt[part]) for part in sorted(held_parts)]), now)
+def late(rules: Coordinator, tiles: list[set[int]], now: float) -> list[int]:
+    """The late members, once each has said that it holds these tiles."""
+    for member, held_tiles in enumerate(tiles):
+        rules.reported(member, Report([held(tile, rules.rules.attempt[tile]) for tile in sorted(held_tiles)]), now)
     return rules.slow(now)
 
 
 KEPT = [{0, 1, 2}, {0, 1, 2}, {0, 1, 2}, {0, 1, 2, 3}]
-"""The last reducer has given its part to nobody."""
+"""The last reducer has given its tile to nobody."""
 
 
-def test_a_reducer_that_gives_its_part_to_nobody_is_late() -> None:
-    """The others' parts were there after 2 s: twice that and the margin is the limit."""
+def test_a_reducer_that_gives_its_tile_to_nobody_is_late() -> None:
+    """The others' tiles were there after 2 s: twice that and the margin is the limit."""
     rules = coordinator(margin_s=3.0)
     assert late(rules, KEPT, 2.0) == []
     assert rules.slow(6.9) == []
@@ -56,8 +56,8 @@ def test_a_reducer_that_may_wait_for_a_slow_line_is_not_late() -> None:
     assert rules.slow(33.0) == [3]
 
 
-def test_a_receiver_is_late_only_when_all_parts_are_given() -> None:
-    """A member that lacks a part which its reducer gives to nobody is not at fault."""
+def test_a_receiver_is_late_only_when_all_tiles_are_given() -> None:
+    """A member that lacks a tile which its reducer gives to nobody is not at fault."""
     rules = coordinator(margin_s=1.0)
     lacks = [{0, 1, 2}, {0}, {0, 1, 2}, {0, 1, 2, 3}]
     assert late(rules, lacks, 2.0) == []
@@ -71,8 +71,8 @@ def test_a_receiver_is_late_only_when_all_parts_are_given() -> None:
 def test_most_receivers_that_report_late_keep_nobody_waiting() -> None:
     """The median was one of them: the others waited in each round, and it was no lateness. Their values count."""
     rules = coordinator(margin_s=5.0)
-    parts = set(REDUCER)
-    assert late(rules, [parts, parts, {0, 2}, {0, 1, 3}], 1.0) == []
+    tiles = set(REDUCER)
+    assert late(rules, [tiles, tiles, {0, 2}, {0, 1, 3}], 1.0) == []
     assert rules.slow(2.2) == []
     assert rules.slow(2.25) == [2, 3]
 
@@ -83,7 +83,7 @@ def test_nobody_is_late_as_long_as_the_median_is_not_done() -> None:
 
 
 def test_a_new_reducer_gets_the_usual_time_again() -> None:
-    """What happened before it owned the parts is not its fault, and it waits for nobody's values as long as for all."""
+    """What happened before it owned the tiles is not its fault, and it waits for nobody's values as long as for all."""
     rules = coordinator(margin_s=1.0, reduces=1)
     assert late(rules, KEPT, 2.0) == []
     rules.tick(10.0)
@@ -93,19 +93,19 @@ def test_a_new_reducer_gets_the_usual_time_again() -> None:
     assert rules.slow(15.0) == [0]
 
 
-def held(part: int, attempt: int = 0) -> Held:
+def held(tile: int, attempt: int = 0) -> Held:
     """An average of all four."""
-    return Held(part, attempt, b"\x0f", 4.0, bytes([part]) * 16)
+    return Held(tile, attempt, b"\x0f", 4.0, bytes([tile]) * 16)
 
 
-def report(rules: Coordinator, member: int, parts: list[int], *lost: int, now: float = 1.0) -> list[Send]:
+def report(rules: Coordinator, member: int, tiles: list[int], *lost: int, now: float = 1.0) -> list[Send]:
     """A member says what it holds, and whom it lost."""
-    actions = rules.reported(member, Report([held(part) for part in parts], list(lost)), now)
+    actions = rules.reported(member, Report([held(tile) for tile in tiles], list(lost)), now)
     return [action for action in actions if isinstance(action, Send)]
 
 
 def test_a_member_that_was_given_up_as_a_sender_does_not_get_its_time_once_more_as_a_reducer() -> None:
-    """It owes a part, too. One that owes nothing is left in: only its line to the coordinator may be slow."""
+    """It owes a tile, too. One that owes nothing is left in: only its line to the coordinator may be slow."""
     rules = coordinator()
     for member in range(4):
         report(rules, member, [0, 1, 2])
@@ -118,7 +118,7 @@ def test_a_member_that_was_given_up_as_a_sender_does_not_get_its_time_once_more_
 
 
 def test_a_reducer_that_all_others_have_lost_owns_nothing_any_more() -> None:
-    """It holds its part, and can give it to nobody: somebody else averages it anew; the reducer stays a member."""
+    """It holds its tile, and can give it to nobody: somebody else averages it anew; the reducer stays a member."""
     rules = coordinator()
     report(rules, 3, [0, 1, 2, 3])
     for member in (0, 1):
@@ -134,7 +134,7 @@ def test_a_reducer_that_all_others_have_lost_owns_nothing_any_more() -> None:
 
 
 def test_a_silent_reducer_is_left_out_before_those_that_wait_for_it() -> None:
-    """It holds its part, gives it to nobody, and nobody makes progress: it is the one."""
+    """It holds its tile, gives it to nobody, and nobody makes progress: it is the one."""
     rules = coordinator()
     report(rules, 3, [0, 1, 2, 3])
     for member in (0, 1, 2):
@@ -143,7 +143,7 @@ def test_a_silent_reducer_is_left_out_before_those_that_wait_for_it() -> None:
     assert rules.rules.live == {0, 1, 2}
 
 
-def test_a_coordinator_that_cannot_get_a_part_does_not_hold_up_the_others() -> None:
+def test_a_coordinator_that_cannot_get_a_tile_does_not_hold_up_the_others() -> None:
     """All others hold everything: it leaves itself out as a member, and commits."""
     rules = coordinator(me=0)
     for member in (1, 2, 3):
@@ -174,7 +174,7 @@ def test_nobody_is_left_out_for_slowness_where_too_few_would_be_left() -> None:
 
 
 def test_members_that_are_waited_for_briefly_are_left_out_as_soon_as_all_others_are_done() -> None:
-    """Others average their parts; if too few others are left, they are waited for as all."""
+    """Others average their tiles; if too few others are left, they are waited for as all."""
     rules = coordinator()
     rules.brief = Brief({3: 0.0})
     for member in (0, 1):

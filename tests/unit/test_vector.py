@@ -9,16 +9,16 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from benchmarks.by_hand import average_part
+from benchmarks.by_hand import average_tile
 from shoal.averaging.allreduce.interface import MAX_WEIGHT, MIN_WEIGHT, is_weight
-from shoal.averaging.allreduce.partition import Part
-from shoal.averaging.allreduce.vector import PartDigests, Vector, _same_bits, describe
+from shoal.averaging.allreduce.partition import Tile
+from shoal.averaging.allreduce.vector import TileDigests, Vector, _same_bits, describe
 from shoal.compression import CompressionBase, Float16Compression, NoCompression
 from shoal.errors import ConfigError, PeerProtocolError
 from shoal.protocol.wire import Held
 from tests.codecs import CODECS
 
-DIGESTS = PartDigests(b"r" * 16)
+DIGESTS = TileDigests(b"r" * 16)
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 PLAIN, HALF = NoCompression(), Float16Compression()
 
@@ -28,14 +28,14 @@ def vector_of(tensors: Sequence[torch.Tensor], codec: CompressionBase = PLAIN) -
     return Vector(tensors, describe(tensors, [codec] * len(tensors)))
 
 
-def parts_of(vector: Vector, part_bytes: int = 1024) -> list[Part]:
+def tiles_of(vector: Vector, tile_bytes: int = 1024) -> list[Tile]:
     """All of it, one reducer."""
-    return vector.layout.parts([vector.layout.numel], part_bytes)
+    return vector.layout.tiles([vector.layout.numel], tile_bytes)
 
 
-def average(vectors: Sequence[Vector], weights: Sequence[float], part_bytes: int = 1024) -> list[Held]:
-    """What a round does, without the network: the first vector owns every part. Returns the averages' names."""
-    return [average_part(vectors, weights, part, 0, DIGESTS) for part in parts_of(vectors[0], part_bytes)]
+def average(vectors: Sequence[Vector], weights: Sequence[float], tile_bytes: int = 1024) -> list[Held]:
+    """What a round does, without the network: the first vector owns every tile. Returns the averages' names."""
+    return [average_tile(vectors, weights, tile, 0, DIGESTS) for tile in tiles_of(vectors[0], tile_bytes)]
 
 
 def values(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -71,9 +71,9 @@ def test_whoever_holds_an_average_gives_the_bytes_that_the_reducer_sent(codec: C
     reducer, other = (vector_of([torch.randn(5000, generator=generator)], codec) for _ in range(2))
     for vector in (reducer, other):
         vector.copy_in()
-    averages = average([reducer, other], [1.0, 2.0], part_bytes=4096)
-    for part, held in zip(parts_of(reducer, 4096), averages, strict=True):
-        given = other.ready_bytes(part) or other.average_bytes(part, held, DIGESTS)
+    averages = average([reducer, other], [1.0, 2.0], tile_bytes=4096)
+    for tile, held in zip(tiles_of(reducer, 4096), averages, strict=True):
+        given = other.ready_bytes(tile) or other.average_bytes(tile, held, DIGESTS)
         assert given is not None
         assert DIGESTS.of(held, given) == held.digest
     for vector in (reducer, other):
@@ -83,16 +83,16 @@ def test_whoever_holds_an_average_gives_the_bytes_that_the_reducer_sent(codec: C
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
 def test_a_reducer_that_was_replaced_gives_the_average_of_its_successor(codec: CompressionBase) -> None:
-    """It had averaged the part itself, under an older attempt: those bytes are void."""
+    """It had averaged the tile itself, under an older attempt: those bytes are void."""
     generator = torch.Generator().manual_seed(4)
     first, successor = (vector_of([torch.randn(700, generator=generator)], codec) for _ in range(2))
     for vector in (first, successor):
         vector.copy_in()
-    [part] = parts_of(first, 4096)
-    old = average([first], [1.0], part_bytes=4096)
-    [new] = average([successor, first], [1.0, 1.0], part_bytes=4096)
+    [tile] = tiles_of(first, 4096)
+    old = average([first], [1.0], tile_bytes=4096)
+    [new] = average([successor, first], [1.0, 1.0], tile_bytes=4096)
     assert new.digest != old[0].digest
-    given = first.ready_bytes(part) or first.average_bytes(part, new, DIGESTS)
+    given = first.ready_bytes(tile) or first.average_bytes(tile, new, DIGESTS)
     assert given is not None
     assert DIGESTS.of(new, given) == new.digest
 
@@ -125,10 +125,10 @@ def test_copies_are_copies() -> None:
     vector = vector_of([tensor])
     assert vector.copy_in() is None
     tensor.mul_(2)
-    [part] = parts_of(vector)
-    assert bytes(vector.contribution(part)) == before.numpy().tobytes()
-    vector.begin_sum(part, 3.0)
-    vector.finish(part, 3.0)
+    [tile] = tiles_of(vector)
+    assert bytes(vector.contribution(tile)) == before.numpy().tobytes()
+    vector.begin_sum(tile, 3.0)
+    vector.finish(tile, 3.0)
     torch.testing.assert_close(tensor, before * 2, rtol=0, atol=0)
 
 
@@ -226,11 +226,11 @@ def test_contributions_that_are_not_finite_are_refused(codec: CompressionBase, b
     mine.copy_in()
     theirs.tensors[0][3] = bad
     assert theirs.copy_in() == 0
-    [part] = parts_of(mine)
-    mine.begin_sum(part, 1.0)
+    [tile] = tiles_of(mine)
+    mine.begin_sum(tile, 1.0)
     with pytest.raises(PeerProtocolError, match="not finite"):
-        mine.decoded(part, memoryview(bytearray(theirs.contribution(part))), 1.0)
-    mine.finish(part, 1.0)
+        mine.decoded(tile, memoryview(bytearray(theirs.contribution(tile))), 1.0)
+    mine.finish(tile, 1.0)
     mine.overwrite()
     assert torch.equal(mine.tensors[0], torch.ones(10))
 
@@ -239,14 +239,14 @@ def test_contributions_that_would_overflow_the_sum_are_refused() -> None:
     """A large finite value with a large weight: the average of the others stays finite."""
     mine = vector_of([torch.ones(10)])
     mine.copy_in()
-    [part] = parts_of(mine)
+    [tile] = tiles_of(mine)
     theirs = memoryview(bytearray(torch.full((10,), 3e38).numpy().tobytes()))
     with pytest.raises(PeerProtocolError, match="too large"):
-        mine.decoded(part, theirs, 1.0)
+        mine.decoded(tile, theirs, 1.0)
     theirs = memoryview(bytearray(torch.full((10,), 1e30).numpy().tobytes()))
-    assert mine.decoded(part, theirs, 1.0)[0] == 1e30
+    assert mine.decoded(tile, theirs, 1.0)[0] == 1e30
     with pytest.raises(PeerProtocolError, match="too large"):
-        mine.decoded(part, theirs, 1e12)
+        mine.decoded(tile, theirs, 1e12)
 
 
 @pytest.mark.parametrize("codec", [PLAIN, HALF])
@@ -254,23 +254,23 @@ def test_averages_that_are_not_finite_are_refused(codec: CompressionBase) -> Non
     """The peer that averaged them is at fault."""
     vector = vector_of([torch.ones(10)], codec)
     vector.copy_in()
-    [part] = parts_of(vector)
-    landing = vector.landing(part)
+    [tile] = tiles_of(vector)
+    landing = vector.landing(tile)
     assert (landing is None) == (codec is HALF)
-    place = memoryview(bytearray(vector.encoded_bytes(part))) if landing is None else landing
+    place = memoryview(bytearray(vector.encoded_bytes(tile))) if landing is None else landing
     place[:] = b"\xff" * len(place)
     with pytest.raises(PeerProtocolError, match="not finite"):
-        vector.land(part, place)
+        vector.land(tile, place)
 
 
 def test_a_sum_begun_again_forgets_the_first() -> None:
     """A new attempt starts from zero, and the old average is not given any more."""
     vector = vector_of([torch.full((10,), 2.0)])
     vector.copy_in()
-    [part] = parts_of(vector)
-    vector.begin_sum(part, 5.0)
-    vector.begin_sum(part, 1.0)
-    vector.finish(part, 1.0)
+    [tile] = tiles_of(vector)
+    vector.begin_sum(tile, 5.0)
+    vector.begin_sum(tile, 1.0)
+    vector.finish(tile, 1.0)
     vector.overwrite()
     assert torch.equal(vector.tensors[0], torch.full((10,), 2.0))
 
@@ -283,11 +283,11 @@ def test_a_member_gives_on_what_it_received(dtype: torch.dtype, codec: Compressi
     for vector in (reducer, other):
         vector.copy_in()
     averages = average([reducer, other], [1.0, 3.0])
-    for part, held in zip(parts_of(reducer), averages, strict=True):
-        given = other.average_bytes(part, held, DIGESTS)
+    for tile, held in zip(tiles_of(reducer), averages, strict=True):
+        given = other.average_bytes(tile, held, DIGESTS)
         assert given is not None
-        assert bytes(given) == bytes(reducer.average_bytes(part, held, DIGESTS) or b"")
-        assert other.average_bytes(part, replace(held, digest=b"?" * 16), DIGESTS) is None
+        assert bytes(given) == bytes(reducer.average_bytes(tile, held, DIGESTS) or b"")
+        assert other.average_bytes(tile, replace(held, digest=b"?" * 16), DIGESTS) is None
 
 
 def test_a_new_round_forgets_the_last_one() -> None:
@@ -295,12 +295,12 @@ def test_a_new_round_forgets_the_last_one() -> None:
     vector = vector_of([torch.ones(10)], HALF)
     vector.copy_in()
     [first] = average([vector], [1.0])
-    [part] = parts_of(vector)
+    [tile] = tiles_of(vector)
     vector.tensors[0].fill_(3.0)
     vector.copy_in()
     [again] = average([vector], [1.0])
     assert again.digest != first.digest
-    assert vector.average_bytes(part, again, DIGESTS) is not None
+    assert vector.average_bytes(tile, again, DIGESTS) is not None
 
 
 # ---------------------------------------------------------------------------------------------------------------- apply
@@ -310,11 +310,11 @@ def _averaged(tensor: torch.Tensor, target: torch.Tensor) -> Vector:
     """A vector that copied in `tensor` and holds `target` as the average."""
     vector = vector_of([tensor])
     vector.copy_in()
-    for part in parts_of(vector):
-        landing = vector.landing(part)
+    for tile in tiles_of(vector):
+        landing = vector.landing(tile)
         assert landing is not None
-        landing[:] = memoryview(bytearray(target[part.start : part.stop].view(torch.uint8).tolist()))
-        vector.land(part, landing)
+        landing[:] = memoryview(bytearray(target[tile.start : tile.stop].view(torch.uint8).tolist()))
+        vector.land(tile, landing)
     return vector
 
 
@@ -341,7 +341,7 @@ def test_a_changed_tensor_is_moved_by_the_difference(dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("alpha", [0.25, 0.5, 0.999])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_part_of_the_way(dtype: torch.dtype, alpha: float) -> None:
+def test_a_tile_of_the_way(dtype: torch.dtype, alpha: float) -> None:
     """By `alpha` of the difference between the average and what was copied in."""
     tensor, target = values(1, 500, dtype=dtype), values(2, 500, dtype=dtype)
     before = tensor.clone()
@@ -355,11 +355,11 @@ def test_one_changed_tensor_does_not_touch_the_others() -> None:
     tensors = [torch.ones(4), torch.ones(4)]
     vector = vector_of(tensors)
     vector.copy_in()
-    for part in parts_of(vector):
-        landing = vector.landing(part)
+    for tile in tiles_of(vector):
+        landing = vector.landing(tile)
         assert landing is not None
         landing[:] = torch.full((8,), 1 / 3).numpy().tobytes()
-        vector.land(part, landing)
+        vector.land(tile, landing)
     tensors[1].add_(1.0)
     vector.apply(1.0)
     assert torch.equal(tensors[0], torch.full((4,), 1 / 3))

@@ -54,7 +54,7 @@ from shoal.state import SharedState
 __all__ = ["Averager"]
 
 _LEAST_MOST_MEMBERS = 256
-"""The parts of each vector can be divided among so many members, unless `target_group_size` says how many."""
+"""The tiles of each vector can be divided among so many members, unless `target_group_size` says how many."""
 
 _DIALED_AHEAD = 32
 """In larger groups open links cost each member more than they gain: two descriptors for each other member."""
@@ -120,7 +120,7 @@ class Averager:
         self.vector = Vector(self.tensors, describe(self.tensors, chosen), memory)
         if stays:
             self.vector.watch_still()
-        self.vector.check_part_bytes(settings.part_size_bytes, settings.target_group_size or _LEAST_MOST_MEMBERS)
+        self.vector.check_tile_bytes(settings.part_size_bytes, settings.target_group_size or _LEAST_MOST_MEMBERS)
         self.conduct = Conduct(settings.window_s, self._warn)
         self.sharing = StateSharing(
             core, prefix, settings, lock=lock, state=state or (lambda: SharedState(metadata=None, tensors=self.tensors))
@@ -313,8 +313,8 @@ class Averager:
             outcome=outcome,
             round_id=group.round_id,
             duration_s=loop.time() - formed,
-            slices=tuple(group.slices),
-            part_bytes=group.part_bytes,
+            shares=tuple(group.shares),
+            tile_bytes=group.tile_bytes,
         )
 
     def _dial_ahead(self, group: Group) -> None:
@@ -543,7 +543,7 @@ class Averager:
 
 @contextmanager
 def _fails_without_memory(what: str, round_id: bytes) -> Iterator[None]:
-    """Where there is no memory for a part of a round, the round fails."""
+    """Where there is no memory for a tile, the round fails."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The parts that all averagers of one process share: endpoint, DHT node, table of rounds. Does not need torch."""
+"""The tiles that all averagers of one process share: endpoint, DHT node, table of rounds. Does not need torch."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ class Group:
         members: all members, in the order that the leader drew.
         my_index: our place among the members.
         coordinator: the place of the member that decides the round: the leader.
-        slices: how many elements each member reduces, in order.
-        part_bytes: the most bytes of one part, as encoded.
+        shares: how many elements each member reduces, in order.
+        tile_bytes: the most bytes of one tile, as encoded.
         fair: how many elements each would reduce if we were the leader; empty if we are, or know nobody that reduces.
         controls: the streams that carry the round's control from now on, open. The coordinator has one for each other
             member (also for a member that is gone already, whose stream is broken); any other member has one, to the
@@ -37,8 +37,8 @@ class Group:
     members: tuple[Member, ...]
     my_index: int
     coordinator: int
-    slices: tuple[int, ...]
-    part_bytes: int
+    shares: tuple[int, ...]
+    tile_bytes: int
     controls: Mapping[PeerID, ControlStream]
     on_release: Callable[[], None] = field(repr=False)
     fair: tuple[int, ...] = ()
@@ -46,7 +46,7 @@ class Group:
     @property
     def begin(self) -> Begin:
         """The message with which the leader began it; the same for all members, if the leader does not lie."""
-        return Begin(self.round_id, list(self.members), self.coordinator, list(self.slices), self.part_bytes)
+        return Begin(self.round_id, list(self.members), self.coordinator, list(self.shares), self.tile_bytes)
 
     @property
     def peers(self) -> tuple[PeerID, ...]:

@@ -15,7 +15,7 @@ from functools import lru_cache
 import msgspec
 
 from shoal.averaging.allreduce.load_balancing import alike, balance, is_slower
-from shoal.averaging.allreduce.partition import MAX_PART_BYTES, first_difference
+from shoal.averaging.allreduce.partition import MAX_TILE_BYTES, first_difference
 from shoal.averaging.allreduce.vector import Vector
 from shoal.averaging.core import PeerCore
 from shoal.averaging.directory import DhtDirectory
@@ -30,11 +30,11 @@ from shoal.protocol.wire import Member
 
 __all__ = ["Expected", "GroupFinder"]
 
-_PART_S = 0.25
-"""A part is at most what the slowest member sends in this time, where that is known."""
+_TILE_S = 0.25
+"""A tile is at most what the slowest member sends in this time, where that is known."""
 
-_LEAST_PART_BYTES, _SMALL_PARTS = 64 << 10, 1024
-"""For this reason no part is made smaller than this, and there are not many more of them than this."""
+_LEAST_TILE_BYTES, _SMALL_TILES = 64 << 10, 1024
+"""For this reason no tile is made smaller than this, and there are not many more of them than this."""
 
 _MOST_REDUCERS = 128
 """A group of more than `MANY` has so many reducers at most: each member has a connection with each of them."""
@@ -81,7 +81,7 @@ class GroupFinder:
             raise PeerProtocolError(f"a schema that cannot be read: {error}", peer) from error
 
     def _plan(self, members: Sequence[Member]) -> tuple[list[int], int]:
-        # The order of members is drawn anew for each round. If not all own a slice, the same members should own one
+        # The order of members is drawn anew for each round. If not all own a share, the same members should own one
         # again: the connections with them exist, and a new one takes two round trips.
         order = sorted(range(len(members)), key=lambda index: members[index].contact.peer)
         known = [members[index] for index in order]
@@ -91,8 +91,8 @@ class GroupFinder:
         if len(members) > MANY:
             least = max(least, -(-numel // _MOST_REDUCERS))
         sizes = _shares(numel, kinds, least)
-        slices = [size for _, size in sorted(zip(order, sizes, strict=True))]
-        return slices, self._part_bytes(widths, self._settings.part_size_bytes)
+        shares = [size for _, size in sorted(zip(order, sizes, strict=True))]
+        return shares, self._tile_bytes(widths, self._settings.part_size_bytes)
 
     def is_unfair(self, group: Group) -> bool:
         """Whether the leader has planned a round that is far slower than it need be, as no honest leader does.
@@ -103,17 +103,17 @@ class GroupFinder:
             return False
         widths = alike([member.bandwidth for member in group.members])
         contributes = [member.contributes for member in group.members]
-        too_large = group.part_bytes > self._part_bytes(widths, MAX_PART_BYTES)
-        return too_large or is_slower(group.slices, group.fair, widths, contributes)
+        too_large = group.tile_bytes > self._tile_bytes(widths, MAX_TILE_BYTES)
+        return too_large or is_slower(group.shares, group.fair, widths, contributes)
 
-    def _part_bytes(self, bandwidths: Sequence[float | None], most: int) -> int:
-        """The size of parts. On a slow line a large part comes late, and its average goes when nothing else is left."""
+    def _tile_bytes(self, bandwidths: Sequence[float | None], most: int) -> int:
+        """The size of tiles. On a slow line a large tile comes late, and its average goes when nothing else is left."""
         slowest = min(filter(None, bandwidths), default=None)
         if slowest is None:
             return most
-        smaller = max(_LEAST_PART_BYTES, int(slowest * _PART_S), 4 * self._vector.layout.numel // _SMALL_PARTS)
+        smaller = max(_LEAST_TILE_BYTES, int(slowest * _TILE_S), 4 * self._vector.layout.numel // _SMALL_TILES)
         with suppress(ConfigError):  # too many of them
-            self._vector.check_part_bytes(min(smaller, most), len(bandwidths))
+            self._vector.check_tile_bytes(min(smaller, most), len(bandwidths))
             return min(smaller, most)
         return most
 

@@ -169,16 +169,16 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
         outcome: group, contributors, verdict.
         round_id: names the round.
         duration_s: from the group to the verdict.
-        slices: elements of the vector that each member owned.
-        part_bytes: upper bound on a part, as encoded.
+        shares: elements of the vector that each member owned.
+        tile_bytes: upper bound on a tile, as encoded.
     """
 
     gathered: dict[PeerID, Any]
     outcome: Outcome
     round_id: bytes
     duration_s: float
-    slices: tuple[int, ...] = ()
-    part_bytes: int = 0
+    shares: tuple[int, ...] = ()
+    tile_bytes: int = 0
 
 
 def _finite(value: object) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from shoal.averaging.allreduce.partition import MAX_PART_BYTES, MIN_PART_BYTES
+from shoal.averaging.allreduce.partition import MAX_TILE_BYTES, MIN_TILE_BYTES
 from shoal.averaging.matchmaking import MatchmakingConfig
 from shoal.averaging.timeouts import TIMEOUTS, check_timeouts
 from shoal.errors import ConfigError
@@ -27,7 +27,7 @@ class AveragerSettings(MatchmakingConfig, frozen=True, kw_only=True):
 
     Attributes:
         averaging_alpha: tensors move this fraction of the way to the average, 0 < alpha <= 1.
-        part_size_bytes: the vector is sent in parts of at most this size, as encoded; smaller ones on slow lines.
+        part_size_bytes: the vector is sent in tiles of at most this size, as encoded; smaller ones on slow lines.
         allreduce_timeout_s: longest time from the group to the verdict.
         silence_s: a member that sends nothing for this long, while it owes values, is left out.
         reducer_silence_s: a member that moves nothing for this long, while it owes averages, is left out by the
@@ -61,13 +61,13 @@ class AveragerSettings(MatchmakingConfig, frozen=True, kw_only=True):
         period, most = self.declare_state_period_s, _MAX_DECLARE_STATE_PERIOD_S
         _need(_number(period) and 0 < period < math.inf, "declare_state_period", period, "a number of seconds above 0")
         _need(period <= most, "declare_state_period", period, f"at most {most:g} seconds")
-        alpha, part, width, vector = self.averaging_alpha, self.part_size_bytes, self.bandwidth, self.min_vector_size
+        alpha, tile, width, vector = self.averaging_alpha, self.part_size_bytes, self.bandwidth, self.min_vector_size
         _need(_number(alpha) and 0 < alpha <= 1, "averaging_alpha", alpha, "above 0 and at most 1")
         _need(
-            _whole(part) and MIN_PART_BYTES <= part <= MAX_PART_BYTES,
+            _whole(tile) and MIN_TILE_BYTES <= tile <= MAX_TILE_BYTES,
             "part_size_bytes",
-            part,
-            f"a whole number from {MIN_PART_BYTES} to {MAX_PART_BYTES}",
+            tile,
+            f"a whole number from {MIN_TILE_BYTES} to {MAX_TILE_BYTES}",
         )
         _need(
             width is None or (_number(width) and 0 <= width < math.inf),

@@ -34,8 +34,8 @@ __all__ = [
     "MAX_EPOCH",
     "MAX_GROUP_SIZE",
     "MAX_KINDS",
-    "MAX_PARTS",
     "MAX_SAMPLES",
+    "MAX_TILES",
     "PROTOCOL_VERSION",
     "PROTOCOL_VERSIONS",
     "Contact",
@@ -86,13 +86,13 @@ Samples = Annotated[int, msgspec.Meta(ge=0, le=MAX_SAMPLES)]
 MAX_GROUP_SIZE = 1024
 """No group is larger, whatever `target_group_size` says: this bounds `Begin`, and the contributors of an average."""
 
-MAX_PARTS = 1 << 13
-"""With more parts a commit would not fit in one message (`Limits.header_bytes`): choose a larger `part_size_bytes`."""
+MAX_TILES = 1 << 13
+"""With more tiles a commit would not fit in one message (`Limits.header_bytes`): choose a larger `part_size_bytes`."""
 
 MemberIndex = Annotated[int, msgspec.Meta(ge=0, le=MAX_GROUP_SIZE - 1)]
 """A member of a group, by its place in `Begin`."""
 
-PartNumber = Annotated[int, msgspec.Meta(ge=0, le=MAX_PARTS - 1)]
+TileNumber = Annotated[int, msgspec.Meta(ge=0, le=MAX_TILES - 1)]
 
 Attempt = Annotated[int, msgspec.Meta(ge=0, le=MAX_GROUP_SIZE)]
 """There is at most one new attempt for each member that is lost."""
@@ -122,7 +122,7 @@ Settings = Annotated[dict[Name, Name], msgspec.Meta(max_length=256)]
 
 ShortText = Annotated[str, msgspec.Meta(max_length=200)]
 
-PartDigest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+TileDigest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 """16 bytes: BLAKE3 of an encoded average and of what is said of it, keyed by the round."""
 
 RoundID = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
@@ -638,7 +638,7 @@ class Member(Message, frozen=True):
 
     Attributes:
         contact: the peer, and where it can be dialed.
-        reduces: it can average parts. False for a client, and for bandwidth 0.
+        reduces: it can average tiles. False for a client, and for bandwidth 0.
         bandwidth: bytes/s, as its user says or its line has carried; None if the peer knows none.
         gathered: the peer's own MessagePack value for all others.
         contributes: it has values. False for an auxiliary peer, which wants no averages either; then `reduces` is true.
@@ -690,37 +690,37 @@ class Begin(Message, frozen=True):
         round_id: drawn at random.
         members: all members, in an order that the leader drew.
         coordinator: the index of the member whose `Commit` decides: the leader.
-        slices: how many elements of the flat vector each member reduces, in order.
-        part_bytes: the upper bound of a part, as encoded: the leader's `part_size_bytes`, or less on slow lines.
+        shares: how many elements of the flat vector each member reduces, in order.
+        tile_bytes: the upper bound of a tile, as encoded: the leader's `part_size_bytes`, or less on slow lines.
     """
 
     round_id: RoundID
     members: Annotated[list[Member], msgspec.Meta(max_length=MAX_GROUP_SIZE)]
     coordinator: MemberIndex
-    slices: Annotated[list[Count], msgspec.Meta(max_length=MAX_GROUP_SIZE)]
-    part_bytes: Count
+    shares: Annotated[list[Count], msgspec.Meta(max_length=MAX_GROUP_SIZE)]
+    tile_bytes: Count
 
 
 class Held(Message, frozen=True):
     """An average that a member holds, inside `Report`, `Commit` and `PartAverage`.
 
     Attributes:
-        part: the part's number.
+        tile: the tile's number.
         attempt: the attempt under which it was averaged: from 0 to the number of members.
         contributors: the members that count in it: bit i mod 8, lowest first, of byte i div 8 is member i. There are
             ceil(members / 8) bytes, and no bits beyond the members.
         weight: the sum of their weights: above 0, and at most members × 1e12; 0 if nobody counts. Any other weight
             breaks the protocol.
         digest: 16 bytes of BLAKE3 with a key, SHA-256(`shoal parts` + round id): over the encoded average, then over
-            the contributors, and then over part, attempt (4 bytes each), weight (8 bytes, IEEE 754) and the length of
+            the contributors, and then over tile, attempt (4 bytes each), weight (8 bytes, IEEE 754) and the length of
             the contributors (4 bytes), all big-endian. 16 zero bytes if nobody counts.
     """
 
-    part: PartNumber
+    tile: TileNumber
     attempt: Attempt
     contributors: Annotated[bytes, msgspec.Meta(max_length=MAX_GROUP_SIZE // 8)]
     weight: Weight
-    digest: PartDigest
+    digest: TileDigest
 
 
 class Report(Message, frozen=True):
@@ -735,22 +735,22 @@ class Report(Message, frozen=True):
         moved_bytes: bytes sent and received in this round so far. They show that a slow member is at work.
     """
 
-    held: Annotated[list[Held], msgspec.Meta(max_length=MAX_PARTS)] = []
+    held: Annotated[list[Held], msgspec.Meta(max_length=MAX_TILES)] = []
     lost: Annotated[list[MemberIndex], msgspec.Meta(max_length=MAX_GROUP_SIZE)] = []
     moved_bytes: Count = 0
 
 
 class Assign(Message, frozen=True):
-    """The coordinator names another reducer, or another source, of some parts.
+    """The coordinator names another reducer, or another source, of some tiles.
 
     Attributes:
-        parts: the parts' numbers.
-        attempt: if it is higher than before, older bytes of these parts are void, and all send their values again. If
+        tiles: the tiles' numbers.
+        attempt: if it is higher than before, older bytes of these tiles are void, and all send their values again. If
             it is the same, `reducer` holds the averages already: ask it.
-        reducer: the member that averages the parts, or has the averages, from now on.
+        reducer: the member that averages the tiles, or has the averages, from now on.
     """
 
-    parts: Annotated[list[PartNumber], msgspec.Meta(max_length=MAX_PARTS)]
+    tiles: Annotated[list[TileNumber], msgspec.Meta(max_length=MAX_TILES)]
     attempt: Attempt
     reducer: MemberIndex
 
@@ -758,15 +758,15 @@ class Assign(Message, frozen=True):
 class Commit(Message, frozen=True):
     """The coordinator's verdict that the round succeeds with exactly these averages.
 
-    It goes to all members, also to those that were left out, once each member that counts holds each part.
+    It goes to all members, also to those that were left out, once each member that counts holds each tile.
 
     Attributes:
         round_id: the round.
-        parts: one entry for each part, in order.
+        tiles: one entry for each tile, in order.
     """
 
     round_id: RoundID
-    parts: Annotated[list[Held], msgspec.Meta(max_length=MAX_PARTS)]
+    tiles: Annotated[list[Held], msgspec.Meta(max_length=MAX_TILES)]
 
 
 class Abort(Message, frozen=True):
@@ -827,17 +827,17 @@ class Join(
 
 
 class PartData(Message, frozen=True):
-    """A member sends the reducer its values of a part. In time it gets a `PartAverage`.
+    """A member sends the reducer its values of a tile. In time it gets a `PartAverage`.
 
     The payload is the encoded values; there is none if the weight is 0.
 
     Attributes:
-        part: the part's number.
+        tile: the tile's number.
         attempt: the attempt that the values are for: from 0 to the number of members.
         weight: how much the values count: 0, or 1e-9 to 1e12.
     """
 
-    part: PartNumber
+    tile: TileNumber
     attempt: Attempt
     weight: Weight
 
@@ -848,16 +848,16 @@ class PartRequest(Message, frozen=True):
     The answer is `PartAverage` or `PartAbsent`.
 
     Attributes:
-        part: the part's number.
+        tile: the tile's number.
         attempt: this attempt or a later one will do.
     """
 
-    part: PartNumber
+    tile: TileNumber
     attempt: Attempt
 
 
 class PartAverage(Message, frozen=True):
-    """The reducer has averaged a part, or a holder was asked for it. The payload is the encoded average.
+    """The reducer has averaged a tile, or a holder was asked for it. The payload is the encoded average.
 
     Attributes:
         held: the average that the payload is.
@@ -870,11 +870,11 @@ class PartAbsent(Message, frozen=True):
     """The member that was asked does not have the average, and will not make it.
 
     Attributes:
-        part: as in the question.
+        tile: as in the question.
         attempt: as in the question.
     """
 
-    part: PartNumber
+    tile: TileNumber
     attempt: Attempt
 
 
@@ -1044,7 +1044,7 @@ class ManifestReply(Message, frozen=True):
         metadata: plain values, in MessagePack.
         kinds: (shape, dtype, codec, encoded bytes) of each kind of tensor.
         order: the kind of each tensor, by its number: 4 bytes each, little-endian, packed by zlib. The state is their
-            encodings one after another. A tensor is encoded in slices of 1,048,576 elements; the last one is shorter.
+            encodings one after another. A tensor is encoded in tiles of 1,048,576 elements; the last one is shorter.
         chunk_bytes: the size of every chunk but the last: 1 KiB to 16 MiB.
         hashes: BLAKE3 of each chunk.
         infinite: the positions of tensors that hold infinities, ascending.
@@ -1166,11 +1166,11 @@ class StepTaken(Message, frozen=True):
         agreement: MessagePack: the options of the step (None: each peer's own), the bits of the parameters that nobody
             had a gradient of, and the contributors. Empty if states were averaged.
         commit: the round's; None for a step alone.
-        slices: how many elements of the vector each member owned.
-        part_bytes: the upper bound of a part, as encoded.
+        shares: how many elements of the vector each member owned.
+        tile_bytes: the upper bound of a tile, as encoded.
         alone: for a step alone: 16 random bytes and the peer's id.
         alone_samples: for a step alone: the samples that went into it.
-        raw: the averages are sent as they are in memory. Otherwise they are the encoded parts, one after another.
+        raw: the averages are sent as they are in memory. Otherwise they are the encoded tiles, one after another.
         nbytes: the size of the averages.
     """
 
@@ -1179,8 +1179,8 @@ class StepTaken(Message, frozen=True):
     samples: Samples
     agreement: Annotated[bytes, msgspec.Meta(max_length=65536)]
     commit: Commit | None
-    slices: Annotated[list[Count], msgspec.Meta(max_length=MAX_GROUP_SIZE)]
-    part_bytes: Count
+    shares: Annotated[list[Count], msgspec.Meta(max_length=MAX_GROUP_SIZE)]
+    tile_bytes: Count
     alone: Annotated[bytes, msgspec.Meta(max_length=64)]
     alone_samples: Samples
     raw: bool

@@ -742,7 +742,7 @@ class Participant:
                 outcome.contributors,
                 outcome.counted_in_part,
                 weigh=weighed,
-                total=max(held.weight for held in outcome.commit.parts),
+                total=max(held.weight for held in outcome.commit.tiles),
                 sites=_sites_in(result),
                 mine=said.options,
                 last=committed.options,

@@ -71,7 +71,7 @@ class DecentralizedAverager(SharesState):
         request_timeout: how long to wait for another peer's answer while looking for a group; less than
             `averaging_expiration`. None: 3.
         averaging_alpha: move this fraction of the way to the average, above 0 and at most 1.
-        part_size_bytes: the tensors are sent in parts of at most this size.
+        part_size_bytes: the tensors are sent in tiles of at most this size.
         allreduce_timeout: longest time of a round once the group is formed; None: 120.
         next_chunk_timeout: silence after which a donor of state is left, and the default of `sender_timeout`; None: 5.
         sender_timeout: silence after which a member that owes values is left out of a round; None: 5.

@@ -20,7 +20,7 @@ RECORD_BYTES = 512 << 10
 interpreter's lock: this thread then gets it back only after `sys.getswitchinterval()`."""
 
 BUNCH_BYTES = (1 << 20) + (16 << 10)
-"""At most this much is written in one turn of the loop, about 0.7 ms: a part of the usual size with its header."""
+"""At most this much is written in one turn of the loop, about 0.7 ms: a tile of the usual size with its header."""
 
 _AHEAD_BYTES = 64 << 10
 _RECEIVE_BYTES = BUNCH_BYTES + _AHEAD_BYTES + 2 * RECORD_BYTES

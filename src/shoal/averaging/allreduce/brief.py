@@ -20,7 +20,7 @@ class Brief:
 
     Args:
         patience_s: for each of these members, how long it is waited for beyond that when all others have done their
-            part, seconds.
+            tile, seconds.
 
     Attributes:
         patience_s: as given.

@@ -1,19 +1,19 @@
 """The commit rule: which averages may a round succeed with? Pure: no input or output, no time.
 
-Every part of the vector has an *reducer*, the member that averages it, and an *attempt* number. One member, the
+Every tile of the vector has a *reducer*, the member that averages it, and an *attempt* number. One member, the
 *coordinator*, is named when the group begins and is never replaced.
 
-- A member keeps the newest attempt of each part (`MemberRules`) and tells the coordinator what it holds (`Report`).
-- When the coordinator leaves a member out, the parts that this member owned get another reducer: a member that already
-  holds the average (same attempt), or otherwise one that averages the part again (next attempt; older bytes are void).
-- When every member that is not left out holds the current attempt of every part, the coordinator commits
-  (`CommitRules`). The commit names the digest of each part. A member succeeds when it has a commit and holds exactly
+- A member keeps the newest attempt of each tile (`MemberRules`) and tells the coordinator what it holds (`Report`).
+- When the coordinator leaves a member out, the tiles that this member owned get another reducer: a member that already
+  holds the average (same attempt), or otherwise one that averages the tile again (next attempt; older bytes are void).
+- When every member that is not left out holds the current attempt of every tile, the coordinator commits
+  (`CommitRules`). The commit names the digest of each tile. A member succeeds when it has a commit and holds exactly
   these digests.
-- An *auxiliary* member contributes no values and wants no averages. It may own parts, and decide. Nobody waits for it
-  to hold parts of others, and the commit alone makes it succeed. At least one member that contributes must be left.
+- An *auxiliary* member contributes no values and wants no averages. It may own tiles, and decide. Nobody waits for it
+  to hold tiles of others, and the commit alone makes it succeed. At least one member that contributes must be left.
 
 **Agreement**: two members that succeed hold the same averages, however messages, crashes and (wrong) suspicions fall.
-The argument: there is one coordinator, and `CommitRules.verdict` is set once; it names one digest for each part; a
+The argument: there is one coordinator, and `CommitRules.verdict` is set once; it names one digest for each tile; a
 member succeeds only while each average that it holds has the digest of the commit; and a digest names its bytes. So
 the choice of members that the coordinator leaves out (module `coordinator`) matters for progress alone.
 **Not promised**: that all survivors learn the verdict. `docs/decisions/0001-commit-and-fork-rules.md` has more;
@@ -29,36 +29,36 @@ from typing import NamedTuple
 from shoal.base.sometimes import sometimes
 from shoal.protocol.wire import Abort, Assign, Commit, Gone, Held
 
-__all__ = ["Ask", "Average", "CommitRules", "Contribute", "MemberRules", "Order", "PartAction"]
+__all__ = ["Ask", "Average", "CommitRules", "Contribute", "MemberRules", "Order", "TileAction"]
 
 
 class Contribute(NamedTuple):
-    """Send (again) my values of this part to `reducer`."""
+    """Send (again) my values of this tile to `reducer`."""
 
-    part: int
+    tile: int
     attempt: int
     reducer: int
 
 
 class Ask(NamedTuple):
-    """Ask `reducer` for the average of this part, which it has."""
+    """Ask `reducer` for the average of this tile, which it has."""
 
-    part: int
+    tile: int
     attempt: int
     reducer: int
 
 
 class Average(NamedTuple):
-    """I own this part now: collect contributions for this attempt and average them."""
+    """I own this tile now: collect contributions for this attempt and average them."""
 
-    part: int
+    tile: int
     attempt: int
 
 
 Order = Assign | Gone | Commit | Abort
 """The messages of the coordinator."""
 
-PartAction = Contribute | Ask | Average
+TileAction = Contribute | Ask | Average
 
 
 class MemberRules:
@@ -66,11 +66,11 @@ class MemberRules:
 
     Args:
         me: index of this member in the group.
-        reducers: for each part, the index of the member that averages it at first.
+        reducers: for each tile, the index of the member that averages it at first.
         contributes: False for an auxiliary member.
 
     Attributes:
-        replaced: the members whose parts were averaged anew by others. They average nothing in this round any more.
+        replaced: the members whose tiles were averaged anew by others. They average nothing in this round any more.
     """
 
     def __init__(self, me: int, reducers: Sequence[int], *, contributes: bool = True) -> None:
@@ -95,83 +95,83 @@ class MemberRules:
         return not self.contributes or all(held is not None for held in self.held)
 
     def missing(self) -> list[int]:
-        """The parts that this member lacks: of the commit if there is one, else of the current attempts.
+        """The tiles that this member lacks: of the commit if there is one, else of the current attempts.
 
         An auxiliary member lacks none.
         """
         if not self.contributes:
             return []
-        return [part for part, held in enumerate(self.held) if held is None]
+        return [tile for tile, held in enumerate(self.held) if held is None]
 
-    def wants(self, part: int, attempt: int) -> bool:
+    def wants(self, tile: int, attempt: int) -> bool:
         """Return whether an average of this attempt would be news."""
-        if self.failed is not None or not 0 <= part < len(self.held):
+        if self.failed is not None or not 0 <= tile < len(self.held):
             return False
-        held = self.held[part]
+        held = self.held[tile]
         if self.commit is not None:
-            return held is None and attempt == self.commit.parts[part].attempt
-        return attempt >= self.attempt[part] and (held is None or attempt > held.attempt)
+            return held is None and attempt == self.commit.tiles[tile].attempt
+        return attempt >= self.attempt[tile] and (held is None or attempt > held.attempt)
 
-    def expect(self, part: int, attempt: int) -> None:
-        """Bytes of this attempt are about to be received into the place of the part: its old content is void."""
-        self.attempt[part] = max(self.attempt[part], attempt)
-        self.held[part] = None
+    def expect(self, tile: int, attempt: int) -> None:
+        """Bytes of this attempt are about to be received into the place of the tile: its old content is void."""
+        self.attempt[tile] = max(self.attempt[tile], attempt)
+        self.held[tile] = None
 
     def averaged(self, held: Held) -> bool:
-        """This part was averaged here, or received whole. False if it is not wanted (any more)."""
-        if not self.wants(held.part, held.attempt):
+        """This tile was averaged here, or received whole. False if it is not wanted (any more)."""
+        if not self.wants(held.tile, held.attempt):
             return False
-        if self.commit is not None and held.digest != self.commit.parts[held.part].digest:
+        if self.commit is not None and held.digest != self.commit.tiles[held.tile].digest:
             sometimes("an average comes that is not the committed one")
             return False
-        self.attempt[held.part] = held.attempt
-        self.held[held.part] = held
+        self.attempt[held.tile] = held.attempt
+        self.held[held.tile] = held
         if self.commit is None:
             self.unreported.append(held)
         return True
 
     def may_assign(self, assign: Assign) -> bool:
-        """Whether an honest coordinator can say this: each member loses its parts once, and gets none after that.
+        """Whether an honest coordinator can say this: each member loses its tiles once, and gets none after that.
 
         So it can have the values sent again only as often as members of the group can fail.
         """
-        raised = [part for part in assign.parts if assign.attempt > self.attempt[part]]
+        raised = [tile for tile in assign.tiles if assign.attempt > self.attempt[tile]]
         return not raised or not (
-            assign.reducer in self.replaced or any(self._owner[part] == assign.reducer for part in raised)
+            assign.reducer in self.replaced or any(self._owner[tile] == assign.reducer for tile in raised)
         )
 
-    def assigned(self, assign: Assign) -> list[PartAction]:
-        """The coordinator gave parts another reducer."""
-        actions: list[PartAction] = []
-        for part in assign.parts:
-            if self.commit is not None or self.failed is not None or assign.attempt < self.attempt[part]:
+    def assigned(self, assign: Assign) -> list[TileAction]:
+        """The coordinator gave tiles another reducer."""
+        actions: list[TileAction] = []
+        for tile in assign.tiles:
+            if self.commit is not None or self.failed is not None or assign.attempt < self.attempt[tile]:
                 continue
-            raised = assign.attempt > self.attempt[part]
+            raised = assign.attempt > self.attempt[tile]
             if raised:
-                self.replaced.add(self._owner[part])
-                self._owner[part] = assign.reducer
-            self.attempt[part], self.reducer[part] = assign.attempt, assign.reducer
-            if (held := self.held[part]) is not None and held.attempt >= assign.attempt:
+                self.replaced.add(self._owner[tile])
+                self._owner[tile] = assign.reducer
+            self.attempt[tile], self.reducer[tile] = assign.attempt, assign.reducer
+            if (held := self.held[tile]) is not None and held.attempt >= assign.attempt:
                 continue
-            self.held[part] = None
+            self.held[tile] = None
             if assign.reducer == self.me:
-                actions.append(Average(part, assign.attempt))
+                actions.append(Average(tile, assign.attempt))
             elif self.contributes:
                 action = Contribute if raised else Ask
-                actions.append(action(part, assign.attempt, assign.reducer))
+                actions.append(action(tile, assign.attempt, assign.reducer))
         return actions
 
     def committed(self, commit: Commit) -> list[int]:
-        """The verdict arrived. Returns the parts that are still to be fetched, from anybody who holds them."""
+        """The verdict arrived. Returns the tiles that are still to be fetched, from anybody who holds them."""
         if self.failed is None and self.commit is None:
             self.commit = commit
             self.unreported.clear()
-            for part, due in enumerate(commit.parts):
-                held = self.held[part]
-                self.attempt[part] = due.attempt
+            for tile, due in enumerate(commit.tiles):
+                held = self.held[tile]
+                self.attempt[tile] = due.attempt
                 if held is not None and held.digest != due.digest:
                     sometimes("a member holds another average than the committed one")
-                    self.held[part] = None
+                    self.held[tile] = None
         return self.missing() if self.commit is not None else []
 
     def give_up(self, reason: str) -> bool:
@@ -184,7 +184,7 @@ class MemberRules:
 
     def take_report(self) -> list[Held]:
         """The averages that are held and were not reported yet."""
-        news = [held for held in self.unreported if self.held[held.part] is held]
+        news = [held for held in self.unreported if self.held[held.tile] is held]
         self.unreported.clear()
         return news
 
@@ -194,17 +194,17 @@ class CommitRules:
 
     Args:
         round_id: the id of the round.
-        reducers: for each part, the index of the member that averages it at first.
+        reducers: for each tile, the index of the member that averages it at first.
         contributes: for each member, whether it has values and wants averages; False for an auxiliary one.
         min_group_size: with fewer members left, auxiliary ones counted, the round is aborted.
         me: index of the coordinator.
 
     Attributes:
-        reducer: of each part, now.
-        attempt: of each part, now.
+        reducer: of each tile, now.
+        attempt: of each tile, now.
         live: the members that are not left out.
-        held: for each member, what it has reported of the current attempts, by part.
-        holders: the same, by part: the members that have reported it, the first one first.
+        held: for each member, what it has reported of the current attempts, by tile.
+        holders: the same, by tile: the members that have reported it, the first one first.
         verdict: set once, and never changed.
     """
 
@@ -224,19 +224,19 @@ class CommitRules:
         self.held: list[dict[int, Held]] = [{} for _ in contributes]
         self.holders: dict[int, list[int]] = {}
         self.verdict: Commit | Abort | None = None
-        self._first: dict[int, Held] = {}  # part -> what was reported of it first, under its present attempt
-        self._disputed: set[int] = set()  # parts of which something else was reported, too
+        self._first: dict[int, Held] = {}  # tile -> what was reported of it first, under its present attempt
+        self._disputed: set[int] = set()  # tiles of which something else was reported, too
         self._takers = {member for member, values in enumerate(contributes) if values}
 
     @property
     def takers(self) -> set[int]:
-        """The members that are to hold every part: those that contribute, and are not left out."""
+        """The members that are to hold every tile: those that contribute, and are not left out."""
         return self._takers
 
     def holds(self, member: int, held: Held) -> bool:
         """Note what a member reports. False if it is of another attempt, or the round has ended for this member."""
-        part = held.part
-        known = 0 <= part < len(self.reducer) and held.attempt == self.attempt[part]
+        tile = held.tile
+        known = 0 <= tile < len(self.reducer) and held.attempt == self.attempt[tile]
         if not known or self.verdict is not None or member not in self.live:
             return False
         if not any(held.contributors):
@@ -245,15 +245,15 @@ class CommitRules:
                 "too large to be summed (its log names the tensor)"
             )
             return False
-        if part not in self.held[member]:
-            self.holders.setdefault(part, []).append(member)
-        self.held[member][part] = held
-        if self._first.setdefault(part, held) != held:
-            self._disputed.add(part)
+        if tile not in self.held[member]:
+            self.holders.setdefault(tile, []).append(member)
+        self.held[member][tile] = held
+        if self._first.setdefault(tile, held) != held:
+            self._disputed.add(tile)
         return True
 
     def leave_out(self, member: int) -> None:
-        """Wait for this member no longer. The caller gives the parts that it owns other reducers."""
+        """Wait for this member no longer. The caller gives the tiles that it owns other reducers."""
         self.live.discard(member)
         self._takers = self._takers - {member}  # another set: callers may hold the one before
         if len(self.live) < self.min_group_size:
@@ -263,31 +263,31 @@ class CommitRules:
             sometimes("no member of a round that contributes is left")
             self.abort("no member that contributes values is left")
 
-    def assign(self, part: int, attempt: int, reducer: int) -> None:
-        """Give a part another reducer. With a higher attempt nobody holds it any more."""
-        if attempt > self.attempt[part]:
+    def assign(self, tile: int, attempt: int, reducer: int) -> None:
+        """Give a tile another reducer. With a higher attempt nobody holds it any more."""
+        if attempt > self.attempt[tile]:
             for held in self.held:
-                held.pop(part, None)
-            self._first.pop(part, None)
-            self.holders.pop(part, None)
-            self._disputed.discard(part)
-        self.attempt[part], self.reducer[part] = attempt, reducer
+                held.pop(tile, None)
+            self._first.pop(tile, None)
+            self.holders.pop(tile, None)
+            self._disputed.discard(tile)
+        self.attempt[tile], self.reducer[tile] = attempt, reducer
 
     def commit(self) -> None:
-        """Commit if every taker holds the current attempt of every part, and there is no verdict yet."""
+        """Commit if every taker holds the current attempt of every tile, and there is no verdict yet."""
         takers = self.takers
         if self.verdict is None and takers and all(len(self.held[each]) == len(self.reducer) for each in takers):
-            self.verdict = Commit(self.round_id, [self._agreed(part) for part in range(len(self.reducer))])
+            self.verdict = Commit(self.round_id, [self._agreed(tile) for tile in range(len(self.reducer))])
 
-    def _agreed(self, part: int) -> Held:
-        """What most of those hold that are to hold this part; of two that are equally many what the coordinator holds.
+    def _agreed(self, tile: int) -> Held:
+        """What most of those hold that are to hold this tile; of two that are equally many what the coordinator holds.
 
         The digest is also of what is said of the average: so of one digest the coordinator's own word is the true one.
         """
-        if part not in self._disputed:
-            return self._first[part]
-        said = [self.held[each][part] for each in sorted(self.takers)]
-        mine, reducers = (self.held[each].get(part) for each in (self.me, self.reducer[part]))
+        if tile not in self._disputed:
+            return self._first[tile]
+        said = [self.held[each][tile] for each in sorted(self.takers)]
+        mine, reducers = (self.held[each].get(tile) for each in (self.me, self.reducer[tile]))
         counts = Counter(held.digest for held in said)
         digest = max(
             counts,
@@ -310,16 +310,16 @@ class CommitRules:
         found: dict[int, str] = {}
         if not isinstance(self.verdict, Commit):
             return found
-        for part in sorted(self._disputed):
-            reducer, agreed = self.reducer[part], self.verdict.parts[part]
-            said = {each: self.held[each][part] for each in sorted(self.takers)}
+        for tile in sorted(self._disputed):
+            reducer, agreed = self.reducer[tile], self.verdict.tiles[tile]
+            said = {each: self.held[each][tile] for each in sorted(self.takers)}
             others = [each for each, held in said.items() if held.digest != agreed.digest]
             if reducer in others or len(others) > 1:
-                found.setdefault(reducer, f"gave members different averages of part {part}")
+                found.setdefault(reducer, f"gave members different averages of tile {tile}")
             if said.get(self.me) == agreed:
                 for each, held in said.items():
                     if held.digest == agreed.digest and held != agreed:
-                        found.setdefault(each, f"said of part {part} what its average does not")
+                        found.setdefault(each, f"said of tile {tile} what its average does not")
         return found
 
     def abort(self, reason: str) -> None:

@@ -1,17 +1,17 @@
 """The coordinator of a round: who is slow, who is lost, who averages in their place. Pure: events in, actions out.
 
 `CommitRules` says what may be committed. All that is decided here matters for progress alone: whoever is left out, and
-whoever averages a part anew, members that succeed hold equal averages.
+whoever averages a tile anew, members that succeed hold equal averages.
 
 A member is left out
 
 - when its connection is lost, or when it is silent (the caller tells);
-- when it keeps the others waiting and makes no progress for `stall_s`: it reports no part and moves no bytes;
+- when it keeps the others waiting and makes no progress for `stall_s`: it reports no tile and moves no bytes;
 - when it is far slower than the others (`Lateness`, and `Coordinator.slow`);
 - when it is waited for briefly, and nobody else is any more (`Brief`).
 
-The parts that it owned get another reducer. If only the line between two members is bad, none of them is left out: the
-one that lacks parts gets another source for them, and a reducer that nobody can get parts from owns none any more. The
+The tiles that it owned get another reducer. If only the line between two members is bad, none of them is left out: the
+one that lacks tiles gets another source for them, and a reducer that nobody can get tiles from owns none any more. The
 coordinator may be the slow one. Then it leaves itself out as a member, and goes on deciding.
 
 The coordinator is also a member. It learns about itself through `reported` as about others; its messages to itself are
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 _SOURCES = 16
-"""A part that a member cannot get from its source is asked from one of so many others that hold it."""
+"""A tile that a member cannot get from its source is asked from one of so many others that hold it."""
 
 
 class Send(NamedTuple):
@@ -62,7 +62,7 @@ class LeftOut(NamedTuple):
 
 
 class Replaced(NamedTuple):
-    """Nobody can get parts from this member: others average its parts. It is still waited for."""
+    """Nobody can get tiles from this member: others average its tiles. It is still waited for."""
 
     member: int
 
@@ -88,9 +88,9 @@ class CoordinatorPhase(enum.Enum):
 _DECIDING, _COMMITTED, _ABORTED = CoordinatorPhase
 COORDINATOR_TRANSITIONS: Mapping[tuple[CoordinatorPhase, str, CoordinatorPhase], str] = MappingProxyType(
     {
-        (_DECIDING, "reported", _COMMITTED): "every member that contributes and is not left out holds every part",
-        (_DECIDING, "reported", _ABORTED): "no weight counts in a part, or no member is left that can average a part",
-        (_DECIDING, "leave_out", _COMMITTED): "every other member that contributes holds every part",
+        (_DECIDING, "reported", _COMMITTED): "every member that contributes and is not left out holds every tile",
+        (_DECIDING, "reported", _ABORTED): "no weight counts in a tile, or no member is left that can average a tile",
+        (_DECIDING, "leave_out", _COMMITTED): "every other member that contributes holds every tile",
         (_DECIDING, "leave_out", _ABORTED): "too few members are left, none that contributes, or none that reduces",
         (_DECIDING, "give_up", _ABORTED): "its own time is over, or its caller cancels",
     }
@@ -103,12 +103,12 @@ class Coordinator:
 
     Args:
         round_id: the id of the round.
-        reducers: for each part, the index of the member that averages it at first.
-        reduces: for each member, whether it can own parts (is reachable, and has bandwidth).
+        reducers: for each tile, the index of the member that averages it at first.
+        reduces: for each member, whether it can own tiles (is reachable, and has bandwidth).
         contributes: for each member, whether it has values and wants averages; False for an auxiliary one.
         me: index of the coordinator.
         min_group_size: with fewer members left, auxiliary ones counted, the round is aborted.
-        stall_s: a member that owes parts and neither reports one nor moves any bytes for this long is left out.
+        stall_s: a member that owes tiles and neither reports one nor moves any bytes for this long is left out.
         margin_s: of reducers: see `Lateness`; None: half of `stall_s`.
         now: time at the beginning.
         brief_s: see `Brief.patience_s`.
@@ -140,11 +140,11 @@ class Coordinator:
         self._margin_s = stall_s / 2 if margin_s is None else margin_s
         self.reduces = list(reduces)
         self._told = False
-        self._unreachable: dict[int, set[int]] = {}  # per member: those it gets no parts from
-        self._source: list[dict[int, int]] = [{} for _ in reduces]  # per member: part -> source other than the reducer
-        self._moved: list[int] = []  # parts that have got another reducer since the last report
-        self._given_at: dict[int, float] = {}  # part -> since when a member other than its reducer holds it
-        self._named_at: list[dict[int, float]] = [{} for _ in reduces]  # per member: part -> when its source was named
+        self._unreachable: dict[int, set[int]] = {}  # per member: those it gets no tiles from
+        self._source: list[dict[int, int]] = [{} for _ in reduces]  # per member: tile -> source other than the reducer
+        self._moved: list[int] = []  # tiles that have got another reducer since the last report
+        self._given_at: dict[int, float] = {}  # tile -> since when a member other than its reducer holds it
+        self._named_at: list[dict[int, float]] = [{} for _ in reduces]  # per member: tile -> when its source was named
         self._moved_bytes = [0] * len(reduces)
         self._turn, self._ticked = me, now
         self.begin(now)
@@ -170,10 +170,10 @@ class Coordinator:
         self._receiving = Lateness(self._compared, now=now, least_s=self._allowed_s, first=3)
 
     def reported(self, member: int, report: Report, now: float) -> list[CoordinatorAction]:
-        """A member reported the parts that it newly holds, and the reducers that it cannot get parts from.
+        """A member reported the tiles that it newly holds, and the reducers that it cannot get tiles from.
 
-        Reports cost their sender little, so only what is new in them is looked at: for the member all parts from the
-        reducers that it newly lost, for the others the parts that it newly holds.
+        Reports cost their sender little, so only what is new in them is looked at: for the member all tiles from the
+        reducers that it newly lost, for the others the tiles that it newly holds.
         """
         rules, given, lost = self.rules, list[int](), set[int]()
         self._heard[member] = now
@@ -183,9 +183,9 @@ class Coordinator:
         for held in report.held:
             if rules.holds(member, held):
                 self._progress[member] = now
-                given.append(held.part)
-                if member != rules.reducer[held.part]:
-                    self._given_at.setdefault(held.part, now)
+                given.append(held.tile)
+                if member != rules.reducer[held.tile]:
+                    self._given_at.setdefault(held.tile, now)
         if len(rules.held[member]) == len(rules.reducer):
             self._receiving.done((member,), now)
         if report.moved_bytes > self._moved_bytes[member]:
@@ -196,7 +196,7 @@ class Coordinator:
             unreachable |= lost
         actions = self._replace_reducers(now) if lost else []
         if lost:
-            actions += self._help(member, now, self._parts_from(lost, member))
+            actions += self._help(member, now, self._tiles_from(lost, member))
         moved, self._moved = self._moved, []
         for other in sorted(self._unreachable.keys() & rules.live) if given or moved else ():
             actions += self._help(other, now, moved) + self._help(other, now, given, (member,))
@@ -217,9 +217,9 @@ class Coordinator:
         rules.leave_out(member)
         self._reducing.leave(member)
         self._receiving.leave(member)
-        parts = [part for part, reducer in enumerate(rules.reducer) if reducer == member]
-        parts = [part for part in parts if not all(part in rules.held[other] for other in rules.takers)]
-        return [LeftOut(member, reason), *self._move(parts, now), *self._decide()]
+        tiles = [tile for tile, reducer in enumerate(rules.reducer) if reducer == member]
+        tiles = [tile for tile in tiles if not all(tile in rules.held[other] for other in rules.takers)]
+        return [LeftOut(member, reason), *self._move(tiles, now), *self._decide()]
 
     def tick(self, now: float, given_up: Collection[int] = ()) -> list[CoordinatorAction]:
         """Leave out members that keep the others waiting, or the coordinator itself if it cannot hear them.
@@ -248,7 +248,7 @@ class Coordinator:
         actions, rules, brief = list[CoordinatorAction](), self.rules, self.brief.patience_s.keys()
         awaited = set(self._owing()) if brief else set[int]()
         if awaited and awaited <= brief:
-            others = {part for part, reducer in enumerate(rules.reducer) if reducer not in brief}
+            others = {tile for tile, reducer in enumerate(rules.reducer) if reducer not in brief}
             awaited |= {member for member in rules.takers - brief if not rules.held[member].keys() >= others}
         for member in self.brief.late(awaited, now, self._receiving.usual):
             if len(rules.live) > max(rules.min_group_size, 2):
@@ -273,97 +273,97 @@ class Coordinator:
 
     # ------------------------------------------------------------------------------------------------- other reducers
 
-    def _move(self, parts: Iterable[int], now: float) -> list[CoordinatorAction]:
-        """Give these parts other reducers."""
+    def _move(self, tiles: Iterable[int], now: float) -> list[CoordinatorAction]:
+        """Give these tiles other reducers."""
         moved: dict[tuple[int, int], list[int]] = {}
-        for part in parts if self.rules.verdict is None else ():
-            new_reducer, attempt = self._new_reducer(part)
+        for tile in tiles if self.rules.verdict is None else ():
+            new_reducer, attempt = self._new_reducer(tile)
             if new_reducer is None:
                 self.rules.abort("no member is left that can reduce")
                 return []
-            moved.setdefault((new_reducer, attempt), []).append(part)
+            moved.setdefault((new_reducer, attempt), []).append(tile)
         return [
             send for (reducer, attempt), found in moved.items() for send in self._assign(found, attempt, reducer, now)
         ]
 
-    def _new_reducer(self, part: int) -> tuple[int | None, int]:
-        """A member that can reduce and already holds the part; else the next in turn, which averages it again."""
+    def _new_reducer(self, tile: int) -> tuple[int | None, int]:
+        """A member that can reduce and already holds the tile; else the next in turn, which averages it again."""
         rules = self.rules
         able = sorted(member for member in rules.live if self.reduces[member])
         if not able:
             sometimes("the last member that can reduce is lost")
             return None, 0
-        holders = [member for member in able if part in rules.held[member]]
+        holders = [member for member in able if tile in rules.held[member]]
         if holders:
-            sometimes("a reducer is lost, and another member holds its part")
-            return holders[part % len(holders)], rules.attempt[part]
-        sometimes("a part is averaged again by another member")
+            sometimes("a reducer is lost, and another member holds its tile")
+            return holders[tile % len(holders)], rules.attempt[tile]
+        sometimes("a tile is averaged again by another member")
         self._turn += 1
-        return able[self._turn % len(able)], rules.attempt[part] + 1
+        return able[self._turn % len(able)], rules.attempt[tile] + 1
 
-    def _assign(self, parts: list[int], attempt: int, reducer: int, now: float) -> list[CoordinatorAction]:
+    def _assign(self, tiles: list[int], attempt: int, reducer: int, now: float) -> list[CoordinatorAction]:
         self._reducing.again(now)
         self._receiving.again(now)
-        for part in parts:
-            if attempt > self.rules.attempt[part]:
-                self._given_at.pop(part, None)
+        for tile in tiles:
+            if attempt > self.rules.attempt[tile]:
+                self._given_at.pop(tile, None)
             for source, named_at in zip(self._source, self._named_at, strict=True):
-                source.pop(part, None)
-                named_at[part] = now
-            self.rules.assign(part, attempt, reducer)
-        self._moved += parts
+                source.pop(tile, None)
+                named_at[tile] = now
+            self.rules.assign(tile, attempt, reducer)
+        self._moved += tiles
         self._progress[reducer] = now
-        return [Send(other, Assign(parts, attempt, reducer)) for other in sorted(self.rules.live)]
+        return [Send(other, Assign(tiles, attempt, reducer)) for other in sorted(self.rules.live)]
 
-    def _parts_from(self, sources: Collection[int], member: int) -> list[int]:
-        """The parts that `member` is to get from one of these."""
+    def _tiles_from(self, sources: Collection[int], member: int) -> list[int]:
+        """The tiles that `member` is to get from one of these."""
         own = self._source[member]
-        return [part for part, reducer in enumerate(self.rules.reducer) if own.get(part, reducer) in sources]
+        return [tile for tile, reducer in enumerate(self.rules.reducer) if own.get(tile, reducer) in sources]
 
     def _help(
-        self, member: int, now: float, parts: Sequence[int], among: Collection[int] | None = None
+        self, member: int, now: float, tiles: Sequence[int], among: Collection[int] | None = None
     ) -> list[CoordinatorAction]:
-        """Name another source for parts that `member` cannot get from its present source, as soon as there is one.
+        """Name another source for tiles that `member` cannot get from its present source, as soon as there is one.
 
         Args:
             member: of the group.
             now: time.
-            parts: to look at.
+            tiles: to look at.
             among: the members that may be the source; None: all.
         """
         moved: dict[tuple[int, int], list[int]] = {}
         rules, unreachable, sources = self.rules, self._unreachable.get(member, set()), self._source[member]
         others = (rules.live if among is None else rules.live & set(among)) - unreachable - {member}
-        for part in parts if others else ():
-            if part in rules.held[member] or sources.get(part, rules.reducer[part]) not in unreachable:
+        for tile in tiles if others else ():
+            if tile in rules.held[member] or sources.get(tile, rules.reducer[tile]) not in unreachable:
                 continue
-            able = (other for other in rules.holders.get(part, ()) if other in others and self.reduces[other])
+            able = (other for other in rules.holders.get(tile, ()) if other in others and self.reduces[other])
             if holders := sorted(islice(able, _SOURCES)):
-                sometimes("a member that cannot get a part is named another source")
-                sources[part] = holders[part % len(holders)]
-                self._named_at[member][part] = now
-                moved.setdefault((rules.attempt[part], sources[part]), []).append(part)
-        return [Send(member, Assign(parts, attempt, source)) for (attempt, source), parts in moved.items()]
+                sometimes("a member that cannot get a tile is named another source")
+                sources[tile] = holders[tile % len(holders)]
+                self._named_at[member][tile] = now
+                moved.setdefault((rules.attempt[tile], sources[tile]), []).append(tile)
+        return [Send(member, Assign(tiles, attempt, source)) for (attempt, source), tiles in moved.items()]
 
     def _replace_reducers(self, now: float) -> list[CoordinatorAction]:
-        """A member that cannot give its parts to anybody loses them, even if it holds their averages itself."""
+        """A member that cannot give its tiles to anybody loses them, even if it holds their averages itself."""
         rules, actions = self.rules, list[CoordinatorAction]()
         for reducer in sorted(set(rules.reducer) & rules.live):
             if all(reducer in self._unreachable.get(other, ()) for other in rules.takers if other != reducer):
                 others = rules.takers - {reducer}
-                parts = [part for part, of in enumerate(rules.reducer) if of == reducer]
-                parts = [part for part in parts if not any(part in rules.held[other] for other in others)]
-                if others and parts and rules.verdict is None:
-                    sometimes("nobody gets parts from a reducer that lives")
+                tiles = [tile for tile, of in enumerate(rules.reducer) if of == reducer]
+                tiles = [tile for tile in tiles if not any(tile in rules.held[other] for other in others)]
+                if others and tiles and rules.verdict is None:
+                    sometimes("nobody gets tiles from a reducer that lives")
                     self.reduces[reducer] = False
                     self._reducing.leave(reducer)
-                    actions += [Replaced(reducer), *self._move(parts, now)]
+                    actions += [Replaced(reducer), *self._move(tiles, now)]
         return actions
 
     def _hurry(self, now: float) -> list[CoordinatorAction]:
-        """Name another source for parts that a member has waited for far longer than another member had to.
+        """Name another source for tiles that a member has waited for far longer than another member had to.
 
-        If only the line between two members is slow, neither of them is slow: each can get the missing parts from a
+        If only the line between two members is slow, neither of them is slow: each can get the missing tiles from a
         third one. Far longer means twice as long plus half of the margin: before the member itself counts as slow.
         """
 
@@ -371,18 +371,18 @@ class Coordinator:
             return since + (given_at - self._began) + self._margin_s / 2
 
         rules, actions = self.rules, list[CoordinatorAction]()
-        late = {part: at for part, at in self._given_at.items() if now >= limit(at, at)}
+        late = {tile: at for tile, at in self._given_at.items() if now >= limit(at, at)}
         for member in sorted(rules.takers) if late and rules.verdict is None else ():
             source, named_at = self._source[member], self._named_at[member]
             waited_for = {
-                source.get(part, rules.reducer[part])
-                for part, at in late.items()
-                if part not in rules.held[member] and now >= limit(named_at.get(part, at), at)
+                source.get(tile, rules.reducer[tile])
+                for tile, at in late.items()
+                if tile not in rules.held[member] and now >= limit(named_at.get(tile, at), at)
             } - {member}
             if waited_for:
-                sometimes("a member waits for a part far longer than another had to")
+                sometimes("a member waits for a tile far longer than another had to")
                 self._unreachable.setdefault(member, set()).update(waited_for)
-                actions += self._help(member, now, self._parts_from(self._unreachable[member], member))
+                actions += self._help(member, now, self._tiles_from(self._unreachable[member], member))
         return actions
 
     # --------------------------------------------------------------------------------------------------- who is slow
@@ -404,9 +404,9 @@ class Coordinator:
         return sorted(slow)
 
     def _late(self, now: float) -> list[int]:
-        """The reducers that have not given each of their parts to another member, if it is time.
+        """The reducers that have not given each of their tiles to another member, if it is time.
 
-        When all have: the members that lack parts.
+        When all have: the members that lack tiles.
         """
         rules, takers = self.rules, self._compared
         waiting = _undelivered(rules.reducer, rules.held, takers)
@@ -418,7 +418,7 @@ class Coordinator:
 
     @property
     def _compared(self) -> set[int]:
-        """The members that are to hold all parts; those that are waited for briefly are not compared with others."""
+        """The members that are to hold all tiles; those that are waited for briefly are not compared with others."""
         return self.rules.takers - self.brief.patience_s.keys() or self.rules.takers
 
     def _cannot_hear(self, now: float) -> bool:
@@ -447,23 +447,23 @@ class Coordinator:
         return complete or (self._kept() == {member} and self._may_step_aside())
 
     def _owing(self) -> list[int]:
-        """Members that keep the others waiting: reducers of parts that nobody else holds, else members without some."""
+        """Members that keep the others waiting: reducers of tiles that nobody else holds, else members without some."""
         rules = self.rules
         if rules.verdict is not None:
             return []
-        somewhere = {part for member in rules.live for part in rules.held[member]}
-        unheld = {reducer for part, reducer in enumerate(rules.reducer) if part not in somewhere}
+        somewhere = {tile for member in rules.live for tile in rules.held[member]}
+        unheld = {reducer for tile, reducer in enumerate(rules.reducer) if tile not in somewhere}
         if owing := unheld & rules.live or self._kept():
             return sorted(owing)
         return sorted(member for member in rules.takers if len(rules.held[member]) < len(rules.reducer))
 
     def _kept(self) -> set[int]:
-        """The members that have parts which no other member that should hold them holds."""
+        """The members that have tiles which no other member that should hold them holds."""
         rules, takers = self.rules, self.rules.takers
         kept = _undelivered(rules.reducer, rules.held, takers) & rules.live
-        return kept if len(takers) > 1 else kept - takers  # from the only taker nobody else wants a part
+        return kept if len(takers) > 1 else kept - takers  # from the only taker nobody else wants a tile
 
 
 def _undelivered(reducer: Sequence[int], held: Sequence[Mapping[int, object]], takers: Collection[int]) -> set[int]:
-    """The reducers of parts that no other member holds which is to hold them."""
-    return {of for part, of in enumerate(reducer) if not any(part in held[each] for each in takers if each != of)}
+    """The reducers of tiles that no other member holds which is to hold them."""
+    return {of for tile, of in enumerate(reducer) if not any(tile in held[each] for each in takers if each != of)}

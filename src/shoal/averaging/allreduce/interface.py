@@ -80,10 +80,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         commit: the verdict; its digests name the averages.
         members: the group, in order.
-        contributors: members that count in every part.
-        left_out: members that had values and are missing in at least one part; never an auxiliary member.
-        weight: total weight of a part, on average; the same in all parts, if nobody was left out on the way.
-        reducers: for each part, the index of the member that was to average it at first.
+        contributors: members that count in every tile.
+        left_out: members that had values and are missing in at least one tile; never an auxiliary member.
+        weight: total weight of a tile, on average; the same in all tiles, if nobody was left out on the way.
+        reducers: for each tile, the index of the member that was to average it at first.
     """
 
     commit: Commit
@@ -97,13 +97,13 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, commit: Commit, members: Sequence[Member], reducers: Sequence[int] = ()) -> Outcome:
         """The result that this verdict means for this group; `reducers` as the attribute."""
         peers = [member.contact.peer for member in members]
-        mask = reduce(and_, (int.from_bytes(held.contributors, "little") for held in commit.parts))
+        mask = reduce(and_, (int.from_bytes(held.contributors, "little") for held in commit.tiles))
         everywhere = {i for i in range(len(members)) if mask >> i & 1}
         missing = {i for i, member in enumerate(members) if member.contributes and i not in everywhere}
         return cls(
             commit=commit,
             members=tuple(members),
-            weight=fmean(held.weight for held in commit.parts),
+            weight=fmean(held.weight for held in commit.tiles),
             contributors=tuple(peers[i] for i in sorted(everywhere)),
             left_out=tuple(peers[i] for i in sorted(missing)),
             reducers=tuple(reducers),
@@ -111,11 +111,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def counted_in_part(self) -> dict[PeerID, Fraction]:
-        """The members that count in some parts, and are missing in others; the share of the parts in which each counts.
+        """The members that count in some tiles, and are missing in others; the share of the tiles in which each counts.
 
-        The share is 0 if it counts in no part that another member was to average: then it has given nothing.
+        The share is 0 if it counts in no tile that another member was to average: then it has given nothing.
         """
-        masks = [int.from_bytes(held.contributors, "little") for held in self.commit.parts]
+        masks = [int.from_bytes(held.contributors, "little") for held in self.commit.tiles]
         somewhere, places = reduce(or_, masks, 0), {each.contact.peer: i for i, each in enumerate(self.members)}
         return {peer: self._share(places[peer], masks) for peer in self.left_out if somewhere >> places[peer] & 1}
 
@@ -125,13 +125,13 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         return Fraction(sum(counts), len(counts)) if gave else Fraction(0)
 
     def share(self, peer: PeerID) -> Fraction:
-        """The share of the parts in which this member counts: see `counted_in_part`."""
+        """The share of the tiles in which this member counts: see `counted_in_part`."""
         return Fraction(1) if peer in self.contributors else self.counted_in_part.get(peer, Fraction(0))
 
     def counts(self, peer: PeerID) -> bool:
-        """Return whether this member counts in at least one part."""
+        """Return whether this member counts in at least one tile."""
         places = [index for index, member in enumerate(self.members) if member.contact.peer == peer]
-        return any(has_member(held.contributors, index) for held in self.commit.parts for index in places)
+        return any(has_member(held.contributors, index) for held in self.commit.tiles for index in places)
 
 
 def is_weight(weight: float) -> bool:

@@ -1,23 +1,24 @@
 """The shares of the vector that the members reduce: the slowest link is to be done as early as possible.
 
 In a butterfly all-reduce with c *contributors* (members that send values and receive averages), a contributor that owns
-the fraction x of the vector sends its values for the others' slices, 1 - x, and its averages to the c - 1 others,
+the fraction x of the vector sends its values for the others' shares, 1 - x, and its averages to the c - 1 others,
 (c - 1) x. An *auxiliary* member only reduces: it sends averages to c members. Both kinds receive as much as they send.
 With bandwidth b they are busy for
 
     t(x) = (1 + (c - 2) x) / b        and        t(x) = c x / b
 
 (in units of the vector). A client reduces nothing: 1 / b. The fractions that minimize the largest t, the cost of Diskin
-et al. 2021 (DeDLOC), have a closed form for a given t, and the part that all members can take within t grows with t. So
-bisection finds the optimum, and no solver is needed. This stays exact when no member may own less than `min_size`:
-within t only members count that can take so much, and those of them that can take the most must be enough, and not too
-many. Elements that rounding leaves over go, one by one, to the member that would be done first with one more: no
-division into whole elements is quicker. Members whose values alone take longer than the others' work own nothing.
+et al. 2021 (DeDLOC), have a closed form for a given t, and the fraction that all members can take within t grows with
+t. So bisection finds the optimum, and no solver is needed. This stays exact when no member may own less than
+`min_size`: within t only members count that can take so much, and those of them that can take the most must be enough,
+and not too many. Elements that rounding leaves over go, one by one, to the member that would be done first with one
+more: no division into whole elements is quicker. Members whose values alone take longer than the others' work own
+nothing.
 
 Members with equal bandwidths are looked at once, for all of them: a group has 1,024 of few bandwidths (see `alike`).
 
-With c <= 2 a contributor's time does not grow with the part that it owns. Then only the traffic of reducing counts, (c
-- 1) x and c x: among the optimal divisions this one spreads the work by bandwidth.
+With c <= 2 a contributor's time does not grow with the fraction that it owns. Then only the traffic of reducing counts,
+(c - 1) x and c x: among the optimal divisions this one spreads the work by bandwidth.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def cost(fractions: Sequence[float], bandwidths: Sequence[float], contributes: S
 
 
 def is_slower(
-    slices: Sequence[int], fair: Sequence[int], bandwidths: Sequence[float | None], contributes: Sequence[bool]
+    shares: Sequence[int], fair: Sequence[int], bandwidths: Sequence[float | None], contributes: Sequence[bool]
 ) -> bool:
     """Whether those that own something by this plan need far longer than those that do by the fair one (`balance`).
 
@@ -64,12 +65,12 @@ def is_slower(
     """
 
     def owners(plan: Sequence[int]) -> float:
-        parts = [size / sum(plan) for size in plan]
+        fractions = [size / sum(plan) for size in plan]
         # Those that own nothing have no cost beside these.
-        widths = [max(b or _SLOWEST, _SLOWEST) if x else math.inf for x, b in zip(parts, bandwidths, strict=True)]
-        return cost(parts, widths, contributes)
+        widths = [max(b or _SLOWEST, _SLOWEST) if x else math.inf for x, b in zip(fractions, bandwidths, strict=True)]
+        return cost(fractions, widths, contributes)
 
-    return owners(slices) > _FAR_LONGER * owners(fair)
+    return owners(shares) > _FAR_LONGER * owners(fair)
 
 
 def alike(bandwidths: Sequence[float | None]) -> list[float | None]:
@@ -122,11 +123,11 @@ def balance(
     gives = contributes or [True] * len(reduces)
     loads = [_Load.of(known[i] or mean, c=sum(gives), contributes=gives[i]) for i in able]
     least = min(min_size, numel)
-    slices = [0] * len(reduces)
+    shares = [0] * len(reduces)
     chosen = _choose(loads, numel, least)
     for j, size in zip(chosen, _divide([loads[j] for j in chosen], numel, least), strict=True):
-        slices[able[j]] = size
-    return slices
+        shares[able[j]] = size
+    return shares
 
 
 class _Load(NamedTuple):
@@ -149,7 +150,7 @@ class _Load(NamedTuple):
     def within(self, t: float) -> float:
         """The largest fraction that is done by `t`, 0 to 1."""
         if not self.slope:
-            return 1.0  # the only contributor: the part that it reduces need not travel
+            return 1.0  # the only contributor: the fraction that it reduces need not travel
         x = (t * self.bandwidth - self.offset) / self.slope
         return 0.0 if x < 0.0 else min(x, 1.0)
 
@@ -190,27 +191,27 @@ def _least(high: float, enough: Callable[[float], bool]) -> float:
 
 
 def _divide(loads: Sequence[_Load], numel: int, least: int) -> list[int]:
-    """Whole slices of at least `least` for these, all done as early as they can be."""
-    least_part, counts = least / numel if numel else 0.0, Counter(loads)
+    """Whole shares of at least `least` for these, all done as early as they can be."""
+    least_fraction, counts = least / numel if numel else 0.0, Counter(loads)
 
     def at(load: _Load, t: float) -> float:
-        return max(least_part, load.within(t))
+        return max(least_fraction, load.within(t))
 
     most = max(load.time(1.0) for load in counts)
     t = _least(most, lambda t: sum(count * at(load, t) for load, count in counts.items()) >= 1)
-    more = {load: at(load, t) - least_part for load in counts}
+    more = {load: at(load, t) - least_fraction for load in counts}
     beyond = [more[load] for load in loads]
     rest, total = numel - least * len(loads), sum(beyond)
-    slices = [least + (int(rest * x / total) if total else 0) for x in beyond]
-    largest = slices.index(max(slices))
-    slices[largest] -= max(0, sum(slices) - numel)  # floating point may have given too much
-    # No slice is larger than at the optimum: each element left over goes to the member that is done first with it.
+    shares = [least + (int(rest * x / total) if total else 0) for x in beyond]
+    largest = shares.index(max(shares))
+    shares[largest] -= max(0, sum(shares) - numel)  # floating point may have given too much
+    # No share is larger than at the optimum: each element left over goes to the member that is done first with it.
     after = [
-        (load.time((size + 1) / (numel or 1)), j) for j, (load, size) in enumerate(zip(loads, slices, strict=True))
+        (load.time((size + 1) / (numel or 1)), j) for j, (load, size) in enumerate(zip(loads, shares, strict=True))
     ]
     heapify(after)
-    for _ in range(numel - sum(slices)):
+    for _ in range(numel - sum(shares)):
         j = after[0][1]
-        slices[j] += 1
-        heapreplace(after, (loads[j].time((slices[j] + 1) / numel), j))
-    return slices
+        shares[j] += 1
+        heapreplace(after, (loads[j].time((shares[j] + 1) / numel), j))
+    return shares

@@ -1,7 +1,7 @@
 """One member of a round: what it holds, what it waits for, whom it asks. Pure: events in, actions out.
 
 `MemberRules` says which averages count. `Contributions` are the values that this member waits for as the reducer of
-parts. Before the verdict, a source that fails is reported to the coordinator, which names another one. After the commit
+tiles. Before the verdict, a source that fails is reported to the coordinator, which names another one. After the commit
 a member asks one holder after another for the averages that it lacks. A member that loses the coordinator asks the
 others for the verdict.
 """
@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from shoal.averaging.allreduce.brief import Brief
-from shoal.averaging.allreduce.commit import Ask, Average, Contribute, MemberRules, Order, PartAction
+from shoal.averaging.allreduce.commit import Ask, Average, Contribute, MemberRules, Order, TileAction
 from shoal.averaging.allreduce.interface import MostWeight, any_weight, is_sound
 from shoal.averaging.allreduce.lateness import LEAST_S, Lateness
 from shoal.base.sometimes import sometimes
@@ -40,18 +40,18 @@ __all__ = [
 ]
 
 Work = tuple[int, int]
-"""(part, attempt)."""
+"""(tile, attempt)."""
 
 
 class Finish(NamedTuple):
-    """All contributions that are waited for are here: divide the sum of this part."""
+    """All contributions that are waited for are here: divide the sum of this tile."""
 
-    part: int
+    tile: int
     attempt: int
 
 
 class CutOff(NamedTuple):
-    """The values of the others do not come here: another member must average the parts that are owned here."""
+    """The values of the others do not come here: another member must average the tiles that are owned here."""
 
     reason: str
 
@@ -74,7 +74,7 @@ class AskOthers(NamedTuple):
     """The coordinator is lost: ask the others for its verdict."""
 
 
-MemberAction = PartAction | Finish | Blame | CutOff | LookAt | AskOthers
+MemberAction = TileAction | Finish | Blame | CutOff | LookAt | AskOthers
 
 
 class MemberPhase(enum.Enum):
@@ -113,7 +113,7 @@ class MemberMachine:
         me: index of this member in the group.
         coordinator: index of the member that decides.
         members: the group.
-        reducers: for each part, the index of the member that averages it at first.
+        reducers: for each tile, the index of the member that averages it at first.
         silence_s: how long a sender may be silent that owes values.
         now: time at the beginning.
         promised_s: see `slow_lines`.
@@ -124,7 +124,7 @@ class MemberMachine:
     Attributes:
         most_weights: the same, by index.
         rules: what is held, and the verdict.
-        contributions: of the parts that are owned here.
+        contributions: of the tiles that are owned here.
         unheard: the members whose values or averages did not come here in time; those that are gone are not among them.
         may_learn: whether the verdict can still come from the coordinator.
     """
@@ -170,7 +170,7 @@ class MemberMachine:
         can_give = [index for index, member in enumerate(members) if member.reduces and index != me]
         self._able = [[each for each in can_give if members[each].contributes == does] for does in (True, False)]
         self._lost_sources: set[int] = set()
-        self._asked: dict[int, int] = {}  # after the commit: part -> the member that was asked for it last
+        self._asked: dict[int, int] = {}  # after the commit: tile -> the member that was asked for it last
 
     @property
     def phase(self) -> MemberPhase:
@@ -203,12 +203,12 @@ class MemberMachine:
     @property
     def awaited(self) -> set[int]:
         """After the commit: the members that were asked for averages which are still missing."""
-        return {self._asked[part] for part in self.rules.missing() if part in self._asked}
+        return {self._asked[tile] for tile in self.rules.missing() if tile in self._asked}
 
     # -------------------------------------------------------------------------------------------------------- events
 
     def start(self, now: float, bad_lines: Iterable[int] = ()) -> list[MemberAction]:
-        """Send values to every reducer, and begin to average the parts that are owned here.
+        """Send values to every reducer, and begin to average the tiles that are owned here.
 
         Nothing is waited for that comes from members with `bad_lines` to this one.
         """
@@ -217,12 +217,12 @@ class MemberMachine:
             sometimes("a member with a bad line is not waited for")
             self.contributions.exclude(member)
             self._reducing.leave(member)
-            self._lost_sources.add(member)  # if it owns parts
-        for part, reducer in enumerate(self.rules.reducer):
+            self._lost_sources.add(member)  # if it owns tiles
+        for tile, reducer in enumerate(self.rules.reducer):
             if reducer == self.me:
-                actions += [Average(part, 0), *self.contributions.own(part, 0, now)]
+                actions += [Average(tile, 0), *self.contributions.own(tile, 0, now)]
             elif self.rules.contributes:
-                actions.append(Contribute(part, 0, reducer))
+                actions.append(Contribute(tile, 0, reducer))
         return actions
 
     def obey(self, message: Order, now: float) -> list[MemberAction]:
@@ -239,21 +239,21 @@ class MemberMachine:
                 for action in found:
                     actions.append(action)
                     if isinstance(action, Ask):  # somebody else has got it
-                        self.unheard.add(sources[action.part])
+                        self.unheard.add(sources[action.tile])
                     if isinstance(action, Average):
-                        actions += self.contributions.own(action.part, action.attempt, now)
+                        actions += self.contributions.own(action.tile, action.attempt, now)
             case Gone(member) if self.me != self.coordinator:  # it knows
                 actions.append(LookAt(member))
             case Commit() if rules.commit is None:
                 actions += self._compare(message)
-                for part in rules.committed(message):
-                    actions += self._fetch(part)
+                for tile in rules.committed(message):
+                    actions += self._fetch(tile)
             case Abort() if rules.commit is None:
                 self.give_up(message.reason)
         return actions
 
     def _replaced(self, member: int, now: float) -> list[Finish]:
-        """Others average the parts of this one. If it is late by what was seen here, it is waited for no longer."""
+        """Others average the tiles of this one. If it is late by what was seen here, it is waited for no longer."""
         contributions = self.contributions
         self._reducing.give_up(member, now)
         owes = contributions.awaits(member) and now > contributions.lateness.usual
@@ -271,12 +271,12 @@ class MemberMachine:
         members that succeed were told the same. A coordinator that has committed says nothing else any more; a commit
         that came from another member, after the coordinator was lost, says nothing of what that one had to say.
         """
-        members, parts = len(self.members), len(self.rules.reducer)
+        members, tiles = len(self.members), len(self.rules.reducer)
         if (commit := self.rules.commit) is not None and self.may_learn and isinstance(message, Commit | Abort):
             return message == commit
         match message:
             case Assign(numbers, attempt, reducer):
-                known = 0 <= reducer < members and attempt <= members and all(0 <= part < parts for part in numbers)
+                known = 0 <= reducer < members and attempt <= members and all(0 <= tile < tiles for tile in numbers)
                 return known and self.rules.may_assign(message)
             case Gone(member):
                 return 0 <= member < members
@@ -284,30 +284,30 @@ class MemberMachine:
                 return message.round_id == self.round_id
         return (
             message.round_id == self.round_id
-            and [held.part for held in message.parts] == list(range(parts))
-            and all(map(self.is_sound, message.parts))
+            and [held.tile for held in message.tiles] == list(range(tiles))
+            and all(map(self.is_sound, message.tiles))
             and not any(
                 held is not None and held.digest == due.digest and held != due
-                for held, due in zip(self.rules.held, message.parts, strict=True)
+                for held, due in zip(self.rules.held, message.tiles, strict=True)
             )
         )
 
     def _compare(self, commit: Commit) -> list[MemberAction]:
         """Name the reducers that gave this member another average than the one that is committed."""
         lied: dict[int, int] = {}
-        for held, due in zip(self.rules.held, commit.parts, strict=True):
-            reducer = self.rules.reducer[due.part]
+        for held, due in zip(self.rules.held, commit.tiles, strict=True):
+            reducer = self.rules.reducer[due.tile]
             if held is not None and held.attempt == due.attempt and held.digest != due.digest and reducer != self.me:
-                lied.setdefault(reducer, due.part)
+                lied.setdefault(reducer, due.tile)
         self.unheard.update(lied)
         return [
-            Blame(reducer, f"gave this peer another average of part {part} than others", lied=True)
-            for reducer, part in lied.items()
+            Blame(reducer, f"gave this peer another average of tile {tile} than others", lied=True)
+            for reducer, tile in lied.items()
         ]
 
     def averaged(self, held: Held, now: float) -> bool:
-        """This part was averaged here, or received whole. False if it is not wanted (any more)."""
-        news, reducer = self.rules.averaged(held), self._first_reducer[held.part]
+        """This tile was averaged here, or received whole. False if it is not wanted (any more)."""
+        news, reducer = self.rules.averaged(held), self._first_reducer[held.tile]
         if self.rules.complete and self.rules.commit is None:
             self._complete_at = now
         if news and not held.attempt:
@@ -370,42 +370,42 @@ class MemberMachine:
         return [blame, AskOthers()]
 
     def source_lost(self, member: int, absent: PartAbsent | None) -> list[MemberAction]:
-        """A member does not give a part that it was asked for (None: it gives no part at all)."""
+        """A member does not give a tile that it was asked for (None: it gives no tile at all)."""
         rules = self.rules
         if (commit := rules.commit) is None:
             self._lost_sources.add(member)
             return []
         actions: list[MemberAction] = []
-        for part in [absent.part] if absent is not None else rules.missing():
-            old = absent is not None and absent.attempt != commit.parts[part].attempt
-            # Others may still be giving the part: only a refusal by the member asked last leaves us without it.
-            if rules.held[part] is None and self._asked.get(part) == member and not old:
-                actions += self._fetch(part)
+        for tile in [absent.tile] if absent is not None else rules.missing():
+            old = absent is not None and absent.attempt != commit.tiles[tile].attempt
+            # Others may still be giving the tile: only a refusal by the member asked last leaves us without it.
+            if rules.held[tile] is None and self._asked.get(tile) == member and not old:
+                actions += self._fetch(tile)
         return actions
 
-    def _fetch(self, part: int) -> list[MemberAction]:
-        """After the commit: ask one member after another for a part that is missing here."""
+    def _fetch(self, tile: int) -> list[MemberAction]:
+        """After the commit: ask one member after another for a tile that is missing here."""
         assert self.rules.commit is not None
-        sources: Iterator[int] = self._sources(part)
-        if (last := self._asked.get(part)) is not None:
+        sources: Iterator[int] = self._sources(tile)
+        if (last := self._asked.get(tile)) is not None:
             sometimes("a committed average is asked for a second time, elsewhere")
             sources = islice(dropwhile(lambda each: each != last, sources), 1, None)
         if (source := next(sources, None)) is None:
             sometimes("nobody can give an average that was committed")
             self.give_up("committed, but nobody who holds the averages could be reached")
             return []
-        self._asked[part] = source
-        return [Ask(part, self.rules.commit.parts[part].attempt, source)]
+        self._asked[tile] = source
+        return [Ask(tile, self.rules.commit.tiles[tile].attempt, source)]
 
-    def _sources(self, part: int) -> Iterator[int]:
-        """The members that can be asked for a part, in order; lazily, as there may be thousands of parts.
+    def _sources(self, tile: int) -> Iterator[int]:
+        """The members that can be asked for a tile, in order; lazily, as there may be thousands of tiles.
 
-        The reducer comes late: this member has probably waited for it in vain, if all others hold the part. Auxiliary
-        members come last: they hold only parts that they averaged themselves. The rest are spread over the parts.
+        The reducer comes late: this member has probably waited for it in vain, if all others hold the tile. Auxiliary
+        members come last: they hold only tiles that they averaged themselves. The rest are spread over the tiles.
         """
-        reducer = self.rules.reducer[part]
+        reducer = self.rules.reducer[tile]
         for able in self._able:
-            start = bisect_left(able, -part % len(self.members))
+            start = bisect_left(able, -tile % len(self.members))
             yield from (each for place in range(len(able)) if (each := able[start + place - len(able)]) != reducer)
             if reducer in able:
                 yield reducer
@@ -415,7 +415,7 @@ class MemberMachine:
         actions: list[MemberAction] = []
         for sender in self.contributions.stalled(now):
             sometimes("a sender is too slow for a reducer")
-            actions.append(Blame(sender, "too slow: left out of the parts that are not averaged yet"))
+            actions.append(Blame(sender, "too slow: left out of the tiles that are not averaged yet"))
             actions += self.contributions.exclude(sender)
             self.unheard.add(sender)
         return actions + self.contributions.hurry(now)
@@ -434,10 +434,10 @@ class MemberMachine:
 
 
 class Contributions:
-    """The contributions that a reducer of parts has got and still waits for. The numbers are added elsewhere.
+    """The contributions that a reducer of tiles has got and still waits for. The numbers are added elsewhere.
 
-    Senders do not move in lock step: a fast sender may be many parts ahead, a slow one delays only the parts that it
-    still owes. A sender is left out of parts that are not done yet
+    Senders do not move in lock step: a fast sender may be many tiles ahead, a slow one delays only the tiles that it
+    still owes. A sender is left out of tiles that are not done yet
 
     - when it is lost (`exclude`);
     - when it was *silent*: no byte for `silence_s` while it owes something;
@@ -449,7 +449,7 @@ class Contributions:
 
     - when it is waited for briefly, and nobody else is any more (`Brief`).
 
-    Its contributions to parts that are done stay. A part is ready when the reducer waits for no more senders.
+    Its contributions to tiles that are done stay. A tile is ready when the reducer waits for no more senders.
 
     Args:
         me: index of the reducer in its group; its own contribution is counted like the others'.
@@ -485,7 +485,7 @@ class Contributions:
         self._waiting: dict[Work, set[int]] = {}
         self.contributors: dict[Work, set[int]] = {}
         self._others: dict[Work, int] = {}
-        self._owned_at = array("d")  # when: the 1st, 2nd, 3rd … part
+        self._owned_at = array("d")  # when: the 1st, 2nd, 3rd … tile
         self._heard = dict.fromkeys(self.senders, now)
         self._delivered = {sender: array("d") for sender in self.senders}  # when: its 1st, 2nd, 3rd … contribution
 
@@ -495,11 +495,11 @@ class Contributions:
         self._owned_at = array("d", [now] * len(self._owned_at))
         self.lateness.begin(now)
 
-    def own(self, part: int, attempt: int, now: float) -> list[Finish]:
-        """Start to collect contributions for a part. Older attempts of it are forgotten."""
-        for older in [work for work in self._waiting if work[0] == part and work[1] < attempt]:
+    def own(self, tile: int, attempt: int, now: float) -> list[Finish]:
+        """Start to collect contributions for a tile. Older attempts of it are forgotten."""
+        for older in [work for work in self._waiting if work[0] == tile and work[1] < attempt]:
             del self._waiting[older]
-        work = (part, attempt)
+        work = (tile, attempt)
         self._waiting[work] = self.senders - self.excluded
         self.contributors[work] = set()
         self._others[work] = 0
@@ -507,9 +507,9 @@ class Contributions:
         self._heard = dict.fromkeys(self.senders, now)
         return self._ready([work])
 
-    def expects(self, part: int, attempt: int, sender: int) -> bool:
-        """Return whether a contribution of this sender to this part would still count."""
-        return sender in self._waiting.get((part, attempt), ())
+    def expects(self, tile: int, attempt: int, sender: int) -> bool:
+        """Return whether a contribution of this sender to this tile would still count."""
+        return sender in self._waiting.get((tile, attempt), ())
 
     def awaits(self, sender: int) -> bool:
         """Return whether this sender owes values now."""
@@ -519,10 +519,10 @@ class Contributions:
         """Bytes came from this sender."""
         self._heard[sender] = now
 
-    def contributed(self, part: int, attempt: int, sender: int, *, counts: bool, now: float) -> list[Finish]:
-        """A contribution is complete and added (`counts`: its weight is above 0). Returns the parts that are ready."""
-        work = (part, attempt)
-        if not self.expects(part, attempt, sender):
+    def contributed(self, tile: int, attempt: int, sender: int, *, counts: bool, now: float) -> list[Finish]:
+        """A contribution is complete and added (`counts`: its weight is above 0). Returns the tiles that are ready."""
+        work = (tile, attempt)
+        if not self.expects(tile, attempt, sender):
             sometimes("a contribution does not count any more")
             return []
         self._waiting[work].discard(sender)
@@ -536,14 +536,14 @@ class Contributions:
         return [*self._ready([work]), *self.hurry(now)]
 
     def hurry(self, now: float) -> list[Finish]:
-        """Leave out those that are waited for briefly, if it is time. Returns the parts that are ready now."""
+        """Leave out those that are waited for briefly, if it is time. Returns the tiles that are ready now."""
         if not self.brief.patience_s:
             return []
         late = self.brief.late(set().union(*self._waiting.values()), now, self.lateness.usual)
         return [finish for member in late for finish in self.exclude(member)]
 
     def exclude(self, sender: int) -> list[Finish]:
-        """Wait for this sender no longer. Returns the parts that are ready now."""
+        """Wait for this sender no longer. Returns the tiles that are ready now."""
         if sender in self.excluded or sender == self.me:
             return []
         self.excluded.add(sender)
@@ -552,9 +552,9 @@ class Contributions:
             waiting.discard(sender)
         return self._ready(list(self._waiting))
 
-    def cut_off(self, part: int, attempt: int) -> bool:
-        """Return whether a member that should contribute to this part, even with weight 0, is missing in it."""
-        return self._others[part, attempt] < len(self.senders - {self.me})
+    def cut_off(self, tile: int, attempt: int) -> bool:
+        """Return whether a member that should contribute to this tile, even with weight 0, is missing in it."""
+        return self._others[tile, attempt] < len(self.senders - {self.me})
 
     def stalled(self, now: float) -> list[int]:
         """Senders to leave out: silent, or far behind the others."""

@@ -1,10 +1,10 @@
-"""A list of tensors becomes one flat vector, slices of it, and parts of slices. Integers only, no tensors.
+"""A list of tensors becomes one flat vector, shares of it, and parts of shares. Integers only, no tensors.
 
 The averaged tensors of one dtype and codec form a *segment*, in their order. The segments, in the order of their first
-tensors, form the *flat vector*. Within a segment the vector is contiguous in memory and on the wire, so a part may hold
+tensors, form the *flat vector*. Within a segment the vector is contiguous in memory and on the wire, so a tile may hold
 pieces of many tensors. It says how many elements it has of each tensor, because no scale of a codec may span two
-tensors. Slice i belongs to member i; a *part* is a piece of one slice within one segment, of at most `part_bytes` as
-encoded if it were of one tensor. Everyone derives the same parts from (layout, slices, part_bytes), which the leader
+tensors. Share i belongs to member i; a *tile* is a piece of one share within one segment, of at most `tile_bytes` as
+encoded if it were of one tensor. Everyone derives the same tiles from (layout, shares, tile_bytes), which the leader
 sends once.
 
 The *schema* must be equal for that: index, shape, dtype and codec of each tensor. The join message carries it as plain
@@ -24,14 +24,14 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from shoal.errors import ConfigError
-from shoal.protocol.wire import MAX_GROUP_SIZE, MAX_PARTS, Count, Name, read
+from shoal.protocol.wire import MAX_GROUP_SIZE, MAX_TILES, Count, Name, read
 
-__all__ = ["Layout", "Part", "Segment", "TensorSpec", "first_difference", "most_parts"]
+__all__ = ["Layout", "Segment", "TensorSpec", "Tile", "first_difference", "most_tiles"]
 
 _COMMIT_BYTES, _HELD_BYTES = (1 << 20) - (1 << 12), 42
-"""For this reason a large group has fewer parts: each names its contributors, a bit each, and so many bytes more."""
+"""For this reason a large group has fewer tiles: each names its contributors, a bit each, and so many bytes more."""
 
-MIN_PART_BYTES, MAX_PART_BYTES = 1 << 10, 8 << 20
+MIN_TILE_BYTES, MAX_TILE_BYTES = 1 << 10, 8 << 20
 """The smallest and the largest `part_size_bytes`."""
 
 _MAX_TENSORS, _MOST_DIMENSIONS = 1 << 18, 1 << 10
@@ -77,7 +77,7 @@ class Segment(NamedTuple):
     codec: str
 
 
-class Part(NamedTuple):
+class Tile(NamedTuple):
     """Elements `start` to `stop` of the flat vector, within one segment, at first owned by member `reducer`.
 
     `sizes` are how many of them each tensor has that it holds a piece of.
@@ -135,51 +135,51 @@ class Layout:
         """The bytes that peers compare when they meet (compressed MessagePack)."""
         return zlib.compress(msgspec.msgpack.encode(self.specs), 1)
 
-    def parts(self, slices: Sequence[int], part_bytes: int, codecs: Sequence[str] | None = None) -> list[Part]:
-        """Cut the slices to parts.
+    def tiles(self, shares: Sequence[int], tile_bytes: int, codecs: Sequence[str] | None = None) -> list[Tile]:
+        """Cut the shares to tiles.
 
         Args:
-            slices: elements of the flat vector that each member owns, in order.
-            part_bytes: upper bound on a part as encoded.
+            shares: elements of the flat vector that each member owns, in order.
+            tile_bytes: upper bound on a tile as encoded.
             codecs: the codec of each segment, if they are not those that the schema names.
 
         Raises:
-            ConfigError: the slices do not cover the vector exactly, or the parts would be too many or too large.
+            ConfigError: the shares do not cover the vector exactly, or the tiles would be too many or too large.
         """
-        if any(size < 0 for size in slices) or sum(slices) != self.numel:
-            raise ConfigError(f"slices of {sum(slices)} elements do not cover the vector of {self.numel}")
-        if not MIN_PART_BYTES <= part_bytes <= MAX_PART_BYTES:
-            raise ConfigError(f"part_size_bytes={part_bytes} is not within {MIN_PART_BYTES}..{MAX_PART_BYTES}")
-        pieces = list(self._pieces(slices, part_bytes, codecs))
-        if sum(count for *_, count in pieces) > (most := most_parts(len(slices))):
-            raise ConfigError(f"more than {most} parts: choose a larger part_size_bytes than {part_bytes}")
-        parts: list[Part] = []
+        if any(size < 0 for size in shares) or sum(shares) != self.numel:
+            raise ConfigError(f"shares of {sum(shares)} elements do not cover the vector of {self.numel}")
+        if not MIN_TILE_BYTES <= tile_bytes <= MAX_TILE_BYTES:
+            raise ConfigError(f"part_size_bytes={tile_bytes} is not within {MIN_TILE_BYTES}..{MAX_TILE_BYTES}")
+        pieces = list(self._pieces(shares, tile_bytes, codecs))
+        if sum(count for *_, count in pieces) > (most := most_tiles(len(shares))):
+            raise ConfigError(f"more than {most} tiles: choose a larger part_size_bytes than {tile_bytes}")
+        tiles: list[Tile] = []
         for reducer, number, start, stop, count in pieces:
             # Equal pieces rather than a short last one: the pipeline ends evenly.
             cuts = [start + (stop - start) * piece // count for piece in range(count + 1)]
-            parts += [
-                Part(len(parts) + i, reducer, number, *cut, self._sizes(*cut)) for i, cut in enumerate(pairwise(cuts))
+            tiles += [
+                Tile(len(tiles) + i, reducer, number, *cut, self._sizes(*cut)) for i, cut in enumerate(pairwise(cuts))
             ]
-        return parts
+        return tiles
 
-    def check_part_bytes(self, part_bytes: int, members: int, codecs: Sequence[str] | None = None) -> None:
-        """Raise `ConfigError` if the parts could be too many in a group of so many members, whatever the slices."""
-        count, most = self._count(part_bytes, codecs) + members - 1, most_parts(members)
+    def check_tile_bytes(self, tile_bytes: int, members: int, codecs: Sequence[str] | None = None) -> None:
+        """Raise `ConfigError` if the tiles could be too many in a group of so many members, whatever the shares."""
+        count, most = self._count(tile_bytes, codecs) + members - 1, most_tiles(members)
         if count > most:
             raise ConfigError(
-                f"part_size_bytes={part_bytes} makes up to {count} parts of these tensors, there can be {most}, "
+                f"part_size_bytes={tile_bytes} makes up to {count} tiles of these tensors, there can be {most}, "
                 f"in a group of {members}: choose a larger part_size_bytes, or fewer different codecs"
             )
 
-    def most_members(self, part_bytes: int, codecs: Sequence[str] | None = None) -> int:
-        """The most members of a group that this vector can be divided among; 1 if it has too many parts for more."""
-        count = self._count(part_bytes, codecs)
-        fit = (size for size in range(MAX_GROUP_SIZE, 1, -1) if count + size - 1 <= most_parts(size))
+    def most_members(self, tile_bytes: int, codecs: Sequence[str] | None = None) -> int:
+        """The most members of a group that this vector can be divided among; 1 if it has too many tiles for more."""
+        count = self._count(tile_bytes, codecs)
+        fit = (size for size in range(MAX_GROUP_SIZE, 1, -1) if count + size - 1 <= most_tiles(size))
         return next(fit, 1)
 
-    def _count(self, part_bytes: int, codecs: Sequence[str] | None) -> int:
-        """Return how many parts one member would own that owns all."""
-        return sum(count for *_, count in self._pieces([self.numel], part_bytes, codecs))
+    def _count(self, tile_bytes: int, codecs: Sequence[str] | None) -> int:
+        """Return how many tiles one member would own that owns all."""
+        return sum(count for *_, count in self._pieces([self.numel], tile_bytes, codecs))
 
     def _sizes(self, start: int, stop: int) -> tuple[int, ...]:
         """Return how many of these elements each tensor has, without those that have none."""
@@ -187,25 +187,25 @@ class Layout:
         return tuple(after - before for before, after in pairwise((start, *inside, stop)))
 
     def _pieces(
-        self, slices: Sequence[int], part_bytes: int, codecs: Sequence[str] | None
+        self, shares: Sequence[int], tile_bytes: int, codecs: Sequence[str] | None
     ) -> Iterator[tuple[int, int, int, int, int]]:
-        """The pieces that are each cut to parts: (reducer, segment, start, stop, how many parts)."""
+        """The pieces that are each cut to tiles: (reducer, segment, start, stop, how many tiles)."""
         coded = zip(self.segments, codecs or [segment.codec for segment in self.segments], strict=True)
-        most = [self._elements_within(part_bytes, segment, codec) for segment, codec in coded]
-        for reducer, number, start, stop in self._intervals(slices):
+        most = [self._elements_within(tile_bytes, segment, codec) for segment, codec in coded]
+        for reducer, number, start, stop in self._intervals(shares):
             yield reducer, number, start, stop, -(-(stop - start) // most[number])
 
     def _elements_within(self, nbytes: int, segment: Segment, codec: str) -> int:
         """Return how many elements of this segment the codec can encode in so many bytes; one at least."""
         # By bisection: some codecs have a header, or scales of blocks. However few bytes they take, at most two
-        # elements count for a byte: a part is also the unit of work.
+        # elements count for a byte: a tile is also the unit of work.
         counts = range(1, min(segment.stop - segment.start, 2 * nbytes) + 1)
         return max(1, bisect_right(counts, nbytes, key=lambda count: self._encoded_bytes(segment.dtype, codec, count)))
 
-    def _intervals(self, slices: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-        """The stretches in which no slice and no segment ends: (reducer, segment, start, stop), in order, not empty."""
+    def _intervals(self, shares: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+        """The stretches in which no share and no segment ends: (reducer, segment, start, stop), in order, not empty."""
         number, start = 0, 0
-        for reducer, end in enumerate(accumulate(slices)):
+        for reducer, end in enumerate(accumulate(shares)):
             while start < end:
                 stop = min(end, self.segments[number].stop)
                 yield reducer, number, start, stop
@@ -213,9 +213,9 @@ class Layout:
                 number += start == self.segments[number].stop
 
 
-def most_parts(members: int) -> int:
-    """The most parts of a round of so many members."""
-    return min(MAX_PARTS, _COMMIT_BYTES // (_HELD_BYTES + (members + 7) // 8))
+def most_tiles(members: int) -> int:
+    """The most tiles of a round of so many members."""
+    return min(MAX_TILES, _COMMIT_BYTES // (_HELD_BYTES + (members + 7) // 8))
 
 
 def first_difference(mine: bytes, theirs: bytes, *, me: str, other: str) -> str | None:

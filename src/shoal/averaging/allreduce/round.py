@@ -10,7 +10,7 @@ tasks, the streams and the time. The coordinator and each other member talk on t
 When such a stream ends before the verdict, the coordinator leaves that member out; a member that loses the coordinator
 asks the others whether they know the verdict, and gives up when none of them can still learn it. Values and averages go
 on streams of their own, from each member to each reducer. A stream of these that breaks costs the round nothing by
-itself: the reducer leaves the sender out of the parts that are not done yet; the sender tells the coordinator which
+itself: the reducer leaves the sender out of the tiles that are not done yet; the sender tells the coordinator which
 reducer it cannot reach, and gets another source or another reducer. An auxiliary member opens no such stream: it serves
 those of the others.
 
@@ -35,8 +35,8 @@ from shoal.averaging.allreduce.coordinator import Coordinator, CoordinatorAction
 from shoal.averaging.allreduce.interface import MAX_WEIGHT, MIN_WEIGHT, Outcome, RoundOptions, any_weight, is_weight
 from shoal.averaging.allreduce.lateness import LEAST_S
 from shoal.averaging.allreduce.member import AskOthers, Blame, CutOff, Finish, LookAt, MemberAction, MemberMachine
-from shoal.averaging.allreduce.partition import Part
-from shoal.averaging.allreduce.parts import Parts
+from shoal.averaging.allreduce.partition import Tile
+from shoal.averaging.allreduce.round_tiles import RoundTiles
 from shoal.averaging.allreduce.segments import common_reference
 from shoal.averaging.allreduce.slow_lines import promised_s
 from shoal.averaging.allreduce.streams import DownStream, ReducerStream, SenderStream, UpStream
@@ -121,7 +121,7 @@ class Seen(NamedTuple):
     lost_s: float
     """The time for which the slowest of the others were waited for, see `MemberMachine.lost_s`."""
     reduced: frozenset[PeerID]
-    """They own parts, after all that were moved."""
+    """They own tiles, after all that were moved."""
     led_badly: bool
     """Another member led the round, and aborted it though we gave values, was lost, or decided far too late; or what it
     said was false."""
@@ -134,7 +134,7 @@ class Round:
 
     Args:
         table: the table in which incoming streams find the round.
-        group: the members, the coordinator, and the slice that each member averages.
+        group: the members, the coordinator, and the share that each member averages.
         vector: the numbers; `copy_in` was called, unless this member is an auxiliary one: then no tensor is read.
         weight: the weight of this member's values, 0 (takes part without counting) or within
             `MIN_WEIGHT`..`MAX_WEIGHT`. 0 for an auxiliary member.
@@ -148,7 +148,7 @@ class Round:
         machine: this member's part, without input and output.
 
     Raises:
-        ConfigError: the group's slices and parts do not fit the tensors, or the weight cannot be used.
+        ConfigError: the group's shares and tiles do not fit the tensors, or the weight cannot be used.
     """
 
     def __init__(
@@ -165,9 +165,9 @@ class Round:
         self.endpoint, self.env = table.endpoint, table.endpoint.env
         self.round_id, self.members = group.round_id, list(group.members)
         self.me, self.coordinator = group.my_index, group.coordinator
-        self.parts = _cut(group, vector, weight)
+        self.tiles = _cut(group, vector, weight)
         self.terms = blake3(encode(group.begin)).digest(length=16)
-        reducers = [part.reducer for part in self.parts]
+        reducers = [tile.reducer for tile in self.tiles]
         self._table, self._options = table, options
         self._loop, self._over, self._closed = asyncio.get_running_loop(), False, False
         self._promised_s = self._promises(vector)
@@ -187,7 +187,7 @@ class Round:
             brief_s=self._brief_s,
             most_weight=options.most_weight or any_weight,
         )
-        self._parts = Parts(vector, self.parts, self.machine, self.env.executor, weight=weight)
+        self._tiles = RoundTiles(vector, self.tiles, self.machine, self.env.executor, weight=weight)
         self._coordinating = self._new_coordinator(reducers) if self.me == self.coordinator else None
         # Of the coordinator: to each other member; of another member: to the coordinator.
         self._control: dict[int, ControlStream] = {
@@ -225,8 +225,8 @@ class Round:
         if options.way_s <= 0:
             return [0.0] * len(members)
         reduced = [0] * len(members)
-        for part in self.parts:
-            reduced[part.reducer] += vector.encoded_bytes(part)
+        for tile in self.tiles:
+            reduced[tile.reducer] += vector.encoded_bytes(tile)
         total, takers = sum(reduced), sum(member.contributes for member in members)
         return promised_s(
             [
@@ -308,8 +308,8 @@ class Round:
         commit = self.machine.rules.commit
         if not self.machine.rules.succeeded or commit is None:
             raise self._failure()
-        await shielded(self._parts.settle(commit))
-        return Outcome.of(commit, self.members, [part.reducer for part in self.parts])
+        await shielded(self._tiles.settle(commit))
+        return Outcome.of(commit, self.members, [tile.reducer for tile in self.tiles])
 
     async def end_streams(self) -> None:
         """The verdict is known: end our streams, so that their connections can be used again.
@@ -335,7 +335,7 @@ class Round:
             self._over = True
             for stream in list(self._serving):
                 stream.abort()
-            self._parts.stop()
+            self._tiles.stop()
             await asyncio.gather(*(tasks.cancel() for tasks in (self._reporting, self._talks, self._tasks)))
             await self._settled()
             self._table.remove(self)
@@ -374,7 +374,7 @@ class Round:
     def _word_was_false(self) -> bool:
         """Whether members that the coordinator called gone were there, or it had most reducers replaced."""
         replaced = self.machine.rules.replaced
-        reducers = {part.reducer for part in self.parts}
+        reducers = {tile.reducer for tile in self.tiles}
         return self._coordinating is None and (
             any(self._looked_at.values()) or (len(replaced) > 1 and 2 * len(replaced) > len(reducers))
         )
@@ -396,27 +396,27 @@ class Round:
             self._led_badly = True
         self._do(self.machine.obey(message, self._loop.time()))
         if isinstance(message, Assign):
-            self._parts.assigned()
+            self._tiles.assigned()
         return True
 
     def _obey_myself(self, message: Order) -> None:
         """This member, as the coordinator, says something."""
-        if not self.obey(message):  # our own commit: we hold a part of which all others say something else
+        if not self.obey(message):  # our own commit: we hold a tile of which all others say something else
             self.give_up("the reports of the others contradict what this peer holds")
 
     def _do(self, actions: Iterable[MemberAction]) -> None:
         """Carry out what this member is to do."""
         for action in actions:
             match action:
-                case Average(part, attempt):
-                    self._free(part)
-                    self._parts.own(part, attempt)
-                    self._tasks.spawn(self._begin(part, attempt))
-                case Finish(part, attempt):
-                    self._tasks.spawn(self._finish(part, attempt))
-                case Contribute(part, attempt, member) | Ask(part, attempt, member):
+                case Average(tile, attempt):
+                    self._free(tile)
+                    self._tiles.own(tile, attempt)
+                    self._tasks.spawn(self._begin(tile, attempt))
+                case Finish(tile, attempt):
+                    self._tasks.spawn(self._finish(tile, attempt))
+                case Contribute(tile, attempt, member) | Ask(tile, attempt, member):
                     if attempt or isinstance(action, Ask):  # at first nothing older can come
-                        self._free(part)
+                        self._free(tile)
                     self._sender_to(member).put(action)
                 case Blame(member, reason, lied):
                     self._blame(member, reason, lied=lied)
@@ -441,7 +441,7 @@ class Round:
                 case Lied(member, reason):
                     self._lied(member, reason)
                 case Replaced(member):
-                    self._blame(member, "nobody gets its averages: others average its parts")
+                    self._blame(member, "nobody gets its averages: others average its tiles")
                 case Send(member, message) if member == self.me:
                     self._loop.call_soon(self._obey_myself, message)  # not at once: what follows may call this again
                 case Send(member, message) if member in self._to_say:
@@ -492,8 +492,8 @@ class Round:
 
     @property
     def outweighing(self) -> tuple[PeerID, float, float] | None:
-        """Another member with nearly all of the weight of a part averaged here, its weight, and that of all others."""
-        if (found := self._parts.outweighing) is None or found[0] == self.me:
+        """Another member with nearly all of the weight of a tile averaged here, its weight, and that of all others."""
+        if (found := self._tiles.outweighing) is None or found[0] == self.me:
             return None
         return self.members[found[0]].contact.peer, *found[1:]
 
@@ -555,9 +555,9 @@ class Round:
         self._control_lost(member, reason)
 
     def _is_sound(self, report: Report) -> bool:
-        members, parts = len(self.members), len(self.parts)
+        members, tiles = len(self.members), len(self.tiles)
         return all(lost < members for lost in report.lost) and all(
-            held.part < parts and self.machine.is_sound(held) for held in report.held
+            held.tile < tiles and self.machine.is_sound(held) for held in report.held
         )
 
     def _lied(self, member: int, reason: str) -> None:
@@ -567,7 +567,7 @@ class Round:
         self._blame(member, reason, lied=True)
 
     def _told_otherwise(self, member: int) -> None:
-        """A member was told of other members, words or slices than this one: the two cannot take the same step.
+        """A member was told of other members, words or shares than this one: the two cannot take the same step.
 
         Or it says so: then others believe it once or twice, as it gives nothing to them. If it is said by more than
         half of the others, this round is over.
@@ -649,23 +649,23 @@ class Round:
 
     # ------------------------------------------------------------------------------------------ values and averages
 
-    async def _begin(self, part: int, attempt: int) -> None:
-        self._do(await self._parts.begin(part, attempt))
+    async def _begin(self, tile: int, attempt: int) -> None:
+        self._do(await self._tiles.begin(tile, attempt))
 
-    async def _finish(self, part: int, attempt: int) -> None:
-        match await self._parts.finish(part, attempt):
+    async def _finish(self, tile: int, attempt: int) -> None:
+        match await self._tiles.finish(tile, attempt):
             case CutOff() as cut_off:
                 self._do([cut_off])
             case Held() as held:
                 if any(held.contributors):
                     for stream in self._reducing.values():  # give it to everybody who has a stream to us
-                        stream.offer(part)
+                        stream.offer(tile)
                 self._look_at_machine()
 
-    def _free(self, part: int) -> None:
-        """Stop receiving older bytes of a part: their sender may be stuck, and the part's memory is needed."""
+    def _free(self, tile: int) -> None:
+        """Stop receiving older bytes of a tile: their sender may be stuck, and the tile's memory is needed."""
         for sender in self._senders.values():
-            if sender.landing == part:
+            if sender.landing == tile:
                 sender.abort()
 
     def _sender_to(self, reducer: int) -> SenderStream:
@@ -674,7 +674,7 @@ class Round:
             if sender is not None:
                 self._moved_before += sender.moved_bytes
             contact, opening = self.members[reducer].contact, Reduce(self.round_id, self.terms)
-            sender = SenderStream(self.endpoint, contact, opening, values=self._parts.contribution)
+            sender = SenderStream(self.endpoint, contact, opening, values=self._tiles.contribution)
             self._senders[reducer] = sender
             self._tasks.spawn(self._send(reducer, sender))
         return sender
@@ -694,12 +694,12 @@ class Round:
     ) -> None:
         self._lives(reducer)
         if isinstance(message, PartAverage):
-            if await self._parts.land(sender, stream, message.held, nbytes):
+            if await self._tiles.land(sender, stream, message.held, nbytes):
                 self._look_at_machine()
             elif self.machine.rules.commit is not None:  # if it is another average than the committed one, ask the next
-                self._do(self.machine.source_lost(reducer, PartAbsent(message.held.part, message.held.attempt)))
-        elif nbytes or not 0 <= message.part < len(self.machine.rules.reducer):
-            raise PeerProtocolError(f"no part {message.part}", stream.peer_id)
+                self._do(self.machine.source_lost(reducer, PartAbsent(message.held.tile, message.held.attempt)))
+        elif nbytes or not 0 <= message.tile < len(self.machine.rules.reducer):
+            raise PeerProtocolError(f"no tile {message.tile}", stream.peer_id)
         else:
             self._do(self.machine.source_lost(reducer, message))
 
@@ -717,21 +717,21 @@ class Round:
     async def _serve(self, stream: DownStream, sender: int) -> None:
         if self._over:
             raise PeerRefused("the round is over")
-        served = ReducerStream(stream, self._parts.average)
+        served = ReducerStream(stream, self._tiles.average)
         if (older := self._reducing.get(sender)) is not None:
             self._moved_before += older.moved_bytes
         self._reducing[sender] = served
         self._serving.add(stream)
-        for part, held in enumerate(self.machine.rules.held):
-            if held is not None and self.machine.rules.reducer[part] == self.me:
-                served.offer(part)
+        for tile, held in enumerate(self.machine.rules.held):
+            if held is not None and self.machine.rules.reducer[tile] == self.me:
+                served.offer(tile)
         pump = self._tasks.spawn(served.pump())
         try:
             while (received := await stream.recv()) is not None:
                 message, nbytes = received
                 self._lives(sender)
                 if isinstance(message, PartData):
-                    self._do(await self._parts.add(message, nbytes, sender, stream.peer_id, served.read))
+                    self._do(await self._tiles.add(message, nbytes, sender, stream.peer_id, served.read))
                 else:
                     self._requested(served, message, nbytes)
             served.close()
@@ -749,16 +749,16 @@ class Round:
             self._served.notify()
 
     def _requested(self, served: ReducerStream, message: PartRequest, nbytes: int) -> None:
-        part = self._parts.named(message.part, message.attempt, served.stream.peer_id).number
+        tile = self._tiles.named(message.tile, message.attempt, served.stream.peer_id).number
         if nbytes:
             raise PeerProtocolError("a request with a payload", served.stream.peer_id)
         rules = self.machine.rules
-        held = rules.held[part]
+        held = rules.held[tile]
         if held is not None and held.attempt >= message.attempt:
-            served.offer(part)
-        elif rules.reducer[part] != self.me or rules.failed is not None or rules.commit is not None:
+            served.offer(tile)
+        elif rules.reducer[tile] != self.me or rules.failed is not None or rules.commit is not None:
             sometimes("an average is asked for where it will never be")
-            served.refuse(part, message.attempt)
+            served.refuse(tile, message.attempt)
         # otherwise it is made here, and given to everybody when it is done
 
     @property
@@ -853,8 +853,8 @@ class Round:
         if self._coordinating is not None or not rules.contributes:
             return
         missing = rules.missing()
-        lacking, reducers = {rules.reducer[part] for part in missing}, set(rules.reducer)
-        awaited = sum(rules.reducer[part] != self.coordinator for part in missing)
+        lacking, reducers = {rules.reducer[tile] for tile in missing}, set(rules.reducer)
+        awaited = sum(rules.reducer[tile] != self.coordinator for tile in missing)
         moved = awaited, self._moved_bytes if awaited else 0
         if moved != self._moved or 2 * len(reducers - lacking) < len(reducers):
             self._moved, self._moved_at = moved, now
@@ -891,11 +891,11 @@ class Round:
         self.give_up(f"internal error: {text}")
 
 
-def _cut(group: Group, vector: Vector, weight: float) -> list[Part]:
-    """The parts of a round of this group, whose values are in `vector`.
+def _cut(group: Group, vector: Vector, weight: float) -> list[Tile]:
+    """The tiles of a round of this group, whose values are in `vector`.
 
     Raises:
-        ConfigError: slices and parts do not fit the tensors, or the weight cannot be used.
+        ConfigError: shares and tiles do not fit the tensors, or the weight cannot be used.
     """
     if not is_weight(weight):
         raise ConfigError(f"weight must be 0, or within {MIN_WEIGHT:g}..{MAX_WEIGHT:g}, got {weight!r}")
@@ -908,11 +908,11 @@ def _cut(group: Group, vector: Vector, weight: float) -> list[Part]:
     if contributes and reference and reference != vector.reference_name:
         raise ConfigError("the group was formed for another reference than ours")
     vector.agree(on_reference=bool(reference))
-    parts = vector.parts(group.slices, group.part_bytes)
-    for part in parts:
-        if not group.members[part.reducer].reduces:
-            raise ConfigError(f"member {part.reducer} was given a slice, and cannot reduce")
-    return parts
+    tiles = vector.tiles(group.shares, group.tile_bytes)
+    for tile in tiles:
+        if not group.members[tile.reducer].reduces:
+            raise ConfigError(f"member {tile.reducer} was given a share, and cannot reduce")
+    return tiles
 
 
 class RoundTable:

@@ -1,7 +1,7 @@
 """The memory of one segment of a vector, what it keeps from round to round, and how this round codes it.
 
 **Reference** (decision 0011): the last committed average, against which a later round may code. One buffer for each
-segment whose codec is `Differences`. When a round is committed, the buffer is set part by part to the committed
+segment whose codec is `Differences`. When a round is committed, the buffer is set tile by tile to the committed
 average, which has the same bits at all members that succeeded. The reference gets the name of that round. Every member
 says the name when it joins a group. If all members that contribute say the same name, values are sent as differences
 from the reference, in the segment's codec, and received averages are added to it. Otherwise this segment is sent
@@ -14,7 +14,7 @@ A round that fails leaves reference and name as they were.
 this member's values and w for its weight, W for the total weight, ^ for encoded and decoded:
 
 =============================  ================================  ======================================================
-in a round, for each part      what is encoded                   the residual after it, if the round was committed
+in a round, for each tile      what is encoded                   the residual after it, if the round was committed
 =============================  ================================  ======================================================
 another member averages it     x + R / w                         R + w x - w (x + R / w)^, if these values were counted
 this member averages it        (sum of contributions + R) / W    (sum + R) - W ((sum + R) / W)^
@@ -32,7 +32,7 @@ there were.
 A round that failed leaves the residual as it was, and so does one that this member took no part in. If a member cannot
 learn whether its values were counted, they may count twice.
 
-`begin` comes before a round, then the encodings, and after the commit `settle` for each part, before the values that
+`begin` comes before a round, then the encodings, and after the commit `settle` for each tile, before the values that
 the round was begun with are changed.
 """
 
@@ -43,7 +43,7 @@ from typing import NamedTuple
 
 import torch
 
-from shoal.averaging.allreduce.partition import Part, Segment
+from shoal.averaging.allreduce.partition import Segment, Tile
 from shoal.compression import CompressionBase, Differences, ErrorFeedback, NoCompression, codec_by_name, dtype_by_name
 from shoal.protocol.wire import Member
 
@@ -108,20 +108,20 @@ class Reference:
         self._start, self.values = start, values
         self.agreed = False
 
-    def difference(self, part: Part, values: torch.Tensor) -> torch.Tensor:
+    def difference(self, tile: Tile, values: torch.Tensor) -> torch.Tensor:
         """These values less the reference, in their dtype. 16-bit values that are out of range are cut."""
-        return _within(values - self._piece(part))
+        return _within(values - self._piece(tile))
 
-    def restore(self, part: Part, differences: torch.Tensor) -> None:
+    def restore(self, tile: Tile, differences: torch.Tensor) -> None:
         """Make values of differences, in place: the same bits from the same bits, as each is rounded once."""
-        _within(differences.add_(self._piece(part)))
+        _within(differences.add_(self._piece(tile)))
 
-    def keep(self, part: Part, average: torch.Tensor) -> None:
+    def keep(self, tile: Tile, average: torch.Tensor) -> None:
         """This average was committed."""
-        self._piece(part).copy_(average)
+        self._piece(tile).copy_(average)
 
-    def _piece(self, part: Part) -> torch.Tensor:
-        return self.values[part.start - self._start : part.stop - self._start]
+    def _piece(self, tile: Tile) -> torch.Tensor:
+        return self.values[tile.start - self._start : tile.stop - self._start]
 
 
 def _within(values: torch.Tensor) -> torch.Tensor:
@@ -154,35 +154,35 @@ class Residual:
         self._sent.clear()
         self._lost.clear()
 
-    def contribution(self, part: Part, values: torch.Tensor, codec: CompressionBase) -> memoryview:
-        """My values of a part plus the residual of earlier rounds, encoded; always the same bytes in one round."""
-        if (data := self._sent.get(part.number)) is None:
-            due = self._piece(part).div(self._weight).add_(values)
-            data = self._sent[part.number] = codec.encode(self._within(due, max(self._weight, 1.0)), part.sizes)
+    def contribution(self, tile: Tile, values: torch.Tensor, codec: CompressionBase) -> memoryview:
+        """My values of a tile plus the residual of earlier rounds, encoded; always the same bytes in one round."""
+        if (data := self._sent.get(tile.number)) is None:
+            due = self._piece(tile).div(self._weight).add_(values)
+            data = self._sent[tile.number] = codec.encode(self._within(due, max(self._weight, 1.0)), tile.sizes)
         return data
 
     def average(
-        self, part: Part, sums: torch.Tensor, total_weight: float, codec: CompressionBase, out: torch.Tensor
+        self, tile: Tile, sums: torch.Tensor, total_weight: float, codec: CompressionBase, out: torch.Tensor
     ) -> memoryview:
         """The average, encoded; `out` gets its decoded values, and may be the memory of `sums`."""
-        due = sums + self._piece(part)
-        data = codec.encode(self._within(due / total_weight, 1.0), part.sizes)
-        codec.decode_into(data, self._dtype, out, part.sizes)
-        self._lost[part.number] = due.sub_(out, alpha=total_weight)
+        due = sums + self._piece(tile)
+        data = codec.encode(self._within(due / total_weight, 1.0), tile.sizes)
+        codec.decode_into(data, self._dtype, out, tile.sizes)
+        self._lost[tile.number] = due.sub_(out, alpha=total_weight)
         return data
 
-    def settle(self, part: Part, values: torch.Tensor, codec: CompressionBase, *, averaged_here: bool) -> None:
+    def settle(self, tile: Tile, values: torch.Tensor, codec: CompressionBase, *, averaged_here: bool) -> None:
         """The round was committed with the average that was made here, or else with the values that were sent."""
-        kept = self._piece(part)
+        kept = self._piece(tile)
         if averaged_here:
-            kept.copy_(self._lost[part.number])
-        elif (data := self._sent.get(part.number)) is not None:
+            kept.copy_(self._lost[tile.number])
+        elif (data := self._sent.get(tile.number)) is not None:
             # The difference first: it is small where the codec is good.
-            decoded = codec.decode(data, part.numel, self._dtype, part.sizes)
+            decoded = codec.decode(data, tile.numel, self._dtype, tile.sizes)
             kept.add_(values.to(kept.dtype).sub(decoded), alpha=self._weight)
 
-    def _piece(self, part: Part) -> torch.Tensor:
-        return self.kept[part.start - self._start : part.stop - self._start]
+    def _piece(self, tile: Tile) -> torch.Tensor:
+        return self.kept[tile.start - self._start : tile.stop - self._start]
 
     def _within(self, values: torch.Tensor, weight: float) -> torch.Tensor:
         """The values cut to the range that others accept, in the tensors' dtype; the rest stays in the residual."""
@@ -233,11 +233,11 @@ class SegmentBuffers(NamedTuple):
         """The reference that this round codes against."""
         return self.reference if self.reference is not None and self.reference.agreed else None
 
-    def piece(self, values: torch.Tensor, part: Part) -> torch.Tensor:
+    def piece(self, values: torch.Tensor, tile: Tile) -> torch.Tensor:
         """A part of `local` or `result`."""
-        return values[part.start - self.start : part.stop - self.start]
+        return values[tile.start - self.start : tile.stop - self.start]
 
-    def own_values(self, part: Part) -> torch.Tensor:
-        """My values of a part, as they are encoded and summed."""
-        values = self.piece(self.local, part)
-        return values if self.against is None else self.against.difference(part, values)
+    def own_values(self, tile: Tile) -> torch.Tensor:
+        """My values of a tile, as they are encoded and summed."""
+        values = self.piece(self.local, tile)
+        return values if self.against is None else self.against.difference(tile, values)

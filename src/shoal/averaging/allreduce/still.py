@@ -1,6 +1,6 @@
 """Tensors that hardly move: an average that moves them by less than 16 bits can hold is lost, each time.
 
-Only who reduces a part knows its average in float32. So it looks, at some of its elements, whether the average is
+Only who reduces a tile knows its average in float32. So it looks, at some of its elements, whether the average is
 another than the one before, and is that one again once it is rounded.
 """
 
@@ -41,11 +41,11 @@ class StillWatch:
         return values[-offset % self._every :: self._every].to(torch.float32, copy=True)
 
     def look(self, segment: int, offset: int, average: torch.Tensor, rounded: torch.Tensor, narrow: str) -> None:
-        """A part of the segment that begins there was averaged, and rounded to this dtype.
+        """A tile of the segment that begins there was averaged, and rounded to this dtype.
 
         Args:
             segment: where it begins.
-            offset: of the part within it.
+            offset: of the tile within it.
             average: `sample` of the average.
             rounded: all of it, in its place.
             narrow: name of the dtype.

@@ -1,6 +1,6 @@
 """The two ends of a stream of data: its messages, and their order.
 
-Each member opens one stream to each reducer. The member sends on it its values of the reducer's parts, and asks for
+Each member opens one stream to each reducer. The member sends on it its values of the reducer's tiles, and asks for
 averages that it lacks; averages come back on it, each as soon as it is done, so both directions are busy.
 """
 
@@ -35,10 +35,10 @@ class SenderStream:
         endpoint: opens the stream.
         contact: the reducer.
         opening: names the round.
-        values: gives our values of a part and attempt, as they are sent; None if that attempt is over.
+        values: gives our values of a tile and attempt, as they are sent; None if that attempt is over.
 
     Attributes:
-        landing: the part whose place is being filled from this stream.
+        landing: the tile whose place is being filled from this stream.
         done: whether the stream is over.
         retired: set it before `abort`, if that is not the reducer's fault.
     """
@@ -138,8 +138,8 @@ class SenderStream:
 
     async def _send(self, stream: UpStream, action: Contribute | Ask) -> None:
         if isinstance(action, Ask):
-            await stream.send(PartRequest(action.part, action.attempt))
-        elif (values := self._values(action.part, action.attempt)) is not None:
+            await stream.send(PartRequest(action.tile, action.attempt))
+        elif (values := self._values(action.tile, action.attempt)) is not None:
             await stream.send(*values)
 
     async def _read(self, stream: UpStream, receive: Receive) -> None:
@@ -165,7 +165,7 @@ class ReducerStream:
 
     Args:
         stream: the stream.
-        average: gives the average of a part, as it is sent; None if there is none to send.
+        average: gives the average of a tile, as it is sent; None if there is none to send.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class ReducerStream:
         average: Callable[[int], Awaitable[tuple[PartAverage | PartAbsent, Buffer | None] | None]],
     ) -> None:
         self.stream, self._average = stream, average
-        # Part -> the attempt that it was refused for, None if it is to be given. One entry for each part, in order:
+        # Tile -> the attempt that it was refused for, None if it is to be given. One entry for each tile, in order:
         # however often a member asks, no more is remembered.
         self._due: OrderedDict[int, int | None] = OrderedDict()
         self._changed = Changes()
@@ -200,14 +200,14 @@ class ReducerStream:
         await self.stream.readinto(data)
         return data
 
-    def offer(self, part: int) -> None:
-        """Give the member the average of this part."""
-        self._due[part] = None
+    def offer(self, tile: int) -> None:
+        """Give the member the average of this tile."""
+        self._due[tile] = None
         self._changed.notify()
 
-    def refuse(self, part: int, attempt: int) -> None:
-        """Tell the member that it does not get this part from us."""
-        self._due.setdefault(part, attempt)
+    def refuse(self, tile: int, attempt: int) -> None:
+        """Tell the member that it does not get this tile from us."""
+        self._due.setdefault(tile, attempt)
         self._changed.notify()
 
     def close(self) -> None:

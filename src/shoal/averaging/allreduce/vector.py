@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from blake3 import blake3
 
-from shoal.averaging.allreduce.partition import Layout, Part, TensorSpec
+from shoal.averaging.allreduce.partition import Layout, TensorSpec, Tile
 from shoal.averaging.allreduce.segments import LARGEST, RoundMemory, SegmentBuffers, sum_dtype
 from shoal.averaging.allreduce.still import StillWatch
 from shoal.compression import (
@@ -37,7 +37,7 @@ from shoal.errors import ConfigError, PeerProtocolError
 from shoal.protocol.wire import Held
 from shoal.transport.base import Buffer
 
-__all__ = ["NO_DIGEST", "PartDigests", "Vector", "check_tensors", "describe"]
+__all__ = ["NO_DIGEST", "TileDigests", "Vector", "check_tensors", "describe"]
 
 _SMALL = 2e19
 """The square of a larger float32 is infinite."""
@@ -47,13 +47,13 @@ _NARROW = ("float16", "bfloat16")
 """Codecs that round each value by itself."""
 
 _SAID = struct.Struct(">IIdI")
-"""Part, attempt, weight, and the length of the contributors, which stand before it."""
+"""Tile, attempt, weight, and the length of the contributors, which stand before it."""
 
 NO_DIGEST = bytes(16)
-"""The digest of a part to which no member contributes: it has no average."""
+"""The digest of a tile to which no member contributes: it has no average."""
 
 
-class PartDigests:
+class TileDigests:
     """Names for the averages of a round. Another round has another key, and other digests.
 
     The commit of a round names each average by a digest, and a member hashes what it gets. So members which succeed
@@ -71,7 +71,7 @@ class PartDigests:
 
         The data come first: BLAKE3 takes them in its widest steps only from the beginning of a block of its tree.
         """
-        said = held.contributors + _SAID.pack(held.part, held.attempt, held.weight, len(held.contributors))
+        said = held.contributors + _SAID.pack(held.tile, held.attempt, held.weight, len(held.contributors))
         return blake3(data, key=self._key).update(said).digest(length=16)
 
 
@@ -216,85 +216,85 @@ class Vector:
 
     # ---------------------------------------------------------------------------------------------------- my values
 
-    def encoded_bytes(self, part: Part) -> int:
-        """Size of a part on the wire."""
-        segment = self._segments[part.segment]
-        return segment.codec.pieces_bytes(part.sizes, segment.dtype)
+    def encoded_bytes(self, tile: Tile) -> int:
+        """Size of a tile on the wire."""
+        segment = self._segments[tile.segment]
+        return segment.codec.pieces_bytes(tile.sizes, segment.dtype)
 
-    def is_light(self, part: Part) -> bool:
-        """Return whether to decode, to add and to encode this part takes little more than to copy it."""
-        return self._segments[part.segment].codec.name in ("none", *_NARROW)
+    def is_light(self, tile: Tile) -> bool:
+        """Return whether to decode, to add and to encode this tile takes little more than to copy it."""
+        return self._segments[tile.segment].codec.name in ("none", *_NARROW)
 
-    def contribution(self, part: Part) -> Buffer:
-        """My values of a part, encoded; without a copy where they are sent as they are."""
-        segment = self._segments[part.segment]
-        values = segment.own_values(part)
+    def contribution(self, tile: Tile) -> Buffer:
+        """My values of a tile, encoded; without a copy where they are sent as they are."""
+        segment = self._segments[tile.segment]
+        values = segment.own_values(tile)
         if segment.residual is not None:
-            return segment.residual.contribution(part, values, segment.codec)
-        return view_bytes(values) if segment.codec.name == "none" else segment.codec.encode(values, part.sizes)
+            return segment.residual.contribution(tile, values, segment.codec)
+        return view_bytes(values) if segment.codec.name == "none" else segment.codec.encode(values, tile.sizes)
 
     # ------------------------------------------------------------------------------------------ from round to round
 
     def agree(self, *, on_reference: bool) -> None:
-        """Begin a round, before its parts are cut: whether all that contribute have the same reference."""
+        """Begin a round, before its tiles are cut: whether all that contribute have the same reference."""
         for segment in self._segments:
             if segment.reference is not None:
                 segment.reference.agreed = on_reference
 
-    def parts(self, slices: Sequence[int], part_bytes: int) -> list[Part]:
-        """The parts of this round: see `Layout.parts`."""
-        return self.layout.parts(slices, part_bytes, [segment.codec.name for segment in self._segments])
+    def tiles(self, shares: Sequence[int], tile_bytes: int) -> list[Tile]:
+        """The tiles of this round: see `Layout.tiles`."""
+        return self.layout.tiles(shares, tile_bytes, [segment.codec.name for segment in self._segments])
 
-    def check_part_bytes(self, part_bytes: int, members: int) -> None:
-        """See `Layout.check_part_bytes`; also where a round has nothing to code against."""
-        self.layout.check_part_bytes(part_bytes, members, self._widest_codecs)
+    def check_tile_bytes(self, tile_bytes: int, members: int) -> None:
+        """See `Layout.check_tile_bytes`; also where a round has nothing to code against."""
+        self.layout.check_tile_bytes(tile_bytes, members, self._widest_codecs)
 
-    def most_members(self, part_bytes: int) -> int:
+    def most_members(self, tile_bytes: int) -> int:
         """See `Layout.most_members`; also where a round has nothing to code against."""
-        return self.layout.most_members(part_bytes, self._widest_codecs)
+        return self.layout.most_members(tile_bytes, self._widest_codecs)
 
     @property
     def _widest_codecs(self) -> list[str]:
         lossless = NoCompression().name
         return [segment.named.name if segment.reference is None else lossless for segment in self._segments]
 
-    def remembers(self, part: Part) -> bool:
-        """Return whether `settle` has something to do for this part."""
-        segment = self._segments[part.segment]
+    def remembers(self, tile: Tile) -> bool:
+        """Return whether `settle` has something to do for this tile."""
+        segment = self._segments[tile.segment]
         return segment.residual is not None or segment.reference is not None
 
-    def settle(self, part: Part, *, averaged_here: bool, counted: bool = True) -> None:
-        """Keep the data of a committed part that the next round needs.
+    def settle(self, tile: Tile, *, averaged_here: bool, counted: bool = True) -> None:
+        """Keep the data of a committed tile that the next round needs.
 
         Args:
-            part: its average is in place.
+            tile: its average is in place.
             averaged_here: whether this member made that average.
             counted: whether my values are in it.
         """
-        segment = self._segments[part.segment]
+        segment = self._segments[tile.segment]
         if segment.residual is not None and (averaged_here or counted):
-            segment.residual.settle(part, segment.own_values(part), segment.codec, averaged_here=averaged_here)
+            segment.residual.settle(tile, segment.own_values(tile), segment.codec, averaged_here=averaged_here)
         if segment.reference is not None:
-            segment.reference.keep(part, segment.piece(segment.result, part))
+            segment.reference.keep(tile, segment.piece(segment.result, tile))
 
     def name_reference(self, name: bytes) -> None:
-        """Set the reference's name: the round's id after `settle` of all parts, empty before."""
+        """Set the reference's name: the round's id after `settle` of all tiles, empty before."""
         if any(segment.reference is not None for segment in self._segments):
             self.reference_name = name
 
-    # ------------------------------------------------------------------------------------------------- parts I own
+    # ------------------------------------------------------------------------------------------------- tiles I own
 
-    def begin_sum(self, part: Part, weight: float) -> None:
-        """Start to sum a part with my own values, which `copy_in` found finite; with none of them if `weight` is 0.
+    def begin_sum(self, tile: Tile, weight: float) -> None:
+        """Start to sum a tile with my own values, which `copy_in` found finite; with none of them if `weight` is 0.
 
         Earlier sums are forgotten.
         """
-        segment = self._segments[part.segment]
-        mine, result = segment.own_values(part), segment.piece(segment.result, part)
+        segment = self._segments[tile.segment]
+        mine, result = segment.own_values(tile), segment.piece(segment.result, tile)
         sums = (
             result
             if result.dtype == sum_dtype(segment.dtype)
-            else torch.empty(part.numel, dtype=torch.float32, device="cpu")
+            else torch.empty(tile.numel, dtype=torch.float32, device="cpu")
         )
         if not weight:
             sums.zero_()
@@ -302,93 +302,93 @@ class Vector:
             torch.mul(mine, weight, out=sums)
         else:
             sums.copy_(mine).mul_(weight)
-        self._sums[part.number] = sums
-        self._wire.pop(part.number, None)
+        self._sums[tile.number] = sums
+        self._wire.pop(tile.number, None)
 
-    def decoded(self, part: Part, data: memoryview, weight: float) -> torch.Tensor:
+    def decoded(self, tile: Tile, data: memoryview, weight: float) -> torch.Tensor:
         """The values of a contribution; a view of `data` where possible.
 
         Raises:
             PeerProtocolError: some are not finite, or too large to be counted with this weight.
         """
-        segment = self._segments[part.segment]
-        values = segment.codec.decode(data, part.numel, segment.dtype, part.sizes)
+        segment = self._segments[tile.segment]
+        values = segment.codec.decode(data, tile.numel, segment.dtype, tile.sizes)
         if not _summable(values, weight, segment.dtype):
             raise PeerProtocolError("values that are not finite, or too large")
         return values
 
-    def add(self, part: Part, values: torch.Tensor, weight: float) -> None:
+    def add(self, tile: Tile, values: torch.Tensor, weight: float) -> None:
         """Add a contribution."""
-        self._sums[part.number].add_(values, alpha=weight)
+        self._sums[tile.number].add_(values, alpha=weight)
 
-    def finish(self, part: Part, total_weight: float) -> Buffer:
+    def finish(self, tile: Tile, total_weight: float) -> Buffer:
         """Divide, encode once, and put the decoded bytes in place. Returns the encoded average."""
-        segment = self._segments[part.segment]
-        sums, result = self._sums.pop(part.number), segment.piece(segment.result, part)
+        segment = self._segments[tile.segment]
+        sums, result = self._sums.pop(tile.number), segment.piece(segment.result, tile)
         if segment.residual is not None:
-            wire = segment.residual.average(part, sums, total_weight, segment.codec, result)
+            wire = segment.residual.average(tile, sums, total_weight, segment.codec, result)
         elif segment.codec.name == "none":
             sums.div_(total_weight)
             if sums.data_ptr() != result.data_ptr():
                 result.copy_(sums)
                 if (watch := self._still) is not None:
-                    offset = part.start - segment.start
+                    offset = tile.start - segment.start
                     watch.look(segment.start, offset, watch.sample(sums, offset), result, dtype_name(segment.dtype))
             wire = view_bytes(result)
         else:
             sums.div_(total_weight)
-            watch, offset = self._still if segment.codec.name in _NARROW else None, part.start - segment.start
+            watch, offset = self._still if segment.codec.name in _NARROW else None, tile.start - segment.start
             sample = None if watch is None else watch.sample(sums, offset)
-            wire = segment.codec.encode(sums.to(segment.dtype), part.sizes)
-            segment.codec.decode_into(wire, segment.dtype, result, part.sizes)
+            wire = segment.codec.encode(sums.to(segment.dtype), tile.sizes)
+            segment.codec.decode_into(wire, segment.dtype, result, tile.sizes)
             if watch is not None and sample is not None:
                 watch.look(segment.start, offset, sample, result, segment.codec.name)
         if segment.against is not None:
-            segment.against.restore(part, result)
-        self._wire[part.number] = wire
+            segment.against.restore(tile, result)
+        self._wire[tile.number] = wire
         return wire
 
-    def ready_bytes(self, part: Part) -> Buffer | None:
-        """The encoded average of a part, if it is at hand; None if `average_bytes` has to make it."""
-        return self._wire.get(part.number)
+    def ready_bytes(self, tile: Tile) -> Buffer | None:
+        """The encoded average of a tile, if it is at hand; None if `average_bytes` has to make it."""
+        return self._wire.get(tile.number)
 
-    def average_bytes(self, part: Part, held: Held, digests: PartDigests) -> Buffer | None:
-        """The encoded average of a part that is held here, for any member; None if it cannot be given bit by bit."""
-        wire = self._wire.get(part.number)
+    def average_bytes(self, tile: Tile, held: Held, digests: TileDigests) -> Buffer | None:
+        """The encoded average of a tile that is held here, for any member; None if it cannot be given bit by bit."""
+        wire = self._wire.get(tile.number)
         if wire is None:
-            segment = self._segments[part.segment]
+            segment = self._segments[tile.segment]
             if segment.against is not None:
                 return None
-            values = segment.piece(segment.result, part)
-            wire = view_bytes(values) if segment.codec.name == "none" else segment.codec.encode(values, part.sizes)
+            values = segment.piece(segment.result, tile)
+            wire = view_bytes(values) if segment.codec.name == "none" else segment.codec.encode(values, tile.sizes)
             if digests.of(held, wire) != held.digest:
                 return None
         return wire
 
     # --------------------------------------------------------------------------------------------- averages of others
 
-    def landing(self, part: Part) -> memoryview | None:
-        """Return where the encoded average of a part may be received without a copy; None if it must be decoded."""
-        segment = self._segments[part.segment]
-        return view_bytes(segment.piece(segment.result, part)) if segment.codec.name == "none" else None
+    def landing(self, tile: Tile) -> memoryview | None:
+        """Return where the encoded average of a tile may be received without a copy; None if it must be decoded."""
+        segment = self._segments[tile.segment]
+        return view_bytes(segment.piece(segment.result, tile)) if segment.codec.name == "none" else None
 
-    def land(self, part: Part, data: memoryview) -> None:
+    def land(self, tile: Tile, data: memoryview) -> None:
         """Decode a received average into place.
 
         Raises:
             PeerProtocolError: it holds values that are not finite.
         """
-        segment = self._segments[part.segment]
-        result = segment.piece(segment.result, part)
-        self._wire.pop(part.number, None)  # of an older attempt, if it was averaged here before
+        segment = self._segments[tile.segment]
+        result = segment.piece(segment.result, tile)
+        self._wire.pop(tile.number, None)  # of an older attempt, if it was averaged here before
         if segment.codec.name != "none":
-            segment.codec.decode_into(data, segment.dtype, result, part.sizes)
+            segment.codec.decode_into(data, segment.dtype, result, tile.sizes)
             if segment.against is not None:
-                segment.against.restore(part, result)
+                segment.against.restore(tile, result)
             # Bytes that can be made again by encoding need not be kept. After decoding, a difference is no longer
             # there.
             if segment.against is not None or not segment.codec.idempotent(segment.dtype):
-                self._wire[part.number] = memoryview(bytes(data))
+                self._wire[tile.number] = memoryview(bytes(data))
         if not _finite(result):
             raise PeerProtocolError("an average that is not finite")
 

@@ -20,14 +20,14 @@ Key = tuple[bool, float, PeerID]
 
 
 class Precedence(msgspec.Struct, frozen=True):
-    """What a peer that searches makes of the others: in which order they lead, and which of them own parts.
+    """What a peer that searches makes of the others: in which order they lead, and which of them own tiles.
 
     Attributes:
         known: the peers that others follow before all *strangers*, whatever these declare. All members of a group must
             name the same ones. Empty: nobody is a stranger.
         shunned: the peers that do not lead us.
-        spared: in our groups these own no parts, unless nobody else can.
-        proved: of strangers only these own parts; None: all do.
+        spared: in our groups these own no tiles, unless nobody else can.
+        proved: of strangers only these own tiles; None: all do.
     """
 
     known: Collection[PeerID] = ()
@@ -44,7 +44,7 @@ class Precedence(msgspec.Struct, frozen=True):
         return self.is_strange(peer), expiration, peer
 
     def spares(self, peer: PeerID) -> bool:
-        """Whether a peer that joins us is to own no parts."""
+        """Whether a peer that joins us is to own no tiles."""
         unproved = self.proved is not None and peer not in self.proved
         return peer in self.spared or (unproved and self.is_strange(peer))
 

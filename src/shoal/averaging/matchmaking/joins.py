@@ -229,9 +229,9 @@ def check_last_answer(
         raise PeerProtocolError("begins a group without us, or says of us what we did not say", leader)
     if answer.coordinator >= count or peers[answer.coordinator] != leader:
         raise PeerProtocolError("begins a group with another coordinator than itself", leader)
-    if len(answer.slices) != count or answer.part_bytes < 1:
-        raise PeerProtocolError("begins a group without a slice for each member", leader)
-    for each, elements in zip(members, answer.slices, strict=True):
+    if len(answer.shares) != count or answer.tile_bytes < 1:
+        raise PeerProtocolError("begins a group without a share for each member", leader)
+    for each, elements in zip(members, answer.shares, strict=True):
         _check_member(each, leader)
         if elements and not each.reduces:
             raise PeerProtocolError("begins a group in which one reduces that cannot", leader)

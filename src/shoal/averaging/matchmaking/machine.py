@@ -109,7 +109,7 @@ class Followers(dict[PeerID, events.JoinRequested]):
 
     @property
     def reduces(self) -> bool:
-        """Return whether anybody can reduce a slice."""
+        """Return whether anybody can reduce a share."""
         return self._leader.reduces or any(each.reduces for each in self.values())
 
     @property

@@ -76,7 +76,7 @@ _HELD_S = 0.5
 that made that peer search may be on its way here too."""
 
 Plan = Callable[[Sequence[Member]], tuple[list[int], int]]
-"""From a group's members, in order: how many elements each reduces, and the most bytes of one encoded part."""
+"""From a group's members, in order: how many elements each reduces, and the most bytes of one encoded tile."""
 
 
 @dataclass(eq=False, slots=True)
@@ -129,7 +129,7 @@ class Matchmaker:
         config: sizes and times.
         prefix: the averager's name; group keys are `prefix.0b` and bits.
         terms: what must be the same at all members.
-        plan: takes a group's members, in order; returns how many elements each reduces, and the bytes of one part.
+        plan: takes a group's members, in order; returns how many elements each reduces, and the bytes of one tile.
 
     Attributes:
         stop_serving: lets nobody join here any more. Safe to call twice.
@@ -468,18 +468,18 @@ class Matchmaker:
                 del search.requests[peer]
 
     def _begin(self, search: _Search, followers: Sequence[PeerID]) -> None:
-        """Fix members, slices and parts of a group that we lead, and tell its members."""
+        """Fix members, shares and tiles of a group that we lead, and tell its members."""
         rng, requests = self._env.rng, {peer: search.requests[peer] for peer in followers}
         search.requests = requests
         members = [search.member, *(request.member for request in requests.values())]
         rng.shuffle(members)
         try:
-            slices, part_bytes = self._plan(self._usable(search, members, members.index(search.member)))
+            shares, tile_bytes = self._plan(self._usable(search, members, members.index(search.member)))
         except Exception:
             for peer in followers:
                 self._answer(search, peer, JoinRefused("not-looking", "the leader could not divide the work"))
             raise
-        begin = Begin(rng.randbytes(16), members, members.index(search.member), slices, part_bytes)
+        begin = Begin(rng.randbytes(16), members, members.index(search.member), shares, tile_bytes)
         for request in requests.values():
             request.post(begin)
 
@@ -508,8 +508,8 @@ class Matchmaker:
             members=tuple(begin.members),
             my_index=begin.members.index(search.member),
             coordinator=begin.coordinator,
-            slices=tuple(begin.slices),
-            part_bytes=begin.part_bytes,
+            shares=tuple(begin.shares),
+            tile_bytes=begin.tile_bytes,
             fair=tuple(self._plan(usable)[0]) if follows else (),
             controls=controls,
             on_release=on_release,

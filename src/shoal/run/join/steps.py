@@ -16,7 +16,7 @@ import msgspec
 from shoal.averaging import StepResult
 from shoal.averaging.allreduce.interface import Outcome
 from shoal.averaging.allreduce.segments import common_reference
-from shoal.averaging.allreduce.vector import PartDigests, Vector
+from shoal.averaging.allreduce.vector import TileDigests, Vector
 from shoal.compression import view_bytes
 from shoal.errors import ConfigError, PeerProtocolError
 from shoal.protocol.wire import StepTaken, decode, encode
@@ -56,10 +56,10 @@ def of_round(name: StateName, result: StepResult, vector: Vector, agreement: Agr
         for view in vector.averages():
             data += view
     else:
-        digests = PartDigests(result.round_id)
-        parts = vector.parts(result.slices, result.part_bytes)
-        for part, held in zip(parts, result.outcome.commit.parts, strict=True):
-            wire = vector.average_bytes(part, held, digests)
+        digests = TileDigests(result.round_id)
+        tiles = vector.tiles(result.shares, result.tile_bytes)
+        for tile, held in zip(tiles, result.outcome.commit.tiles, strict=True):
+            wire = vector.average_bytes(tile, held, digests)
             if wire is None:
                 return None
             data += wire
@@ -67,8 +67,8 @@ def of_round(name: StateName, result: StepResult, vector: Vector, agreement: Agr
         *name,
         agreement=encode(agreement) if agreement is not None else b"",
         commit=result.outcome.commit,
-        slices=list(result.slices),
-        part_bytes=result.part_bytes,
+        shares=list(result.shares),
+        tile_bytes=result.tile_bytes,
         alone=b"",
         alone_samples=0,
         raw=raw,
@@ -97,8 +97,8 @@ def of_step_alone(
         *name,
         agreement=encode(agreement),
         commit=None,
-        slices=[],
-        part_bytes=0,
+        shares=[],
+        tile_bytes=0,
         alone=chance + peer,
         alone_samples=samples,
         raw=True,
@@ -124,8 +124,8 @@ def name_after(header: StepTaken) -> StateName:
             raise PeerProtocolError("a step of nobody")
         chance, peer = header.alone[:_CHANCE_BYTES], header.alone[_CHANCE_BYTES:]
         return before.after_step_alone(chance, peer, header.alone_samples)
-    if not commit.parts:
-        raise PeerProtocolError("a step without parts")
+    if not commit.tiles:
+        raise PeerProtocolError("a step without tiles")
     outcome = Outcome.of(commit, ())
     result = StepResult(gathered={}, outcome=outcome, round_id=commit.round_id, duration_s=0.0)
     return before.after_averaging(result) if agreement is None else before.after_round(result, agreement.digest)
@@ -163,12 +163,12 @@ def size_of(header: StepTaken, vector: Vector) -> int:
 def _sizes(header: StepTaken, vector: Vector) -> list[int]:
     vector.agree(on_reference=False)
     try:
-        parts = vector.parts(header.slices, header.part_bytes)
+        tiles = vector.tiles(header.shares, header.tile_bytes)
     except ConfigError as error:
         raise PeerProtocolError(f"a step of other tensors: {error}") from error
-    if header.commit is None or [held.part for held in header.commit.parts] != list(range(len(parts))):
-        raise PeerProtocolError("a step of other parts")
-    return [vector.encoded_bytes(part) for part in parts]
+    if header.commit is None or [held.tile for held in header.commit.tiles] != list(range(len(tiles))):
+        raise PeerProtocolError("a step of other tiles")
+    return [vector.encoded_bytes(tile) for tile in tiles]
 
 
 def check(header: StepTaken, data: memoryview, vector: Vector) -> None:
@@ -179,8 +179,8 @@ def check(header: StepTaken, data: memoryview, vector: Vector) -> None:
     """
     if header.raw or header.commit is None:
         return
-    digests, start = PartDigests(header.commit.round_id), 0
-    for held, size in zip(header.commit.parts, _sizes(header, vector), strict=True):
+    digests, start = TileDigests(header.commit.round_id), 0
+    for held, size in zip(header.commit.tiles, _sizes(header, vector), strict=True):
         if digests.of(held, data[start : start + size]) != held.digest:
             raise PeerProtocolError("an average that is not the one that was committed")
         start += size
@@ -197,10 +197,10 @@ def land(header: StepTaken, data: memoryview, vector: Vector) -> None:
         return
     start = 0
     vector.agree(on_reference=False)
-    for part in vector.parts(header.slices, header.part_bytes):
-        size = vector.encoded_bytes(part)
-        piece, place = data[start : start + size], vector.landing(part)
+    for tile in vector.tiles(header.shares, header.tile_bytes):
+        size = vector.encoded_bytes(tile)
+        piece, place = data[start : start + size], vector.landing(tile)
         if place is not None:
             place[:] = piece
-        vector.land(part, piece)
+        vector.land(tile, piece)
         start += size

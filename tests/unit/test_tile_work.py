@@ -1,4 +1,4 @@
-"""The work on parts: a part is free when no thread touches its memory any more, and not before."""
+"""The work on tiles: a tile is free when no thread touches its memory any more, and not before."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from shoal import sim
-from shoal.averaging.allreduce.parts import PartWork
+from shoal.averaging.allreduce.round_tiles import TileWork
 from shoal.averaging.allreduce.vector import Vector, describe
 from shoal.compression import Uniform8BitQuantization
 
@@ -33,19 +33,19 @@ class SlowExecutor:
         return function(*args, **kwargs)
 
 
-def test_a_part_is_not_free_while_a_thread_works_on_it() -> None:
-    """The waiting task is cancelled: the next attempt of the part, in the same memory, waits for the thread."""
+def test_a_tile_is_not_free_while_a_thread_works_on_it() -> None:
+    """The waiting task is cancelled: the next attempt of the tile, in the same memory, waits for the thread."""
 
     async def main() -> None:
         tensors = [torch.zeros(NUMEL)]
         vector = Vector(tensors, describe(tensors, [Uniform8BitQuantization()]))
         executor, order = SlowExecutor(), list[str]()
-        part = vector.parts([NUMEL], 1 << 20)[0]
-        work = PartWork(vector, executor, 1)
+        tile = vector.tiles([NUMEL], 1 << 20)[0]
+        work = TileWork(vector, executor, 1)
 
         async def attempt(name: str) -> None:
             async with work.locks[0]:
-                await work.light(part, order.append, name)
+                await work.light(tile, order.append, name)
 
         first = asyncio.create_task(attempt("first"))
         await sim.sleep(0.1)

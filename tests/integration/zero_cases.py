@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 
 import shoal.zero
 from shoal.errors import ConfigError, LocalError
+from shoal.layout import Tile, Tiling
 from shoal.zero import checkpoint, flat, fsdp
-from shoal.zero.collectives import Collectives, Run, Traffic
+from shoal.zero.collectives import Collectives, Owned, Traffic
 from shoal.zero.optimizer import ShardedOptimizer
 from shoal.zero.parameters import local
-from shoal.zero.tiles import Plan, Tile
 from shoal.zero.watch import Watch
 from tests.integration.ranks import die_here, freeze_here, wake_the_frozen
 
@@ -602,7 +602,7 @@ def load_each(stage: int, paths: Sequence[str]) -> dict[str, tuple[dict[str, tor
     for path in paths:
         shoal.zero.load(path, model, optimizer)
         steps_of_rank_0(model, optimizer, range(4, 7))
-        state = [optimizer.state[piece.parameter] for piece in optimizer.carrier.pieces()]
+        state = [optimizer.state[own.parameter] for own in optimizer.carrier.own_tiles()]
         counters = sorted({int(entry["step"]) for entry in state})
         places = [here.data_ptr() for entry in state for each in entry.values() if (here := local(each)).numel()]
         weights = {name: value.clone() for name, value in shoal.zero.full_state_dict(model).items()}
@@ -775,14 +775,14 @@ def load_narrow(stage: int, path: str) -> torch.Tensor:
     train(optimizer, model, steps=1)
     shoal.zero.load(path, model, optimizer)
     mine = {
-        (each.start, each.stop): each.values.clone()
-        for each in optimizer.carrier.pieces()
-        if each.name == "layers.0.1.weight"
+        (each.tile.start, each.tile.stop): each.values.clone()
+        for each in optimizer.carrier.own_tiles()
+        if each.tile.name == "layers.0.1.weight"
     }
     everything: list[dict[tuple[int, int], torch.Tensor]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everything, mine)
-    pieces = sorted((place, values) for each in everything for place, values in each.items())
-    return torch.cat([values for _, values in pieces]).reshape(23, 11)
+    tiles = sorted((place, values) for each in everything for place, values in each.items())
+    return torch.cat([values for _, values in tiles]).reshape(23, 11)
 
 
 def load_and_save_narrow(stage: int, path: str, other: str) -> None:
@@ -842,12 +842,12 @@ def save_twice_and_die(folder: str) -> None:
 
 
 def any_owners(stage: int) -> tuple[dict[str, torch.Tensor], int]:
-    """Train with a table of owners that follows no order; returns how many runs there were, too."""
+    """Train with a table of owners that follows no order; returns how many messages there were, too."""
 
-    def scattered(buckets: Iterable[Sequence[Tile]], ranks: int) -> Plan:
+    def scattered(buckets: Iterable[Sequence[Tile]], ranks: int) -> Tiling:
         tiles = [tile for bucket in buckets for tile in bucket]
         made = random.Random(5)
-        return Plan(tuple(tiles), tuple(made.randrange(ranks) for _ in tiles), ranks)
+        return Tiling(tuple(tiles), tuple(made.randrange(ranks) for _ in tiles))
 
     original, flat.assign = flat.assign, scattered  # type: ignore[attr-defined]
     try:
@@ -856,8 +856,8 @@ def any_owners(stage: int) -> tuple[dict[str, torch.Tensor], int]:
         flat.assign = original  # type: ignore[attr-defined]
     train(optimizer, model, micro=2, sync=True, clip=10.0)
     assert isinstance(optimizer.carrier, flat.FlatEngine)
-    runs = sum(len(bucket.runs) for bucket in optimizer.carrier._buckets)
-    return shoal.zero.full_state_dict(model), runs
+    messages = sum(len(bucket.messages) for bucket in optimizer.carrier._buckets)
+    return shoal.zero.full_state_dict(model), messages
 
 
 def out_of_step() -> None:
@@ -865,6 +865,6 @@ def out_of_step() -> None:
     group = dist.new_group(timeout=timedelta(seconds=2))
     collectives = Collectives(group, Watch(group), torch.device("cpu"))
     if dist.get_rank() == 0:
-        collectives.all_gather([Run(1, torch.zeros(5))]).wait()
+        collectives.all_gather([Owned(1, torch.zeros(5))]).wait()
     else:
-        collectives.reduce_scatter([Run(1, torch.zeros(3))], lambda *_: None).wait()
+        collectives.reduce_scatter([Owned(1, torch.zeros(3))], lambda *_: None).wait()

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import shoal.zero
-from shoal.zero import offload, tiles
+from shoal.zero import buckets, offload
 from shoal.zero.optimizer import ShardedOptimizer
 
 MIB = 1 << 20
@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--limit-mib", type=int, default=0)
     args = parser.parse_args()
     dist.init_process_group("gloo", init_method=f"file://{args.store}", rank=args.rank, world_size=args.ranks)
-    tiles.BUCKET_BYTES, offload.WINDOW_NUMEL = 2 * MIB, 1 << 18  # as for a small model
+    buckets.BUCKET_BYTES, offload.WINDOW_NUMEL = 2 * MIB, 1 << 18  # as for a small model
     # The ordinary optimizer imports much at its first step, which is no part of training.
     torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step()
     model = Deep(args.layers)

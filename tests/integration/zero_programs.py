@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import shoal
 import shoal.zero
 from shoal.errors import ConfigError, LocalError
-from shoal.zero import collectives, reduction, tiles
+from shoal.zero import buckets, collectives, reduction
 from shoal.zero.flat import FlatEngine
 from shoal.zero.optimizer import ShardedOptimizer
 from shoal.zero.parameters import unique_bytes
@@ -443,13 +443,13 @@ def many_micro_batches(stage: int, sync: bool, count: int, tagged: bool = True) 
         with nullcontext() if sync or number == count - 1 else optimizer.no_sync():
             model().backward()
     optimizer.step()
-    pieces = list(optimizer.carrier.pieces())
+    own = list(optimizer.carrier.own_tiles())
     wanted = -count * model.factors.reshape(-1)
-    return bool(pieces) and all(torch.equal(each.values, wanted[each.start : each.stop]) for each in pieces)
+    return bool(own) and all(torch.equal(each.values, each.tile.of(wanted)) for each in own)
 
 
 def wide_values(stage: int) -> tuple[bool, bool, bool]:
-    """After steps in bfloat16: whether whole float32 values are those of the pieces, or as before, or as written.
+    """After steps in bfloat16: whether whole float32 values are those of the tiles, or as before, or as written.
 
     Trained ones, frozen ones, and frozen ones that were replaced.
     """
@@ -465,8 +465,8 @@ def wide_values(stage: int) -> tuple[bool, bool, bool]:
     found = dict([*engine._copies.whole(), *engine.frozen()])
     assert found.keys() == before.keys()
     assert not any(torch.equal(found["scale"], each["scale"]) for each in (before, dict(model.named_parameters())))
-    pieces = engine.pieces()
-    equal = all(torch.equal(each.values, found[each.name].reshape(-1)[each.start : each.stop]) for each in pieces)
+    own = engine.own_tiles()
+    equal = all(torch.equal(each.values, each.tile.of(found[each.tile.name].reshape(-1))) for each in own)
     kept = torch.equal(found["frozen.weight"], before["frozen.weight"])
     engine.write("frozen.weight", before["frozen.weight"] / 3)
     written = dict(engine.frozen())["frozen.weight"]
@@ -564,11 +564,11 @@ def beside_their_places(again: bool) -> int:
 @contextmanager
 def small_buckets(nbytes: int = 1000) -> Iterator[None]:
     """Models that are sharded in this block have many, as large ones do."""
-    before, tiles.BUCKET_BYTES = tiles.BUCKET_BYTES, nbytes
+    before, buckets.BUCKET_BYTES = buckets.BUCKET_BYTES, nbytes
     try:
         yield
     finally:
-        tiles.BUCKET_BYTES = before
+        buckets.BUCKET_BYTES = before
 
 
 def received() -> tuple[bool, int]:

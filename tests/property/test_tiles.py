@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.zero.tiles import Plan, Tile, assign, assign_whole, cut, tile_numel
+from shoal.layout import Tile, Tiling, assign, assign_whole, cut, tile_numel
 
 models = st.dictionaries(st.text("abc.", min_size=1, max_size=6), st.integers(0, 5_000), min_size=1, max_size=12)
 sizes = st.integers(1, 700)
@@ -36,13 +36,13 @@ def test_shares_are_equal_to_a_tile(model: dict[str, int], size: int, count: int
     """No rank is further from its share than the largest tile; in a bucket each rank's tiles are side by side."""
     tiles = cut(model, size)
     grouped = buckets(tiles, parts)
-    plan = assign(grouped, count)
-    assert sorted(plan.tiles) == sorted(tiles)
+    tiling = assign(grouped, count)
+    assert sorted(tiling.tiles) == sorted(tiles)
     share = sum(tile.numel for tile in tiles) / count
     for rank in range(count):
-        assert abs(sum(tile.numel for tile in plan.owned(rank)) - share) <= size
+        assert abs(sum(tile.numel for tile in tiling.owned(rank)) - share) <= size
     for bucket in grouped:
-        owners = [plan.owner(tile) for tile in bucket]
+        owners = [tiling.owner(tile) for tile in bucket]
         assert owners == sorted(owners)
 
 
@@ -50,12 +50,12 @@ def test_shares_are_equal_to_a_tile(model: dict[str, int], size: int, count: int
 def test_whole_parameters_are_shared_out_to_the_largest(model: dict[str, int], count: int, parts: int) -> None:
     """No rank has more than its share and the largest parameter, or a lot of small ones."""
     tiles = cut(model, max(*model.values(), 1))
-    plan = assign_whole(buckets(tiles, parts), count)
-    assert sorted(plan.tiles) == sorted(tiles)
-    assert all(len(plan.of(name)) == (numel > 0) for name, numel in model.items())
+    tiling = assign_whole(buckets(tiles, parts), count)
+    assert sorted(tiling.tiles) == sorted(tiles)
+    assert all(len(tiling.of(name)) == (numel > 0) for name, numel in model.items())
     most = max([tile_numel(sum(model.values())), *(tile.numel for tile in tiles)])
     for rank in range(count):
-        own = sum(tile.numel for tile in plan.owned(rank))
+        own = sum(tile.numel for tile in tiling.owned(rank))
         assert own <= sum(model.values()) / count + most * (1 - 1 / count)
 
 
@@ -77,7 +77,7 @@ def test_other_cuts_have_another_schema(model: dict[str, int], size: int) -> Non
     tiles = cut(model, size)
     if len(tiles) > 1:
         changed = [*tiles[:-1], tiles[-1]._replace(stop=tiles[-1].stop + 1)]
-        assert Plan(tuple(tiles), (0,) * len(tiles), 1).schema != Plan(tuple(changed), (0,) * len(tiles), 1).schema
+        assert Tiling(tuple(tiles), (0,) * len(tiles)).schema != Tiling(tuple(changed), (0,) * len(tiles)).schema
 
 
 @given(st.integers(0, 10**12))

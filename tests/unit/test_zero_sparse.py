@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoal.errors import ConfigError
-from shoal.zero.parameters import Scattered, flat, shaped
+from shoal.layout import Scattered, flat, shaped
 from shoal.zero.sparse import Rows, add_up, declared
 from shoal.zero.topk import Fraction, Residual, share
 

@@ -25,10 +25,11 @@ from torch.utils._pytree import tree_map
 from shoal.base.checks import flag
 from shoal.base.tensor_files import flush, seal, write_tensors
 from shoal.errors import ConfigError
+from shoal.layout import Scattered, flat, order_of
 from shoal.zero.ema import EMA
 from shoal.zero.lent import unwatched
 from shoal.zero.optimizer import ShardedOptimizer, check_sharded
-from shoal.zero.parameters import Piece, Scattered, flat, local, named_parameters, order_of
+from shoal.zero.parameters import OwnTile, local, named_parameters
 from shoal.zero.plain import BareWeights, Whole, bare_weights, full_state_dict, overwrite
 from shoal.zero.saved import (
     FORMATS,
@@ -108,7 +109,7 @@ def save(
         with agreement.together(), _unwritable(target):
             folder.mkdir(parents=True, exist_ok=True)
             first = optimizer.replicas is None or optimizer.replicas.collectives.rank == 0
-            averages = [] if ema is None else [(average_key(piece), each) for piece, each in ema.pieces()]
+            averages = [] if ema is None else [(average_key(own.tile), each) for own, each in ema.own_tiles()]
             entry = _write(folder, optimizer, others if collectives.rank == 0 else {}, averages) if first else None
         told = [json.loads(each) for each in agreement.gather(json.dumps(entry))]
         entries = sorted((each for each in told if each is not None), key=lambda each: each["file"])
@@ -173,19 +174,20 @@ def _write(
     """Write this rank's file; returns its entry in the index."""
     tensors = {f"other|{name}": value for name, value in others.items()}
     tensors.update({key: value.cpu() for key, value in averages})
-    pieces, numbers, whole = [], dict[str, str](), dict[str, dict[str, Any]]()
-    for piece in optimizer.carrier.pieces():
-        pieces.append([piece.name, piece.start, piece.stop])
-        tensors[value_key(piece)] = piece.values.cpu()
-        for key, value in optimizer.state.get(piece.parameter, {}).items():
+    tiles, numbers, whole = [], dict[str, str](), dict[str, dict[str, Any]]()
+    for own in optimizer.carrier.own_tiles():
+        tile = own.tile
+        tiles.append([*tile])
+        tensors[value_key(tile)] = own.values.cpu()
+        for key, value in optimizer.state.get(own.parameter, {}).items():
             if isinstance(value, bool | int | float):
                 numbers[key], value = type(value).__name__, exact(value)
-            if (regular := _regular(piece, value)) is not None:
-                tensors[state_key(piece, key)] = regular.cpu()
+            if (regular := _regular(own, value)) is not None:
+                tensors[state_key(tile, key)] = regular.cpu()
             else:
-                packed, parts = _packed(piece, key, value)
-                whole.setdefault(piece.name, {})[key] = packed
-                tensors.update({whole_key(piece, place): each.cpu() for place, each in parts.items()})
+                packed, parts = _packed(own, key, value)
+                whole.setdefault(tile.name, {})[key] = packed
+                tensors.update({whole_key(tile, place): each.cpu() for place, each in parts.items()})
     tensors.update({residual_key(name): kept.cpu() for name, kept in optimizer.carrier.residuals().items()})
     collectives = optimizer.collectives
     name = f"rank-{collectives.rank:05d}-of-{collectives.ranks:05d}.safetensors"
@@ -197,32 +199,32 @@ def _write(
         raise ConfigError(f"the model has a buffer that cannot be saved: {error}") from error
     flush(folder / name)
     size = (folder / name).stat().st_size
-    return {"file": name, "bytes": size, "pieces": pieces, "numbers": numbers, "whole": whole}
+    return {"file": name, "bytes": size, "pieces": tiles, "numbers": numbers, "whole": whole}
 
 
-def _regular(piece: Piece, value: Any) -> torch.Tensor | None:
-    """A statistic that has one value for each of a piece's, one-dimensional, or is a single value; None of others."""
+def _regular(own: OwnTile, value: Any) -> torch.Tensor | None:
+    """A statistic that has one value for each of a tile's, one-dimensional, or is a single value; None of others."""
     if not isinstance(value, torch.Tensor):
         return None
-    found, tensor = local(value), local(piece.parameter)
+    found, tensor = local(value), local(own.parameter)
     if not found.ndim:
         return found
-    fits = found.shape == tensor.shape if piece.whole else found.numel() == piece.stop - piece.start
+    fits = found.shape == tensor.shape if own.whole else found.numel() == own.tile.numel
     return flat(found, order_of(tensor)) if fits else None
 
 
-def _packed(piece: Piece, key: str, value: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+def _packed(own: OwnTile, key: str, value: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """Any other statistic, for JSON, and the tensors in it. Raises `ConfigError` if it cannot be saved."""
     parts: dict[str, torch.Tensor] = {}
     try:
         packed = pack(value, key, parts)
     except ConfigError as error:
-        raise ConfigError(f"the optimizer's state of {piece.name} cannot be saved: {error}") from error
-    if parts and not piece.whole:
+        raise ConfigError(f"the optimizer's state of {own.tile.name} cannot be saved: {error}") from error
+    if parts and not own.whole:
         kind = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
         raise ConfigError(
-            f"the optimizer keeps {key!r} of {piece.name}, {kind}, which is not one value for each of its values: that "
-            "can be saved of whole tensors only, in stage 1 or 2"
+            f"the optimizer keeps {key!r} of {own.tile.name}, {kind}, which is not one value for each of its values: "
+            "that can be saved of whole tensors only, in stage 1 or 2"
         )
     return packed, parts
 
@@ -358,9 +360,9 @@ def load(
         )
         _check(saved.index, model, optimizer)
         with saved.opened():
-            pieces = list(optimizer.carrier.pieces())
-            found = [(piece, *_aside(optimizer, saved.values(piece), saved.statistics(piece))) for piece in pieces]
-            averages = None if ema is None else _averages(saved, pieces)
+            kept = list(optimizer.carrier.own_tiles())
+            found = [(own, *_aside(optimizer, saved.values(own.tile), saved.statistics(own.tile))) for own in kept]
+            averages = None if ema is None else _averages(saved, kept)
             others = {name: saved.other(name) for name in saved.index["others"]}
             residuals = optimizer.carrier.residuals()
             rank, ranks = optimizer.collectives.rank, optimizer.collectives.ranks
@@ -368,10 +370,10 @@ def load(
         _check_others(others, model, optimizer)
     _check_same(agreement, saved.identity, path)
     with torch.no_grad(), optimizer.changing():
-        for piece, values, statistics in found:
-            piece.values.copy_(values)
-            _restore(optimizer, piece, statistics)
-            optimizer.offload.settle(optimizer.inner, [piece.parameter])
+        for own, values, statistics in found:
+            own.values.copy_(values)
+            _restore(optimizer, own, statistics)
+            optimizer.offload.settle(optimizer.inner, [own.parameter])
         if ema is not None and averages is not None:
             ema.replace(averages, saved.index["ema"]["updates"])
         _overwrite(model, optimizer, others)
@@ -394,11 +396,11 @@ def _check_ema(ema: object, optimizer: ShardedOptimizer) -> None:
         raise ConfigError("ema must be of the same optimizer, and this one is of another: make it by EMA(optimizer)")
 
 
-def _averages(saved: Saved | Whole, pieces: Iterable[Piece]) -> list[torch.Tensor]:
-    """The saved averages of this rank's pieces."""
+def _averages(saved: Saved | Whole, kept: Iterable[OwnTile]) -> list[torch.Tensor]:
+    """The saved averages of this rank's tiles."""
     if "ema" not in saved.index:
         raise ConfigError("ema cannot be loaded: the checkpoint has no moving averages, since save() was given none")
-    return [saved.averages(piece) for piece in pieces]
+    return [saved.averages(own.tile) for own in kept]
 
 
 def _load_weights(agreement: Agreement, bare: BareWeights, model: torch.nn.Module, optimizer: ShardedOptimizer) -> None:
@@ -408,9 +410,8 @@ def _load_weights(agreement: Agreement, bare: BareWeights, model: torch.nn.Modul
     _check_same(agreement, bare.identity, bare.where)
     orders = optimizer.carrier.orders()
     with torch.no_grad(), optimizer.changing():
-        for piece in optimizer.carrier.pieces():
-            values = flat(tensors[piece.name], orders.get(piece.name))
-            piece.values.copy_(values[piece.start : piece.stop])
+        for own in optimizer.carrier.own_tiles():
+            own.values.copy_(own.tile.of(flat(tensors[own.tile.name], orders.get(own.tile.name))))
         _overwrite(model, optimizer, {name: each for name, each in tensors.items() if id(state[name]) not in trained})
 
 
@@ -457,22 +458,22 @@ def _check_shapes(there: Mapping[str, Iterable[int]], here: Mapping[str, Iterabl
 def _aside(
     optimizer: ShardedOptimizer, values: torch.Tensor, statistics: Statistics
 ) -> tuple[torch.Tensor, Statistics]:
-    """What was read of a piece, until all ranks have read theirs: in files, if state belongs there."""
+    """What was read of a tile, until all ranks have read theirs: in files, if state belongs there."""
     aside = optimizer.offload.aside
     return aside({"": values})[""], statistics._replace(each=aside(statistics.each))
 
 
-def _restore(optimizer: ShardedOptimizer, piece: Piece, statistics: Statistics) -> None:
-    """Give the optimizer its statistics of a piece."""
-    state = optimizer.state[piece.parameter] = {}
+def _restore(optimizer: ShardedOptimizer, own: OwnTile, statistics: Statistics) -> None:
+    """Give the optimizer its statistics of a tile."""
+    state = optimizer.state[own.parameter] = {}
     for key, value in statistics.each.items():
         # Of a sparse table the parameter has the touched rows alone.
-        like = piece.parameter if local(piece.parameter).numel() == value.numel() else piece.values
+        like = own.parameter if local(own.parameter).numel() == value.numel() else own.values
         with unwatched():
             state[key] = torch.zeros_like(like, dtype=value.dtype, requires_grad=False)
         flat(local(state[key]), order_of(local(like))).copy_(value)
     for key, value in statistics.others.items():
-        state[key] = tree_map(partial(_moved, device=piece.parameter.device), value)
+        state[key] = tree_map(partial(_moved, device=own.parameter.device), value)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

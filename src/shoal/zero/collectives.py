@@ -1,9 +1,9 @@
-"""Reduce-scatter and all-gather as direct sends between ranks, in which every piece may have its own size.
+"""Reduce-scatter and all-gather as direct sends between ranks, in which every message may have its own size.
 
-Each rank sends each other rank the piece that it should get, and nothing else. So a reduce-scatter moves (N-1)/N of the
-data, on gloo too, whose own reduce-scatter is an all-reduce of which a part is kept (PyTorch issue 118911). Received
-pieces are added in the order of the ranks, so that the sum has the same bits whichever rank computes it, on every
-backend.
+Each rank sends each other rank the values that it should get, and nothing else. So a reduce-scatter moves (N-1)/N of
+the data, on gloo too, whose own reduce-scatter is an all-reduce of which a part is kept (PyTorch issue 118911).
+Contributions are added in the order of the ranks, so that the sum has the same bits whichever rank computes it, on
+every backend.
 
 Several models may be sharded over one group. On gloo a message of one model is never taken for another's, and ranks
 that are not at the same model learn that (`Collectives.tell`).
@@ -26,7 +26,7 @@ from shoal.errors import LocalError
 from shoal.zero.parting import Turn
 from shoal.zero.watch import Watch
 
-__all__ = ["Collectives", "Pending", "Run", "Scratch", "Traffic", "sum_in_order"]
+__all__ = ["Collectives", "Owned", "Pending", "Scratch", "Traffic", "sum_in_order"]
 
 
 _TOLD = 4
@@ -40,7 +40,7 @@ class Traffic:
     """The bytes that this rank has sent, by purpose.
 
     Attributes:
-        reduced: pieces of gradients, for their owners.
+        reduced: gradients, for their owners.
         gathered: parameters of this rank, for the others.
         steps: how many optimizer steps were taken.
     """
@@ -55,8 +55,8 @@ class Traffic:
         return self.reduced + self.gathered
 
 
-class Run(NamedTuple):
-    """Consecutive values that have one owner.
+class Owned(NamedTuple):
+    """Values that have one owner, and go as one message.
 
     Attributes:
         owner: a rank.
@@ -201,56 +201,55 @@ class Collectives:
 
     def reduce_scatter(
         self,
-        runs: Sequence[Run],
+        owned: Sequence[Owned],
         finish: Callable[[int, Sequence[torch.Tensor]], None],
         first: Callable[[], object] | None = None,
         tag: int | None = None,
         room: Callable[[torch.Tensor], torch.Tensor | None] = lambda _: None,
     ) -> Pending:
-        """Send each run to its owner; `finish` gets the values of the others for ours.
+        """Send all to their owners; `finish` gets what the others have sent for ours.
 
         Args:
-            runs: they must not change until it is done. All ranks agree on owners and sizes.
-            finish: called by `Pending.wait` for each run of ours, with its index and the values of each rank for it,
-                including our own, in the order of the ranks; the values of others may be written over, and are gone
-                when it returns.
+            owned: they must not change until it is done. All ranks agree on owners and sizes.
+            finish: called by `Pending.wait` for each of ours, with its index and the contributions of all ranks to it,
+                in the order of the ranks; those of others may be written over, and are gone when it returns.
             first: waits for what must have ended before.
             tag: its messages meet only those of the same tag; None for the model's.
-            room: finds memory to receive a piece in that is as large as the given one, of its dtype and device, and
+            room: finds memory to receive a message in that is as large as the given one, of its dtype and device, and
                 that nobody needs until then; None for memory of `scratch`.
         """
         tag = self.model if tag is None else tag
         operations: list[dist.P2POp] = []
         ours: list[tuple[int, list[torch.Tensor]]] = []
         lent: list[torch.Tensor] = []
-        for index, (owner, data) in enumerate(runs):
+        for index, (owner, data) in enumerate(owned):
             if owner != self.rank:
                 operations.append(self._send(data, owner, tag))
                 self.traffic.reduced += data.nbytes
                 continue
-            pieces = [data] * self.ranks
+            contributions = [data] * self.ranks
             for rank in self._others():
                 place = room(data)
                 if place is None:
                     lent.append(place := self.scratch.take(data))
-                pieces[rank] = place[: data.numel()]
-                operations.append(self._receive(pieces[rank], rank, tag))
-            ours.append((index, pieces))
+                contributions[rank] = place[: data.numel()]
+                operations.append(self._receive(contributions[rank], rank, tag))
+            ours.append((index, contributions))
 
         def finish_all() -> None:
-            for index, pieces in ours:
-                finish(index, pieces)
+            for index, contributions in ours:
+                finish(index, contributions)
             for each in lent:
                 self.scratch.give(each)
 
         return self._start("a reduce-scatter", operations, finish_all, first)
 
     def all_gather(
-        self, runs: Sequence[Run], first: Callable[[], object] | None = None, tag: int | None = None
+        self, owned: Sequence[Owned], first: Callable[[], object] | None = None, tag: int | None = None
     ) -> Pending:
-        """Send our runs to every other rank, and receive theirs in place; `first` and `tag` as in `reduce_scatter`."""
-        self.traffic.gathered += sum(data.nbytes for owner, data in runs if owner == self.rank) * (self.ranks - 1)
-        operations = self._gathering(runs, self.model if tag is None else tag)
+        """Send ours to every other rank, and receive theirs in place; `first` and `tag` as in `reduce_scatter`."""
+        self.traffic.gathered += sum(data.nbytes for owner, data in owned if owner == self.rank) * (self.ranks - 1)
+        operations = self._gathering(owned, self.model if tag is None else tag)
         return self._start("an all-gather", operations, first=first)
 
     def tell(self, *numbers: int) -> Callable[[], list[list[int]]]:
@@ -267,8 +266,8 @@ class Collectives:
         table[self.rank, : 1 + len(numbers)] = torch.tensor(
             [self.model, *numbers], dtype=torch.int64, device=self.device
         )
-        runs = [Run(rank, row) for rank, row in enumerate(table)]
-        pending = self._start("to tell what is next", self._gathering(runs, _COMMON))
+        owned = [Owned(rank, row) for rank, row in enumerate(table)]
+        pending = self._start("to tell what is next", self._gathering(owned, _COMMON))
 
         def hear() -> list[list[int]]:
             pending.wait()
@@ -303,9 +302,9 @@ class Collectives:
         self._start(doing, operations).wait()
         return came
 
-    def _gathering(self, runs: Sequence[Run], tag: int) -> list[dist.P2POp]:
+    def _gathering(self, owned: Sequence[Owned], tag: int) -> list[dist.P2POp]:
         operations: list[dist.P2POp] = []
-        for owner, data in runs:
+        for owner, data in owned:
             if owner != self.rank:
                 operations.append(self._receive(data, owner, tag))
             else:
@@ -341,21 +340,21 @@ def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     return dict(each.split(":") for each in config.split(",")).get(device.type) == "gloo"
 
 
-def sum_in_order(pieces: Sequence[torch.Tensor], mine: int) -> torch.Tensor:
-    """The sum of pieces, first to last. Those of 16 bits are added in float32, and so is their sum.
+def sum_in_order(contributions: Sequence[torch.Tensor], mine: int) -> torch.Tensor:
+    """The sum of contributions, first to last. Those of 16 bits are added in float32, and so is their sum.
 
     Args:
-        pieces: one-dimensional, of one size. All but `mine` may be written over.
+        contributions: one-dimensional, of one size. All but `mine` may be written over.
         mine: the index of the one that is not to be changed.
     """
-    if pieces[0].itemsize < torch.float32.itemsize:
-        total = pieces[0].float()
-        for piece in pieces[1:]:
-            total += piece
+    if contributions[0].itemsize < torch.float32.itemsize:
+        total = contributions[0].float()
+        for contribution in contributions[1:]:
+            total += contribution
         return total
-    if len(pieces) == 1:
-        return pieces[0].clone()
-    total = torch.add(pieces[0], pieces[1], out=pieces[1 if mine == 0 else 0])
-    for piece in pieces[2:]:
-        total += piece
+    if len(contributions) == 1:
+        return contributions[0].clone()
+    total = torch.add(contributions[0], contributions[1], out=contributions[1 if mine == 0 else 0])
+    for contribution in contributions[2:]:
+        total += contribution
     return total

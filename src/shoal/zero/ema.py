@@ -13,7 +13,7 @@ import torch
 from shoal.base.untraced import untraced
 from shoal.errors import ConfigError, LocalError
 from shoal.zero.optimizer import ShardedOptimizer, check_sharded
-from shoal.zero.parameters import Piece
+from shoal.zero.parameters import OwnTile
 
 __all__ = ["EMA"]
 
@@ -49,7 +49,7 @@ class EMA:
     def __init__(self, optimizer: ShardedOptimizer, decay: float = 0.999) -> None:
         check_sharded(optimizer)
         self.optimizer, self.decay, self.updates = optimizer, _decay(decay), 0
-        self.averages = [piece.values.detach().clone() for piece in optimizer.carrier.pieces()]
+        self.averages = [own.values.detach().clone() for own in optimizer.carrier.own_tiles()]
 
     @untraced
     @torch.no_grad()
@@ -62,7 +62,7 @@ class EMA:
         """
         self._check()
         decay = _decay(self.decay)
-        values = [piece.values for piece in self.optimizer.carrier.pieces()]
+        values = [own.values for own in self.optimizer.carrier.own_tiles()]
         if not self.updates:
             self.replace(values, 0)
         elif values:
@@ -109,23 +109,23 @@ class EMA:
     @torch.no_grad()
     def _swap(self, lent: str) -> None:
         with self.optimizer.changing():
-            for piece, average in zip(self.optimizer.carrier.pieces(), self.averages, strict=True):
-                weights = piece.values.clone()
-                piece.values.copy_(average)
+            for own, average in zip(self.optimizer.carrier.own_tiles(), self.averages, strict=True):
+                weights = own.values.clone()
+                own.values.copy_(average)
                 average.copy_(weights)
             self.optimizer.lent = lent
 
     @torch.no_grad()
     def replace(self, averages: Sequence[torch.Tensor], updates: int) -> None:
-        """Take over averages: of each piece of this rank, after so many updates."""
+        """Take over averages: of each tile of this rank, after so many updates."""
         for mine, given in zip(self.averages, averages, strict=True):
             mine.copy_(given)
         self.updates = updates
 
-    def pieces(self) -> Iterator[tuple[Piece, torch.Tensor]]:
-        """The pieces of this rank, and the average of each. Raises `LocalError` within `average_parameters`."""
+    def own_tiles(self) -> Iterator[tuple[OwnTile, torch.Tensor]]:
+        """The tiles of this rank, and the average of each. Raises `LocalError` within `average_parameters`."""
         self._check()
-        yield from zip(self.optimizer.carrier.pieces(), self.averages, strict=True)
+        yield from zip(self.optimizer.carrier.own_tiles(), self.averages, strict=True)
 
     def state_dict(self) -> dict[str, Any]:
         """The part of this rank, for the same rank of a group that is sharded alike; `shoal.zero.save` writes all."""

@@ -22,23 +22,13 @@ from torch.autograd.graph import increment_version
 
 from shoal.compression import view_bytes
 from shoal.errors import LocalError
-from shoal.zero.collectives import Collectives, Run
+from shoal.layout import Order, Tile, Tiling, assign, assign_whole, cut, flat, like, order_of, shaped, tile_numel
+from shoal.zero.buckets import ALIGNMENT, Bucket, Homes, buckets_of
+from shoal.zero.collectives import Collectives, Owned
 from shoal.zero.offload import Offload
-from shoal.zero.parameters import (
-    Order,
-    Piece,
-    Roster,
-    flat,
-    hooks_of,
-    like,
-    named_parameters,
-    order_of,
-    shaped,
-    wide_dtype,
-)
+from shoal.zero.parameters import OwnTile, Roster, hooks_of, named_parameters, wide_dtype
 from shoal.zero.reduction import Reduction
 from shoal.zero.sparse import Tables
-from shoal.zero.tiles import ALIGNMENT, Bucket, Homes, Plan, Tile, assign, assign_whole, buckets_of, cut, tile_numel
 from shoal.zero.topk import Fraction
 
 __all__ = ["FlatEngine"]
@@ -63,7 +53,7 @@ class FlatEngine:
         tables: those of the parameters whose gradients are few rows; None for none.
 
     Attributes:
-        plan: the owner of each tile.
+        tiling: the owner of each tile.
         own: the tensors that the optimizer steps: each own tile's values, one-dimensional, or with `whole` of the
             parameter's shape and memory format; the parameters' memory itself, or with 16-bit parameters a float32
             copy, or a copy on the CPU.
@@ -89,19 +79,19 @@ class FlatEngine:
         self.tables = tables or Tables([], collectives)
         dense = {name: each for name, each in parameters.items() if name not in self.tables.of}
         self._buckets = buckets_of(dense, size, ALIGNMENT if whole else 1)
-        self.plan = (assign_whole if whole else assign)([bucket.tiles for bucket in self._buckets], collectives.ranks)
+        self.tiling = (assign_whole if whole else assign)([bucket.tiles for bucket in self._buckets], collectives.ranks)
         for bucket in self._buckets:
-            bucket.share_out(self.plan)
+            bucket.share_out(self.tiling)
         wide, rank = wide or {}, collectives.rank
-        self.own = {tile: self._own(tile, wide) for tile in self.plan.owned(rank)}
+        self.own = {tile: self._own(tile, wide) for tile in self.tiling.owned(rank)}
         copied = {name: each for name, each in dense.items() if self._is_copied(each)}
-        self._copies = Copies(copied, self.plan, self.own, collectives)
+        self._copies = Copies(copied, self.tiling, self.own, collectives)
         others = wide.keys() - parameters.keys()  # of no values, too: those may be trained, and nobody keeps them
         frozen = {name: each for name, each in named_parameters(model) if name in others and each.numel()}
         tiles = cut({name: each.numel() for name, each in frozen.items()}, size)
-        plan = assign([tiles], collectives.ranks)
-        kept = {tile: offload.copy(tile.of(wide[tile.name], frozen[tile.name])) for tile in plan.owned(rank)}
-        self._frozen = Copies(frozen, plan, kept, collectives)
+        tiling = assign([tiles], collectives.ranks)
+        kept = {tile: offload.copy(_values(tile, wide[tile.name], frozen[tile.name])) for tile in tiling.owned(rank)}
+        self._frozen = Copies(frozen, tiling, kept, collectives)
         self.own.update({table.tile: table.values for table in self.tables.of.values()})
         self._homes = Homes(parameters)
         self.reduction = Reduction(
@@ -116,7 +106,7 @@ class FlatEngine:
 
     def _own(self, tile: Tile, wide: Mapping[str, torch.Tensor]) -> torch.nn.Parameter:
         parameter = self._parameters[tile.name]
-        values = tile.of(wide.get(tile.name, parameter.detach()), parameter)
+        values = _values(tile, wide.get(tile.name, parameter.detach()), parameter)
         if copied := self._is_copied(parameter):
             values = self._offload.copy(values, wide_dtype(values.dtype))
         own = torch.nn.Parameter(like(values, parameter) if self._whole else values)
@@ -129,7 +119,7 @@ class FlatEngine:
         parameter = self._parameters[tile.name]
         if value.shape != parameter.shape:
             return value.clone()
-        values = flat(value, self.orders()[tile.name])[tile.start : tile.stop].clone()
+        values = tile.of(flat(value, self.orders()[tile.name])).clone()
         return values if tile.name in self.tables.of else like(values, self.own[tile])
 
     def hand_over(self, absent: Sequence[bool], inner: torch.optim.Optimizer) -> None:
@@ -162,22 +152,21 @@ class FlatEngine:
     def publish(self) -> None:
         """Send the values of the own tiles in the parameters to all ranks, and receive theirs."""
         self.tables.publish()
-        for pending in [self._collectives.all_gather(bucket.pieces(bucket.flat)) for bucket in self._buckets]:
+        for pending in [self._collectives.all_gather(bucket.owned(bucket.flat)) for bucket in self._buckets]:
             pending.wait()
         increment_version(self._parameters.values())  # values computed from the old ones have no gradient any more
         self._writes.forget()
 
-    def pieces(self) -> Iterator[Piece]:
+    def own_tiles(self) -> Iterator[OwnTile]:
         """The own tiles."""
         self._homes.take_back()
         self._copies.adopt()
         for tile, values in self.own.items():
             if tile.name in self.tables.of:
                 if tile.numel:
-                    yield self.tables.of[tile.name].piece()
+                    yield self.tables.of[tile.name].own_tile()
             else:
-                flattened = flat(values.data, order_of(values))
-                yield Piece(tile.name, tile.start, tile.stop, values, flattened, self._whole)
+                yield OwnTile(tile, values, flat(values.data, order_of(values)), self._whole)
 
     def orders(self) -> Mapping[str, Order]:
         """The order in which tiles count a parameter's values."""
@@ -242,6 +231,11 @@ class FlatEngine:
                 )
 
 
+def _values(tile: Tile, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A tile's values in a tensor that has the shape of its parameter."""
+    return tile.of(flat(tensor, order_of(parameter)))
+
+
 class Writes:
     """What programs have written into weights since the last step, where each rank has all of each weight.
 
@@ -300,13 +294,13 @@ class Writes:
         return {name: (name in changed, f"{_checksum(each):x}") for name, each in self._parameters.items()}
 
 
-def _spread(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Where some values of each part of a flat tensor are in it, shape (parts, LOOKED_AT), int64."""
+def _spread(places: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Where some values of each of these views of a flat tensor are in it, shape (views, LOOKED_AT), int64."""
     found = [
         [each.storage_offset() + (2 * number + 1) * each.numel() // (2 * LOOKED_AT) for number in range(LOOKED_AT)]
-        for each in parts
+        for each in places
     ]
-    return torch.tensor(found, dtype=torch.int64, device=parts[0].device)
+    return torch.tensor(found, dtype=torch.int64, device=places[0].device)
 
 
 def _sum(flat: torch.Tensor) -> torch.Tensor:
@@ -329,7 +323,7 @@ class Copies:
 
     Args:
         parameters: the parameters, by name.
-        plan: the owner of each tile of them.
+        tiling: the owner of each tile of them.
         own: values of the tiles of this rank.
         collectives: among the ranks.
     """
@@ -337,11 +331,11 @@ class Copies:
     def __init__(
         self,
         parameters: Mapping[str, torch.nn.Parameter],
-        plan: Plan,
+        tiling: Tiling,
         own: Mapping[Tile, torch.Tensor],
         collectives: Collectives,
     ) -> None:
-        self._parameters, self._plan, self._collectives = dict(parameters), plan, collectives
+        self._parameters, self._tiling, self._collectives = dict(parameters), tiling, collectives
         self._own = {tile: values for tile, values in own.items() if tile.name in parameters}
         self._tiles = {values: tile for tile, values in self._own.items()}
 
@@ -351,7 +345,7 @@ class Copies:
 
     def _narrow(self, tile: Tile) -> torch.Tensor:
         parameter = self._parameters[tile.name]
-        return tile.of(parameter.detach(), parameter)
+        return _values(tile, parameter.detach(), parameter)
 
     def _among(self, copies: Iterable[torch.Tensor] | None) -> list[tuple[Tile, torch.Tensor]]:
         if copies is None:
@@ -377,14 +371,14 @@ class Copies:
         for name, parameter in self._parameters.items():
             found = torch.empty(parameter.numel(), dtype=torch.float32, device=parameter.device)
             ends: list[tuple[int, int, int]] = []  # owner, start, stop
-            for tile in self._plan.of(name):
-                owner, start = self._plan.owner(tile), tile.start
+            for tile in self._tiling.of(name):
+                owner, start = self._tiling.owner(tile), tile.start
                 if ends and ends[-1][0] == owner:
                     start = ends.pop()[1]
                 ends.append((owner, start, tile.stop))
                 if tile in self._own:
-                    found[tile.start : tile.stop].copy_(flat(self._own[tile].detach(), order_of(self._own[tile])))
-            self._collectives.all_gather([Run(owner, found[start:stop]) for owner, start, stop in ends]).wait()
+                    tile.of(found).copy_(flat(self._own[tile].detach(), order_of(self._own[tile])))
+            self._collectives.all_gather([Owned(owner, found[start:stop]) for owner, start, stop in ends]).wait()
             yield name, shaped(found, parameter.shape, order_of(parameter))
 
     def write(self, name: str, values: torch.Tensor) -> bool:
@@ -396,8 +390,8 @@ class Copies:
         if name not in self._parameters:
             return False
         self._parameters[name].detach().copy_(values)
-        for tile in self._plan.of(name):
+        for tile in self._tiling.of(name):
             if tile in self._own:
                 own = self._own[tile].detach()
-                flat(own, order_of(own)).copy_(tile.of(values, self._parameters[name]))
+                flat(own, order_of(own)).copy_(_values(tile, values, self._parameters[name]))
         return True

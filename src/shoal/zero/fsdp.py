@@ -2,8 +2,8 @@
 
 FSDP2 shards each parameter by rows, gathers a unit's parameters before its forward and its backward, and reduces its
 gradients behind it. Gloo's reduce-scatter, with which it would do that on processors, is an all-reduce of which a part
-is kept. Here each owner is sent only its own part, over FSDP2's public hooks, and pieces are added in the order of the
-ranks.
+is kept. Here each owner is sent only its own part, over FSDP2's public hooks, and contributions are added in the order
+of the ranks.
 
 A model that is sharded by `fully_shard` already is carried as it is, in stage 2 as well
 (`reshard_after_forward=False`).
@@ -33,12 +33,13 @@ from torch.distributed.utils import _apply_to_tensors
 
 from shoal.base.nested import tensors_in
 from shoal.errors import ConfigError, LocalError
+from shoal.layout import Order, Tile
 from shoal.zero.collectives import Collectives, Traffic
 from shoal.zero.fsdp_comms import NarrowReduceScatter, OwnAllGather, OwnReduceScatter, UnitMeeting
 from shoal.zero.lent import is_lent, replace, writes_of
 from shoal.zero.mapped import let_go
 from shoal.zero.offload import Offload
-from shoal.zero.parameters import Order, Piece, bottom_up, local, named_parameters, present_pass, weakly
+from shoal.zero.parameters import OwnTile, bottom_up, local, named_parameters, present_pass, weakly
 from shoal.zero.unsharded import BROKE_OFF, Unsharded
 
 __all__ = ["FsdpEngine", "is_container", "is_sharded", "missing", "partition", "roots", "units"]
@@ -536,13 +537,13 @@ class FsdpEngine:
         if now is None or not any(now is each for each in known):
             raise LocalError(_REPLACED.format(name))
 
-    def pieces(self) -> Iterator[Piece]:
+    def own_tiles(self) -> Iterator[OwnTile]:
         """The rows of this rank, of all parameters that were trained when the model was sharded."""
         for name in self._trained:
             shard = self._shards[name]
             values, start = local(shard).reshape(-1), self._starts[name]
             if values.numel():
-                yield Piece(name, start, start + values.numel(), shard, values)
+                yield OwnTile(Tile(name, start, start + values.numel()), shard, values)
 
     def orders(self) -> Mapping[str, Order]:
         """Shards are rows, and contiguous."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.errors import LocalError
-from shoal.zero.collectives import Collectives, Pending, Run, sum_in_order
+from shoal.zero.collectives import Collectives, Owned, Pending, sum_in_order
 from shoal.zero.mapped import let_go
 from shoal.zero.watch import Watch
 
@@ -97,10 +97,10 @@ class OwnReduceScatter(_Allocating, ReduceScatter):
         assert op == dist.ReduceOp.SUM  # as was asked for, by set_force_sum_reduction_for_comms
         tag, check = self._meeting.tell(input_tensor.numel(), backward=True)
         sent = input_tensor.to(self._dtype or input_tensor.dtype)
-        runs = [Run(rank, part) for rank, part in enumerate(sent.chunk(group.size()))]
+        owned = [Owned(rank, values) for rank, values in enumerate(sent.chunk(group.size()))]
         mine = group.rank()
         self._meeting.collectives.reduce_scatter(
-            runs, lambda _, pieces: _fill(output_tensor, sum_in_order(pieces, mine)), check, tag
+            owned, lambda _, found: _fill(output_tensor, sum_in_order(found, mine)), check, tag
         ).wait()
 
 
@@ -138,12 +138,12 @@ class OwnAllGather(_Allocating, AllGather):
         async_op: bool = False,  # noqa: FBT002 (FSDP2's interface)
     ) -> dist.Work:
         tag, check = self._meeting.tell(output_tensor.numel(), backward=False)
-        runs = [Run(rank, part) for rank, part in enumerate(output_tensor.chunk(group.size()))]
-        mine = runs[group.rank()].data
+        owned = [Owned(rank, values) for rank, values in enumerate(output_tensor.chunk(group.size()))]
+        mine = owned[group.rank()].data
         if mine.data_ptr() != input_tensor.data_ptr():
             mine.copy_(input_tensor)
         let_go(self._meeting.mapped)  # they were read into `input_tensor`
-        return _Gathering(self._meeting.collectives.all_gather(runs, check, tag))
+        return _Gathering(self._meeting.collectives.all_gather(owned, check, tag))
 
 
 class _Gathering(dist.Work):

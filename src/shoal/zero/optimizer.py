@@ -480,8 +480,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {**self.inner.state_dict(), "share": self.share(), "residuals": dict(self.carrier.residuals())}
 
     def share(self) -> dict[str, Any]:
-        pieces = [[piece.name, piece.start, piece.stop] for piece in self.carrier.pieces()]
-        return {"rank": self.collectives.rank, "ranks": self.collectives.ranks, "groups": self.listed, "pieces": pieces}
+        tiles = [[*own.tile] for own in self.carrier.own_tiles()]
+        return {"rank": self.collectives.rank, "ranks": self.collectives.ranks, "groups": self.listed, "pieces": tiles}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of `state_dict` of this rank.

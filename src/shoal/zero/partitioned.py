@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.base.checks import flag
 from shoal.errors import ConfigError, LocalError, RankLost
-from shoal.zero.collectives import Collectives, Run
+from shoal.zero.collectives import Collectives, Owned
 from shoal.zero.parameters import local
 from shoal.zero.replicas import process_group
 from shoal.zero.watch import Agreement, Watch
@@ -222,10 +222,10 @@ class PartitionedActivations:
                 "run the same forward and backward passes, in the same order. Start anew"
             )
         whole = torch.empty(memory.nbytes, dtype=torch.uint8, device=memory.device)
-        parts = torch.split(whole, -(-memory.nbytes // self.collectives.ranks))
-        if self.collectives.rank < len(parts):
-            parts[self.collectives.rank].copy_(memory.share)
-        self.collectives.all_gather([Run(rank, part) for rank, part in enumerate(parts)]).wait()
+        shares = torch.split(whole, -(-memory.nbytes // self.collectives.ranks))
+        if self.collectives.rank < len(shares):
+            shares[self.collectives.rank].copy_(memory.share)
+        self.collectives.all_gather([Owned(rank, share) for rank, share in enumerate(shares)]).wait()
         return whole.untyped_storage()
 
 

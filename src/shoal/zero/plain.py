@@ -26,11 +26,12 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.base.checks import flag
 from shoal.errors import ConfigError
+from shoal.layout import Order, Tile, flat
 from shoal.zero.changes import check_alike, check_whole
 from shoal.zero.lent import writes_of
-from shoal.zero.parameters import Order, Piece, flat, named_parameters
+from shoal.zero.parameters import named_parameters
 from shoal.zero.replicas import process_group
-from shoal.zero.saved import Range, Statistics, location, typed, warn_unchecked
+from shoal.zero.saved import Statistics, location, typed, warn_unchecked
 from shoal.zero.watch import Agreement, Watch
 
 __all__ = ["BareWeights", "Whole", "bare_weights", "fitting", "full_state_dict", "overwrite"]
@@ -227,7 +228,7 @@ def _several(names: Sequence[str]) -> str:
 
 
 class Whole:
-    """A checkpoint of plain torch in one file, as `Saved` gives those in pieces.
+    """A checkpoint of plain torch in one file, as `Saved` gives those of several ranks.
 
     Args:
         path: the path of the file: a dictionary of ``model`` and ``optimizer``, their state dictionaries.
@@ -318,24 +319,24 @@ class Whole:
         """There is none."""
         return None
 
-    def values(self, wanted: Piece | Range) -> torch.Tensor:
+    def values(self, wanted: Tile) -> torch.Tensor:
         """The parameter's values of a range."""
         tensor: torch.Tensor = self._weights[wanted.name]
         return flat(tensor, self._orders.get(wanted.name))[wanted.start : wanted.stop]
 
-    def averages(self, wanted: Piece | Range) -> torch.Tensor:
+    def averages(self, wanted: Tile) -> torch.Tensor:
         """The moving average of these values, if the index has ``ema``."""
         assert self._averaged is not None
         tensor: torch.Tensor = self._averaged["model"][wanted.name]
         return flat(tensor, self._orders.get(wanted.name))[wanted.start : wanted.stop]
 
-    def statistics(self, wanted: Piece | Range) -> Statistics:
+    def statistics(self, wanted: Tile) -> Statistics:
         """The optimizer's of a range."""
         found, shape = Statistics({}, {}), self._weights[wanted.name].shape
         for key, value in self._state.get(wanted.name, {}).items():
             kind = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             if _is_single(value) and (kind != () or shape or key in self._counters):
-                found.others[key] = deepcopy(value)  # each piece counts its own steps, in place
+                found.others[key] = deepcopy(value)  # each tile counts its own steps, in place
             elif kind == shape:
                 found.each[key] = flat(value, self._orders.get(wanted.name))[wanted.start : wanted.stop]
             elif (key in self._irregular and (wanted.start, wanted.stop) == (0, shape.numel())) or not any(

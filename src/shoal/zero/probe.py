@@ -1,9 +1,9 @@
 """How finely the parameters of an optimizer may be shared out to ranks in stages 1 and 2: tried out, on copies.
 
 Copies of the optimizer step small tensors of the dimensions that its parameters have. One copy steps all of them. Two
-others step flat pieces, as two ranks would step their tiles: if weights are the same, the optimizer treats each value
-by itself (`Unit.VALUE`). If not, two others step whole tensors, each of them one half, and a third steps none: if
-weights are the same now, the optimizer treats each tensor by itself (`Unit.TENSOR`).
+others step flat tiles, as two ranks would: if weights are the same, the optimizer treats each value by itself
+(`Unit.VALUE`). If not, two others step whole tensors, each of them one half, and a third steps none: if weights are the
+same now, the optimizer treats each tensor by itself (`Unit.TENSOR`).
 
 Gradients go through several regimes, since some optimizers look beyond a value only now and then: AdamP where gradient
 and weight are nearly orthogonal (SGDP changes nothing where they are wholly so), others behind a spike, or when a
@@ -64,7 +64,7 @@ _STEPS, _COMPARED_EVERY = 36, 6
 _STEPS_BY_ROWS = 12
 """SOAP changes its bases after ten."""
 _TOLERANCE = {Unit.VALUE: 5e-5, Unit.TENSOR: 1e-6}
-"""Relative to the movement of the weights. Rounding of pieces made 7e-6 at most, real differences 3e-4 at least. Whole
+"""Relative to the movement of the weights. Rounding of tiles made 7e-6 at most, real differences 3e-4 at least. Whole
 tensors that are stepped apart differ by nothing, or by 6e-5 at least."""
 _LEAST_RATE = 1e-3
 """A warm-up begins with 0, with which nothing moves."""
@@ -74,7 +74,7 @@ _ALONG = 0.02
 """The share of its part along a row of weights that a gradient keeps, where it is nearly orthogonal to that row."""
 _DRAWS = "draws random numbers, and each rank has others"
 _CUTS = (0.0, 0.29, 0.71, 1.0)
-"""Where tensors are cut: within rows. The middle piece is another rank's."""
+"""Where tensors are cut: within rows. The middle tile is another rank's."""
 _SHAPES: dict[int, Sequence[tuple[int, ...]]] = {0: [()], 1: [(67,)], 2: [(17, 23)], 4: [(6, 5, 3, 3)]}
 _LARGE = {2: [(131, 130)]}
 """Some optimizers look at rows only above 128 of them, or keep 8 bits only above 4,096 values."""
@@ -117,7 +117,7 @@ class _Subject(NamedTuple):
     state: Mapping[str, Any]
 
 
-class _Part(NamedTuple):
+class _Tile(NamedTuple):
     """The values `start` to `stop` of the subject with a number, which the optimizer of a rank steps."""
 
     rank: int
@@ -193,16 +193,16 @@ def why_not_lazy(inner: torch.optim.Optimizer, model: torch.nn.Module, lazy: Col
         subjects = list(_subjects(inner, _SHAPES, only=lazy))
         if not subjects:
             return None
-        whole = [_Part(0, number, 0, each.values.numel(), each.values) for number, each in enumerate(subjects)]
+        whole = [_Tile(0, number, 0, each.values.numel(), each.values) for number, each in enumerate(subjects)]
         one = _copy(inner, model, subjects, whole)
         for group in one.param_groups:
             group.update({key: 0.0 for key in group if key == "weight_decay"})
-        for part in whole:
-            part.tensor.grad = torch.zeros_like(part.tensor)
+        for tile in whole:
+            tile.tensor.grad = torch.zeros_like(tile.tensor)
         one.step()
-        for part in whole:
-            for key, value in one.state.get(part.tensor, {}).items():
-                begun = key in subjects[part.number].state
+        for tile in whole:
+            for key, value in one.state.get(tile.tensor, {}).items():
+                begun = key in subjects[tile.number].state
                 if not begun and isinstance(value, torch.Tensor) and value.numel() > 1 and value.any():
                     return f"keeps {key!r} for each value, which does not begin with zeros"
     return None
@@ -223,11 +223,11 @@ def why_not_sharded(inner: torch.optim.Optimizer, model: torch.nn.Module) -> str
         before = chance()
         with contextlib.suppress(Exception):  # one that needs a closure, say
             subjects = list(_subjects(inner, _SHAPES, states=False))
-            whole = [_Part(0, number, 0, each.values.numel(), each.values) for number, each in enumerate(subjects)]
+            whole = [_Tile(0, number, 0, each.values.numel(), each.values) for number, each in enumerate(subjects)]
             one, made = _copy(inner, model, subjects, whole), torch.Generator().manual_seed(_SEED)
             for step in range(_STEPS):
-                for part in whole:
-                    part.tensor.grad = _gradient(part.tensor, step, made)
+                for tile in whole:
+                    tile.tensor.grad = _gradient(tile.tensor, step, made)
                 one.step()
         return _DRAWS if chance() != before else None
 
@@ -256,14 +256,14 @@ def why_not_by_rows(inner: torch.optim.Optimizer, model: torch.nn.Module) -> str
         warnings.simplefilter("ignore")
         try:
             subjects = list(_subjects(inner, shapes))
-            parts = [
-                _Part(0, number, 0, each.values.numel(), _rows_of(each.values, mesh))
+            tiles = [
+                _Tile(0, number, 0, each.values.numel(), _rows_of(each.values, mesh))
                 for number, each in enumerate(subjects)
             ]
-            one, made = _copy(inner, model, subjects, parts), torch.Generator().manual_seed(_SEED)
+            one, made = _copy(inner, model, subjects, tiles), torch.Generator().manual_seed(_SEED)
             for step in range(_STEPS_BY_ROWS):
-                for part in parts:
-                    part.tensor.grad = _rows_of(_gradient(subjects[part.number].values, step, made), mesh)
+                for tile in tiles:
+                    tile.tensor.grad = _rows_of(_gradient(subjects[tile.number].values, step, made), mesh)
                 one.step()
         except Exception as error:  # noqa: BLE001 (whatever it is: it was not seen to work)
             return f"raises when it steps DTensors: {_said(error)}"
@@ -304,22 +304,22 @@ def tried_in_windows(
         try:
             subjects = list(_subjects(inner, _SHAPES, 2))
             at_once, apart = (
-                [_Part(0, number, 0, each.values.numel(), each.values.clone()) for number, each in enumerate(subjects)]
+                [_Tile(0, number, 0, each.values.numel(), each.values.clone()) for number, each in enumerate(subjects)]
                 for _ in range(2)
             )
-            one, other = (_copy(inner, model, subjects, parts) for parts in (at_once, apart))
-            windows = [[part.tensor for part in half] for half in (apart[::2], apart[1::2])]
+            one, other = (_copy(inner, model, subjects, tiles) for tiles in (at_once, apart))
+            windows = [[tile.tensor for tile in half] for half in (apart[::2], apart[1::2])]
             made = torch.Generator().manual_seed(_SEED)
             for step in range(_STEPS):
-                for part, twin in zip(at_once, apart, strict=True):
-                    part.tensor.grad = _gradient(part.tensor, step, made)
-                    twin.tensor.grad = part.tensor.grad.clone()
+                for tile, twin in zip(at_once, apart, strict=True):
+                    tile.tensor.grad = _gradient(tile.tensor, step, made)
+                    twin.tensor.grad = tile.tensor.grad.clone()
                 one.step()
                 with in_windows(other, windows) as some:
                     for _ in some:
                         other.step()
-            for part, twin in zip(at_once, apart, strict=True):
-                if not torch.equal(part.tensor.nan_to_num(), twin.tensor.nan_to_num()):
+            for tile, twin in zip(at_once, apart, strict=True):
+                if not torch.equal(tile.tensor.nan_to_num(), twin.tensor.nan_to_num()):
                     return "makes a parameter's step depend on other parameters", 0.0
             for there, here in [
                 (_common(one), _common(other)),
@@ -328,7 +328,7 @@ def tried_in_windows(
                 for key, value in there.items():
                     if (number := _number(value)) is not None and number != _number(here.get(key)):
                         return f"keeps {key!r}, which depends on all parameters", 0.0
-            return None, max((_kept(one, part.tensor) for part in at_once), default=0.0)
+            return None, max((_kept(one, tile.tensor) for tile in at_once), default=0.0)
         except Exception:  # noqa: BLE001 (whatever it is, its first step says so)
             return None, 0.0
 
@@ -383,21 +383,21 @@ def _tried(
     chance: Callable[[], object],
     irregular: set[str],
 ) -> str | None:
-    whole = [_Part(0, number, 0, each.values.numel(), each.values.clone()) for number, each in enumerate(subjects)]
+    whole = [_Tile(0, number, 0, each.values.numel(), each.values.clone()) for number, each in enumerate(subjects)]
     shares = _shares(whole, unit)
     one = _copy(inner, model, subjects, whole)
     ranks = [_copy(inner, model, subjects, [each for each in shares if each.rank == rank]) for rank in (0, 1)]
     made, before = torch.Generator().manual_seed(_SEED), chance()
     for step in range(steps):
-        gradients = [_gradient(part.tensor, step, made) for part in whole]
-        for part in (*whole, *shares):
-            values = gradients[part.number].reshape(-1)[part.start : part.stop]
-            part.tensor.grad = values.reshape(part.tensor.shape).clone()
+        gradients = [_gradient(tile.tensor, step, made) for tile in whole]
+        for tile in (*whole, *shares):
+            values = gradients[tile.number].reshape(-1)[tile.start : tile.stop]
+            tile.tensor.grad = values.reshape(tile.tensor.shape).clone()
         for optimizer in (one, *ranks):
             optimizer.step()
         if chance() != before:
             return _DRAWS
-        if problem := _of_state(one.state, [part.tensor for part in whole], unit, irregular):
+        if problem := _of_state(one.state, [tile.tensor for tile in whole], unit, irregular):
             return problem
         if step % _COMPARED_EVERY == _COMPARED_EVERY - 1 and (
             problem := _of_weights(subjects, whole, shares, unit) or _of_numbers(one, ranks, whole, shares, unit)
@@ -409,14 +409,14 @@ def _tried(
     return _of_numbers(one, [idle], [], [], unit)
 
 
-def _shares(whole: Sequence[_Part], unit: Unit) -> list[_Part]:
+def _shares(whole: Sequence[_Tile], unit: Unit) -> list[_Tile]:
     """The same tensors as ranks would share them out."""
     if unit is Unit.TENSOR:
-        return [part._replace(rank=part.number % 2, tensor=part.tensor.clone()) for part in whole]
+        return [tile._replace(rank=tile.number % 2, tensor=tile.tensor.clone()) for tile in whole]
     return [
-        _Part(rank, part.number, start, stop, part.tensor.reshape(-1)[start:stop].clone())
-        for part in whole
-        for rank, (start, stop) in zip((0, 1, 0), pairwise(round(cut * part.stop) for cut in _CUTS), strict=True)
+        _Tile(rank, tile.number, start, stop, tile.tensor.reshape(-1)[start:stop].clone())
+        for tile in whole
+        for rank, (start, stop) in zip((0, 1, 0), pairwise(round(cut * tile.stop) for cut in _CUTS), strict=True)
         if start < stop
     ]
 
@@ -452,7 +452,7 @@ def _by_row(shape: Sequence[int]) -> torch.Tensor:
 
 
 def _copy(
-    inner: torch.optim.Optimizer, model: torch.nn.Module, subjects: Sequence[_Subject], parts: Sequence[_Part]
+    inner: torch.optim.Optimizer, model: torch.nn.Module, subjects: Sequence[_Subject], tiles: Sequence[_Tile]
 ) -> torch.optim.Optimizer:
     """The same optimizer, of these tensors; it has no reference to the model."""
     state: defaultdict[Any, Any] = defaultdict(dict)
@@ -466,11 +466,11 @@ def _copy(
             group["lr"] = rate * 0 + _LEAST_RATE
         if isinstance(decay := group.get("weight_decay"), float | int) and 0 < decay < _LEAST_DECAY:
             group["weight_decay"] = _LEAST_DECAY
-    for part in parts:
-        subject, tensor = subjects[part.number], part.tensor.requires_grad_()
+    for tile in tiles:
+        subject, tensor = subjects[tile.number], tile.tensor.requires_grad_()
         made.param_groups[subject.group]["params"].append(tensor)
         if subject.state:
-            state[tensor] = {key: _cut(each, subject.values, part) for key, each in subject.state.items()}
+            state[tensor] = {key: _cut(each, subject.values, tile) for key, each in subject.state.items()}
     return made
 
 
@@ -494,12 +494,12 @@ def _fitted(value: Any, real: torch.Tensor, shape: Sequence[int]) -> Any:
     return flat.repeat(-(-numel // len(flat)))[:numel].reshape(shape)
 
 
-def _cut(value: Any, whole: torch.Tensor, part: _Part) -> Any:
+def _cut(value: Any, whole: torch.Tensor, tile: _Tile) -> Any:
     if not isinstance(value, torch.Tensor) or value.shape != whole.shape:
         return deepcopy(value)
-    if isinstance(part.tensor, DTensor):
-        return _rows_of(value, part.tensor.device_mesh)
-    return value.reshape(-1)[part.start : part.stop].reshape(part.tensor.shape).clone()
+    if isinstance(tile.tensor, DTensor):
+        return _rows_of(value, tile.tensor.device_mesh)
+    return value.reshape(-1)[tile.start : tile.stop].reshape(tile.tensor.shape).clone()
 
 
 # ------------------------------------------------------------------------------------------------------------- findings
@@ -526,12 +526,12 @@ def _of_state(state: Mapping[Any, Any], tensors: Iterable[torch.Tensor], unit: U
 
 
 def _of_weights(
-    subjects: Sequence[_Subject], whole: Sequence[_Part], shares: Sequence[_Part], unit: Unit
+    subjects: Sequence[_Subject], whole: Sequence[_Tile], shares: Sequence[_Tile], unit: Unit
 ) -> str | None:
-    for part in whole:
-        weights = part.tensor.detach().reshape(-1)
-        others = torch.cat([each.tensor.detach().reshape(-1) for each in shares if each.number == part.number])
-        moved = float((weights - subjects[part.number].values.reshape(-1)).abs().max())
+    for tile in whole:
+        weights = tile.tensor.detach().reshape(-1)
+        others = torch.cat([each.tensor.detach().reshape(-1) for each in shares if each.number == tile.number])
+        moved = float((weights - subjects[tile.number].values.reshape(-1)).abs().max())
         apart = float((weights - others).abs().max())
         if not moved > 0:
             return "does not move small tensors in a few steps, so that it cannot be tried"
@@ -543,16 +543,16 @@ def _of_weights(
 def _of_numbers(
     one: torch.optim.Optimizer,
     ranks: Sequence[torch.optim.Optimizer],
-    whole: Sequence[_Part],
-    shares: Sequence[_Part],
+    whole: Sequence[_Tile],
+    shares: Sequence[_Tile],
     unit: Unit,
 ) -> str | None:
     """Whether single numbers, of tensors, groups or all together, depend on the cuts: weights will, sooner or later."""
     pairs = [
-        (one.state.get(part.tensor, {}), ranks[share.rank].state.get(share.tensor, {}))
-        for part in whole
+        (one.state.get(tile.tensor, {}), ranks[share.rank].state.get(share.tensor, {}))
+        for tile in whole
         for share in shares
-        if share.number == part.number
+        if share.number == tile.number
     ]
     pairs += [(_common(one), _common(rank)) for rank in ranks]
     pairs += [each for rank in ranks for each in zip(one.param_groups, rank.param_groups, strict=True)]

@@ -6,7 +6,7 @@ exception ends on this rank is carried to its end as well, before the program se
 told: they wait for its messages.
 
 - Stage 1 keeps all gradients, each bucket's in one tensor, to which they go when they come; those of the own tiles are
-  where the mean goes. Places of gradients that others have by now, or that have not come yet, are where pieces of
+  where the mean goes. Places of gradients that others have by now, or that have not come yet, are where values of
   others are received.
 - Stage 2 frees them as soon as they are sent; it keeps only the mean for each own tile.
 
@@ -31,13 +31,14 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from shoal.errors import LocalError, RankLost
+from shoal.layout import Tile, flat, like, order_of
+from shoal.zero.buckets import Bucket, Homes
 from shoal.zero.changes import uninterrupted
 from shoal.zero.collectives import Collectives, Pending, sum_in_order
 from shoal.zero.offload import Offload
-from shoal.zero.parameters import flat, like, order_of, present_pass, weakly, wide_dtype
+from shoal.zero.parameters import present_pass, weakly, wide_dtype
 from shoal.zero.sparse import Tables
 from shoal.zero.standins import StandIns
-from shoal.zero.tiles import Bucket, Homes, Tile
 
 __all__ = ["Reduction"]
 
@@ -55,7 +56,7 @@ class _Flight(NamedTuple):
         bucket: which.
         pending: its messages.
         lent: scratch memory to give back.
-        borrowed: places for gradients of other buckets, in which pieces of others are received.
+        borrowed: places for gradients of other buckets, in which values of others are received.
     """
 
     bucket: Bucket
@@ -215,7 +216,7 @@ class Reduction:
         return len(self._flying) < _IN_FLIGHT and not self._lends(self._buckets[self._launched])
 
     def _lends(self, bucket: Bucket) -> bool:
-        """Whether pieces of others are received where its gradients stay."""
+        """Whether values of others are received where its gradients stay."""
         return any(bucket is lender for flight in self._flying for lender, _ in flight.borrowed)
 
     def _has_place(self, bucket: Bucket) -> bool:
@@ -307,8 +308,7 @@ class Reduction:
 
     def _occupied(self, bucket: Bucket) -> bool:
         """Whether there are means of gradients that were reduced before."""
-        rank = self._collectives.rank
-        return any(self._own[tile].grad is not None for owner, tiles in bucket.runs if owner == rank for tile in tiles)
+        return any(self._own[tile].grad is not None for tile in bucket.tiles if tile in self._own)
 
     def _idle(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
         """Stage 1: places for gradients that others have by now, or that have not come yet, with their buckets."""
@@ -321,7 +321,7 @@ class Reduction:
             if bucket in going or bucket.filled:
                 continue
             means = self._occupied(bucket)
-            for owner, place in bucket.pieces(self._staying(bucket)):
+            for owner, place in bucket.owned(self._staying(bucket)):
                 if place.data_ptr() not in borrowed and not (means and owner == self._collectives.rank):
                     yield bucket, place
 
@@ -357,8 +357,8 @@ class Reduction:
             return None
 
         pending = self._collectives.reduce_scatter(
-            bucket.pieces(gradients),
-            lambda index, pieces: self._add(bucket, gradients, bucket.runs[index][1], pieces),
+            bucket.owned(gradients),
+            lambda index, found: self._add(bucket, gradients, bucket.messages[index][1], found),
             self._hear,
             room=room,
         )
@@ -373,10 +373,10 @@ class Reduction:
             self._collectives.scratch.give(flight.lent)
 
     def _add(
-        self, bucket: Bucket, gradients: torch.Tensor, tiles: Sequence[Tile], pieces: Sequence[torch.Tensor]
+        self, bucket: Bucket, gradients: torch.Tensor, tiles: Sequence[Tile], contributions: Sequence[torch.Tensor]
     ) -> None:
         """Take in the values of all ranks for some of our tiles, which lie side by side."""
-        total = sum_in_order(pieces, self._collectives.rank).div_(self._collectives.ranks)
+        total = sum_in_order(contributions, self._collectives.rank).div_(self._collectives.ranks)
         self._totals.append(total.sum())
         offset = 0
         for tile in tiles:
@@ -385,7 +385,7 @@ class Reduction:
             if values.grad is not None:
                 values.grad += like(mean, values).to(values.device)
             elif gradients is bucket.gradients and _kind(gradients) == _kind(values):
-                values.grad = like(bucket.part(gradients, tile).copy_(mean), values)  # our own piece is in the sum
+                values.grad = like(bucket.place_of(gradients, tile).copy_(mean), values)  # ours is in the sum
             elif tile in self._rooms:
                 values.grad = like(self._rooms[tile].copy_(mean), values)
             else:

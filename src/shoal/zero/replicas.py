@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.errors import ConfigError, LocalError
-from shoal.zero.collectives import Collectives, Run, sum_in_order
+from shoal.zero.buckets import BUCKET_BYTES
+from shoal.zero.collectives import Collectives, Owned, sum_in_order
 from shoal.zero.parameters import local
-from shoal.zero.tiles import BUCKET_BYTES
 
 __all__ = ["Groups", "Replicas", "groups_of", "process_group"]
 
@@ -124,13 +124,13 @@ class Replicas:
     def _average(self, batch: Sequence[torch.Tensor]) -> None:
         ranks, rank = self.collectives.ranks, self.collectives.rank
         whole = torch.cat([each.reshape(-1) for each in batch])
-        runs = [Run(owner, part) for owner, part in enumerate(whole.tensor_split(ranks)) if part.numel()]
+        owned = [Owned(owner, values) for owner, values in enumerate(whole.tensor_split(ranks)) if values.numel()]
 
-        def finish(index: int, pieces: Sequence[torch.Tensor]) -> None:
-            runs[index].data.copy_(sum_in_order(pieces, rank).div_(ranks))
+        def finish(index: int, contributions: Sequence[torch.Tensor]) -> None:
+            owned[index].data.copy_(sum_in_order(contributions, rank).div_(ranks))
 
-        self.collectives.reduce_scatter(runs, finish).wait()
-        self.collectives.all_gather(runs).wait()
+        self.collectives.reduce_scatter(owned, finish).wait()
+        self.collectives.all_gather(owned).wait()
         parts = torch.split(whole, [each.numel() for each in batch])
         for each, part in zip(batch, parts, strict=True):
             each.copy_(part.view_as(each))

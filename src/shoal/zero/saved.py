@@ -4,10 +4,10 @@ A checkpoint is a folder that all ranks write together, on a file system that th
 
     step-1000/
         index.json                        what there is, and where
-        rank-00000-of-00004.safetensors   what rank 0 kept: its pieces of the parameters, and their optimizer state
+        rank-00000-of-00004.safetensors   what rank 0 kept: its tiles of the parameters, and their optimizer state
 
-A piece is a range of a parameter's values in their flat order. A loading rank looks up which saved pieces overlap with
-its own, so the number of ranks, the stage and the owners may all differ from before. A piece has its state and its step
+A tile is a range of a parameter's values in their flat order. A loading rank looks up which saved tiles overlap with
+its own, so the number of ranks, the stage and the owners may all differ from before. A tile has its state and its step
 counter with it: it can be moved or replaced on its own.
 
 ===================  ==============================================================================================
@@ -39,7 +39,7 @@ A file has the checksums of its tensors, by name, among its metadata. A rank che
 tensor before it first takes a value of it. So flipped bytes are found by whoever would take them over, and no rank
 reads what it does not need.
 
-In a file, ``NAME|START:STOP|value`` are a piece's values, and ``NAME|START:STOP|average`` their moving average, and
+In a file, ``NAME|START:STOP|value`` are a tile's values, and ``NAME|START:STOP|average`` their moving average, and
 ``NAME|START:STOP|state|KEY`` is one of its statistics:
 one value for each of its values, or a single one. Statistics of other shapes (the rows' means of Adafactor, the
 matrices of Shampoo) are of a whole parameter: their tensors are under ``NAME|0:STOP|whole|PLACE``. ``residual|NAME`` is
@@ -65,12 +65,11 @@ from safetensors import SafetensorError, safe_open
 from shoal.base.checks import path as checked_path
 from shoal.base.tensor_files import checksum, unseal
 from shoal.errors import ConfigError
-from shoal.zero.parameters import Order, Piece, Scattered, flat, shaped
+from shoal.layout import Order, Scattered, Tile, flat, shaped
 
 __all__ = [
     "FORMATS",
     "INDEX",
-    "Range",
     "Saved",
     "Statistics",
     "checksums",
@@ -97,23 +96,23 @@ _CHECKSUMS = "checksums"
 _logger = logging.getLogger("shoal.zero")
 
 
-def _place(piece: Piece | Range) -> str:
-    return f"{piece.name}|{piece.start}:{piece.stop}"
+def _place(tile: Tile) -> str:
+    return f"{tile.name}|{tile.start}:{tile.stop}"
 
 
-def value_key(piece: Piece | Range) -> str:
-    """The key of a piece's values."""
-    return f"{_place(piece)}|value"
+def value_key(tile: Tile) -> str:
+    """The key of a tile's values."""
+    return f"{_place(tile)}|value"
 
 
-def state_key(piece: Piece | Range, key: str) -> str:
-    """The key of one of a piece's statistics."""
-    return f"{_place(piece)}|state|{key}"
+def state_key(tile: Tile, key: str) -> str:
+    """The key of one of a tile's statistics."""
+    return f"{_place(tile)}|state|{key}"
 
 
-def whole_key(piece: Piece | Range, place: str) -> str:
+def whole_key(tile: Tile, place: str) -> str:
     """The key of a tensor in what is kept of a whole parameter."""
-    return f"{_place(piece)}|whole|{place}"
+    return f"{_place(tile)}|whole|{place}"
 
 
 def residual_key(name: str) -> str:
@@ -121,9 +120,9 @@ def residual_key(name: str) -> str:
     return f"residual|{name}"
 
 
-def average_key(piece: Piece | Range) -> str:
-    """The key of the moving average of a piece's values."""
-    return f"{_place(piece)}|average"
+def average_key(tile: Tile) -> str:
+    """The key of the moving average of a tile's values."""
+    return f"{_place(tile)}|average"
 
 
 def exact(value: float) -> torch.Tensor:
@@ -193,14 +192,6 @@ class Statistics(NamedTuple):
 
     each: dict[str, torch.Tensor]
     others: dict[str, Any]
-
-
-class Range(NamedTuple):
-    """Some values of one parameter, wherever they are saved."""
-
-    name: str
-    start: int
-    stop: int
 
 
 class Saved:
@@ -281,7 +272,7 @@ class Saved:
     def kinds(self) -> Iterator[tuple[str, tuple[int, ...], str]]:
         """Name, shape and safetensors' name of the dtype, of each parameter and buffer."""
         for name, entry in self.index["parameters"].items():
-            kept = [(value_key(Range(name, start, stop)), file) for start, stop, file in self._places.get(name, ())]
+            kept = [(value_key(Tile(name, start, stop)), file) for start, stop, file in self._places.get(name, ())]
             dtype = self._files[kept[0][1]].get_slice(kept[0][0]).get_dtype() if kept else "F32"
             yield name, tuple(entry["shape"]), dtype
         for name in self.index["others"]:
@@ -332,37 +323,37 @@ class Saved:
             return total
         return flat(shaped(total, entry["shape"], there), order)
 
-    def values(self, wanted: Piece | Range) -> torch.Tensor:
+    def values(self, wanted: Tile) -> torch.Tensor:
         """The parameter's values of a range."""
         return self._in_order(wanted, partial(self._values, key=value_key))
 
-    def averages(self, wanted: Piece | Range) -> torch.Tensor:
+    def averages(self, wanted: Tile) -> torch.Tensor:
         """The moving average of these values, if the index has ``ema``."""
         return self._in_order(wanted, partial(self._values, key=average_key))
 
-    def _in_order(self, wanted: Piece | Range, read: Callable[[Piece | Range], torch.Tensor]) -> torch.Tensor:
+    def _in_order(self, wanted: Tile, read: Callable[[Tile], torch.Tensor]) -> torch.Tensor:
         """The saved values of a range; the range is converted if the values were saved in another order."""
         entry, here = self.index["parameters"][wanted.name], self._orders.get(wanted.name)
         shape = torch.Size(entry["shape"])
         there = _read(entry.get("order"), shape[0] if shape else 1)
         if there == here:
             return read(wanted)
-        whole = shaped(read(Range(wanted.name, 0, shape.numel())), shape, there)
+        whole = shaped(read(Tile(wanted.name, 0, shape.numel())), shape, there)
         return flat(whole, here)[wanted.start : wanted.stop].clone()
 
-    def _values(self, wanted: Piece | Range, key: Callable[[Range], str]) -> torch.Tensor:
+    def _values(self, wanted: Tile, key: Callable[[Tile], str]) -> torch.Tensor:
         parts = []
-        for piece, file, part in self._overlaps(wanted):
-            self._verify(file, key(piece))
-            parts.append(self._files[file].get_slice(key(piece))[part])
+        for tile, file, part in self._overlaps(wanted):
+            self._verify(file, key(tile))
+            parts.append(self._files[file].get_slice(key(tile))[part])
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float32, device="cpu")
 
-    def statistics(self, wanted: Piece | Range) -> Statistics:
+    def statistics(self, wanted: Tile) -> Statistics:
         """The optimizer's of a range; a single value, such as a step counter, is that of where the range begins.
 
-        Each call gives memory of its own: tiles of one saved piece count their steps in place.
+        Each call gives memory of its own: tiles within one saved tile count their steps in place.
         """
-        keys = {key for piece, _, _ in self._overlaps(wanted) for key in self._keys.get(_place(piece), ())}
+        keys = {key for tile, _, _ in self._overlaps(wanted) for key in self._keys.get(_place(tile), ())}
         found, kinds = Statistics({}, self._of_the_whole(wanted)), self.index.get("numbers", {})
         for key in sorted(keys):
             value = self._statistic(wanted, key)
@@ -372,25 +363,25 @@ class Saved:
                 found.others[key] = number(value, kinds[key]) if key in kinds else value
         return found
 
-    def _of_the_whole(self, wanted: Piece | Range) -> dict[str, Any]:
+    def _of_the_whole(self, wanted: Tile) -> dict[str, Any]:
         """What is kept of a parameter as a whole. Raises `ConfigError` if that has tensors, and a part is wanted."""
         packed = self.index.get("whole", {}).get(wanted.name, {})
 
         def tensor(place: str) -> torch.Tensor:
-            ((piece, file, _), *others) = self._overlaps(wanted)
-            if others or (piece.start, piece.stop) != (wanted.start, wanted.stop):
+            ((tile, file, _), *others) = self._overlaps(wanted)
+            if others or (tile.start, tile.stop) != (wanted.start, wanted.stop):
                 raise ConfigError(
                     f"{self._folder} has {place!r} of {wanted.name} as a whole, and here that is cut: load it in stage "
                     "1 or 2, with an optimizer that needs whole tensors"
                 )
-            key = whole_key(piece, place)
+            key = whole_key(tile, place)
             self._verify(file, key)
             found: torch.Tensor = self._files[file].get_tensor(key)
             return found
 
         return {key: unpack(each, tensor) for key, each in packed.items()}
 
-    def _statistic(self, wanted: Piece | Range, key: str) -> torch.Tensor:
+    def _statistic(self, wanted: Tile, key: str) -> torch.Tensor:
         first = self._part(wanted, key, *next(self._overlaps(wanted)))
         if not first.ndim:
             return first.clone()
@@ -398,22 +389,22 @@ class Saved:
             wanted, lambda each: torch.cat([self._part(each, key, *found) for found in self._overlaps(each)])
         )
 
-    def _part(self, wanted: Piece | Range, key: str, piece: Range, file: str, part: slice) -> torch.Tensor:
-        """The part of a statistic that a saved piece has."""
-        if key not in self._keys.get(_place(piece), ()):
+    def _part(self, wanted: Tile, key: str, tile: Tile, file: str, part: slice) -> torch.Tensor:
+        """The part of a statistic that a saved tile has."""
+        if key not in self._keys.get(_place(tile), ()):
             raise ConfigError(f"{self._folder} lacks {key!r} of some values of {wanted.name}: it is damaged")
-        self._verify(file, state_key(piece, key))
-        there = self._files[file].get_slice(state_key(piece, key))
-        found: torch.Tensor = there[part] if there.get_shape() else self._files[file].get_tensor(state_key(piece, key))
+        self._verify(file, state_key(tile, key))
+        there = self._files[file].get_slice(state_key(tile, key))
+        found: torch.Tensor = there[part] if there.get_shape() else self._files[file].get_tensor(state_key(tile, key))
         return found
 
-    def _overlaps(self, wanted: Piece | Range) -> Iterator[tuple[Range, str, slice]]:
-        """The saved pieces that a range needs, the file of each, and the part of each."""
+    def _overlaps(self, wanted: Tile) -> Iterator[tuple[Tile, str, slice]]:
+        """The saved tiles that a range needs, the file of each, and the part of each."""
         at = wanted.start
         for start, stop, file in self._places.get(wanted.name, ()):
             if start <= at < min(stop, wanted.stop):
                 end = min(stop, wanted.stop)
-                yield Range(wanted.name, start, stop), file, slice(at - start, end - start)
+                yield Tile(wanted.name, start, stop), file, slice(at - start, end - start)
                 at = end
         if at != wanted.stop:
             raise ConfigError(f"{self._folder} lacks the values {at} to {wanted.stop} of {wanted.name}")
@@ -443,7 +434,7 @@ def consolidate(path: str | os.PathLike[str]) -> dict[str, Any]:
     with saved.opened():
         for name in index["parameters"]:
             shape = index["parameters"][name]["shape"]
-            whole = Range(name, 0, torch.Size(shape).numel())
+            whole = Tile(name, 0, torch.Size(shape).numel())
             weights[name] = saved.values(whole).reshape(shape)
             if "ema" in index:
                 averages[name] = saved.averages(whole).reshape(shape)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 from shoal.base.checks import flag
 from shoal.errors import ConfigError
+from shoal.layout import Tile
 from shoal.zero.arguments import problems, refuse_to_wrap
 from shoal.zero.collectives import Collectives
 from shoal.zero.flat import FlatEngine
@@ -31,7 +32,6 @@ from shoal.zero.probe import Finding, Unit, finding, why_not_by_rows, why_not_la
 from shoal.zero.replicas import Replicas, groups_of, process_group
 from shoal.zero.sparse import declared, tables_of
 from shoal.zero.starting import Start, numbers_of_rank_0
-from shoal.zero.tiles import Tile
 from shoal.zero.topk import share
 from shoal.zero.watch import Agreement, Watch
 from shoal.zero.weights import weights_in

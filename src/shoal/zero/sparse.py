@@ -27,9 +27,9 @@ from typing import NamedTuple
 
 import torch
 
+from shoal.layout import Order, Scattered, Tile, flat, order_of, shaped, tile_numel
 from shoal.zero.collectives import Collectives
-from shoal.zero.parameters import Order, Piece, Scattered, flat, named_parameters, order_of, shaped, wide_dtype
-from shoal.zero.tiles import Tile, tile_numel
+from shoal.zero.parameters import OwnTile, named_parameters, wide_dtype
 from shoal.zero.topk import Fraction, Residual
 
 __all__ = ["Rows", "Table", "Tables", "add_up", "declared", "tables_of"]
@@ -304,12 +304,12 @@ class Table:
 
     # ------------------------------------------------------------------------------------------------------ checkpoints
 
-    def piece(self) -> Piece:
+    def own_tile(self) -> OwnTile:
         """The own rows, in memory that may be written; `changed` takes it over."""
         self._lent = self._now(self._every())
         if self.wide is not None:
             self.wide.copy_(self._lent)
-        return Piece(self.name, self.tile.start, self.tile.stop, self.values, self._lent.view(-1))
+        return OwnTile(self.tile, self.values, self._lent.view(-1))
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """All that is kept of gradients, but for those of `values`."""

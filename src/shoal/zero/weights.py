@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import torch
 
 from shoal.errors import ConfigError
-from shoal.zero.saved import INDEX, Range, Saved, location
+from shoal.layout import Tile
+from shoal.zero.saved import INDEX, Saved, location
 
 __all__ = ["Kind", "Weights", "weights_in"]
 
@@ -189,7 +190,7 @@ class _Checkpoint(Weights):
         """See `Weights.read`."""
         if name in self._saved.index["parameters"]:
             row = torch.Size(self.kinds[name].shape[1:]).numel()
-            found = self._saved.values(Range(name, start * row, start * row + into.numel())).reshape(into.shape)
+            found = self._saved.values(Tile(name, start * row, start * row + into.numel())).reshape(into.shape)
         else:
             found = self._saved.other(name)
             found = found[start : start + len(into)] if found.ndim else found

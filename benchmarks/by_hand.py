@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from shoal.averaging.allreduce.partition import Tile
 from shoal.averaging.allreduce.vector import TileDigests, Vector
+from shoal.layout import Tile
 from shoal.protocol.wire import Held
 
 __all__ = ["average_tile"]
 
 
 def average_tile(
-    vectors: Sequence[Vector], weights: Sequence[float], tile: Tile, reducer: int, digests: TileDigests
+    vectors: Sequence[Vector], weights: Sequence[float], tile: Tile, reducer: int, digests: TileDigests, number: int = 0
 ) -> Held:
     """The reducer averages a tile from all vectors, and all get its bytes. Nothing is settled.
 
@@ -24,6 +24,7 @@ def average_tile(
         tile: which.
         reducer: the vector that it is averaged in.
         digests: of the round.
+        number: the tile's.
 
     Returns:
         The average, with its digest.
@@ -35,7 +36,7 @@ def average_tile(
             data = memoryview(bytearray(vector.contribution(tile)))
             assert data.nbytes == made.encoded_bytes(tile), "a contribution has another size than the reducer expects"
             made.add(tile, made.decoded(tile, data, weights[peer]), weights[peer])
-    held = Held(tile.number, 0, b"", sum(weights), b"")
+    held = Held(number, 0, b"", sum(weights), b"")
     held = replace(held, digest=digests.of(held, made.finish(tile, held.weight)))
     wire = made.average_bytes(tile, held, digests)
     assert wire is not None, "the reducer of an average can give it"

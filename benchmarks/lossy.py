@@ -119,8 +119,9 @@ def average(vectors: Sequence[Vector], weights: Sequence[float], rng: random.Ran
     shares = [numel // len(vectors)] * len(vectors)
     shares[-1] += numel - sum(shares)
     reducers = rng.sample(range(len(vectors)), len(vectors))
-    for tile in vectors[0].tiles(shares, TILE_BYTES):
-        reducer = reducers[tile.reducer]
+    tiling = vectors[0].tiling(shares, TILE_BYTES)
+    for tile, owner in zip(tiling.tiles, tiling.owners, strict=True):
+        reducer = reducers[owner]
         average_tile(vectors, weights, tile, reducer, DIGESTS)
         for peer, vector in enumerate(vectors):
             vector.settle(tile, averaged_here=peer == reducer)

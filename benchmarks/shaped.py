@@ -5,7 +5,7 @@ up and down, 40 ms for a round trip, queues of 100 ms, and no loss or 1%. Conten
 `benchmarks.allreduce`, whose columns these are, and beside them:
 
 - *links allow*: 2 (N - 1) / N x encoded bytes / rate, what each peer must at least send (and receive, meanwhile). With
-  ``--up``, where some send more slowly, the same with the shares that take the least time (`load_balancing`). Nothing
+  ``--up``, where some send more slowly, the same with the shares that take the least time (`layout.balance`). Nothing
   else: no header, no handshake, no round trip, no loss. TCP and IP headers alone take 1.036 times as long.
 - */ allowed*: all-reduce, and whole round, divided by that.
 
@@ -39,7 +39,7 @@ from benchmarks.emulator.namespaces import Emulator, NotPermitted
 from benchmarks.emulator.simulated import simulate
 from benchmarks.emulator.star import Shape
 from benchmarks.emulator.stream import streams_mbit
-from shoal.averaging.allreduce.load_balancing import balance, cost
+from shoal.layout import balance, cost
 
 CONTENDERS = ("shoal", "hivemind", "transport", "sockets")
 COLUMNS = ("all-reduce s", "matchmaking s", "whole round s", "links allow s", "/ allowed", "round / allowed", "CPU s")

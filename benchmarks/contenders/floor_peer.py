@@ -5,16 +5,15 @@ without, and nothing else. No group is formed, nothing is decided: all know in w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import torch
 
 from benchmarks.contenders.transport_peer import TransportPeer
 from benchmarks.contenders.worker import Options, Times, now, serve
-from shoal.averaging.allreduce.partition import Tile
 from shoal.averaging.allreduce.vector import TileDigests, Vector, describe
 from shoal.base.peer import Address
 from shoal.compression import codec_by_name
+from shoal.layout import Tile
 from shoal.protocol.wire import Held
 from shoal.transport.base import Connection
 
@@ -26,10 +25,10 @@ class FloorPeer(TransportPeer):
         super().__init__(options, tensor)
         self.vector = Vector([tensor], describe([tensor], [codec_by_name(options.compression)]))
         even, more = divmod(options.numel, options.peers)
-        self.tiles = self.vector.tiles([even + (rank < more) for rank in range(options.peers)], self.tile_bytes)
+        self.tiling = self.vector.tiling([even + (rank < more) for rank in range(options.peers)], self.tile_bytes)
         self.digests = TileDigests(bytes(16))
-        self.missing: dict[int, int] = {}
-        self.done: dict[int, asyncio.Event] = {}
+        self.missing: dict[Tile, int] = {}
+        self.done: dict[Tile, asyncio.Event] = {}
 
     def join(self, invites: list[str]) -> None:
         super().join(invites)
@@ -44,9 +43,9 @@ class FloorPeer(TransportPeer):
         return Times(called, called, now())
 
     async def exchange(self) -> None:
-        mine = list(self.owned(self.options.rank))
-        self.missing = {tile.number: len(self.accepted) for tile in mine}
-        self.done = {tile.number: asyncio.Event() for tile in mine}
+        mine = self.tiling.owned(self.options.rank)
+        self.missing = {tile: len(self.accepted) for tile in mine}
+        self.done = {tile: asyncio.Event() for tile in mine}
         works = []
         for reducer, connection in self.to_reducer.items():
             works += [self.contribute(connection, reducer), self.land(connection, reducer)]
@@ -54,11 +53,8 @@ class FloorPeer(TransportPeer):
             works += [self.reduce(connection, mine), self.give(connection, mine)]
         await asyncio.gather(*works)
 
-    def owned(self, rank: int) -> Iterator[Tile]:
-        return (tile for tile in self.tiles if tile.reducer == rank)
-
     async def contribute(self, connection: Connection, reducer: int) -> None:
-        for tile in self.owned(reducer):
+        for tile in self.tiling.owned(reducer):
             await connection.write(self.vector.contribution(tile))
 
     async def reduce(self, connection: Connection, mine: list[Tile]) -> None:
@@ -66,25 +62,25 @@ class FloorPeer(TransportPeer):
         for tile in mine:
             data = buffer[: self.vector.encoded_bytes(tile)]
             await connection.readinto(data)
-            if self.missing[tile.number] == len(self.accepted):
+            if self.missing[tile] == len(self.accepted):
                 self.vector.begin_sum(tile, 1.0)
             self.vector.add(tile, self.vector.decoded(tile, data, 1.0), 1.0)
-            self.missing[tile.number] -= 1
-            if not self.missing[tile.number]:
-                held = Held(tile.number, 0, b"", self.options.peers, b"")
+            self.missing[tile] -= 1
+            if not self.missing[tile]:
+                held = Held(self.tiling.tiles.index(tile), 0, b"", self.options.peers, b"")
                 self.digests.of(held, self.vector.finish(tile, held.weight))
-                self.done[tile.number].set()
+                self.done[tile].set()
 
     async def give(self, connection: Connection, mine: list[Tile]) -> None:
         for tile in mine:
-            await self.done[tile.number].wait()
+            await self.done[tile].wait()
             wire = self.vector.ready_bytes(tile)
             assert wire is not None, "it is finished"
             await connection.write(wire)
 
     async def land(self, connection: Connection, reducer: int) -> None:
         buffer = memoryview(bytearray(self.tile_bytes))
-        for tile in self.owned(reducer):
+        for tile in self.tiling.owned(reducer):
             data = self.vector.landing(tile) or buffer[: self.vector.encoded_bytes(tile)]
             await connection.readinto(data)
             self.vector.land(tile, data)

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.averaging.allreduce.partition import Tile
 from shoal.averaging.allreduce.vector import Vector, describe
 from shoal.compression import (
     BlockwiseQuantization,
@@ -19,7 +18,8 @@ from shoal.compression import (
     TopKCompression,
     Uniform8BitQuantization,
 )
-from tests.unit.test_vector import DTYPES, tiles_of
+from shoal.layout import Tile
+from tests.unit.test_vector import DTYPES, segment_of, tiles_of
 
 NUMEL = 700
 
@@ -61,7 +61,7 @@ class Played:
 
     def residual(self, member: int) -> torch.Tensor:
         """What this member keeps."""
-        residual = self.vectors[member]._segments[0].residual
+        residual = segment_of(self.vectors[member]).residual
         assert residual is not None
         return residual.kept
 
@@ -83,9 +83,9 @@ class Played:
             if member != reducer:
                 data = memoryview(self.vectors[member].contribution(tile))
                 made.add(tile, made.decoded(tile, data, weights[member]), weights[member])
-        summed = made._sums[tile.number].to(torch.float64, copy=True)
+        summed = made._sums[tile].to(torch.float64, copy=True)
         made.finish(tile, total)
-        average = made._segments[0].result[where]
+        average = segment_of(made).result[where]
         self.averaged[where] += total * average.double()
         for member, vector in enumerate(self.vectors):
             if member == reducer:

@@ -40,9 +40,9 @@ def play(vectors: list[Vector], weights: list[float], *, on_reference: bool, red
     for vector, weight in zip(vectors, weights, strict=True):
         assert vector.copy_in(weight=weight) is None
         vector.agree(on_reference=on_reference)
-    tiles = vectors[0].tiles([500, 600, 400], 1024)
-    for tile in tiles:
-        reducer = reducers[tile.reducer]
+    tiling = vectors[0].tiling([500, 600, 400], 1024)
+    for tile, owner in zip(tiling.tiles, tiling.owners, strict=True):
+        reducer = reducers[owner]
         held = average_tile(vectors, weights, tile, reducer, DIGESTS)
         for peer, vector in enumerate(vectors):
             if peer != reducer:
@@ -111,7 +111,7 @@ def test_updates_add_up_with_feedback(codec: CompressionBase, seed: int, rounds:
     kept = [
         segment.residual.kept.double()
         for vector in vectors
-        for segment in vector._segments
+        for segment in vector._segments.values()
         if segment.residual is not None
     ]
     missing = torch.stack(kept).sum(0)

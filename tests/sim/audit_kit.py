@@ -20,11 +20,11 @@ import torch
 
 from shoal.averaging import Averager, StepResult
 from shoal.averaging.allreduce.interface import has_member
-from shoal.averaging.allreduce.partition import Tile
 from shoal.averaging.allreduce.segments import SegmentBuffers, sum_dtype
 from shoal.base.peer import PeerID
 from shoal.compression import BFloat16Compression, CompressionBase, TopKCompression
 from shoal.compression.wrapped import WrappedCompression
+from shoal.layout import Tile
 from shoal.protocol.wire import Held
 
 __all__ = ["Audit"]
@@ -64,7 +64,7 @@ class Audit:
 
     def bring(self, round_id: bytes, averager: Averager, weight: float) -> None:
         """The group of this member is formed; its tensors hold what it will average."""
-        segments = averager.vector._segments
+        segments = averager.vector._segments.values()
         self._brought[round_id][averager.core.peer_id] = Brought(
             weight=0.0 if averager.settings.auxiliary else weight,
             values=_flat(averager.tensors),
@@ -96,15 +96,15 @@ class Audit:
             return  # it has no average
         round_, average = averager._last_round, _flat(averager.tensors)
         assert round_ is not None
-        assert len(outcome.commit.tiles) == len(round_.tiles)
+        assert len(outcome.commit.tiles) == len(round_.tiling.tiles)
         if result.round_id in self._right and torch.equal(average, self._right[result.round_id]):
             self.checked += 1  # the same bits, by the same commit
             return
         all_brought = self._brought[result.round_id]
         brought = [all_brought.get(member.contact.peer) for member in outcome.members]
-        for tile, held in zip(round_.tiles, outcome.commit.tiles, strict=True):
+        for tile, held in zip(round_.tiling.tiles, outcome.commit.tiles, strict=True):
             try:
-                _check_tile(averager.vector._segments[tile.segment], tile, held, brought, average)
+                _check_tile(averager.vector._segments[tile.name], tile, held, brought, average)
             except AssertionError as error:
                 error.add_note(f"in round {result.round_id.hex()}: {tile}, {held}")
                 raise
@@ -117,7 +117,8 @@ def _check_tile(
 ) -> None:
     """One tile of one average."""
     counted, others = _sorted(held, brought)
-    place = slice(tile.start, tile.stop)
+    first = segment.segment.start + tile.start
+    place = slice(first, first + tile.numel)
     weights = torch.tensor([[each.weight] for each in counted], dtype=torch.float64)
     total = float(weights.sum())
     assert abs(held.weight - total) <= 1e-9 * total, f"the weights are {held.weight} in all, counted are {total}"
@@ -136,7 +137,7 @@ def _check_tile(
     wrong = min((_beyond(segment.codec, each, got, lost) for each in means), key=torch.max)
     at = int(wrong.argmax())
     assert wrong[at] <= 0, (
-        f"the average is {average[place][at]:.9g} at {tile.start + at}, the mean of the {len(counted)} counted is "
+        f"the average is {average[place][at]:.9g} at {first + at}, the mean of the {len(counted)} counted is "
         f"{(mean + base)[at]:.9g}: {wrong[at]:.3g} more than what may be lost"
     )
 

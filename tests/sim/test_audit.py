@@ -10,10 +10,10 @@ import torch
 
 from shoal import sim
 from shoal.averaging.allreduce import round_tiles
-from shoal.averaging.allreduce.partition import Tile
 from shoal.averaging.allreduce.vector import Vector
 from shoal.compression import CompressionBase
 from shoal.events import Event, GroupFormed
+from shoal.layout import Tile
 from tests.codecs import CODECS
 from tests.sim.audit_kit import Audit
 from tests.sim.averaging_kit import Trial

@@ -151,7 +151,7 @@ class Trial:
     def reference(self, commit: Commit) -> torch.Tensor:
         """The weighted mean in float64 of those whom the verdict names."""
         mean = torch.zeros(self.values[0].numel(), dtype=torch.float64)
-        for tile, held in zip(self.rounds[0].tiles, commit.tiles, strict=True):
+        for tile, held in zip(self.rounds[0].tiling.tiles, commit.tiles, strict=True):
             counted = [i for i in range(len(self.word)) if held.contributors[i // 8] >> i % 8 & 1]
             assert not set(counted) & set(self.auxiliaries)
             total = sum(self.weights[i] for i in counted)
@@ -422,7 +422,9 @@ def test_an_auxiliary_reducer_dies(after_s: float, way: str) -> None:
         assert trial.contributors(commit) == {0, 1}
         assert all(result.outcome is not None for result in trial.results[:2])
         again = [
-            held.attempt for tile, held in zip(trial.rounds[0].tiles, commit.tiles, strict=True) if tile.reducer == 2
+            held.attempt
+            for reducer, held in zip(trial.rounds[0].tiling.owners, commit.tiles, strict=True)
+            if reducer == 2
         ]
         assert all(again) or after_s > 0.1
         assert any(again) or after_s > 1.0

@@ -153,7 +153,7 @@ def test_a_late_contribution_does_not_touch_a_newer_attempt() -> None:
         await sleep(0.5)
         newer = Held(0, 1, b"\x06", 2.0, b"n" * 16)
         round_.machine.rules.expect(0, 1)  # as `RoundTiles.land` does when it receives another reducer's average
-        landing = a.vector.landing(round_.tiles[0])
+        landing = a.vector.landing(round_.tiling.tiles[0])
         assert landing is not None
         landing[:] = encoded(2.5, 200)
         assert round_.machine.rules.averaged(newer)

@@ -18,6 +18,7 @@ from tests.sim.averaging_kit import same_bits
 from tests.sim.round_kit import RoundPeer, gather_group
 from tests.sim.rpc_kit import SimNet, on_sim, together
 from tests.sim.test_auxiliary import Trial
+from tests.unit.test_vector import segment_of
 
 NUMEL = 20_000
 CODECS = [ErrorFeedback(TopKCompression(0.1, bits=2)), ErrorFeedback(BlockwiseQuantization(bits=2))]
@@ -25,7 +26,7 @@ CODECS = [ErrorFeedback(TopKCompression(0.1, bits=2)), ErrorFeedback(BlockwiseQu
 
 def kept(member: RoundPeer) -> torch.Tensor:
     """What a member has yet to send."""
-    residual = member.vector._segments[0].residual
+    residual = segment_of(member.vector).residual
     assert residual is not None
     return residual.kept.to(torch.float64, copy=True)
 
@@ -33,7 +34,7 @@ def kept(member: RoundPeer) -> torch.Tensor:
 def counted(trial: Trial, commit: Commit) -> torch.Tensor:
     """What the members contributed that the verdict names, times their weights."""
     total = torch.zeros(NUMEL, dtype=torch.float64)
-    for tile, held in zip(trial.rounds[0].tiles, commit.tiles, strict=True):
+    for tile, held in zip(trial.rounds[0].tiling.tiles, commit.tiles, strict=True):
         for i, (weight, values) in enumerate(zip(trial.weights, trial.values, strict=True)):
             if has_member(held.contributors, i):
                 total[tile.start : tile.stop] += weight * values[tile.start : tile.stop].double()
@@ -42,8 +43,8 @@ def counted(trial: Trial, commit: Commit) -> torch.Tensor:
 
 def averaged(trial: Trial, commit: Commit, member: RoundPeer) -> torch.Tensor:
     """The averages of a round, times their weights."""
-    weighted = member.vector._segments[0].result.double()
-    for tile, held in zip(trial.rounds[0].tiles, commit.tiles, strict=True):
+    weighted = segment_of(member.vector).result.double()
+    for tile, held in zip(trial.rounds[0].tiling.tiles, commit.tiles, strict=True):
         weighted[tile.start : tile.stop] *= held.weight
     return weighted
 
@@ -93,7 +94,7 @@ def test_a_member_that_stands_still_for_a_while_keeps_what_was_not_counted() -> 
         rng = random.Random(seed)
         trial = await Trial.make(net, "tttt", seed=seed, numel=NUMEL, codec=CODECS[seed % 2])
         for member in trial.members:  # as after earlier rounds
-            kept_before = member.vector._segments[0].residual
+            kept_before = segment_of(member.vector).residual
             assert kept_before is not None
             kept_before.kept.normal_(generator=torch.Generator().manual_seed(seed))
         before = sum((kept(member) for member in trial.members), torch.zeros(()))
@@ -106,8 +107,9 @@ def test_a_member_that_stands_still_for_a_while_keeps_what_was_not_counted() -> 
         await together(*(round_.close() for round_ in trial.rounds))
         commit = results[0].commit
         if isinstance(results[still], RoundFailed):  # it cannot learn the verdict: as if it had
-            for tile, held in zip(trial.rounds[0].tiles, commit.tiles, strict=True):
-                here = tile.reducer == still and held.attempt == 0
+            tiling = trial.rounds[0].tiling
+            for tile, reducer, held in zip(tiling.tiles, tiling.owners, commit.tiles, strict=True):
+                here = reducer == still and held.attempt == 0
                 if here or has_member(held.contributors, still):
                     trial.members[still].vector.settle(tile, averaged_here=here)
         else:

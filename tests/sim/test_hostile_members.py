@@ -527,7 +527,7 @@ def says_gone(round_: Round) -> None:
 
 def storms(round_: Round) -> None:
     """It has all tiles averaged again and again, each time by the next member."""
-    tiles, count = list(range(len(round_.tiles))), len(round_.members)
+    tiles, count = list(range(len(round_.tiling.tiles))), len(round_.members)
 
     async def storm() -> None:
         for attempt in range(1, count + 1):

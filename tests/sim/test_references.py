@@ -170,14 +170,16 @@ def test_a_round_that_fails_leaves_the_reference_as_it_was() -> None:
         pair = ["p0", "p1"]
         [name, _], _ = await together(trial, pair)
         kept = [
-            segment.reference.values.clone() for segment in trial.swarm.peer("p0").vector._segments if segment.reference
+            segment.reference.values.clone()
+            for segment in trial.swarm.peer("p0").vector._segments.values()
+            if segment.reference
         ]
         steps = [trial.step(each, weight=0.0, allow_retries=False) for each in pair]
         failures = await asyncio.gather(*steps, return_exceptions=True)
         assert all(isinstance(failure, RoundFailed) for failure in failures)
         averagers = [trial.swarm.peer(each) for each in pair]
         assert [averager.vector.reference_name for averager in averagers] == [name, name]
-        for segment, before in zip(averagers[0].vector._segments, kept, strict=True):
+        for segment, before in zip(averagers[0].vector._segments.values(), kept, strict=True):
             assert segment.reference is not None
             assert torch.equal(segment.reference.values, before)
         wanted = drift(values, generator, 1e-4)

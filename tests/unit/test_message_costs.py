@@ -15,9 +15,8 @@ import msgspec
 import pytest
 
 from shoal.averaging.allreduce.coordinator import Coordinator
-from shoal.averaging.allreduce.load_balancing import alike, balance
 from shoal.averaging.allreduce.member import MemberMachine
-from shoal.averaging.allreduce.partition import most_tiles
+from shoal.averaging.allreduce.schema import most_tiles
 from shoal.averaging.directory import _entries
 from shoal.averaging.matchmaking.joins import check_last_answer
 from shoal.base.clock import Env
@@ -29,6 +28,7 @@ from shoal.dht.local import Local, Vault
 from shoal.dht.neighbours import Neighbours
 from shoal.dht.storage import wire_bytes
 from shoal.dht.validation import CompositeValidator, signed_record
+from shoal.layout import alike, balance
 from shoal.protocol.identity import Identity
 from shoal.protocol.wire import (
     Assign,

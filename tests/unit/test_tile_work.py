@@ -40,7 +40,7 @@ def test_a_tile_is_not_free_while_a_thread_works_on_it() -> None:
         tensors = [torch.zeros(NUMEL)]
         vector = Vector(tensors, describe(tensors, [Uniform8BitQuantization()]))
         executor, order = SlowExecutor(), list[str]()
-        tile = vector.tiles([NUMEL], 1 << 20)[0]
+        tile = vector.tiling([NUMEL], 1 << 20).tiles[0]
         work = TileWork(vector, executor, 1)
 
         async def attempt(name: str) -> None:

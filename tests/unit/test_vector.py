@@ -11,10 +11,11 @@ from msgspec.structs import replace
 
 from benchmarks.by_hand import average_tile
 from shoal.averaging.allreduce.interface import MAX_WEIGHT, MIN_WEIGHT, is_weight
-from shoal.averaging.allreduce.partition import Tile
+from shoal.averaging.allreduce.segments import SegmentBuffers
 from shoal.averaging.allreduce.vector import TileDigests, Vector, _same_bits, describe
 from shoal.compression import CompressionBase, Float16Compression, NoCompression
 from shoal.errors import ConfigError, PeerProtocolError
+from shoal.layout import Tile
 from shoal.protocol.wire import Held
 from tests.codecs import CODECS
 
@@ -30,12 +31,21 @@ def vector_of(tensors: Sequence[torch.Tensor], codec: CompressionBase = PLAIN) -
 
 def tiles_of(vector: Vector, tile_bytes: int = 1024) -> list[Tile]:
     """All of it, one reducer."""
-    return vector.layout.tiles([vector.layout.numel], tile_bytes)
+    return list(vector.layout.tiling([vector.layout.numel], tile_bytes).tiles)
+
+
+def segment_of(vector: Vector) -> SegmentBuffers:
+    """Its only segment."""
+    (found,) = vector._segments.values()
+    return found
 
 
 def average(vectors: Sequence[Vector], weights: Sequence[float], tile_bytes: int = 1024) -> list[Held]:
     """What a round does, without the network: the first vector owns every tile. Returns the averages' names."""
-    return [average_tile(vectors, weights, tile, 0, DIGESTS) for tile in tiles_of(vectors[0], tile_bytes)]
+    return [
+        average_tile(vectors, weights, tile, 0, DIGESTS, number)
+        for number, tile in enumerate(tiles_of(vectors[0], tile_bytes))
+    ]
 
 
 def values(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 import msgspec
 import pytest
 
-from shoal.averaging.allreduce.partition import TensorSpec
 from shoal.base.peer import Address, PeerID
+from shoal.layout import TensorSpec
 from shoal.protocol import wire
 from shoal.run.decide.agreement import Agreement, Contributor, Said
 from shoal.run.decide.check import Check

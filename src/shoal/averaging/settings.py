@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from shoal.averaging.allreduce.partition import MAX_TILE_BYTES, MIN_TILE_BYTES
+from shoal.averaging.allreduce.schema import MAX_TILE_BYTES, MIN_TILE_BYTES
 from shoal.averaging.matchmaking import MatchmakingConfig
 from shoal.averaging.timeouts import TIMEOUTS, check_timeouts
 from shoal.errors import ConfigError

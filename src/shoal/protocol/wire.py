@@ -805,7 +805,7 @@ class Join(
 
     Attributes:
         group: the group key: `PREFIX.0bBITS[@tag]`.
-        schema: zlib of MessagePack: shape, dtype and codec of each tensor (`shoal.averaging.allreduce.partition`).
+        schema: zlib of MessagePack: shape, dtype and codec of each tensor (`shoal.layout.TensorSpec`).
         settings: named values that must be equal in the whole run.
         expiration: when the asker's own window ends: wall clock, seconds.
         member: the asker.

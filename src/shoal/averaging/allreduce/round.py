@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import MappingProxyType
@@ -35,7 +35,6 @@ from shoal.averaging.allreduce.coordinator import Coordinator, CoordinatorAction
 from shoal.averaging.allreduce.interface import MAX_WEIGHT, MIN_WEIGHT, Outcome, RoundOptions, any_weight, is_weight
 from shoal.averaging.allreduce.lateness import LEAST_S
 from shoal.averaging.allreduce.member import AskOthers, Blame, CutOff, Finish, LookAt, MemberAction, MemberMachine
-from shoal.averaging.allreduce.partition import Tile
 from shoal.averaging.allreduce.round_tiles import RoundTiles
 from shoal.averaging.allreduce.segments import common_reference
 from shoal.averaging.allreduce.slow_lines import promised_s
@@ -50,6 +49,7 @@ from shoal.base.sometimes import sometimes
 from shoal.base.tasks import Changes, Tasks
 from shoal.errors import ConfigError, PeerError, PeerProtocolError, PeerRefused, RoundFailed
 from shoal.events import PeerDropped, Warned
+from shoal.layout import Tiling
 from shoal.protocol.wire import (
     MAX_GROUP_SIZE,
     Abort,
@@ -165,9 +165,9 @@ class Round:
         self.endpoint, self.env = table.endpoint, table.endpoint.env
         self.round_id, self.members = group.round_id, list(group.members)
         self.me, self.coordinator = group.my_index, group.coordinator
-        self.tiles = _cut(group, vector, weight)
+        self.tiling = _cut(group, vector, weight)
         self.terms = blake3(encode(group.begin)).digest(length=16)
-        reducers = [tile.reducer for tile in self.tiles]
+        reducers = self.tiling.owners
         self._table, self._options = table, options
         self._loop, self._over, self._closed = asyncio.get_running_loop(), False, False
         self._promised_s = self._promises(vector)
@@ -187,7 +187,7 @@ class Round:
             brief_s=self._brief_s,
             most_weight=options.most_weight or any_weight,
         )
-        self._tiles = RoundTiles(vector, self.tiles, self.machine, self.env.executor, weight=weight)
+        self._tiles = RoundTiles(vector, self.tiling.tiles, self.machine, self.env.executor, weight=weight)
         self._coordinating = self._new_coordinator(reducers) if self.me == self.coordinator else None
         # Of the coordinator: to each other member; of another member: to the coordinator.
         self._control: dict[int, ControlStream] = {
@@ -225,8 +225,8 @@ class Round:
         if options.way_s <= 0:
             return [0.0] * len(members)
         reduced = [0] * len(members)
-        for tile in self.tiles:
-            reduced[tile.reducer] += vector.encoded_bytes(tile)
+        for tile, reducer in zip(self.tiling.tiles, self.tiling.owners, strict=True):
+            reduced[reducer] += vector.encoded_bytes(tile)
         total, takers = sum(reduced), sum(member.contributes for member in members)
         return promised_s(
             [
@@ -257,7 +257,7 @@ class Round:
         """
         return min(self._stall_s / 2, max(self._options.spare_s, self._options.report_s) + self._tick_s)
 
-    def _new_coordinator(self, reducers: list[int]) -> Coordinator:
+    def _new_coordinator(self, reducers: Sequence[int]) -> Coordinator:
         options = self._options
         return Coordinator(
             self.round_id,
@@ -309,7 +309,7 @@ class Round:
         if not self.machine.rules.succeeded or commit is None:
             raise self._failure()
         await shielded(self._tiles.settle(commit))
-        return Outcome.of(commit, self.members, [tile.reducer for tile in self.tiles])
+        return Outcome.of(commit, self.members, self.tiling.owners)
 
     async def end_streams(self) -> None:
         """The verdict is known: end our streams, so that their connections can be used again.
@@ -374,7 +374,7 @@ class Round:
     def _word_was_false(self) -> bool:
         """Whether members that the coordinator called gone were there, or it had most reducers replaced."""
         replaced = self.machine.rules.replaced
-        reducers = {tile.reducer for tile in self.tiles}
+        reducers = set(self.tiling.owners)
         return self._coordinating is None and (
             any(self._looked_at.values()) or (len(replaced) > 1 and 2 * len(replaced) > len(reducers))
         )
@@ -555,7 +555,7 @@ class Round:
         self._control_lost(member, reason)
 
     def _is_sound(self, report: Report) -> bool:
-        members, tiles = len(self.members), len(self.tiles)
+        members, tiles = len(self.members), len(self.tiling.tiles)
         return all(lost < members for lost in report.lost) and all(
             held.tile < tiles and self.machine.is_sound(held) for held in report.held
         )
@@ -749,7 +749,8 @@ class Round:
             self._served.notify()
 
     def _requested(self, served: ReducerStream, message: PartRequest, nbytes: int) -> None:
-        tile = self._tiles.named(message.tile, message.attempt, served.stream.peer_id).number
+        tile = message.tile
+        self._tiles.named(tile, message.attempt, served.stream.peer_id)
         if nbytes:
             raise PeerProtocolError("a request with a payload", served.stream.peer_id)
         rules = self.machine.rules
@@ -891,7 +892,7 @@ class Round:
         self.give_up(f"internal error: {text}")
 
 
-def _cut(group: Group, vector: Vector, weight: float) -> list[Tile]:
+def _cut(group: Group, vector: Vector, weight: float) -> Tiling:
     """The tiles of a round of this group, whose values are in `vector`.
 
     Raises:
@@ -908,11 +909,11 @@ def _cut(group: Group, vector: Vector, weight: float) -> list[Tile]:
     if contributes and reference and reference != vector.reference_name:
         raise ConfigError("the group was formed for another reference than ours")
     vector.agree(on_reference=bool(reference))
-    tiles = vector.tiles(group.shares, group.tile_bytes)
-    for tile in tiles:
-        if not group.members[tile.reducer].reduces:
-            raise ConfigError(f"member {tile.reducer} was given a share, and cannot reduce")
-    return tiles
+    tiling = vector.tiling(group.shares, group.tile_bytes)
+    for reducer in tiling.owners:
+        if not group.members[reducer].reduces:
+            raise ConfigError(f"member {reducer} was given a share, and cannot reduce")
+    return tiling
 
 
 class RoundTable:

@@ -9,14 +9,13 @@ waits only for the bytes of that tile. Small work is done in the loop, large wor
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import ParamSpec, TypeVar
 
 from msgspec.structs import replace
 
 from shoal.averaging.allreduce.interface import OUTWEIGHS, has_member, is_weight
 from shoal.averaging.allreduce.member import CutOff, Finish, MemberMachine, Work
-from shoal.averaging.allreduce.partition import Tile
 from shoal.averaging.allreduce.streams import SenderStream, UpStream
 from shoal.averaging.allreduce.vector import NO_DIGEST, TileDigests, Vector
 from shoal.base.clock import Executor, shielded
@@ -24,6 +23,7 @@ from shoal.base.peer import PeerID
 from shoal.base.sometimes import sometimes
 from shoal.base.tasks import Changes
 from shoal.errors import PeerProtocolError
+from shoal.layout import Tile
 from shoal.protocol.wire import Commit, Held, PartAbsent, PartAverage, PartData
 from shoal.transport.base import Buffer
 
@@ -89,7 +89,7 @@ class RoundTiles:
     def __init__(
         self,
         vector: Vector,
-        tiles: list[Tile],
+        tiles: Sequence[Tile],
         machine: MemberMachine,
         executor: Executor,
         *,
@@ -169,9 +169,9 @@ class RoundTiles:
         if weight != self._told.setdefault(sender, weight):
             raise PeerProtocolError(f"weight {weight:g} after {self._told[sender]:g} in the same round", peer)
         if nbytes != (self._vector.encoded_bytes(tile) if weight > 0 else 0):
-            raise PeerProtocolError(f"{nbytes} bytes for tile {tile.number}", peer)
+            raise PeerProtocolError(f"{nbytes} bytes for tile {message.tile}", peer)
         rules, contributions = self._machine.rules, self._machine.contributions
-        while message.attempt > rules.attempt[tile.number] and not self._over:
+        while message.attempt > rules.attempt[message.tile] and not self._over:
             sometimes("values come for an attempt that their reducer has not heard of")
             await self._assignments.next()  # the sender heard of the new attempt before us
         data = await read(nbytes)
@@ -187,9 +187,9 @@ class RoundTiles:
             return []
         await self._begun[work].wait()
         # Counted before it is added; the tile cannot be finished in between, because that needs the lock too.
-        async with self._work.locks[tile.number]:
+        async with self._work.locks[message.tile]:
             # A newer attempt may be in its place already: sums and received averages share their memory.
-            if rules.attempt[tile.number] != message.attempt or not contributions.expects(*work, sender):
+            if rules.attempt[message.tile] != message.attempt or not contributions.expects(*work, sender):
                 return []
             self._weights[work] += weight
             ready = self._contributed(work, sender, counts=True)
@@ -259,13 +259,13 @@ class RoundTiles:
         """
         tile, rules = self.named(held.tile, held.attempt, stream.peer_id), self._machine.rules
         if nbytes != self._vector.encoded_bytes(tile):
-            raise PeerProtocolError(f"a malformed average of tile {tile.number}", stream.peer_id)
+            raise PeerProtocolError(f"a malformed average of tile {held.tile}", stream.peer_id)
         if not self._machine.is_sound(held):
-            raise PeerProtocolError(f"an average of tile {tile.number} with the weight {held.weight:g}", stream.peer_id)
-        if rules.wants(tile.number, held.attempt):
-            async with self._work.locks[tile.number]:
-                if rules.wants(tile.number, held.attempt):
-                    rules.expect(tile.number, held.attempt)
+            raise PeerProtocolError(f"an average of tile {held.tile} with the weight {held.weight:g}", stream.peer_id)
+        if rules.wants(held.tile, held.attempt):
+            async with self._work.locks[held.tile]:
+                if rules.wants(held.tile, held.attempt):
+                    rules.expect(held.tile, held.attempt)
                     await self._land_in_place(sender, stream, tile, held, nbytes)
                     return self._averaged(held)
         sometimes("an average comes that is held already")
@@ -273,7 +273,7 @@ class RoundTiles:
         return False
 
     async def _land_in_place(self, sender: SenderStream, stream: UpStream, tile: Tile, held: Held, nbytes: int) -> None:
-        sender.landing = tile.number
+        sender.landing = held.tile
         try:
             place = self._vector.landing(tile)
             data = sender.scratch(nbytes) if place is None else place
@@ -286,7 +286,7 @@ class RoundTiles:
 
     def _checked(self, tile: Tile, held: Held, data: memoryview) -> None:
         if self._digests.of(held, data) != held.digest:
-            raise PeerProtocolError(f"an average of tile {tile.number} that is not the one that its digest names")
+            raise PeerProtocolError(f"an average of tile {held.tile} that is not the one that its digest names")
         self._vector.land(tile, data)
 
     async def average(self, number: int) -> tuple[PartAverage | PartAbsent, Buffer | None] | None:
@@ -306,7 +306,7 @@ class RoundTiles:
         vector.name_reference(b"")  # while the reference is neither the old one nor the new one
         for tile, held in zip(self._tiles, commit.tiles, strict=True):
             if vector.remembers(tile):
-                here = (tile.number, held.attempt) in self._weights  # each attempt has one reducer
+                here = (held.tile, held.attempt) in self._weights  # each attempt has one reducer
                 counted = has_member(held.contributors, self._machine.me)
                 await self._work.compute(tile, vector.settle, tile, averaged_here=here, counted=counted)
         if self._machine.rules.contributes:  # an auxiliary member has not got all averages

@@ -43,8 +43,8 @@ from typing import NamedTuple
 
 import torch
 
-from shoal.averaging.allreduce.partition import Segment, Tile
 from shoal.compression import CompressionBase, Differences, ErrorFeedback, NoCompression, codec_by_name, dtype_by_name
+from shoal.layout import Segment, Tile
 from shoal.protocol.wire import Member
 
 __all__ = ["LARGEST", "Reference", "Residual", "RoundMemory", "SegmentBuffers", "common_reference", "sum_dtype"]
@@ -97,31 +97,27 @@ class Reference:
     """The reference of one segment.
 
     Args:
-        start: the segment's first element in the flat vector.
         values: as long as the segment, in its dtype.
 
     Attributes:
         agreed: whether this round codes against it.
     """
 
-    def __init__(self, start: int, values: torch.Tensor) -> None:
-        self._start, self.values = start, values
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
         self.agreed = False
 
     def difference(self, tile: Tile, values: torch.Tensor) -> torch.Tensor:
         """These values less the reference, in their dtype. 16-bit values that are out of range are cut."""
-        return _within(values - self._piece(tile))
+        return _within(values - tile.of(self.values))
 
     def restore(self, tile: Tile, differences: torch.Tensor) -> None:
         """Make values of differences, in place: the same bits from the same bits, as each is rounded once."""
-        _within(differences.add_(self._piece(tile)))
+        _within(differences.add_(tile.of(self.values)))
 
     def keep(self, tile: Tile, average: torch.Tensor) -> None:
         """This average was committed."""
-        self._piece(tile).copy_(average)
-
-    def _piece(self, tile: Tile) -> torch.Tensor:
-        return self.values[tile.start - self._start : tile.stop - self._start]
+        tile.of(self.values).copy_(average)
 
 
 def _within(values: torch.Tensor) -> torch.Tensor:
@@ -135,18 +131,18 @@ class Residual:
     """The losses of one segment's encodings.
 
     Args:
-        dtype: the dtype of the segment's tensors.
-        start: its first element in the flat vector.
+        segment: of which they are.
+        dtype: the dtype of its tensors.
         kept: the residual itself, in the dtype of sums; as long as the segment.
         limit: a value times a weight of more than this cannot be summed.
     """
 
-    def __init__(self, dtype: torch.dtype, start: int, kept: torch.Tensor, *, limit: float) -> None:
+    def __init__(self, segment: Segment, dtype: torch.dtype, kept: torch.Tensor, *, limit: float) -> None:
         self.kept = kept
-        self._dtype, self._start, self._limit = dtype, start, limit
+        self._segment, self._dtype, self._limit = segment, dtype, limit
         self._weight = 0.0
-        self._sent: dict[int, memoryview] = {}
-        self._lost: dict[int, torch.Tensor] = {}
+        self._sent: dict[Tile, memoryview] = {}
+        self._lost: dict[Tile, torch.Tensor] = {}
 
     def begin(self, weight: float) -> None:
         """A round begins in which this member's values have this weight; forget the encodings of the last one."""
@@ -156,33 +152,30 @@ class Residual:
 
     def contribution(self, tile: Tile, values: torch.Tensor, codec: CompressionBase) -> memoryview:
         """My values of a tile plus the residual of earlier rounds, encoded; always the same bytes in one round."""
-        if (data := self._sent.get(tile.number)) is None:
-            due = self._piece(tile).div(self._weight).add_(values)
-            data = self._sent[tile.number] = codec.encode(self._within(due, max(self._weight, 1.0)), tile.sizes)
+        if (data := self._sent.get(tile)) is None:
+            due = tile.of(self.kept).div(self._weight).add_(values)
+            data = self._sent[tile] = codec.encode(self._within(due, max(self._weight, 1.0)), self._segment.sizes(tile))
         return data
 
     def average(
         self, tile: Tile, sums: torch.Tensor, total_weight: float, codec: CompressionBase, out: torch.Tensor
     ) -> memoryview:
         """The average, encoded; `out` gets its decoded values, and may be the memory of `sums`."""
-        due = sums + self._piece(tile)
-        data = codec.encode(self._within(due / total_weight, 1.0), tile.sizes)
-        codec.decode_into(data, self._dtype, out, tile.sizes)
-        self._lost[tile.number] = due.sub_(out, alpha=total_weight)
+        due = sums + tile.of(self.kept)
+        data = codec.encode(self._within(due / total_weight, 1.0), self._segment.sizes(tile))
+        codec.decode_into(data, self._dtype, out, self._segment.sizes(tile))
+        self._lost[tile] = due.sub_(out, alpha=total_weight)
         return data
 
     def settle(self, tile: Tile, values: torch.Tensor, codec: CompressionBase, *, averaged_here: bool) -> None:
         """The round was committed with the average that was made here, or else with the values that were sent."""
-        kept = self._piece(tile)
+        kept = tile.of(self.kept)
         if averaged_here:
-            kept.copy_(self._lost[tile.number])
-        elif (data := self._sent.get(tile.number)) is not None:
+            kept.copy_(self._lost[tile])
+        elif (data := self._sent.get(tile)) is not None:
             # The difference first: it is small where the codec is good.
-            decoded = codec.decode(data, tile.numel, self._dtype, tile.sizes)
+            decoded = codec.decode(data, tile.numel, self._dtype, self._segment.sizes(tile))
             kept.add_(values.to(kept.dtype).sub(decoded), alpha=self._weight)
-
-    def _piece(self, tile: Tile) -> torch.Tensor:
-        return self.kept[tile.start - self._start : tile.stop - self._start]
 
     def _within(self, values: torch.Tensor, weight: float) -> torch.Tensor:
         """The values cut to the range that others accept, in the tensors' dtype; the rest stays in the residual."""
@@ -193,7 +186,7 @@ class Residual:
 class SegmentBuffers(NamedTuple):
     """Memory of one segment. `sums` is `result` itself where sums are kept in the tensors' own dtype."""
 
-    start: int
+    segment: Segment
     dtype: torch.dtype
     named: CompressionBase
     local: torch.Tensor
@@ -207,21 +200,30 @@ class SegmentBuffers(NamedTuple):
         dtype, codec = local.dtype, codec_by_name(segment.codec)
         residual = reference = None
         if isinstance(codec, Differences):
-            reference = Reference(segment.start, torch.zeros_like(local))
+            reference = Reference(torch.zeros_like(local))
         if isinstance(codec.codec if isinstance(codec, Differences) else codec, ErrorFeedback):
             kept = torch.zeros(local.numel(), dtype=sum_dtype(dtype), device=local.device)
             # Half: decoded values may be a little larger than the encoded ones, and others would refuse them.
-            residual = Residual(dtype, segment.start, kept, limit=LARGEST[kept.dtype] / 2)
-        return cls(segment.start, dtype, codec, local, result, residual, reference)
+            residual = Residual(segment, dtype, kept, limit=LARGEST[kept.dtype] / 2)
+        return cls(segment, dtype, codec, local, result, residual, reference)
 
     @classmethod
-    def of_all(cls, segments: Iterable[Segment], memory: RoundMemory) -> list[SegmentBuffers]:
-        """The buffers of these segments, one after another."""
-        found, start = [], 0
+    def of_all(cls, segments: Iterable[Segment], memory: RoundMemory) -> dict[str, SegmentBuffers]:
+        """The buffers of these segments by name, one after another."""
+        found, start = {}, 0
         for segment in segments:
-            local, result, start = memory.take(start, segment.stop - segment.start, dtype_by_name(segment.dtype))
-            found.append(cls.of(segment, local, result))
+            local, result, start = memory.take(start, segment.numel, dtype_by_name(segment.dtype))
+            found[segment.name] = cls.of(segment, local, result)
         return found
+
+    @property
+    def name(self) -> str:
+        """The segment's."""
+        return self.segment.name
+
+    def sizes(self, tile: Tile) -> tuple[int, ...]:
+        """See `Segment.sizes`."""
+        return self.segment.sizes(tile)
 
     @property
     def codec(self) -> CompressionBase:
@@ -233,11 +235,7 @@ class SegmentBuffers(NamedTuple):
         """The reference that this round codes against."""
         return self.reference if self.reference is not None and self.reference.agreed else None
 
-    def piece(self, values: torch.Tensor, tile: Tile) -> torch.Tensor:
-        """A part of `local` or `result`."""
-        return values[tile.start - self.start : tile.stop - self.start]
-
     def own_values(self, tile: Tile) -> torch.Tensor:
         """My values of a tile, as they are encoded and summed."""
-        values = self.piece(self.local, tile)
+        values = tile.of(self.local)
         return values if self.against is None else self.against.difference(tile, values)

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 
 import torch
 
+from shoal.layout import Tile
+
 __all__ = ["StillWatch"]
 
 _ELEMENTS = 1 << 16
@@ -28,7 +30,7 @@ class StillWatch:
 
     def __init__(self, elements: int) -> None:
         self._every = -(-elements // _ELEMENTS) or 1
-        self._before: dict[int, torch.Tensor] = {}  # each so many-th average of the last round, by the segment's start
+        self._before: dict[str, torch.Tensor] = {}  # each so many-th average of the last round, by segment
         self._lost = self._meant = self._in_a_row = 0
         self._narrow = ""
 
@@ -40,35 +42,34 @@ class StillWatch:
         """A copy of the elements to look at, of values that begin so many places within a segment."""
         return values[-offset % self._every :: self._every].to(torch.float32, copy=True)
 
-    def look(self, segment: int, offset: int, average: torch.Tensor, rounded: torch.Tensor, narrow: str) -> None:
-        """A tile of the segment that begins there was averaged, and rounded to this dtype.
+    def look(self, tile: Tile, average: torch.Tensor, rounded: torch.Tensor, narrow: str) -> None:
+        """A tile was averaged, and rounded to this dtype.
 
         Args:
-            segment: where it begins.
-            offset: of the tile within it.
+            tile: which.
             average: `sample` of the average.
             rounded: all of it, in its place.
             narrow: name of the dtype.
         """
-        if (known := self._before.get(segment)) is None:
+        if (known := self._before.get(tile.name)) is None:
             return
-        first = -(-offset // self._every)
-        before, now = known[first : first + average.numel()], self.sample(rounded, offset)
+        first = -(-tile.start // self._every)
+        before, now = known[first : first + average.numel()], self.sample(rounded, tile.start)
         meant = average != before
         self._meant += int(meant.count_nonzero())
         self._lost += int((meant & (now == before)).count_nonzero())
         self._narrow = narrow
 
-    def committed(self, averages: Mapping[int, torch.Tensor]) -> str | None:
+    def committed(self, averages: Mapping[str, torch.Tensor]) -> str | None:
         """The round counts.
 
         Args:
-            averages: of the segments that are rounded, by their starts.
+            averages: of the segments that are rounded, by name.
 
         Returns:
             What is to be told: which share stood still, and for what dtype. Once, and again if they have moved since.
         """
-        self._before = {start: self.sample(values, 0) for start, values in averages.items()}
+        self._before = {segment: self.sample(values, 0) for segment, values in averages.items()}
         if not self._meant:
             return None
         share = self._lost / self._meant

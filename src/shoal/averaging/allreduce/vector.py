@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from blake3 import blake3
 
-from shoal.averaging.allreduce.partition import Layout, TensorSpec, Tile
+from shoal.averaging.allreduce import schema
 from shoal.averaging.allreduce.segments import LARGEST, RoundMemory, SegmentBuffers, sum_dtype
 from shoal.averaging.allreduce.still import StillWatch
 from shoal.compression import (
@@ -34,6 +34,7 @@ from shoal.compression import (
 )
 from shoal.compression.memory import overlaps, repeats_itself
 from shoal.errors import ConfigError, PeerProtocolError
+from shoal.layout import TensorSpec, Tile, Tiling, VectorLayout
 from shoal.protocol.wire import Held
 from shoal.transport.base import Buffer
 
@@ -98,7 +99,7 @@ def check_tensors(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         raise ConfigError(f"{tensors[first][0]} and {tensors[second][0]} share memory (tied weights?): give it once")
 
 
-def describe(tensors: Sequence[torch.Tensor], codecs: Sequence[CompressionBase]) -> Layout:
+def describe(tensors: Sequence[torch.Tensor], codecs: Sequence[CompressionBase]) -> VectorLayout:
     """The layout of these tensors under these codecs.
 
     Raises:
@@ -109,7 +110,7 @@ def describe(tensors: Sequence[torch.Tensor], codecs: Sequence[CompressionBase])
         TensorSpec(tuple(tensor.shape), dtype_name(tensor.dtype), codec.name)
         for tensor, codec in zip(tensors, codecs, strict=True)
     ]
-    return Layout(specs, encoded_bytes)
+    return VectorLayout(specs, encoded_bytes)
 
 
 def encoded_bytes(dtype: str, codec: str, count: int) -> int:
@@ -129,17 +130,20 @@ class Vector:
         reference_name: the round whose average later ones may code against; empty: none.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], layout: Layout, memory: RoundMemory | None = None) -> None:
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], layout: VectorLayout, memory: RoundMemory | None = None
+    ) -> None:
         self.tensors, self.layout = tuple(tensors), layout
         self._segments = SegmentBuffers.of_all(layout.segments, memory or RoundMemory(tensors))
         self._places: list[tuple[SegmentBuffers, int, int]] = []  # of each tensor in its segment
         for start, tensor in zip(layout.offsets, self.tensors, strict=True):
-            segment = next(segment for segment in reversed(self._segments) if segment.start <= start)
-            self._places.append((segment, start - segment.start, start - segment.start + tensor.numel()))
+            segment = next(segment for segment in reversed(layout.segments) if segment.start <= start)
+            start -= segment.start
+            self._places.append((self._segments[segment.name], start, start + tensor.numel()))
         self.reference_name = b""
         self._still: StillWatch | None = None
-        self._sums: dict[int, torch.Tensor] = {}
-        self._wire: dict[int, memoryview] = {}
+        self._sums: dict[Tile, torch.Tensor] = {}
+        self._wire: dict[Tile, memoryview] = {}
 
     # ------------------------------------------------------------------------------------------- the user's tensors
 
@@ -169,7 +173,7 @@ class Vector:
         self._wire.clear()
         if self._still is not None:
             self._still.begin()
-        for segment in self._segments:
+        for segment in self._segments.values():
             if segment.residual is not None:
                 segment.residual.begin(weight)
 
@@ -207,8 +211,12 @@ class Vector:
         """The round was committed: what is to be told of tensors that it did not move. See `StillWatch.committed`."""
         if self._still is None:
             return None
-        narrow = (each for each in self._segments if each.codec.name in _NARROW or sum_dtype(each.dtype) != each.dtype)
-        return self._still.committed({each.start: each.result for each in narrow})
+        narrow = (
+            each
+            for each in self._segments.values()
+            if each.codec.name in _NARROW or sum_dtype(each.dtype) != each.dtype
+        )
+        return self._still.committed({each.name: each.result for each in narrow})
 
     def _view(self, tensor: int, *, result: bool) -> torch.Tensor:
         segment, start, stop = self._places[tensor]
@@ -218,49 +226,55 @@ class Vector:
 
     def encoded_bytes(self, tile: Tile) -> int:
         """Size of a tile on the wire."""
-        segment = self._segments[tile.segment]
-        return segment.codec.pieces_bytes(tile.sizes, segment.dtype)
+        segment = self._segments[tile.name]
+        return segment.codec.pieces_bytes(segment.sizes(tile), segment.dtype)
 
     def is_light(self, tile: Tile) -> bool:
         """Return whether to decode, to add and to encode this tile takes little more than to copy it."""
-        return self._segments[tile.segment].codec.name in ("none", *_NARROW)
+        return self._segments[tile.name].codec.name in ("none", *_NARROW)
 
     def contribution(self, tile: Tile) -> Buffer:
         """My values of a tile, encoded; without a copy where they are sent as they are."""
-        segment = self._segments[tile.segment]
+        segment = self._segments[tile.name]
         values = segment.own_values(tile)
         if segment.residual is not None:
             return segment.residual.contribution(tile, values, segment.codec)
-        return view_bytes(values) if segment.codec.name == "none" else segment.codec.encode(values, tile.sizes)
+        return view_bytes(values) if segment.codec.name == "none" else segment.codec.encode(values, segment.sizes(tile))
 
     # ------------------------------------------------------------------------------------------ from round to round
 
     def agree(self, *, on_reference: bool) -> None:
         """Begin a round, before its tiles are cut: whether all that contribute have the same reference."""
-        for segment in self._segments:
+        for segment in self._segments.values():
             if segment.reference is not None:
                 segment.reference.agreed = on_reference
 
-    def tiles(self, shares: Sequence[int], tile_bytes: int) -> list[Tile]:
-        """The tiles of this round: see `Layout.tiles`."""
-        return self.layout.tiles(shares, tile_bytes, [segment.codec.name for segment in self._segments])
+    @property
+    def schema(self) -> bytes:
+        """See `schema.schema_of`."""
+        return schema.schema_of(self.layout.specs)
+
+    def tiling(self, shares: Sequence[int], tile_bytes: int) -> Tiling:
+        """The tiles of this round: see `schema.tiling`."""
+        codecs = [segment.codec.name for segment in self._segments.values()]
+        return schema.tiling(self.layout, shares, tile_bytes, codecs)
 
     def check_tile_bytes(self, tile_bytes: int, members: int) -> None:
-        """See `Layout.check_tile_bytes`; also where a round has nothing to code against."""
-        self.layout.check_tile_bytes(tile_bytes, members, self._widest_codecs)
+        """See `schema.check_tile_bytes`; also where a round has nothing to code against."""
+        schema.check_tile_bytes(self.layout, tile_bytes, members, self._widest_codecs)
 
     def most_members(self, tile_bytes: int) -> int:
-        """See `Layout.most_members`; also where a round has nothing to code against."""
-        return self.layout.most_members(tile_bytes, self._widest_codecs)
+        """See `schema.most_members`; also where a round has nothing to code against."""
+        return schema.most_members(self.layout, tile_bytes, self._widest_codecs)
 
     @property
     def _widest_codecs(self) -> list[str]:
         lossless = NoCompression().name
-        return [segment.named.name if segment.reference is None else lossless for segment in self._segments]
+        return [segment.named.name if segment.reference is None else lossless for segment in self._segments.values()]
 
     def remembers(self, tile: Tile) -> bool:
         """Return whether `settle` has something to do for this tile."""
-        segment = self._segments[tile.segment]
+        segment = self._segments[tile.name]
         return segment.residual is not None or segment.reference is not None
 
     def settle(self, tile: Tile, *, averaged_here: bool, counted: bool = True) -> None:
@@ -271,15 +285,15 @@ class Vector:
             averaged_here: whether this member made that average.
             counted: whether my values are in it.
         """
-        segment = self._segments[tile.segment]
+        segment = self._segments[tile.name]
         if segment.residual is not None and (averaged_here or counted):
             segment.residual.settle(tile, segment.own_values(tile), segment.codec, averaged_here=averaged_here)
         if segment.reference is not None:
-            segment.reference.keep(tile, segment.piece(segment.result, tile))
+            segment.reference.keep(tile, tile.of(segment.result))
 
     def name_reference(self, name: bytes) -> None:
         """Set the reference's name: the round's id after `settle` of all tiles, empty before."""
-        if any(segment.reference is not None for segment in self._segments):
+        if any(segment.reference is not None for segment in self._segments.values()):
             self.reference_name = name
 
     # ------------------------------------------------------------------------------------------------- tiles I own
@@ -289,8 +303,8 @@ class Vector:
 
         Earlier sums are forgotten.
         """
-        segment = self._segments[tile.segment]
-        mine, result = segment.own_values(tile), segment.piece(segment.result, tile)
+        segment = self._segments[tile.name]
+        mine, result = segment.own_values(tile), tile.of(segment.result)
         sums = (
             result
             if result.dtype == sum_dtype(segment.dtype)
@@ -302,8 +316,8 @@ class Vector:
             torch.mul(mine, weight, out=sums)
         else:
             sums.copy_(mine).mul_(weight)
-        self._sums[tile.number] = sums
-        self._wire.pop(tile.number, None)
+        self._sums[tile] = sums
+        self._wire.pop(tile, None)
 
     def decoded(self, tile: Tile, data: memoryview, weight: float) -> torch.Tensor:
         """The values of a contribution; a view of `data` where possible.
@@ -311,20 +325,20 @@ class Vector:
         Raises:
             PeerProtocolError: some are not finite, or too large to be counted with this weight.
         """
-        segment = self._segments[tile.segment]
-        values = segment.codec.decode(data, tile.numel, segment.dtype, tile.sizes)
+        segment = self._segments[tile.name]
+        values = segment.codec.decode(data, tile.numel, segment.dtype, segment.sizes(tile))
         if not _summable(values, weight, segment.dtype):
             raise PeerProtocolError("values that are not finite, or too large")
         return values
 
     def add(self, tile: Tile, values: torch.Tensor, weight: float) -> None:
         """Add a contribution."""
-        self._sums[tile.number].add_(values, alpha=weight)
+        self._sums[tile].add_(values, alpha=weight)
 
     def finish(self, tile: Tile, total_weight: float) -> Buffer:
         """Divide, encode once, and put the decoded bytes in place. Returns the encoded average."""
-        segment = self._segments[tile.segment]
-        sums, result = self._sums.pop(tile.number), segment.piece(segment.result, tile)
+        segment = self._segments[tile.name]
+        sums, result = self._sums.pop(tile), tile.of(segment.result)
         if segment.residual is not None:
             wire = segment.residual.average(tile, sums, total_weight, segment.codec, result)
         elif segment.codec.name == "none":
@@ -332,35 +346,38 @@ class Vector:
             if sums.data_ptr() != result.data_ptr():
                 result.copy_(sums)
                 if (watch := self._still) is not None:
-                    offset = tile.start - segment.start
-                    watch.look(segment.start, offset, watch.sample(sums, offset), result, dtype_name(segment.dtype))
+                    watch.look(tile, watch.sample(sums, tile.start), result, dtype_name(segment.dtype))
             wire = view_bytes(result)
         else:
             sums.div_(total_weight)
-            watch, offset = self._still if segment.codec.name in _NARROW else None, tile.start - segment.start
-            sample = None if watch is None else watch.sample(sums, offset)
-            wire = segment.codec.encode(sums.to(segment.dtype), tile.sizes)
-            segment.codec.decode_into(wire, segment.dtype, result, tile.sizes)
+            watch = self._still if segment.codec.name in _NARROW else None
+            sample = None if watch is None else watch.sample(sums, tile.start)
+            wire = segment.codec.encode(sums.to(segment.dtype), segment.sizes(tile))
+            segment.codec.decode_into(wire, segment.dtype, result, segment.sizes(tile))
             if watch is not None and sample is not None:
-                watch.look(segment.start, offset, sample, result, segment.codec.name)
+                watch.look(tile, sample, result, segment.codec.name)
         if segment.against is not None:
             segment.against.restore(tile, result)
-        self._wire[tile.number] = wire
+        self._wire[tile] = wire
         return wire
 
     def ready_bytes(self, tile: Tile) -> Buffer | None:
         """The encoded average of a tile, if it is at hand; None if `average_bytes` has to make it."""
-        return self._wire.get(tile.number)
+        return self._wire.get(tile)
 
     def average_bytes(self, tile: Tile, held: Held, digests: TileDigests) -> Buffer | None:
         """The encoded average of a tile that is held here, for any member; None if it cannot be given bit by bit."""
-        wire = self._wire.get(tile.number)
+        wire = self._wire.get(tile)
         if wire is None:
-            segment = self._segments[tile.segment]
+            segment = self._segments[tile.name]
             if segment.against is not None:
                 return None
-            values = segment.piece(segment.result, tile)
-            wire = view_bytes(values) if segment.codec.name == "none" else segment.codec.encode(values, tile.sizes)
+            values = tile.of(segment.result)
+            wire = (
+                view_bytes(values)
+                if segment.codec.name == "none"
+                else segment.codec.encode(values, segment.sizes(tile))
+            )
             if digests.of(held, wire) != held.digest:
                 return None
         return wire
@@ -369,8 +386,8 @@ class Vector:
 
     def landing(self, tile: Tile) -> memoryview | None:
         """Return where the encoded average of a tile may be received without a copy; None if it must be decoded."""
-        segment = self._segments[tile.segment]
-        return view_bytes(segment.piece(segment.result, tile)) if segment.codec.name == "none" else None
+        segment = self._segments[tile.name]
+        return view_bytes(tile.of(segment.result)) if segment.codec.name == "none" else None
 
     def land(self, tile: Tile, data: memoryview) -> None:
         """Decode a received average into place.
@@ -378,17 +395,17 @@ class Vector:
         Raises:
             PeerProtocolError: it holds values that are not finite.
         """
-        segment = self._segments[tile.segment]
-        result = segment.piece(segment.result, tile)
-        self._wire.pop(tile.number, None)  # of an older attempt, if it was averaged here before
+        segment = self._segments[tile.name]
+        result = tile.of(segment.result)
+        self._wire.pop(tile, None)  # of an older attempt, if it was averaged here before
         if segment.codec.name != "none":
-            segment.codec.decode_into(data, segment.dtype, result, tile.sizes)
+            segment.codec.decode_into(data, segment.dtype, result, segment.sizes(tile))
             if segment.against is not None:
                 segment.against.restore(tile, result)
             # Bytes that can be made again by encoding need not be kept. After decoding, a difference is no longer
             # there.
             if segment.against is not None or not segment.codec.idempotent(segment.dtype):
-                self._wire[tile.number] = memoryview(bytes(data))
+                self._wire[tile] = memoryview(bytes(data))
         if not _finite(result):
             raise PeerProtocolError("an average that is not finite")
 
@@ -399,7 +416,7 @@ class Vector:
 
     def averages(self) -> list[memoryview]:
         """The memory of all averages, in order: a peer that was not in the round gets them as they are."""
-        return [view_bytes(segment.result) for segment in self._segments]
+        return [view_bytes(segment.result) for segment in self._segments.values()]
 
     def take_averages(self, data: memoryview) -> None:
         """Set all averages to those that `averages` gave at another peer.
@@ -408,7 +425,7 @@ class Vector:
             PeerProtocolError: some are not finite.
         """
         start = 0
-        for segment in self._segments:
+        for segment in self._segments.values():
             place = view_bytes(segment.result)
             place[:] = data[start : start + place.nbytes]
             start += place.nbytes

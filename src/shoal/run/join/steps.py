@@ -57,7 +57,7 @@ def of_round(name: StateName, result: StepResult, vector: Vector, agreement: Agr
             data += view
     else:
         digests = TileDigests(result.round_id)
-        tiles = vector.tiles(result.shares, result.tile_bytes)
+        tiles = vector.tiling(result.shares, result.tile_bytes).tiles
         for tile, held in zip(tiles, result.outcome.commit.tiles, strict=True):
             wire = vector.average_bytes(tile, held, digests)
             if wire is None:
@@ -163,7 +163,7 @@ def size_of(header: StepTaken, vector: Vector) -> int:
 def _sizes(header: StepTaken, vector: Vector) -> list[int]:
     vector.agree(on_reference=False)
     try:
-        tiles = vector.tiles(header.shares, header.tile_bytes)
+        tiles = vector.tiling(header.shares, header.tile_bytes).tiles
     except ConfigError as error:
         raise PeerProtocolError(f"a step of other tensors: {error}") from error
     if header.commit is None or [held.tile for held in header.commit.tiles] != list(range(len(tiles))):
@@ -197,10 +197,10 @@ def land(header: StepTaken, data: memoryview, vector: Vector) -> None:
         return
     start = 0
     vector.agree(on_reference=False)
-    for tile in vector.tiles(header.shares, header.tile_bytes):
+    for tile in vector.tiling(header.shares, header.tile_bytes).tiles:
         size = vector.encoded_bytes(tile)
-        piece, place = data[start : start + size], vector.landing(tile)
+        average, place = data[start : start + size], vector.landing(tile)
         if place is not None:
-            place[:] = piece
-        vector.land(tile, piece)
+            place[:] = average
+        vector.land(tile, average)
         start += size

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shoal.averaging.allreduce.load_balancing import balance, cost
+from shoal.layout import balance, cost
 
 members = st.lists(
     st.tuples(st.none() | st.just(0.0) | st.floats(1.0, 1e12), st.booleans()), min_size=1, max_size=40

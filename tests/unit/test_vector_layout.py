@@ -1,4 +1,4 @@
-"""The flat vector, its runs, shares and tiles; schemas and their first difference."""
+"""The vector, its segments, shares and tiles; schemas and their first difference."""
 
 from __future__ import annotations
 
@@ -8,8 +8,16 @@ from functools import partial
 import msgspec
 import pytest
 
-from shoal.averaging.allreduce.partition import Layout, Segment, TensorSpec, Tile, first_difference, most_tiles
+from shoal.averaging.allreduce.schema import (
+    check_tile_bytes,
+    first_difference,
+    most_members,
+    most_tiles,
+    schema_of,
+    tiling,
+)
 from shoal.errors import ConfigError
+from shoal.layout import Segment, TensorSpec, Tile, Tiling, VectorLayout
 from shoal.protocol.wire import MAX_GROUP_SIZE, MAX_TILES, Commit, Held, Report, encode
 from shoal.rpc import Limits
 from tests.cost import cost_of
@@ -29,9 +37,9 @@ def spec(*shape: int, dtype: str = "float32", codec: str = "none") -> TensorSpec
     return TensorSpec(shape, dtype, codec)
 
 
-def layout(*specs: TensorSpec) -> Layout:
+def layout(*specs: TensorSpec) -> VectorLayout:
     """A layout of these."""
-    return Layout(specs, encoded_bytes)
+    return VectorLayout(specs, encoded_bytes)
 
 
 # --------------------------------------------------------------------------------------------------------------- layout
@@ -44,8 +52,8 @@ def test_tensors_lie_one_after_another() -> None:
     assert found.numel == 11
 
 
-def test_tensors_of_one_kind_form_a_run() -> None:
-    """Of one dtype and codec, wherever they are; runs in the order of their first tensors, tensors in their own."""
+def test_tensors_of_one_kind_form_a_segment() -> None:
+    """Of one dtype and codec, wherever they are; segments in the order of their first tensors, tensors in their own."""
     found = layout(
         spec(2),
         spec(3),
@@ -56,19 +64,19 @@ def test_tensors_of_one_kind_form_a_run() -> None:
         spec(7, dtype="float64"),
     )
     assert found.segments == (
-        Segment(0, 6, "float32", "none"),
-        Segment(6, 18, "float64", "none"),
-        Segment(18, 23, "float64", "float16"),
+        Segment("float32", "none", 0, [0, 2, 5, 6]),
+        Segment("float64", "none", 6, [0, 5, 12]),
+        Segment("float64", "float16", 18, [0, 5]),
     )
     assert found.offsets == (0, 2, 0, 6, 18, 5, 11)
 
 
 def test_a_tile_says_how_much_of_each_tensor_it_holds() -> None:
-    """Pieces of those that begin or end elsewhere; borders of tiles, shares and tensors may coincide."""
+    """Also of those that begin or end elsewhere; borders of tiles, shares and tensors may coincide."""
     found = layout(spec(100), spec(156), spec(10, codec="float16"), spec(0), spec(512))
-    tiles = found.tiles([50, 728], 1024)
-    assert [tile.sizes for tile in tiles] == [(50,), (50, 156, 33), (239,), (240,), (10,)]
-    assert all(sum(tile.sizes) == tile.numel for tile in tiles)
+    tiles, of = tiling(found, [50, 728], 1024).tiles, {segment.name: segment for segment in found.segments}
+    assert [of[tile.name].sizes(tile) for tile in tiles] == [(50,), (50, 156, 33), (239,), (240,), (10,)]
+    assert all(sum(of[tile.name].sizes(tile)) == tile.numel for tile in tiles)
 
 
 def test_nothing_to_average_is_refused() -> None:
@@ -83,71 +91,66 @@ def test_nothing_to_average_is_refused() -> None:
 # ---------------------------------------------------------------------------------------------------------------- tiles
 
 
-def test_tiles_are_pieces_of_shares_and_runs() -> None:
-    """Each share is cut where runs change, and into equal pieces of at most `tile_bytes`."""
+def test_tiles_are_equal_within_shares_and_segments() -> None:
+    """Each share is cut where segments change, and into equal tiles of at most `tile_bytes`."""
     found = layout(spec(1000), spec(300, dtype="float64"))
-    assert found.tiles([600, 0, 700], 1024) == [
-        Tile(0, 0, 0, 0, 200, (200,)),
-        Tile(1, 0, 0, 200, 400, (200,)),
-        Tile(2, 0, 0, 400, 600, (200,)),
-        Tile(3, 2, 0, 600, 800, (200,)),
-        Tile(4, 2, 0, 800, 1000, (200,)),
-        Tile(5, 2, 1, 1000, 1100, (100,)),
-        Tile(6, 2, 1, 1100, 1200, (100,)),
-        Tile(7, 2, 1, 1200, 1300, (100,)),
-    ]
+    tiles = (
+        *(Tile("float32 none", start, start + 200) for start in (0, 200, 400, 600, 800)),
+        *(Tile("float64 none", start, start + 100) for start in (0, 100, 200)),
+    )
+    assert tiling(found, [600, 0, 700], 1024) == Tiling(tiles, (0, 0, 0, 2, 2, 2, 2, 2))
 
 
 def test_a_codec_that_halves_bytes_doubles_the_elements_of_a_tile() -> None:
     """The limit is on encoded bytes."""
     plain, coded = layout(spec(4096)), layout(spec(4096, codec="float16"))
-    assert len(plain.tiles([4096], 1024)) == 16
-    assert len(coded.tiles([4096], 1024)) == 8
-    assert plain.tiles([4096], 1024)[0].numel == 256
+    assert len(tiling(plain, [4096], 1024).tiles) == 16
+    assert len(tiling(coded, [4096], 1024).tiles) == 8
+    assert tiling(plain, [4096], 1024).tiles[0].numel == 256
 
 
 @pytest.mark.parametrize("shares", [[], [9], [11], [5, 6], [-1, 11], [20, -10]])
 def test_shares_that_do_not_cover_the_vector_are_refused(shares: list[int]) -> None:
     """Too short, too long, negative."""
     with pytest.raises(ConfigError, match="cover"):
-        layout(spec(10)).tiles(shares, 1024)
+        tiling(layout(spec(10)), shares, 1024)
 
 
 @pytest.mark.parametrize("tile_bytes", [-1, 0, 1023, (8 << 20) + 1, 1 << 60])
 def test_tile_sizes_out_of_range_are_refused(tile_bytes: int) -> None:
     """Smaller than is sensible, or larger than a receive buffer may be."""
     with pytest.raises(ConfigError, match="part_size_bytes"):
-        layout(spec(10)).tiles([10], tile_bytes)
+        tiling(layout(spec(10)), [10], tile_bytes)
 
 
 def test_too_many_tiles_are_refused() -> None:
     """Exactly as many as allowed, and one more."""
     most = MAX_TILES * 256
-    assert len(layout(spec(most)).tiles([most], 1024)) == MAX_TILES
+    assert len(tiling(layout(spec(most)), [most], 1024).tiles) == MAX_TILES
     with pytest.raises(ConfigError, match="larger part_size_bytes than 1024"):
-        layout(spec(most + 1)).tiles([most + 1], 1024)
+        tiling(layout(spec(most + 1)), [most + 1], 1024)
 
 
 def test_too_many_tiles_are_foreseen() -> None:
     """Each border between two members may cost one more; and a round may be sent in another codec."""
     most = (MAX_TILES - 7) * 256
     found = layout(spec(most))
-    found.check_tile_bytes(1024, 8)
-    assert len(found.tiles([1] * 7 + [most - 7], 1024)) == MAX_TILES
+    check_tile_bytes(found, 1024, 8)
+    assert len(tiling(found, [1] * 7 + [most - 7], 1024).tiles) == MAX_TILES
     with pytest.raises(ConfigError, match=r"part_size_bytes=1024 makes up to 8193 tiles .* in a group of 9: choose"):
-        found.check_tile_bytes(1024, 9)
+        check_tile_bytes(found, 1024, 9)
     half = layout(spec(most, codec="float16"))
-    half.check_tile_bytes(1024, 8)
+    check_tile_bytes(half, 1024, 8)
     with pytest.raises(ConfigError, match="in a group of 9: choose a larger part_size_bytes"):
-        half.check_tile_bytes(1024, 9, ["none"])
+        check_tile_bytes(half, 1024, 9, ["none"])
 
 
 def test_many_members_and_tensors_of_two_kinds_in_turn_are_few_tiles() -> None:
-    """A tile for each share, and one more where a run ends within it: 256 members, 2,000 tensors."""
+    """A tile for each share, and one more where a segment ends within it: 256 members, 2,000 tensors."""
     specs = [spec(7, dtype=("float32", "bfloat16")[i % 2]) for i in range(2000)]
     found = layout(*specs)
     shares = [14000 // 256 + (i < 14000 % 256) for i in range(256)]
-    assert 256 <= len(found.tiles(shares, 1 << 20)) <= 257
+    assert 256 <= len(tiling(found, shares, 1 << 20).tiles) <= 257
 
 
 @pytest.mark.parametrize("members", [2, 256, MAX_GROUP_SIZE])
@@ -161,13 +164,13 @@ def test_the_largest_commit_and_report_fit_in_a_message(members: int) -> None:
 
 def test_a_vector_of_many_tiles_has_smaller_groups() -> None:
     """The largest group whose tiles fit; none is larger, however few tiles there are."""
-    assert layout(spec(7)).most_members(1024) == MAX_GROUP_SIZE
+    assert most_members(layout(spec(7)), 1024) == MAX_GROUP_SIZE
     most = layout(spec(256 * (MAX_TILES - 255)))
-    size = most.most_members(1024)
-    most.check_tile_bytes(1024, size)
+    size = most_members(most, 1024)
+    check_tile_bytes(most, 1024, size)
     assert size >= 256
     with pytest.raises(ConfigError, match="larger part_size_bytes"):
-        most.check_tile_bytes(1024, size + 1)
+        check_tile_bytes(most, 1024, size + 1)
 
 
 # --------------------------------------------------------------------------------------------------------------- schema
@@ -181,8 +184,8 @@ def difference(mine: bytes, theirs: bytes) -> str | None:
 def test_equal_schemas_have_no_difference() -> None:
     """Also if the same tensors were compressed another way."""
     specs = (spec(2, 3), spec(), spec(4, dtype="float64"))
-    mine = layout(*specs).schema
-    assert difference(mine, layout(*specs).schema) is None
+    mine = schema_of(specs)
+    assert difference(mine, schema_of(specs)) is None
     other = zlib.compress(msgspec.msgpack.encode(specs), 0)
     assert other != mine
     assert difference(mine, other) is None
@@ -201,8 +204,8 @@ def test_equal_schemas_have_no_difference() -> None:
 )
 def test_the_first_difference_is_named(theirs: list[TensorSpec], named: str) -> None:
     """The first tensor that differs, and in what."""
-    mine = layout(spec(2), spec(3), spec(5)).schema
-    assert difference(mine, layout(*theirs).schema) == named
+    mine = schema_of([spec(2), spec(3), spec(5)])
+    assert difference(mine, schema_of(theirs)) == named
 
 
 def test_a_long_difference_is_cut() -> None:
@@ -210,7 +213,7 @@ def test_a_long_difference_is_cut() -> None:
     long_name, long_shape = spec(3, codec="x" * 500), spec(*[1] * 1_000)
     for theirs in (long_name, long_shape):
         schema = zlib.compress(msgspec.msgpack.encode((theirs,)))
-        text = difference(layout(spec(3)).schema, schema)
+        text = difference(schema_of([spec(3)]), schema)
         assert text is not None
         assert len(text) < 400
 
@@ -218,8 +221,8 @@ def test_a_long_difference_is_cut() -> None:
 def test_more_than_65536_tensors_could_not_be_averaged() -> None:
     """A mixture of experts may have more; the one that differs is named, however long the schemas are."""
     ours = [spec(3, codec="float16")] * 250_000
-    assert difference(layout(*ours).schema, layout(*ours[:-1], spec(4, codec="float16")).schema) is not None
-    assert len(layout(*ours).schema) < 1 << 20
+    assert difference(schema_of(ours), schema_of([*ours[:-1], spec(4, codec="float16")])) is not None
+    assert len(schema_of(ours)) < 1 << 20
 
 
 def bomb(plain: bytes) -> bytes:
@@ -231,8 +234,8 @@ def bomb(plain: bytes) -> bytes:
 def test_a_schema_of_2_kb_that_unpacks_to_262144_tensors_held_the_loop_for_a_tenth_of_a_second(tensors: int) -> None:
     """All of it was unpacked and read before the first tensors were compared. Now only the one that differs is read."""
     ours = [spec(60_000, codec=f"{number}") for number in range(tensors)]
-    mine, most = layout(*ours).schema, len(msgspec.msgpack.encode(ours))
-    assert difference(mine, layout(spec(1)).schema) is not None  # ours is read once
+    mine, most = schema_of(ours), len(msgspec.msgpack.encode(ours))
+    assert difference(mine, schema_of([spec(1)])) is not None  # ours is read once
     alike = msgspec.msgpack.encode([*ours, *[spec()] * 262_000])
     for plain in (
         msgspec.msgpack.encode([[[], "f", "n"]] * (1 << 18)),
@@ -251,11 +254,9 @@ def test_a_schema_of_2_kb_that_unpacks_to_262144_tensors_held_the_loop_for_a_ten
 def test_what_follows_equal_tensors_is_counted(tensors: int) -> None:
     """However the number of tensors is written: in 1, 3 or 5 bytes."""
     ours = [spec(2)] * tensors
-    schema = layout(*ours).schema
-    assert (
-        difference(schema, layout(*ours, spec(2)).schema) == f"there are {tensors} tensors at A and {tensors + 1} at B"
-    )
-    other = layout(*ours[:-1], spec(300, dtype="float64")).schema
+    schema = schema_of(ours)
+    assert difference(schema, schema_of([*ours, spec(2)])) == f"there are {tensors} tensors at A and {tensors + 1} at B"
+    other = schema_of([*ours[:-1], spec(300, dtype="float64")])
     assert difference(schema, other) == f"tensor {tensors - 1} has shape [2] at A and [300] at B"
     with pytest.raises(msgspec.DecodeError, match="behind"):
         difference(schema, zlib.compress(zlib.decompress(schema) + b"x"))
@@ -284,4 +285,4 @@ def test_what_follows_equal_tensors_is_counted(tensors: int) -> None:
 def test_what_is_no_schema_is_one_kind_of_error(schema: bytes) -> None:
     """Noise, other values, text that is not UTF-8, nesting without end, bombs."""
     with pytest.raises(msgspec.MsgspecError):
-        difference(layout(spec(1)).schema, schema)
+        difference(schema_of([spec(1)]), schema)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.averaging.allreduce.load_balancing import alike, balance, cost
 from shoal.errors import ConfigError
+from shoal.layout import alike, balance, cost
 
 
 def test_equals_get_equal_shares() -> None:

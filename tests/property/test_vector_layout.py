@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.averaging.allreduce.partition import Layout, TensorSpec, first_difference
+from shoal.averaging.allreduce.schema import first_difference, schema_of, tiling
 from shoal.errors import ConfigError
+from shoal.layout import TensorSpec, VectorLayout
 
 _KINDS = [
     ("float32", "none", 4),
@@ -33,13 +34,13 @@ def encoded_bytes(dtype: str, codec: str, count: int) -> int:
     return 5 + (count + 1) // 2 if codec == "packed" else count * _BYTES[dtype, codec]
 
 
-def make(found: list[TensorSpec]) -> Layout:
+def make(found: list[TensorSpec]) -> VectorLayout:
     """The layout of these."""
-    return Layout(found, encoded_bytes)
+    return VectorLayout(found, encoded_bytes)
 
 
 @st.composite
-def slicings(draw: st.DrawFn, numel: int) -> list[int]:
+def shares_of(draw: st.DrawFn, numel: int) -> list[int]:
     """Sizes of shares that cover `numel`; some are empty."""
     borders = sorted(draw(st.lists(st.integers(0, numel), max_size=8)))
     return [b - a for a, b in pairwise([0, *borders, numel])]
@@ -47,34 +48,36 @@ def slicings(draw: st.DrawFn, numel: int) -> list[int]:
 
 @given(st.data(), specs, st.sampled_from([1024, 1025, 1031, 4096, 65536, 8 << 20]))
 def test_tiles_cover_the_vector_exactly_once(data: st.DataObject, found: list[TensorSpec], tile_bytes: int) -> None:
-    """In order, numbered, within one segment and one share, none empty, none too large, all of a piece nearly equal."""
+    """In order, within one segment and one share, none empty, none too large, all between two borders nearly equal."""
     layout = make(found)
-    shares = data.draw(slicings(layout.numel))
-    tiles = layout.tiles(shares, tile_bytes)
-    assert [tile.number for tile in tiles] == list(range(len(tiles)))
-    assert tiles[0].start == 0
-    assert tiles[-1].stop == layout.numel
-    borders = [sum(shares[:i]) for i in range(len(shares) + 1)]
-    for tile in tiles:
-        segment = layout.segments[tile.segment]
+    shares = data.draw(shares_of(layout.numel))
+    made = tiling(layout, shares, tile_bytes)
+    assert layout.count(tile_bytes, shares) == len(made.tiles) == len(made.owners)
+    of, borders = {segment.name: segment for segment in layout.segments}, [0, *accumulate(shares)]
+    end = 0
+    for tile, owner in zip(made.tiles, made.owners, strict=True):
+        segment = of[tile.name]
         assert 0 < encoded_bytes(segment.dtype, segment.codec, tile.numel) <= tile_bytes
-        assert segment.start <= tile.start < tile.stop <= segment.stop
-        assert borders[tile.reducer] <= tile.start < tile.stop <= borders[tile.reducer + 1]
-        assert min(tile.sizes) > 0
-        assert sum(tile.sizes) == tile.numel
-        inside = set(accumulate(tile.sizes, initial=tile.start))
-        assert {start for start in layout.offsets if tile.start < start < tile.stop} <= inside
-        assert inside <= {tile.start, tile.stop, *layout.offsets}
-    for before, after in pairwise(tiles):
-        assert before.stop == after.start
-        if (before.reducer, before.segment) == (after.reducer, after.segment):
+        assert 0 <= tile.start < tile.stop <= segment.numel
+        start, stop = segment.start + tile.start, segment.start + tile.stop
+        assert start == end
+        end = stop
+        assert borders[owner] <= start < stop <= borders[owner + 1]
+        sizes = segment.sizes(tile)
+        assert min(sizes) > 0
+        assert sum(sizes) == tile.numel
+        inside = set(accumulate(sizes, initial=start))
+        assert {each for each in layout.offsets if start < each < stop} <= inside
+        assert inside <= {start, stop, *layout.offsets}
+    assert end == layout.numel
+    for (before, one), (after, other) in pairwise(zip(made.tiles, made.owners, strict=True)):
+        if (before.name, one) == (after.name, other):
             assert abs(before.numel - after.numel) <= 1
-    owned = [sum(tile.numel for tile in tiles if tile.reducer == reducer) for reducer in range(len(shares))]
-    assert owned == shares
+    assert [sum(tile.numel for tile in made.owned(owner)) for owner in range(len(shares))] == shares
 
 
 @given(specs)
-def test_runs_cover_the_vector_and_never_join(found: list[TensorSpec]) -> None:
+def test_segments_cover_the_vector_and_never_join(found: list[TensorSpec]) -> None:
     """There is one segment of each kind; every tensor lies in that of its own, in order, and nowhere else."""
     layout = make(found)
     assert layout.numel == sum(spec.numel for spec in found)
@@ -92,7 +95,7 @@ def test_runs_cover_the_vector_and_never_join(found: list[TensorSpec]) -> None:
 @given(specs, specs)
 def test_a_difference_is_found_if_there_is_one(mine: list[TensorSpec], theirs: list[TensorSpec]) -> None:
     """None exactly for equal tensors; the sentence names the first position that differs."""
-    ours, others = make(mine).schema, make(theirs).schema
+    ours, others = schema_of(mine), schema_of(theirs)
     text = first_difference(ours, others, me="A", other="B")
     assert (text is None) == (mine == theirs)
     first = next((i for i, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]), None)
@@ -109,6 +112,6 @@ def test_any_plan_is_cut_or_refused(found: list[TensorSpec], shares: list[int], 
     layout = make(found)
     if min(shares, default=0) < 0 or sum(shares) != layout.numel or not 1 << 10 <= tile_bytes <= 8 << 20:
         with pytest.raises(ConfigError):
-            layout.tiles(shares, tile_bytes)
+            tiling(layout, shares, tile_bytes)
     else:
-        assert sum(tile.numel for tile in layout.tiles(shares, tile_bytes)) == layout.numel
+        assert sum(tile.numel for tile in tiling(layout, shares, tile_bytes).tiles) == layout.numel

@@ -24,6 +24,7 @@ from shoal.base.names import known_as, learn
 from shoal.base.sometimes import sometimes
 from shoal.base.thread_state import forget_casts
 from shoal.errors import ConfigError
+from shoal.layout import divide_whole
 from shoal.strategies import Merging
 from shoal.strategies.local_updates import LocalTrainingState
 from shoal.train.gradient_sum import GradientSum
@@ -51,12 +52,9 @@ def _divided(tensors: Sequence[torch.Tensor], fragments: int) -> list[list[int]]
             f"{fragments} for {count} tensors"
         )
     found: list[list[int]] = [[] for _ in range(fragments)]
-    sizes = [0] * fragments
-    for index in sorted(range(len(tensors)), key=lambda index: (-tensors[index].numel(), index)):
-        smallest = min(range(fragments), key=lambda number: (sizes[number], len(found[number]), number))
-        found[smallest].append(index)
-        sizes[smallest] += tensors[index].numel()
-    return [sorted(each) for each in reversed(found)]  # the last one, with the largest tensor, is merged first
+    for index, number in enumerate(divide_whole([each.numel() for each in tensors], fragments)):
+        found[number].append(index)
+    return found[::-1]  # the last one, with the largest tensor, is merged first
 
 
 class _Trained(GradientSum):

@@ -85,7 +85,7 @@ def bytes_per_token(case: Case, task: Task) -> float:
     strategy = case.strategy or Strategy(every=1)
     sizes, codecs = [tensor.numel() for tensor in NextToken().parameters()], map(codec_by_name, strategy.codecs)
     parts = [[sizes[place] for place in places] for places in split(sizes, strategy.fragments)]
-    encoded = sum(codec.pieces_bytes(part, torch.float32) for codec in codecs for part in parts)
+    encoded = sum(codec.tensors_bytes(part, torch.float32) for codec in codecs for part in parts)
     return (PEERS - 1) / PEERS * encoded / (strategy.every * task.rows * CONTEXT)
 
 

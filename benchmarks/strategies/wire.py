@@ -51,7 +51,7 @@ def line(codec: str, name: str, shapes: Sequence[torch.Size]) -> str:
     with counted() as sent:
         run(play(codec, shapes, sent), seed=1, max_turns=10**8)
     sizes = [shape.numel() for shape in shapes]
-    law = 2 * (PEERS - 1) / PEERS * codec_by_name(codec).pieces_bytes(sizes, torch.float32)
+    law = 2 * (PEERS - 1) / PEERS * codec_by_name(codec).tensors_bytes(sizes, torch.float32)
     each = ROUNDS * PEERS * law
     values, everything = sent.bytes["values"] / each, sum(sent.bytes.values()) / each
     return f"| {codec} | {name} | {law:,.0f} | {values:.3f} | {everything:.3f} |"

@@ -85,7 +85,7 @@ def _results(codec: CompressionBase) -> list[object]:
             into = torch.zeros(values.shape, dtype=torch.float32, device="cpu")
             codec.decode_into(data, dtype, into, sizes)
             found += [bytes(data), into.numpy().tobytes(), codec.decode(data, sum(sizes), dtype, sizes).dtype]
-            found.append(codec.pieces_bound(values, sizes).numpy().tobytes())
+            found.append(codec.tensors_bound(values, sizes).numpy().tobytes())
     return found
 
 

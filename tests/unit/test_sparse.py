@@ -54,7 +54,7 @@ def test_values_of_two_tensors_share_no_block() -> None:
     values[300:] *= 1e-4  # fewer values of the first than are sent
     codec = TopKCompression(0.03, bits=2)
     sizes = (300, 19_700)
-    assert codec.pieces_bytes(sizes, torch.float32) == codec.encoded_bytes(20_000, torch.float32) + 4
+    assert codec.tensors_bytes(sizes, torch.float32) == codec.encoded_bytes(20_000, torch.float32) + 4
     decoded = codec.decode(codec.encode(values, sizes), 20_000, torch.float32, sizes)
     sent = decoded[300:] != 0
     assert int(sent.sum()) == 300

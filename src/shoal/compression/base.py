@@ -4,15 +4,15 @@ Invariants that every codec keeps, and that one set of property tests holds:
 
 - **The name says it all.** `codec.name` (family and parameters, such as `float16`) goes on the wire; `codec_by_name`
   gives an equal codec on any machine. A codec has no other state, and nothing is pickled.
-- **The size is known before.** `encoded_bytes` depends on the number of elements and the dtype only, so part borders,
-  limits and buffers are fixed before a byte arrives.
-- **No scale crosses a tensor's border.** Pieces of several tensors may be encoded at once: `sizes` says how many
+- **The size is known before.** `encoded_bytes` depends on the number of elements and the dtype only, so tiles, limits
+  and buffers are fixed before a byte arrives.
+- **No scale crosses a tensor's border.** Several tensors may be encoded at once: `sizes` says how many
   elements each has. By default their encodings stand one after another; codecs with scales do them all together.
 - **The error is stated.** Each decoded element differs from its value by at most `error_bound`.
 - **Finite stays finite, and the rest is never hidden.** A tensor without NaN and infinities decodes to one without,
   also when it is then converted back to its dtype. A value that is not finite decodes to one that is not: to itself
   under a codec that keeps elements apart (`none`, `float16`, `bfloat16`). Under a codec whose elements share a scale or
-  a codebook, the whole unit that shares it (a block, or all elements encoded at once) decodes to NaN. Code that applies
+  a codebook, all that shares it (a block, or all elements encoded at once) decodes to NaN. Code that applies
   decoded values has to check them, and needs to check nothing else.
 - **Any bytes of the right size decode**, whichever peer made them: to some values, finite or not, and without any other
 effect.
@@ -107,8 +107,8 @@ class CompressionInfo:
 
 _HERE = "shoal.compression"
 _ON_THE_WIRE = frozenset(
-    {"encode", "encode_into", "encoded_bytes", "decode", "decode_into", "pieces_bytes"}
-    | {"_encode", "_decode", "_encode_pieces", "_decode_pieces", "_fill"}
+    {"encode", "encode_into", "encoded_bytes", "decode", "decode_into", "tensors_bytes"}
+    | {"_encode", "_decode", "_encode_tensors", "_decode_tensors", "_fill"}
 )
 
 
@@ -116,7 +116,7 @@ class CompressionBase(ABC):
     """Base of all codecs. Codecs are values: two are equal if their names are.
 
     Attributes:
-        has_scales: whether the code of an element may depend on the size of its neighbours, so that pieces of several
+        has_scales: whether the code of an element may depend on the size of its neighbours, so that those of several
             tensors have to be kept apart.
     """
 
@@ -185,32 +185,32 @@ class CompressionBase(ABC):
         dtype_name(info.descriptor.dtype)
         return self if self.supports(info.descriptor.dtype) else codec_by_name("none")
 
-    def pieces_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
-        """The exact size of the encoding of pieces of tensors that have so many elements each, bytes."""
+    def tensors_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
+        """The exact size of the encoding of several tensors that have so many elements each, bytes."""
         if not self.has_scales:
             return self.encoded_bytes(sum(sizes), dtype)
         return sum(self.encoded_bytes(size, dtype) for size in sizes)
 
-    def pieces_bound(self, values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """The `error_bound` of values that are such pieces, one after another."""
+    def tensors_bound(self, values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """The `error_bound` of values that are such tensors, one after another."""
         if not self.has_scales:
             return self.error_bound(values)
-        return torch.cat([self.error_bound(piece) for piece in torch.split(values, list(sizes))])
+        return torch.cat([self.error_bound(tensor) for tensor in torch.split(values, list(sizes))])
 
-    def _encode_pieces(self, values: torch.Tensor, out: memoryview, sizes: tuple[int, ...]) -> None:
-        """Encode pieces of several tensors, as `_encode`; `values` is 1-D."""
+    def _encode_tensors(self, values: torch.Tensor, out: memoryview, sizes: tuple[int, ...]) -> None:
+        """Encode several tensors, as `_encode`; `values` is 1-D."""
         stop = 0
-        for piece in torch.split(values, list(sizes)):
-            start, stop = stop, stop + self.encoded_bytes(piece.numel(), piece.dtype)
-            self._encode(piece, out[start:stop])
+        for tensor in torch.split(values, list(sizes)):
+            start, stop = stop, stop + self.encoded_bytes(tensor.numel(), tensor.dtype)
+            self._encode(tensor, out[start:stop])
 
-    def _decode_pieces(self, data: memoryview, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
-        """Decode pieces of several tensors, as `_decode`."""
-        stop, pieces = 0, []
+    def _decode_tensors(self, data: memoryview, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
+        """Decode several tensors, as `_decode`."""
+        stop, tensors = 0, []
         for size in sizes:
             start, stop = stop, stop + self.encoded_bytes(size, dtype)
-            pieces.append(self._decode(data[start:stop], size, dtype))
-        return torch.cat(pieces)
+            tensors.append(self._decode(data[start:stop], size, dtype))
+        return torch.cat(tensors)
 
     def encode_into(self, values: torch.Tensor, out: memoryview, sizes: Sequence[int] = ()) -> None:
         """Encode a tensor of any shape, strides and device, in row-major order.
@@ -218,8 +218,8 @@ class CompressionBase(ABC):
         Args:
             values: the tensor to encode; it is not changed.
             out: writable bytes, exactly `encoded_bytes(values.numel(), values.dtype)` of them.
-            sizes: the number of elements of each piece, none of them 0, if `values` are pieces of several tensors, one
-                after another in one dimension. `out` then has `pieces_bytes(sizes, values.dtype)`.
+            sizes: the number of elements of each tensor, none of them 0, if `values` are several tensors, one
+                after another in one dimension. `out` then has `tensors_bytes(sizes, values.dtype)`.
 
         Raises:
             ConfigError: the codec does not support the dtype.
@@ -241,11 +241,11 @@ class CompressionBase(ABC):
         return out
 
     def _needed(self, numel: int, dtype: torch.dtype, sizes: Sequence[int]) -> int:
-        return self.pieces_bytes(sizes, dtype) if sizes else self.encoded_bytes(numel, dtype)
+        return self.tensors_bytes(sizes, dtype) if sizes else self.encoded_bytes(numel, dtype)
 
     def _fill(self, values: torch.Tensor, out: memoryview, sizes: Sequence[int]) -> None:
         if len(sizes) > 1 and self.has_scales:
-            self._encode_pieces(values, out, tuple(sizes))
+            self._encode_tensors(values, out, tuple(sizes))
         elif out.nbytes:
             self._encode(values, out)
 
@@ -268,7 +268,7 @@ class CompressionBase(ABC):
         """
         view = self._checked(data, numel, dtype, sizes)
         if len(sizes) > 1 and self.has_scales:
-            return self._decode_pieces(view, dtype, tuple(sizes))
+            return self._decode_tensors(view, dtype, tuple(sizes))
         return self._decode(view, numel, dtype) if numel else torch.empty(0, dtype=dtype, device="cpu")
 
     def decode_into(

@@ -12,7 +12,7 @@ blockwise:2:BLOCK  2 per block + 1 per four elements     ``top · 77 / 127``, ha
 All times ``1 + 2^-7``, plus 2^-101 (8 bits), 18 · 2^-100 (4 bits) or 77.5 · 2^-100 (2 bits). The default block is 64:
 8.25, 4.25 and 2.25 bits.
 
-No block crosses a tensor's border: the last one of each piece may be shorter. A block has one scale: its largest
+No block crosses a tensor's border: the last one of each tensor may be shorter. A block has one scale: its largest
 absolute value / 127, as bfloat16. Eight bits: the nearest multiple of the scale, from -127 to 127. Four and two bits:
 the nearest of 16 or 4 of these multiples, `_LEVELS`, denser around 0, where most values are.
 Those of four bits were chosen by search, for least squared error in blocks of 64 on normal, Laplace and Student t (3)
@@ -42,9 +42,9 @@ from functools import cache
 import torch
 
 from shoal.compression.base import CompressionBase, register_codec, wire_view
+from shoal.compression.joint import Blocks, blocks_of
 from shoal.compression.memory import as_tensor
 from shoal.compression.packed import MIN_STEP, PackedCompression
-from shoal.compression.pieces import Blocks, blocks_of
 from shoal.errors import ConfigError
 
 __all__ = ["BlockwiseQuantization"]

@@ -1,7 +1,7 @@
 """Codecs that users write as for hivemind: `compress(tensor, info, allow_inplace)` and `extract(serialized)`.
 
 A subclass of `CompressionBase` that has both becomes a whole codec: it gets its missing methods from here when the
-class is made. Each call sees a piece of one tensor, in one dimension. Sizes must be known before a byte arrives, so the
+class is made. Each call sees values of one tensor, in one dimension. Sizes must be known before a byte arrives, so the
 encoding of as many zeros is measured: its size must depend only on the number of elements and the dtype. The name on
 the wire consists of the names of the class and its attributes. All peers make the codec themselves; nothing is pickled.
 """

@@ -4,12 +4,12 @@ It does the work that does not depend on how they round:
 
 - **Small tensors are sent as they are**, exactly: tensors of fewer than `TINY` elements, and tensors for which header
   and codes would take no fewer bytes. So no encoding is larger than the tensor.
-- **Each piece has a scale of its own** where several tensors are encoded at once.
+- **Each tensor has a scale of its own** where several tensors are encoded at once.
 - **Values come as float32**, one after another, in host memory. Finite float64 values beyond its range are cut to it.
 - **Decoded values fit the tensor's dtype**: a step of a 16-bit tensor's largest value may be rounded up, out of its
   range. Such values are cut to the range.
 
-Values that are not finite: `_pack` writes a header that decodes their whole unit to NaN. It notices them in the
+Values that are not finite: `_pack` writes a header that decodes all that has their scale to NaN. It notices them in the
 extremes that it computes anyway.
 """
 
@@ -41,7 +41,7 @@ class PackedCompression(CompressionBase):
 
     @abstractmethod
     def packed_bytes(self, sizes: tuple[int, ...]) -> int:
-        """The size of header and codes of pieces of tensors, bytes."""
+        """The size of header and codes of several tensors, bytes."""
 
     @abstractmethod
     def _pack(self, values: torch.Tensor, out: memoryview, sizes: tuple[int, ...]) -> None:
@@ -63,15 +63,15 @@ class PackedCompression(CompressionBase):
         return dtype in FLOATS
 
     def encoded_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        return self.pieces_bytes((numel,), dtype) if numel else 0
+        return self.tensors_bytes((numel,), dtype) if numel else 0
 
-    def pieces_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
+    def tensors_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
         return min(self.packed_bytes(self._apart(sizes)), sum(sizes) * dtype.itemsize)
 
     def error_bound(self, values: torch.Tensor) -> torch.Tensor:
-        return self.pieces_bound(values, (values.numel(),))
+        return self.tensors_bound(values, (values.numel(),))
 
-    def pieces_bound(self, values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    def tensors_bound(self, values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         wide = values.detach().to(device="cpu", dtype=torch.float64)
         if not values.numel() or self._is_raw(sizes, values.dtype):
             return torch.zeros_like(wide)
@@ -89,9 +89,9 @@ class PackedCompression(CompressionBase):
         return self.packed_bytes(self._apart(sizes)) >= sum(sizes) * dtype.itemsize
 
     def _encode(self, values: torch.Tensor, out: memoryview) -> None:
-        self._encode_pieces(values, out, (values.numel(),))
+        self._encode_tensors(values, out, (values.numel(),))
 
-    def _encode_pieces(self, values: torch.Tensor, out: memoryview, sizes: tuple[int, ...]) -> None:
+    def _encode_tensors(self, values: torch.Tensor, out: memoryview, sizes: tuple[int, ...]) -> None:
         if self._is_raw(sizes, values.dtype):
             _RAW.encode_into(values, out)
         else:
@@ -101,17 +101,17 @@ class PackedCompression(CompressionBase):
         self, data: bytes | bytearray | memoryview, dtype: torch.dtype, out: torch.Tensor, sizes: Sequence[int] = ()
     ) -> None:
         """Decode as the base does; float32 values without a copy."""
-        pieces, flat = self._apart(sizes or (out.numel(),)), out.detach()
+        tensors, flat = self._apart(sizes or (out.numel(),)), out.detach()
         alike = out.dtype is dtype is torch.float32 and out.is_cpu and out.dim() == 1 and out.is_contiguous()
-        if alike and out.numel() and not self._is_raw(pieces, dtype):
-            self._unpack(self._checked(data, out.numel(), dtype, sizes), pieces, flat)
+        if alike and out.numel() and not self._is_raw(tensors, dtype):
+            self._unpack(self._checked(data, out.numel(), dtype, sizes), tensors, flat)
         else:
             super().decode_into(data, dtype, out, sizes)
 
     def _decode(self, data: memoryview, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._decode_pieces(data, dtype, (numel,))
+        return self._decode_tensors(data, dtype, (numel,))
 
-    def _decode_pieces(self, data: memoryview, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
+    def _decode_tensors(self, data: memoryview, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
         if self._is_raw(sizes, dtype):
             return _RAW.decode(data, sum(sizes), dtype)
         values = torch.empty(sum(sizes), dtype=torch.float32, device="cpu")

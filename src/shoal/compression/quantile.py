@@ -22,12 +22,12 @@ after scaling, and its 16 bits look up the code in a table, which is made anew e
 can choose the second nearest where both are about equally near: the other terms of the bound. The center is the median
 of the sample, so the table is finest where values are.
 
-*Several tensors at once* share a codebook, which is most of the data beside the codes, and no scale: each piece is
+*Several tensors at once* share a codebook, which is most of the data beside the codes, and no scale: each tensor is
 scaled by a power of two, to the same range, and centered as by `scaled_float16`. Half of the sample is as many values
-of each piece. The range in the bound is then that of all pieces after scaling, times the piece's scale: at most four
+of each tensor. The range in the bound is then that of all tensors after scaling, times the tensor's scale: at most four
 times its own.
 
-Encoding decoded values again makes other levels: the bytes differ. A scale of NaN makes its piece NaN.
+Encoding decoded values again makes other levels: the bytes differ. A scale of NaN makes its tensor NaN.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ import torch
 
 from shoal.compression.base import wire_view
 from shoal.compression.floating import register_plain
+from shoal.compression.joint import Tensors, tensors_of
 from shoal.compression.memory import as_tensor
 from shoal.compression.packed import MIN_STEP, PackedCompression
-from shoal.compression.pieces import Pieces, pieces_of
 from shoal.compression.scaled import FIT_BYTES, fit, read_fits, write_fits
 
 __all__ = ["Quantile8BitQuantization"]
@@ -78,8 +78,8 @@ class Quantile8BitQuantization(PackedCompression):
         return 4 * _LEVELS + FIT_BYTES * len(sizes) + sum(sizes)
 
     def _pack(self, values: torch.Tensor, out: memoryview, sizes: tuple[int, ...]) -> None:
-        pieces, book, split = pieces_of(sizes), 4 * _LEVELS, 4 * _LEVELS + FIT_BYTES * len(sizes)
-        fits, low, high = _fits(pieces, values)
+        tensors, book, split = tensors_of(sizes), 4 * _LEVELS, 4 * _LEVELS + FIT_BYTES * len(sizes)
+        fits, low, high = _fits(tensors, values)
         write_fits(fits, out[book:split])
         sample = _sample(values, sizes, fits)
         center = _middle(sample, sizes)
@@ -90,38 +90,38 @@ class Quantile8BitQuantization(PackedCompression):
             as_tensor(out[:book], torch.uint8).copy_(wire.view(torch.uint8))
         scale = max(high - center, center - low, max(-low, high) * 2.0**-22, MIN_STEP) / _LARGEST
         addends = [-(middle / each + center) / scale for each, middle in fits]
-        scaled = pieces.affine(addends, [1 / (scale * each) for each, _ in fits], values).to(torch.float16)
+        scaled = tensors.affine(addends, [1 / (scale * each) for each, _ in fits], values).to(torch.float16)
         wide = levels.double()
         borders = (wide[1:] + wide[:-1] - 2 * center) / (2 * scale)
         codes = as_tensor(out[split:], torch.uint8)
         torch.index_select(_table(borders), 0, scaled.view(torch.uint16).to(torch.int32), out=codes)
 
     def _unpack(self, data: memoryview, sizes: tuple[int, ...], out: torch.Tensor) -> None:
-        pieces, book, split = pieces_of(sizes), 4 * _LEVELS, 4 * _LEVELS + FIT_BYTES * len(sizes)
+        tensors, book, split = tensors_of(sizes), 4 * _LEVELS, 4 * _LEVELS + FIT_BYTES * len(sizes)
         scales, centers = read_fits(data[book:split])
         levels = as_tensor(data[:book], torch.float32)
         torch.index_select(levels, 0, as_tensor(data[split:], torch.uint8).to(torch.int32), out=out)
         if any(scale != 1.0 for scale in scales):
-            pieces.scale(out, scales)
-        pieces.shift(out, centers)
+            tensors.scale(out, scales)
+        tensors.shift(out, centers)
 
     def _packed_bound(self, values: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
-        pieces, flat = pieces_of(sizes), values.float()
-        fits, low, high = _fits(pieces, flat)
+        tensors, flat = tensors_of(sizes), values.float()
+        fits, low, high = _fits(tensors, flat)
         center = _middle(_sample(flat, sizes, fits), sizes)
-        scales = pieces.spread([scale for scale, _ in fits])
-        middles = pieces.spread([middle for _, middle in fits])
+        scales = tensors.spread([scale for scale, _ in fits])
+        middles = tensors.spread([middle for _, middle in fits])
         away = (values - middles - center * scales).abs()
         reach = (high - low) * scales
         return reach / 85 + away * (2**-11 + 2**-20) + reach * 2**-20 + values.abs() * 2**-22 + MIN_STEP
 
 
-def _fits(pieces: Pieces, values: torch.Tensor) -> tuple[list[tuple[float, float]], float, float]:
-    """The scale and the center of each piece, and the limits of all values after scaling.
+def _fits(tensors: Tensors, values: torch.Tensor) -> tuple[list[tuple[float, float]], float, float]:
+    """The scale and the center of each tensor, and the limits of all values after scaling.
 
-    One piece stays as it is. A piece with a value that is not finite has a scale of NaN.
+    One tensor stays as it is. A tensor with a value that is not finite has a scale of NaN.
     """
-    extremes = pieces.extremes(values)
+    extremes = tensors.extremes(values)
     fits = [fit(*each) for each in extremes]
     if len(fits) == 1 and not math.isnan(fits[0][0]):
         fits = [(1.0, 0.0)]
@@ -135,22 +135,22 @@ def _fits(pieces: Pieces, values: torch.Tensor) -> tuple[list[tuple[float, float
 
 
 def _sample(values: torch.Tensor, sizes: tuple[int, ...], fits: list[tuple[float, float]]) -> torch.Tensor:
-    """About `_SAMPLE` of the finite values, sorted; each is scaled and centered like its piece."""
+    """About `_SAMPLE` of the finite values, sorted; each is scaled and centered like its tensor."""
     if fits == [(1.0, 0.0)]:
         sample = values[:: (values.numel() // _SAMPLE) | 1]
     else:
-        places, pieces = _sampled(sizes)
+        places, tensors = _sampled(sizes)
         scales, centers = torch.tensor(fits, dtype=torch.float32, device="cpu").unbind(1)
-        sample = (values.index_select(0, places) - centers.index_select(0, pieces)) / scales.index_select(0, pieces)
+        sample = (values.index_select(0, places) - centers.index_select(0, tensors)) / scales.index_select(0, tensors)
     sample = sample[torch.isfinite(sample)].sort().values
     return sample if sample.numel() else torch.zeros(1, dtype=torch.float32, device="cpu")
 
 
 @lru_cache(maxsize=64)
 def _sampled(sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The values of several pieces that are in the sample, and the piece of each.
+    """The values of several tensors that are in the sample, and the tensor of each.
 
-    One half has as many values of each piece, so that the levels suit small pieces too. The other half is drawn from
+    One half has as many values of each tensor, so that the levels suit small tensors too. The other half is drawn from
     all values. An odd stride meets all columns of a matrix.
     """
     stops = list(accumulate(sizes))
@@ -158,8 +158,8 @@ def _sampled(sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     places = list(range(0, stops[-1], (2 * stops[-1] // _SAMPLE) | 1))
     for size, stop in zip(sizes[: _SAMPLE // 2], stops, strict=False):
         places += range(stop - size, stop, (size // each) | 1)
-    of_pieces = [bisect_right(stops, place) for place in places]
-    return _whole(places), _whole(of_pieces)
+    of_tensors = [bisect_right(stops, place) for place in places]
+    return _whole(places), _whole(of_tensors)
 
 
 def _whole(numbers: list[int]) -> torch.Tensor:
@@ -167,7 +167,7 @@ def _whole(numbers: list[int]) -> torch.Tensor:
 
 
 def _middle(sample: torch.Tensor, sizes: tuple[int, ...]) -> float:
-    """The place where the table is finest: the median; 0 for several pieces, which are centered already."""
+    """The place where the table is finest: the median; 0 for several tensors, which are centered already."""
     return sample[sample.numel() // 2].item() if len(sizes) == 1 else 0.0
 
 

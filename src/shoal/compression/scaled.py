@@ -10,11 +10,11 @@ An element is sent as float16 of ``(x - center) / scale``. The scale is the powe
 difference, `span`, to between 2^14 and 2^15: nothing is cut, a value that is 2^29 times smaller keeps its 11
 significant bits, and scaling costs no accuracy. The center is 0 unless 0 is farther from the values than they are from
 each other; then it is the middle between the smallest and the largest, and their common part costs no bits. So a zero
-among other values stays exactly 0. Behind the values are the centers (float32) of all pieces of tensors, then their
+among other values stays exactly 0. Behind the values are the centers (float32) of all tensors, then their
 scales, which are powers of two, as the exponents of float32 (bytes); 255 is NaN.
 
 16-bit tensors are sent as they are. (hivemind has one mean and deviation for each row of the last axis; here there is
-one center and scale for each tensor, or piece of it, because a part of a round knows no rows.)
+one center and scale for each tensor, because a tile knows no rows.)
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ import torch
 
 from shoal.compression.base import wire_view
 from shoal.compression.floating import register_plain
+from shoal.compression.joint import tensors_of
 from shoal.compression.memory import as_tensor
 from shoal.compression.packed import MIN_STEP, PackedCompression
-from shoal.compression.pieces import pieces_of
 
 __all__ = ["FIT_BYTES", "ScaledFloat16Compression", "fit", "read_fits", "write_fits"]
 
 FIT_BYTES = 5
-"""The bytes of the center (float32) and the scale of one piece."""
+"""The bytes of the center (float32) and the scale of one tensor."""
 
 _NEAR_OVERFLOW = 2.0**126
 _LARGEST = 32752.0
@@ -54,13 +54,13 @@ class ScaledFloat16Compression(PackedCompression):
         return 2 * sum(sizes) + FIT_BYTES * len(sizes)
 
     def _pack(self, values: torch.Tensor, out: memoryview, sizes: tuple[int, ...]) -> None:
-        pieces, split = pieces_of(sizes), 2 * sum(sizes)
-        extremes = pieces.extremes(values)
+        tensors, split = tensors_of(sizes), 2 * sum(sizes)
+        extremes = tensors.extremes(values)
         fits = [fit(*each) for each in extremes]
         write_fits(fits, out[split:])
         wire, shared = wire_view(out[:split], torch.float16)
         # Both products are exact, so this rounds once, with or without a fused multiply-add.
-        scaled = pieces.affine([-center / scale for scale, center in fits], [1 / scale for scale, _ in fits], values)
+        scaled = tensors.affine([-center / scale for scale, center in fits], [1 / scale for scale, _ in fits], values)
         if not all(max(-low, high) < _NEAR_OVERFLOW for low, high in extremes):
             scaled.nan_to_num_(0.0).clamp_(-_LARGEST, _LARGEST)  # the largest, rounded up, would decode to infinity
         wire.copy_(scaled)
@@ -68,15 +68,15 @@ class ScaledFloat16Compression(PackedCompression):
             as_tensor(out[:split], torch.uint8).copy_(wire.view(torch.uint8))
 
     def _unpack(self, data: memoryview, sizes: tuple[int, ...], out: torch.Tensor) -> None:
-        pieces, split = pieces_of(sizes), 2 * sum(sizes)
+        tensors, split = tensors_of(sizes), 2 * sum(sizes)
         scales, centers = read_fits(data[split:])
-        pieces.scale(out.copy_(as_tensor(data[:split], torch.float16)), scales)
-        pieces.shift(out, centers)
+        tensors.scale(out.copy_(as_tensor(data[:split], torch.float16)), scales)
+        tensors.shift(out, centers)
 
     def _packed_bound(self, values: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
-        pieces = pieces_of(sizes)
-        away = (values - pieces.spread([fit(*each)[1] for each in pieces.extremes(values.float())])).abs()
-        span = pieces.spread([high for _, high in pieces.extremes(away)])
+        tensors = tensors_of(sizes)
+        away = (values - tensors.spread([fit(*each)[1] for each in tensors.extremes(values.float())])).abs()
+        span = tensors.spread([high for _, high in tensors.extremes(away)])
         return away * (2**-11 + 2**-22) + span * 2**-38 + values.abs() * 2**-23 + MIN_STEP * 2**-25
 
 

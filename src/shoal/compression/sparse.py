@@ -13,7 +13,7 @@ topk:FRACTION:BITS  BITS · k / 8 for values, 4 for   of the k largest what `bfl
 
 Places take ``(k (low + 1) + elements / 2^low) / 8`` bytes, where `low` is the base-2 logarithm of 1 / fraction, rounded
 down: 8.6 bits for each at 0.01, 7.0 at 0.03. So 0.01 takes 0.031 bytes for each element of float32, and 0.03 with 2
-bits 0.036. The elements are all that are encoded at once: a part of a round.
+bits 0.036. The elements are all that are encoded at once: a tile.
 
 It is made for use with `ErrorFeedback`, which sends the left-out values later: otherwise small elements are never sent.
 
@@ -47,9 +47,9 @@ import torch
 from shoal.compression.base import CompressionBase, register_codec
 from shoal.compression.bits import numbers_bytes, read_numbers, write_numbers
 from shoal.compression.floating import BFloat16Compression
+from shoal.compression.joint import Blocks
 from shoal.compression.memory import as_tensor
 from shoal.compression.packed import PackedCompression
-from shoal.compression.pieces import Blocks
 from shoal.errors import ConfigError
 
 __all__ = ["TopKCompression"]
@@ -149,13 +149,13 @@ class TopKCompression(PackedCompression):
         lost = _VALUES.error_bound(flat)
         if self.bits is not None:
             intervals, start = 1 << self.bits - 1, 0
-            for piece in torch.split(size, list(sizes)):
-                among = piece[piece >= smallest]
+            for tensor in torch.split(size, list(sizes)):
+                among = tensor[tensor >= smallest]
                 reach = float(among.max() - among.min()) if among.numel() else 0.0
                 # A span that has no reciprocal has no codes: all of it may be lost.
                 most = reach * (intervals - 0.25) / intervals**2 + _SMALLEST_SPAN
-                lost[start : start + piece.numel()] += most * (1 + 2**-6)
-                start += piece.numel()
+                lost[start : start + tensor.numel()] += most * (1 + 2**-6)
+                start += tensor.numel()
         tied = (size == smallest) & (size > 0)
         return torch.where(size > smallest, lost, torch.where(tied, torch.maximum(lost, values.abs()), values.abs()))
 
@@ -185,7 +185,7 @@ def _count_up(numel: int) -> torch.Tensor:
 
 
 def _counts(places: torch.Tensor, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """How many of these places are in each piece."""
+    """How many of these places are in each tensor."""
     if len(sizes) == 1:
         return (places.numel(),)
     ends = torch.tensor(sizes, dtype=torch.int64, device="cpu").cumsum(0)

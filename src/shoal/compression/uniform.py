@@ -1,7 +1,7 @@
 """One byte for each element, in equal steps around 0.
 
 ============ ================== ================================================================================
-name         bytes              error, where `top` is the largest absolute value of the tensor, or piece of it
+name         bytes              error, where `top` is the largest absolute value of the tensor
 ============ ================== ================================================================================
 uniform8bit  3 + 1 per element  ``top / 254``, and ``top / 510`` where no two values have opposite signs (both
                                 times ``1 + 2^-13``, plus 2^-101)
@@ -16,9 +16,9 @@ The step has 15 significant bits, so that step times code is exact in float32, a
 last code. From both it follows that decoded values encode to the same bytes again. This holds in 16-bit dtypes too: if
 such a dtype is coarser than the step, it rounds a decoded value back to the very value that was encoded.
 
-The header has three bytes for each piece of a tensor: the upper ones of the step (float32). Their lowest bit does not
+The header has three bytes for each tensor: the upper ones of the step (float32). Their lowest bit does not
 belong to the step: it is set for codes from 0 to 255, which are written less 128. A step of NaN makes all values NaN.
-The codes of all pieces follow.
+The codes of all tensors follow.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from collections.abc import Sequence
 import torch
 
 from shoal.compression.floating import register_plain
+from shoal.compression.joint import tensors_of
 from shoal.compression.memory import as_tensor
 from shoal.compression.packed import MIN_STEP, PackedCompression
-from shoal.compression.pieces import pieces_of
 
 __all__ = ["Uniform8BitQuantization"]
 
@@ -63,30 +63,30 @@ class Uniform8BitQuantization(PackedCompression):
         return _HEADER_BYTES * len(sizes) + sum(sizes)
 
     def _pack(self, values: torch.Tensor, out: memoryview, sizes: tuple[int, ...]) -> None:
-        pieces, split = pieces_of(sizes), _HEADER_BYTES * len(sizes)
-        extremes = pieces.extremes(values)
+        tensors, split = tensors_of(sizes), _HEADER_BYTES * len(sizes)
+        extremes = tensors.extremes(values)
         fits = [_fit(*each) for each in extremes]
         _write_steps(out[:split], fits)
         zeros = [_MAGIC - _LESS if one_sided else _MAGIC for _, one_sided in fits]
-        magic = pieces.affine(zeros, [1 / step for step, _ in fits], values)
-        for piece, (step, one_sided) in enumerate(fits):
-            if math.isnan(step) or (one_sided and extremes[piece][0] < 0.0 < extremes[piece][1]):
-                start = sum(sizes[:piece])
-                here = magic[start : start + sizes[piece]]
+        magic = tensors.affine(zeros, [1 / step for step, _ in fits], values)
+        for number, (step, one_sided) in enumerate(fits):
+            if math.isnan(step) or (one_sided and extremes[number][0] < 0.0 < extremes[number][1]):
+                start = sum(sizes[:number])
+                here = magic[start : start + sizes[number]]
                 # Values that would round to 0 with codes of both signs; NaN.
-                here.nan_to_num_(0.0).clamp_(min=zeros[piece])
+                here.nan_to_num_(0.0).clamp_(min=zeros[number])
         as_tensor(out[split:], torch.int8).copy_(magic.view(torch.int32))
 
     def _unpack(self, data: memoryview, sizes: tuple[int, ...], out: torch.Tensor) -> None:
-        pieces, split = pieces_of(sizes), _HEADER_BYTES * len(sizes)
+        tensors, split = tensors_of(sizes), _HEADER_BYTES * len(sizes)
         steps, less = _read_steps(data[:split])
-        pieces.scale(pieces.shift(out.copy_(as_tensor(data[split:], torch.int8)), less), steps)
+        tensors.scale(tensors.shift(out.copy_(as_tensor(data[split:], torch.int8)), less), steps)
 
     def _packed_bound(self, values: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
-        pieces = pieces_of(sizes)
-        extremes = pieces.extremes(values.float())
+        tensors = tensors_of(sizes)
+        extremes = tensors.extremes(values.float())
         bounds = [max(-low, high) / (510 if low >= 0 or high <= 0 else 254) for low, high in extremes]
-        return pieces.spread(bounds) * (1 + 2**-13) + MIN_STEP / 2
+        return tensors.spread(bounds) * (1 + 2**-13) + MIN_STEP / 2
 
 
 def _write_steps(out: memoryview, fits: list[tuple[float, bool]]) -> None:

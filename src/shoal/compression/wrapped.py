@@ -48,14 +48,14 @@ class WrappedCompression(CompressionBase):
     def encoded_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return self.codec.encoded_bytes(numel, dtype)
 
-    def pieces_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
-        return self.codec.pieces_bytes(sizes, dtype)
+    def tensors_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
+        return self.codec.tensors_bytes(sizes, dtype)
 
     def error_bound(self, values: torch.Tensor) -> torch.Tensor:
         return self.codec.error_bound(values)
 
-    def pieces_bound(self, values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        return self.codec.pieces_bound(values, sizes)
+    def tensors_bound(self, values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        return self.codec.tensors_bound(values, sizes)
 
     def idempotent(self, dtype: torch.dtype) -> bool:
         return self.codec.idempotent(dtype)
@@ -66,8 +66,8 @@ class WrappedCompression(CompressionBase):
     def _decode(self, data: memoryview, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self.codec.decode(data, numel, dtype)
 
-    def _encode_pieces(self, values: torch.Tensor, out: memoryview, sizes: tuple[int, ...]) -> None:
+    def _encode_tensors(self, values: torch.Tensor, out: memoryview, sizes: tuple[int, ...]) -> None:
         self.codec.encode_into(values, out, sizes)
 
-    def _decode_pieces(self, data: memoryview, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
+    def _decode_tensors(self, data: memoryview, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
         return self.codec.decode(data, sum(sizes), dtype, sizes)

@@ -227,7 +227,7 @@ class Vector:
     def encoded_bytes(self, tile: Tile) -> int:
         """Size of a tile on the wire."""
         segment = self._segments[tile.name]
-        return segment.codec.pieces_bytes(segment.sizes(tile), segment.dtype)
+        return segment.codec.tensors_bytes(segment.sizes(tile), segment.dtype)
 
     def is_light(self, tile: Tile) -> bool:
         """Return whether to decode, to add and to encode this tile takes little more than to copy it."""

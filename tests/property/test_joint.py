@@ -1,4 +1,4 @@
-"""Pieces of several tensors that are encoded at once: each keeps the error that it has by itself."""
+"""Several tensors that are encoded at once: each keeps the error that it has by itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shoal.compression import (
     Uniform8BitQuantization,
     view_bytes,
 )
-from shoal.compression.pieces import Pieces
+from shoal.compression.joint import Tensors
 from tests.codecs import CODECS
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -36,7 +36,7 @@ BARS: dict[CompressionBase, float] = {
 """Error by the tensor's own deviation that hivemind 1.1.12 has on `PROBES`."""
 
 a_size = st.one_of(st.integers(1, 20), st.integers(21, 200), st.sampled_from([64, 768, 1023, 1024, 1025, 4099]))
-sizes_of_pieces = st.one_of(
+sizes_of_tensors = st.one_of(
     st.lists(a_size, min_size=1, max_size=12),  # few enough to be worked on one by one
     st.lists(a_size, min_size=25, max_size=30),
     st.lists(st.sampled_from([64, 128, 4096]), min_size=25, max_size=30),
@@ -44,9 +44,9 @@ sizes_of_pieces = st.one_of(
 
 
 @st.composite
-def pieces(draw: st.DrawFn) -> tuple[torch.Tensor, tuple[int, ...]]:
+def tensors(draw: st.DrawFn) -> tuple[torch.Tensor, tuple[int, ...]]:
     """Tensors of very different sizes, some of one sign, some far from zero, some constant."""
-    sizes = draw(sizes_of_pieces)
+    sizes = draw(sizes_of_tensors)
     dtype = draw(st.sampled_from(FLOATS))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
     made = []
@@ -69,42 +69,42 @@ def pieces(draw: st.DrawFn) -> tuple[torch.Tensor, tuple[int, ...]]:
 def through(codec: CompressionBase, values: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
     """Encoded and decoded, in float64."""
     data = codec.encode(values, sizes)
-    assert data.nbytes == codec.pieces_bytes(sizes, values.dtype)
+    assert data.nbytes == codec.tensors_bytes(sizes, values.dtype)
     return codec.decode(data, values.numel(), values.dtype, sizes).to(torch.float64, copy=True)
 
 
 def alone(codec: CompressionBase) -> bool:
-    """Whether the codec keeps pieces apart in all that it does: top-k looks for the largest in all of them."""
+    """Whether the codec keeps tensors apart in all that it does: top-k looks for the largest in all of them."""
     return codec.has_scales and "topk" not in codec.name
 
 
 @settings(max_examples=300)
-@given(st.sampled_from(CODECS), pieces())
+@given(st.sampled_from(CODECS), tensors())
 def test_every_tensor_keeps_its_bound_whatever_is_beside_it(
     codec: CompressionBase, given: tuple[torch.Tensor, tuple[int, ...]]
 ) -> None:
-    """The stated bound of all pieces, and of each what it has by itself: with a codebook in common four times that."""
+    """The stated bound of all tensors, and of each what it has by itself: with a codebook in common four times that."""
     values, sizes = given
     back = through(codec, values, sizes)
     error = (back - values.double()).abs()
-    assert bool((error <= codec.pieces_bound(values, sizes)).all())
+    assert bool((error <= codec.tensors_bound(values, sizes)).all())
     if not alone(codec):
         return
-    for piece, one in zip(torch.split(values, list(sizes)), torch.split(error, list(sizes)), strict=True):
-        reach = float(piece.double().max() - piece.double().min())
-        top = float(piece.double().abs().max())
+    for tensor, one in zip(torch.split(values, list(sizes)), torch.split(error, list(sizes)), strict=True):
+        reach = float(tensor.double().max() - tensor.double().min())
+        top = float(tensor.double().abs().max())
         assert float(one.max()) <= (0.62 if "blockwise:2" in codec.name else 0.15) * top
         assert "quantile" not in codec.name or float(one.max()) <= reach / 20 + top / 500
 
 
 @settings(max_examples=200)
-@given(st.sampled_from(CODECS), pieces(), st.data())
+@given(st.sampled_from(CODECS), tensors(), st.data())
 def test_a_tensor_that_is_not_finite_spoils_no_other(
     codec: CompressionBase, given: tuple[torch.Tensor, tuple[int, ...]], data: st.DataObject
 ) -> None:
     """It is seen, and its neighbours are as they are without it."""
     values, sizes = given
-    if not alone(codec) or codec.pieces_bytes(sizes, values.dtype) == values.numel() * values.itemsize:
+    if not alone(codec) or codec.tensors_bytes(sizes, values.dtype) == values.numel() * values.itemsize:
         return
     bad = data.draw(st.integers(0, len(sizes) - 1))
     spoiled = values.clone()
@@ -112,13 +112,13 @@ def test_a_tensor_that_is_not_finite_spoils_no_other(
         st.sampled_from([float("nan"), float("inf"), -float("inf")])
     )
     back = through(codec, spoiled, sizes)
-    finite = [bool(torch.isfinite(piece).all()) for piece in torch.split(back, list(sizes))]
-    assert finite == [piece != bad for piece in range(len(sizes))]
+    finite = [bool(torch.isfinite(tensor).all()) for tensor in torch.split(back, list(sizes))]
+    assert finite == [tensor != bad for tensor in range(len(sizes))]
 
 
 @settings(max_examples=200)
-@given(st.sampled_from(CODECS), pieces())
-def test_pieces_that_were_decoded_encode_to_the_same_bytes(
+@given(st.sampled_from(CODECS), tensors())
+def test_tensors_that_were_decoded_encode_to_the_same_bytes(
     codec: CompressionBase, given: tuple[torch.Tensor, tuple[int, ...]]
 ) -> None:
     """Where the codec says so: whoever holds an average can prove it."""
@@ -132,19 +132,19 @@ def test_pieces_that_were_decoded_encode_to_the_same_bytes(
 
 
 @settings(max_examples=200)
-@given(st.sampled_from(CODECS), sizes_of_pieces, st.sampled_from(FLOATS), st.integers(0, 99))
-def test_any_bytes_decode_as_pieces(
+@given(st.sampled_from(CODECS), sizes_of_tensors, st.sampled_from(FLOATS), st.integers(0, 99))
+def test_any_bytes_decode_as_tensors(
     codec: CompressionBase, sizes: tuple[int, ...], dtype: torch.dtype, seed: int
 ) -> None:
     """Whatever a peer sends in the right size: that many numbers, the same each time."""
-    size = codec.pieces_bytes(sizes, dtype)
+    size = codec.tensors_bytes(sizes, dtype)
     noise = torch.randint(0, 256, (size,), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
     one, other = (codec.decode(bytes(view_bytes(noise)), sum(sizes), dtype, sizes) for _ in range(2))
     assert one.shape == (sum(sizes),)
     assert torch.equal(one.double().nan_to_num(), other.double().nan_to_num())
 
 
-@given(st.sampled_from(CODECS), pieces())
+@given(st.sampled_from(CODECS), tensors())
 def test_zeros_of_every_tensor_stay_zeros(codec: CompressionBase, given: tuple[torch.Tensor, tuple[int, ...]]) -> None:
     """What nobody trained does not move, whatever is trained beside it."""
     values, sizes = given
@@ -153,30 +153,30 @@ def test_zeros_of_every_tensor_stay_zeros(codec: CompressionBase, given: tuple[t
 
 
 @settings(max_examples=60)
-@given(sizes_of_pieces, st.integers(0, 99), st.data())
-def test_pieces_are_worked_on_together_as_each_alone(sizes: tuple[int, ...], seed: int, data: st.DataObject) -> None:
-    """Extremes, and what is done with a number for each piece: wherever the borders are."""
+@given(sizes_of_tensors, st.integers(0, 99), st.data())
+def test_tensors_are_worked_on_together_as_each_alone(sizes: tuple[int, ...], seed: int, data: st.DataObject) -> None:
+    """Extremes, and what is done with a number for each tensor: wherever the borders are."""
     generator = torch.Generator().manual_seed(seed)
-    pieces, values = Pieces(sizes), torch.randn(sum(sizes), generator=generator)
+    tensors, values = Tensors(sizes), torch.randn(sum(sizes), generator=generator)
     if bad := data.draw(st.sampled_from([0.0, math.nan, math.inf])):
         values[data.draw(st.integers(0, sum(sizes) - 1))] = bad
     alone = torch.split(values, list(sizes))
-    expected = [(piece.min().item(), piece.max().item()) for piece in alone]
-    assert torch.equal(torch.tensor(pieces.extremes(values)).nan_to_num(), torch.tensor(expected).nan_to_num())
+    expected = [(tensor.min().item(), tensor.max().item()) for tensor in alone]
+    assert torch.equal(torch.tensor(tensors.extremes(values)).nan_to_num(), torch.tensor(expected).nan_to_num())
     addends, factors = (torch.randn(len(sizes), generator=generator).tolist() for _ in range(2))
     each = list(zip(alone, addends, factors, strict=True))
     for addends_, made in (
-        (addends, pieces.affine(addends, factors, values)),
-        ([0.0] * len(sizes), pieces.scale(values.clone(), factors)),
+        (addends, tensors.affine(addends, factors, values)),
+        ([0.0] * len(sizes), tensors.scale(values.clone(), factors)),
     ):
-        wanted = [piece * factor + addend for (piece, _, factor), addend in zip(each, addends_, strict=True)]
+        wanted = [tensor * factor + addend for (tensor, _, factor), addend in zip(each, addends_, strict=True)]
         assert torch.allclose(made, torch.cat(wanted), rtol=1e-5, atol=1e-5, equal_nan=True)
-    shifted = torch.cat([piece + addend for piece, addend, _ in each])
-    assert torch.equal(pieces.shift(values.clone(), addends).nan_to_num(), shifted.nan_to_num())
+    shifted = torch.cat([tensor + addend for tensor, addend, _ in each])
+    assert torch.equal(tensors.shift(values.clone(), addends).nan_to_num(), shifted.nan_to_num())
 
 
-@given(st.sampled_from(CODECS), pieces())
-def test_pieces_decode_alike_into_memory_of_any_kind(
+@given(st.sampled_from(CODECS), tensors())
+def test_tensors_decode_alike_into_memory_of_any_kind(
     codec: CompressionBase, given: tuple[torch.Tensor, tuple[int, ...]]
 ) -> None:
     """Straight into contiguous float32 values, and by way of a copy."""
@@ -220,7 +220,7 @@ def test_scales_for_each_tensor_take_hardly_more_bytes(codec: CompressionBase) -
     """Two tensors at once, beside one as large as both: at most 1.02 times the bytes, and top-k's 4 for its scales."""
     header = 4 if codec.has_scales and not alone(codec) else 0
     for small, large in [(100, 100), *((probe[0], probe[1]) for probe in PROBES)]:
-        apart, joined = (codec.pieces_bytes(sizes, torch.float32) for sizes in ((small, large), (small + large,)))
+        apart, joined = (codec.tensors_bytes(sizes, torch.float32) for sizes in ((small, large), (small + large,)))
         assert apart - header <= 1.02 * joined
 
 
@@ -237,7 +237,7 @@ SMALL: dict[CompressionBase, dict[int, float]] = {
 def test_a_thousand_small_tensors_take_the_bytes_that_are_documented(codec: CompressionBase) -> None:
     """Headers weigh most there; decision 0016 has the numbers."""
     for numel, ratio in SMALL[codec].items():
-        apart, joined = (codec.pieces_bytes(sizes, torch.float32) for sizes in ((numel,) * 1000, (1000 * numel,)))
+        apart, joined = (codec.tensors_bytes(sizes, torch.float32) for sizes in ((numel,) * 1000, (1000 * numel,)))
         print(f"{codec.name}: 1,000 tensors of {numel}: {apart / joined:.4f}")
         assert apart / joined == pytest.approx(ratio, abs=0.0005)
 

@@ -1,7 +1,7 @@
-"""Units that share a scale: finding and applying scales when values of several tensors are encoded at once.
+"""Joint encoding: finding and applying scales when values of several tensors are encoded at once.
 
-A part of a round holds pieces of several tensors, one after another, and no scale crosses a tensor's border. A few
-pieces are worked on one by one, as fast as torch is. With many pieces, such as biases between weights, the number of
+A tile of a round holds values of several tensors, one after another, and no scale crosses a tensor's border. A few
+tensors are worked on one by one, as fast as torch is. With many tensors, such as biases between weights, the number of
 operations would take the time: they are worked on together, as rows of neighbours.
 """
 
@@ -13,26 +13,26 @@ from functools import lru_cache
 
 import torch
 
-__all__ = ["Blocks", "Pieces", "blocks_of", "pieces_of"]
+__all__ = ["Blocks", "Tensors", "blocks_of", "tensors_of"]
 
 _FEW = 24
-"""Up to so many pieces it is faster to work on them one by one, whatever their sizes."""
+"""Up to so many tensors it is faster to work on them one by one, whatever their sizes."""
 
 _ROW = 64
 """The values in a row. Most tensors are whole rows. Shorter rows take longer for each value."""
 
 _SHORT = 1 << 10
-"""A piece of fewer values is cut to blocks together with its neighbours."""
+"""A tensor of fewer values is cut to blocks together with its neighbours."""
 
 
-class Pieces:
-    """Pieces of tensors with a scale for each.
+class Tensors:
+    """Tensors whose values lie one after another, with a scale for each.
 
-    Many pieces are seen as rows, which begin where most pieces do. The values before and after all rows, and those
-    of rows that a border crosses, are *loose*: the piece of each such value is known.
+    Many tensors are seen as rows, which begin where most tensors do. The values before and after all rows, and those
+    of rows that a border crosses, are *loose*: the tensor of each such value is known.
 
     Args:
-        sizes: the number of values of each piece.
+        sizes: the number of values of each tensor.
     """
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
@@ -49,10 +49,10 @@ class Pieces:
         self._crossed = crossed.nonzero().view(-1)
         places = torch.arange(numel, dtype=torch.int64, device="cpu")
         loose = torch.bucketize(self._loose(places), stops, right=True)
-        self._fragments, self._counts = torch.unique_consecutive(loose, return_counts=True)
+        self._loose_tensors, self._counts = torch.unique_consecutive(loose, return_counts=True)
 
     def extremes(self, values: torch.Tensor) -> list[tuple[float, float]]:
-        """The smallest and the largest value of each piece; both NaN if it holds a NaN."""
+        """The smallest and the largest value of each tensor; both NaN if it holds a NaN."""
         if self._apart:
             pairs = map(torch.aminmax, self._split(values))
             return [(low.item(), high.item()) for low, high in pairs]
@@ -69,21 +69,21 @@ class Pieces:
         return out.scatter_reduce_(0, self._owners, of_rows, which)
 
     def affine(self, addends: Sequence[float], factors: Sequence[float], values: torch.Tensor) -> torch.Tensor:
-        """Each value times the factor of its piece, plus the addend of its piece."""
+        """Each value times the factor of its tensor, plus the addend of its tensor."""
         out = torch.empty_like(values)
         if not self._apart:
             return self.shift(self._each(torch.mul, values, factors, out), addends)
         singles = torch.tensor(addends, dtype=values.dtype, device="cpu").unbind()
-        for part, made, addend, factor in zip(self._split(values), self._split(out), singles, factors, strict=True):
-            torch.add(addend, part, alpha=factor, out=made)
+        for one, made, addend, factor in zip(self._split(values), self._split(out), singles, factors, strict=True):
+            torch.add(addend, one, alpha=factor, out=made)
         return out
 
     def scale(self, values: torch.Tensor, factors: Sequence[float]) -> torch.Tensor:
-        """Multiply each value by the factor of its piece, in place."""
+        """Multiply each value by the factor of its tensor, in place."""
         return self._each(torch.mul, values, factors, values)
 
     def shift(self, values: torch.Tensor, addends: Sequence[float]) -> torch.Tensor:
-        """Add the addend of its piece to each value, in place."""
+        """Add the addend of its tensor to each value, in place."""
         if not any(addends):
             return values
         if len(set(addends)) == 1:
@@ -91,17 +91,17 @@ class Pieces:
         return self._each(torch.add, values, addends, values)
 
     def spread(self, each: Sequence[float]) -> torch.Tensor:
-        """Repeat the number of each piece for each of its values (float64)."""
+        """Repeat the number of each tensor for each of its values (float64)."""
         sizes = torch.tensor(self.sizes, dtype=torch.int64, device="cpu")
         return torch.repeat_interleave(torch.tensor(each, dtype=torch.float64, device="cpu"), sizes)
 
     def _each(
         self, do: Callable[..., torch.Tensor], values: torch.Tensor, each: Sequence[float], out: torch.Tensor
     ) -> torch.Tensor:
-        """Write to `out` the result of `do` for each value and the number of its piece."""
+        """Write to `out` the result of `do` for each value and the number of its tensor."""
         if self._apart:
-            for part, number, made in zip(self._split(values), each, self._split(out), strict=True):
-                do(part, number, out=made)
+            for one, number, made in zip(self._split(values), each, self._split(out), strict=True):
+                do(one, number, out=made)
             return out
         numbers = torch.tensor(each, dtype=values.dtype, device="cpu")
         loose = do(self._loose(values), numbers.index_select(0, self._loose_owners())) if self._counts.numel() else None
@@ -126,14 +126,14 @@ class Pieces:
         return torch.cat([values[:start], self._rows(values).index_select(0, self._crossed).view(-1), values[stop:]])
 
     def _loose_owners(self) -> torch.Tensor:
-        return torch.repeat_interleave(self._fragments, self._counts)
+        return torch.repeat_interleave(self._loose_tensors, self._counts)
 
 
 class Blocks:
-    """Blocks of neighbours with a scale for each; the last one of a piece may be shorter.
+    """Blocks of neighbours with a scale for each; the last one of a tensor may be shorter.
 
     Args:
-        sizes: the number of values of each piece.
+        sizes: the number of values of each tensor.
         width: the number of values in a block.
 
     Attributes:
@@ -231,9 +231,9 @@ def _numbered(lengths: torch.Tensor, numel: int) -> torch.Tensor:
 
 
 @lru_cache(maxsize=256)
-def pieces_of(sizes: tuple[int, ...]) -> Pieces:
+def tensors_of(sizes: tuple[int, ...]) -> Tensors:
     """The same ones each time."""
-    return Pieces(sizes)
+    return Tensors(sizes)
 
 
 @lru_cache(maxsize=256)

@@ -73,24 +73,24 @@ def test_tensors_of_every_kind_come_out_as_they_went_in() -> None:
 
 
 @given(st.integers(0, 200), st.sampled_from(CODECS), st.sampled_from([torch.float32, torch.bfloat16, torch.bool]))
-def test_a_large_tensor_is_decoded_slice_by_slice(numel: int, codec: CompressionBase, dtype: torch.dtype) -> None:
-    """Each slice as its codec decodes it alone; also where that takes more room than the values, or their memory."""
+def test_a_large_tensor_is_decoded_tile_by_tile(numel: int, codec: CompressionBase, dtype: torch.dtype) -> None:
+    """Each tile as its codec decodes it alone; also where that takes more room than the values, or their memory."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shoal.state.manifest.SLICE_ELEMENTS", 64)
+        patch.setattr("shoal.state.manifest.TILE_ELEMENTS", 64)
         tensor = (torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 3).to(dtype)
         used = codec if codec.supports(dtype) else NoCompression()
         manifest, data = encoded([tensor, torch.ones(3)], [used, NoCompression()])
         assembly = Assembly(manifest)
         fill(assembly, manifest, data)
-        slices = [tensor[first : first + 64] for first in range(0, numel, 64)]
-        expected = [used.decode(used.encode(part), part.numel(), dtype).to(dtype) for part in slices]
+        tiles = [tensor[first : first + 64] for first in range(0, numel, 64)]
+        expected = [used.decode(used.encode(tile), tile.numel(), dtype).to(dtype) for tile in tiles]
         found, _ = assembly.finish()
         assert torch.equal(found, torch.cat(expected) if expected else tensor)
 
 
 @pytest.mark.parametrize("codec", [Float16Compression(), Uniform8BitQuantization(), BlockwiseQuantization(bits=4)])
 def test_a_compressed_tensor_is_received_and_decoded_in_its_final_memory(codec: CompressionBase) -> None:
-    """What is received lies at its end: beyond the tensor itself, a slice is held at a time."""
+    """What is received lies at its end: beyond the tensor itself, a tile is held at a time."""
     tensor = torch.arange(3_000_000, dtype=torch.float32)
     manifest, data = encoded([tensor], [codec])
     assembly = Assembly(manifest)

@@ -1,7 +1,7 @@
 """The buffers of a download, filled chunk by chunk, handed over only when all chunks are verified.
 
 Invariants: the state is held once. A tensor that travels uncompressed is received into its final memory. The encoding
-of a compressed one is received into the end of that memory, and decoded to its front, slice by slice, when all is
+of a compressed one is received into the end of that memory, and decoded to its front, tile by tile, when all is
 there. Small tensors that follow one another are received together, and copied out: else each would take a read of its
 own. Memory is taken when a tensor's first byte arrives, not when a donor announces it. No tensor is handed over before
 every chunk was verified and the values were checked.
@@ -127,7 +127,7 @@ def _rooms(specs: Sequence[StateTensorSpec]) -> Iterator[range]:
 
 def _decoded(spec: StateTensorSpec, data: memoryview, into: torch.Tensor, position: int) -> torch.Tensor:
     try:
-        for first, last, start, stop in spec.slices():
+        for first, last, start, stop in spec.tiles():
             encoded = bytearray(data[start:stop])  # decoded values may be written over it
             spec.codec.decode_into(encoded, spec.dtype, into[first:last])
     except ConfigError as error:
@@ -141,14 +141,14 @@ def _is_final(spec: StateTensorSpec) -> bool:
 
 
 def _decoding_bytes(spec: StateTensorSpec) -> int:
-    """Room for a tensor and its encoding at the end, such that decoding a slice overwrites no later one's encoding.
+    """Room for a tensor and its encoding at the end, such that decoding a tile overwrites no later one's encoding.
 
-    It has the tensor's own size, unless a codec needs more room for a slice than its values do: for a few elements at
+    It has the tensor's own size, unless a codec needs more room for a tile than its values do: for a few elements at
     the end, or if a donor has chosen a bad codec.
     """
     left = spec.encoded_bytes
     most = left
-    for _, last, start, stop in spec.slices():
+    for _, last, start, stop in spec.tiles():
         left -= stop - start
         most = max(most, last * spec.dtype.itemsize + left)
     return most

@@ -1,6 +1,6 @@
 """The layout of a state: its tensors, and the chunks in which it travels. Pure values: no loop, no network.
 
-A state is metadata (plain MessagePack) and tensors, each encoded by a codec of its own, a large one slice by slice, so
+A state is metadata (plain MessagePack) and tensors, each encoded by a codec of its own, a large one tile by tile, so
 that neither side needs room for a tensor twice. The encodings follow one another without gaps and are cut to chunks of
 equal size, each with its digest. A model of 200,000 tensors has few kinds of them, so kinds are described, and named
 for each tensor. A manifest from the network is checked here before anything is allocated for it, and nothing else in it
@@ -67,8 +67,8 @@ MAX_CHUNK_BYTES = 16 << 20
 MAX_CHUNKS = 4096
 """So many hashes fit into one message beside the other fields; larger states get larger chunks."""
 
-SLICE_ELEMENTS = 1 << 20
-"""So many elements of a tensor are encoded together."""
+TILE_ELEMENTS = 1 << 20
+"""A tile of a tensor, whose elements are encoded together, has so many at most."""
 
 HASH_BYTES = 32
 """One digest of a chunk."""
@@ -113,8 +113,8 @@ class StateTensorSpec:
 
     def __post_init__(self) -> None:
         numel = math.prod(self.shape)
-        slices, rest = divmod(numel, SLICE_ELEMENTS)
-        encoded_bytes = (slices * self._slice_bytes(SLICE_ELEMENTS) if slices else 0) + self._slice_bytes(rest)
+        tiles, rest = divmod(numel, TILE_ELEMENTS)
+        encoded_bytes = (tiles * self._tile_bytes(TILE_ELEMENTS) if tiles else 0) + self._tile_bytes(rest)
         object.__setattr__(self, "numel", numel)
         object.__setattr__(self, "raw_bytes", numel * self.dtype.itemsize)
         object.__setattr__(self, "encoded_bytes", encoded_bytes)
@@ -124,16 +124,16 @@ class StateTensorSpec:
         """Return whether the encoding is the tensor's memory itself."""
         return self.codec == NoCompression()
 
-    def slices(self) -> Iterator[tuple[int, int, int, int]]:
-        """The slices: (first element, the one after the last, first byte, the one after the last)."""
+    def tiles(self) -> Iterator[tuple[int, int, int, int]]:
+        """The tiles: (first element, the one after the last, first byte, the one after the last)."""
         start = 0
-        for first in range(0, self.numel, SLICE_ELEMENTS):
-            last = min(first + SLICE_ELEMENTS, self.numel)
-            stop = start + self._slice_bytes(last - first)
+        for first in range(0, self.numel, TILE_ELEMENTS):
+            last = min(first + TILE_ELEMENTS, self.numel)
+            stop = start + self._tile_bytes(last - first)
             yield first, last, start, stop
             start = stop
 
-    def _slice_bytes(self, numel: int) -> int:
+    def _tile_bytes(self, numel: int) -> int:
         return self.codec.encoded_bytes(numel, self.dtype) if numel else 0
 
     def encode_into(self, tensor: torch.Tensor, out: memoryview) -> None:
@@ -142,7 +142,7 @@ class StateTensorSpec:
             self.codec.encode_into(tensor, out)
             return
         flat = tensor.detach().reshape(-1)
-        for first, last, start, stop in self.slices():
+        for first, last, start, stop in self.tiles():
             self.codec.encode_into(flat[first:last], out[start:stop])
 
 

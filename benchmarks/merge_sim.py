@@ -187,7 +187,7 @@ class Scene:
                 part_size_bytes=1 << 18,
                 silence_s=5.0,
                 target_group_size=args.group,
-                min_vector_size=args.slice,
+                min_vector_size=args.share,
             ),
             fingerprint=run_settings(training, target, 0, merging=merging, outer=outer, grad_compression=CODEC),
             check_every=0,
@@ -404,7 +404,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=30, help="batches between two merges of a fragment")
     parser.add_argument("--quorum", type=int, default=2)
     parser.add_argument("--group", type=int, default=None, help="the most members of a merge; default: 256")
-    parser.add_argument("--slice", type=int, default=0, help="the fewest parameters that a member averages")
+    parser.add_argument("--share", type=int, default=0, help="the fewest parameters that a member averages")
     parser.add_argument("--batch-s", type=float, default=1.0)
     parser.add_argument("--numel", type=int, default=65536, help="parameters that are simulated")
     parser.add_argument("--half-life", type=float, default=10.0, help="minutes")

@@ -96,11 +96,11 @@ def test_a_withheld_state_costs_twenty_seconds() -> None:
     patience = Patience()
     assert patience.left_s(0.0) == 20.0
     patience.waited(12.0, 0.0)
-    assert patience.left_s(12.0) == pytest.approx(8.4)
-    patience.waited(8.4, 12.0)
+    assert patience.left_s(12.0) == pytest.approx(8.0)
+    patience.waited(8.0, 12.0)
     assert patience.left_s(20.0) == 0.0
     assert patience.left_s(300.0) == 0.0
-    assert patience.left_s(330.0) == pytest.approx(10.6)
+    assert patience.left_s(330.0) == pytest.approx(10.0 + 1 / 3)
     patience.waited(99.0, 330.0)
     patience.rewarded()
     assert patience.left_s(400.0) == 20.0

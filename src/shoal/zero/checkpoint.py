@@ -360,9 +360,9 @@ def load(
         )
         _check(saved.index, model, optimizer)
         with saved.opened():
-            kept = list(optimizer.carrier.own_tiles())
-            found = [(own, *_aside(optimizer, saved.values(own.tile), saved.statistics(own.tile))) for own in kept]
-            averages = None if ema is None else _averages(saved, kept)
+            tiles = list(optimizer.carrier.own_tiles())
+            found = [(own, *_aside(optimizer, saved.values(own.tile), saved.statistics(own.tile))) for own in tiles]
+            averages = None if ema is None else _averages(saved, tiles)
             others = {name: saved.other(name) for name in saved.index["others"]}
             residuals = optimizer.carrier.residuals()
             rank, ranks = optimizer.collectives.rank, optimizer.collectives.ranks
@@ -396,11 +396,11 @@ def _check_ema(ema: object, optimizer: ShardedOptimizer) -> None:
         raise ConfigError("ema must be of the same optimizer, and this one is of another: make it by EMA(optimizer)")
 
 
-def _averages(saved: Saved | Whole, kept: Iterable[OwnTile]) -> list[torch.Tensor]:
+def _averages(saved: Saved | Whole, tiles: Iterable[OwnTile]) -> list[torch.Tensor]:
     """The saved averages of this rank's tiles."""
     if "ema" not in saved.index:
         raise ConfigError("ema cannot be loaded: the checkpoint has no moving averages, since save() was given none")
-    return [saved.averages(own.tile) for own in kept]
+    return [saved.averages(own.tile) for own in tiles]
 
 
 def _load_weights(agreement: Agreement, bare: BareWeights, model: torch.nn.Module, optimizer: ShardedOptimizer) -> None:

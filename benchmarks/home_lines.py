@@ -34,7 +34,7 @@ from benchmarks.emulator.star import Shape
 from benchmarks.strategies.named import named
 from shoal.compression import codec_by_name
 from shoal.events import Event, RoundFinished, Warned
-from shoal.strategies import Strategy
+from shoal.strategies import Merges, Strategy
 
 SAMPLES = 8
 TENSORS = 20
@@ -66,7 +66,7 @@ def train(args: argparse.Namespace) -> None:
         torch.manual_seed(0)
         parameters = [torch.nn.Parameter(torch.randn(args.numel // TENSORS) * 0.02) for _ in range(TENSORS)]
         strategy, codec = strategy_of(args), codec_by_name(args.codec)
-        target = None if strategy.merging is not None else args.peers * SAMPLES
+        target = None if isinstance(strategy, Merges) else args.peers * SAMPLES
         swarm = shoal.Optimizer(
             dht=dht,
             run_id="home",

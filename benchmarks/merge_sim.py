@@ -57,9 +57,9 @@ from shoal.optim import Participant, RunSettings, TrainingState
 from shoal.protocol.wire import encode
 from shoal.run import gossip
 from shoal.run.decide.phases import RunPhase
-from shoal.run.settings import fragment_settings, run_settings
+from shoal.run.settings import run_settings, settings_of_fragments
 from shoal.sim import SimHost, SimNetwork, Swarm, run, sleep
-from shoal.strategies.outer import LocalSteps
+from shoal.strategies import Inner, Synchronous
 from tests.sim.averaging_kit import SETTINGS
 
 ENTRIES, RESTART_S, SPREAD = 3, 2.0, 0.2
@@ -162,6 +162,8 @@ class Scene:
         """One peer, on this host."""
         args = self.args
         strategy = named(args.strategy, every=args.every, fragments=self.fragments, quorum=args.quorum)
+        if isinstance(strategy, Synchronous):
+            strategy = Synchronous(self.peers * args.every)
         host.env.events.subscribe(self.note)
         limits = None if args.rest else LIMITS
         core = await PeerCore.start(host.identity, host.transport, host.env, entries, limits=limits)
@@ -170,18 +172,10 @@ class Scene:
         for each in parameters:
             each.grad = 0.1 * torch.randn(each.shape, generator=chance)
         optimizer = torch.optim.SGD(parameters, lr=0.01)
-        merging = strategy.merging
-        training: TrainingState
-        if merging is None:
-            training = TrainingState(optimizer, None, (), unit=1)
-        else:
-            training = LocalSteps(optimizer, None, (), merging)
-        fragments = training.fragments if isinstance(training, LocalSteps) else [training]
-        target = self.peers * args.every if merging is None else 1
-        outer = fragments[0].optimizer if merging is not None else None
+        training = strategy.training(Inner(optimizer))
         settings = RunSettings(
             run_id="run",
-            target_batch_size=target,
+            strategy=strategy,
             averager=msgspec.structs.replace(
                 SETTINGS,
                 part_size_bytes=1 << 18,
@@ -189,13 +183,12 @@ class Scene:
                 target_group_size=args.group,
                 min_vector_size=args.share,
             ),
-            fingerprint=run_settings(training, target, 0, merging=merging, outer=outer, grad_compression=CODEC),
+            fingerprint=run_settings(training, strategy, 0, grad_compression=CODEC),
             check_every=0,
         )
         lock = TensorLock()
         participants = []
-        for number, fragment in enumerate(fragments):
-            ours = settings if merging is None else fragment_settings(settings, merging, number)
+        for fragment, ours in zip(training.fragments, settings_of_fragments(settings, training), strict=True):
             participants.append(Participant(core, fragment, ours, lock=lock, compression=CODEC))
             if args.late and int(host.name[1:]) % 4 == 0:
                 come_late(participants[-1], host.env.rng, args.late)

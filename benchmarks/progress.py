@@ -66,6 +66,7 @@ from shoal.rpc import Endpoint, Limits
 from shoal.run.gossip import ProgressGossip
 from shoal.run.view.progress import StateKey, SwarmProgress
 from shoal.run.view.tellers import look_s, write_s
+from shoal.strategies import Synchronous
 from shoal.transport.tcp import TcpTransport
 from tests.sim.test_many_peers import measure
 
@@ -249,13 +250,14 @@ class Member:
         self.known = SwarmProgress(self.peer_id, _SETTINGS, ttl_s=20.0)
         settings = RunSettings(
             run_id="run",
-            target_batch_size=swarm.target,
+            strategy=Synchronous(swarm.target),
             averager=AveragerSettings(),
             ttl_s=math.inf,
             fingerprint=_SETTINGS,
         )
         core: Any = self
         self.gossip = ProgressGossip(core, settings, self.known, self.news, next_word=self.mine)
+        self.gossip.target = swarm.target
 
     # as an endpoint and a node of the DHT
 
@@ -457,7 +459,7 @@ def summary(epochs: list[Epoch], peers: int, cost: dict[str, tuple[float, float]
         ordinary, keepers = ordinary + epoch.ordinary, keepers + epoch.keepers
     in_turn_s = sum(epoch.turns * epoch.duration_s for epoch in epochs)
 
-    period_s = RunSettings(run_id="run", target_batch_size=1, averager=AveragerSettings()).publish_period_s
+    period_s = RunSettings(run_id="run", strategy=Synchronous(1), averager=AveragerSettings()).publish_period_s
     replicas = min(DhtSettings().replicas, peers - 1)
     words = {"write": 1 / write_s(peers, period_s), "read": 1 / look_s(peers)}
     asking, answering = (replicas * sum(words[kind] * cost[kind][end] for kind in words) for end in (0, 1))

@@ -51,7 +51,7 @@ def main():
     swarm = shoal.Optimizer(
         dht=dht,
         run_id="digits",
-        target_batch_size=256,
+        strategy=shoal.strategies.Synchronous(target_batch_size=256),
         batch_size_per_step=BATCH,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3),
         params=model.parameters(),

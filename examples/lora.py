@@ -38,11 +38,10 @@ def main():
     swarm = shoal.Optimizer(
         dht=dht,
         run_id="lora",
-        target_batch_size=64,
+        strategy=shoal.strategies.Synchronous(target_batch_size=64, max_grad_norm=1.0),
         batch_size_per_step=BATCH,
         optimizer=torch.optim.AdamW(adapters, lr=2e-2),
         model=model,  # the frozen weights are compared with those of the other peers
-        max_grad_norm=1.0,
     )
     swarm.announce_end(EPOCHS)
     sampler = shoal.data.PeerSampler(data, swarm, endless=True)

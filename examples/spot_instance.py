@@ -51,7 +51,7 @@ def main():
     swarm = shoal.Optimizer(
         dht=dht,
         run_id=RUN,
-        target_batch_size=1024,
+        strategy=shoal.strategies.Synchronous(target_batch_size=1024),
         batch_size_per_step=BATCH,
         optimizer=torch.optim.AdamW(model.parameters(), lr=3e-3),
         model=model,

@@ -31,6 +31,7 @@ from shoal.events import (
     StateDownloaded,
     Warned,
 )
+from shoal.strategies import Merges
 
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
@@ -58,7 +59,7 @@ def train(name: str, settings: dict[str, Any]) -> None:
     torch.manual_seed(os.getpid())
     teacher = torch.linspace(-1.0, 1.0, _INPUTS)
     strategy = named(**settings["strategy"])
-    parts = 1 if strategy.merging is None else strategy.merging.fragments
+    parts = strategy.merging.fragments if isinstance(strategy, Merges) else 1
     parameters = [torch.nn.Parameter(torch.zeros(max(_INPUTS, settings["numel"] // parts))) for _ in range(parts)]
     parameter, slope = parameters[0], torch.zeros_like(parameters[0])
     parameter.grad = slope
@@ -73,7 +74,7 @@ def train(name: str, settings: dict[str, Any]) -> None:
     optimizer = shoal.Optimizer(
         dht=dht,
         run_id="storm",
-        target_batch_size=settings["target"] if strategy.merging is None else None,
+        target_batch_size=None if isinstance(strategy, Merges) else settings["target"],
         strategy=strategy,
         batch_size_per_step=settings["batch"],
         optimizer=inner,

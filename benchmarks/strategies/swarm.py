@@ -17,10 +17,9 @@ from benchmarks.strategies.task import PEERS, Task
 from shoal.averaging import AveragerSettings, TensorLock
 from shoal.compression import ErrorFeedback, codec_by_name
 from shoal.optim import Participant, RunSettings
-from shoal.run.settings import fragment_settings
+from shoal.run.settings import settings_of_fragments
 from shoal.sim import SimHost, SimNetwork, Swarm, run, sleep
-from shoal.strategies import Merging
-from shoal.strategies.outer import LocalSteps
+from shoal.strategies import Inner, Merges, Merging
 from tests.sim.averaging_kit import SETTINGS, start_core
 from tests.sim.optimizer_kit import Trainer
 
@@ -35,9 +34,16 @@ def is_of_shoal(strategy: Strategy) -> bool:
     return strategy.average_codec in (None, strategy.codec) and strategy.decay == 1 and not strategy.resets
 
 
-def _merging(strategy: Strategy) -> Merging:
+class _Ours(Merges):
+    """The strategy of the reference as one of shoal's."""
+
+    def __init__(self, merging: Merging) -> None:
+        self.merging = merging
+
+
+def _strategy(strategy: Strategy) -> _Ours:
     assert is_of_shoal(strategy)
-    return Merging(
+    merging = Merging(
         every=int(strategy.every),
         outer=lambda anchor: strategy.outer([*anchor]),
         fragments=strategy.fragments,
@@ -45,6 +51,7 @@ def _merging(strategy: Strategy) -> Merging:
         mixing=strategy.mixing,
         quorum=strategy.quorum,
     )
+    return _Ours(merging)
 
 
 class Learner(Trainer):
@@ -110,19 +117,18 @@ def train(
 
 
 async def _learner(host: SimHost, first: SimHost, task: Task, strategy: Strategy, number: int) -> Learner:
-    peer, merging, lock = task.peer(number), _merging(strategy), TensorLock()
+    peer, ours, lock = task.peer(number), _strategy(strategy), TensorLock()
     core = await start_core(host, first)
-    local = LocalSteps(peer.inner, None, (), merging)
+    training = ours.training(Inner(peer.inner))
     codec = None if strategy.codec == "none" else ErrorFeedback(codec_by_name(strategy.codec))
     averager = msgspec.structs.replace(SETTINGS, part_size_bytes=_PART_BYTES)
-    settings = RunSettings(run_id="study", target_batch_size=1, averager=averager)
+    settings = RunSettings(run_id="study", strategy=ours, averager=averager)
     fragments: list[Participant] = []
-    for place, training in enumerate(local.fragments):
-        ours = fragment_settings(settings, merging, place)
+    for fragment, its in zip(training.fragments, settings_of_fragments(settings, training), strict=True):
         above = fragments[0] if fragments else None
-        fragments.append(Participant(core, training, ours, lock=lock, compression=codec, first=above))
-    for fragment in fragments:
-        await fragment.start()
+        fragments.append(Participant(core, fragment, its, lock=lock, compression=codec, first=above))
+    for participant in fragments:
+        await participant.start()
     learner = Learner(number, peer.parameters, fragments[0], fragments[1:])
     learner.peer = peer
     return learner

@@ -21,6 +21,7 @@ from transformers import (
 
 from shoal.compression import Float16Compression
 from shoal.integrations.transformers import SwarmCallback
+from shoal.strategies import Synchronous
 
 
 def parser(description):
@@ -144,11 +145,13 @@ def join(model, arguments, args, data, dht, **options):
         arguments,
         dht=dht,
         run_id=args.run,
-        target_batch_size=args.target_batch_size,
+        strategy=Synchronous(
+            args.target_batch_size,
+            late="overlap" if args.delayed else "drop",
+            compression=Float16Compression(),
+        ),
         optimizer=make_lamb(model, args),
         settings={"tokenizer": data.digest},  # peers with other tokens are refused
-        delay_grad_averaging=args.delayed,
-        grad_compression=Float16Compression(),
         state_averaging_compression=Float16Compression(),
         **options,
     )

@@ -4,30 +4,61 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+import sys
+import types
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 from shoal import sim
 from shoal.errors import ConfigError
-from shoal.optim.arguments import merging_of
-from shoal.strategies import Decoupled, DiLoCo, LocalSGD, Merging, Strategy, StreamingDiLoCo, Synchronous
+from shoal.hivemind.arguments import strategy_of
+from shoal.strategies import (
+    Decoupled,
+    DiLoCo,
+    LocalSGD,
+    LocalUpdates,
+    Merges,
+    Merging,
+    Strategy,
+    StreamingDiLoCo,
+    Synchronous,
+    Terms,
+)
 from tests.sim.optimizer_kit import Run
 
 
 @dataclass(frozen=True)
-class OneOfAUser:
-    """A strategy needs no more than this."""
+class OneOfAUser(Merges):
+    """A strategy that merges needs no more than this."""
 
     merging: Merging = field(
         default_factory=lambda: Merging(every=5, outer=partial(torch.optim.Adam, lr=0.05), overlap=1)
     )
 
 
+def of_the_docs() -> Strategy:
+    """The strategy that docs/strategies.md makes, which is no part of shoal."""
+    page = (Path(__file__).parents[2] / "docs" / "strategies.md").read_text(encoding="utf-8")
+    (block,) = (
+        each for each in re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL) if "MajorityVote" in each
+    )
+    module = types.ModuleType("of_the_docs")
+    sys.modules[module.__name__] = module  # as a file of its own, from which values can be pickled
+    exec(block, vars(module))
+    strategy: Strategy = module.MajorityVote(target_batch_size=12)
+    return strategy
+
+
+VOTES = of_the_docs()
 ALL: list[Strategy] = [
     Synchronous(),
+    Synchronous(64, late="next", max_grad_norm=1.0, low_rank=4),
+    LocalUpdates(64, statistics=["exp_avg_sq"]),
     LocalSGD(5),
     LocalSGD("2s"),
     DiLoCo(5),
@@ -37,6 +68,7 @@ ALL: list[Strategy] = [
     Decoupled(5, fragments=2, quorum=2),
     Decoupled("2s", fragments=2, quorum=3),
     OneOfAUser(),
+    VOTES,
 ]
 
 
@@ -47,12 +79,12 @@ def test_it_is_a_value(strategy: Strategy) -> None:
     for same in (pickle.loads(pickle.dumps(strategy)), copy.deepcopy(strategy)):
         assert (same, hash(same), repr(same)) == (strategy, hash(strategy), repr(strategy))
     with pytest.raises(AttributeError):
-        strategy.every = 7  # type: ignore[attr-defined]
+        strategy.terms = Terms()  # type: ignore[misc]
 
 
 def test_different_ones_say_so() -> None:
     """By the text that peers compare; the outer optimizer is compared beside it."""
-    texts = [merging.text for each in ALL if (merging := merging_of(each)) is not None]
+    texts = [each.merging.text for each in ALL if isinstance(each, Merges)]
     assert len(set(texts)) == len(texts) - 2  # three differ in the outer optimizer alone
     assert len(set(ALL)) == len(ALL)
 
@@ -69,9 +101,13 @@ def test_different_ones_say_so() -> None:
         (lambda: StreamingDiLoCo(4, overlap=4), "overlap must be less than every"),
         (lambda: StreamingDiLoCo(10, mixing=1.5), "mixing must be a number from 0 to 1"),
         (lambda: Decoupled(10, quorum=0), "quorum must be a whole number of at least 1"),
-        (lambda: merging_of(DiLoCo), "strategy must be one of shoal.strategies"),
-        (lambda: merging_of("diloco"), "strategy must be one of shoal.strategies"),
-        (lambda: merging_of(DiLoCo(10), late="next"), "late does not go with a strategy that merges"),
+        (lambda: Synchronous(0), "target_batch_size must be a whole number of at least 1"),
+        (lambda: Synchronous(8, late="never"), "late must be 'drop', 'next' or 'overlap', got 'never'"),
+        (lambda: Synchronous(8, low_rank=0), "low_rank must be a whole number of at least 1"),
+        (lambda: LocalUpdates(8, statistics="exp_avg"), "statistics must be a list of names"),
+        (lambda: strategy_of(DiLoCo, {}), "strategy must be one of shoal.strategies"),
+        (lambda: strategy_of("diloco", {}), "strategy must be one of shoal.strategies"),
+        (lambda: strategy_of(Synchronous(), {}), "target_batch_size is missing"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(make: object, text: str) -> None:
@@ -81,7 +117,7 @@ def test_what_makes_no_sense_is_refused_by_name(make: object, text: str) -> None
         make()
 
 
-@pytest.mark.parametrize("strategy", [OneOfAUser()], ids=["a user's own"])
+@pytest.mark.parametrize("strategy", [OneOfAUser(), VOTES], ids=["a user's own", "that of the docs"])
 def test_a_run_ends_with_equal_bits(strategy: Strategy) -> None:
     """As those of shoal's own do (`tests/sim/test_strategies.py`)."""
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.strategies import DiLoCo, LocalSGD, Strategy, StreamingDiLoCo
+from shoal.strategies import DiLoCo, LocalSGD, Merges, StreamingDiLoCo
 from shoal.strategies.outer import LocalSteps
 from tests.integration.workers import until
 from tests.replay import Recorder, Replay
@@ -40,9 +40,8 @@ def train(peer: int, swarm: shoal.Optimizer, parameters: list[torch.Tensor], rec
     [LocalSGD(1), DiLoCo(5), StreamingDiLoCo(4, fragments=1, overlap=2)],
     ids=lambda each: type(each).__name__,
 )
-def test_what_two_peers_train_over_sockets_one_process_trains(strategy: Strategy) -> None:
+def test_what_two_peers_train_over_sockets_one_process_trains(strategy: Merges) -> None:
     """Bit for bit: after a merge both go on from the anchor, whatever batch was under way when it began."""
-    assert strategy.merging is not None
     with ExitStack() as stack:
         first = stack.enter_context(shoal.DHT(start=True))
         dhts = [first, stack.enter_context(shoal.DHT(initial_peers=[first.invite("run")], start=True))]

@@ -20,7 +20,7 @@ from shoal.events import Warned
 from shoal.optim import Optimizer
 from shoal.run.fragments import take_over
 from shoal.run.join.own_state import OwnState
-from shoal.strategies import Decoupled, DiLoCo, Strategy, StreamingDiLoCo, Synchronous
+from shoal.strategies import Decoupled, DiLoCo, Merges, Strategy, StreamingDiLoCo, Synchronous
 from shoal.strategies.outer import OuterTrainingState
 from shoal.train.training_state import TrainingState
 from tests.integration.scripts import digest
@@ -134,10 +134,10 @@ def test_a_checkpoint_of_a_run_that_does_not_merge_is_refused(
 ) -> None:
     """Its epochs were taken for merges, its schedule moved `every` times as far, and the inner moments were gone."""
     model = network(0)
-    with begin(dht, model, of, target_batch_size=4 if of.merging is None else None) as swarm:
+    with begin(dht, model, of, target_batch_size=None if isinstance(of, Merges) else 4) as swarm:
         train(swarm, model, 5)
         swarm.save(tmp_path)
-    with begin(dht, network(1), here, target_batch_size=4 if here.merging is None else None) as swarm:
+    with begin(dht, network(1), here, target_batch_size=None if isinstance(here, Merges) else 4) as swarm:
         with pytest.raises(ConfigError, match=r"it is of a run whose peers .*, and here they .* another folder$"):
             swarm.resume(tmp_path)
         assert swarm.local_epoch == 0

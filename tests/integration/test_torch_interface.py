@@ -21,7 +21,6 @@ import shoal
 from shoal.base.thread_state import ThreadState
 from shoal.errors import ConfigError
 from shoal.events import Warned
-from shoal.run.fragments import fragments_of
 from shoal.strategies import LocalSGD
 from tests.odd_torch import ODD
 
@@ -216,6 +215,4 @@ def test_a_merging_peers_fragments_compute_as_where_step_was_called(swarm_of: An
     swarm = swarm_of(model, target_batch_size=None, strategy=LocalSGD(every=1))
     with ODD["two threads"]():
         train(model, swarm)
-        assert [each._trainers for each in fragments_of(swarm._training)] == [
-            ThreadState.here()._replace(gradients=False)
-        ]
+        assert [each._trainers for each in swarm._training.fragments] == [ThreadState.here()._replace(gradients=False)]

@@ -11,18 +11,14 @@ import torch
 
 from shoal import sim
 from shoal.averaging import TensorLock
-from shoal.averaging.core import PeerCore
 from shoal.compression import CompressionBase
 from shoal.errors import StateUnavailable
 from shoal.events import EpochAdvanced, Event
-from shoal.optim import Participant, RunSettings, TrainingState
+from shoal.optim import Participant, RunSettings
 from shoal.run.decide.phases import RunPhase
-from shoal.run.settings import fragment_settings
+from shoal.run.settings import settings_of_fragments
 from shoal.sim import SimHost, SimNetwork, Swarm
-from shoal.strategies import Strategy
-from shoal.strategies.local_updates import LocalTrainingState
-from shoal.strategies.low_rank_training import LowRankTrainingState
-from shoal.strategies.outer import LocalSteps
+from shoal.strategies import Inner, LocalUpdates, Strategy, Synchronous
 from shoal.train.offload import Offload
 from tests.sim.averaging_kit import SETTINGS, note_internal_error, start_core
 
@@ -194,8 +190,11 @@ class Run:
         seed = asyncio.get_running_loop().seed  # type: ignore[attr-defined]
         self.swarm: Swarm[Trainer] = Swarm(network=network or SimNetwork(seed))
         self.dtype, self.width = dtype, width
+        self.target, self.local = target, False
+        """Whether peers average parameters, and go on meanwhile, unless they are added with something else."""
+        strategy = Synchronous(target)
         self.settings = RunSettings(
-            run_id="run", target_batch_size=target, averager=averager, average_state_every=average_state_every
+            run_id="run", strategy=strategy, averager=averager, average_state_every=average_state_every
         )
         self.warnings: list[str] = []
         self.trainers: dict[str, Trainer] = {}
@@ -214,6 +213,8 @@ class Run:
         offload: bool = False,
         rank: int | None = None,
         strategy: Strategy | None = None,
+        use_local_updates: bool | None = None,
+        delay_grad_averaging: bool | None = None,
         events: Callable[[Event], None] | None = None,
         **changes: Any,
     ) -> Trainer:
@@ -235,61 +236,38 @@ class Run:
             limit = self.state_upload_limit
             core = await start_core(host, bootstrap, client_mode=client_mode, state_upload_limit=limit)
             averager = msgspec.structs.replace(self.settings.averager, client_mode=client_mode)
-            settings = msgspec.structs.replace(self.settings, averager=averager, **changes)
-            lock = TensorLock()
-            options: dict[str, Any] = {"unit": settings.target_batch_size, "late": late}
-            options["offload"] = Offload(parameters) if offload else None
-            training: TrainingState
-            if strategy is not None and strategy.merging is not None:
-                local = LocalSteps(optimizer, scheduler, extra_tensors, strategy.merging)
-                return await self._add_fragments(name, index, parameters, local, core, settings, lock)
-            if settings.use_local_updates:
-                waits = not settings.delay_grad_averaging
-                training = LocalTrainingState(
-                    optimizer, scheduler, extra_tensors, average_opt_statistics=statistics, waits=waits
+            chosen = strategy
+            if strategy is None or strategy == Synchronous():
+                local = self.local if use_local_updates is None else use_local_updates
+                delay = self.local if delay_grad_averaging is None else delay_grad_averaging
+                if local:
+                    chosen = LocalUpdates(self.target, statistics=statistics, waits=not delay)
+                else:
+                    when = "overlap" if delay else "next" if late else "drop"
+                    chosen = Synchronous(self.target, late=when, low_rank=rank, offload=offload)
+            settings = msgspec.structs.replace(self.settings, averager=averager, strategy=chosen, **changes)
+            lends = Offload(parameters) if offload else None
+            training = settings.strategy.training(Inner(optimizer, scheduler, extra_tensors, lends))
+            lock, participants = TensorLock(), list[Participant]()
+            for fragment, ours in zip(training.fragments, settings_of_fragments(settings, training), strict=True):
+                participant = Participant(
+                    core,
+                    fragment,
+                    ours,
+                    lock=lock,
+                    first=participants[0] if participants else None,
+                    compression=self.compression,
+                    state_compression=self.state_compression,
                 )
-            elif rank is not None:
-                training = LowRankTrainingState(optimizer, scheduler, extra_tensors, rank=rank, **options)
-            else:
-                training = TrainingState(optimizer, scheduler, extra_tensors, **options)
-            participant = Participant(
-                core,
-                training,
-                settings,
-                lock=lock,
-                compression=self.compression,
-                state_compression=self.state_compression,
-            )
-            trainer = self._trainer(index, parameters, participant)
+                participants.append(participant)
+            trainer = self._trainer(index, parameters, participants[0], participants[1:])
             host.env.events.subscribe(lambda event: self._note(name, trainer, event))
-            await participant.start()
+            for participant in participants:
+                await participant.start()
             self.trainers[name] = trainer
             return trainer
 
         return await self.swarm.start_peer(name, factory, client_mode=client_mode)
-
-    async def _add_fragments(
-        self,
-        name: str,
-        index: int,
-        parameters: list[torch.Tensor],
-        local: LocalSteps,
-        core: PeerCore,
-        settings: RunSettings,
-        lock: TensorLock,
-    ) -> Trainer:
-        """A trainer that merges."""
-        fragments: list[Participant] = []
-        for number, training in enumerate(local.fragments):
-            ours = fragment_settings(settings, training.merging, number)
-            first = fragments[0] if fragments else None
-            fragments.append(Participant(core, training, ours, lock=lock, compression=self.compression, first=first))
-        trainer = self._trainer(index, parameters, fragments[0], fragments[1:])
-        core.env.events.subscribe(lambda event: self._note(name, trainer, event))
-        for fragment in fragments:
-            await fragment.start()
-        self.trainers[name] = trainer
-        return trainer
 
     def _note(self, name: str, trainer: Trainer, event: Event) -> None:
         note_internal_error(self.warnings, name, event)

@@ -31,7 +31,7 @@ from shoal.events import Event, Warned
 from shoal.optim import Participant
 from shoal.run.decide.state_name import StateName
 from shoal.sim import SimNetwork, Whims
-from shoal.strategies import Strategy
+from shoal.strategies import Merges
 from shoal.strategies.outer import OuterTrainingState
 from tests.sim.averaging_kit import SETTINGS
 from tests.sim.fault_kit import hash_of
@@ -294,7 +294,7 @@ class Weather:
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: Merges,
         seed: int,
         *,
         peers: int = 4,
@@ -358,7 +358,6 @@ class Weather:
             and far.stalled_until is None
             and max(far.slowness, here.slowness) < 50
         ]
-        assert merging is not None
         assert merging.quorum is not None
         return len(near) < merging.quorum
 
@@ -489,7 +488,7 @@ def _sgd(parameters: list[torch.Tensor], lr: float) -> tuple[torch.optim.Optimiz
 
 
 def play(
-    strategy: Strategy,
+    strategy: Merges,
     seed: int,
     *,
     faults: int = 8,

@@ -237,7 +237,6 @@ def test_a_liar_took_64_times_the_most_of_the_last_merges() -> None:
 
     async def main() -> None:
         run, heard = Run(target=32), list[Event]()
-        run.settings = msgspec.structs.replace(run.settings, target_batch_size=1)
         strategy = Decoupled(every=4, fragments=1)
         for name in (*NAMES, "liar"):
             await run.add(name, events=heard.append, strategy=strategy, client_mode=name == "liar")

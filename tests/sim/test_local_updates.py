@@ -459,7 +459,8 @@ def test_a_newcomer_whose_download_takes_many_epochs_gets_in() -> None:
 
     async def main() -> None:
         scene = Scene(download_s=20.0)
-        scene.run.settings = msgspec.structs.replace(scene.run.settings, **LOCAL)
+        scene.run.local = True
+        scene.run.settings = msgspec.structs.replace(scene.run.settings, check_every=0)
         await scene.begin()
         await sim.sleep(5.0)
         late = await scene.newcomer()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shoal import sim
-from shoal.strategies import Decoupled, DiLoCo, LocalSGD, Outer, Strategy, StreamingDiLoCo, nesterov
+from shoal.strategies import Decoupled, DiLoCo, LocalSGD, Merges, Outer, StreamingDiLoCo, nesterov
 from shoal.strategies.outer import LocalSteps
 from tests.replay import Recorder, Replay
 from tests.sim.optimizer_kit import Run, Trainer, backward, make_optimizer, model
@@ -48,7 +48,7 @@ def sgd(parameters: list[torch.Tensor], _lr: float, *, rate: float, momentum: fl
 class Case(NamedTuple):
     """What is played: the inner optimizer is AdamW with a schedule, or SGD of this rate and momentum."""
 
-    strategy: Strategy
+    strategy: Merges
     peers: int = 2
     inner: tuple[float, float] | None = None
 
@@ -85,7 +85,6 @@ def play(case: Case, durations_s: Sequence[float], until_s: float, seed: int = 1
 def replay(case: Case, trainers: Sequence[Recorded]) -> int:
     """One process does the same; returns the number of merges."""
     merging = case.strategy.merging
-    assert merging is not None
 
     def make() -> tuple[list[torch.Tensor], Any, Any]:
         parameters = model()
@@ -98,10 +97,9 @@ def replay(case: Case, trainers: Sequence[Recorded]) -> int:
     return Replay(merging, make, gradient, places, BATCH).check([each.recorder.events for each in trainers])
 
 
-def expected(strategy: Strategy, batches: int) -> list[str]:
+def expected(strategy: Merges, batches: int) -> list[str]:
     """The events of each peer in lockstep: a fragment is given after `every` batches, and taken `overlap` later."""
     merging = strategy.merging
-    assert merging is not None
     every, count = merging.steps or 0, merging.fragments
     overlap = 1 if merging.overlap is None else merging.overlap  # a merge takes less time than a batch
     since = [every * number / count for number in range(count)]  # they are so far ahead on their first way
@@ -125,7 +123,6 @@ def expected(strategy: Strategy, batches: int) -> list[str]:
 def check(case: Case, merges: int = 5) -> None:
     """In lockstep the events are those of the definition, and all bits those of one process."""
     merging = case.strategy.merging
-    assert merging is not None
     batches = merges * (merging.steps or 0) + (merging.overlap or 1)
     trainers = play(case, [1.0] * case.peers, batches + 0.9)
     for trainer in trainers:
@@ -160,7 +157,7 @@ def matrix() -> list[Case]:
     """All of it: H, rates to the edge of stability and beyond, momentum, fragments, overlap."""
     inner = [None, (0.05, 0.0), (0.4, 0.0), (1.2, 0.0), (0.1, 0.9)]
     outers: list[Outer] = [nesterov, partial(torch.optim.SGD, lr=1.0), partial(torch.optim.SGD, lr=0.5, momentum=0.5)]
-    strategies: list[Strategy] = []
+    strategies: list[Merges] = []
     for every in (1, 2, 5, 10):
         strategies += [LocalSGD(every), *(DiLoCo(every, outer) for outer in outers)]
         for fragments, overlap in itertools.product((1, 2), range(1, every)):

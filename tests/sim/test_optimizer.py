@@ -84,7 +84,7 @@ def test_a_view_of_the_swarm_changes_nothing() -> None:
         assert participant.progress() == participant.progress()
         assert marks() == before
         participant._look()
-        assert participant.enough == (participant.view().samples >= participant.settings.target_batch_size)
+        assert participant.enough == (participant.view().samples >= run.target)
         await run.close()
 
     sim.run(main)

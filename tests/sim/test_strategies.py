@@ -21,7 +21,7 @@ from shoal.errors import ConfigError
 from shoal.events import EpochAdvanced, Event, SamplesDropped, Warned
 from shoal.optim import Participant, TrainingState
 from shoal.protocol.wire import Progress
-from shoal.strategies import Decoupled, DiLoCo, LocalSGD, Strategy, StreamingDiLoCo
+from shoal.strategies import Decoupled, DiLoCo, LocalSGD, Merges, StreamingDiLoCo
 from shoal.strategies.outer import LocalSteps
 from tests.sim.optimizer_kit import Run, Trainer, backward, make_optimizer, model
 
@@ -82,9 +82,8 @@ def merged(sizes: Sequence[int], every: int, merges: int, options: dict[str, Any
     ("strategy", "options"), [(LocalSGD(3), MEAN), (DiLoCo(3), NESTEROV), (DiLoCo(1), NESTEROV)], ids=str
 )
 @pytest.mark.parametrize("sizes", [(4, 4), (2, 6, 1)], ids=str)
-def test_a_run_equals_one_process(sizes: tuple[int, ...], strategy: Strategy, options: dict[str, Any]) -> None:
+def test_a_run_equals_one_process(sizes: tuple[int, ...], strategy: Merges, options: dict[str, Any]) -> None:
     """AdamW with a schedule in each peer, weights by samples; peers of equal speed."""
-    assert strategy.merging is not None
     every, merges = strategy.merging.steps or 0, 4
 
     async def main() -> list[torch.Tensor]:
@@ -355,7 +354,7 @@ def _learner(peer: int, size: int) -> reference.Peer:
     return reference.Peer(parameters, inner, learn)
 
 
-STRATEGIES: list[Strategy] = [
+STRATEGIES: list[Merges] = [
     LocalSGD(4),
     DiLoCo(4, outer_sgd),
     DiLoCo("2s"),
@@ -371,7 +370,7 @@ def _inner(trainer: Trainer) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda each: type(each).__name__)
-def test_peers_of_any_speed_end_with_equal_bits(strategy: Strategy) -> None:
+def test_peers_of_any_speed_end_with_equal_bits(strategy: Merges) -> None:
     """Nobody stands still for the slowest, and its batches count all the same. Their learning rates are equal, too."""
 
     async def main() -> None:
@@ -400,7 +399,7 @@ def test_peers_of_any_speed_end_with_equal_bits(strategy: Strategy) -> None:
     [LocalSGD("2s"), StreamingDiLoCo("2s", fragments=2, overlap=1), Decoupled("2s", fragments=2, quorum=2)],
     ids=lambda each: type(each).__name__,
 )
-def test_merges_by_time_follow_each_other_at_once(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merges_by_time_follow_each_other_at_once(strategy: Merges, monkeypatch: pytest.MonkeyPatch) -> None:
     """They do not: before it was told of a step of its trainer, a peer said at the new state that a merge was due."""
     stepped = Participant.stepped
 
@@ -427,9 +426,9 @@ def test_merges_by_time_follow_each_other_at_once(strategy: Strategy, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "strategy", [each for each in STRATEGIES if each.merging and each.merging.steps], ids=lambda e: type(e).__name__
+    "strategy", [each for each in STRATEGIES if each.merging.steps], ids=lambda e: type(e).__name__
 )
-def test_the_schedule_goes_beyond_the_end_of_the_run(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_schedule_goes_beyond_the_end_of_the_run(strategy: Merges, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not: a peer that trains on while the last merge is under way had rates below 0 by then."""
     move, moved = LocalSteps._move_schedule, set[int]()
 
@@ -486,7 +485,7 @@ BEGINNINGS = pytest.mark.parametrize(
 @BEGINNINGS
 @pytest.mark.parametrize("seeds", [(0, 1), (1, 0)])
 def test_a_newcomer_takes_the_first_weights_of_those_that_were_there(
-    strategy: Strategy | None, seeds: tuple[int, int]
+    strategy: Merges | None, seeds: tuple[int, int]
 ) -> None:
     """Whichever they are. A newcomer with random weights won every second time over a model that was trained before.
 
@@ -516,7 +515,7 @@ def test_a_newcomer_takes_the_first_weights_of_those_that_were_there(
 
 
 @BEGINNINGS
-def test_of_two_that_began_apart_one_takes_all_of_the_other_and_is_told_what_is_lost(strategy: Strategy | None) -> None:
+def test_of_two_that_began_apart_one_takes_all_of_the_other_and_is_told_what_is_lost(strategy: Merges | None) -> None:
     """Neither saw the other when it began, so both have the first rank."""
 
     async def main() -> None:
@@ -597,7 +596,7 @@ def test_a_quorum_waits_for_as_long_as_others_come() -> None:
 
 @pytest.mark.parametrize("away_s", [120.0, pytest.param(3600.0, marks=pytest.mark.long)])
 @pytest.mark.parametrize("strategy", [Decoupled(6, fragments=2, quorum=2), StreamingDiLoCo(6, 2, 2)], ids=str)
-def test_a_peer_that_was_away_downloads_the_fragments_that_it_lacks(strategy: Strategy, away_s: float) -> None:
+def test_a_peer_that_was_away_downloads_the_fragments_that_it_lacks(strategy: Merges, away_s: float) -> None:
     """And no bytes of the others, though it was away for longer than others keep the steps."""
 
     async def main() -> None:
@@ -644,7 +643,7 @@ def test_a_peer_that_was_away_downloads_the_fragments_that_it_lacks(strategy: St
 @pytest.mark.parametrize(
     "strategy", [DiLoCo(4), StreamingDiLoCo(4, fragments=2, overlap=2)], ids=["diloco", "streaming"]
 )
-def test_a_peer_whose_batches_are_worth_nothing_holds_up_nobody(strategy: Strategy) -> None:
+def test_a_peer_whose_batches_are_worth_nothing_holds_up_nobody(strategy: Merges) -> None:
     """It takes part in each merge without a weight, and ends with the others' bits."""
 
     async def main() -> None:
@@ -711,12 +710,12 @@ class LastGive:
         training.contribute = contributes  # type: ignore[method-assign]
 
 
-def ends(seed: int) -> tuple[Strategy, list[float], int, list[float]]:
+def ends(seed: int) -> tuple[Merges, list[float], int, list[float]]:
     """A strategy, seconds for a batch of each peer, the number of the end, and how late merges of a fragment are."""
     rng = random.Random(f"ends/{seed}")
     choices: list[int | str] = [4, 6, 10, "2s"]
     every = rng.choice(choices)
-    strategies: list[Strategy] = [StreamingDiLoCo(every, 2, rng.choice([1, 2, 3]), rng.choice([None, 0.5]))]
+    strategies: list[Merges] = [StreamingDiLoCo(every, 2, rng.choice([1, 2, 3]), rng.choice([None, 0.5]))]
     strategy = rng.choice([*strategies, Decoupled(every, 2, 2)])
     speeds = [rng.uniform(0.1, 0.5) for _ in range(rng.choice([2, 3, 4]))]
     return strategy, speeds, rng.choice([1, 2, 4, 6]), [rng.choice([0.0, 0.0, 1.0, 6.0]) for _ in range(12)]
@@ -763,7 +762,7 @@ def test_a_fragment_whose_merge_waits_for_a_peer_ends_behind_the_others(seed: in
 
 
 @pytest.mark.parametrize("strategy", [None, DiLoCo(400), StreamingDiLoCo(400, 2, 1), Decoupled(400, 2)], ids=str)
-def test_what_a_peer_had_not_given_when_it_left_was_neither_contributed_nor_dropped(strategy: Strategy | None) -> None:
+def test_what_a_peer_had_not_given_when_it_left_was_neither_contributed_nor_dropped(strategy: Merges | None) -> None:
     """Nobody was told of it: now it is dropped, as anything that goes into no step, and the warning says why."""
 
     async def main() -> None:
@@ -815,11 +814,11 @@ def test_fragments_for_which_a_quorum_was_lacking_stay_together(every: int | str
     sim.run(main, seed=4)
 
 
-def _newcomers(number: int) -> tuple[Strategy, list[float], str]:
+def _newcomers(number: int) -> tuple[Merges, list[float], str]:
     """A strategy, seconds for a batch of the peer that was there first and of each newcomer, and what it does then."""
     rng = random.Random(number)
     every = rng.choice([4, 10, 20, 40])
-    strategies: list[Strategy] = [DiLoCo(every), LocalSGD(every), StreamingDiLoCo(every, fragments=2, overlap=1)]
+    strategies: list[Merges] = [DiLoCo(every), LocalSGD(every), StreamingDiLoCo(every, fragments=2, overlap=1)]
     merging = rng.choice(strategies)
     base_s = rng.choice([0.1, 0.3, 1.0])
     speeds = [base_s * rng.choice([0.25, 1.0, 1.0, 1.2, 1.5, 2.0]) for _ in range(rng.choice([2, 3, 5, 8]))]
@@ -838,7 +837,7 @@ UNEQUAL = [0.3, 0.08, 0.3, 0.33, 0.36, 0.33, 0.3]
         *(pytest.param(*_newcomers(number), marks=pytest.mark.long(full=number > 1)) for number in range(40)),
     ],
 )
-def test_newcomers_of_other_speeds_give_to_each_merge(strategy: Strategy, speeds: list[float], first: str) -> None:
+def test_newcomers_of_other_speeds_give_to_each_merge(strategy: Merges, speeds: list[float], first: str) -> None:
     """The fastest one waited for the others once, in vain. Then it made all merges alone, and what they gave was lost.
 
     They counted themselves beside the one that was there before, and came later than it expected. Where that one left,
@@ -864,7 +863,6 @@ def test_newcomers_of_other_speeds_give_to_each_merge(strategy: Strategy, speeds
             await run.swarm.run_on("p0", run.trainers["p0"].participant.close)
         elif first == "dies":
             run.swarm.crash("p0")
-        assert strategy.merging is not None
         merge_s = (strategy.merging.steps or 0) * max(speeds)
         await sim.sleep(10.0 + 6 * merge_s)  # the first ones wait for others that come late, once
         assert not any("does not come" in message or "none of the samples" in message for message in told), told

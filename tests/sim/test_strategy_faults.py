@@ -25,7 +25,7 @@ from shoal.events import Event, Warned
 from shoal.protocol.wire import Commit, Contact, Held, Member
 from shoal.run.decide.phases import RunPhase
 from shoal.run.participant import Participant
-from shoal.strategies import Decoupled, DiLoCo, LocalSGD, Strategy, StreamingDiLoCo
+from shoal.strategies import Decoupled, DiLoCo, LocalSGD, Merges, StreamingDiLoCo
 from shoal.strategies.outer import LocalSteps
 from tests.sim.averaging_kit import SETTINGS
 from tests.sim.optimizer_kit import Run, Trainer, backward, make_optimizer, model
@@ -81,7 +81,7 @@ def leave_out_of_all_but_the_first_tile(trainers: Sequence[Trainer], late: Parti
     ],
     ids=["DiLoCo", "Decoupled", "StreamingDiLoCo"],
 )
-def test_a_peer_that_lost_the_verdict_gives_the_same_batches_again(strategy: Strategy, *, in_part: bool) -> None:
+def test_a_peer_that_lost_the_verdict_gives_the_same_batches_again(strategy: Merges, *, in_part: bool) -> None:
     """It does not: they are in the anchor that it downloads. What it has trained since then is kept.
 
     Nor does a peer whose values were counted in some tiles of the average only.
@@ -113,7 +113,7 @@ def test_a_peer_that_lost_the_verdict_gives_the_same_batches_again(strategy: Str
     ],
     ids=["StreamingDiLoCo", "Decoupled"],
 )
-def test_an_auxiliary_peer_waits_for_batches_of_its_own_before_it_takes_a_merge(strategy: Strategy) -> None:
+def test_an_auxiliary_peer_waits_for_batches_of_its_own_before_it_takes_a_merge(strategy: Merges) -> None:
     """It does not, as it has none; nor does it wait for one fragment of the model while another one is merged."""
 
     async def main() -> None:
@@ -160,9 +160,8 @@ def test_a_member_that_is_in_some_tiles_of_an_average_gives_them_again() -> None
 
 
 @pytest.mark.parametrize("strategy", [DiLoCo(4), Decoupled(4, fragments=1), StreamingDiLoCo(4, 1, 2, None)], ids=str)
-def test_an_interrupt_in_the_outer_step_leaves_what_was_trained_to_be_given_again(strategy: Strategy) -> None:
+def test_an_interrupt_in_the_outer_step_leaves_what_was_trained_to_be_given_again(strategy: Merges) -> None:
     """It does not: it is in the anchor, so the parameters go back to that before the next batch counts."""
-    assert strategy.merging is not None
     local = LocalSteps(*make_optimizer(model()), (), strategy.merging)
     fragment = local.fragments[0]
     backward(list(local.trained), 0, 0, BATCH)
@@ -214,7 +213,7 @@ class Case(NamedTuple):
         extras: a tensor is averaged, beside what is merged.
     """
 
-    strategy: Strategy
+    strategy: Merges
     counts: bool = False
     codec: CompressionBase | None = None
     extras: bool = False
@@ -255,7 +254,6 @@ def weather(name: str, seed: int, faults: int = 8) -> None:
     played = play(strategy, seed, faults=faults, counts=counts, codec=codec, extras=extras)
     slowest_s = max(trainer.slowest_s for trainer in played.run.trainers.values() if isinstance(trainer, Counted))
     merging = strategy.merging
-    assert merging is not None
     assert slowest_s <= (FETCHED_S if merging.overlap is None else MOST_S), (
         f"a trainer stood still for {slowest_s:.2f} s"
     )
@@ -293,7 +291,7 @@ def test_a_client_and_a_peer_behind_it_that_need_each_other_for_a_quorum_go_on()
     [DiLoCo(4, MEAN), StreamingDiLoCo(6, fragments=2, overlap=2, mixing=None, outer=MEAN)],
     ids=["DiLoCo", "StreamingDiLoCo"],
 )
-def test_a_peer_that_merged_alone_gives_up_its_state_for_that_of_more_samples(strategy: Strategy) -> None:
+def test_a_peer_that_merged_alone_gives_up_its_state_for_that_of_more_samples(strategy: Merges) -> None:
     """It merges more often than three others together, so it has the later epoch: their samples were thrown away."""
     warned = list[str]()
 

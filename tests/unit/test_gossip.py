@@ -28,7 +28,7 @@ from shoal.run.gossip import ProgressGossip
 from shoal.run.settings import fragment_settings
 from shoal.run.view.progress import RELAYED_S, StateKey, SwarmProgress
 from shoal.run.view.tellers import Countdown, Order, silence_s
-from shoal.strategies import Merging
+from shoal.strategies import Decoupled, Synchronous
 
 ME, OTHER, VICTIM = (PeerID(bytes([number]) * 32) for number in range(3))
 
@@ -48,7 +48,7 @@ def progress(peer: PeerID, time: float) -> Progress:
     return Progress(Contact(peer, (Address("10.0.0.9", 1, peer),)), 5, b"d" * 32, 0, 7, 1.0, time, {})
 
 
-SETTINGS = RunSettings(run_id="run", target_batch_size=100, averager=AveragerSettings())
+SETTINGS = RunSettings(run_id="run", strategy=Synchronous(100), averager=AveragerSettings())
 
 
 def gossip_at(
@@ -59,13 +59,15 @@ def gossip_at(
     endpoint.setdefault("contact", progress(ME, 1.0).contact)
     env = SimpleNamespace(events=bus, clock=SimpleNamespace(time=lambda: 1e9), rng=random.Random(0))
     core: Any = SimpleNamespace(endpoint=SimpleNamespace(**endpoint), peer_id=ME, env=env)
-    return ProgressGossip(
+    made = ProgressGossip(
         cast(PeerCore, core),
         settings,
         known,
         Changes(),
         next_word=lambda: progress(ME, 1.0),
     )
+    made.target = 100
+    return made
 
 
 @pytest.mark.parametrize("speaker", [OTHER, VICTIM])
@@ -157,7 +159,7 @@ def test_peers_that_merge_tell_how_far_they_are_near_the_merge_only() -> None:
         gossip = gossip_at(
             known,
             EventBus(),
-            settings=fragment_settings(SETTINGS, Merging(every=100, fragments=16), 1),
+            settings=fragment_settings(msgspec.structs.replace(SETTINGS, strategy=Decoupled(100, fragments=16)), 1, 16),
             connected=lambda peer: True,
             reachable=lambda peer: True,
             is_silent=lambda peer: False,

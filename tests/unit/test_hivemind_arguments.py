@@ -13,7 +13,9 @@ import shoal
 from shoal.compression import Float16Compression, NoCompression
 from shoal.dht import RecordValidator
 from shoal.errors import ConfigError, LocalError
-from shoal.runtime.hivemind import DhtOptions
+from shoal.hivemind.arguments import strategy_of
+from shoal.runtime.dht_options import DhtOptions
+from shoal.strategies import DiLoCo, LocalUpdates, Strategy, Synchronous
 
 DHT = {
     "initial_peers": None,
@@ -148,17 +150,16 @@ def test_every_default_of_a_dht_is_taken() -> None:
 
 ASKING = [
     ({"reuse_grad_buffers": "no"}, "reuse_grad_buffers must be True or False, got 'no'"),
-    ({"reuse_grad_buffers": True, "use_local_updates": True}, "reuse_grad_buffers has no meaning .*call zero_grad"),
     ({"use_local_updates": "no"}, "use_local_updates must be True or False, got .no."),
-    ({"use_local_updates": True, "late": "next"}, "late has no meaning with use_local_updates=True, .*stepped from"),
+    ({"use_local_updates": True, "late": "next"}, "late does not go with use_local_updates=True: .*stepped from"),
     (
         {"use_local_updates": True, "delay_grad_averaging": True},
-        "delay_grad_averaging has no meaning with use_local_updates=True, .*: give delay_state_averaging",
+        "delay_grad_averaging does not go with use_local_updates=True: give delay_state_averaging",
     ),
-    ({"use_local_updates": True, "max_grad_norm": 1}, "max_grad_norm has no meaning .*: clip the gradients of each"),
+    ({"use_local_updates": True, "max_grad_norm": 1}, "max_grad_norm does not go with .*: clip the gradients of each"),
     (
         {"use_local_updates": True, "grad_compression": Float16Compression()},
-        "grad_compression has no meaning with .*: give state_averaging_compression",
+        "grad_compression does not go with .*: give state_averaging_compression",
     ),
     ({"use_local_updates": True, "average_state_every": 5}, "must be 0 or 1 .*raise target_batch_size 5 times"),
     ({"offload_optimizer": 2}, "offload_optimizer must be True or False, got 2"),
@@ -194,14 +195,14 @@ ASKING = [
     ),
     (
         {"grad_averager_factory": shoal.PowerSGDGradientAverager.get_factory(averager_rank=1)},
-        "averager_rank=1 saves too little on every parameter",
+        "rank 1 saves too little on every parameter",
     ),
     (
         {
             "grad_averager_factory": shoal.PowerSGDGradientAverager.get_factory(averager_rank=1),
             "use_local_updates": True,
         },
-        "grad_averager_factory has no meaning with use_local_updates=True",
+        "grad_averager_factory does not go with use_local_updates=True",
     ),
     ({"averager_opts": [3]}, "averager_opts must be a dictionary, got"),
     (
@@ -215,8 +216,11 @@ ASKING = [
         "matchmaking_time and averager_opts.'min_matchmaking_time'. are one thing",
     ),
     ({"averager_opts": {"request_timeout": 9}, "matchmaking_time": 4}, "request_timeout=9 must be less than matchm"),
-    ({"late": "never"}, "late must be 'drop' or 'next', got 'never'"),
-    ({"late": "drop", "delay_grad_averaging": True}, "late='drop' does not go with delay_grad_averaging=True"),
+    ({"late": "never"}, "late must be 'drop', 'next' or 'overlap', got 'never'"),
+    (
+        {"late": "drop", "delay_grad_averaging": True},
+        "late='drop' does not go with delay_grad_averaging=True: give only one",
+    ),
     ({"delay_grad_averaging": "no"}, "delay_grad_averaging must be True or False, got 'no'"),
     ({"max_grad_norm": 0}, "max_grad_norm must be a number above 0, or None for none, got 0"),
     ({"max_grad_norm": float("inf")}, "max_grad_norm must be a number above 0, or None for none, got inf"),
@@ -229,6 +233,90 @@ def test_what_an_optimizer_cannot_do_is_refused_by_name(given: dict[str, Any], m
     """When it is made, with what to write instead."""
     with pytest.raises(ConfigError, match=message):
         optimizer(**given)
+
+
+CODEC = Float16Compression()
+LOW_RANK = shoal.PowerSGDGradientAverager.get_factory(averager_rank=4, min_compression_ratio=0.25)
+
+
+@pytest.mark.parametrize(
+    ("given", "strategy"),
+    [
+        ({"target_batch_size": 8}, Synchronous(8)),
+        ({"target_batch_size": 8, "strategy": Synchronous(max_grad_norm=1)}, Synchronous(8, max_grad_norm=1.0)),
+        ({"target_batch_size": 8, "late": "next"}, Synchronous(8, late="next")),
+        ({"target_batch_size": 8, "delay_grad_averaging": True}, Synchronous(8, late="overlap")),
+        ({"target_batch_size": 8, "max_grad_norm": 2}, Synchronous(8, max_grad_norm=2.0)),
+        (
+            {"target_batch_size": 8, "grad_averager_factory": LOW_RANK},
+            Synchronous(8, low_rank=4, min_compression_ratio=0.25),
+        ),
+        ({"target_batch_size": 8, "offload_optimizer": True}, Synchronous(8, offload=True)),
+        ({"target_batch_size": 8, "grad_compression": CODEC}, Synchronous(8, compression=CODEC)),
+        ({"target_batch_size": 8, "average_opt_statistics": ["exp_avg"]}, Synchronous(8)),
+        ({"target_batch_size": 8, "use_local_updates": True}, LocalUpdates(8)),
+        (
+            {
+                "target_batch_size": 8,
+                "use_local_updates": True,
+                "average_opt_statistics": ["exp_avg"],
+                "delay_state_averaging": False,
+            },
+            LocalUpdates(8, statistics=["exp_avg"], waits=True),
+        ),
+        ({"strategy": DiLoCo(5), "grad_compression": CODEC}, DiLoCo(5, compression=CODEC)),
+        ({"strategy": DiLoCo(5), "offload_optimizer": False, "max_grad_norm": None}, DiLoCo(5)),
+    ],
+)
+def test_each_argument_is_a_field_of_a_strategy(given: dict[str, Any], strategy: Strategy) -> None:
+    """Those that are compared among peers, and those that each peer chooses for itself."""
+    options = {"strategy": None, **given}
+    found = strategy_of(options.pop("strategy"), options)
+    assert (vars(found), type(found)) == (vars(strategy), type(strategy))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "given", "field"),
+    [
+        (Synchronous(8), {"target_batch_size": 8}, "target_batch_size"),
+        (Synchronous(8, late="next"), {"delay_grad_averaging": True}, "late"),
+        (Synchronous(8, max_grad_norm=1.0), {"max_grad_norm": 2.0}, "max_grad_norm"),
+        (Synchronous(8, low_rank=4), {"grad_averager_factory": LOW_RANK}, "low_rank"),
+        (Synchronous(8, offload=True), {"offload_optimizer": True}, "offload"),
+        (DiLoCo(5, compression=CODEC), {"grad_compression": CODEC}, "compression"),
+        (LocalUpdates(8, statistics=["exp_avg"]), {"average_opt_statistics": ["exp_avg"]}, "statistics"),
+        (LocalUpdates(8, waits=True), {"delay_state_averaging": False}, "waits"),
+    ],
+)
+def test_what_is_given_both_ways_is_refused(strategy: Strategy, given: dict[str, Any], field: str) -> None:
+    """The error names both."""
+    (name,) = given
+    text = rf"{name} and {field} of strategy={type(strategy).__name__}\(...\) are one thing: give only one"
+    with pytest.raises(ConfigError, match=text):
+        strategy_of(strategy, given)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "given", "text"),
+    [
+        (DiLoCo(5), {"late": "next"}, "late does not go with strategy=DiLoCo"),
+        (DiLoCo(5), {"target_batch_size": 8}, "target_batch_size does not go with strategy=DiLoCo.* leave"),
+        (
+            DiLoCo(5),
+            {"delay_grad_averaging": True},
+            "delay_grad_averaging does not go with strategy=.* Decoupled",
+        ),
+        (DiLoCo(5), {"average_opt_statistics": ["exp_avg"]}, "average_opt_statistics does not go with"),
+        (DiLoCo(5), {"offload_optimizer": True}, "offload_optimizer does not go with strategy=DiLoCo"),
+        (DiLoCo(5), {"use_local_updates": True}, "use_local_updates and strategy=DiLoCo.* are two strategies"),
+        (None, {}, "target_batch_size is missing"),
+        (LocalUpdates(), {}, "target_batch_size is missing"),
+    ],
+)
+def test_what_a_strategy_does_not_have_is_refused(strategy: Strategy | None, given: dict[str, Any], text: str) -> None:
+    """By one rule: there is no field of it."""
+    with pytest.raises(ConfigError, match=text):
+        strategy_of(strategy, given)
 
 
 def test_an_argument_that_hivemind_does_not_have_is_a_type_error() -> None:
@@ -247,6 +335,7 @@ def test_an_argument_that_hivemind_does_not_have_is_a_type_error() -> None:
         {"reuse_grad_buffers": True},
         {"averager_opts": {"request_timeout": 0.5, "min_group_size": 2, "bandwidth": 3}, "matchmaking_time": 1.0},
         {"auxiliary": True, "use_local_updates": True},
+        {"reuse_grad_buffers": True, "use_local_updates": True},
         {"delay_state_averaging": False},
         {"use_local_updates": True, "average_state_every": 1, "grad_compression": NoCompression()},
         {"max_grad_norm": 1},

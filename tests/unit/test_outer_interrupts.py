@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.strategies import Decoupled, DiLoCo, Strategy, StreamingDiLoCo
+from shoal.strategies import Decoupled, DiLoCo, Merges, StreamingDiLoCo
 from shoal.strategies.outer import LocalSteps, OuterTrainingState
 from shoal.train.training_state import TrainingState
 from tests.sim.optimizer_kit import backward, make_optimizer, model
@@ -66,8 +66,7 @@ class Scene:
         counts: whether what it has given is in the average.
     """
 
-    def __init__(self, strategy: Strategy, *, counts: bool) -> None:
-        assert strategy.merging is not None
+    def __init__(self, strategy: Merges, *, counts: bool) -> None:
         self.local = LocalSteps(*make_optimizer(model()), (), strategy.merging)
         self.fragment = self.local.fragments[0]
         self.batches = 0
@@ -144,7 +143,7 @@ def check(make: Callable[[], Scene], codes: list[CodeType], work: Callable[[Scen
 
 @pytest.mark.parametrize("counts", [True, False])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_a_merge_that_is_interrupted_is_taken_or_not(strategy: Strategy, *, counts: bool) -> None:
+def test_a_merge_that_is_interrupted_is_taken_or_not(strategy: Merges, *, counts: bool) -> None:
     """What was trained may be lost, and is not given in part, nor with the wrong weight."""
 
     def merge(scene: Scene) -> None:
@@ -158,7 +157,7 @@ def test_a_merge_that_is_interrupted_is_taken_or_not(strategy: Strategy, *, coun
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_a_state_is_taken_over_whole_when_that_is_interrupted(strategy: Strategy) -> None:
+def test_a_state_is_taken_over_whole_when_that_is_interrupted(strategy: Merges) -> None:
     """Of the parameters: the anchor may be half of each, so a name is given to it only afterwards."""
 
     def take_over(scene: Scene) -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from shoal.base.peer import Address, PeerID
 from shoal.protocol.wire import Contact, Progress
-from shoal.run.pace import WAY, MergePace, SamplesPace
 from shoal.run.view.progress import SwarmProgress, SwarmView
-from shoal.strategies import Merging
+from shoal.strategies import Merging, SamplesPace
+from shoal.strategies.merge_pace import WAY, MergePace, merge_pace
 
 PEERS = [PeerID(bytes([number]) * 32) for number in range(12)]
 
@@ -25,7 +25,7 @@ def said(peer: PeerID, samples: int, time: float) -> Progress:
 
 def recounted(merging: Merging, view: SwarmView) -> tuple[bool, int]:
     """What a pace that has seen nothing before makes of a view."""
-    pace = MergePace(merging)
+    pace = merge_pace(merging)
     return pace.enough(view), pace.target(view)
 
 
@@ -33,7 +33,7 @@ def recounted(merging: Merging, view: SwarmView) -> tuple[bool, int]:
 def test_a_peer_counts_the_others_again_only_when_it_heard_something(quorum: int | None) -> None:
     """A swarm of a thousand is looked at thousands of times between two words."""
     rng, merging = random.Random(7), Merging(every=10, overlap=None if quorum else 0, quorum=quorum)
-    known, pace = SwarmProgress(PEERS[0], {}, ttl_s=20.0), MergePace(merging)
+    known, pace = SwarmProgress(PEERS[0], {}, ttl_s=20.0), merge_pace(merging)
     known.contributed(PEERS[:5])
     answers = set()
     for at in range(200):
@@ -61,7 +61,7 @@ def test_strangers_make_no_quorum_and_complete_one(
     own: int, known: list[int], strangers: list[int], *, enough: bool
 ) -> None:
     """As many keys as it takes were a quorum; and two newcomers were none for the one that was left of three."""
-    swarm, pace = SwarmProgress(PEERS[0], {}, ttl_s=20.0), MergePace(Merging(every=10, overlap=None, quorum=3))
+    swarm, pace = SwarmProgress(PEERS[0], {}, ttl_s=20.0), merge_pace(Merging(every=10, overlap=None, quorum=3))
     swarm.contributors = PEERS[:3]
     for peer, samples in [*zip(PEERS[1:3], known, strict=False), *zip(PEERS[3:], strangers, strict=False)]:
         swarm.heard(said(peer, samples, 1.0), 0.0)
@@ -71,7 +71,7 @@ def test_strangers_make_no_quorum_and_complete_one(
 @pytest.mark.parametrize(("present", "enough"), [([], True), ([WAY], True), ([0], False), ([0, WAY], False)])
 def test_peers_that_no_round_waits_for_count_where_a_quorum_lacks_them(present: list[int], *, enough: bool) -> None:
     """Each of two peers counted the other one no more, a minute at a time, and in turns: they never merged again."""
-    swarm, pace = SwarmProgress(PEERS[0], {}, ttl_s=20.0), MergePace(Merging(every=10, overlap=None, quorum=3))
+    swarm, pace = SwarmProgress(PEERS[0], {}, ttl_s=20.0), merge_pace(Merging(every=10, overlap=None, quorum=3))
     absent = PEERS[1:3]
     for peer, samples in [*((peer, WAY) for peer in absent), *zip(PEERS[3:], present, strict=False)]:
         swarm.heard(said(peer, samples, 1.0), 0.0)
@@ -82,7 +82,7 @@ def test_peers_that_no_round_waits_for_count_where_a_quorum_lacks_them(present: 
 def test_peers_at_other_states_are_not_missing_for_a_quorum() -> None:
     """In a swarm of 256 a peer that was late said that only 20 of the peers that train can be seen."""
     known = SwarmProgress(PEERS[0], {}, ttl_s=20.0)
-    pace = MergePace(Merging(every=10, overlap=0, quorum=5))
+    pace = merge_pace(Merging(every=10, overlap=0, quorum=5))
     for number, peer in enumerate(PEERS[1:5]):
         known.heard(said(peer, WAY, 1.0), 0.0)
         view = known.view(said(PEERS[0], WAY, 0.0), 0.0)
@@ -96,8 +96,8 @@ def test_peers_at_other_states_are_not_missing_for_a_quorum() -> None:
 
 def test_the_time_until_the_first_merge_begins_with_the_first_batch_that_somebody_trains() -> None:
     """It began when the optimizer was made: where loading took longer, all fragments were merged at that batch."""
-    known, pace = SwarmProgress(PEERS[0], {}, ttl_s=20.0), MergePace(Merging(every="2s", overlap=None, quorum=2))
-    other = MergePace(Merging(every="2s", overlap=None, quorum=2))
+    known, pace = SwarmProgress(PEERS[0], {}, ttl_s=20.0), merge_pace(Merging(every="2s", overlap=None, quorum=2))
+    other = merge_pace(Merging(every="2s", overlap=None, quorum=2))
     for each in (pace, other):
         each.state_changed(0, 0.0)
     assert (pace.done(0, 0, 9.0, 0), pace.due_s(9.0)) == (0, 2.0)
@@ -122,7 +122,7 @@ def test_all_peers_at_a_state_see_the_same_merge_as_due() -> None:
         done = {peer: rng.randint(1, way) for peer in here}
         answers = set()
         for me in here:
-            swarm, pace = SwarmProgress(me, {}, ttl_s=20.0), MergePace(Merging(every=10, overlap=0))
+            swarm, pace = SwarmProgress(me, {}, ttl_s=20.0), merge_pace(Merging(every=10, overlap=0))
             swarm.contributors = contributors
             for peer in here:
                 if peer != me:
@@ -136,7 +136,7 @@ def test_all_peers_at_a_state_see_the_same_merge_as_due() -> None:
 @pytest.mark.parametrize("contributor_is_here", [False, True])
 def test_others_that_do_nothing_keep_a_stranger_waiting_for_some_ways_only(*, contributor_is_here: bool) -> None:
     """It does not count itself where others come first, so it could wait for these for ever."""
-    swarm, pace = SwarmProgress(PEERS[5], {}, ttl_s=20.0), MergePace(Merging(every=10, overlap=0))
+    swarm, pace = SwarmProgress(PEERS[5], {}, ttl_s=20.0), merge_pace(Merging(every=10, overlap=0))
     swarm.contributors = PEERS[:1]
     for peer in PEERS[not contributor_is_here : 4]:
         swarm.heard(said(peer, 0, 1.0), 0.0)
@@ -149,8 +149,8 @@ def test_others_that_do_nothing_keep_a_stranger_waiting_for_some_ways_only(*, co
 def test_fragments_that_were_overdue_are_merged_one_after_another_again_and_end_together() -> None:
     """By time. A quorum was lacking, so all were merged at once, and stayed so; the last merges came apart then."""
     merging = Merging(every="8s", overlap=None, quorum=2, fragments=4)
-    first = MergePace(merging)
-    paces = [first, *(MergePace(merging, number, first) for number in (1, 2, 3))]
+    first = merge_pace(merging)
+    paces = [first, *(merge_pace(merging, number, first) for number in (1, 2, 3))]
     for pace in paces:
         pace.state_changed(0, 0.0)
         pace.done(4, 1, 0.0, 0)
@@ -170,7 +170,7 @@ def test_fragments_that_were_overdue_are_merged_one_after_another_again_and_end_
 
 def waiting(own: int, others: list[int], *, every: int | str = 10) -> MergePace:
     """A peer that has trained so many batches of a second each, where others have; the merge is not due."""
-    known, pace = SwarmProgress(PEERS[0], {}, ttl_s=20.0), MergePace(Merging(every=every, overlap=0))
+    known, pace = SwarmProgress(PEERS[0], {}, ttl_s=20.0), merge_pace(Merging(every=every, overlap=0))
     pace.state_changed(1, 0.0)
     for peer, batches in zip(PEERS[1:], others, strict=False):
         known.heard(said(peer, WAY * batches // 10, 1.0), 0.0)
@@ -193,7 +193,7 @@ def test_a_peer_begins_no_batch_that_would_be_lost(own: int, others: list[int], 
     """It waits for the batches of the others that are under way, for the time of one of its own."""
     assert waiting(own, others).hold_s(own, float(own), 1) == hold_s
     assert waiting(own, others).hold_s(own, float(own), 2) == 0.0  # of the way before
-    assert MergePace(Merging(every=10, overlap=1)).hold_s(own, 1.0, 0) == 0.0
+    assert merge_pace(Merging(every=10, overlap=1)).hold_s(own, 1.0, 0) == 0.0
 
 
 @pytest.mark.parametrize(("at", "hold_s"), [(6.0, 0.0), (8.0, 0.0), (9.0, 1.0), (9.6, 0.4), (10.0, 0.0)])
@@ -206,7 +206,7 @@ def test_a_merge_waits_for_a_batch_that_is_under_way_as_long_as_the_mean_one_tak
     """A tenth of the way by time; not at all where peers do not wait for merges."""
     assert waiting(15, [5]).grace_s(15.0) == 1.5
     assert waiting(6, [6], every="10s").grace_s(10.0) == 1.0
-    assert MergePace(Merging(every=10, overlap=None)).grace_s(10.0) == 0.0
+    assert merge_pace(Merging(every=10, overlap=None)).grace_s(10.0) == 0.0
 
 
 def test_a_step_that_one_place_filled_alone_comes_a_tenth_sooner_at_most() -> None:

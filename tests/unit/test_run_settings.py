@@ -11,6 +11,7 @@ import torch
 from shoal.errors import ConfigError
 from shoal.run.settings import checked_settings, run_settings
 from shoal.run.view.progress import settings_difference
+from shoal.strategies import Synchronous
 from shoal.train.training_state import TrainingState
 
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -34,7 +35,9 @@ def grouped(**options: Any) -> Make:
 def settings(make: Make, scheduler: Callable[[torch.optim.Optimizer], Any] | None = None) -> dict[str, str]:
     """Of a run that is trained so."""
     optimizer = make([torch.nn.Parameter(torch.zeros(3)) for _ in range(2)])
-    return run_settings(TrainingState(optimizer, scheduler and scheduler(optimizer)), 16, 10, grad_compression=None)
+    return run_settings(
+        TrainingState(optimizer, scheduler and scheduler(optimizer)), Synchronous(16), 10, grad_compression=None
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +107,7 @@ def test_many_groups_are_one_setting() -> None:
 def with_own(given: dict[str, str]) -> dict[str, str]:
     """The settings of a run whose program has added these."""
     training = TrainingState(adamw()([torch.nn.Parameter(torch.zeros(3))]))
-    return run_settings(training, 16, 10, given=checked_settings(given), grad_compression=None)
+    return run_settings(training, Synchronous(16), 10, given=checked_settings(given), grad_compression=None)
 
 
 def test_a_programs_own_settings_are_compared() -> None:

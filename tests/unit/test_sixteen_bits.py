@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.averaging.allreduce.vector import Vector
-from shoal.strategies import Decoupled, DiLoCo, LocalSGD, Strategy, StreamingDiLoCo
+from shoal.strategies import Decoupled, DiLoCo, LocalSGD, Merges, StreamingDiLoCo
 from shoal.strategies.outer import LocalSteps
 
 BATCH, MERGES, SIZE = 4, 40, 64
@@ -36,9 +36,8 @@ class Average:
             mine.copy_(value)
 
 
-def swarm_of(strategy: Strategy, dtype: torch.dtype, shift: float) -> list[LocalSteps]:
+def swarm_of(strategy: Merges, dtype: torch.dtype, shift: float) -> list[LocalSteps]:
     """Two peers after some merges: each batch moves the parameters of the first one, and not those of the second."""
-    assert strategy.merging is not None
     peers = []
     for _ in range(2):
         start = torch.linspace(0.5, 1.9, SIZE).bfloat16().to(dtype)
@@ -65,7 +64,7 @@ def swarm_of(strategy: Strategy, dtype: torch.dtype, shift: float) -> list[Local
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_small_merges_of_parameters_in_16_bits_were_lost(strategy: Strategy, dtype: torch.dtype) -> None:
+def test_small_merges_of_parameters_in_16_bits_were_lost(strategy: Merges, dtype: torch.dtype) -> None:
     """One peer of two moves by the least that the dtype can: half of that is no step of it, and the anchor stood still.
 
     In float32 the same steps move it each time.
@@ -76,7 +75,7 @@ def test_small_merges_of_parameters_in_16_bits_were_lost(strategy: Strategy, dty
     assert torch.equal(anchors[0], anchors[1])
     moved = (anchors[2] - torch.linspace(0.5, 1.9, SIZE).bfloat16()).mean()
     assert moved > MERGES * step / 3
-    mixes = strategy.merging is not None and strategy.merging.mixing is not None
+    mixes = strategy.merging.mixing is not None
     # What a peer keeps of its own parameters is in 16 bits.
     assert ((anchors[0] - anchors[2]).abs() < (0.2 if mixes else 0.1) * moved).all()
     assert mixes or torch.equal(other.trained[0], anchors[0].to(dtype))

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from shoal.errors import ConfigError
 
-__all__ = ["flag", "own_number", "path", "positive", "seconds", "whole"]
+__all__ = ["flag", "own_number", "path", "positive", "seconds", "share", "whole"]
 
 T = TypeVar("T")
 
@@ -66,6 +66,14 @@ def positive(name: str, value: object) -> float:
     number = own_number(value)
     if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
         raise ConfigError(f"{name} must be a number above 0, or None for none, got {value!r:.80}")
+    return float(number)
+
+
+def share(name: str, value: object) -> float:
+    """A part of a whole, from 0 to below 1; raises `ConfigError` for anything else."""
+    number = own_number(value)
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < 1:
+        raise ConfigError(f"{name} must be a number from 0 to below 1, got {value!r:.80}")
     return float(number)
 
 

@@ -113,6 +113,7 @@ def _join(
     from shoal.demo.training import make_optimizer, make_schedule
     from shoal.optim.optimizer import Optimizer
     from shoal.runtime.dht import DHT
+    from shoal.strategies import Synchronous
 
     training = config.training
     dht = DHT(initial_peers=list(config.initial_peers), start=True)
@@ -120,7 +121,7 @@ def _join(
     return dht, Optimizer(
         dht=dht,
         run_id=run_id,
-        target_batch_size=training.target_batch,
+        strategy=Synchronous(training.target_batch),
         batch_size_per_step=training.micro_batch,
         params=parameters,
         optimizer=lambda params: make_optimizer(training, params),

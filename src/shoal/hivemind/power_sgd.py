@@ -19,7 +19,7 @@ from blake3 import blake3
 from shoal.averaging import StepRequest, StepResult
 from shoal.averaging.averager import Prepare
 from shoal.averaging.matchmaking import Group
-from shoal.base.checks import flag, own_number, whole
+from shoal.base.checks import flag, share, whole
 from shoal.base.peer import PeerID
 from shoal.compression import ErrorFeedback, view_bytes
 from shoal.errors import ConfigError
@@ -27,13 +27,12 @@ from shoal.hivemind.grad_averager import GradientAverager, succeeded
 from shoal.protocol.wire import decode_plain
 from shoal.runtime.control import StepControl
 from shoal.strategies.low_rank import NO_FEEDBACK, LowRank
+from shoal.strategies.synchronous import MOST_RANK
 
 __all__ = ["PowerSGDGradientAverager", "low_rank_options"]
 
 _KEPT = 3
 """Bases that are kept: a step that was scheduled while another one went on has told those before it."""
-
-_MOST_RANK = 1024
 
 
 class PowerSGDGradientAverager(GradientAverager):
@@ -144,10 +143,10 @@ def _number(round_id: bytes) -> int:
 
 
 def _checked(averager_rank: object, min_compression_ratio: object) -> dict[str, Any]:
-    rank, ratio = whole("averager_rank", averager_rank, most=_MOST_RANK), own_number(min_compression_ratio)
-    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio < 1:
-        raise ConfigError(f"min_compression_ratio must be a number from 0 to below 1, got {ratio!r:.80}")
-    return {"rank": rank, "min_compression_ratio": float(ratio)}
+    return {
+        "rank": whole("averager_rank", averager_rank, most=MOST_RANK),
+        "min_compression_ratio": share("min_compression_ratio", min_compression_ratio),
+    }
 
 
 def low_rank_options(factory: object) -> Mapping[str, Any] | None:

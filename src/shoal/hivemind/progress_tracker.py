@@ -23,6 +23,7 @@ from shoal.base.peer import PeerID, check_run_id
 from shoal.base.tasks import Changes, Tasks
 from shoal.errors import ClosedError, ConfigError, LocalError
 from shoal.events import Warned
+from shoal.hivemind.arguments import TrackerOptions, check_tracker_options
 from shoal.protocol.wire import MAX_EPOCH, MAX_SAMPLES, Progress
 from shoal.run.gossip import ProgressGossip
 from shoal.run.settings import RunSettings
@@ -30,8 +31,8 @@ from shoal.run.view.contribution import RateMeter
 from shoal.run.view.progress import SwarmProgress, SwarmView
 from shoal.runtime.arguments import client_argument
 from shoal.runtime.dht import DHT
-from shoal.runtime.hivemind import TrackerOptions, check_tracker_options
 from shoal.runtime.thread import GRACE_S
+from shoal.strategies.synchronous import Synchronous
 
 __all__ = ["GlobalTrainingProgress", "LocalTrainingProgress", "PerformanceEMA", "ProgressTracker", "Tracked"]
 
@@ -126,8 +127,8 @@ class _Place(NamedTuple):
 class _Tracking:
     """The part of a tracker that runs in the loop. Any thread may set `place` and call `speed.count`."""
 
-    def __init__(self, core: PeerCore, settings: RunSettings) -> None:
-        self.core, self.settings = core, settings
+    def __init__(self, core: PeerCore, settings: RunSettings, target_batch_size: int) -> None:
+        self.core, self.settings, self.target = core, settings, target_batch_size
         self.place, self.speed, self.paused_s = _Place(0, 0), RateMeter(), 0.0
         self.known = SwarmProgress(core.peer_id, settings.fingerprint, ttl_s=settings.ttl_s)
         self.news, self._tasks = Changes(), Tasks(self._fail)
@@ -176,8 +177,7 @@ class _Tracking:
         now = asyncio.get_running_loop().time()
         self.known.expire(now)
         view = self.known.view(self.word(), now)
-        target = self.settings.target_batch_size
-        self.gossip.saw(enough=view.samples >= target, target=target, rate=view.rate)
+        self.gossip.saw(enough=view.samples >= self.target, target=self.target, rate=view.rate)
         return view
 
     def epoch_changed(self) -> None:
@@ -242,13 +242,13 @@ class ProgressTracker(Tracked):
         core = self.dht.core()
         settings = RunSettings(
             run_id=self.prefix,
-            target_batch_size=self.target_batch_size,
+            strategy=Synchronous(self.target_batch_size),
             averager=AveragerSettings(client_mode=self.client_mode),
             fingerprint={"target_batch_size": str(self.target_batch_size)},
         )
 
         async def begin() -> _Tracking:
-            tracking = _Tracking(core, settings)
+            tracking = _Tracking(core, settings, self.target_batch_size)
             await tracking.start()
             return tracking
 

@@ -13,11 +13,11 @@ from shoal.base.checks import flag, whole
 from shoal.base.untraced import untraced
 from shoal.errors import ConfigError, LocalError, RoundFailed
 from shoal.events import Warned
+from shoal.hivemind.arguments import StateAveragerOptions, check_state_averager_options
 from shoal.hivemind.training_averager import TrainingAverager
 from shoal.runtime.averager import DecentralizedAverager
 from shoal.runtime.control import StepControl
 from shoal.runtime.dht import DHT
-from shoal.runtime.hivemind import StateAveragerOptions, check_state_averager_options
 from shoal.train.inner import make_inner, make_scheduler
 from shoal.train.offload import Offload
 from shoal.train.schedule import tell_rates

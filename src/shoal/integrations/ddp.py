@@ -35,9 +35,9 @@ from shoal.base.names import known_as
 from shoal.base.untraced import untraced
 from shoal.compression import view_bytes
 from shoal.errors import ConfigError, LocalError, ShoalError
+from shoal.hivemind.arguments import strategy_of
 from shoal.integrations.trainers import warn
 from shoal.optim import Optimizer
-from shoal.optim.arguments import merging_of
 from shoal.protocol.wire import MAX_EPOCH
 from shoal.run.decide.state_name import StateName
 from shoal.runtime.dht import DHT
@@ -107,8 +107,8 @@ class GroupOptimizer(torch.optim.Optimizer):
         batch_size_per_step: samples of this rank that one call of `step` stands for; or give `batch_size` to each call.
             Without, with `model`, they are counted as `shoal.Optimizer` does.
         options: all other arguments of `shoal.Optimizer`, the same on all ranks. `model` may be the model or the
-            `DistributedDataParallel` around it. `use_local_updates` and
-            `auxiliary` are refused.
+            `DistributedDataParallel` around it. `auxiliary` is refused, and so are
+            strategies with which each peer steps alone.
 
     Attributes:
         peer: the `shoal.Optimizer` on rank 0, for `status()` and the like; None on the others.
@@ -160,14 +160,11 @@ class GroupOptimizer(torch.optim.Optimizer):
             raise
 
     def _join(self, dht: DHT | None, optimizer: Any, options: dict[str, Any]) -> TrainingState:
-        steps_alone = {
-            "use_local_updates=True": options.get("use_local_updates"),
-            "a strategy that merges": merging_of(options.get("strategy")) is not None,
-        }
-        for name in (name for name, given in steps_alone.items() if given):
+        strategy = strategy_of(options.get("strategy"), options)
+        if strategy.terms.steps_alone:
             raise ConfigError(
-                f"{name} does not work in a group: its ranks would have to get new parameters after each batch. Leave "
-                "it out, or let each process be a peer of its own, without a process group"
+                f"{type(strategy).__name__} does not work in a group: its ranks would have to get new parameters after "
+                "each batch. Leave it out, or let each process be a peer of its own, without a process group"
             )
         if options.get("auxiliary"):
             raise ConfigError("auxiliary=True does not work in a group: let that peer be a single process")
@@ -183,7 +180,7 @@ class GroupOptimizer(torch.optim.Optimizer):
             return self.peer.collaboration.training
         if dht is not None:
             raise ConfigError("dht must be None on all ranks but rank 0: the group is one peer")
-        inner, offload = make_inner(options.get("params"), optimizer, options.get("offload_optimizer"))
+        inner, offload = make_inner(options.get("params"), optimizer, strategy.terms.offload)
         schedule = make_scheduler(inner, options.get("scheduler"))
         follow(schedule)
         return _Copy(inner, schedule, options.get("extra_tensors", ()), offload=offload)

@@ -22,6 +22,7 @@ from torch.utils.data import default_collate
 from shoal.base.checks import whole
 from shoal.base.peer import check_run_id
 from shoal.errors import ConfigError
+from shoal.hivemind.arguments import strategy_of
 from shoal.integrations.evaluation import Evaluation
 from shoal.integrations.metrics import SharedMean
 from shoal.integrations.trainers import (
@@ -37,7 +38,6 @@ from shoal.integrations.trainers import (
     of_all,
 )
 from shoal.optim import Optimizer
-from shoal.optim.arguments import merging_of, target_of
 from shoal.runtime.dht import DHT
 from shoal.train.batch_layout import BatchLayout, looked
 from shoal.train.batch_rows import rows_in
@@ -131,10 +131,10 @@ class SwarmCallback(Callback):  # type: ignore[misc]
             raise ConfigError(
                 "offload_optimizer=True is not for a Trainer, as the module makes its optimizer itself: leave it out"
             )
+        if target_batch_size is not None:
+            options["target_batch_size"] = target_batch_size
         self._dht, self._run_id, self._options = dht, run_id, options
-        self._merges = (merging := merging_of(options.get("strategy"))) is not None
-        self._steps_alone = self._merges or bool(options.get("use_local_updates"))  # on the gradients of each batch
-        self._target = target_of(target_batch_size, merging)
+        self._steps_alone = strategy_of(options.get("strategy"), options).terms.steps_alone
         self._batch_size, self._evaluate, self._evaluate_every = batch_size, evaluate, evaluate_every
         self._evaluation: Evaluation | None = None
         self.optimizer: Optimizer | None = None
@@ -170,7 +170,6 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         self.optimizer = Optimizer(
             dht=self._dht,
             run_id=self._run_id,
-            target_batch_size=None if self._merges else self._target,
             optimizer=inner,
             scheduler=schedule,
             model=pl_module,
@@ -214,7 +213,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         end = None
         if self._max_steps is not None:
             if ends and self.optimizer is not None:
-                end = epochs_of(self.optimizer.merging, self._max_steps)
+                end = epochs_of(self.optimizer.strategy, self._max_steps)
             trainer.fit_loop.epoch_loop.max_steps, self._max_steps = self._max_steps, None
         if self._layout is not None:
             self._layout.close()

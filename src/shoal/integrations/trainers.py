@@ -12,7 +12,7 @@ from shoal.errors import ClosedError, ConfigError, ShoalError, StateUnavailable
 from shoal.events import Warned
 from shoal.integrations.evaluation import Evaluation
 from shoal.optim import Optimizer
-from shoal.strategies import Merging
+from shoal.strategies import Strategy
 
 __all__ = [
     "Evaluate",
@@ -38,27 +38,26 @@ def warn(swarm: Optimizer, message: str, *, where: str = "Trainer") -> None:
     swarm.dht.loop_thread.call_soon(lambda: swarm.dht.events.emit(warning))
 
 
-def epochs_of(merging: Merging | None, steps: int) -> int:
-    """The epoch at which the run ends: so many steps of the swarm; or, if peers merge, batches of each in the mean."""
-    every = None if merging is None else merging.steps
-    return steps if every is None else math.ceil(steps / every)
+def epochs_of(strategy: Strategy, steps: int) -> int:
+    """The epoch at which the run ends: after so many steps of the swarm, or batches of each peer in the mean."""
+    batches = strategy.terms.epoch_batches
+    return steps if batches is None else math.ceil(steps / batches)
 
 
-def length_of(merging: Merging | None, steps: int) -> int:
-    """As many steps as a schedule counts until then: the run ends with a merge."""
-    every = None if merging is None else merging.steps
-    return steps if every is None else epochs_of(merging, steps) * every
+def length_of(strategy: Strategy, steps: int) -> int:
+    """As many steps as a schedule counts until then: the run ends with an epoch."""
+    batches = strategy.terms.epoch_batches
+    return steps if batches is None else epochs_of(strategy, steps) * batches
 
 
 def announce_end(swarm: Optimizer, steps: int) -> None:
     """Say where the run ends; and that it is later than the user may think, if it is."""
-    merging = swarm.merging
-    swarm.announce_end(epochs_of(merging, steps))
-    if merging is not None and (length := length_of(merging, steps)) != steps:
+    swarm.announce_end(epochs_of(swarm.strategy, steps))
+    if (length := length_of(swarm.strategy, steps)) != steps:
         warn(
             swarm,
-            f"max_steps={steps} is no multiple of the strategy's every={merging.steps}: the run ends with a merge, at "
-            f"{length} batches. A schedule of your own must be as long; give such a max_steps",
+            f"max_steps={steps} is no multiple of the strategy's every={swarm.strategy.terms.epoch_batches}: the run "
+            f"ends with a merge, at {length} batches. A schedule of your own must be as long; give such a max_steps",
         )
 
 

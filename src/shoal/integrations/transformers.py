@@ -24,6 +24,7 @@ from torch.utils.data import RandomSampler, SequentialSampler
 from shoal.base.checks import path, whole
 from shoal.data import PeerSampler
 from shoal.errors import ConfigError
+from shoal.hivemind.arguments import STRATEGY_ARGUMENTS, strategy_of
 from shoal.integrations.metrics import SharedMean
 from shoal.integrations.trainers import (
     Evaluate,
@@ -40,9 +41,9 @@ from shoal.integrations.trainers import (
     warn,
 )
 from shoal.optim import Optimizer
-from shoal.optim.arguments import checked_tensors, merging_of
+from shoal.optim.arguments import checked_tensors
 from shoal.runtime.dht import DHT
-from shoal.strategies import Merging
+from shoal.strategies import Strategy
 from shoal.train.batch_rows import BatchRows
 from shoal.train.inner import make_scheduler
 
@@ -144,8 +145,10 @@ class SwarmCallback(TrainerCallback):
             )
         check_batch_size(batch_size)
         check_evaluate(evaluate, evaluate_every)
-        merging = merging_of(options.get("strategy"))
-        _check(args, merging, own_optimizer=optimizer is not None, own_schedule=scheduler is not None)
+        if target_batch_size is not None:
+            options["target_batch_size"] = target_batch_size
+        strategy = strategy_of(options.pop("strategy", None), options)
+        _check(args, strategy, own_optimizer=optimizer is not None, own_schedule=scheduler is not None)
         self._model, self._args = model, args
         self._taken: dict[str, Any] = {}
         given = checked_tensors("extra_tensors", options.pop("extra_tensors", ()))
@@ -157,10 +160,11 @@ class SwarmCallback(TrainerCallback):
         inner = optimizer if optimizer is not None else makes.create_optimizer()
         schedule = make_scheduler(inner, scheduler)
         if schedule is None:
-            schedule = makes.create_scheduler(length_of(merging, args.max_steps), optimizer=inner)
-        merges = merging is not None
-        steps_alone = merges or bool(options.get("use_local_updates"))  # the Trainer clips the gradients of each batch
-        clips = not steps_alone and (args.max_grad_norm or 0) > 0
+            schedule = makes.create_scheduler(length_of(strategy, args.max_steps), optimizer=inner)
+        steps_alone = strategy.terms.steps_alone  # the Trainer clips the gradients of each batch
+        if not steps_alone and (args.max_grad_norm or 0) > 0:
+            strategy = strategy_of(strategy, {"max_grad_norm": args.max_grad_norm})
+        options = {name: value for name, value in options.items() if name not in STRATEGY_ARGUMENTS}
         if not options.get("auxiliary"):
             options["batch_size_per_step"] = (
                 args.train_batch_size * args.gradient_accumulation_steps
@@ -168,11 +172,10 @@ class SwarmCallback(TrainerCallback):
         self.optimizer = Optimizer(
             dht=dht,
             run_id=run_id,
-            target_batch_size=target_batch_size,
+            strategy=strategy,
             optimizer=inner,
             scheduler=schedule,
             model=model,
-            max_grad_norm=args.max_grad_norm if clips else None,
             extra_tensors=extra,
             **options,
         )
@@ -189,12 +192,13 @@ class SwarmCallback(TrainerCallback):
         self.optimizer.register_step_pre_hook(self._before_step)
         trained = [each for group in inner.param_groups for each in group["params"] if each.requires_grad]
         self._rows = BatchRows(model, trained, one_batch=True, rows=batch_size and _rows_by(batch_size))
-        self.epochs = epochs_of(merging, args.max_steps)
+        self.epochs = epochs_of(strategy, args.max_steps)
         # Of this peer, as far as the progress bar is concerned; with 0 that counts without an end.
-        self._batches = 0 if merging is not None and merging.steps is None else length_of(merging, args.max_steps)
-        if target_batch_size is not None:
+        rarely = strategy.terms.meets_rarely and strategy.terms.epoch_batches is None
+        self._batches = 0 if rarely else length_of(strategy, args.max_steps)
+        if (target := self.optimizer.target_batch_size) is not None:
             batch = args.train_batch_size * args.gradient_accumulation_steps
-            self._batches = math.ceil(self.epochs * target_batch_size / batch)
+            self._batches = math.ceil(self.epochs * target / batch)
         self._take(max_steps=_ENDLESS, **({} if steps_alone else {"max_grad_norm": 0.0}))
 
     def _take(self, **values: Any) -> None:
@@ -388,12 +392,12 @@ def latest_checkpoint(output_dir: str) -> str | None:
 # ---------------------------------------------------------------------------------------------------------- arguments
 
 
-def _check(args: TrainingArguments, merging: Merging | None, *, own_optimizer: bool, own_schedule: bool) -> None:
+def _check(args: TrainingArguments, strategy: Strategy, *, own_optimizer: bool, own_schedule: bool) -> None:
     """Raise `ConfigError` for arguments of a Trainer that cannot work in a swarm."""
     if args.max_steps == _ENDLESS:
         raise ConfigError("args belongs to another SwarmCallback, or is of its checkpoint: make new TrainingArguments")
     if args.max_steps <= 0:
-        raise ConfigError(f"max_steps of the TrainingArguments is missing: {_meaning_of_max_steps(merging)}")
+        raise ConfigError(f"max_steps of the TrainingArguments is missing: {_meaning_of_max_steps(strategy)}")
     schedule, optim = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)), str(args.optim)
     optim = str(getattr(args.optim, "value", optim))
     refused = {
@@ -430,18 +434,16 @@ def _rows_by(batch_size: Callable[[Mapping[str, Any]], int]) -> Callable[[Sequen
     return lambda args, kwargs: whole("batch_size(inputs)", batch_size(kwargs))
 
 
-def _meaning_of_max_steps(merging: Merging | None) -> str:
+def _meaning_of_max_steps(strategy: Strategy) -> str:
     passes = "num_train_epochs does not count in a swarm; P passes over N samples by all peers together are"
-    if merging is None:
+    if strategy.terms.epoch_batches is not None:
         return (
-            f"it is the number of steps of the swarm, at which the run ends. {passes} P * N // target_batch_size steps"
+            "it is the number of batches of each peer, in the mean, at which the run ends. "
+            f"{passes} P * N // (peers * samples of a batch) batches"
         )
-    if merging.steps is None:
-        return f"it is the number of merges, at which the run ends. With every={merging.every!r} they are due at a time"
-    return (
-        "it is the number of batches of each peer, in the mean, at which the run ends. "
-        f"{passes} P * N // (peers * samples of a batch) batches"
-    )
+    if strategy.terms.meets_rarely:
+        return f"it is the number of {strategy.terms.counted_in}, at which the run ends"
+    return f"it is the number of steps of the swarm, at which the run ends. {passes} P * N // target_batch_size steps"
 
 
 def _place(model: torch.nn.Module, args: TrainingArguments) -> None:

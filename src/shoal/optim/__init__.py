@@ -1,13 +1,8 @@
-"""The collaborative optimizer: one swarm-wide large-batch step behind an ordinary torch optimizer.
+"""The facade: `Optimizer`, one swarm-wide step behind an ordinary torch optimizer.
 
-Read `training_state` (what a peer trains: no network), then `phases` (when the swarm steps: a pure machine), then
-`participant` (the shell that does it, in the loop), then `optimizer` (the class that users hold). Beside them:
-`own_state` (the state that a peer trains), `outlook` (the swarm as it sees it), `takeover` (of a better state),
-`state_name` (how a state is named), `gossip` (how peers tell where they stand), `shared_state` (what newcomers
-download), `checkpoint` (the same on disk) and `saving` (when it is written). With a strategy that merges: `outer` (the
-anchor and its optimizer), `pace` (when a merge is due) and `fragments` (of the model, each with its participant). For
-loops that take their own steps, as with hivemind: `grad_averager`, `power_sgd`, `training_averager`, `state_averager`,
-`progress_tracker`; and for float16: `grad_scaler`.
+It puts together a strategy (`shoal.strategies`), what one peer trains (`shoal.train`) and its part in a run
+(`shoal.run`). `arguments` checks what tunes a run. The names of hivemind 1.1.12 are in `shoal.hivemind`; some of them
+can be had here, too.
 """
 
 from shoal.hivemind.grad_averager import GradientAverager

@@ -10,30 +10,20 @@ import torch
 
 from shoal.averaging import AveragerSettings, choose_timeouts
 from shoal.averaging.timeouts import TIMEOUTS
-from shoal.base.checks import flag, own_number, whole
+from shoal.base.checks import flag, own_number, seconds, whole
 from shoal.compression import CompressionBase
 from shoal.errors import ConfigError
-from shoal.protocol.wire import MAX_SAMPLES_OF_STEP, Epoch, Samples
+from shoal.hivemind.arguments import OptimizerOptions
+from shoal.protocol.wire import Epoch, Samples
 from shoal.run.decide.state_name import StateName
 from shoal.runtime.arguments import client_argument, codec_argument
 from shoal.runtime.dht import DHT
-from shoal.strategies import Merging, Strategy
+from shoal.train.training_state import TrainingState
 
-__all__ = [
-    "AVERAGING_TIMEOUT_S",
-    "averager_settings",
-    "check_closure",
-    "checked_codecs",
-    "checked_tensors",
-    "is_auxiliary",
-    "keeps_late",
-    "local_updates",
-    "merging_of",
-    "target_of",
-    "where_saved",
-]
+__all__ = ["Tuning", "check_averages", "check_closure", "checked_tensors", "is_auxiliary", "tuning_of", "where_saved"]
 
 AVERAGING_TIMEOUT_S = 60.0
+_LOAD_STATE_TIMEOUT_S, _SHUTDOWN_TIMEOUT_S = 600.0, 5.0
 
 
 class Where(NamedTuple):
@@ -71,25 +61,73 @@ _AVERAGER_OPTIONS = ("bandwidth", "min_group_size", "min_vector_size", "part_siz
 """Of `DecentralizedAverager`, beside the timeouts. Others would keep the peers of a run apart."""
 
 
-def averager_settings(
-    dht: DHT,
-    client_mode: bool | None,
-    names: Mapping[str, str],
-    options: Mapping[str, Any] | None,
-    **given: Any,
-) -> AveragerSettings:
-    """The settings of the averagers of an `Optimizer`.
+class Tuning(NamedTuple):
+    """The arguments that tune a run, checked: see `OptimizerOptions`. Times are in seconds.
 
-    Args:
-        dht: this peer.
-        client_mode: as given.
-        names: the user's names of the timeouts, where they are not those of `DecentralizedAverager`.
-        options: `averager_opts`.
-        given: other arguments, by the names of `DecentralizedAverager`; None for those that were not given.
+    Attributes:
+        averager: the settings of the averagers.
+        averaging_timeout: the longest wait of one call of `step` for the others.
+        load_state_timeout: the longest download of a state.
+        shutdown_timeout: the longest time that `shutdown` takes.
+        catch_up_bytes: the most memory for the steps of the others.
+        average_state_every: epochs between two averages of the states; 0 for never.
+        delay_state_averaging: whether the trainer goes on meanwhile.
+        state_compression: the codec of that average.
+        check_parameters_every: epochs between two checks of the parameters; 0 for never.
+        reuse_grad_buffers: whether `step` clears the gradients.
     """
-    if options is not None and not isinstance(options, Mapping):
-        raise ConfigError(f"averager_opts must be a dictionary, got {options!r:.40}")
-    for option, value in (options or {}).items():
+
+    averager: AveragerSettings
+    averaging_timeout: float
+    load_state_timeout: float
+    shutdown_timeout: float
+    catch_up_bytes: int
+    average_state_every: int
+    delay_state_averaging: bool
+    state_compression: CompressionBase | None
+    check_parameters_every: int
+    reuse_grad_buffers: bool
+
+
+def tuning_of(dht: DHT, options: OptimizerOptions) -> Tuning:
+    """These arguments, with their defaults for those that were not given.
+
+    Raises:
+        ConfigError: one is wrong; it is named.
+    """
+    compression = options.get("state_averaging_compression")
+    codec_argument("state_averaging_compression", compression)
+    return Tuning(
+        _averager_settings(dht, options),
+        averaging_timeout=seconds("averaging_timeout", options.get("averaging_timeout"), AVERAGING_TIMEOUT_S),
+        load_state_timeout=seconds("load_state_timeout", options.get("load_state_timeout"), _LOAD_STATE_TIMEOUT_S),
+        shutdown_timeout=seconds("shutdown_timeout", options.get("shutdown_timeout"), _SHUTDOWN_TIMEOUT_S),
+        catch_up_bytes=whole("catch_up_bytes", options.get("catch_up_bytes", 4 << 30)),
+        average_state_every=whole("average_state_every", options.get("average_state_every", 0), least=0),
+        delay_state_averaging=flag("delay_state_averaging", options.get("delay_state_averaging", True)),
+        state_compression=compression,
+        check_parameters_every=whole("check_parameters_every", options.get("check_parameters_every", 10), least=0),
+        reuse_grad_buffers=flag("reuse_grad_buffers", options.get("reuse_grad_buffers", False)),
+    )
+
+
+def _averager_settings(dht: DHT, options: OptimizerOptions) -> AveragerSettings:
+    whole_round = options.get("allreduce_timeout")
+    names = {
+        "averaging_expiration": "matchmaking_time",
+        "allreduce_timeout": "averaging_timeout" if whole_round is None else "allreduce_timeout",
+    }
+    given: dict[str, Any] = {
+        "averaging_expiration": options.get("matchmaking_time"),
+        "allreduce_timeout": options.get("averaging_timeout") if whole_round is None else whole_round,
+        "sender_timeout": options.get("sender_timeout"),
+        "next_chunk_timeout": options.get("next_chunk_timeout"),
+        "bandwidth": options.get("bandwidth"),
+    }
+    more = options.get("averager_opts")
+    if more is not None and not isinstance(more, Mapping):
+        raise ConfigError(f"averager_opts must be a dictionary, got {more!r:.40}")
+    for option, value in (more or {}).items():
         name = "averaging_expiration" if option == "min_matchmaking_time" else option
         if name not in {*TIMEOUTS, *_AVERAGER_OPTIONS}:
             known = ", ".join(sorted({*TIMEOUTS, *_AVERAGER_OPTIONS}))
@@ -100,10 +138,9 @@ def averager_settings(
             raise ConfigError(f"{names.get(name, name)} and averager_opts[{option!r}] are one thing: give only one")
         given[name] = value
     timeouts = {name: given.pop(name, None) for name in TIMEOUTS}
+    client = client_argument(options.get("client_mode"), only_dials=dht.only_dials, is_client=dht.client_mode)
     settings = msgspec.structs.replace(
-        AveragerSettings(
-            client_mode=client_argument(client_mode, only_dials=dht.only_dials, is_client=dht.client_mode)
-        ),
+        AveragerSettings(client_mode=client),
         **{name: own_number(value) for name, value in given.items()},
         **choose_timeouts(timeouts, names=names, round_s=AVERAGING_TIMEOUT_S),
     )
@@ -124,85 +161,13 @@ def is_auxiliary(chosen: bool, client_mode: bool, batch_size_per_step: int | Non
     return True
 
 
-def keeps_late(late: str | None, *, delay: bool) -> bool:
-    """Whether late batches go into the next step."""
-    if late not in (None, "drop", "next"):
-        raise ConfigError(f"late must be 'drop' or 'next', got {late!r:.80}")
-    if delay and late == "drop":
+def check_averages(training: TrainingState, average_state_every: int) -> None:
+    """Refuse averages of the states beside those of each epoch."""
+    if training.averages_parameters and average_state_every > 1:
         raise ConfigError(
-            "late='drop' does not go with delay_grad_averaging=True, as most batches would be dropped: leave late out"
+            "average_state_every must be 0 or 1 with use_local_updates=True, or strategy=LocalUpdates(...), where each "
+            f"epoch averages the parameters: raise target_batch_size {average_state_every} times to average so rarely"
         )
-    return delay or late == "next"
-
-
-_INSTEAD_OF_GRADIENTS = {
-    "late": "no batch is late, as each is stepped from at once",
-    "delay_grad_averaging": "give delay_state_averaging",
-    "reuse_grad_buffers": "leave it out, and call zero_grad() after each step()",
-    "max_grad_norm": "clip the gradients of each batch before step()",
-    "grad_compression": "give state_averaging_compression",
-    "grad_averager_factory": "give state_averaging_compression",
-}
-
-
-def local_updates(chosen: bool, average_state_every: int, **without: object) -> bool:
-    """Whether local updates were chosen; with them, refuse arguments about averaged gradients."""
-    if not flag("use_local_updates", chosen):
-        return False
-    for name, value in without.items():
-        if value:
-            why = f"with use_local_updates=True, where no gradients are averaged: {_INSTEAD_OF_GRADIENTS[name]}"
-            raise ConfigError(f"{name} has no meaning {why}")
-    if average_state_every > 1:
-        raise ConfigError(
-            "average_state_every must be 0 or 1 with use_local_updates=True, where each epoch averages the parameters: "
-            f"raise target_batch_size {average_state_every} times to average so rarely"
-        )
-    return True
-
-
-_NOT_MERGED = {
-    "late": "no batch is late, as each is stepped from at once",
-    "delay_grad_averaging": "give StreamingDiLoCo or Decoupled, whose trainers go on while a merge is under way",
-    "max_grad_norm": "clip the gradients of each batch before step()",
-    "grad_averager_factory": "give grad_compression",
-    "use_local_updates": "LocalSGD(every=...) averages parameters, too",
-    "offload_optimizer": "each batch would copy all parameters to the CPU and back",
-    "average_opt_statistics": "each peer keeps its own statistics",
-}
-
-
-def merging_of(strategy: object, **without: object) -> Merging | None:
-    """The way in which the peers of this strategy merge; None if they average gradients.
-
-    Args:
-        strategy: as given.
-        without: arguments that have no meaning if peers merge.
-    """
-    if strategy is None:
-        return None
-    if isinstance(strategy, type) or not isinstance(strategy, Strategy):
-        raise ConfigError(f"strategy must be one of shoal.strategies, such as DiLoCo(every=100), got {strategy!r:.80}")
-    merging = strategy.merging
-    if merging is not None and not isinstance(merging, Merging):
-        raise ConfigError(f"strategy: merging must be a shoal.strategies.Merging or None, got {merging!r:.80}")
-    for name, value in without.items() if merging is not None else ():
-        if value:
-            raise ConfigError(f"{name} does not go with a strategy that merges: {_NOT_MERGED[name]}")
-    return merging
-
-
-def target_of(target_batch_size: int | None, merging: Merging | None) -> int:
-    """The samples of a step; 1, which means nothing, if peers merge."""
-    if merging is None:
-        if target_batch_size is None:
-            raise ConfigError("target_batch_size is missing: the samples of the whole swarm in one step")
-        return whole("target_batch_size", target_batch_size, most=MAX_SAMPLES_OF_STEP)
-    if target_batch_size is not None:
-        raise ConfigError(
-            "target_batch_size has no meaning with a strategy that merges: its `every` says when. Leave it out"
-        )
-    return 1
 
 
 def check_closure(closure: object) -> None:
@@ -211,13 +176,6 @@ def check_closure(closure: object) -> None:
         raise ConfigError(
             f"closure must be a function, got {closure!r:.40}: give the samples by name, step(batch_size=...)"
         )
-
-
-def checked_codecs(**codecs: CompressionBase | None) -> dict[str, CompressionBase | None]:
-    """The codecs, by the names of their arguments; refuse what is none."""
-    for name, codec in codecs.items():
-        codec_argument(name, codec)
-    return codecs
 
 
 def checked_tensors(name: str, tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -19,28 +19,16 @@ import torch
 
 from shoal.averaging import TensorLock
 from shoal.averaging.core import PeerCore
-from shoal.base.checks import flag, path, positive, seconds, whole
+from shoal.base.checks import flag, path, seconds, whole
 from shoal.base.peer import check_run_id
 from shoal.base.pool import DaemonPool
 from shoal.base.untraced import untraced
 from shoal.compression import CompressionBase, NoCompression
 from shoal.errors import ClosedError, ConfigError, LocalError, StateUnavailable, is_out_of_memory
 from shoal.events import Event, Warned, print_log
+from shoal.hivemind.arguments import OptimizerOptions, check_optimizer_options, strategy_of
 from shoal.hivemind.faces import HivemindNames
-from shoal.hivemind.power_sgd import low_rank_options
-from shoal.optim.arguments import (
-    AVERAGING_TIMEOUT_S,
-    averager_settings,
-    check_closure,
-    checked_codecs,
-    checked_tensors,
-    is_auxiliary,
-    keeps_late,
-    local_updates,
-    merging_of,
-    target_of,
-    where_saved,
-)
+from shoal.optim.arguments import check_averages, check_closure, checked_tensors, is_auxiliary, tuning_of, where_saved
 from shoal.protocol.wire import MAX_EPOCH, MAX_SAMPLES_OF_STEP
 from shoal.run.decide.agreement import Deal
 from shoal.run.decide.phases import RunPhase
@@ -51,7 +39,6 @@ from shoal.run.fragments import (
     Loaded,
     export,
     fingerprint,
-    fragments_of,
     load_saved,
     name_of_all,
     places,
@@ -63,29 +50,24 @@ from shoal.run.fragments import (
 from shoal.run.join.own_state import Replaced
 from shoal.run.participant import Participant
 from shoal.run.report.status import Status
-from shoal.run.settings import RunSettings, checked_settings, fragment_settings, run_settings
+from shoal.run.settings import RunSettings, checked_settings, run_settings, settings_of_fragments
 from shoal.run.view.progress import NO_STATE, StateKey
 from shoal.runtime.dht import DHT
-from shoal.runtime.hivemind import OptimizerOptions, check_optimizer_options
 from shoal.runtime.launch import launched
 from shoal.runtime.thread import GRACE_S, LoopThread
-from shoal.strategies import Merging, Strategy
-from shoal.strategies.local_updates import LocalTrainingState
-from shoal.strategies.low_rank_training import LowRankTrainingState
-from shoal.strategies.outer import LocalSteps, OuterTrainingState
+from shoal.strategies import Inner, Merging, Strategy
 from shoal.train.batch_rows import rows_of, samples_of
 from shoal.train.gradient_watch import GradientWatch, SpentGradients
 from shoal.train.inner import make_inner, make_scheduler
 from shoal.train.model import TrainedModel, learn_names
 from shoal.train.offload import Offload
 from shoal.train.schedule import ScheduleWatch, follow, is_moved
-from shoal.train.training_state import TrainingState, digest_of
+from shoal.train.training_state import digest_of
 
 __all__ = ["Optimizer"]
 
 T = TypeVar("T")
 
-_LOAD_STATE_TIMEOUT_S, _SHUTDOWN_TIMEOUT_S = 600.0, 5.0
 _OTHERS_S = 3.0
 """To learn, when the optimizer is made, which settings the others of the run have."""
 
@@ -102,13 +84,11 @@ _run_of: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Optimizer]
 class Optimizer(HivemindNames, torch.optim.Optimizer):
     """Trains one model together with all peers of the same `run_id`.
 
-    Call `step` after each backward pass, as with any optimizer. Gradients are accumulated; when the swarm has
-    `target_batch_size` samples together, all peers average them, and each takes the same step (an *epoch* of the
-    swarm). The learning-rate schedule follows these epochs. A peer that comes late, or missed a step, downloads the
-    state of the others inside `step`. No peer ever steps on its own gradients while others are at the same state.
-
-    By default training is synchronous: each step is made of gradients of the state before it. `late="next"` and
-    `delay_grad_averaging` give that up for speed.
+    Call `step` after each backward pass, as with any optimizer. With `strategy=Synchronous(target_batch_size=N)`
+    gradients are accumulated; when the swarm has N samples together, all peers average them, and each takes the same
+    step (an *epoch* of the swarm). The learning-rate schedule follows these epochs. A peer that comes late, or missed a
+    step, downloads the state of the others inside `step`. No peer steps on its own gradients while others are at the
+    same state, and each step is made of gradients of the state before it; `late` gives the latter up for speed.
 
     Creating it changes no parameter and no optimizer state, but for `checkpoint`. It works before or after the model is
     moved to a device (not with a parameter replaced later).
@@ -116,69 +96,22 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
     Args:
         dht: this peer, started.
         run_id: names the run; all its peers give the same.
-        target_batch_size: samples of the whole swarm in one step. Leave it out with a strategy that merges: its `every`
-            says when.
-        strategy: how the batches of all peers become one model: one of `shoal.strategies`, the same on all peers. None:
-            `Synchronous()`. With any other one each peer steps on its own batches, and now and then they merge what
-            they have trained: see docs/strategies.md.
-        batch_size_per_step: samples that one call of `step` stands for; or give `batch_size` to each call. Without,
-            with `model`, the rows of what it is given are counted; where they are not clear, `step` asks for them.
-        params: parameters or parameter groups, if `optimizer` is a function of them.
+        strategy: how the batches of all peers become one model: one of `shoal.strategies`, or one of your own, the same
+            on all peers. `Synchronous(target_batch_size=4096)`: when the swarm has as many samples together, all take
+            the same step. With the others each peer steps on its own batches: see docs/strategies.md. None:
+            `Synchronous` of the `target_batch_size` in `options`.
         optimizer: a torch optimizer, or a function `params -> optimizer`.
+        params: parameters or parameter groups, if `optimizer` is a function of them.
         scheduler: a torch scheduler, or a function `optimizer -> scheduler`; stepped once for each swarm epoch. One
             that raises (beyond the end of a `OneCycleLR`) is a warning, and the learning rates stay as they are.
             Without one, a torch schedule that is made over this optimizer (as Hugging Face's Trainer makes one) is
             followed instead: it moves with the swarm's epochs, from 0, and its own `step` does nothing.
-        matchmaking_time: longest search for a group, seconds; None: 15. It ends when all live peers of the run are
-            there.
-        averaging_timeout: longest time that one call of `step` waits for the others, seconds; None: 60. It then
-            returns without a step, and the next call goes on.
-        allreduce_timeout: longest round once the group is formed, seconds; None: as `averaging_timeout`.
-        late: what becomes of a batch that is under way when a round begins: `"drop"`, the default, or `"next"`: it goes
-            into the next step, one step late, unless the swarm has taken several steps meanwhile. It takes as much
-            memory as the gradients. Each peer may choose for itself.
-        delay_grad_averaging: let `step` return while gradients are averaged, so that training goes on meanwhile, one
-            step late (`late="next"` is implied). The next call of `step` after the round takes the swarm's step.
-        grad_averager_factory: None sends gradients whole. `shoal.PowerSGDGradientAverager.get_factory(averager_rank=4)`
-            sends those of matrices as factors of that rank: see docs/optimizer.md. The same on all peers.
-        use_local_updates: step on each batch's own gradients at once, and average parameters instead of gradients, once
-            in an epoch. It sends the parameters once for `target_batch_size` samples of the swarm. The optimizers'
-            statistics stay their own, but for those in `average_opt_statistics`. Training goes on while parameters are
-            averaged, and keeps what it has changed meanwhile; with `delay_state_averaging=False` it waits, and goes on
-            from the average: a batch that was under way is dropped. All peers give the same `use_local_updates`.
-        offload_optimizer: keep the optimizer's statistics and the sums of gradients on the CPU, and take the step
-            there: the device holds the parameters and the gradients of one batch. It needs `params` and a function as
-            `optimizer`. Each step copies the parameters to the CPU and back. Parameters keep their dtype. Each peer may
-            choose for itself. None: False.
-        auxiliary: a peer without data: it reduces for the others, takes their steps, and gives newcomers the state.
-            Call `step()` in a loop, without a batch: it waits for the next step of the swarm. Others must be able to
-            dial it.
-        reuse_grad_buffers: let `step` clear `.grad`, so that the loop need not call `zero_grad()`. Then give a
-            `GradScaler` to `step`, or use a `shoal.GradScaler`: where torch's own leaves a step out, it clears nothing.
-        max_grad_norm: clip the averaged gradient to this norm, over all parameters, before the step; None: do not. The
-            same on all peers. Each peer's own gradients stay as they are.
-        load_state_timeout: longest state download, seconds; None: 600. A newcomer waits so long for the state of a run
-            that is further, if its donors die or refuse: see `require_state`.
-        require_state: what a peer does that has waited for a state for `load_state_timeout`. None: `step` raises
-            `StateUnavailable` if its DHT was given peers, and a run goes on without it; if nobody is further any more
-            it begins at epoch 0, with a warning. True: `step` raises also where no run is known, for peers that only
-            ever join. False: it trains a run of its own beside the others, with a warning; while two peers name a
-            better state it waits longer.
-        catch_up_bytes: the most memory for the steps that the others take while this peer downloads a state.
-        average_state_every: epochs between two averagings of parameters and `extra_tensors`; 0 for never: all peers
-            take the same steps, so their parameters need none.
-        delay_state_averaging: let training go on while states are averaged; False: `step` waits for it.
-        check_parameters_every: epochs between two checks that all peers at one state hold the same parameters, and
-            before the last step of the run; 0 for never. Each takes 0.6 s of one core for 1 GiB, beside the training. A
-            peer that holds others downloads.
-        client_mode: this peer only dials; None takes it from `dht`.
-        grad_compression: codec for gradients; None sends them as wide as the parameters (they are summed in float32).
-        state_averaging_compression: codec for averaging parameters; it codes what changed since the last average, so
-            that small updates are kept. None for none.
-        load_state_compression: taken for compatibility; any codec but `NoCompression` is a warning. A newcomer has to
-            hold the same bits as the others, so the state always travels as it is.
         model: that is trained. With it the names of its parameters and the bytes of the tensors that the optimizer does
             not have (frozen weights, buffers) are among the settings that all peers compare: another base is refused.
+        batch_size_per_step: samples that one call of `step` stands for; or give `batch_size` to each call. Without,
+            with `model`, the rows of what it is given are counted; where they are not clear, `step` asks for them.
+        extra_tensors: more tensors of the state, such as batch norm statistics. Those of whole numbers (counts), and
+            those that are not finite from the beginning (masks), are downloaded, and not averaged.
         settings: more texts, by name, that must be equal on all peers, such as `{"tokenizer": HASH}`: a peer with
             others is refused, and so is a checkpoint. At most 16, of 120 characters.
         checkpoint: path of a folder for checkpoints of the run; None for none. The peer goes on from the best one there
@@ -187,17 +120,21 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         save_every: epochs between two automatic checkpoints; None: 10; 0: only go on from one. The last state of a
             run is saved, too.
         keep_checkpoints: of so many states the checkpoints stay; None: 3.
-        extra_tensors: more tensors of the state, such as batch norm statistics. Those of whole numbers (counts), and
-            those that are not finite from the beginning (masks), are downloaded, and not averaged.
-        bandwidth: of this peer, bytes per second; a peer with more reduces more.
-        averager_opts: more options of `DecentralizedAverager` for the rounds: `request_timeout`, `reducer_timeout`,
-            `part_size_bytes`, `min_vector_size`, `min_group_size`.
-        sender_timeout: seconds of silence after which a peer is left out of a round; None: 5, or less in short rounds.
-        next_chunk_timeout: seconds in which the next chunk of a state must come; None: 5.
-        shutdown_timeout: seconds that `shutdown` may take; None: 5.
+        auxiliary: a peer without data: it reduces for the others, takes their steps, and gives newcomers the state.
+            Call `step()` in a loop, without a batch: it waits for the next step of the swarm. Others must be able to
+            dial it.
+        require_state: what a peer does that has waited for a state for `load_state_timeout`. None: `step` raises
+            `StateUnavailable` if its DHT was given peers, and a run goes on without it; if nobody is further any more
+            it begins at epoch 0, with a warning. True: `step` raises also where no run is known, for peers that only
+            ever join. False: it trains a run of its own beside the others, with a warning; while two peers name a
+            better state it waits longer.
         verbose: print what goes on (joined, epochs, who is gone and why) to stderr, as
             `logging.getLogger("shoal").setLevel("INFO")` does where a program logs.
-        options: arguments of hivemind 1.1.12 that change nothing here, such as `tracker_opts`.
+        options: further ones, such as `averaging_timeout`, `bandwidth` or `client_mode`, and all arguments of hivemind
+            1.1.12: see `shoal.hivemind.arguments.OptimizerOptions`.
+
+    Attributes:
+        strategy: the one that trains.
 
     Raises:
         ConfigError: an argument is wrong, or the run is trained with other settings; it is named. If no live peer has
@@ -213,49 +150,24 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
     """Calls of `step` since the run has ended."""
 
     @launched("Optimizer")
-    def __init__(  # noqa: PLR0913 (all by name; the names that users of hivemind know)
+    def __init__(  # noqa: PLR0913 (all by name)
         self,
         *,
         dht: DHT,
         run_id: str,
-        target_batch_size: int | None = None,
         strategy: Strategy | None = None,
-        batch_size_per_step: int | None = None,
         optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer],
         params: Iterable[torch.Tensor] | Iterable[dict[str, Any]] | None = None,
         scheduler: Any = None,
-        matchmaking_time: float | None = None,
-        averaging_timeout: float | None = None,
-        allreduce_timeout: float | None = None,
-        late: str | None = None,
-        delay_grad_averaging: bool = False,
-        grad_averager_factory: object = None,
-        use_local_updates: bool = False,
-        offload_optimizer: bool | None = None,
-        auxiliary: bool = False,
-        reuse_grad_buffers: bool = False,
-        max_grad_norm: float | None = None,
-        load_state_timeout: float | None = None,
-        require_state: bool | None = None,
-        catch_up_bytes: int = 4 << 30,
-        average_state_every: int = 0,
-        check_parameters_every: int = 10,
-        client_mode: bool | None = None,
-        grad_compression: CompressionBase | None = None,
-        state_averaging_compression: CompressionBase | None = None,
-        load_state_compression: CompressionBase | None = None,
         model: torch.nn.Module | None = None,
+        batch_size_per_step: int | None = None,
+        extra_tensors: Sequence[torch.Tensor] = (),
         settings: Mapping[str, str] | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
         save_every: int | None = None,
         keep_checkpoints: int | None = None,
-        extra_tensors: Sequence[torch.Tensor] = (),
-        bandwidth: float | None = None,
-        averager_opts: Mapping[str, Any] | None = None,
-        sender_timeout: float | None = None,
-        next_chunk_timeout: float | None = None,
-        delay_state_averaging: bool = True,
-        shutdown_timeout: float | None = None,
+        auxiliary: bool = False,
+        require_state: bool | None = None,
         verbose: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
@@ -263,143 +175,84 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         if not isinstance(dht, DHT):
             raise ConfigError(f"dht must be a shoal.DHT, got {type(dht).__name__}{_of_a_group(dht)}")
         check_run_id(run_id)
-        merging = merging_of(
-            strategy,
-            late=late,
-            delay_grad_averaging=delay_grad_averaging,
-            max_grad_norm=max_grad_norm,
-            grad_averager_factory=grad_averager_factory,
-            use_local_updates=use_local_updates,
-            offload_optimizer=offload_optimizer,
-            average_opt_statistics=options.get("average_opt_statistics"),
-        )
-        target = target_of(target_batch_size, merging)
-        catch_up_bytes = whole("catch_up_bytes", catch_up_bytes)
+        self.strategy = strategy_of(strategy, options)
+        terms, tuning = self.strategy.terms, tuning_of(dht, options)
         if batch_size_per_step is not None:
             batch_size_per_step = whole("batch_size_per_step", batch_size_per_step, most=MAX_SAMPLES_OF_STEP)
-        average_state_every = whole("average_state_every", average_state_every, least=0)
-        check_parameters_every = whole("check_parameters_every", check_parameters_every, least=0)
-        codecs = checked_codecs(
-            grad_compression=grad_compression, state_averaging_compression=state_averaging_compression
-        )
         given, extra_tensors = checked_settings(settings), checked_tensors("extra_tensors", extra_tensors)
-        round_timeout = "averaging_timeout" if allreduce_timeout is None else "allreduce_timeout"
-        averager = averager_settings(
-            dht,
-            client_mode,
-            options=averager_opts,
-            names={"averaging_expiration": "matchmaking_time", "allreduce_timeout": round_timeout},
-            averaging_expiration=matchmaking_time,
-            allreduce_timeout=averaging_timeout if allreduce_timeout is None else allreduce_timeout,
-            sender_timeout=sender_timeout,
-            next_chunk_timeout=next_chunk_timeout,
-            bandwidth=bandwidth,
-        )
-        averaging_timeout = seconds("averaging_timeout", averaging_timeout, AVERAGING_TIMEOUT_S)
-        load_state_timeout = seconds("load_state_timeout", load_state_timeout, _LOAD_STATE_TIMEOUT_S)
-        shutdown_timeout = seconds("shutdown_timeout", shutdown_timeout, _SHUTDOWN_TIMEOUT_S)
-        delay = flag("delay_grad_averaging", delay_grad_averaging)
-        low_rank = low_rank_options(grad_averager_factory)
-        max_grad_norm = None if max_grad_norm is None else positive("max_grad_norm", max_grad_norm)
-        local = local_updates(
-            use_local_updates,
-            average_state_every,
-            late=late,
-            delay_grad_averaging=delay,
-            reuse_grad_buffers=flag("reuse_grad_buffers", reuse_grad_buffers),
-            max_grad_norm=max_grad_norm,
-            grad_compression=grad_compression not in (None, NoCompression()),
-            grad_averager_factory=low_rank,
-        )
+        is_helper = is_auxiliary(auxiliary, tuning.averager.client_mode, batch_size_per_step)
         if flag("verbose", verbose):
             print_log()
         self._saver = saver_of(
-            partial(_emit, dht), run_id, checkpoint, save_every, keep_checkpoints, [*given], timeout_s=shutdown_timeout
+            partial(_emit, dht),
+            run_id,
+            checkpoint,
+            save_every,
+            keep_checkpoints,
+            [*given],
+            timeout_s=tuning.shutdown_timeout,
         )
-        inner, offload = _inner(params, optimizer, offload_optimizer, model, local=local)
+        inner, offload = _inner(params, optimizer, model, offload=terms.offload)
         super().__init__(inner.param_groups, dict(inner.defaults))
         # One set of groups and statistics for both: schedulers and trainers hold on to either optimizer.
         self.param_groups, self.state = inner.param_groups, inner.state
         self.dht, self.run_id, self._inner_groups = dht, run_id, inner.param_groups
-        self.target_batch_size, self.batch_size_per_step = target_batch_size, batch_size_per_step
-        self.averaging_timeout, self.load_state_timeout = averaging_timeout, load_state_timeout
-        self._shutdown_timeout, waits = shutdown_timeout, not flag("delay_state_averaging", delay_state_averaging)
+        self.batch_size_per_step, self.reuse_grad_buffers = batch_size_per_step, tuning.reuse_grad_buffers
+        self.averaging_timeout, self.load_state_timeout = tuning.averaging_timeout, tuning.load_state_timeout
+        self._shutdown_timeout = tuning.shutdown_timeout
         chosen = make_scheduler(inner, scheduler)
         follow(chosen)  # a `scheduler.step()` that is left in the training loop does nothing
         self._own_schedule, self._schedules = chosen is not None, ScheduleWatch(self.param_groups)
         if self._own_schedule:
             self._schedules.seen()
-        self._training = _training_state(
-            (inner, chosen, extra_tensors),
-            merging,
-            local,
-            low_rank,
-            options.get("average_opt_statistics", ()),
-            waits=waits,
-            unit=target,
-            late=keeps_late(late, delay=delay),
-            max_grad_norm=max_grad_norm,
-            offload=offload,
-        )
+        training = self._training = self.strategy.training(Inner(inner, chosen, extra_tensors, offload))
+        check_averages(training, tuning.average_state_every)
         self._model = (
             None
             if model is None
             else TrainedModel(
                 model,
-                self._training.parameters,
+                training.parameters,
                 extra_tensors,
-                steps_alone=local or merging is not None,
+                steps_alone=training.steps_alone,
                 elsewhere=[tensor for other in self._others() for tensor in other.shared_tensors],
             )
         )
-        self._watch = GradientWatch(
-            self._training.trained,
-            whole=merging is None and not local and low_rank is None and grad_compression in (None, NoCompression()),
-        )
-        self._lock, self._rows = TensorLock(), rows_of(model, batch_size_per_step, self._training.trained)
+        travels_whole = training.averaged_as == "whole" and terms.compression in (None, NoCompression())
+        self._watch = GradientWatch(training.trained, whole=travels_whole and not training.steps_alone)
+        self._lock, self._rows = TensorLock(), rows_of(model, batch_size_per_step, training.trained)
+        averages = training.averages_parameters  # each epoch does, and they differ between two of them
+        every, check_every = (0, 0) if averages else (tuning.average_state_every, tuning.check_parameters_every)
         ours = RunSettings(
             run_id=run_id,
-            target_batch_size=target,
-            averager=averager,
-            use_local_updates=local,
-            auxiliary=is_auxiliary(auxiliary, averager.client_mode, batch_size_per_step),
-            average_state_every=0 if local else average_state_every,
-            state_patience_s=load_state_timeout,
+            strategy=self.strategy,
+            averager=tuning.averager,
+            auxiliary=is_helper,
+            average_state_every=every,
+            state_patience_s=tuning.load_state_timeout,
             require_state=None if require_state is None else flag("require_state", require_state),
-            delay_grad_averaging=not waits if local else delay,
-            delay_state_averaging=not waits,
-            catch_up_bytes=catch_up_bytes,
-            check_every=0 if local else check_parameters_every,  # they differ between two rounds
+            delay_state_averaging=tuning.delay_state_averaging,
+            catch_up_bytes=tuning.catch_up_bytes,
+            check_every=check_every,
             fingerprint=run_settings(
-                self._training,
-                target,
-                0 if local else average_state_every,
-                local_updates=tuple(options.get("average_opt_statistics", ())) if local else None,
-                merging=merging,
-                outer=fragments_of(self._training)[0].optimizer if merging is not None else None,
+                training,
+                self.strategy,
+                every,
                 model=self._model,
                 given=given,
-                **codecs,
+                grad_compression=terms.compression,
+                state_averaging_compression=tuning.state_compression,
             ),
         )
-        self.reuse_grad_buffers = reuse_grad_buffers
         self._one_step = TensorLock()  # no thread keeps it, whatever interrupts it
-        self._participants = self._run(
-            self._begin(
-                dht.core(),
-                ours,
-                grad_compression,
-                state_averaging_compression,
-                self._begin_from(self._saver.folder, ours.fingerprint),
-            ),
-            60.0,
-        )
+        found = self._begin_from(self._saver.folder, ours.fingerprint)
+        self._participants = self._run(self._begin(dht.core(), ours, tuning.state_compression, found), 60.0)
         self._forget_closer = dht.at_shutdown(partial(_close, self._participants, self._saver))
         self._stop_guarding = _guard_step(inner, weakref.ref(self))
         self._dropped = _leave_when_dropped(self, dht.loop_thread, self._participants, self._forget_closer)
         for other in self._others():
             other.another_shares(self.shared_tensors)
-        self._warn_of_arguments(load_state_compression)
+        self._warn_of_arguments(options.get("load_state_compression"))
 
     def _warn_of_arguments(self, load_state_compression: CompressionBase | None) -> None:
         if load_state_compression not in (None, NoCompression()):
@@ -437,7 +290,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         Returns:
             The names of its fragments, and the last state before it that was shared.
         """
-        none = [None for _ in fragments_of(self._training)]
+        none = [None for _ in self._training.fragments]
         if folder is None:
             return none, NO_STATE
         found = self._saver.find(folder, settings)
@@ -449,19 +302,15 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         self,
         core: PeerCore,
         settings: RunSettings,
-        compression: CompressionBase | None,
         state_compression: CompressionBase | None,
         found: tuple[Sequence[StateName | None], StateKey],
     ) -> list[Participant]:
-        others, fragments = len(core.leavers), fragments_of(self._training)
+        others, each_of = len(core.leavers), settings_of_fragments(settings, self._training)
         participants: list[Participant] = []
         keep = partial(_keep_given_up, weakref.ref(self))
+        codecs = {"compression": settings.strategy.terms.compression, "state_compression": state_compression}
         try:
-            for number, fragment in enumerate(fragments):
-                ours = settings
-                if isinstance(fragment, OuterTrainingState):
-                    ours = fragment_settings(settings, fragment.merging, number)
-                codecs = {"compression": compression, "state_compression": state_compression}
+            for fragment, ours in zip(self._training.fragments, each_of, strict=True):
                 first, lock = participants[0] if participants else None, self._lock
                 participants.append(Participant(core, fragment, ours, lock=lock, first=first, keep=keep, **codecs))
         except BaseException:
@@ -504,8 +353,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         At the end a peer has the best state that it knows, and waits some seconds, in `step`, until the others that it
         knows have it too.
         """
-        strays = isinstance(self._training, LocalSteps) and self._training.strays
-        return all(each.finished for each in self._participants) and not strays  # the next step goes back to the merge
+        # If the parameters have left the state, the next step takes them back to it.
+        return all(each.finished for each in self._participants) and not self._training.strays
 
     @property
     def _participant(self) -> Participant:
@@ -579,12 +428,17 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
     @property
     def use_local_updates(self) -> bool:
         """Whether this peer steps on its own gradients."""
-        return self._participant.settings.use_local_updates
+        return self._training.averages_parameters
+
+    @property
+    def target_batch_size(self) -> int | None:
+        """Samples of the whole swarm in one step; None if the strategy does not go by them."""
+        return getattr(self.strategy, "target_batch_size", None)
 
     @property
     def merging(self) -> Merging | None:
-        """The way in which peers merge what each has trained; None if they average gradients."""
-        return self._training.merging if isinstance(self._training, LocalSteps) else None
+        """The way in which peers merge what each has trained; None if the strategy does not merge."""
+        return getattr(self.strategy, "merging", None)
 
     @property
     def auxiliary(self) -> bool:
@@ -816,8 +670,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             if not self._training.is_displaced or self._training.evaluates:
                 return
             replaced = self._loading()
-            if isinstance(self._training, LocalSteps):
-                self._training.begin_anew()
+            self._training.begin_anew()
             for each, before in zip(self._participants, replaced, strict=True):
                 if first:
                     each.own.loaded(before, None)
@@ -847,15 +700,9 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 self._training.adopt(found)
                 message = (
                     f"{what} is moved by the run: its own step() does nothing, and its warm-up and its length count "
-                    f"{self._schedule_unit}"
+                    f"{self.strategy.terms.counted_in}"
                 )
         self._warn(message)
-
-    @property
-    def _schedule_unit(self) -> str:
-        if not isinstance(self._training, LocalSteps):
-            return f"epochs of {self.target_batch_size} samples"
-        return "merges" if self._training.merging.steps is None else "this peer's batches"
 
     def _warn(self, message: str) -> None:
         _emit(self.dht, Warned(where="optimizer", message=message))
@@ -1037,7 +884,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 "shared": [shared.epoch, shared.samples],
                 "weights": "" if displaced else self._digest_of_weights(),
             }
-            if isinstance(training, LocalSteps):
+            if training.keeps_anchor:
                 where["merged"] = saved_fragments(self._participants)
             return {**training.state_dict(self.state), "shoal": where}
 
@@ -1077,7 +924,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         saved = dict(state_dict)
         about = saved.pop("shoal", None)
         where = where_saved(about)
-        merged = about.get("merged") if where is not None and isinstance(self._training, LocalSteps) else None
+        merged = about.get("merged") if where is not None and self._training.keeps_anchor else None
         with self._lock.acquire_in_thread():
             if self._training.evaluates and not self._training.hides_weights:
                 raise ConfigError(
@@ -1108,7 +955,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             if where is not None:
                 self._training.resume(where.name.epoch, where.scheduled)
             names: list[StateName | None] = [where and where.name]
-            if isinstance(self._training, LocalSteps):
+            if self._training.keeps_anchor:
                 names = load_saved(self._training, loaded)
             unchanged = where is not None and where.fingerprint == fingerprint(self._training)
             floor = NO_STATE if where is None else StateKey.of(*where.shared, b"")
@@ -1209,7 +1056,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
 
     def _content(self, memory: Files | None = None) -> Content:
         self._training.check_dtypes()
-        state, described = export(self._participants), places(fragments_of(self._training))
+        state, described = export(self._participants), places(self._training.fragments)
         model = {} if self._model is None else self._model.to_save()
         settings = self._participant.settings.fingerprint
         shared = self._participant.own.with_others
@@ -1262,7 +1109,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         if self._training.evaluates:
             raise ConfigError("the optimizer is in eval mode: call train() before a checkpoint is taken over")
         try:
-            return prepare(fragments_of(self._training), saved.name, saved.values, saved.tensors)
+            return prepare(self._training.fragments, saved.name, saved.values, saved.tensors)
         except StateUnavailable as error:
             raise misfit(saved, f"{error}") from error
 
@@ -1287,7 +1134,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         nothing: all peers keep the weights of the run.
         """
         with self._between_steps("eval"):
-            if not (isinstance(self._training, LocalTrainingState) and self._at_end):
+            if not (self._training.steps_alone and self._at_end):
                 self._training.evaluate()
 
     def train(self) -> None:
@@ -1314,16 +1161,9 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
     def shutdown(self) -> None:
         """Leave the run. The DHT goes on. Safe to call twice. Also done once nothing refers to the optimizer."""
         if not self._closed:
-            merged = any(each.epoch for each in self._participants)
-            if isinstance(self._training, LocalSteps) and not merged and self._participant.speed.batches:
-                merging, trained = self._training.merging, self._participant.speed.batches
-                every = merging.every if merging.steps is None else f"{merging.steps} batches"
-                batches = "1 batch was" if trained == 1 else f"{trained} batches were"
-                quorum = "" if (merging.quorum or 0) < 2 else f", if {merging.quorum} peers give it (its quorum)"
-                self._warn(
-                    f"{batches} trained, and none of them was merged: the strategy merges every {every}{quorum}. Train "
-                    f"longer, or merge more often{', or start more peers' if quorum else ''}"
-                )
+            trained, averaged = self._participant.speed.batches, any(each.epoch for each in self._participants)
+            if trained and not averaged and (message := self._training.never_averaged(trained)) is not None:
+                self._warn(message)
         self._closed = True
         if not self._left and self.dht.is_alive():
             self._run(_leave_all(self._participants), self._shutdown_timeout)
@@ -1427,38 +1267,14 @@ def _guard_step(inner: torch.optim.Optimizer, ours: weakref.ref[Optimizer]) -> C
 
 
 def _inner(
-    params: Any, optimizer: Any, offloads: bool | None, model: torch.nn.Module | None, *, local: bool
+    params: Any, optimizer: Any, model: torch.nn.Module | None, *, offload: bool
 ) -> tuple[torch.optim.Optimizer, Offload | None]:
     """The torch optimizer, and what lends its parameters host memory, if it is to step there."""
     _check_mode("shoal.Optimizer() was made")
-    if local and offloads is not None and flag("offload_optimizer", offloads):
-        raise ConfigError(
-            "offload_optimizer=True does not go with use_local_updates=True, which steps after each batch: all "
-            "parameters would be copied to the CPU and back each time. Leave one of the two out"
-        )
     if model is not None:
         learn_names(model)
-    inner, offload = make_inner(params, optimizer, offloads)
-    return _free(inner), offload
-
-
-def _training_state(
-    about: tuple[Any, Any, Any],
-    merging: Merging | None,
-    local: bool,
-    low_rank: Mapping[str, Any] | None,
-    average_opt_statistics: Sequence[str],
-    *,
-    waits: bool,
-    **options: Any,
-) -> TrainingState:
-    if merging is not None:
-        return LocalSteps(*about, merging)
-    if local:
-        return LocalTrainingState(*about, average_opt_statistics=average_opt_statistics, waits=waits)
-    if low_rank is None:
-        return TrainingState(*about, **options)
-    return LowRankTrainingState(*about, **{**low_rank, **options})
+    inner, lends = make_inner(params, optimizer, offload)
+    return _free(inner), lends
 
 
 def _free(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:

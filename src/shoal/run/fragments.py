@@ -22,14 +22,12 @@ from shoal.run.decide.state_name import StateName
 from shoal.run.join.shared_state import name_of
 from shoal.run.participant import Participant
 from shoal.state import SharedState
-from shoal.strategies.outer import LocalSteps, fingerprint_of
-from shoal.train.training_state import PreparedState, TrainingState
+from shoal.train.training_state import PreparedState, TrainingState, fingerprint_of
 
 __all__ = [
     "Loaded",
     "export",
     "fingerprint",
-    "fragments_of",
     "load_saved",
     "name_of_all",
     "places",
@@ -45,11 +43,6 @@ class Loaded(NamedTuple):
 
     name: StateName
     prepared: PreparedState
-
-
-def fragments_of(training: TrainingState) -> Sequence[TrainingState]:
-    """The states of the fragments that this training is of."""
-    return training.fragments if isinstance(training, LocalSteps) else (training,)
 
 
 def name_of_all(names: Sequence[StateName]) -> StateName:
@@ -142,7 +135,7 @@ class _Fragment(msgspec.Struct):
 
 def fingerprint(training: TrainingState) -> str:
     """A digest of what all fragments hold, in hexadecimal."""
-    return fingerprint_of(fragments_of(training)).hex()
+    return fingerprint_of(training.fragments).hex()
 
 
 def take_over(training: TrainingState, loaded: Sequence[Loaded]) -> list[StateName]:
@@ -151,11 +144,9 @@ def take_over(training: TrainingState, loaded: Sequence[Loaded]) -> list[StateNa
     Returns:
         The name of each fragment's state.
     """
-    for fragment, each in zip(fragments_of(training), loaded, strict=True):
+    for fragment, each in zip(training.fragments, loaded, strict=True):
         fragment.take_over(each.prepared)
-    if isinstance(training, LocalSteps):
-        training.go_back()
-        training.follow_schedule()
+    training.taken_over()
     return [each.name for each in loaded]
 
 
@@ -188,7 +179,7 @@ def prepare_saved(participants: Sequence[Participant], name: StateName, saved: A
         raise StateUnavailable(f"it is not what state_dict() gave: {error}") from error
 
 
-def load_saved(training: LocalSteps, loaded: Sequence[Loaded]) -> list[StateName | None]:
+def load_saved(training: TrainingState, loaded: Sequence[Loaded]) -> list[StateName | None]:
     """Take over what was prepared, if anything was (under the lock).
 
     Else the anchor of each fragment becomes what the parameters are: a plain optimizer's state was loaded.

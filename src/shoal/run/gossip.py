@@ -143,14 +143,14 @@ class ProgressGossip:
         self._news, self._next_word = news, next_word
         self._publish_period_s, self._tell_period_s = settings.publish_period_s, settings.tell_period_s
         self._ttl_s = settings.ttl_s
-        self._merges = settings.merging is not None
+        self._merges = settings.strategy.terms.meets_rarely
         # The fragments of a model have the same peers. Where there are many, each says so more rarely.
-        self._fragment_count = 1 if settings.merging is None else settings.merging.fragments
+        self._fragment_count = settings.fragments
         self._read_rarely = self._fragment_count * (_READ_BY_MERGERS if self._merges else 1)
         self.looked = asyncio.Event()
         self.enough = self.has_twin = False
         self._to_write = Changes()  # of our progress, that are to be in the DHT soon
-        self.target, self.rate, self._countdown = settings.target_batch_size, 0.0, Countdown(merges=self._merges)
+        self.target, self.rate, self._countdown = 1, 0.0, Countdown(merges=self._merges)
         self._duty = _Duty(b"", frozenset(), (), 0.0, Order(b"", []), [], [])
         self._told_at, self._enough_since = float("-inf"), float("inf")
         self._late_until = float("-inf")  # until then some of the others are expected not to know it

@@ -18,13 +18,13 @@ from shoal.run.decide.forerunners import Forerunners
 from shoal.run.decide.run_end import RunEnd
 from shoal.run.join.fetching import Fetching
 from shoal.run.join.own_state import OwnState
-from shoal.run.pace import Pace
 from shoal.run.settings import RunSettings
 from shoal.run.view.attendance import Attendance
 from shoal.run.view.companions import Companions
 from shoal.run.view.contribution import RateMeter
 from shoal.run.view.progress import NO_STATE, StateKey, SwarmProgress, SwarmView
 from shoal.run.view.witness import Witness
+from shoal.strategies.pace import Pace
 
 __all__ = ["Outlook"]
 
@@ -210,13 +210,11 @@ class Outlook:
     @property
     def trains_on(self) -> bool:
         """Whether a better state is fetched while the trainer goes on, as nobody waits for anybody."""
-        merging = self.settings.merging
-        return merging is not None and merging.overlap is None and self.own.name.epoch > 0
+        return self.settings.strategy.terms.waits_for_nobody and self.own.name.epoch > 0
 
     def alone(self, view: SwarmView) -> bool:
         """Whether nobody is at our state but this peer, and peers that rounds do not wait for. A quorum never is."""
-        quorum = self.settings.merging is not None and (self.settings.merging.quorum or 0) > 1
-        if quorum and not self.left_behind:
+        if self.settings.strategy.terms.quorum > 1 and not self.left_behind:
             return False
         others = view.together - {self.core.peer_id}
         return others == self.attendance.given_up(others, self.loop.time())
@@ -237,7 +235,7 @@ class Outlook:
         """The contributors to the last steps of our state count: they are believed, and rounds wait for them."""
         known, me, committed = self.known, self.core.peer_id, self.own.committed
         peers = committed.samples
-        if self.settings.merging is None:
+        if self.pace.counts_samples:
             known.contributed(peers, believed=committed.believed, places=committed.record.places)
         else:  # they say how far they are on their way
             known.contributed(peers)

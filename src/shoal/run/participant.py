@@ -51,7 +51,6 @@ from shoal.run.join.fetching import Fetching
 from shoal.run.join.own_state import OwnState, Update
 from shoal.run.join.step_feed import StepFeed
 from shoal.run.outlook import Outlook
-from shoal.run.pace import LOOKS, Pace
 from shoal.run.parameter_check import ParameterCheck
 from shoal.run.report.notices import Notices
 from shoal.run.report.status import Status, status_of
@@ -65,6 +64,7 @@ from shoal.run.view.contribution import Contribution, RateMeter
 from shoal.run.view.progress import NO_STATE, StateKey, SwarmProgress, SwarmView
 from shoal.run.view.witness import Witness
 from shoal.run.view.words import MOST_STEPS, Weigh, heeds, may_give, sites_of, weigh
+from shoal.strategies.pace import Pace
 from shoal.train.options import differences, misfit
 from shoal.train.training_state import TrainingState
 
@@ -112,7 +112,8 @@ class Participant:
         first: Participant | None = None,
         keep: Callable[[], object] | None = None,
     ) -> None:
-        self.pace: Pace = settings.pace(None if first is None else first.pace)
+        self.pace: Pace = settings.strategy.pace(settings.fragment, None if first is None else first.pace)
+        self._terms = settings.strategy.terms
         if core.endpoint.serves_stream(FollowSteps, scope=settings.run_id):
             raise ConfigError(
                 f"run {settings.run_id!r} is trained by another shoal.Optimizer of this DHT: call its shutdown() first "
@@ -121,7 +122,7 @@ class Participant:
         self.core, self.training, self.settings = core, training, settings
         self._machine = PhaseMachine(
             auxiliary=settings.auxiliary,
-            delays_gradients=settings.delay_grad_averaging,
+            delays_gradients=self._terms.goes_on,
             delays_states=settings.delay_state_averaging,
         )
         self._notices = Notices(core.env.events, settings.run_id, fragment=settings.fragment)
@@ -151,7 +152,7 @@ class Participant:
         memory = RoundMemory(training.averaged, training.state_tensors)
         ours = core, training, settings
         self._states = state_averager(*ours, state_compression, lock=lock, memory=memory, state=self.own.export)
-        if settings.use_local_updates:
+        if training.averages_parameters:
             self._averager = self._states
         else:
             self._averager = gradient_averager(*ours, compression, lock=lock, memory=memory)
@@ -404,7 +405,7 @@ class Participant:
             return 0.0
         if (due_s := self.pace.due_s(self._now())) is not None:
             return due_s
-        rate, missing = self.pace.rate(view, self.speed), self.pace.target(view) - view.samples
+        rate, missing = self.pace.rate(view, self.speed.batches_per_s), self.pace.target(view) - view.samples
         return max(0.0, missing / rate) if rate > 0 else None
 
     def view(self) -> SwarmView:
@@ -435,7 +436,8 @@ class Participant:
             self._gossip.look_again(companions.until)
         if (due_s := self.pace.due_s(now)) is not None:
             self._gossip.look_again(now + due_s)
-        self._gossip.saw(enough=enough, target=self.pace.target(view), rate=self.pace.rate(view, self.speed))
+        rate = self.pace.rate(view, self.speed.batches_per_s)
+        self._gossip.saw(enough=enough, target=self.pace.target(view), rate=rate)
         if len(view.peers) > 1:
             self._machine.found()
         self._settle_end()
@@ -472,8 +474,7 @@ class Participant:
 
         It is told for the first fragment of the model only.
         """
-        settings = self.settings
-        quorum = 0 if settings.merging is None or settings.fragment else settings.merging.quorum or 0
+        quorum = 0 if self.settings.fragment else self._terms.quorum
         return (self.pace.missing(self._outlook.place().samples, self.view()) if quorum else 0), quorum
 
     def _look_and_tell(self) -> SwarmView:
@@ -495,7 +496,7 @@ class Participant:
     @property
     def needs_turn(self) -> bool:
         """Whether the trainer has something to do or to ask at its step, as far as it is known. Any thread may ask."""
-        begins = self.epoch == 0 and (self.settings.merging is None or not self._asked)
+        begins = self.epoch == 0 and not (self._terms.meets_rarely and self._asked)
         return begins or self.enough or self.phase is not RunPhase.COLLECTING or self._hold_s() > 0
 
     def _hold_s(self) -> float:
@@ -507,9 +508,7 @@ class Participant:
     @property
     def has_news(self) -> bool:
         """Whether what was trained since the last look is worth one: thousands of short batches are not."""
-        steps = None if self.settings.merging is None else self.settings.merging.steps
-        batches = self.training.batches
-        return steps is None or batches == steps or batches % max(1, steps // LOOKS) == 0
+        return self.pace.is_news(self.training.batches)
 
     @property
     def waits_for_state(self) -> bool:
@@ -665,7 +664,7 @@ class Participant:
             return
         self.last_round = result
         self.pace.round_took(result.duration_s)
-        waits = self.settings.merging is None and not self.settings.delay_grad_averaging
+        waits = not (self._terms.goes_on or self._terms.meets_rarely)
         self._notices.round_took(result.duration_s, self._now(), awaited=waits)
         members = [member.contact.peer for member in result.outcome.members]
         self._tell_absent(members, self._now() - result.duration_s)
@@ -964,7 +963,7 @@ class Participant:
 
         Batch norm statistics do, and with local updates the parameters, by what was trained during the last round.
         """
-        return self.training.averages_extras or bool(self._counts) or self.settings.use_local_updates
+        return self.training.averages_extras or bool(self._counts) or self.training.averages_parameters
 
     def _announce_other_state(self) -> None:
         """Our state is one to which no round has led: nobody is on the way to it."""
@@ -1002,13 +1001,13 @@ class Participant:
     @property
     def held(self) -> int:
         """Samples that are in no step yet, and may still go into one: see `TrainingState.held`."""
-        over = self._end.over(self.epoch) if self.settings.use_local_updates else self.at_end
+        over = self._end.over(self.epoch) if self.training.averages_parameters else self.at_end
         return 0 if self._closed or over else self.training.held
 
     @property
     def _averages_what_is_held(self) -> bool:
         """Whether the average of the states is that of what peers have trained after their last step."""
-        return self.at_end and self.settings.use_local_updates
+        return self.at_end and self.training.averages_parameters
 
     def _settle(self) -> None:
         self.contribution.settle(self.own.lineage.contributed, self.speed.processed, self.held)
@@ -1020,7 +1019,8 @@ class Participant:
             self._notices.first_dropped(contribution.in_vain, speed.processed)
         much = contribution.much_dropped(processed=speed.processed, now=self._now(), over=self.at_end or self._closed)
         if much is not None:
-            self._notices.much_dropped(much, self.settings.merging, keeps_late=self.training.keeps_late, left=left)
+            last, why = "merge" if self._terms.meets_rarely else "round", self.training.why_dropped()
+            self._notices.much_dropped(much, why, last=last, left=left)
 
     async def _average_states(self) -> None:
         """Average the parameters with all of the last step. A peer that misses it has a worse state afterwards.

@@ -30,7 +30,6 @@ from shoal.events import Warned
 from shoal.run.settings import RunSettings
 from shoal.run.view.progress import SwarmView
 from shoal.run.view.words import Weigh, heaviest
-from shoal.strategies.low_rank import NO_FEEDBACK
 from shoal.train.training_state import TrainingState
 
 __all__ = ["Counts", "Rounds", "gradient_averager", "state_averager"]
@@ -65,8 +64,8 @@ def gradient_averager(
         codecs = [narrow.get(training.dtypes[index], NoCompression()) for index in training.averaged_for]
     else:
         codecs = choose_codecs(compression, training.averaged, TensorRole.GRADIENT)
-        if training.averaged is not training.accumulators and any(isinstance(each, ErrorFeedback) for each in codecs):
-            raise ConfigError(f"grad_compression={NO_FEEDBACK}")
+        if training.no_feedback and any(isinstance(each, ErrorFeedback) for each in codecs):
+            raise ConfigError(f"grad_compression={training.no_feedback}")
     averaging = msgspec.structs.replace(settings.averager, settings=settings.fingerprint)
     name = f"{settings.run_id}_grad"
     return Averager(core, training.averaged, name, averaging, codecs=codecs, stays=False, **options)

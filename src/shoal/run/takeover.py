@@ -416,9 +416,9 @@ class Takeover:
             steps = outlook.witness.steps_since(self.core.peer_id)
             is_lost = not may_have_led(own.name, taken, len(history), steps)
         else:
-            merges = outlook.settings.merging is not None
+            rarely = outlook.settings.strategy.terms.meets_rarely
             is_lost = apart.epochs >= _MANY_EPOCHS
-            is_lost |= merges and apart.own * speed.batches >= _MANY_BATCHES * speed.processed > 0
+            is_lost |= rarely and apart.own * speed.batches >= _MANY_BATCHES * speed.processed > 0
         all_fragments = self.first or self
         if not is_lost or all_fragments.has_told_loss:
             return _nothing
@@ -430,8 +430,7 @@ class Takeover:
     @property
     def has_told_loss(self) -> bool:
         """Whether what is lost with one fragment of the model was told just now."""
-        fragments = 1 if (merging := self.outlook.settings.merging) is None else merging.fragments
-        return fragments > 1 and _now() < self._told_loss_at + _ONE_LOSS_S
+        return self.outlook.settings.fragments > 1 and _now() < self._told_loss_at + _ONE_LOSS_S
 
     def tell_loss(self, tell: Callable[[], None]) -> None:
         """Tell of what is lost with a fragment, if that was not told of another one just now."""

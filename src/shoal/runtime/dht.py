@@ -19,7 +19,7 @@ from shoal.dht import DhtNode, DhtSettings, RecordValidator, Subkey, ValueWithEx
 from shoal.errors import ClosedError, ConfigError, LocalError, PeerTimeout, PeerUnreachable
 from shoal.events import EventBus, Warned
 from shoal.protocol.identity import Identity
-from shoal.runtime.hivemind import DhtOptions, check_dht_options
+from shoal.runtime.dht_options import DhtOptions, check_dht_options
 from shoal.runtime.launch import launched
 from shoal.runtime.peers_file import PeersFile
 from shoal.runtime.places import one_place

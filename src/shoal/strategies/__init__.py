@@ -1,12 +1,11 @@
 """Strategies: how the batches of each peer become one model. `shoal.Optimizer(..., strategy=...)` takes one.
 
-`Synchronous` averages gradients, and every peer takes the same step: it wants a fast line. With the others a peer steps
-on its own batches at once, and now and then the peers *merge* what they have trained. That takes 25 to 500 times fewer
-bytes. docs/strategies.md says which one is for which line.
+`Synchronous` averages gradients, and every peer takes the same step: it wants a fast line. With `LocalUpdates` a peer
+steps on its own batches at once, and the peers average their parameters. With the others they *merge* now and then what
+they have trained. That takes 25 to 500 times fewer bytes. docs/strategies.md says which one is for which line.
 
-A merge: all peers hold the same *anchor*, a copy of the parameters as the last merge has left them. Each peer gives the
-*outer gradient*, the anchor minus its own parameters, with the samples that it has trained since as its weight. From
-the average the *outer optimizer* steps the anchor, and each peer goes on from there.
+Each one is a file, which owns *when* peers meet (`pace`), *what* a peer gives, and *how* the result is taken. All that
+the rest of shoal asks of one is in `Strategy`, so one of your own takes one class, and no change elsewhere.
 
 Sources: local SGD (https://arxiv.org/abs/1805.09767), DiLoCo (https://arxiv.org/abs/2311.08105), Streaming DiLoCo
 (https://arxiv.org/abs/2501.18512), Decoupled DiLoCo (https://arxiv.org/abs/2604.21428).
@@ -14,249 +13,33 @@ Sources: local SGD (https://arxiv.org/abs/1805.09767), DiLoCo (https://arxiv.org
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Protocol, runtime_checkable
-
-import torch
-
-from shoal.base.checks import whole
-from shoal.errors import ConfigError
+from shoal.strategies.decoupled import Decoupled
+from shoal.strategies.diloco import DiLoCo
+from shoal.strategies.local_sgd import LocalSGD
+from shoal.strategies.local_updates import LocalUpdates
+from shoal.strategies.merges import Merges
+from shoal.strategies.merging import Merging, Outer, nesterov
+from shoal.strategies.pace import Pace, SamplesPace
+from shoal.strategies.strategy import Inner, Strategy, Terms
+from shoal.strategies.streaming import StreamingDiLoCo
+from shoal.strategies.synchronous import Synchronous
+from shoal.train.training_state import TrainingState
 
 __all__ = [
     "Decoupled",
     "DiLoCo",
+    "Inner",
     "LocalSGD",
+    "LocalUpdates",
+    "Merges",
     "Merging",
     "Outer",
+    "Pace",
+    "SamplesPace",
     "Strategy",
     "StreamingDiLoCo",
     "Synchronous",
+    "Terms",
+    "TrainingState",
     "nesterov",
 ]
-
-Outer = Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]
-"""Makes the outer optimizer over the anchor."""
-
-nesterov: Outer = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
-"""The outer optimizer of DiLoCo's authors."""
-
-_mean: Outer = partial(torch.optim.SGD, lr=1.0)
-
-_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
-_MOST_STEPS, _MOST_SECONDS, _MOST_FRAGMENTS, _MOST_QUORUM = 1_000_000, 7 * 86400.0, 64, 1 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Merging:
-    """The way in which peers merge.
-
-    Attributes:
-        every: the mean number of batches that the peers train between two merges of a fragment of the model; or a time,
-            such as `"30s"`, `"5min"`, `"1h"`.
-        outer: makes the outer optimizer over the anchor.
-        fragments: parts of the model that are merged one after another, each by itself.
-        overlap: the batches that a peer goes on with while a merge is under way. 0: it waits for the merge, and goes on
-            from the anchor; a batch that was under way when the merge began is lost. None: it never waits.
-        mixing: the share of its own parameters that a peer keeps at a merge it has not waited for. None: it keeps all
-            that it has trained since it gave its outer gradient, and moves by what the merge has changed.
-        quorum: a merge begins when so many peers have trained for long enough, and needs so many. None: when the peers
-            have in the mean, and whoever is there counts.
-
-    Raises:
-        ConfigError: an attribute is wrong; it is named.
-    """
-
-    every: int | str
-    outer: Outer = field(default=nesterov, compare=False)
-    fragments: int = 1
-    overlap: int | None = 0
-    mixing: float | None = None
-    quorum: int | None = None
-    steps: int | None = field(init=False)
-    seconds: float | None = field(init=False)
-    _outer: object = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        steps = seconds = None
-        if isinstance(self.every, str):
-            seconds = _seconds(self.every)
-        else:
-            steps = whole("every", self.every, most=_MOST_STEPS)
-        object.__setattr__(self, "steps", steps)
-        object.__setattr__(self, "seconds", seconds)
-        outer: object = self.outer
-        if isinstance(outer, partial):  # which is equal to no copy of it
-            outer = outer.func, outer.args, tuple(sorted(outer.keywords.items()))
-        object.__setattr__(self, "_outer", outer)
-        if not callable(self.outer):
-            raise ConfigError(
-                f"outer must be a function that makes a torch optimizer of parameters, such as "
-                f"functools.partial(torch.optim.SGD, lr=0.7), got {self.outer!r:.80}"
-            )
-        whole("fragments", self.fragments, most=_MOST_FRAGMENTS)
-        if self.overlap is not None:
-            whole("overlap", self.overlap, least=0, most=_MOST_STEPS)
-            if self.overlap and steps is not None and self.overlap >= steps:
-                raise ConfigError(f"overlap must be less than every, got {self.overlap} of {steps} steps")
-        mixing = self.mixing
-        is_number = isinstance(mixing, int | float) and not isinstance(mixing, bool)
-        if mixing is not None and not (is_number and 0 <= mixing <= 1):
-            raise ConfigError(f"mixing must be a number from 0 to 1, or None, got {mixing!r:.80}")
-        if self.quorum is not None:
-            whole("quorum", self.quorum, most=_MOST_QUORUM)
-
-    @property
-    def waits(self) -> bool:
-        """Whether peers wait for a merge. After it each one is at the anchor: what no merge has counted is lost."""
-        return self.overlap == 0
-
-    @property
-    def keeps(self) -> bool:
-        """Whether a peer keeps what it has trained, and no merge has counted, when it goes on from a new anchor."""
-        return not self.waits and self.mixing is None
-
-    @property
-    def text(self) -> str:
-        """All of it but the outer optimizer, in words that are equal for equal ones."""
-        overlap = "any" if self.overlap is None else f"{self.overlap}"
-        every = f"{self.steps} steps" if self.steps is not None else f"{self.seconds:g} s"
-        mixing = "none" if self.mixing is None else f"{self.mixing:g}"
-        quorum = "none" if self.quorum is None else f"{self.quorum}"
-        return f"every {every}, fragments {self.fragments}, overlap {overlap}, mixing {mixing}, quorum {quorum}"
-
-
-@runtime_checkable
-class Strategy(Protocol):
-    """How the batches of each peer become one model. All peers of a run give an equal one."""
-
-    @property
-    def merging(self) -> Merging | None:
-        """How peers merge what each has trained by itself; None: they average gradients, and train nothing alone."""
-
-
-@dataclass(frozen=True)
-class Synchronous:
-    """Gradients are averaged, and all peers take the same steps: `target_batch_size` says when. The default."""
-
-    @property
-    def merging(self) -> None:
-        """None: nothing is trained alone."""
-
-
-@dataclass(frozen=True)
-class LocalSGD:
-    """At each merge the parameters become the mean of the peers', weighted by their samples.
-
-    Args:
-        every: the mean number of batches of the peers between two merges; or a time such as `"30s"`.
-
-    Raises:
-        ConfigError: an argument is wrong; it is named.
-    """
-
-    every: int | str
-    merging: Merging = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "merging", Merging(every=self.every, outer=_mean))
-
-
-@dataclass(frozen=True)
-class DiLoCo:
-    """The whole model is merged at once, and peers wait for the merge.
-
-    Args:
-        every: the mean number of batches of the peers between two merges; or a time such as `"5min"`.
-        outer: makes the outer optimizer; default SGD with rate 0.7 and Nesterov momentum 0.9.
-
-    Raises:
-        ConfigError: an argument is wrong; it is named.
-    """
-
-    every: int | str
-    outer: Outer = field(default=nesterov, compare=False)
-    merging: Merging = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "merging", Merging(every=self.every, outer=self.outer))
-
-
-@dataclass(frozen=True)
-class StreamingDiLoCo:
-    """The model is merged in fragments, one after another, and peers go on while a merge is under way.
-
-    Args:
-        every: the mean number of batches of the peers between two merges of one fragment; or a time.
-        fragments: the number of fragments: the line is used evenly.
-        overlap: the batches that a peer goes on with while a fragment is merged. Then it takes the merge, or waits for
-            it.
-        mixing: the share of its own parameters that a peer keeps at a merge; the authors take 0.5. None: it keeps all
-            that it has trained meanwhile, which measured better (docs/strategies.md).
-        outer: makes the outer optimizer of each fragment.
-
-    Raises:
-        ConfigError: an argument is wrong; it is named.
-    """
-
-    every: int | str
-    fragments: int = 4
-    overlap: int = 5
-    mixing: float | None = None
-    outer: Outer = field(default=nesterov, compare=False)
-    merging: Merging = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        whole("overlap", self.overlap, most=_MOST_STEPS)
-        merging = Merging(
-            every=self.every,
-            outer=self.outer,
-            fragments=self.fragments,
-            overlap=self.overlap,
-            mixing=self.mixing,
-        )
-        object.__setattr__(self, "merging", merging)
-
-
-@dataclass(frozen=True)
-class Decoupled:
-    """The model is merged in fragments, by the peers that are there, and nobody waits for anybody.
-
-    A fragment is merged when `quorum` peers have trained for long enough. The others give what they have by then. Those
-    that come too late give it to the next merge.
-
-    Args:
-        every: the batches of a peer after which it is ready for the next merge of a fragment; or a time.
-        fragments: the number of fragments.
-        quorum: of peers that a merge takes.
-        outer: makes the outer optimizer of each fragment.
-
-    Raises:
-        ConfigError: an argument is wrong; it is named.
-    """
-
-    every: int | str
-    fragments: int = 4
-    quorum: int = 2
-    outer: Outer = field(default=nesterov, compare=False)
-    merging: Merging = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        whole("quorum", self.quorum, most=_MOST_QUORUM)
-        merging = Merging(
-            every=self.every, outer=self.outer, fragments=self.fragments, overlap=None, quorum=self.quorum
-        )
-        object.__setattr__(self, "merging", merging)
-
-
-def _seconds(text: str) -> float:
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h)\s*", text)
-    seconds = float(found[1]) * _UNITS[found[2]] if found else 0.0
-    if not 0.1 <= seconds <= _MOST_SECONDS:
-        raise ConfigError(
-            f'every must be a number of steps, or a time from 0.1 s to 7 days such as "30s", "5min" or "1h", got '
-            f"{text!r:.80}"
-        )
-    return seconds

@@ -10,15 +10,20 @@ Source: local SGD, https://arxiv.org/abs/1805.09767; `use_local_updates` of hive
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from shoal.averaging.allreduce.vector import Vector
+from shoal.base.checks import flag, whole
 from shoal.base.thread_state import forget_casts
 from shoal.errors import ConfigError, is_out_of_memory
+from shoal.protocol.wire import MAX_SAMPLES_OF_STEP
+from shoal.strategies.pace import Pace, SamplesPace
+from shoal.strategies.strategy import Inner, Terms
 from shoal.train.gradient_sum import GradientSum
 from shoal.train.inner import Scheduler
 from shoal.train.optimizer_state import is_number
@@ -26,7 +31,66 @@ from shoal.train.training_state import TrainingState
 from shoal.train.trial import first_statistics
 from shoal.train.value_mark import Changed
 
-__all__ = ["LocalTrainingState"]
+__all__ = ["LocalTrainingState", "LocalUpdates"]
+
+
+@dataclass(frozen=True)
+class LocalUpdates:
+    """A peer steps on its own gradients at once, and the parameters are averaged, once in an epoch.
+
+    It sends the parameters once for `target_batch_size` samples of the swarm. Each peer weighs by its samples. Clip the
+    gradients of each batch before `step()`. The codec of the parameters is `state_averaging_compression` of
+    `shoal.Optimizer`.
+
+    Args:
+        target_batch_size: samples of the whole swarm between two averages.
+        statistics: names of statistics of the optimizer, of the shape of their parameters, that are averaged with them,
+            such as `"exp_avg_sq"`. The others stay each peer's own.
+        waits: the trainer waits for each average, and goes on from it: a batch that was under way is dropped. Else it
+            goes on while parameters are averaged, and keeps what it has changed meanwhile.
+
+    Raises:
+        ConfigError: an argument is wrong; it is named.
+    """
+
+    target_batch_size: int | None = None
+    statistics: Sequence[str] = field(default=(), kw_only=True)
+    waits: bool = field(default=False, kw_only=True, compare=False)
+
+    def __post_init__(self) -> None:
+        target, names = self.target_batch_size, self.statistics
+        if target is not None:
+            object.__setattr__(self, "target_batch_size", whole("target_batch_size", target, most=MAX_SAMPLES_OF_STEP))
+        if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(e, str) for e in names):
+            raise ConfigError(f"statistics must be a list of names such as 'exp_avg_sq', got {names!r:.80}")
+        object.__setattr__(self, "statistics", tuple(names))
+        object.__setattr__(self, "waits", flag("waits", self.waits))
+
+    @property
+    def terms(self) -> Terms:
+        """See `Strategy`."""
+        return Terms(steps_alone=True, goes_on=not self.waits, counted_in=f"epochs of {self.target_batch_size} samples")
+
+    def compared(self, training: TrainingState) -> Mapping[str, str]:
+        """See `Strategy`."""
+        return {"target_batch_size": f"{self.target_batch_size}"}
+
+    def training(self, inner: Inner) -> TrainingState:
+        """See `Strategy`.
+
+        Raises:
+            ConfigError: the optimizer keeps no statistics of these names.
+        """
+        about = inner.optimizer, inner.scheduler, inner.extra_tensors
+        return LocalTrainingState(*about, average_opt_statistics=self.statistics, waits=self.waits)
+
+    def pace(self, fragment: int = 0, first: Pace | None = None) -> Pace:
+        """See `Strategy`.
+
+        Raises:
+            ConfigError: `target_batch_size` is missing.
+        """
+        return SamplesPace(self.target_batch_size)
 
 
 class _LocalSteps(GradientSum):
@@ -81,7 +145,7 @@ class LocalTrainingState(TrainingState):
     the round began and the average is added to them.
     """
 
-    steps_alone = True
+    steps_alone = averages_parameters = True
     _loses = False  # the last batch was computed at parameters that are no more, or soon will be
     _stepped = True  # the last batch has moved the parameters, where its step was tried
     _gave_others = False  # the last round was given other values than those that are trained
@@ -96,7 +160,7 @@ class LocalTrainingState(TrainingState):
         waits: bool = False,
         **options: Any,
     ) -> None:
-        self._waits = waits
+        self._waits, self.averaged_statistics = waits, tuple(average_opt_statistics)
         self._move_to_average: Callable[[], None] | None = None
         super().__init__(optimizer, scheduler, extra_tensors, **options, late=True)
         self._statistics = list(_statistics(optimizer, self.trained, average_opt_statistics))

@@ -80,8 +80,8 @@ class LowRank:
         ]
         if not self._matrices:
             raise ConfigError(
-                f"averager_rank={rank} saves too little on every parameter: give a lower rank, or a lower "
-                "min_compression_ratio, or leave grad_averager_factory out"
+                f"rank {rank} saves too little on every parameter: give a lower rank, or a lower "
+                "min_compression_ratio, or let gradients travel whole"
             )
         self.bases = [each for matrix in self._matrices for each in (matrix.left, matrix.right)]
         matrices = {matrix.index for matrix in self._matrices}

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shoal.strategies.low_rank import LowRank
+from shoal.strategies.low_rank import NO_FEEDBACK, LowRank
 from shoal.train.inner import Scheduler
 from shoal.train.offload import Offload
 from shoal.train.training_state import TrainingState
@@ -31,6 +31,8 @@ class LowRankTrainingState(TrainingState):
         offload: see `TrainingState`.
         options: for `TrainingState`.
     """
+
+    no_feedback = NO_FEEDBACK
 
     def __init__(
         self,

@@ -11,7 +11,6 @@ less than 16 bits can hold, and many such merges add up. The parameters are the 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,16 +24,16 @@ from shoal.base.sometimes import sometimes
 from shoal.base.thread_state import forget_casts
 from shoal.errors import ConfigError
 from shoal.layout import divide_whole
-from shoal.strategies import Merging
 from shoal.strategies.local_updates import LocalTrainingState
+from shoal.strategies.merging import Merging
 from shoal.train.gradient_sum import GradientSum
 from shoal.train.inner import Scheduler, make_optimizer
 from shoal.train.options import Options
-from shoal.train.training_state import PreparedState, TrainingState, not_finite
+from shoal.train.training_state import PreparedState, TrainingState, fingerprint_of, not_finite
 from shoal.train.trial import weight_copies
 from shoal.train.value_mark import ValueMark
 
-__all__ = ["LocalSteps", "OuterTrainingState", "fingerprint_of"]
+__all__ = ["LocalSteps", "OuterTrainingState"]
 
 _MOST_SCHEDULED = 100_000_000
 """The most steps of the inner schedule to which a state of others may lead: minutes for a schedule of torch."""
@@ -99,6 +98,7 @@ class OuterTrainingState(TrainingState):
         ConfigError: the outer optimizer cannot step from an average, or its state cannot be given to newcomers.
     """
 
+    keeps_anchor = True
     _trained: _Trained
     _later: _Trained
     _strays = False  # the parameters are of no use
@@ -172,6 +172,14 @@ class OuterTrainingState(TrainingState):
     def local(self) -> TrainingState:
         """The parameters that this peer steps, and their optimizer."""
         return self._local
+
+    def why_dropped(self) -> str:
+        """See `TrainingState.why_dropped`."""
+        if self.merging.waits:
+            return (
+                "a batch that is under way when a merge begins is lost. Raise the strategy's every, or take Decoupled"
+            )
+        return "it comes too late to merges. Raise the strategy's every"
 
     def ends_at(self, epoch: int | None) -> None:
         """See `TrainingState.ends_at`."""
@@ -456,6 +464,7 @@ class LocalSteps(LocalTrainingState):
         ConfigError: there are more fragments than trained tensors; or the outer optimizer is of no use.
     """
 
+    averages_parameters, keeps_anchor = False, True
     fragments: Sequence[OuterTrainingState] = ()
 
     def __init__(
@@ -599,6 +608,22 @@ class LocalSteps(LocalTrainingState):
             fragment.begin_anew()
         self.note_values()
 
+    def taken_over(self) -> None:
+        """See `TrainingState.taken_over`. The parameters are the anchors, and the schedule stands where the run is."""
+        self.go_back()
+        self.follow_schedule()
+
+    def never_averaged(self, batches: int) -> str | None:
+        """See `TrainingState.never_averaged`."""
+        merging, quorum = self.merging, self.merging.quorum or 0
+        every = merging.every if merging.steps is None else f"{merging.steps} batches"
+        trained = "1 batch was" if batches == 1 else f"{batches} batches were"
+        return (
+            f"{trained} trained, and none of them was merged: the strategy merges every {every}"
+            f"{f', if {quorum} peers give it (its quorum)' if quorum > 1 else ''}. Train longer, or merge more often"
+            f"{', or start more peers' if quorum > 1 else ''}"
+        )
+
     def follow_schedule(self) -> None:
         """Move the schedule to where the run is."""
         # If a state was loaded it is of the middle of an interval, or of another run.
@@ -631,12 +656,6 @@ class LocalSteps(LocalTrainingState):
             return first.epoch
         at = first.epoch * steps + first.batches_until(steps)
         return at if first.end_epoch is None else min(at, max(first.epoch, first.end_epoch) * steps)
-
-
-def fingerprint_of(fragments: Sequence[TrainingState]) -> bytes:
-    """A digest of what all these fragments hold; of one, its own."""
-    digests = [fragment.fingerprint() for fragment in fragments]
-    return digests[0] if len(digests) == 1 else hashlib.sha256(b"".join(digests)).digest()
 
 
 def _equal_statistics(optimizer: torch.optim.Optimizer) -> Iterator[str]:

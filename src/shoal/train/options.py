@@ -34,10 +34,13 @@ __all__ = [
     "Options",
     "agreed",
     "apply",
+    "described",
     "differences",
+    "given_options",
     "kinds",
     "misfit",
     "options_of",
+    "text_of",
 ]
 
 HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -313,3 +316,30 @@ def _part_changed(last: object, value: object) -> float:
         apart = abs(last - value) / (abs(last) + abs(value))
         return apart if math.isfinite(apart) else 1.0
     return 1.0
+
+
+def described(optimizer: torch.optim.Optimizer) -> str:
+    """An optimizer and the options that it was made with."""
+    options = given_options(optimizer.defaults)
+    return f"{type(optimizer).__name__} {', '.join(f'{name} {text_of(options[name])}' for name in sorted(options))}"[
+        :240
+    ]
+
+
+def given_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a group, or of the defaults of an optimizer, that say what a step is."""
+    return {name: value for name, value in values.items() if name not in HOW and value is not None}
+
+
+def text_of(value: object) -> str:
+    """Equal for equal numbers, whether they are of Python, numpy or torch."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(text_of, value))})"
+    if isinstance(value, bool | str):
+        return str(value)
+    try:
+        return f"{float(value):g}"  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return type(value).__name__

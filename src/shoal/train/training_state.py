@@ -37,7 +37,7 @@ from shoal.train.schedule import advance, count_of, put_back, rates_of, restore_
 from shoal.train.trial import blank_statistics, mixes_values
 from shoal.train.value_mark import Changed, OutsideChanges, ValueMark
 
-__all__ = ["PreparedState", "TrainingState", "digest_of", "not_finite"]
+__all__ = ["PreparedState", "TrainingState", "digest_of", "fingerprint_of", "not_finite"]
 
 _WIDE = (torch.float32, torch.float64)
 
@@ -70,6 +70,12 @@ def digest_of(tensors: Iterable[torch.Tensor], before: bytes = b"") -> bytes:
     for tensor in tensors:
         digest.update(view_bytes(tensor.detach().to("cpu").contiguous()))
     return bytes(digest.digest())
+
+
+def fingerprint_of(fragments: Sequence[TrainingState]) -> bytes:
+    """A digest of what all these fragments hold; of one, its own."""
+    digests = [fragment.fingerprint() for fragment in fragments]
+    return digests[0] if len(digests) == 1 else hashlib.sha256(b"".join(digests)).digest()
 
 
 class TrainingState:
@@ -107,6 +113,9 @@ class TrainingState:
         evaluations: how often weights to evaluate with were put into their place.
         changes: of the parameters by something else than shoal, as batches have seen them.
         steps_alone: whether each batch moves the parameters of this peer alone, until the next average of them.
+        averages_parameters: whether peers average the parameters themselves, and no gradients.
+        averaged_statistics: names of statistics of the optimizer that are averaged with them.
+        keeps_anchor: whether the state is kept beside the parameters, which each peer moves alone (see `outer`).
         stepping: whether the optimizer takes a step of the swarm now.
         steps_on_host: whether the step is taken on the CPU, wherever the parameters are.
         own_options: names of options that stay this peer's own, whatever the others have.
@@ -117,9 +126,12 @@ class TrainingState:
         averaged: the tensors that a round of gradients averages: the accumulators, or what stands for them.
         averaged_for: for each of these, the number of the trained parameter that it is about.
         averaged_as: says in words what is averaged: the same on all peers.
+        no_feedback: says why a codec with feedback does not go with that, and what to do; empty if it does.
     """
 
-    steps_alone = False
+    steps_alone = averages_parameters = keeps_anchor = False
+    averaged_statistics: Sequence[str] = ()
+    no_feedback = ""
     raised: BaseException | None = None
     no_memory: Exception | None = None
 
@@ -317,6 +329,35 @@ class TrainingState:
     def local(self) -> TrainingState:
         """The parameters that this peer's batches are computed with: this object, unless peers merge (see `outer`)."""
         return self
+
+    @property
+    def fragments(self) -> Sequence[TrainingState]:
+        """The states that are averaged each by itself, in a chain of its own: this one, unless the model is divided."""
+        return [self]
+
+    @property
+    def strays(self) -> bool:
+        """Whether the parameters may be others than the state. Any thread may ask."""
+        return False
+
+    def begin_anew(self) -> None:
+        """Let the state be what the parameters are: other weights were loaded into the model (under the lock)."""
+
+    def taken_over(self) -> None:
+        """The states of all fragments were taken over, to go on from there (under the lock)."""
+
+    def never_averaged(self, batches: int) -> str | None:
+        """Says why nothing came of the batches of a peer that leaves before the first average; None: nothing to say."""
+        return None
+
+    def why_dropped(self) -> str:
+        """Says why batches go into no step, and what to do."""
+        if self.keeps_late:
+            return "the states that it was for were over. Give this peer smaller batches, or raise target_batch_size"
+        return (
+            "a batch that is under way when a round begins is dropped. Raise target_batch_size, so that an epoch has "
+            'more batches; or give late="next", with which it counts one step late (docs/optimizer.md)'
+        )
 
     def ends_at(self, epoch: int | None) -> None:
         """The run ends at this epoch, as far as it is known; None: nobody knows yet. Any thread may say so."""

@@ -44,7 +44,7 @@ PHASES = {
     ),
     RunPhase.AVERAGING: (
         "there are enough: the gradients are averaged with all at our state",
-        "waits for the round, or for the step alone; with `delay_grad_averaging` goes on in a round, unless auxiliary",
+        "waits for the round, or for the step alone; with a strategy that goes on it does in a round, unless auxiliary",
     ),
     RunPhase.STEPPING: (
         "an average is here, of the gradients or of the states",

@@ -17,7 +17,6 @@ from shoal.run.decide.check import Check, Verdict
 from shoal.run.decide.lineage import Apart
 from shoal.run.decide.state_name import StateName
 from shoal.run.view.contribution import Dropped
-from shoal.strategies import Merging
 from shoal.train.options import Difference
 from shoal.train.training_state import TrainingState
 
@@ -216,8 +215,8 @@ class Notices:
             self.warn(
                 f"rounds of gradients take {duration_s:.0f} s of every {since_s:.0f} s, and training stands still "
                 "meanwhile: the line here, or that of another peer, is slow for this model. Send fewer bytes "
-                "(grad_compression), or less often (a larger target_batch_size), or give all peers a strategy that "
-                "merges now and then in place of target_batch_size: strategy=shoal.strategies.Decoupled(every=100)"
+                "(the strategy's compression), or less often (a larger target_batch_size), or give all peers a "
+                "strategy that merges now and then: strategy=shoal.strategies.Decoupled(every=100)"
             )
 
     def stepped(self, training: TrainingState) -> None:
@@ -399,8 +398,15 @@ class Notices:
         if self._tells_of_model:
             self._events.emit(SamplesDropped(run_id=self._run_id, dropped=dropped, computed=computed))
 
-    def much_dropped(self, much: Dropped, merging: Merging | None, *, keeps_late: bool, left: int = 0) -> None:
-        """Too much of what this peer has computed lately went into no step; `left` of it as the peer leaves now."""
+    def much_dropped(self, much: Dropped, why: str, *, last: str, left: int = 0) -> None:
+        """Too much of what this peer has computed lately went into no step, as a rule because of `why`.
+
+        Args:
+            much: what was dropped.
+            why: the reason, and what to do.
+            last: what peers have taken part in: "round" or "merge".
+            left: of the samples, those that are dropped as the peer leaves now.
+        """
         if not self._tells_of_model:
             return
         if 2 * left > much.samples:
@@ -409,21 +415,9 @@ class Notices:
                 "A run that ends by announce_end() ends with a step"
             )
         elif 2 * much.cut > much.samples:
-            last = "round" if merging is None else "merge"
             why = (
                 f"it gave more at once than the time since its last {last} allows: about twice what the fastest one of "
                 "the regular peers gives in that time. Look whether all peers count samples alike (batch_size)"
-            )
-        elif merging is not None and merging.waits:
-            why = "a batch that is under way when a merge begins is lost. Raise the strategy's every, or take Decoupled"
-        elif merging is not None:
-            why = "it comes too late to merges. Raise the strategy's every"
-        elif keeps_late:
-            why = "the states that it was for were over. Give this peer smaller batches, or raise target_batch_size"
-        else:
-            why = (
-                "a batch that is under way when a round begins is dropped. Raise target_batch_size, so that an epoch "
-                'has more batches; or give late="next", with which it counts one step late (docs/optimizer.md)'
             )
         self.warn(
             f"{much.samples / much.computed:.0%} of what this peer has computed in the last {duration(much.seconds)} "

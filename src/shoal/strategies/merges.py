@@ -1,0 +1,56 @@
+"""`Merges`: a strategy of a way to merge. Those of shoal's own only say which way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shoal.compression import CompressionBase
+from shoal.strategies.merge_pace import merge_pace
+from shoal.strategies.merging import Merging
+from shoal.strategies.outer import LocalSteps
+from shoal.strategies.pace import Pace
+from shoal.strategies.strategy import Inner, Terms
+from shoal.train.options import described
+from shoal.train.training_state import TrainingState
+
+__all__ = ["Merges"]
+
+
+class Merges:
+    """What all strategies that merge have in common. One of your own gives `merging`, as a field or a property.
+
+    Attributes:
+        merging: the way in which peers merge.
+        compression: the codec of the outer gradients; None for none.
+    """
+
+    merging: Merging
+    compression: CompressionBase | None = None
+
+    @property
+    def terms(self) -> Terms:
+        """See `Strategy`."""
+        merging = self.merging
+        return Terms(
+            compression=self.compression,
+            steps_alone=True,
+            goes_on=not merging.waits,
+            waits_for_nobody=merging.overlap is None,
+            meets_rarely=True,
+            quorum=merging.quorum or 0,
+            epoch_batches=merging.steps,
+            counted_in=f"merges, one every {merging.every}" if merging.steps is None else "this peer's batches",
+        )
+
+    def compared(self, training: TrainingState) -> Mapping[str, str]:
+        """See `Strategy`. All but the outer optimizer in words, and that one with its options."""
+        outer = training.fragments[0].optimizer
+        return {"strategy": self.merging.text, "outer optimizer": described(outer)}
+
+    def training(self, inner: Inner) -> TrainingState:
+        """See `Strategy`."""
+        return LocalSteps(inner.optimizer, inner.scheduler, inner.extra_tensors, self.merging)
+
+    def pace(self, fragment: int = 0, first: Pace | None = None) -> Pace:
+        """See `Strategy`."""
+        return merge_pace(self.merging, fragment, first)

@@ -76,7 +76,8 @@ def test_a_view_of_the_swarm_changes_nothing() -> None:
 
         def marks() -> str:
             plain = {name: value for name, value in parts.items() if isinstance(value, int | float | frozenset)}
-            return repr([plain, vars(participant.takeover.beginning), *(vars(parts[name]) for name in pure)])
+            forerunners, beginning = participant._outlook.forerunners, participant.takeover.beginning
+            return repr([plain, vars(forerunners), vars(beginning), *(vars(parts[name]) for name in pure)])
 
         before = marks()
         assert participant.view().samples >= 24, "enough for a round"

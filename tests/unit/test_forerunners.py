@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from copy import deepcopy
 from dataclasses import replace
 
 from shoal.base.peer import PeerID
@@ -47,12 +48,20 @@ class Scene:
         now: float = 0.0,
         claims: int = 0,
     ) -> bool:
-        """Whether this peer stays, where the others are at these states."""
+        """Whether this peer stays, where the others are at these states, after a look at them."""
+        view = self.view(at, own, claims)
+        self.forerunners.observe(view, own=own, now=now)
+        return self.stays(view, own=own, held=held, now=now)
+
+    def view(self, at: dict[PeerID, StateKey], own: StateKey = OURS, claims: int = 0) -> SwarmView:
+        """The swarm where the others are at these states, and claim to have so many samples."""
         others = {peer: word(peer, key, claims) for peer, key in at.items() if peer != ME}
         best = max(own, *at.values())
         here = frozenset({ME, *(peer for peer in others if at[peer] == own)})
-        view = SwarmView(tuple(at), here, frozenset(), 0, 0.0, best.epoch, best != own, best=best, others=others)
-        self.forerunners.observe(view, own=own, now=now)
+        return SwarmView(tuple(at), here, frozenset(), 0, 0.0, best.epoch, best != own, best=best, others=others)
+
+    def stays(self, view: SwarmView, *, own: StateKey = OURS, held: int = GIVES, now: float = 0.0) -> bool:
+        """Whether this peer stays, by what was seen so far."""
         return self.forerunners.steps_first(
             view,
             own=own,
@@ -119,3 +128,12 @@ def test_samples_that_are_known_count_in_place_of_those_of_the_last_steps() -> N
     assert not scene.see(far, claims=2**40)
     scene.committed = replace(scene.committed)
     assert max(scene.committed.believed.values()) == 2 * GIVES
+
+
+def test_a_question_changes_nothing() -> None:
+    """It began the time for which this peer stays, and what it had seen last stood beside the view, for others."""
+    scene, view = Scene(), Scene().view({**HERE, FIRST: THEIRS})
+    before = deepcopy(vars(scene.forerunners))
+    assert scene.stays(view, now=5.0)
+    assert vars(scene.forerunners) == before
+    assert not scene.stays(view, own=THEIRS), "nobody was seen at that state yet"

@@ -26,12 +26,12 @@ from shoal.transport.tcp import TcpTransport
 
 PREFIX = "abuse"
 NUMEL = 60_000
-PART_BYTES = 65_536
+TILE_BYTES = 65_536
 SETTINGS = AveragerSettings(
     window_s=4.0,
     request_timeout_s=2.0,
     silence_s=2.0,
-    part_size_bytes=PART_BYTES,
+    part_size_bytes=TILE_BYTES,
     allreduce_timeout_s=20.0,
 )
 

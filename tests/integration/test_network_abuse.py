@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.averaging.allreduce.schema import schema_of
 from shoal.averaging.allreduce.vector import describe
 from shoal.base.clock import Env
 from shoal.base.peer import Address
@@ -454,7 +455,7 @@ class HostileMember:
         """Be in one round; False if no group would have us."""
         leader, found = self.victim.contact, False
         for _ in range(40):
-            schema = describe([torch.zeros(NUMEL)], [NoCompression()]).schema
+            schema = schema_of(describe([torch.zeros(NUMEL)], [NoCompression()]).specs)
             member = Member(self.endpoint.contact, self.number % 2 == 0, None, b"\xc0")
             join = Join(f"{PREFIX}.0b", schema, {}, time.time() + 4.0, member)
             with contextlib.suppress(PeerError, TimeoutError):

@@ -508,9 +508,9 @@ def gathered_ahead(path: str) -> tuple[list[list[str]], bool]:
     other = torch.optim.SGD(plain.parameters(), lr=0.1)
     collectives, gather, number_of = optimizer.collectives, optimizer.collectives.all_gather, dict[int | None, int]()
 
-    def logged(runs: Any, first: Any = None, tag: int | None = None) -> Any:
+    def logged(owned: Any, first: Any = None, tag: int | None = None) -> Any:
         model.log.append(f"gathers {number_of.setdefault(tag, len(number_of))}")
-        return gather(runs, first, tag)
+        return gather(owned, first, tag)
 
     collectives.all_gather = logged  # type: ignore[method-assign]
     values, passes = torch.ones(2, 5), []

@@ -57,7 +57,7 @@ __all__ = ["TopKCompression"]
 _MIN_FRACTION, _MAX_FRACTION = 1e-6, 0.5
 _BLOCK = 64
 _SAMPLE = 1 << 14
-_WINDOW = 1 << 17
+_AT_ONCE = 1 << 17
 """The values that are looked at together: they, and what is made of them, fit the processor's cache."""
 
 _SMALLEST = 2.0**-149
@@ -246,11 +246,11 @@ def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
 
 def _from(values: torch.Tensor, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The places of all absolute values from `limit` on, ascending, and these values."""
-    size = torch.empty(min(_WINDOW, values.numel()), dtype=torch.float32, device="cpu")
+    size = torch.empty(min(_AT_ONCE, values.numel()), dtype=torch.float32, device="cpu")
     places, sizes = [], []
-    for start, window in zip(range(0, values.numel(), _WINDOW), torch.split(values, _WINDOW), strict=True):
-        torch.abs(window, out=size[: window.numel()])
-        found = (size[: window.numel()] >= limit).nonzero().view(-1)
+    for start, some in zip(range(0, values.numel(), _AT_ONCE), torch.split(values, _AT_ONCE), strict=True):
+        torch.abs(some, out=size[: some.numel()])
+        found = (size[: some.numel()] >= limit).nonzero().view(-1)
         sizes.append(size.index_select(0, found))
         places.append(found.add_(start))
     return torch.cat(places), torch.cat(sizes)

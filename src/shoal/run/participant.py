@@ -185,7 +185,7 @@ class Participant:
             forerunners=Forerunners(core.peer_id),
         )
         self._check = ParameterCheck(
-            core, self.own, self._notices, every=settings.check_every, is_last=self._comes_to_its_end
+            core, self.own, self._notices, every=settings.check_every, is_last=self._next_step_is_last
         )
         self._rounds = Rounds(core.env, self._look_and_tell, self._news)
         self._tasks = Tasks(self._fail)
@@ -461,7 +461,7 @@ class Participant:
         self.pace.ends_at(end, left_behind=self._outlook.left_behind)
         self.training.ends_at(end)
 
-    def _comes_to_its_end(self) -> bool:
+    def _next_step_is_last(self) -> bool:
         """Whether the next step is the last one of the run, as far as it is known."""
         end = self._end.expected(self.epoch, self.training.model_epoch)
         return end is not None and self.epoch + 1 == end

@@ -43,6 +43,7 @@ class Patience:
     """The budget of the time that a trainer stands still for states that others only claim. Pure."""
 
     def __init__(self) -> None:
+        self._used_up = False
         self.rewarded()
 
     def left_s(self, now: float) -> float:

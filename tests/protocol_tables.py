@@ -170,6 +170,8 @@ def setters(kind: type[Any], maker: type[Any]) -> dict[str, list[str]]:
     """
     body = ast.parse(textwrap.dedent(inspect.getsource(maker.__init__)))
     arguments = inspect.signature(maker.__init__).parameters.keys() - {"self", "dht"}
+    for more in get_args(get_type_hints(maker.__init__).get("options")):  # of a dictionary with types
+        arguments |= get_type_hints(more).keys()
     made: list[tuple[str, ast.expr]] = []
     for node in ast.walk(body):
         match node:
@@ -185,6 +187,7 @@ def setters(kind: type[Any], maker: type[Any]) -> dict[str, list[str]]:
         if any(isinstance(node, ast.keyword) and node.arg is None for node in nodes):
             continue  # what is in `**options` is not seen here: the page tells it in words
         names = [field, *(node.id for node in nodes if isinstance(node, ast.Name))]
+        names += [node.attr for node in nodes if isinstance(node, ast.Attribute)]
         if by := [name for name in dict.fromkeys(names) if name in arguments]:
             found[field] = by
     return found

@@ -138,7 +138,7 @@ def test_only_what_is_worth_it_is_sent_as_factors() -> None:
     assert [tuple(each.shape) for each in low.tensors(sums)] == [(100, 2), (50, 2), (48, 2), (25, 2), (7,), (4, 4), ()]
     assert low.owners == [0, 0, 3, 3, 1, 2, 4]
     assert low.tensors(sums)[5] is sums[2]
-    with pytest.raises(ConfigError, match="averager_rank=40 saves too little on every parameter"):
+    with pytest.raises(ConfigError, match="rank 40 saves too little on every parameter"):
         LowRank(parameters, rank=40, min_compression_ratio=0.5)
 
 

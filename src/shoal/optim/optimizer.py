@@ -222,7 +222,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         self._watch = GradientWatch(training.trained, whole=travels_whole and not training.steps_alone)
         self._lock, self._rows = TensorLock(), rows_of(model, batch_size_per_step, training.trained)
         averages = training.averages_parameters  # each epoch does, and they differ between two of them
-        every, check_every = (0, 0) if averages else (tuning.average_state_every, tuning.check_parameters_every)
+        every = 0 if averages else tuning.average_state_every
         ours = RunSettings(
             run_id=run_id,
             strategy=self.strategy,
@@ -233,7 +233,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             require_state=None if require_state is None else flag("require_state", require_state),
             delay_state_averaging=tuning.delay_state_averaging,
             catch_up_bytes=tuning.catch_up_bytes,
-            check_every=check_every,
+            check_every=0 if averages else tuning.check_parameters_every,
             fingerprint=run_settings(
                 training,
                 self.strategy,

@@ -18,7 +18,8 @@ from benchmarks.contenders.state_worker import TENSORS, Options, StatePeer, serv
 from shoal.base.peer import Address
 from shoal.compression import allocate, populate, view_bytes
 from shoal.protocol.identity import Identity
-from shoal.state.manifest import CHUNK_BYTES, chunk_digest, worst_values
+from shoal.state.digest import digest_of
+from shoal.state.manifest import CHUNK_BYTES, worst_values
 from shoal.transport.base import Connection
 from shoal.transport.tcp import TcpTransport
 
@@ -64,7 +65,7 @@ class FloorPeer(OwnLoop, StatePeer):
         await self.each(check, self.shared)
         await self.each(torch.Tensor.copy_, [tensor for tensor, _ in copies], self.shared)
         chunks = [chunk for _, data in copies for chunk in chunks_of(data)]
-        await self.each(chunk_digest, [[chunk] for chunk in chunks])
+        await self.each(digest_of, [[chunk] for chunk in chunks])
         for chunk in chunks:
             await connection.write(chunk)
         await connection.readinto(bytearray(1))
@@ -80,7 +81,7 @@ class FloorPeer(OwnLoop, StatePeer):
             checks: list[asyncio.Future[Any]] = [self.loop.run_in_executor(self.pool, populate, chunks)]
             for chunk in chunks:
                 await connection.readinto(chunk)
-                checks.append(self.loop.run_in_executor(self.pool, chunk_digest, [chunk]))
+                checks.append(self.loop.run_in_executor(self.pool, digest_of, [chunk]))
             await asyncio.gather(*checks)
             await self.each(check, tensors)
             await connection.write(b"!")

@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from safetensors.torch import save_file
 
-from shoal.base.tensor_files import flush
 from shoal.run.decide.committed import Committed
 from shoal.run.decide.state_name import StateName
-from shoal.run.disk import checkpoint
 from shoal.run.disk.checkpoint import Content, copy_of, newest, write
 from shoal.run.join.shared_state import share
+from shoal.state.disk import folder as state_folder
+from shoal.state.disk import tensor_file
 from shoal.train.training_state import TrainingState
 
 NOBODY = 65534
@@ -68,7 +67,19 @@ class Points:
     def __init__(self, folder: Path, last: int) -> None:
         self._folder, self._last, self._count = str(folder), last, 0
         sys.addaudithook(self.heard)
-        vars(checkpoint).update(save_file=self.save, flush=self.flush)
+        self._flush = tensor_file.flush
+        for module in (tensor_file, state_folder):
+            vars(module)["flush"] = self.flush
+        points, written = self, tensor_file.Draft.write
+
+        def write(self: tensor_file.Draft, path: Path) -> None:
+            """Write a file of tensors: not at all, half of it, or all of it."""
+            points.point()
+            written(self, path)
+            points.point(lambda: os.truncate(path, path.stat().st_size // 2))
+            points.point()
+
+        tensor_file.Draft.write = write  # type: ignore[method-assign]
 
     def heard(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Python is about to open, make, rename or remove something."""
@@ -82,16 +93,9 @@ class Points:
             spoil()
             die()
 
-    def save(self, tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
-        """Write a file of tensors: not at all, half of it, or all of it."""
-        self.point()
-        save_file(tensors, path, metadata)
-        self.point(lambda: os.truncate(path, path.stat().st_size // 2))
-        self.point()
-
     def flush(self, path: Path) -> None:
         """Bring it to the disk, or die behind that."""
-        flush(path)
+        self._flush(path)
         self.point()
 
 

@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import shoal.zero
-from shoal.base.tensor_files import seal
 from shoal.errors import ConfigError
-from shoal.zero.saved import FORMATS
+from shoal.run.decide.committed import Committed
+from shoal.run.decide.state_name import StateName
+from shoal.run.disk.checkpoint import copy_of, write
+from shoal.run.join.shared_state import share
+from shoal.state.disk import FORMAT, seal
+from shoal.train.training_state import TrainingState
 from tests.integration import zero_cases as cases
 from tests.integration.ranks import Failed, Ranks, ranks
 
@@ -188,6 +191,23 @@ def test_a_checkpoint_of_plain_torch_goes_on_sharded(pool: Ranks, tmp_path: Path
         assert all(torch.equal(state[name], value) for name, value in wanted.items())
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_checkpoint_of_a_run_goes_on_sharded(pool: Ranks, tmp_path: Path, stage: int) -> None:
+    """Weights, buffers, statistics and options, on any number of ranks; frozen weights, which a run lacks, stay."""
+    model, run = cases.Odd(), StateName(4, bytes(32), 4)
+    _, _, optimizer = cases.alone(4, "adamw", steps=4, model=model)
+    training = TrainingState(optimizer)
+    ours = {id(each) for each in (*training.parameters, *model.buffers())}
+    names = {name: each for name, each in model.state_dict(keep_vars=True).items() if id(each) in ours}
+    state = share(training, run, Committed())
+    content = copy_of("run", state, run, {"optimizer": "AdamW"}, training.describe(), names)
+    path, _ = write(tmp_path, content, None)
+    wanted = uninterrupted()
+    for found, extra in pool.play(2, cases.load_and_train, stage, str(path), True):
+        assert extra == {}
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
 @pytest.mark.parametrize("content", ["a tensor", "another model", "other groups"])
 def test_a_file_that_is_no_such_checkpoint(pool: Ranks, tmp_path: Path, content: str) -> None:
     """Refused on all ranks."""
@@ -233,7 +253,7 @@ def test_a_process_may_have_another_rank_than_in_its_last_group(pool: Ranks, tmp
 
 
 DAMAGES = [
-    *("truncated", "a file gone", "no index", "rubbish", "a piece gone", "a later format"),
+    *("truncated", "a file gone", "no index", "rubbish", "a file gone from the index", "a later format"),
     *("flipped values", "flipped names", "flipped checksums", "flipped index"),
     *("a flipped statistic", "a flipped seal"),
 ]
@@ -242,7 +262,7 @@ DAMAGES = [
 def damaged(path: Path, saved: Path, how: str) -> str:
     """A checkpoint with something wrong; returns what `load` must say."""
     shutil.copytree(saved, path)
-    index = json.loads((path / "index.json").read_text())
+    index = json.loads((path / "checkpoint.json").read_text())
     file = path / sorted(index["files"])[1]
     if how == "truncated":
         file.write_bytes(file.read_bytes()[:-5])
@@ -251,17 +271,17 @@ def damaged(path: Path, saved: Path, how: str) -> str:
         file.unlink()
         return "no whole checkpoint"
     if how == "no index":
-        (path / "index.json").unlink()
+        (path / "checkpoint.json").unlink()
         return "no whole checkpoint"
     if how.startswith("a flipped"):  # in a name: what it names looked as if it had never been there
-        what, file = (b"|state|", file) if how == "a flipped statistic" else (b'checksum"', path / "index.json")
+        what, file = (b"|state|", file) if how == "a flipped statistic" else (b'digest"', path / "checkpoint.json")
         data = bytearray(file.read_bytes())
         data[data.rindex(what) - (how == "a flipped statistic")] ^= 1
         file.write_bytes(data)
         return "is damaged"
     if how.startswith("flipped"):  # in the values, at the end; or in the names, at the beginning
         place = {"flipped values": -20, "flipped names": 300, "flipped checksums": 60}.get(how)
-        file = path / "index.json" if place is None else file
+        file = path / "checkpoint.json" if place is None else file
         data = bytearray(file.read_bytes())
         place = data.index(b'"lr": ') + 6 if place is None else place
         data[place] ^= 1
@@ -270,13 +290,13 @@ def damaged(path: Path, saved: Path, how: str) -> str:
     if how == "rubbish":
         file.write_bytes(b"\xff" * file.stat().st_size)
         return "is damaged"
-    index.pop("checksum")
-    if how == "a piece gone":
-        index["files"][file.name]["pieces"].pop()
-        (path / "index.json").write_text(seal(index))
+    index.pop("digest")
+    if how == "a file gone from the index":
+        index["files"].pop(file.name)
+        (path / "checkpoint.json").write_text(seal(index))
         return "lacks the values"
-    index["format"] = FORMATS[-1] + 1
-    (path / "index.json").write_text(seal(index))
+    index["format"] = FORMAT + 1
+    (path / "checkpoint.json").write_text(seal(index))
     return "of a later version"
 
 
@@ -289,14 +309,14 @@ def test_a_damaged_checkpoint_changes_nothing(pool: Ranks, saved: Path, tmp_path
         assert same
 
 
-@pytest.mark.parametrize("where", ["header", "index.json"])
+@pytest.mark.parametrize("where", ["header", "checkpoint.json"])
 def test_a_flipped_bit_in_a_name_loses_statistics(saved: Path, tmp_path: Path, where: str) -> None:
     """The momentum under the name was gone without a word. Such a bit is found, wherever it is, or changes nothing."""
     path = shutil.copytree(saved, tmp_path / "copy")
     wanted = repr(shoal.zero.consolidate(saved))
-    file = path / "index.json" if where == "index.json" else min(path.glob("*.safetensors"))
+    file = path / "checkpoint.json" if where == "checkpoint.json" else min(path.glob("*.safetensors"))
     data, chance = file.read_bytes(), random.Random(1)
-    end = len(data) if where == "index.json" else 8 + int.from_bytes(data[:8], "little")
+    end = len(data) if where == "checkpoint.json" else 8 + int.from_bytes(data[:8], "little")
     for place in chance.sample(range(end), 40):
         flipped = bytearray(data)
         flipped[place] ^= 1 << chance.randrange(8)
@@ -306,23 +326,6 @@ def test_a_flipped_bit_in_a_name_loses_statistics(saved: Path, tmp_path: Path, w
         except ConfigError:
             continue
         assert found == wanted, data[max(0, place - 20) : place + 20]
-
-
-def test_a_checkpoint_from_before_checksums_is_read(
-    saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """With a warning: nothing in it can be checked."""
-    path = shutil.copytree(saved, tmp_path / "copy")
-    index = json.loads((path / "index.json").read_text())
-    index.pop("checksum")
-    for name, entry in index["files"].items():
-        save_file(load_file(path / name), path / name)
-        entry["bytes"] = (path / name).stat().st_size
-    (path / "index.json").write_text(json.dumps(index))
-    assert repr(shoal.zero.consolidate(path)) == repr(shoal.zero.consolidate(saved))
-    assert [each.getMessage() for each in caplog.records] == [
-        f"{path} was saved without checksums: damaged values in it would not be noticed"
-    ]
 
 
 @pytest.mark.parametrize("weights_alone", [False, True])

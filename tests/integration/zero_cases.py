@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 import shoal.zero
 from shoal.errors import ConfigError, LocalError
 from shoal.layout import Tile, Tiling
-from shoal.zero import checkpoint, flat, fsdp
+from shoal.state.disk import tensor_file
+from shoal.zero import flat, fsdp
 from shoal.zero.collectives import Collectives, Owned, Traffic
 from shoal.zero.optimizer import ShardedOptimizer
 from shoal.zero.parameters import local
@@ -557,13 +558,15 @@ def train_and_save(stage: int, path: str, consolidated: bool = False) -> None:
     shoal.zero.save(path, model, optimizer, consolidated=consolidated, extra=EXTRA)
 
 
-def load_and_train(stage: int, path: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Begin with something else, load, and train three steps on the micro-batches of rank 0."""
+def load_and_train(stage: int, path: str, base: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Begin with something else (`base`: but for frozen weights), load, and train three steps on rank 0's data."""
     torch.manual_seed(dist.get_rank())
     model = Odd()
     with torch.no_grad():
         for each in [*model.parameters(), *model.buffers()]:
             each.normal_()
+    if base:
+        model.frozen.load_state_dict(Odd().frozen.state_dict())
     _, optimizer = shoal.zero.shard(model, make("adamw", model), stage=stage)
     train(optimizer, model, steps=1)
     for group in optimizer.param_groups:
@@ -837,7 +840,7 @@ def save_twice_and_die(folder: str) -> None:
     train(optimizer, model, steps=1)
     shoal.zero.save(f"{folder}/first", model, optimizer, extra={"epoch": 1})
     if dist.get_rank() == 1:
-        vars(checkpoint)["flush"] = lambda path: die_here()
+        vars(tensor_file)["flush"] = lambda path: die_here()
     shoal.zero.save(f"{folder}/second", model, optimizer)
 
 

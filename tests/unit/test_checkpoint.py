@@ -14,13 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shoal.base.tensor_files import seal
 from shoal.errors import ConfigError
 from shoal.run.decide.committed import Committed
 from shoal.run.decide.state_name import StateName
 from shoal.run.disk import checkpoint
 from shoal.run.disk.checkpoint import Content, Saved, copy_of, newest, write
 from shoal.run.join.shared_state import share
+from shoal.state.disk import FORMAT, seal
 from shoal.train.training_state import TrainingState
 from tests.odd_torch import ODD
 from tests.unit.optimizer_cases import optimizer_by_name, parameters, shapes_for, step, training_of
@@ -193,10 +193,16 @@ def flip(path: Path, place: int) -> None:
 
 
 def reindex(path: Path, **changes: Any) -> None:
-    """Another index, with a right checksum."""
+    """Another index, with a right digest."""
     index = json.loads((path / "checkpoint.json").read_text())
-    index.pop("checksum")
+    index.pop("digest")
     (path / "checkpoint.json").write_text(seal({**index, **changes}))
+
+
+def revalue(path: Path, **changes: Any) -> None:
+    """Other values in the index, with a right digest."""
+    values = json.loads((path / "checkpoint.json").read_text())["values"]
+    reindex(path, values={**values, **changes})
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
@@ -211,8 +217,8 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "a folder for a file": lambda path: swap(path / "model.safetensors", file=False),
     "a link to nowhere": drop,
     "a file for a folder": lambda path: swap(path, file=True),
-    "no name": lambda path: reindex(path, state=[9, "00", 0]),
-    "a tensor too many": lambda path: reindex(
+    "no name": lambda path: revalue(path, state=[9, "00", 0]),
+    "a tensor too many": lambda path: revalue(
         path, tensors=[["model.safetensors", "weight"], ["model.safetensors", ""]]
     ),
     "no checksum": lambda path: (path / "checkpoint.json").write_text('{"format": 1}'),
@@ -244,7 +250,7 @@ def test_damage_of_a_checkpoint_that_was_named_is_an_error(tmp_path: Path) -> No
     path, _ = write(tmp_path, content(2), None)
     assert newest(tmp_path / path.name, "run", no_warning) is not None
     flip(path / "model.safetensors", -1)
-    with pytest.raises(ConfigError, match=r"is damaged: model.safetensors is not what was written, by its checksums"):
+    with pytest.raises(ConfigError, match=r"is damaged: weight in model.safetensors is not what was written"):
         newest(path, "run", no_warning)
 
 
@@ -271,8 +277,8 @@ def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_checkpoint_of_a_later_version_is_refused_and_kept(tmp_path: Path) -> None:
     """It is no damage: the user has to know."""
     path, _ = write(tmp_path, content(1), None)
-    reindex(path, format=3)
-    with pytest.raises(ConfigError, match="has format 3, of a later version of shoal"):
+    reindex(path, format=FORMAT + 1)
+    with pytest.raises(ConfigError, match=f"has format {FORMAT + 1}, of a later version of shoal"):
         newest(tmp_path, "run", no_warning)
     write(tmp_path, content(2), 1)
     assert path.exists()
@@ -285,10 +291,10 @@ def test_a_checkpoint_that_another_peer_removes_while_it_is_read(
     write(tmp_path, content(1), None)
     read = checkpoint._read
 
-    def read_late(path: Path, index: Any) -> Saved:
-        if index.name.epoch == 1:
+    def read_late(found: Any) -> Saved:
+        if found.values.name.epoch == 1:
             write(tmp_path, content(2), 1)
-        return read(path, index)
+        return read(found)
 
     monkeypatch.setattr(checkpoint, "_read", read_late)
     assert best(tmp_path).name.epoch == 2

@@ -23,7 +23,8 @@ from shoal.compression import (
 )
 from shoal.errors import PeerProtocolError
 from shoal.state.assembly import Assembly
-from shoal.state.manifest import Manifest, StateTensorSpec, chunk_digest, describe
+from shoal.state.digest import digest_of
+from shoal.state.manifest import Manifest, StateTensorSpec, describe
 from tests.codecs import CODECS
 
 CHUNK = 1024
@@ -49,7 +50,7 @@ def fill(assembly: Assembly, manifest: Manifest, data: bytes) -> None:
         for place in assembly.buffers(chunk):
             place[:] = data[start : start + place.nbytes]
             start += place.nbytes
-        assert chunk_digest(assembly.buffers(chunk)) == manifest.hashes[chunk]
+        assert digest_of(assembly.buffers(chunk)) == manifest.hashes[chunk]
 
 
 def test_tensors_of_every_kind_come_out_as_they_went_in() -> None:
@@ -160,7 +161,7 @@ def test_a_changed_byte_is_seen() -> None:
     assembly = Assembly(manifest)
     fill(assembly, manifest, data)
     assembly.buffers(0)[0][407] ^= 1
-    assert chunk_digest(assembly.buffers(0)) != manifest.hashes[0]
+    assert digest_of(assembly.buffers(0)) != manifest.hashes[0]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

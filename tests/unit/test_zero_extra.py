@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import ConfigError
-from shoal.zero.saved import pack, unpack
+from shoal.zero.packing import pack, unpack
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 KEYS = PLAIN | st.tuples(PLAIN, PLAIN)

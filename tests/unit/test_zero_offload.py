@@ -15,8 +15,8 @@ import pytorch_optimizer
 import torch
 from safetensors.torch import load_file
 
-from shoal.base.tensor_files import write_tensors
 from shoal.errors import ConfigError
+from shoal.state.disk import Draft
 from shoal.zero import offload
 from shoal.zero.mapped import Extent, fetch, let_go, write_back
 from shoal.zero.offload import Offload, in_windows, problem_of
@@ -207,12 +207,12 @@ def test_tensors_are_written_one_after_another_as_safetensors_reads_them(tmp_pat
         "flags": torch.tensor([True, False, True]),
     }
     order: list[str] = []
-    write_tensors(tmp_path / "file", tensors, {"kind": "test"}, order.append)
-    assert sorted(order) == sorted(tensors)
+    Draft(tensors, order.append).write(tmp_path / "file")
+    assert sorted(order) == sorted([*tensors, *tensors])
     found = load_file(tmp_path / "file")
     assert found.keys() == tensors.keys()
     for name, each in tensors.items():
         assert found[name].dtype == each.dtype
         assert torch.equal(found[name], each)
     with files_up_to(200), pytest.raises(OSError, match="too large"):
-        write_tensors(tmp_path / "short", tensors, {}, order.append)
+        Draft(tensors).write(tmp_path / "short")

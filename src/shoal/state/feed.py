@@ -31,7 +31,8 @@ from shoal.protocol.wire import Chunk, Contact, FetchChunks, MoreChunks
 from shoal.rpc import LOOK_S, Endpoint, Stream
 from shoal.state.arrivals import MIN_AHEAD, ArrivalRate, Intake, Line
 from shoal.state.assembly import Assembly
-from shoal.state.manifest import Manifest, chunk_hash
+from shoal.state.digest import hasher
+from shoal.state.manifest import Manifest
 from shoal.state.plan import ChunkPlan
 
 __all__ = ["Feed", "MayRead", "Target"]
@@ -320,7 +321,7 @@ class Feed:
 
     async def _receive_chunk(self, stream: Stream[MoreChunks, Chunk], chunk: int, patience: _Patience) -> bytes:
         """Return the digest of the arrived bytes: each piece is hashed while it is in the processor's cache."""
-        found = chunk_hash()
+        found = hasher()
         start, stop = self._plan.manifest.chunk_range(chunk)
         places = deque(self._places(chunk, stop - start))
         received = announced = 0

@@ -26,7 +26,7 @@ import bisect
 import math
 import zlib
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -34,7 +34,6 @@ from typing import Any
 
 import msgspec
 import torch
-from blake3 import blake3
 
 from shoal.compression import CompressionBase, NoCompression, codec_by_name, dtype_by_name, dtype_name
 from shoal.errors import ConfigError, PeerProtocolError
@@ -44,8 +43,6 @@ __all__ = [
     "Accept",
     "Manifest",
     "StateTensorSpec",
-    "chunk_digest",
-    "chunk_hash",
     "chunk_size",
     "describe",
     "infinite_tensors",
@@ -69,9 +66,6 @@ MAX_CHUNKS = 4096
 
 TILE_ELEMENTS = 1 << 20
 """A tile of a tensor, whose elements are encoded together, has so many at most."""
-
-HASH_BYTES = 32
-"""One digest of a chunk."""
 
 MAX_METADATA_BYTES = 1 << 20
 """The longest metadata of a state."""
@@ -253,19 +247,6 @@ def describe(tensors: Sequence[torch.Tensor], codecs: Sequence[CompressionBase] 
         spec = _kind(tuple(tensor.shape), tensor.dtype, codec)
         specs.append(spec if spec.encoded_bytes < spec.raw_bytes else _kind(spec.shape, spec.dtype, NoCompression()))
     return tuple(specs)
-
-
-def chunk_hash() -> blake3:
-    """The hash that makes the digest of a chunk: BLAKE3, 32 bytes."""
-    return blake3()
-
-
-def chunk_digest(pieces: Iterable[memoryview]) -> bytes:
-    """The digest of a chunk that lies in these pieces."""
-    found = chunk_hash()
-    for piece in pieces:
-        found.update(piece)
-    return found.digest()
 
 
 def chunk_size(total_bytes: int) -> int:

@@ -34,13 +34,12 @@ from shoal.compression import CompressionBase, NoCompression, allocate, as_tenso
 from shoal.errors import ClosedError, ConfigError, LocalError, PeerProtocolError
 from shoal.protocol.wire import ManifestPending, ManifestReply, encode
 from shoal.rpc.rate_limiter import RateLimiter
+from shoal.state.digest import DIGEST_BYTES, digest_of
 from shoal.state.manifest import (
-    HASH_BYTES,
     MAX_CHUNK_BYTES,
     MAX_CHUNKS,
     Manifest,
     StateTensorSpec,
-    chunk_digest,
     chunk_size,
     describe,
     infinite_tensors,
@@ -381,7 +380,7 @@ class SnapshotStore:
         chunk_bytes = chunk_size(total)
         name = self._env.rng.randbytes(16)
         plan = Manifest(name, state.epoch, state.metadata, tuple(specs), chunk_bytes, (), tuple(infinite))
-        message = replace(plan, hashes=(bytes(HASH_BYTES),) * -(-total // chunk_bytes)).to_message()
+        message = replace(plan, hashes=(bytes(DIGEST_BYTES),) * -(-total // chunk_bytes)).to_message()
         try:
             read_manifest(message, max_state_bytes=MAX_CHUNK_BYTES * MAX_CHUNKS, max_tensors=len(specs))
         except PeerProtocolError as error:
@@ -465,4 +464,4 @@ def _runs(layout: Manifest, tensors: Sequence[torch.Tensor], share: range) -> It
 
 
 def _hash_chunks(data: memoryview, chunk_bytes: int) -> list[bytes]:
-    return [chunk_digest([data[i : i + chunk_bytes]]) for i in range(0, data.nbytes, chunk_bytes)]
+    return [digest_of([data[i : i + chunk_bytes]]) for i in range(0, data.nbytes, chunk_bytes)]

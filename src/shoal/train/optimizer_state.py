@@ -34,7 +34,7 @@ from shoal.state import StateTensorSpec
 from shoal.train.options import LEFT_OUT
 from shoal.train.trial import draws_random_numbers, first_statistics, needs, try_step
 
-__all__ = ["AnyTensor", "OptimizerState", "Prepared", "is_number"]
+__all__ = ["AnyTensor", "Exported", "OptimizerState", "Prepared", "is_number", "read_exported"]
 
 _MAX_COUNT = 1 << 53
 """No count or other whole number is larger: up to here every one is a float, too."""
@@ -72,6 +72,57 @@ class Prepared(NamedTuple):
     options: list[dict[str, Any]]
     states: list[dict[Any, Any]]
     attributes: Sequence[dict[str, Any]]
+
+
+class Exported(NamedTuple):
+    """What `OptimizerState.export` gave, read back.
+
+    Attributes:
+        sizes: the number of parameters in each group.
+        options: of each group.
+        states: of the optimizer, and of those that it wraps: the statistics of parameters, by number, and others.
+        numbers: attributes of each of these optimizers; empty if there are none.
+    """
+
+    sizes: list[Any]
+    options: list[dict[Any, Any]]
+    states: list[tuple[dict[int, dict[Any, Any]], dict[Any, Any]]]
+    numbers: list[dict[Any, Any]]
+
+
+def read_exported(values: Any, tensors: Sequence[AnyTensor], first: int, count: int) -> Exported:
+    """Read what `OptimizerState.export` gave.
+
+    Args:
+        values: what it returned.
+        tensors: all of the state, or what they look like.
+        first: the optimizer's begin here.
+        count: the number of its parameters.
+
+    Raises:
+        ValueError: it is not in its form; says what.
+    """
+    reader = _Reader(tensors, first, _MOST_VALUES + _VALUES_EACH * count)
+    try:
+        groups = values["groups"]
+        sizes = [size for size, _ in groups]
+        options = [_named(reader.read(each)) for _, each in groups]
+        states = [_read_state(reader, count, *state) for state in values["states"]]
+        numbers = [_named(reader.read(each)) for each in values.get("numbers", [])]
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"its optimizer's values are not in their form: {error}") from error
+    reader.finish()
+    return Exported(sizes, options, states, numbers)
+
+
+def _read_state(reader: _Reader, count: int, *state: Any) -> tuple[dict[int, dict[Any, Any]], dict[Any, Any]]:
+    found = dict[int, dict[Any, Any]]()
+    *kept, others = state
+    for number, entry in _entries(*kept):
+        if type(number) is not int or not 0 <= number < count:
+            raise ValueError(f"it has statistics of parameter {number!r:.20}")
+        found[number] = _named(reader.read(entry))
+    return found, {_name(reader.read(key)): reader.read(entry) for key, entry in others}
 
 
 class OptimizerState:
@@ -249,16 +300,12 @@ class OptimizerState:
         Raises:
             ValueError: it does not fit; says what.
         """
-        reader = _Reader(tensors, first, _MOST_VALUES + _VALUES_EACH * len(self._parameters))
-        try:
-            groups = values["groups"]
-            sizes = [size for size, _ in groups]
-            offered = [_named(reader.read(options)) for _, options in groups]
-            states = [self._read_state(reader, *state) for state in values["states"]]
-            numbers = [_named(reader.read(each)) for each in values.get("numbers", [{"d": []}] * len(self._counted))]
-        except (LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"its optimizer's values are not in their form: {error}") from error
-        reader.finish()
+        parameters = self._parameters
+        sizes, offered, kept, numbers = read_exported(values, tensors, first, len(parameters))
+        states = [
+            {**{parameters[number]: entry for number, entry in of_each.items()}, **others} for of_each, others in kept
+        ]
+        numbers = numbers or [{} for _ in self._counted]
         own = [len(group["params"]) for group in self._optimizer.param_groups]
         if sizes != own:
             raise ValueError(f"its parameter groups have {sizes!s:.80} parameters, and {own!s:.80} here")
@@ -268,15 +315,6 @@ class OptimizerState:
             )
         self._check_numbers(numbers)
         return Prepared(self._merge(offered), states, numbers)
-
-    def _read_state(self, reader: _Reader, *state: Any) -> dict[Any, Any]:
-        parameters, found = self._parameters, {}
-        *kept, others = state
-        for number, entry in _entries(*kept):
-            if type(number) is not int or not 0 <= number < len(parameters):
-                raise ValueError(f"it has statistics of parameter {number!r:.20}")
-            found[parameters[number]] = _named(reader.read(entry))
-        return {**found, **{_name(reader.read(key)): reader.read(entry) for key, entry in others}}
 
     def _check_numbers(self, offered: Sequence[Mapping[Any, Any]]) -> None:
         if [each.keys() for each in offered] != self._counted:

@@ -1,7 +1,7 @@
 """Checkpoints of sharded training: written by all ranks, to go on from with any number of them.
 
-All ranks write one folder together, on a file system that they share (`shoal.zero.saved` has its format). It gets its
-name when all of it is written: there is a whole checkpoint under that name, or none. `load` changes nothing before
+All ranks write one folder together, on a file system that they share (`shoal.zero.saved` says what is in it). It gets
+its name when all of it is written: there is a whole checkpoint under that name, or none. `load` changes nothing before
 every rank has read all it needs.
 """
 
@@ -12,40 +12,34 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from shoal.base.checks import flag
-from shoal.base.tensor_files import flush, seal, write_tensors
 from shoal.errors import ConfigError
-from shoal.layout import Scattered, flat, order_of
+from shoal.layout import flat, order_of
+from shoal.state.disk import Draft, finish, flush, index_of, part_of, write_index
 from shoal.zero.ema import EMA
+from shoal.zero.foreign import Asker
 from shoal.zero.lent import unwatched
 from shoal.zero.optimizer import ShardedOptimizer, check_sharded
+from shoal.zero.packing import exact, pack, typed, untyped
 from shoal.zero.parameters import OwnTile, local, named_parameters
-from shoal.zero.plain import BareWeights, Whole, bare_weights, full_state_dict, overwrite
+from shoal.zero.plain import BareWeights, bare_weights, full_state_dict, overwrite
 from shoal.zero.saved import (
-    FORMATS,
-    INDEX,
     Saved,
     Statistics,
     average_key,
-    checksums,
     consolidate,
-    exact,
     location,
-    pack,
     residual_key,
     state_key,
-    typed,
-    untyped,
     value_key,
     whole_key,
     written,
@@ -103,23 +97,23 @@ def save(
     )
     optimizer.check_written(weights)
     identity = agreement.gather(secrets.token_hex(8))[0]
-    folder = target.with_name(f".{target.name}.{identity}")
+    folder = part_of(target, identity)
     others = _others(model, optimizer)
     try:
         with agreement.together(), _unwritable(target):
             folder.mkdir(parents=True, exist_ok=True)
             first = optimizer.replicas is None or optimizer.replicas.collectives.rank == 0
             averages = [] if ema is None else [(average_key(own.tile), each) for own, each in ema.own_tiles()]
-            entry = _write(folder, optimizer, others if collectives.rank == 0 else {}, averages) if first else None
-        told = [json.loads(each) for each in agreement.gather(json.dumps(entry))]
-        entries = sorted((each for each in told if each is not None), key=lambda each: each["file"])
+            told = _write(folder, optimizer, others if collectives.rank == 0 else {}, averages) if first else None
+        shares = [each for each in map(json.loads, agreement.gather(json.dumps(told))) if each is not None]
         with agreement.together():
             if leads:
-                index = {"id": identity, **_index(model, optimizer, others, entries), "extra": kept}
+                values = {**_values(model, optimizer, others, shares), "extra": kept}
                 if ema is not None:
-                    index["ema"] = {"updates": ema.updates, "decay": ema.decay}
+                    values["ema"] = {"updates": ema.updates, "decay": ema.decay}
+                files = dict(sorted((each["file"], each["entry"]) for each in shares))
                 with _unwritable(target):
-                    _finish(folder, target, index, consolidated=in_one)
+                    _finish(folder, target, files, index_of(files, values, _shapes(model, optimizer)), in_one=in_one)
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # by all: where the path is not shared, each has one
 
@@ -128,7 +122,7 @@ def save(
 def _unwritable(target: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise ConfigError(f"path cannot be written: {target}: {error}") from error
 
 
@@ -171,13 +165,11 @@ def _write(
     others: Mapping[str, torch.Tensor],
     averages: Iterable[tuple[str, torch.Tensor]],
 ) -> dict[str, Any]:
-    """Write this rank's file; returns its entry in the index."""
-    tensors = {f"other|{name}": value for name, value in others.items()}
+    """Write this rank's file; returns what rank 0 has to know of it."""
+    tensors, numbers, whole = dict(others), dict[str, str](), dict[str, dict[str, Any]]()
     tensors.update({key: value.cpu() for key, value in averages})
-    tiles, numbers, whole = [], dict[str, str](), dict[str, dict[str, Any]]()
     for own in optimizer.carrier.own_tiles():
         tile = own.tile
-        tiles.append([*tile])
         tensors[value_key(tile)] = own.values.cpu()
         for key, value in optimizer.state.get(own.parameter, {}).items():
             if isinstance(value, bool | int | float):
@@ -187,19 +179,16 @@ def _write(
             else:
                 packed, parts = _packed(own, key, value)
                 whole.setdefault(tile.name, {})[key] = packed
-                tensors.update({whole_key(tile, place): each.cpu() for place, each in parts.items()})
-    tensors.update({residual_key(name): kept.cpu() for name, kept in optimizer.carrier.residuals().items()})
-    collectives = optimizer.collectives
-    name = f"rank-{collectives.rank:05d}-of-{collectives.ranks:05d}.safetensors"
-    offload = optimizer.offload
+                tensors.update({whole_key(tile.name, place): each.cpu() for place, each in parts.items()})
+    rank, ranks = optimizer.collectives.rank, optimizer.collectives.ranks
+    tensors.update({residual_key(name, rank): kept.cpu() for name, kept in optimizer.carrier.residuals().items()})
+    name, offload = f"rank-{rank:05d}-of-{ranks:05d}.safetensors", optimizer.offload
     try:
-        sums = checksums(tensors, lambda key: offload.let_go([tensors[key]]))
-        write_tensors(folder / name, tensors, sums, lambda key: offload.let_go([tensors[key]]))
+        draft = Draft(tensors, lambda key: offload.let_go([tensors[key]]))
     except (KeyError, ValueError, RuntimeError) as error:
         raise ConfigError(f"the model has a buffer that cannot be saved: {error}") from error
-    flush(folder / name)
-    size = (folder / name).stat().st_size
-    return {"file": name, "bytes": size, "pieces": tiles, "numbers": numbers, "whole": whole}
+    draft.write(folder / name)
+    return {"file": name, "entry": draft.entry, "numbers": numbers, "whole": whole}
 
 
 def _regular(own: OwnTile, value: Any) -> torch.Tensor | None:
@@ -229,25 +218,27 @@ def _packed(own: OwnTile, key: str, value: Any) -> tuple[Any, dict[str, torch.Te
     return packed, parts
 
 
-def _index(
+def _shapes(model: torch.nn.Module, optimizer: ShardedOptimizer) -> dict[str, dict[str, Any]]:
+    """Of each trained parameter its shape, and the order of its values if that is another one than the shape's."""
+    parameters = dict(named_parameters(model))
+    orders = {name: {"order": written(each)} for name, each in optimizer.carrier.orders().items() if each is not None}
+    names = [name for group in optimizer.names for name in group]
+    return {name: {"shape": list(parameters[name].shape), **orders.get(name, {})} for name in names}
+
+
+def _values(
     model: torch.nn.Module,
     optimizer: ShardedOptimizer,
     others: Mapping[str, torch.Tensor],
-    entries: list[dict[str, Any]],
+    shares: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    names = [name for group in optimizer.names for name in group]
-    parameters = dict(named_parameters(model))
-    of = {id(each): name for name, each in parameters.items()}
-    everything = named_parameters(model, remove_duplicate=False)
-    known = {name: each for name, each in optimizer.carrier.orders().items() if each is not None}
-    orders = {name: {"order": written(each)} for name, each in known.items()}
-    whole = dict(each for entry in entries for each in entry["whole"].items())
-    latest = whole or any(isinstance(each, Scattered) for each in known.values())
+    """What `shoal.zero.saved` lists, without what is not always there."""
+    trained = {name for group in optimizer.names for name in group}
+    of = {id(each): name for name, each in named_parameters(model)}
+    everything = [(name, of[id(each)]) for name, each in named_parameters(model, remove_duplicate=False)]
     return {
-        "format": FORMATS[2 if latest else bool(orders)],
         "optimizer": type(optimizer.inner).__name__,
-        "parameters": {name: {"shape": list(parameters[name].shape), **orders.get(name, {})} for name in names},
-        "aliases": {name: of[id(each)] for name, each in everything if name != of[id(each)] and of[id(each)] in names},
+        "aliases": {name: first for name, first in everything if name != first and first in trained},
         "others": list(others),
         "groups": [
             {
@@ -258,9 +249,8 @@ def _index(
             for names, listed, group in zip(optimizer.names, optimizer.listed, optimizer.param_groups, strict=True)
         ],
         "common": _common(optimizer),
-        "numbers": dict(each for entry in entries for each in entry["numbers"].items()),
-        "whole": whole,
-        "files": {each["file"]: {"bytes": each["bytes"], "pieces": each["pieces"]} for each in entries},
+        "numbers": dict(each for share in shares for each in share["numbers"].items()),
+        "whole": dict(each for share in shares for each in share["whole"].items()),
     }
 
 
@@ -285,28 +275,26 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
-def _finish(folder: Path, target: Path, index: Mapping[str, Any], *, consolidated: bool) -> None:
+def _finish(folder: Path, target: Path, files: Mapping[str, Mapping[str, Any]], index: str, *, in_one: bool) -> None:
     """Everything is written but the index: give the checkpoint its name."""
-    for name, entry in index["files"].items():
+    for name, entry in files.items():
         if not (folder / name).exists() or (folder / name).stat().st_size != entry["bytes"]:
             raise ConfigError(f"path must be on a file system that all ranks share: rank 0 does not see {name} there")
-    (folder / INDEX).write_text(seal(index))
-    flush(folder / INDEX)
-    if consolidated:
-        whole = target.with_name(f"{folder.name}.pt")
+    if not in_one:
+        finish(folder, target, index)
+        return
+    write_index(folder, index)
+    whole = target.with_name(f"{folder.name}.pt")
+    try:
+        found = consolidate(folder)
         try:
-            found = consolidate(folder)
-            try:
-                torch.save(found, whole)
-            except RuntimeError as error:  # of a full disk, too
-                raise OSError(str(error).split("\n", 1)[0]) from error
-            flush(whole)
-            whole.rename(target)
-        finally:
-            whole.unlink(missing_ok=True)
-    else:
-        flush(folder)
-        folder.rename(target)
+            torch.save(found, whole)
+        except RuntimeError as error:  # of a full disk, too
+            raise OSError(str(error).split("\n", 1)[0]) from error
+        flush(whole)
+        whole.rename(target)
+    finally:
+        whole.unlink(missing_ok=True)
     flush(target.parent)
 
 
@@ -320,10 +308,12 @@ def load(
     """Take over a checkpoint, of any number of ranks and any stage, or weights alone. All ranks call it.
 
     Args:
-        path: the folder that `save` wrote, or a copy of it; or a file for plain torch, with the state dictionaries
-            ``model`` and ``optimizer`` (and ``extra``) of a model before sharding and its optimizer: to begin with
-            sharding later. Or weights alone, for which the optimizer stays as it is: a state dictionary of the whole
-            model, or a file of one, by `torch.save` or of safetensors. The same on all ranks.
+        path: the folder that `save` wrote, or a copy of it. Or one of a run's checkpoints, if the run averages
+            gradients, was given its `model`, and has the same optimizer: weights, buffers and statistics are taken.
+            Or a file for plain torch, with the state dictionaries ``model`` and ``optimizer`` (and ``extra``) of a
+            model before sharding and its optimizer: to begin with sharding later. Or weights alone, for which the
+            optimizer stays as it is: a state dictionary of the whole model, or a file of one, by `torch.save` or of
+            safetensors. The same on all ranks.
         model: as `shoal.zero.shard` returned it: its parameters and buffers are overwritten.
         optimizer: as `shoal.zero.shard` returned it, of the same class: its state and the settings of its groups,
             learning rates among them, are overwritten.
@@ -351,13 +341,8 @@ def load(
         return {}
     assert not isinstance(path, Mapping)
     with agreement.together():
-        whole = Path(path).is_file()
-        orders = optimizer.carrier.orders()
-        saved = (
-            Whole(Path(path), optimizer.names, optimizer.listed, orders, optimizer.irregular)
-            if whole
-            else Saved(Path(path), orders)
-        )
+        asker = Asker(optimizer.names, optimizer.listed, optimizer.irregular)
+        saved = Saved(Path(path), optimizer.carrier.orders(), asker)
         _check(saved.index, model, optimizer)
         with saved.opened():
             tiles = list(optimizer.carrier.own_tiles())
@@ -367,7 +352,7 @@ def load(
             residuals = optimizer.carrier.residuals()
             rank, ranks = optimizer.collectives.rank, optimizer.collectives.ranks
             unsent = {name: saved.residual(name, rank, ranks) for name in residuals}
-        _check_others(others, model, optimizer)
+        _check_others(others, model, optimizer, or_less=saved.is_of_run)
     _check_same(agreement, saved.identity, path)
     with torch.no_grad(), optimizer.changing():
         for own, values, statistics in found:
@@ -396,7 +381,7 @@ def _check_ema(ema: object, optimizer: ShardedOptimizer) -> None:
         raise ConfigError("ema must be of the same optimizer, and this one is of another: make it by EMA(optimizer)")
 
 
-def _averages(saved: Saved | Whole, tiles: Iterable[OwnTile]) -> list[torch.Tensor]:
+def _averages(saved: Saved, tiles: Iterable[OwnTile]) -> list[torch.Tensor]:
     """The saved averages of this rank's tiles."""
     if "ema" not in saved.index:
         raise ConfigError("ema cannot be loaded: the checkpoint has no moving averages, since save() was given none")
@@ -437,10 +422,14 @@ def _check(index: Mapping[str, Any], model: torch.nn.Module, optimizer: ShardedO
         raise ConfigError(f"the checkpoint is of the optimizer {index['optimizer']}, and this is {kind}")
 
 
-def _check_others(others: Mapping[str, torch.Tensor], model: torch.nn.Module, optimizer: ShardedOptimizer) -> None:
-    """The same of frozen parameters and buffers."""
+def _check_others(
+    others: Mapping[str, torch.Tensor], model: torch.nn.Module, optimizer: ShardedOptimizer, *, or_less: bool
+) -> None:
+    """The same of frozen parameters and buffers; a checkpoint of a run may have less."""
     trained, state = _trained(model, optimizer), model.state_dict(keep_vars=True)
     here = {name: each.shape for name, each in state.items() if id(each) not in trained and torch.is_tensor(each)}
+    if or_less:
+        here = {name: shape for name, shape in here.items() if name in others}
     _check_shapes({name: each.shape for name, each in others.items()}, here, trained=False)
 
 

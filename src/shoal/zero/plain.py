@@ -1,20 +1,14 @@
-"""The forms in which plain torch keeps a whole model: its weights alone, or a checkpoint in one file.
+"""The weights of a whole model, as plain torch keeps them.
 
-Weights are gathered from their shards (`full_state_dict`), or read from a state dictionary (`BareWeights`). A
-checkpoint has the state dictionaries of a model before sharding, and of its optimizer (`Whole`).
+Weights are gathered from their shards (`full_state_dict`), or read from a state dictionary (`BareWeights`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
-import pickle
-import zipfile
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
-from pathlib import Path
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,22 +16,20 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from shoal.base.checks import flag
 from shoal.errors import ConfigError
-from shoal.layout import Order, Tile, flat
 from shoal.zero.changes import check_alike, check_whole
+from shoal.zero.foreign import check_archive
 from shoal.zero.lent import writes_of
 from shoal.zero.parameters import named_parameters
 from shoal.zero.replicas import process_group
-from shoal.zero.saved import Statistics, location, typed, warn_unchecked
+from shoal.zero.saved import location
 from shoal.zero.watch import Agreement, Watch
 
-__all__ = ["BareWeights", "Whole", "bare_weights", "fitting", "full_state_dict", "overwrite"]
+__all__ = ["BareWeights", "bare_weights", "fitting", "full_state_dict", "overwrite"]
 
 _SHOWN = 5
-_UNREADABLE = (OSError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, KeyError, TypeError, AttributeError)
 
 
 def full_state_dict(
@@ -142,7 +134,7 @@ def bare_weights(source: str | os.PathLike[str] | Mapping[str, Any]) -> BareWeig
     except Exception:  # noqa: BLE001 (whatever torch raises: a caller that takes it for a checkpoint says so)
         return None
     if isinstance(found, Mapping) and found and all(isinstance(each, torch.Tensor) for each in found.values()):
-        _verify(path)
+        check_archive(path)
         return BareWeights(found, str(path))
     return None
 
@@ -225,153 +217,3 @@ def _several(names: Sequence[str]) -> str:
     """Some of them, for people."""
     shown = ", ".join(names[:_SHOWN])
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
-
-
-class Whole:
-    """A checkpoint of plain torch in one file, as `Saved` gives those of several ranks.
-
-    Args:
-        path: the path of the file: a dictionary of ``model`` and ``optimizer``, their state dictionaries.
-        groups: names of the trained parameters in each of the optimizer's groups: plain torch numbers them.
-        listed: the same with those that are frozen: as the optimizer was given them, there or here.
-        orders: in which order whoever asks counts the values of a parameter.
-        irregular: statistics that the optimizer keeps of a whole parameter, in another shape.
-
-    Raises:
-        ConfigError: it is no checkpoint, or damaged, or its optimizer has other groups.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        groups: Sequence[Sequence[str]],
-        listed: Sequence[Sequence[str]],
-        orders: Mapping[str, Order],
-        irregular: Collection[str] = (),
-    ) -> None:
-        self._path, self._orders, self._irregular = path, orders, irregular
-        try:
-            found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-            if not isinstance(found, dict):
-                raise TypeError(f"it holds a {type(found).__name__}")
-            self._weights: dict[str, Any] = found["model"]
-            state, entries = found["optimizer"]["state"], found["optimizer"]["param_groups"]
-            numbers = [group["params"] for group in entries]
-            extra, self._averaged = found.get("extra", {}), found.get("ema")
-            self.identity = _identity(path)
-        except _UNREADABLE as error:
-            raise ConfigError(f"{path} is no whole checkpoint, of a model and its optimizer: {error}") from error
-        _verify(path)
-        sizes = [len(each) for each in numbers]
-        fitting = [each for each in (groups, listed) if [len(group) for group in each] == sizes]
-        if not fitting:
-            raise ConfigError(f"the optimizer in {path} has other groups: give shard() those that it was saved with")
-        in_order = [name for group in fitting[0] for name in group]
-        by_number = dict(zip((each for group in numbers for each in group), in_order, strict=True))
-        if strays := [key for key in state if isinstance(key, int) and key not in by_number]:
-            raise ConfigError(
-                f"the optimizer in {path} has statistics of parameter {strays[0]}, which is in none of its groups"
-            )
-        self._state = {by_number[key]: entry for key, entry in state.items() if key in by_number}
-        names = [name for group in groups for name in group]
-        # A single value that is not a value of the parameter; of a scalar it cannot be told by its shape.
-        self._counters = {"step"} | {
-            key
-            for name, entry in self._state.items()
-            for key, value in entry.items()
-            if name in self._weights and self._weights[name].ndim and _is_single(value)
-        }
-        # Tied parameters come under each of their names: one is trained, the others are its aliases.
-        trained = {self._storage(name) for name in names if name in self._weights}
-        self.index: dict[str, Any] = {
-            "parameters": {name: {"shape": list(self._weights[name].shape)} for name in names if name in self._weights},
-            "others": [
-                name
-                for name, value in self._weights.items()
-                if name not in names and self._storage(name) not in trained and torch.is_tensor(value)
-            ],
-            "groups": [
-                {"parameters": list(group), "settings": {key: each for key, each in entry.items() if key != "params"}}
-                for group, entry in zip(groups, entries, strict=True)
-            ],
-            "optimizer": None,
-            "common": {key: typed(value) for key, value in state.items() if isinstance(key, str)},
-            "extra": extra,
-        }
-        if self._averaged is not None:
-            self.index["ema"] = {key: value for key, value in self._averaged.items() if key != "model"}
-
-    def _storage(self, name: str) -> object:
-        value = self._weights[name]
-        return (value.untyped_storage().data_ptr(), value.storage_offset()) if torch.is_tensor(value) else name
-
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[None]:
-        """Does nothing: all values are in memory already."""
-        yield
-
-    def other(self, name: str) -> torch.Tensor:
-        """A frozen parameter or a buffer."""
-        tensor: torch.Tensor = self._weights[name]
-        return tensor
-
-    def residual(self, name: str, rank: int, ranks: int) -> torch.Tensor | None:
-        """There is none."""
-        return None
-
-    def values(self, wanted: Tile) -> torch.Tensor:
-        """The parameter's values of a range."""
-        tensor: torch.Tensor = self._weights[wanted.name]
-        return flat(tensor, self._orders.get(wanted.name))[wanted.start : wanted.stop]
-
-    def averages(self, wanted: Tile) -> torch.Tensor:
-        """The moving average of these values, if the index has ``ema``."""
-        assert self._averaged is not None
-        tensor: torch.Tensor = self._averaged["model"][wanted.name]
-        return flat(tensor, self._orders.get(wanted.name))[wanted.start : wanted.stop]
-
-    def statistics(self, wanted: Tile) -> Statistics:
-        """The optimizer's of a range."""
-        found, shape = Statistics({}, {}), self._weights[wanted.name].shape
-        for key, value in self._state.get(wanted.name, {}).items():
-            kind = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-            if _is_single(value) and (kind != () or shape or key in self._counters):
-                found.others[key] = deepcopy(value)  # each tile counts its own steps, in place
-            elif kind == shape:
-                found.each[key] = flat(value, self._orders.get(wanted.name))[wanted.start : wanted.stop]
-            elif (key in self._irregular and (wanted.start, wanted.stop) == (0, shape.numel())) or not any(
-                isinstance(each, torch.Tensor) for each in tree_leaves(value)
-            ):
-                found.others[key] = deepcopy(value)
-            else:
-                raise ConfigError(
-                    f"the optimizer in {self._path} keeps {key!r} of {wanted.name} with shape {kind}, and the "
-                    f"parameter has {tuple(shape)}: it was built of other parameters, or in another order"
-                )
-        return found
-
-
-def _is_single(value: Any) -> bool:
-    """Whether it is one value, of whatever."""
-    return not value.ndim if isinstance(value, torch.Tensor) else isinstance(value, bool | int | float)
-
-
-def _verify(path: Path) -> None:
-    """Raise `ConfigError` if a file is not what `torch.save` wrote: `torch.load` never looks at its checksums."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            if not any(each.CRC for each in archive.infolist()):  # after `set_crc32_options(False)`
-                warn_unchecked(path)
-                return
-            bad = archive.testzip()
-    except Exception as error:
-        raise ConfigError(f"{path} is damaged: {error}") from error
-    if bad is not None:
-        raise ConfigError(f"{path} is damaged: {bad} in it is not what was written, by its checksum")
-
-
-def _identity(path: Path) -> str:
-    """The checksums of all entries in a file that `torch.save` wrote."""
-    with zipfile.ZipFile(path) as archive:
-        entries = [(each.file_size, each.CRC) for each in archive.infolist()]
-    return hashlib.sha256(repr(entries).encode()).hexdigest()[:16]

@@ -37,8 +37,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shoal.errors import ConfigError
+from shoal.zero.packing import pack
 from shoal.zero.parameters import local, wide_dtype
-from shoal.zero.saved import pack
 
 __all__ = [
     "Finding",

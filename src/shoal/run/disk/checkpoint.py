@@ -3,29 +3,29 @@
 A folder of checkpoints holds a folder for each one::
 
     epoch-00000120-3f9c2a1b5d6e7f80/
-        checkpoint.json      the name of the state, plain values, where each tensor is, and checksums
+        checkpoint.json      the name of the state, plain values, where each tensor is, and digests
         model.safetensors    what is trained and the buffers, under the names of the model, if it is known
         state.safetensors    the other tensors of the state, by number
+
+Such a folder has the format of `shoal.state.disk`. Its values are those of `_Values`.
 
 A state that is given up for that of others is a folder of another name, `given-up-epoch-…`. It is taken only if it is
 named, and the next checkpoints do not remove it.
 
 Invariants:
 
-- A checkpoint is written under another name (`.epoch-….part`), and gets its own when all of it is on the disk. It loses
-  it before anything of it is removed. So a kill at any moment leaves whole checkpoints only.
+- A checkpoint loses its name before anything of it is removed, as it gets its name after all else: so a kill at any
+  moment leaves whole checkpoints only.
 - The name ends with a digest of the content. So peers that share a folder write one checkpoint of one state, and never
   write over another one.
 - A peer removes no checkpoint of another run, and none whose state is better than the one that it has saved.
-- All of it is looked at before anything is taken over. Nothing is unpickled.
+- All of it is looked at before anything is taken over.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -34,20 +34,29 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from shoal.base.tensor_files import checksum, flush, seal, unseal
 from shoal.errors import ConfigError
 from shoal.run.decide.state_name import StateName
 from shoal.state import SharedState
+from shoal.state.digest import digest_of
+from shoal.state.disk import (
+    INDEX,
+    MODEL,
+    Damaged,
+    Draft,
+    Index,
+    finish,
+    index_of,
+    is_state,
+    part_of,
+    read_index,
+    read_state,
+)
 from shoal.state.manifest import infinite_tensors
-from shoal.version import __version__
 
 __all__ = ["Content", "Files", "Saved", "copy_of", "given_up", "newest", "write", "write_given_up"]
 
-FORMAT = 2
-INDEX, MODEL, STATE = "checkpoint.json", "model.safetensors", "state.safetensors"
+STATE = "state.safetensors"
 _CHECKPOINT = re.compile(r"epoch-\d{8,}-[0-9a-f]{16}")
 _GIVEN_UP = "given-up-"
 _GIVEN_UP_KEPT = 2
@@ -111,17 +120,14 @@ class Saved(NamedTuple):
     shared: tuple[int, int]
 
 
-class _Index(msgspec.Struct):
-    """The content of `checkpoint.json`. `state` is the name of the state, with its digest in hexadecimal."""
+class _Values(msgspec.Struct):
+    """The values of a checkpoint. `state` is the name of the state, with its digest in hexadecimal."""
 
-    format: int
-    shoal: str
     run_id: str
     state: tuple[int, str, int]
     values: Any
     settings: dict[str, str]
     tensors: list[tuple[str, str]]
-    checksums: dict[str, dict[str, int]]
     shared: tuple[int, int] = (0, 0)  # those of before 2026-11-29 do not have it
 
     @property
@@ -130,8 +136,12 @@ class _Index(msgspec.Struct):
         return msgspec.convert([epoch, bytes.fromhex(digest), samples], StateName)
 
 
-class _Damaged(Exception):
-    """It is no whole checkpoint."""
+class _Found(NamedTuple):
+    """A checkpoint of which the index was read."""
+
+    path: Path
+    stored: Index
+    values: _Values
 
 
 # -------------------------------------------------------------------------------------------------------------- saving
@@ -170,7 +180,7 @@ def copy_of(
 
     for index, tensor in enumerate(state.tensors):
         own = names.pop(_place(described[index]), None) if index < len(described) else None
-        places.append((MODEL, own) if own is not None else (STATE, str(index)))
+        places.append((MODEL, own) if own is not None else (STATE, f"|{index}"))  # no tensor of a model has that name
         copy(*places[-1], tensor)
     for key in names.values():
         copy(MODEL, key, model[key])
@@ -208,12 +218,11 @@ def write(folder: Path, content: Content, keep: int | None) -> tuple[Path, int]:
         ConfigError: the state went wrong: there is NaN in it, for example.
         OSError: it cannot be written, or another one cannot be removed.
     """
-    text = _sealed(content)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    files, index = _drafts(content)
     _remove_left_parts(folder)  # first: their place may be needed
-    target, written = folder / f"epoch-{content.name.epoch:08}-{digest}", 0
+    target, written = folder / f"epoch-{content.name.epoch:08}-{digest_of([index.encode()]).hex()[:16]}", 0
     if not _is_whole(target):
-        written = _write(target, content.files, text)
+        written = _write(target, files, index)
     if keep is not None:
         _prune(folder, content, keep)
     return target, written
@@ -234,77 +243,59 @@ def write_given_up(folder: Path, content: Content) -> int:
         ConfigError, OSError: as `write`.
     """
     target, found = given_up(folder, content.name), []
-    written = _write(target, content.files, _sealed(content))
+    written = _write(target, *_drafts(content))
     for path in folder.glob(f"{_GIVEN_UP}epoch-*"):
-        with suppress(_Damaged, ConfigError, OSError):
-            if _index(path).run_id == content.run_id:
+        with suppress(ConfigError, OSError):
+            if _find(path).values.run_id == content.run_id:
                 found.append(((path / INDEX).stat().st_mtime_ns, path))
     for _, path in sorted(found)[:-_GIVEN_UP_KEPT]:
         _remove(path)
     return written
 
 
-def _sealed(content: Content) -> str:
-    """The content of `checkpoint.json`. Raises `ConfigError` if the state went wrong."""
+def _drafts(content: Content) -> tuple[dict[str, Draft], str]:
+    """The files of a checkpoint, and its index. Raises `ConfigError` if the state went wrong."""
     try:
         every = [content.files[file][key] for file, key in content.tensors]
         infinite_tensors(every, range(len(every)), content.may_be_infinite, content.called)
     except ConfigError as error:
         raise ConfigError(f"the state went wrong: {error}, and is not saved") from error
-    return seal(
-        {
-            "format": FORMAT,
-            "shoal": __version__,
-            "run_id": content.run_id,
-            "state": [content.name.epoch, content.name.digest.hex(), content.name.samples],
-            "values": content.values,
-            "settings": dict(content.settings),
-            "tensors": list(content.tensors),
-            "shared": list(content.shared),
-            "checksums": {
-                file: {key: checksum(tensor) for key, tensor in tensors.items()}
-                for file, tensors in content.files.items()
-            },
-        }
+    epoch, digest, samples = content.name
+    values = _Values(
+        content.run_id,
+        (epoch, digest.hex(), samples),
+        content.values,
+        dict(content.settings),
+        list(content.tensors),
+        content.shared,
     )
+    files = {file: Draft(tensors) for file, tensors in content.files.items()}
+    return files, index_of({file: each.entry for file, each in files.items()}, msgspec.to_builtins(values), {})
 
 
 def _is_whole(path: Path) -> bool:
     try:
-        _read(path, _index(path))
-    except (_Damaged, ConfigError):
+        _read(_find(path))
+    except ConfigError:
         return False
     return True
 
 
-def _write(target: Path, files: Files, text: str) -> int:
-    part = _part(target)
+def _write(target: Path, files: Mapping[str, Draft], index: str) -> int:
+    part = part_of(target)
     try:
         part.mkdir()
-        for file, tensors in files.items():
-            try:
-                save_file(dict(tensors), part / file, {"format": "pt"})
-            except SafetensorError as error:
-                raise OSError(f"{file}: {error}") from error
-            flush(part / file)
-        (part / INDEX).write_text(text, encoding="utf-8")
-        flush(part / INDEX)
-        flush(part)
-        written = sum(each.stat().st_size for each in part.iterdir())
+        for file, draft in files.items():
+            draft.write(part / file)
         try:
-            part.rename(target)
+            finish(part, target, index)
         except OSError:
             if not _is_whole(target):  # else another peer has just written the same
                 _remove(target)
-                part.rename(target)
-        flush(target.parent)
+                finish(part, target, index)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    return written
-
-
-def _part(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    return len(index.encode()) + sum(draft.nbytes for draft in files.values())
 
 
 def _remove(path: Path) -> None:
@@ -313,7 +304,7 @@ def _remove(path: Path) -> None:
         if path.is_symlink() or not path.is_dir():
             path.unlink()
             return
-        part = _part(path)
+        part = part_of(path)
         path.rename(part)
         shutil.rmtree(part, ignore_errors=True)
 
@@ -321,11 +312,11 @@ def _remove(path: Path) -> None:
 def _prune(folder: Path, content: Content, keep: int) -> None:
     found, tensors = [], content.settings.get("tensors")
     for path in _checkpoints(folder):
-        with suppress(_Damaged, ConfigError):  # whose it is, is not known
-            index = _index(path)
-            ours = index.run_id == content.run_id and index.settings.get("tensors") == tensors
-            if ours and index.name.key <= content.name.key:
-                found.append((index.name.key, path))
+        with suppress(ConfigError):  # whose it is, is not known
+            values = _find(path).values
+            ours = values.run_id == content.run_id and values.settings.get("tensors") == tensors
+            if ours and values.name.key <= content.name.key:
+                found.append((values.name.key, path))
     stay = sorted({key for key, _ in found}, reverse=True)[:keep]
     for key, path in found:
         if key not in stay:
@@ -334,7 +325,7 @@ def _prune(folder: Path, content: Content, keep: int) -> None:
 
 def _remove_left_parts(folder: Path) -> None:
     """Remove what kills have left behind."""
-    clock = _part(folder / "epoch")
+    clock = part_of(folder / "epoch")
     clock.mkdir()
     try:
         now = clock.stat().st_mtime
@@ -361,44 +352,42 @@ def newest(path: Path, run_id: str, warn: Callable[[str], None]) -> Saved | None
         ConfigError: the folder cannot be read; there are checkpoints of other runs only; one is of a later version; or
             the one checkpoint that `path` names is damaged.
     """
-    if (path / INDEX).exists():
+    if is_state(path):
         try:
-            index = _index(path)
-            _check_run({index.run_id}, run_id, path)
-            return _read(path, index)
-        except _Damaged as error:
+            found = _find(path)
+            _check_run({found.values.run_id}, run_id, path)
+            return _read(found)
+        except Damaged as error:
             raise ConfigError(f"{path} is damaged: {error}") from error
     told = set[Path]()
     for _ in range(_LOOKS):
-        found, vanished = _look(path, run_id, warn, told)
-        for each, index in found:
+        candidates, vanished = _look(path, run_id, warn, told)
+        for each in candidates:
             try:
-                return _read(each, index)
-            except _Damaged as error:
-                vanished = _say(each, error, warn, told) or vanished
+                return _read(each)
+            except Damaged as error:
+                vanished = _say(each.path, error, warn, told) or vanished
         if not vanished:
             break
     return None
 
 
-def _look(
-    folder: Path, run_id: str, warn: Callable[[str], None], told: set[Path]
-) -> tuple[list[tuple[Path, _Index]], bool]:
+def _look(folder: Path, run_id: str, warn: Callable[[str], None], told: set[Path]) -> tuple[list[_Found], bool]:
     """The checkpoints of a run, the best first; and whether one has vanished meanwhile."""
     found, others, vanished = [], set[str](), False
     for path in _checkpoints(folder):
         try:
-            index = _index(path)
-            if index.run_id == run_id:
-                found.append((index.name.key, (path / INDEX).stat().st_mtime_ns, path, index))
+            each = _find(path)
+            if each.values.run_id == run_id:
+                found.append((each.values.name.key, (path / INDEX).stat().st_mtime_ns, each))
             else:
-                others.add(index.run_id)
-        except (_Damaged, FileNotFoundError) as error:
+                others.add(each.values.run_id)
+        except (Damaged, FileNotFoundError) as error:
             vanished = _say(path, error, warn, told) or vanished
     if not found and others:
         _check_run(others, run_id, folder)
     found.sort(key=lambda each: each[:2], reverse=True)
-    return [(path, index) for _, _, path, index in found], vanished
+    return [each for _, _, each in found], vanished
 
 
 def _say(path: Path, error: Exception, warn: Callable[[str], None], told: set[Path]) -> bool:
@@ -428,36 +417,30 @@ def _checkpoints(folder: Path) -> list[Path]:
         raise ConfigError(f"the folder of checkpoints cannot be read: {error}") from error
 
 
-def _index(path: Path) -> _Index:
-    """Raises `_Damaged`, or `ConfigError` if it is of a later version."""
+def _find(path: Path) -> _Found:
+    """Raises `Damaged`, or `ConfigError` if it is of a later version, or none of a run."""
+    index = read_index(path)
+    if "run_id" not in index.values:
+        raise ConfigError(
+            f"{path} is a checkpoint of shoal.zero, and no run goes on from it: begin a run with what "
+            "shoal.zero.consolidate() reads from it"
+        )
     try:
-        content, sealed = unseal((path / INDEX).read_text(encoding="utf-8"))
-        if not sealed:
-            raise _Damaged(f"{INDEX} has no checksum")
-        if (number := content["format"]) not in {1, FORMAT}:  # those of before 2026-11-28 name each statistic
-            raise ConfigError(f"{path} has format {number}, of a later version of shoal: this one reads {FORMAT}")
-        index = msgspec.convert(content, _Index)
-        _ = index.name
-    except ConfigError:
-        raise
-    except (OSError, ValueError, LookupError, TypeError, msgspec.ValidationError) as error:
-        raise _Damaged(f"{error}") from error
-    return index
+        values = msgspec.convert(index.values, _Values)
+        _ = values.name
+    except (ValueError, TypeError) as error:
+        raise Damaged(f"{error}") from error
+    return _Found(path, index, values)
 
 
-def _read(path: Path, index: _Index) -> Saved:
-    """Raises `_Damaged` unless all of it is what was written. The tensors have memory of their own."""
-    found: dict[str, dict[str, torch.Tensor]] = {}
+def _read(found: _Found) -> Saved:
+    """Raises `Damaged` unless all of it is what was written. The tensors have memory of their own."""
+    path, stored, values = found
     try:
-        for file, checksums in index.checksums.items():
-            # safetensors makes tensors on the program's default device
-            with torch.device("cpu"), safe_open(path / file, "pt") as opened:
-                tensors = {key: opened.get_tensor(key).clone() for key in opened.keys()}  # noqa: SIM118 (no mapping)
-            if {key: checksum(tensor) for key, tensor in tensors.items()} != checksums:
-                raise _Damaged(f"{file} is not what was written, by its checksums")
-            found[file] = tensors
-        tensors_of_state = [found[file][key] for file, key in index.tensors]
-    except (OSError, SafetensorError, LookupError) as error:
-        raise _Damaged(f"{error}") from error
-    model = found.get(MODEL, {})
-    return Saved(path, index.name, index.values, index.settings, tensors_of_state, model, index.shared)
+        state = read_state(path, stored)
+        with state.opened():
+            read = {file: {key: each.whole(key) for key in each.kinds} for file, each in state.files.items()}
+        tensors = [read[file][key] for file, key in values.tensors]
+    except (OSError, LookupError) as error:
+        raise Damaged(f"{error}") from error
+    return Saved(path, values.name, values.values, values.settings, tensors, read.get(MODEL, {}), values.shared)

@@ -40,7 +40,7 @@ from typing import Any
 from benchmarks.allreduce import ROOT, aligned, exit_on_sigterm, processor, spread, write
 from benchmarks.emulator.namespaces import Emulator
 from benchmarks.emulator.star import Shape
-from shoal.zero.laws import Sizes, costs_of
+from shoal.zero.plan.laws import Sizes, costs_of
 
 NAMES = ("DDP", "ZeroRedundancyOptimizer", "FSDP2-2", "FSDP2-3", "shoal-1", "shoal-2", "shoal-3")
 DEEPSPEED = ("DeepSpeed-1", "DeepSpeed-2", "DeepSpeed-3")

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 import shoal.zero
 from benchmarks.allreduce import aligned, processor
-from shoal.zero.mapped import Extent, fetch, write_back
+from shoal.zero.memory.mapped import Extent, fetch, write_back
 
 KINDS = ("memory", "files", "disk")
 WIDTH, WINDOW_BYTES, MIB = 1024, 24 << 20, 1 << 20

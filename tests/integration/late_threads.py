@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shoal.zero.watch import Watch
+from shoal.zero.ranks.watch import Watch
 
 GROUPS = 8
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.zero.laws import Sizes, costs_of
+from shoal.zero.plan.laws import Sizes, costs_of
 from tests.integration import zero_replicas as cases
 from tests.integration.ranks import Ranks, ranks
 from tests.integration.test_zero_training import FROZEN, TRAINED, distance

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.zero.laws import ENGINES
+from shoal.zero.plan.laws import ENGINES
 from tests.integration import zero_cases as cases
 from tests.integration import zero_sharded as programs
 from tests.integration.ranks import Ranks, ranks

@@ -11,7 +11,7 @@ import torch
 import shoal.zero
 from shoal.errors import ConfigError
 from shoal.layout import tile_numel
-from shoal.zero.laws import ENGINES, Sizes, costs_of
+from shoal.zero.plan.laws import ENGINES, Sizes, costs_of
 from tests.integration import zero_cases as cases
 from tests.integration.ranks import Failed, Ranks, ranks
 

@@ -19,11 +19,12 @@ import shoal.zero
 from shoal.errors import ConfigError, LocalError
 from shoal.layout import Tile, Tiling
 from shoal.state.disk import tensor_file
-from shoal.zero import flat, fsdp
-from shoal.zero.collectives import Collectives, Owned, Traffic
+from shoal.zero.flat import engine as flat
+from shoal.zero.fsdp import engine as fsdp
 from shoal.zero.optimizer import ShardedOptimizer
 from shoal.zero.parameters import local
-from shoal.zero.watch import Watch
+from shoal.zero.ranks.collectives import Collectives, Owned, Traffic
+from shoal.zero.ranks.watch import Watch
 from tests.integration.ranks import die_here, freeze_here, wake_the_frozen
 
 STEPS = 7

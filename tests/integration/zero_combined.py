@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import shoal.zero
-from shoal.zero import offload
+from shoal.zero.memory import offload
 from shoal.zero.optimizer import ShardedOptimizer
 from tests.integration.zero_cases import Odd as Dense
 from tests.integration.zero_cases import loss_of, make, train

@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 import shoal.zero
-from shoal.zero import buckets, offload
+from shoal.zero.memory import offload
 from shoal.zero.optimizer import ShardedOptimizer
+from shoal.zero.ranks import buckets
 
 MIB = 1 << 20
 _CGROUPS = Path("/sys/fs/cgroup")

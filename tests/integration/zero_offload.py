@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import shoal.zero
-from shoal.zero import offload
+from shoal.zero.memory import offload
 from shoal.zero.optimizer import Memory, ShardedOptimizer
 from tests.integration.zero_cases import Odd, make, train
 from tests.integration.zero_programs import State, said, same

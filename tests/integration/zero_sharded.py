@@ -18,9 +18,9 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 import shoal.zero
 from shoal.errors import ConfigError, LocalError, RankLost
-from shoal.zero import checkpoint
+from shoal.zero.disk import checkpoint
+from shoal.zero.disk.saved import consolidate
 from shoal.zero.optimizer import ShardedOptimizer
-from shoal.zero.saved import consolidate
 from tests.integration.zero_cases import Odd, loss_of, make, train
 from tests.integration.zero_programs import State, backward, moved, said, same
 

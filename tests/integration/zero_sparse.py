@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 import shoal.zero
 from shoal.errors import ConfigError, LocalError
-from shoal.zero.flat import FlatEngine
+from shoal.zero.flat.engine import FlatEngine
+from shoal.zero.flat.sparse import Rows, Table
 from shoal.zero.optimizer import ShardedOptimizer
-from shoal.zero.sparse import Rows, Table
 from tests.integration.ranks import die_here
 
 STEPS, BATCH, USERS, ITEMS = 6, 5, 53, 41

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import shoal.zero
 from shoal.errors import ConfigError
-from shoal.zero import weights
+from shoal.zero.disk import weights
 from shoal.zero.parameters import local
 from tests.integration import zero_cases as cases
 

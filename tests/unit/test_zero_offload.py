@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 
 from shoal.errors import ConfigError
 from shoal.state.disk import Draft
-from shoal.zero import offload
-from shoal.zero.mapped import Extent, fetch, let_go, write_back
-from shoal.zero.offload import Offload, in_windows, problem_of
+from shoal.zero.memory import offload
+from shoal.zero.memory.mapped import Extent, fetch, let_go, write_back
+from shoal.zero.memory.offload import Offload, in_windows, problem_of
 from shoal.zero.probe import tried_in_windows
 from tests.limits import files_up_to
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from shoal.zero.parting import Waiting, apart, line_of
+from shoal.zero.ranks.parting import Waiting, apart, line_of
 
 
 def waiting(watch: int, number: int, doing: str = "to agree", **begun: int) -> Waiting:

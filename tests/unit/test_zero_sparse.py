@@ -7,8 +7,8 @@ import torch
 
 from shoal.errors import ConfigError
 from shoal.layout import Scattered, flat, shaped
-from shoal.zero.sparse import Rows, add_up, declared
-from shoal.zero.topk import Fraction, Residual, share
+from shoal.zero.flat.sparse import Rows, add_up, declared
+from shoal.zero.flat.topk import Fraction, Residual, share
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 10, 97, 1000, 65_536])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.zero.watch import BEAT_S, _Pulse
+from shoal.zero.ranks.watch import BEAT_S, _Pulse
 
 NAMED_WITHIN_S = 5.0
 _PHASES = [0.0, 0.1, 0.25, 0.4]

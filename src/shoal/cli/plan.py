@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shoal.zero.laws import BACKENDS, OPTIMIZERS, Cost, Precision, costs
-from shoal.zero.planning import Plan, fewest_ranks, plans
-from shoal.zero.transformer import Transformer
+from shoal.zero.plan.laws import BACKENDS, OPTIMIZERS, Cost, Precision, costs
+from shoal.zero.plan.planning import Plan, fewest_ranks, plans
+from shoal.zero.plan.transformer import Transformer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -10,8 +10,8 @@ The ranks compute one gradient together, as `DistributedDataParallel` has it. Ra
 
 So all ranks hold the same bits, whatever kind of machine they are: no rank repeats a step that another one took. An
 error of one rank is raised on all. The connections of a process that dies are closed, which ends the others' calls
-(`shoal.zero.watch` names it). The ranks wait for rank 0 in a group of their own on gloo, as a round may take longer
-than the backend of the gradients waits.
+(`shoal.zero.ranks.watch` names it). The ranks wait for rank 0 in a group of their own on gloo, as a round may take
+longer than the backend of the gradients waits.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from shoal.train.inner import make_inner, make_scheduler
 from shoal.train.model import learn_names
 from shoal.train.schedule import ScheduleWatch, follow
 from shoal.train.training_state import TrainingState
-from shoal.zero.watch import Agreement, Watch
+from shoal.zero.ranks.watch import Agreement, Watch
 
 __all__ = ["GroupOptimizer"]
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from shoal.errors import ConfigError, LocalError
+from shoal.zero.disk.plain import full_state_dict
 from shoal.zero.optimizer import ShardedOptimizer, check_sharded
-from shoal.zero.plain import full_state_dict
 
 __all__ = ["attach"]
 

@@ -11,35 +11,35 @@ from typing import TYPE_CHECKING
 from shoal.base.lazy import lazy
 
 if TYPE_CHECKING:
-    from shoal.zero.activations import save_on_disk
-    from shoal.zero.checkpoint import load, save
+    from shoal.zero.disk.checkpoint import load, save
+    from shoal.zero.disk.plain import full_state_dict
+    from shoal.zero.disk.saved import consolidate
     from shoal.zero.ema import EMA
-    from shoal.zero.laws import ENGINES, Cost, Engine, Precision, costs, estimate
+    from shoal.zero.memory.activations import save_on_disk
+    from shoal.zero.memory.partitioned import PartitionedActivations, partition_activations
     from shoal.zero.optimizer import ShardedOptimizer
-    from shoal.zero.partitioned import PartitionedActivations, partition_activations
-    from shoal.zero.plain import full_state_dict
-    from shoal.zero.planning import Plan, fewest_ranks, plans
-    from shoal.zero.saved import consolidate
+    from shoal.zero.plan.laws import ENGINES, Cost, Engine, Precision, costs, estimate
+    from shoal.zero.plan.planning import Plan, fewest_ranks, plans
+    from shoal.zero.plan.transformer import Transformer
     from shoal.zero.shard import shard
-    from shoal.zero.transformer import Transformer
 else:
-    _LAWS = dict.fromkeys(("ENGINES", "Cost", "Engine", "Precision", "costs", "estimate"), "shoal.zero.laws")
+    _LAWS = dict.fromkeys(("ENGINES", "Cost", "Engine", "Precision", "costs", "estimate"), "shoal.zero.plan.laws")
 
     # Hidden from type checkers: otherwise they would accept any misspelt name.
     _OTHERS = {
         "EMA": "shoal.zero.ema",
-        "PartitionedActivations": "shoal.zero.partitioned",
-        "Plan": "shoal.zero.planning",
+        "PartitionedActivations": "shoal.zero.memory.partitioned",
+        "Plan": "shoal.zero.plan.planning",
         "ShardedOptimizer": "shoal.zero.optimizer",
-        "Transformer": "shoal.zero.transformer",
-        "consolidate": "shoal.zero.saved",
-        "fewest_ranks": "shoal.zero.planning",
-        "full_state_dict": "shoal.zero.plain",
-        "load": "shoal.zero.checkpoint",
-        "partition_activations": "shoal.zero.partitioned",
-        "plans": "shoal.zero.planning",
-        "save": "shoal.zero.checkpoint",
-        "save_on_disk": "shoal.zero.activations",
+        "Transformer": "shoal.zero.plan.transformer",
+        "consolidate": "shoal.zero.disk.saved",
+        "fewest_ranks": "shoal.zero.plan.planning",
+        "full_state_dict": "shoal.zero.disk.plain",
+        "load": "shoal.zero.disk.checkpoint",
+        "partition_activations": "shoal.zero.memory.partitioned",
+        "plans": "shoal.zero.plan.planning",
+        "save": "shoal.zero.disk.checkpoint",
+        "save_on_disk": "shoal.zero.memory.activations",
         "shard": "shoal.zero.shard",
     }
     __getattr__, __dir__ = lazy(__name__, {**_LAWS, **_OTHERS})

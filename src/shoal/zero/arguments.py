@@ -11,8 +11,8 @@ from torch.nn.parameter import is_lazy
 from shoal.base.models import limited_embeddings
 from shoal.compression.memory import overlaps
 from shoal.errors import ConfigError
-from shoal.zero.fsdp import is_sharded, missing, roots
-from shoal.zero.offload import problem_of
+from shoal.zero.fsdp.engine import is_sharded, missing, roots
+from shoal.zero.memory.offload import problem_of
 from shoal.zero.parameters import hooks_of, local, named_parameters, wide_dtype
 
 __all__ = ["problems", "refuse_to_wrap"]

@@ -18,16 +18,16 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.base.untraced import untraced
 from shoal.errors import ConfigError, LocalError
-from shoal.zero.changes import begin, check_alike, check_whole, end, is_whole, uninterrupted
-from shoal.zero.collectives import Collectives, Traffic
-from shoal.zero.flat import FlatEngine
-from shoal.zero.fsdp import FsdpEngine
-from shoal.zero.lent import unwatched
-from shoal.zero.offload import Offload
+from shoal.zero.flat.engine import FlatEngine
+from shoal.zero.flat.topk import share
+from shoal.zero.fsdp.engine import FsdpEngine
+from shoal.zero.memory.offload import Offload
 from shoal.zero.parameters import UNFROZEN, local, named_parameters, unique_bytes
+from shoal.zero.ranks.collectives import Collectives, Traffic
+from shoal.zero.ranks.watch import Agreement
 from shoal.zero.replicas import Replicas
-from shoal.zero.topk import share
-from shoal.zero.watch import Agreement
+from shoal.zero.unsharded.changes import begin, check_alike, check_whole, end, is_whole, uninterrupted
+from shoal.zero.unsharded.lent import unwatched
 
 __all__ = ["Carrier", "Memory", "ShardedOptimizer", "described"]
 
@@ -44,7 +44,7 @@ class Memory(NamedTuple):
     """The memory that this rank holds, in bytes (padding included), each storage counted once.
 
     Offloaded memory counts in `offloaded` alone. Up to three windows of it come on top in a step
-    (`shoal.zero.offload`).
+    (`shoal.zero.memory.offload`).
 
     Attributes:
         parameters: the parameters of the model, frozen ones too.
@@ -448,7 +448,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # ------------------------------------------------------------------------------------------------------- counters
 
     def memory(self) -> Memory:
-        """The memory that this rank holds now. The laws of `shoal.zero.laws` predict it."""
+        """The memory that this rank holds now. The laws of `shoal.zero.plan.laws` predict it."""
         parameters = list(self._model.parameters())
         kept, copies = self.carrier.kept()
         gradients = [*(each.grad for each in parameters if each.grad is not None), *kept]

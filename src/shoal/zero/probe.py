@@ -293,7 +293,7 @@ def tried_in_windows(
     Args:
         inner: the optimizer, before its first step.
         model: the model that it was built of.
-        in_windows: lets it step some at a time (`shoal.zero.offload.in_windows`).
+        in_windows: lets it step some at a time (`shoal.zero.memory.offload.in_windows`).
 
     Returns:
         The words, or None; and how many bytes it keeps for each value of a parameter, at most.

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.errors import ConfigError, LocalError
-from shoal.zero.buckets import BUCKET_BYTES
-from shoal.zero.collectives import Collectives, Owned, sum_in_order
 from shoal.zero.parameters import local
+from shoal.zero.ranks.buckets import BUCKET_BYTES
+from shoal.zero.ranks.collectives import Collectives, Owned, sum_in_order
 
 __all__ = ["Groups", "Replicas", "groups_of", "process_group"]
 

@@ -18,23 +18,23 @@ from shoal.base.checks import flag
 from shoal.errors import ConfigError
 from shoal.layout import Tile
 from shoal.zero.arguments import problems, refuse_to_wrap
-from shoal.zero.collectives import Collectives
-from shoal.zero.flat import FlatEngine
-from shoal.zero.fsdp import FsdpEngine, is_sharded, partition
-from shoal.zero.fsdp import units as find_units
-from shoal.zero.lent import unwatched
-from shoal.zero.offload import Offload
+from shoal.zero.disk.plain import overwrite
+from shoal.zero.disk.starting import Start, numbers_of_rank_0
+from shoal.zero.disk.weights import weights_in
+from shoal.zero.flat.engine import FlatEngine
+from shoal.zero.flat.sparse import declared, tables_of
+from shoal.zero.flat.topk import share
+from shoal.zero.fsdp.engine import FsdpEngine, is_sharded, partition
+from shoal.zero.fsdp.engine import units as find_units
+from shoal.zero.memory.offload import Offload
 from shoal.zero.optimizer import Carrier, ShardedOptimizer, described
 from shoal.zero.parameters import named_parameters
-from shoal.zero.parametrized import keep_places
-from shoal.zero.plain import overwrite
 from shoal.zero.probe import Finding, Unit, finding, why_not_by_rows, why_not_lazy, why_not_saved, why_not_sharded
+from shoal.zero.ranks.collectives import Collectives
+from shoal.zero.ranks.watch import Agreement, Watch
 from shoal.zero.replicas import Replicas, groups_of, process_group
-from shoal.zero.sparse import declared, tables_of
-from shoal.zero.starting import Start, numbers_of_rank_0
-from shoal.zero.topk import share
-from shoal.zero.watch import Agreement, Watch
-from shoal.zero.weights import weights_in
+from shoal.zero.unsharded.lent import unwatched
+from shoal.zero.unsharded.parametrized import keep_places
 
 __all__ = ["shard"]
 
@@ -79,7 +79,7 @@ def shard(  # noqa: PLR0913 (the choices of its users)
     parameters are shared out. Others (LBFGS, Prodigy) are refused. Stage 3 needs an optimizer that steps DTensors.
 
     Of an embedding with ``sparse=True`` stages 1 and 2 reduce, step and send the rows that any rank has touched, and no
-    others (`shoal.zero.sparse`): an optimizer that treats each value by itself is a lazy one there.
+    others (`shoal.zero.flat.sparse`): an optimizer that treats each value by itself is a lazy one there.
 
     Args:
         model: on its device already, with parameters, frozen ones and buffers as they are on rank 0; or on the meta
@@ -107,7 +107,8 @@ def shard(  # noqa: PLR0913 (the choices of its users)
             part at a time. Each rank may give a folder of its own. None for the memory of the parameters' device.
         top_k: stages 1 and 2: of each matrix only this share of the gradient is reduced, stepped and sent in a step,
             such as 0.01: on each rank the largest values of each tile. The rest is kept, and added to the next gradient
-            (`shoal.zero.topk`). Vectors are sent whole. ``optimizer.top_k`` may be changed between steps. None for all.
+            (`shoal.zero.flat.topk`). Vectors are sent whole. ``optimizer.top_k`` may be changed between steps. None
+            for all.
         weights: the model begins with these: a safetensors file, a folder as `save_pretrained` of Hugging Face writes
             it, or the folder of a checkpoint of `shoal.zero.save`, of which the weights alone are taken. In stage 3
             each rank reads its own rows only. Values are rounded to the dtypes of the model. None for those of rank 0.

@@ -1,8 +1,8 @@
 """Checkpoints of sharded training: written by all ranks, to go on from with any number of them.
 
-All ranks write one folder together, on a file system that they share (`shoal.zero.saved` says what is in it). It gets
-its name when all of it is written: there is a whole checkpoint under that name, or none. `load` changes nothing before
-every rank has read all it needs.
+All ranks write one folder together, on a file system that they share (`shoal.zero.disk.saved` says what is in it). It
+gets its name when all of it is written: there is a whole checkpoint under that name, or none. `load` changes nothing
+before every rank has read all it needs.
 """
 
 from __future__ import annotations
@@ -25,14 +25,9 @@ from shoal.base.checks import flag
 from shoal.errors import ConfigError
 from shoal.layout import flat, order_of
 from shoal.state.disk import Draft, finish, flush, index_of, part_of, write_index
-from shoal.zero.ema import EMA
-from shoal.zero.foreign import Asker
-from shoal.zero.lent import unwatched
-from shoal.zero.optimizer import ShardedOptimizer, check_sharded
-from shoal.zero.packing import exact, pack, typed, untyped
-from shoal.zero.parameters import OwnTile, local, named_parameters
-from shoal.zero.plain import BareWeights, bare_weights, full_state_dict, overwrite
-from shoal.zero.saved import (
+from shoal.zero.disk.foreign import Asker
+from shoal.zero.disk.plain import BareWeights, bare_weights, full_state_dict, overwrite
+from shoal.zero.disk.saved import (
     Saved,
     Statistics,
     average_key,
@@ -44,7 +39,12 @@ from shoal.zero.saved import (
     whole_key,
     written,
 )
-from shoal.zero.watch import Agreement
+from shoal.zero.ema import EMA
+from shoal.zero.optimizer import ShardedOptimizer, check_sharded
+from shoal.zero.packing import exact, pack, typed, untyped
+from shoal.zero.parameters import OwnTile, local, named_parameters
+from shoal.zero.ranks.watch import Agreement
+from shoal.zero.unsharded.lent import unwatched
 
 __all__ = ["load", "save"]
 
@@ -232,7 +232,7 @@ def _values(
     others: Mapping[str, torch.Tensor],
     shares: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """What `shoal.zero.saved` lists, without what is not always there."""
+    """What `shoal.zero.disk.saved` lists, without what is not always there."""
     trained = {name for group in optimizer.names for name in group}
     of = {id(each): name for name, each in named_parameters(model)}
     everything = [(name, of[id(each)]) for name, each in named_parameters(model, remove_duplicate=False)]

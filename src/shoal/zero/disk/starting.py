@@ -19,10 +19,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shoal.errors import ConfigError
+from shoal.zero.disk.plain import fitting
+from shoal.zero.disk.weights import Weights
 from shoal.zero.parameters import bottom_up, hooks_of, named_parameters
-from shoal.zero.plain import fitting
-from shoal.zero.watch import Agreement
-from shoal.zero.weights import Weights
+from shoal.zero.ranks.watch import Agreement
 
 __all__ = ["Start", "numbers_of_rank_0"]
 

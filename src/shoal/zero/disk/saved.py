@@ -58,7 +58,7 @@ from shoal.base.checks import path as checked_path
 from shoal.errors import ConfigError
 from shoal.layout import Order, Scattered, Tile, flat, shaped
 from shoal.state.disk import Damaged, Kind, Missing, SavedState, read_state
-from shoal.zero.foreign import Asker, of_run, of_torch, warn_unchecked
+from shoal.zero.disk.foreign import Asker, of_run, of_torch, warn_unchecked
 from shoal.zero.packing import number, unpack, untyped
 
 __all__ = [

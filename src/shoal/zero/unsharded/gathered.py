@@ -18,11 +18,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shoal.errors import LocalError
-from shoal.zero.freed import guard
-from shoal.zero.lent import Loan, Shard, lend, watch_shard
 from shoal.zero.parameters import local, present_pass, weakly
-from shoal.zero.rows import Writes
-from shoal.zero.watch import Watch
+from shoal.zero.ranks.watch import Watch
+from shoal.zero.unsharded.freed import guard
+from shoal.zero.unsharded.lent import Loan, Shard, lend, watch_shard
+from shoal.zero.unsharded.rows import Writes
 
 __all__ = ["BROKE_OFF", "Unsharded"]
 

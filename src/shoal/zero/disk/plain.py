@@ -19,13 +19,13 @@ from torch.distributed.tensor import DTensor
 
 from shoal.base.checks import flag
 from shoal.errors import ConfigError
-from shoal.zero.changes import check_alike, check_whole
-from shoal.zero.foreign import check_archive
-from shoal.zero.lent import writes_of
+from shoal.zero.disk.foreign import check_archive
+from shoal.zero.disk.saved import location
 from shoal.zero.parameters import named_parameters
+from shoal.zero.ranks.watch import Agreement, Watch
 from shoal.zero.replicas import process_group
-from shoal.zero.saved import location
-from shoal.zero.watch import Agreement, Watch
+from shoal.zero.unsharded.changes import check_alike, check_whole
+from shoal.zero.unsharded.lent import writes_of
 
 __all__ = ["BareWeights", "bare_weights", "fitting", "full_state_dict", "overwrite"]
 

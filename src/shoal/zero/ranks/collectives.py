@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from shoal.errors import LocalError
-from shoal.zero.parting import Turn
-from shoal.zero.watch import Watch
+from shoal.zero.ranks.parting import Turn
+from shoal.zero.ranks.watch import Watch
 
 __all__ = ["Collectives", "Owned", "Pending", "Scratch", "Traffic", "sum_in_order"]
 

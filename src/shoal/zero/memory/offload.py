@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from shoal.base.checks import path
 from shoal.errors import ConfigError, LocalError
 from shoal.layout import flat, like, order_of
-from shoal.zero.mapped import Extent, fetch, give_back, let_go, room_for, write_back
+from shoal.zero.memory.mapped import Extent, fetch, give_back, let_go, room_for, write_back
 from shoal.zero.parameters import local, wide_dtype
 from shoal.zero.probe import tried_in_windows
 

@@ -13,9 +13,9 @@ stage  partitioned             memory per rank             sent per rank and ste
 =====  ======================  ==========================  ==========================================================
 
 p, g and s are bytes per parameter (`Precision`, `state_bytes`). This memory is held all through a step. Memory for a
-part of a step comes on top: activations (`shoal.zero.transformer` counts them), the buckets of collectives, one or two
-unsharded layers in stage 3; so do up to N - 1 elements of padding per tensor. Between steps FSDP2 holds in stage 2 no
-more than in stage 3. `shoal.zero` adds gradients of 16 bits up in float32: of a rank's share it holds the float32 means
+part of a step comes on top: activations (`transformer` counts them), the buckets of collectives, one or two unsharded
+layers in stage 3; so do up to N - 1 elements of padding per tensor. Between steps FSDP2 holds in stage 2 no more than
+in stage 3. `shoal.zero` adds gradients of 16 bits up in float32: of a rank's share it holds the float32 means
 (in stage 1 beside the gradients), and in stage 3 the float32 copies are the parameters.
 
 Other engines pay more for the same stage, and so does gloo, whose reduce-scatter is an all-reduce of which a part is
@@ -37,7 +37,7 @@ from shoal.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from shoal.zero.transformer import Transformer
+    from shoal.zero.plan.transformer import Transformer
 
 __all__ = [
     "BACKENDS",
@@ -319,7 +319,7 @@ def estimate(
     found = costs_of(sizes, ranks, stage=stage, micro_batches=micro_batches, backend=backend)
     if sample is None:
         return found
-    from shoal.zero.activations import saved_bytes  # noqa: PLC0415 (as above)
+    from shoal.zero.memory.activations import saved_bytes  # noqa: PLC0415 (as above)
 
     activations = saved_bytes(model, sample)
     return [cost._replace(activations=activations) for cost in found]

@@ -23,13 +23,13 @@ from torch.autograd.graph import increment_version
 from shoal.compression import view_bytes
 from shoal.errors import LocalError
 from shoal.layout import Order, Tile, Tiling, assign, assign_whole, cut, flat, like, order_of, shaped, tile_numel
-from shoal.zero.buckets import ALIGNMENT, Bucket, Homes, buckets_of
-from shoal.zero.collectives import Collectives, Owned
-from shoal.zero.offload import Offload
+from shoal.zero.flat.reduction import Reduction
+from shoal.zero.flat.sparse import Tables
+from shoal.zero.flat.topk import Fraction
+from shoal.zero.memory.offload import Offload
 from shoal.zero.parameters import OwnTile, Roster, hooks_of, named_parameters, wide_dtype
-from shoal.zero.reduction import Reduction
-from shoal.zero.sparse import Tables
-from shoal.zero.topk import Fraction
+from shoal.zero.ranks.buckets import ALIGNMENT, Bucket, Homes, buckets_of
+from shoal.zero.ranks.collectives import Collectives, Owned
 
 __all__ = ["FlatEngine"]
 

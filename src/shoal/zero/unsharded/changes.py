@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from shoal.errors import ConfigError, LocalError
-from shoal.zero.watch import Agreement
+from shoal.zero.ranks.watch import Agreement
 
 __all__ = ["begin", "check_alike", "check_whole", "end", "is_whole", "uninterrupted"]
 

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from shoal.base.nested import tensors_in
 from shoal.errors import ConfigError
-from shoal.zero import rows
-from shoal.zero.watch import Watch
+from shoal.zero.ranks.watch import Watch
+from shoal.zero.unsharded import rows
 
 __all__ = [
     "LOOKS",

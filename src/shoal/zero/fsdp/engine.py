@@ -34,13 +34,13 @@ from torch.distributed.utils import _apply_to_tensors
 from shoal.base.nested import tensors_in
 from shoal.errors import ConfigError, LocalError
 from shoal.layout import Order, Tile
-from shoal.zero.collectives import Collectives, Traffic
-from shoal.zero.fsdp_comms import NarrowReduceScatter, OwnAllGather, OwnReduceScatter, UnitMeeting
-from shoal.zero.lent import is_lent, replace, writes_of
-from shoal.zero.mapped import let_go
-from shoal.zero.offload import Offload
+from shoal.zero.fsdp.comms import NarrowReduceScatter, OwnAllGather, OwnReduceScatter, UnitMeeting
+from shoal.zero.memory.mapped import let_go
+from shoal.zero.memory.offload import Offload
 from shoal.zero.parameters import OwnTile, bottom_up, local, named_parameters, present_pass, weakly
-from shoal.zero.unsharded import BROKE_OFF, Unsharded
+from shoal.zero.ranks.collectives import Collectives, Traffic
+from shoal.zero.unsharded.gathered import BROKE_OFF, Unsharded
+from shoal.zero.unsharded.lent import is_lent, replace, writes_of
 
 __all__ = ["FsdpEngine", "is_container", "is_sharded", "missing", "partition", "roots", "units"]
 

@@ -19,7 +19,7 @@ import torch
 from shoal.errors import ConfigError
 from shoal.layout import Tile
 from shoal.state.disk import MODEL, Damaged, Kind, TensorFile, is_state
-from shoal.zero.saved import Saved, location
+from shoal.zero.disk.saved import Saved, location
 
 __all__ = ["Weights", "weights_in"]
 

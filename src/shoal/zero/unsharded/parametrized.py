@@ -8,7 +8,7 @@ import torch
 from torch.nn.utils.parametrize import ParametrizationList, remove_parametrizations
 
 from shoal.errors import ConfigError
-from shoal.zero.lent import Shard
+from shoal.zero.unsharded.lent import Shard
 
 __all__ = ["keep_places"]
 

@@ -28,9 +28,9 @@ from typing import NamedTuple
 import torch
 
 from shoal.layout import Order, Scattered, Tile, flat, order_of, shaped, tile_numel
-from shoal.zero.collectives import Collectives
+from shoal.zero.flat.topk import Fraction, Residual
 from shoal.zero.parameters import OwnTile, named_parameters, wide_dtype
-from shoal.zero.topk import Fraction, Residual
+from shoal.zero.ranks.collectives import Collectives
 
 __all__ = ["Rows", "Table", "Tables", "add_up", "declared", "tables_of"]
 

@@ -1,8 +1,8 @@
 """Checkpoints that ZeRO has not written, read as its own: those of a run (`shoal.Optimizer`), and of plain torch.
 
 A run numbers the tensors of its state: parameters, extra tensors, then what its optimizer keeps. Plain torch numbers
-parameters. Here all of them get the names that they have in a checkpoint of ZeRO (`shoal.zero.saved`). What is a run's
-alone is left out: epoch, schedule, extra tensors that are not the model's.
+parameters. Here all of them get the names that they have in a checkpoint of ZeRO (`shoal.zero.disk.saved`). What is a
+run's alone is left out: epoch, schedule, extra tensors that are not the model's.
 """
 
 from __future__ import annotations

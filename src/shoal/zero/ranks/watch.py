@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from shoal.errors import ConfigError, RankLost
-from shoal.zero.parting import Parting, Turn, Waiting, at, parted
+from shoal.zero.ranks.parting import Parting, Turn, Waiting, at, parted
 
 __all__ = ["Agreement", "Watch"]
 

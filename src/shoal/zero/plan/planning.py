@@ -13,10 +13,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shoal.errors import ConfigError
-from shoal.zero.laws import Cost, Precision, costs
+from shoal.zero.plan.laws import Cost, Precision, costs
 
 if TYPE_CHECKING:
-    from shoal.zero.transformer import Transformer
+    from shoal.zero.plan.transformer import Transformer
 
 __all__ = ["Plan", "fewest_ranks", "plans"]
 

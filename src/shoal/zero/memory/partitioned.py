@@ -29,10 +29,10 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.base.checks import flag
 from shoal.errors import ConfigError, LocalError, RankLost
-from shoal.zero.collectives import Collectives, Owned
 from shoal.zero.parameters import local
+from shoal.zero.ranks.collectives import Collectives, Owned
+from shoal.zero.ranks.watch import Agreement, Watch
 from shoal.zero.replicas import process_group
-from shoal.zero.watch import Agreement, Watch
 
 __all__ = ["PartitionedActivations", "partition_activations"]
 

@@ -9,7 +9,7 @@ import torch
 from shoal.errors import LocalError
 from shoal.layout import Tile, Tiling, cut, order_of, shaped
 from shoal.layout import flat as flatten
-from shoal.zero.collectives import Owned
+from shoal.zero.ranks.collectives import Owned
 
 __all__ = ["ALIGNMENT", "BUCKET_BYTES", "Bucket", "Homes", "buckets_of"]
 

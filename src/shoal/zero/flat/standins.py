@@ -16,7 +16,7 @@ import torch
 
 from shoal.base.nested import tensors_in
 from shoal.errors import LocalError
-from shoal.zero.lent import LOOKS, is_in_place
+from shoal.zero.unsharded.lent import LOOKS, is_in_place
 
 __all__ = ["StandIn", "StandIns"]
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from shoal.base.checks import path
 from shoal.errors import ConfigError
-from shoal.zero.mapped import Extent, fetch, let_go
+from shoal.zero.memory.mapped import Extent, fetch, let_go
 
 __all__ = ["save_on_disk", "saved_bytes"]
 

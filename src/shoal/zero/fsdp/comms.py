@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from shoal.errors import LocalError
-from shoal.zero.collectives import Collectives, Owned, Pending, sum_in_order
-from shoal.zero.mapped import let_go
-from shoal.zero.watch import Watch
+from shoal.zero.memory.mapped import let_go
+from shoal.zero.ranks.collectives import Collectives, Owned, Pending, sum_in_order
+from shoal.zero.ranks.watch import Watch
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter

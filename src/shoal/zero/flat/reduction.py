@@ -32,13 +32,13 @@ from torch.autograd.graph import get_gradient_edge
 
 from shoal.errors import LocalError, RankLost
 from shoal.layout import Tile, flat, like, order_of
-from shoal.zero.buckets import Bucket, Homes
-from shoal.zero.changes import uninterrupted
-from shoal.zero.collectives import Collectives, Pending, sum_in_order
-from shoal.zero.offload import Offload
+from shoal.zero.flat.sparse import Tables
+from shoal.zero.flat.standins import StandIns
+from shoal.zero.memory.offload import Offload
 from shoal.zero.parameters import present_pass, weakly, wide_dtype
-from shoal.zero.sparse import Tables
-from shoal.zero.standins import StandIns
+from shoal.zero.ranks.buckets import Bucket, Homes
+from shoal.zero.ranks.collectives import Collectives, Pending, sum_in_order
+from shoal.zero.unsharded.changes import uninterrupted
 
 __all__ = ["Reduction"]
 

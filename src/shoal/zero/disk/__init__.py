@@ -1,0 +1,1 @@
+"""Checkpoints of sharded training, and a model's first weights from files."""

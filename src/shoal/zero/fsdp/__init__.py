@@ -1,0 +1,1 @@
+"""Stage 3: PyTorch's FSDP2, and what it lacks."""

@@ -1,0 +1,1 @@
+"""What each stage costs, and which one fits."""

@@ -1,0 +1,1 @@
+"""The whole weights of a sharded model, and what a program may do with them."""

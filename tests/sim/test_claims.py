@@ -80,7 +80,7 @@ def test_a_weight_above_what_a_peer_can_give_is_refused_and_blames_the_sender(cl
         await sim.sleep(20.0)
         me = lying.core.peer_id
         reasons = {each.reason for each in heard if isinstance(each, PeerDropped) and each.peer == me}
-        told = "weight 1e+09, which is more than the" if client else "average of part 0 with the weight 1e+09"
+        told = "weight 1e+09, which is more than the" if client else "average of tile 0 with the weight 1e+09"
         assert any(told in reason for reason in reasons), reasons
         assert not [each for each in heard if isinstance(each, PeerDropped) and each.peer != me]
         assert first.epoch >= before + 5

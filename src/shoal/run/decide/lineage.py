@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from shoal.base.bounded import bound
 from shoal.run.decide.state_name import StateName
-from shoal.run.view.progress import bound
 from shoal.run.view.witness import FASTER
 
 __all__ = ["Apart", "Gives", "Lineage", "Mark", "may_have_led"]

@@ -9,13 +9,14 @@ from typing import Any
 
 import msgspec
 
+from shoal.base.bounded import bound
 from shoal.base.names import known_as
 from shoal.compression import dtype_name
 from shoal.errors import ConfigError, StateUnavailable
 from shoal.protocol.wire import LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN, Digest, encode
 from shoal.run.decide.committed import Committed
 from shoal.run.decide.state_name import StateName
-from shoal.run.view.progress import StateKey, bound
+from shoal.run.view.progress import StateKey
 from shoal.state import Manifest, SharedState, StateAway
 from shoal.train.optimizer_state import AnyTensor
 from shoal.train.training_state import TrainingState

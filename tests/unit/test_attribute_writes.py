@@ -1,8 +1,8 @@
 """Nobody writes into another room's objects: what changes an object is a method of it, with a name.
 
 The check reads source alone, so it knows an object by the attribute that is assigned: one that some class of shoal
-declares, and none of the room that assigns it. A room is a folder of `src/shoal`; in `run` it is each file. A property
-that can be set is a method.
+declares, and none of the room that assigns it. A room is a folder of `src/shoal`; `zero` is one room with all its
+folders, and in `run` each file is one. A property that can be set is a method.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ _OF_LIBRARIES = {"__class__", "data", "grad", "param_groups"}
 
 
 def _room(module: Path) -> str:
+    if module.parts[0] == "zero":
+        return "zero"
     folder = module.parent.as_posix()
     return module.as_posix() if folder == "." or folder.startswith("run") else folder
 

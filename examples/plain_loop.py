@@ -36,11 +36,7 @@ def main():
     dht = shoal.DHT(initial_peers=sys.argv[1:], host_maddrs="/ip4/0.0.0.0/tcp/0", start=True)  # shoal
     print(dht.invite(RUN), flush=True)
     swarm = shoal.Optimizer(  # shoal
-        dht=dht,
-        run_id=RUN,
-        strategy=shoal.strategies.Synchronous(target_batch_size=1024),
-        batch_size_per_step=BATCH,
-        optimizer=optimizer,
+        dht=dht, run_id=RUN, strategy=shoal.strategies.Synchronous(1024), batch_size_per_step=BATCH, optimizer=optimizer
     )
     swarm.announce_end(EPOCHS)  # shoal
     shown = 0.0

@@ -47,7 +47,7 @@ def test_a_group_that_is_asked_for_statistics_takes_no_step(processes: Ranks) ->
 REFUSED = {
     "dht on rank 1": ("ConfigError", "dht must be None on all ranks but rank 0"),
     "no dht": ("ConfigError", "dht is missing on rank 0"),
-    "local updates": ("ConfigError", "use_local_updates=True does not work in a group"),
+    "local updates": ("ConfigError", "LocalUpdates does not work in a group"),
     "auxiliary": ("ConfigError", "auxiliary=True does not work in a group"),
     "batch size of rank 1": ("ConfigError", "batch_size_per_step must be"),
     "rank 0's argument": ("ConfigError", "averaging_timeout must be"),

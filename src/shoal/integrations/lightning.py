@@ -127,14 +127,16 @@ class SwarmCallback(Callback):  # type: ignore[misc]
             raise ConfigError(f"{name} is not given here: {_TAKEN[name]}")
         if options.get("auxiliary"):
             raise ConfigError("auxiliary=True is not for a Trainer, which has data: make a shoal.Optimizer without one")
-        if options.get("offload_optimizer"):
-            raise ConfigError(
-                "offload_optimizer=True is not for a Trainer, as the module makes its optimizer itself: leave it out"
-            )
         if target_batch_size is not None:
             options["target_batch_size"] = target_batch_size
         self._dht, self._run_id, self._options = dht, run_id, options
-        self._steps_alone = strategy_of(options.get("strategy"), options).terms.steps_alone
+        terms = strategy_of(options.get("strategy"), options).terms
+        if terms.offload:
+            raise ConfigError(
+                "offload_optimizer=True is not for a Trainer, nor is a strategy's offload=True: the module makes its "
+                "optimizer itself. Leave it out"
+            )
+        self._steps_alone = terms.steps_alone
         self._batch_size, self._evaluate, self._evaluate_every = batch_size, evaluate, evaluate_every
         self._evaluation: Evaluation | None = None
         self.optimizer: Optimizer | None = None

@@ -24,7 +24,7 @@ from torch.utils.data import RandomSampler, SequentialSampler
 from shoal.base.checks import path, whole
 from shoal.data import PeerSampler
 from shoal.errors import ConfigError
-from shoal.hivemind.arguments import STRATEGY_ARGUMENTS, strategy_of
+from shoal.hivemind.arguments import strategy_of
 from shoal.integrations.metrics import SharedMean
 from shoal.integrations.trainers import (
     Evaluate,
@@ -77,7 +77,7 @@ class SwarmCallback(TrainerCallback):
     - `args.max_steps` is the number of steps of the swarm: the run ends there (`Optimizer.announce_end`).
       `warmup_steps` and the schedule count the swarm's steps, too. All peers give the same.
     - `args.max_grad_norm` clips the average of the gradients of all peers, as it clips those of a large batch; with
-      `use_local_updates` those of each batch.
+      a strategy with which each peer steps alone, those of each batch.
     - With a `strategy` that merges, `max_steps`, `warmup_steps` and the schedule count batches of a peer, as without a
       swarm, and `max_grad_norm` clips the gradients of each batch. The run ends with the merge at which the peers have
       trained `max_steps` batches in the mean. If the strategy's `every` is a time, they count merges.
@@ -147,7 +147,7 @@ class SwarmCallback(TrainerCallback):
         check_evaluate(evaluate, evaluate_every)
         if target_batch_size is not None:
             options["target_batch_size"] = target_batch_size
-        strategy = strategy_of(options.pop("strategy", None), options)
+        strategy = strategy_of(options.get("strategy"), options)
         _check(args, strategy, own_optimizer=optimizer is not None, own_schedule=scheduler is not None)
         self._model, self._args = model, args
         self._taken: dict[str, Any] = {}
@@ -163,8 +163,7 @@ class SwarmCallback(TrainerCallback):
             schedule = makes.create_scheduler(length_of(strategy, args.max_steps), optimizer=inner)
         steps_alone = strategy.terms.steps_alone  # the Trainer clips the gradients of each batch
         if not steps_alone and (args.max_grad_norm or 0) > 0:
-            strategy = strategy_of(strategy, {"max_grad_norm": args.max_grad_norm})
-        options = {name: value for name, value in options.items() if name not in STRATEGY_ARGUMENTS}
+            options["max_grad_norm"] = args.max_grad_norm
         if not options.get("auxiliary"):
             options["batch_size_per_step"] = (
                 args.train_batch_size * args.gradient_accumulation_steps
@@ -172,7 +171,6 @@ class SwarmCallback(TrainerCallback):
         self.optimizer = Optimizer(
             dht=dht,
             run_id=run_id,
-            strategy=strategy,
             optimizer=inner,
             scheduler=schedule,
             model=model,

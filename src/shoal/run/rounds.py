@@ -65,7 +65,7 @@ def gradient_averager(
     else:
         codecs = choose_codecs(compression, training.averaged, TensorRole.GRADIENT)
         if training.no_feedback and any(isinstance(each, ErrorFeedback) for each in codecs):
-            raise ConfigError(f"grad_compression={training.no_feedback}")
+            raise ConfigError(f"compression of the strategy: {training.no_feedback}")
     averaging = msgspec.structs.replace(settings.averager, settings=settings.fingerprint)
     name = f"{settings.run_id}_grad"
     return Averager(core, training.averaged, name, averaging, codecs=codecs, stays=False, **options)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from shoal.base.checks import whole
 from shoal.compression import CompressionBase
-from shoal.runtime.arguments import codec_argument
 from shoal.strategies.merges import Merges
 from shoal.strategies.merging import MOST_QUORUM, Merging, Outer, nesterov
 
@@ -39,9 +38,5 @@ class Decoupled(Merges):
     merging: Merging = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        codec_argument("compression", self.compression)
         whole("quorum", self.quorum, most=MOST_QUORUM)
-        merging = Merging(
-            every=self.every, outer=self.outer, fragments=self.fragments, overlap=None, quorum=self.quorum
-        )
-        object.__setattr__(self, "merging", merging)
+        self._merge_by(every=self.every, outer=self.outer, fragments=self.fragments, overlap=None, quorum=self.quorum)

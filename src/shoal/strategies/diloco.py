@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shoal.compression import CompressionBase
-from shoal.runtime.arguments import codec_argument
 from shoal.strategies.merges import Merges
 from shoal.strategies.merging import Merging, Outer, nesterov
 
@@ -31,5 +30,4 @@ class DiLoCo(Merges):
     merging: Merging = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        codec_argument("compression", self.compression)
-        object.__setattr__(self, "merging", Merging(every=self.every, outer=self.outer))
+        self._merge_by(every=self.every, outer=self.outer)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from shoal.compression import CompressionBase
+from shoal.runtime.arguments import codec_argument
 from shoal.strategies.merge_pace import merge_pace
 from shoal.strategies.merging import Merging
 from shoal.strategies.outer import LocalSteps
@@ -26,6 +28,11 @@ class Merges:
 
     merging: Merging
     compression: CompressionBase | None = None
+
+    def _merge_by(self, **merging: Any) -> None:
+        """Set `merging`, of a frozen value that is being made, to a `Merging` of these arguments."""
+        codec_argument("compression", self.compression)
+        object.__setattr__(self, "merging", Merging(**merging))
 
     @property
     def terms(self) -> Terms:

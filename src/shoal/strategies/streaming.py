@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from shoal.base.checks import whole
 from shoal.compression import CompressionBase
-from shoal.runtime.arguments import codec_argument
 from shoal.strategies.merges import Merges
 from shoal.strategies.merging import MOST_STEPS, Merging, Outer, nesterov
 
@@ -40,13 +39,11 @@ class StreamingDiLoCo(Merges):
     merging: Merging = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        codec_argument("compression", self.compression)
         whole("overlap", self.overlap, most=MOST_STEPS)
-        merging = Merging(
+        self._merge_by(
             every=self.every,
             outer=self.outer,
             fragments=self.fragments,
             overlap=self.overlap,
             mixing=self.mixing,
         )
-        object.__setattr__(self, "merging", merging)

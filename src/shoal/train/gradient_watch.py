@@ -131,7 +131,7 @@ class GradientWatch:
             rows, mib, name = parameter.shape[0], parameter.nbytes >> 20, known_as(parameter, sparse)
             return (
                 f"trained parameter {name} has sparse gradients, and a round sends all its {rows} rows ({mib} MiB), "
-                "touched or not: give it ErrorFeedback(TopKCompression(...)) in grad_compression"
+                "touched or not: give it ErrorFeedback(TopKCompression(...)) as the strategy's compression"
             )
         if kept and not self._kept_told:
             self._kept_told = True

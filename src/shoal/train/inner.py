@@ -86,8 +86,9 @@ def make_offloaded(
     """
     if params is None or isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
-            "offload_optimizer=True needs params, and a class or function as optimizer: the optimizer has to be made "
-            "over copies on the CPU. Give params=model.parameters(), optimizer=lambda params: torch.optim.AdamW(params)"
+            "offload_optimizer=True needs params, and a class or function as optimizer, as a strategy's offload=True "
+            "does: the optimizer has to be made over copies on the CPU. Give params=model.parameters(), "
+            "optimizer=lambda params: torch.optim.AdamW(params)"
         )
     listed = [_listed(each) for each in params]
     trained = [(name, each) for name, each in _tensors_of(listed) if each.requires_grad]

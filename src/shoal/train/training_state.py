@@ -369,7 +369,7 @@ class TrainingState:
 
     @property
     def waits(self) -> bool:
-        """Whether the trainer waits for the round that is under way though others go on (`delay_grad_averaging`)."""
+        """Whether the trainer waits for the round that is under way though others go on."""
         return False
 
     @property

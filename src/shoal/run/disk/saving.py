@@ -279,7 +279,7 @@ def misfit(
     saved: Saved,
     why: str,
     *,
-    do: str = "Give the model, the optimizer and the strategy (or grad_averager_factory) that it was saved with, or",
+    do: str = "Give the model, the optimizer and the strategy that it was saved with, or",
 ) -> ConfigError:
     """The error for a checkpoint that is not of this model or optimizer, or of another kind of run."""
     return ConfigError(f"the checkpoint {saved.path} does not fit: {why}. {do} another folder")

@@ -504,7 +504,8 @@ class CatchUp:
             f"the download of the state took {duration(took_s)}, and one of the steps that the others took meanwhile "
             f"is missing: {following.missed}. A step {pace}has {following.step_bytes} bytes; this line carried "
             f"{rate:.0f} bytes/s. Raise target_batch_size (the strategy's every) so that a step takes "
-            "longer, make steps smaller (grad_compression), or give this peer a faster line, or more catch_up_bytes"
+            "longer, make steps smaller (the strategy's compression), or give this peer a faster line, or more "
+            "catch_up_bytes"
         )
 
     async def joined(self) -> None:

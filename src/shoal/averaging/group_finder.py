@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import msgspec
 
-from shoal.averaging.allreduce.schema import MAX_TILE_BYTES, first_difference
+from shoal.averaging.allreduce.schema import MAX_TILE_BYTES, first_difference, schema_of
 from shoal.averaging.allreduce.vector import Vector
 from shoal.averaging.core import PeerCore
 from shoal.averaging.directory import DhtDirectory
@@ -59,7 +59,7 @@ class GroupFinder:
 
     def __init__(self, core: PeerCore, prefix: str, settings: AveragerSettings, vector: Vector) -> None:
         self._prefix, self._settings, self._vector = prefix, settings, vector
-        self._me, self._clock, self._schema = core.peer_id, core.env.clock, vector.schema
+        self._me, self._clock, self._schema = core.peer_id, core.env.clock, schema_of(vector.layout.specs)
         self.bits = GroupBits(settings.group_bits, target_group_size=settings.target_group_size, rng=core.env.rng)
         self.looking = False
         full_size = settings.target_group_size or vector.most_members(settings.part_size_bytes)

@@ -10,7 +10,6 @@ Who owns a tile is looked up in the `Tiling`, and computed nowhere else.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -47,9 +46,6 @@ class Tile(NamedTuple):
     def of(self, values: torch.Tensor) -> torch.Tensor:
         """Its values among all those of its tensor, which are one-dimensional; a view."""
         return values[self.start : self.stop]
-
-    def __str__(self) -> str:
-        return f"{self.name}[{self.start}:{self.stop}]"
 
 
 @dataclass(frozen=True)
@@ -89,11 +85,6 @@ class Tiling:
     def owned(self, owner: int) -> list[Tile]:
         """The tiles of one owner."""
         return [tile for tile, found in zip(self.tiles, self.owners, strict=True) if found == owner]
-
-    @property
-    def schema(self) -> str:
-        """A hash of the cuts, whoever owns them: equal if tiles mean the same."""
-        return hashlib.sha256("\n".join(map(str, self.tiles)).encode()).hexdigest()
 
 
 def tile_numel(numel: int) -> int:

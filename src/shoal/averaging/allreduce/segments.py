@@ -216,11 +216,6 @@ class SegmentBuffers(NamedTuple):
             found[segment.name] = cls.of(segment, local, result)
         return found
 
-    @property
-    def name(self) -> str:
-        """The segment's."""
-        return self.segment.name
-
     def sizes(self, tile: Tile) -> tuple[int, ...]:
         """See `Segment.sizes`."""
         return self.segment.sizes(tile)

@@ -211,12 +211,12 @@ class Vector:
         """The round was committed: what is to be told of tensors that it did not move. See `StillWatch.committed`."""
         if self._still is None:
             return None
-        narrow = (
-            each
-            for each in self._segments.values()
+        narrow = {
+            name: each.result
+            for name, each in self._segments.items()
             if each.codec.name in _NARROW or sum_dtype(each.dtype) != each.dtype
-        )
-        return self._still.committed({each.name: each.result for each in narrow})
+        }
+        return self._still.committed(narrow)
 
     def _view(self, tensor: int, *, result: bool) -> torch.Tensor:
         segment, start, stop = self._places[tensor]
@@ -248,11 +248,6 @@ class Vector:
         for segment in self._segments.values():
             if segment.reference is not None:
                 segment.reference.agreed = on_reference
-
-    @property
-    def schema(self) -> bytes:
-        """See `schema.schema_of`."""
-        return schema.schema_of(self.layout.specs)
 
     def tiling(self, shares: Sequence[int], tile_bytes: int) -> Tiling:
         """The tiles of this round: see `schema.tiling`."""

@@ -28,7 +28,7 @@ import torch
 import shoal
 from shoal import compression
 from shoal.run.join.steps import Step
-from shoal.state.snapshot import Snapshot
+from shoal.state.wire.snapshot import Snapshot
 
 EPOCHS = 4
 WIDTH = 512

@@ -19,7 +19,8 @@ from shoal.base.peer import Address
 from shoal.compression import allocate, populate, view_bytes
 from shoal.protocol.identity import Identity
 from shoal.state.digest import digest_of
-from shoal.state.manifest import CHUNK_BYTES, worst_values
+from shoal.state.finite import worst_values
+from shoal.state.wire.manifest import CHUNK_BYTES
 from shoal.transport.base import Connection
 from shoal.transport.tcp import TcpTransport
 

@@ -11,7 +11,7 @@ import torch
 import shoal
 from benchmarks.contenders.state_worker import Options, StatePeer, serve, state
 from shoal.compression import CompressionInfo
-from shoal.state import SharedState, ShareLimits, StateDonor
+from shoal.state.wire import SharedState, ShareLimits, StateDonor
 
 PREFIX = "benchmark"
 

@@ -60,7 +60,7 @@ def two_nats() -> Verdict:
 
 def telling(line: Line, job: Job) -> Report:
     """Train, and say which share of the state is here: when one was chosen, and after each chunk."""
-    from shoal.state.feed import Target
+    from shoal.state.wire.feed import Target
 
     target: Any = Target
     verified, begin = target.verified, target.__init__

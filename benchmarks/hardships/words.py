@@ -14,7 +14,7 @@ from benchmarks.truth.kit import Verdict, apart, changed
 from benchmarks.truth.peers import Peer, Peers
 from shoal.errors import PeerError
 from shoal.protocol.wire import Contact, GetManifest, ManifestPending
-from shoal.state import Donor, DownloadedState, SharedState, StateDonor, download_state
+from shoal.state.wire import Donor, DownloadedState, SharedState, StateDonor, download_state
 
 __all__ = ["REPLAYS"]
 

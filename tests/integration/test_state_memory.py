@@ -25,7 +25,7 @@ from shoal.compression import codec_by_name
 from shoal.protocol.identity import Identity
 from shoal.base.peer import Address
 from shoal.rpc import Endpoint
-from shoal.state import Donor, SharedState, ShareLimits, StateDonor, download_state
+from shoal.state.wire import Donor, SharedState, ShareLimits, StateDonor, download_state
 from shoal.transport.tcp import TcpTransport
 from shoal.protocol.wire import Contact, GetManifest, ManifestPending
 

@@ -18,7 +18,7 @@ from shoal.run.decide.committed import Committed
 from shoal.run.decide.state_name import StateName
 from shoal.run.disk.checkpoint import copy_of, write
 from shoal.run.join.shared_state import share
-from shoal.state.disk import FORMAT, seal
+from shoal.state.disk.folder import FORMAT, seal
 from shoal.train.training_state import TrainingState
 from tests.integration import zero_cases as cases
 from tests.integration.ranks import Failed, Ranks, ranks
@@ -395,12 +395,16 @@ def test_what_is_no_path_is_refused(path: Any) -> None:
         shoal.zero.consolidate(path)
 
 
-def test_a_rank_that_is_killed_while_it_saves_leaves_no_checkpoint(pool: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("killed", "where"), [(1, "file"), (0, "index"), (0, "name")])
+def test_a_rank_that_is_killed_while_it_saves_leaves_no_checkpoint(
+    pool: Ranks, tmp_path: Path, killed: int, where: str
+) -> None:
     """The one from before stays whole; under the new name there is nothing."""
-    outcomes = pool.outcomes(3, cases.save_twice_and_die, str(tmp_path), killed=1)
-    for rank in (0, 2):
-        assert isinstance(outcomes[rank], Failed), outcomes[rank]
-        assert outcomes[rank].kind == "RankLost"
+    outcomes = pool.outcomes(3, cases.save_twice_and_die, str(tmp_path), where, killed=killed)
+    for rank in {0, 1, 2} - {killed}:
+        failed = outcomes[rank]
+        assert isinstance(failed, Failed), failed
+        assert failed.kind == "RankLost"
     assert [each.name for each in tmp_path.iterdir()] == ["first"]
     assert shoal.zero.consolidate(tmp_path / "first")["extra"] == {"epoch": 1}
 

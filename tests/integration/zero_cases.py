@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 import shoal.zero
 from shoal.errors import ConfigError, LocalError
 from shoal.layout import Tile, Tiling
+from shoal.state.disk import folder as state_folder
 from shoal.state.disk import tensor_file
 from shoal.zero.flat import engine as flat
 from shoal.zero.fsdp import engine as fsdp
@@ -835,13 +836,19 @@ def load_into_other_optimizer(path: str) -> None:
     shoal.zero.load(path, model, optimizer)
 
 
-def save_twice_and_die(folder: str) -> None:
-    """Save, then die in the middle of saving again: when this rank's file of the second is there."""
+def save_twice_and_die(folder: str, where: str) -> None:
+    """Save, then die in the middle of saving again.
+
+    It is rank 1 when its file of the second is there; or rank 0 when the index is there, or before the folder has its
+    name.
+    """
     model, optimizer = _shard(2, "adamw")
     train(optimizer, model, steps=1)
     shoal.zero.save(f"{folder}/first", model, optimizer, extra={"epoch": 1})
-    if dist.get_rank() == 1:
+    if dist.get_rank() == 1 and where == "file":
         vars(tensor_file)["flush"] = lambda path: die_here()
+    if dist.get_rank() == 0 and where != "file":
+        vars(state_folder)["flush"] = lambda path: die_here() if path.is_dir() == (where == "name") else None
     shoal.zero.save(f"{folder}/second", model, optimizer)
 
 

@@ -16,7 +16,7 @@ from shoal.compression import CompressionBase
 from shoal.events import Event
 from shoal.rpc import Endpoint
 from shoal.sim import SimHost, SimNetwork, Swarm, sleep
-from shoal.state import Donor, DownloadedState, SharedState, ShareLimits, StateDonor, download_state
+from shoal.state.wire import Donor, DownloadedState, SharedState, ShareLimits, StateDonor, download_state
 
 E = TypeVar("E", bound=Event)
 P = ParamSpec("P")

@@ -13,7 +13,7 @@ from shoal import sim
 from shoal.errors import ConfigError, StateUnavailable
 from shoal.events import Warned
 from shoal.sim import SimNetwork
-from shoal.state.pace import MIN_BYTES_PER_S
+from shoal.state.wire.pace import MIN_BYTES_PER_S
 from tests.sim.optimizer_kit import Run, Trainer
 from tests.sim.test_catch_up import ballast
 

@@ -10,10 +10,10 @@ import pytest
 
 from shoal import sim
 from shoal.base.peer import PeerID
-from shoal.state import DownloadedState, ShareLimits, StateDonor
-from shoal.state.assembly import Assembly
-from shoal.state.download import _Download
-from shoal.state.feed import Feed, Target
+from shoal.state.wire import DownloadedState, ShareLimits, StateDonor
+from shoal.state.wire.assembly import Assembly
+from shoal.state.wire.download import _Download
+from shoal.state.wire.feed import Feed, Target
 from tests.sim.test_catch_up import MEMBERS, MIB, Scene, held, paces
 
 CHUNKS = 4

@@ -12,7 +12,7 @@ from shoal import sim
 from shoal.errors import PeerRefused
 from shoal.protocol.wire import DialBack, FollowSteps, StepsFrom, encode
 from shoal.run.join.step_feed import MAX_FOLLOWERS
-from shoal.state import ShareLimits
+from shoal.state.wire import ShareLimits
 from shoal.strategies import DiLoCo
 from shoal.transport.tcp import TcpTransport
 from tests.sim.optimizer_kit import Run

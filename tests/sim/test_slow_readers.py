@@ -10,7 +10,7 @@ import torch
 from shoal.errors import PeerError
 from shoal.protocol.wire import FetchChunks, GetManifest, ManifestReply
 from shoal.sim import Swarm, run, sleep
-from shoal.state import ShareLimits
+from shoal.state.wire import ShareLimits
 from tests.sim.state_kit import MIB, PREFIX, Box, Node, donors_of, fetch, new_swarm, node
 from tests.situations import reaches
 

@@ -14,8 +14,8 @@ from shoal.errors import ConfigError, PeerRefused, StateUnavailable
 from shoal.events import PeerDropped, StateServed, Warned
 from shoal.protocol.wire import FetchChunks, GetManifest, ManifestReply, MoreChunks
 from shoal.sim import run, sleep
-from shoal.state import DownloadLimits, Pacer, ShareLimits, StateDonor
-from shoal.state.upload import Upload
+from shoal.state.wire import DownloadLimits, Pacer, ShareLimits, StateDonor
+from shoal.state.wire.upload import Upload
 from tests.sim.state_kit import (
     MIB,
     PREFIX,
@@ -54,7 +54,7 @@ def test_a_donor_without_memory_for_a_copy_says_so_and_goes_on(monkeypatch: pyte
         donor = await swarm.start_peer("donor", node(box))
         await swarm.start_peer("new", node())
         with monkeypatch.context() as patch:
-            patch.setattr("shoal.state.snapshot.allocate", none_left)
+            patch.setattr("shoal.state.wire.snapshot.allocate", none_left)
             for _ in range(2):
                 with pytest.raises(StateUnavailable, match="no copy of the state can be made for newcomers"):
                     await fetch(swarm, "new", donors_of(donor), timeout_s=20.0)

@@ -17,7 +17,7 @@ from shoal.compression import (
 from shoal.errors import ClosedError, ConfigError, StateUnavailable
 from shoal.events import PeerDropped, StateDownloaded, StateServed, Warned
 from shoal.sim import run, sleep
-from shoal.state import matching
+from shoal.state.wire import matching
 from tests.sim.state_kit import MIB, Box, donors_of, fetch, new_swarm, node, random_tensors, same
 
 

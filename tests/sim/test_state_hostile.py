@@ -19,9 +19,9 @@ from shoal.events import PeerDropped
 from shoal.protocol.wire import Chunk, FetchChunks, GetManifest, ManifestPending, ManifestReply, MoreChunks
 from shoal.rpc import Stream
 from shoal.sim import SimNetwork, Swarm, run, sleep
-from shoal.state import Donor, DownloadLimits, ShareLimits, StateDonor
-from shoal.state.readers import Reader
-from shoal.state.snapshot import Snapshot
+from shoal.state.wire import Donor, DownloadLimits, ShareLimits, StateDonor
+from shoal.state.wire.readers import Reader
+from shoal.state.wire.snapshot import Snapshot
 from tests.sim.state_kit import MIB, Box, Node, donors_of, fetch, new_swarm, node, random_tensors, same
 from tests.situations import reaches
 
@@ -119,7 +119,7 @@ def test_a_receiver_without_memory_for_a_state_blames_its_donor(monkeypatch: pyt
         donor = await swarm.start_peer("donor", node(Box(random_tensors(1, 2))))
         me = await swarm.start_peer("new", node())
         with monkeypatch.context() as patch:
-            patch.setattr("shoal.state.assembly.allocate", fails)
+            patch.setattr("shoal.state.wire.assembly.allocate", fails)
             with pytest.raises(
                 StateUnavailable, match=r"^this machine has no memory for a tensor of .* bytes; the who"
             ):

@@ -11,8 +11,8 @@ import torch
 from shoal.base.clock import Env
 from shoal.protocol.wire import GetManifest, ManifestPending, ManifestReply
 from shoal.sim import Swarm, run, sleep
-from shoal.state import Pacer
-from shoal.state.upload import Upload
+from shoal.state.wire import Pacer
+from shoal.state.wire.upload import Upload
 from shoal.transport.memory import MemoryConnection
 from tests.sim.state_kit import MIB, PREFIX, Box, Node, SlowExecutor, donors_of, fetch, new_swarm, node
 

@@ -9,7 +9,7 @@ import torch
 from shoal.errors import PeerRefused
 from shoal.protocol.wire import FetchChunks, GetManifest, ManifestPending, ManifestReply, MoreChunks
 from shoal.sim import Swarm, run, sleep
-from shoal.state import DownloadedState, ShareLimits
+from shoal.state.wire import DownloadedState, ShareLimits
 from tests.sim.state_kit import MIB, PREFIX, Box, Node, donors_of, fetch, new_swarm, node
 
 

@@ -17,9 +17,9 @@ from shoal.events import PeerDropped, StateServed
 from shoal.protocol.wire import Chunk, MoreChunks, Opening
 from shoal.rpc import Stream
 from shoal.sim import Swarm, run, sleep
-from shoal.state import DownloadLimits, Pacer, ShareLimits, StateDonor
-from shoal.state.readers import Reader
-from shoal.state.snapshot import Snapshot
+from shoal.state.wire import DownloadLimits, Pacer, ShareLimits, StateDonor
+from shoal.state.wire.readers import Reader
+from shoal.state.wire.snapshot import Snapshot
 from tests.sim.state_kit import (
     MIB,
     Box,
@@ -399,7 +399,7 @@ def test_a_spoiled_state_is_fetched_once_and_all_its_donors_are_named(
 
     Who sent a part of another state, that was kept, is not to blame.
     """
-    monkeypatch.setattr("shoal.state.snapshot.infinite_tensors", lambda tensors, share, allowed, called: [])
+    monkeypatch.setattr("shoal.state.wire.snapshot.infinite_tensors", lambda tensors, share, allowed, called: [])
 
     async def main() -> None:
         swarm = new_swarm()

@@ -10,7 +10,7 @@ from shoal.compression import Float16Compression, NoCompression
 from shoal.protocol.identity import Identity
 from shoal.rpc import Endpoint
 from shoal.sim import SimNetwork
-from shoal.state import Donor, StateDonor, download_state
+from shoal.state.wire import Donor, StateDonor, download_state
 from shoal.transport.memory import MemoryTransport
 from tests.sim.state_kit import PREFIX, Box, random_tensors, same
 

@@ -14,7 +14,7 @@ from shoal.averaging import Averager, AveragerSettings, TensorLock
 from shoal.averaging.core import PeerCore
 from shoal.protocol.wire import DhtPing
 from shoal.sim import SimHost, Swarm, run, sleep
-from shoal.state import Donor, StateDonor, download_state
+from shoal.state.wire import Donor, StateDonor, download_state
 from shoal.transport.uplink import Uplink
 from shoal.transport.upload_limit import UploadLimit
 from tests.sim.state_kit import Box, random_tensors, same

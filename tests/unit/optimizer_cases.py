@@ -15,7 +15,7 @@ from shoal.protocol.wire import ManifestReply, decode, encode
 from shoal.run.decide.committed import Committed
 from shoal.run.decide.state_name import StateName
 from shoal.run.join.shared_state import share, why_not_ours
-from shoal.state.manifest import Manifest, chunk_size, describe, read_manifest
+from shoal.state.wire.manifest import Manifest, chunk_size, describe, read_manifest
 from shoal.train.training_state import TrainingState
 
 Make = Callable[[list[Any]], torch.optim.Optimizer]

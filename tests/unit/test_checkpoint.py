@@ -20,7 +20,7 @@ from shoal.run.decide.state_name import StateName
 from shoal.run.disk import checkpoint
 from shoal.run.disk.checkpoint import Content, Saved, copy_of, newest, write
 from shoal.run.join.shared_state import share
-from shoal.state.disk import FORMAT, seal
+from shoal.state.disk.folder import FORMAT, seal
 from shoal.train.training_state import TrainingState
 from tests.odd_torch import ODD
 from tests.unit.optimizer_cases import optimizer_by_name, parameters, shapes_for, step, training_of

@@ -22,9 +22,9 @@ from shoal.compression import (
     view_bytes,
 )
 from shoal.errors import PeerProtocolError
-from shoal.state.assembly import Assembly
 from shoal.state.digest import digest_of
-from shoal.state.manifest import Manifest, StateTensorSpec, describe
+from shoal.state.wire.assembly import Assembly
+from shoal.state.wire.manifest import Manifest, StateTensorSpec, describe
 from tests.codecs import CODECS
 
 CHUNK = 1024
@@ -77,7 +77,7 @@ def test_tensors_of_every_kind_come_out_as_they_went_in() -> None:
 def test_a_large_tensor_is_decoded_tile_by_tile(numel: int, codec: CompressionBase, dtype: torch.dtype) -> None:
     """Each tile as its codec decodes it alone; also where that takes more room than the values, or their memory."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shoal.state.manifest.TILE_ELEMENTS", 64)
+        patch.setattr("shoal.state.wire.manifest.TILE_ELEMENTS", 64)
         tensor = (torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 3).to(dtype)
         used = codec if codec.supports(dtype) else NoCompression()
         manifest, data = encoded([tensor, torch.ones(3)], [used, NoCompression()])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.state.snapshot import CopyLimit
+from shoal.state.wire.snapshot import CopyLimit
 
 
 def copies_within(limit: CopyLimit, hosts: list[str], seconds: int, took_s: float, share: float = 0.0) -> int:

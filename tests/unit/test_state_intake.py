@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.base.peer import PeerID
-from shoal.state.arrivals import Intake, Line
+from shoal.state.wire.arrivals import Intake, Line
 
 A, B = (PeerID(bytes([number]) * 32) for number in range(2))
 MIB = 1 << 20

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from shoal.compression import Float16Compression, NoCompression, TopKCompression
 from shoal.errors import ConfigError, PeerProtocolError
 from shoal.protocol.wire import ManifestReply, decode, encode
-from shoal.state.manifest import (
+from shoal.state.wire.manifest import (
     CHUNK_BYTES,
     MAX_CHUNK_BYTES,
     MAX_CHUNKS,

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from shoal.base.peer import PeerID
 from shoal.compression import NoCompression
 from shoal.errors import ConfigError
-from shoal.state.arrivals import ArrivalRate
-from shoal.state.candidates import Candidates, Donor
-from shoal.state.manifest import Manifest, StateTensorSpec
-from shoal.state.pace import BackgroundLimit, Pacer
-from shoal.state.plan import ChunkPlan
+from shoal.state.wire.arrivals import ArrivalRate
+from shoal.state.wire.candidates import Candidates, Donor
+from shoal.state.wire.manifest import Manifest, StateTensorSpec
+from shoal.state.wire.pace import BackgroundLimit, Pacer
+from shoal.state.wire.plan import ChunkPlan
 
 CHUNK = 1024
 

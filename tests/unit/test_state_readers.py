@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shoal.base.peer import PeerID
-from shoal.state.readers import Reader, Readers
+from shoal.state.wire.readers import Reader, Readers
 
 KIB = 1 << 10
 

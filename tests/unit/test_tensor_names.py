@@ -18,7 +18,7 @@ from shoal.run.decide.committed import Committed
 from shoal.run.decide.state_name import StateName
 from shoal.run.join.shared_state import share
 from shoal.run.report.notices import Notices
-from shoal.state.manifest import infinite_tensors
+from shoal.state.finite import infinite_tensors
 from shoal.strategies import DiLoCo
 from shoal.strategies.outer import LocalSteps
 from shoal.train.gradient_watch import GradientWatch

@@ -23,7 +23,7 @@ from shoal.run.decide.committed import Committed
 from shoal.run.decide.state_name import UNDECIDED, StateName
 from shoal.run.join.shared_state import share, why_not_ours
 from shoal.run.report.notices import Notices
-from shoal.state import Manifest, StateTensorSpec
+from shoal.state.wire import Manifest, StateTensorSpec
 from shoal.strategies import DiLoCo, LocalSGD, StreamingDiLoCo
 from shoal.strategies.low_rank_training import LowRankTrainingState
 from shoal.strategies.outer import LocalSteps

@@ -12,7 +12,7 @@ from shoal.compression import view_bytes
 from shoal.run.decide.committed import Committed
 from shoal.run.decide.state_name import StateName
 from shoal.run.join.shared_state import share
-from shoal.state import StateAway
+from shoal.state.wire import StateAway
 from shoal.strategies.local_updates import LocalTrainingState
 from shoal.train import value_mark
 from shoal.train.training_state import TrainingState

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from shoal.errors import ConfigError
-from shoal.state.disk import Draft
+from shoal.state.disk.tensor_file import Draft
 from shoal.zero.memory import offload
 from shoal.zero.memory.mapped import Extent, fetch, let_go, write_back
 from shoal.zero.memory.offload import Offload, in_windows, problem_of

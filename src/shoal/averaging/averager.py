@@ -49,7 +49,7 @@ from shoal.errors import (
 )
 from shoal.events import LocalValuesRejected, PeerDropped, RoundAborted, RoundFinished, Warned
 from shoal.protocol.wire import Member, decode_plain
-from shoal.state import SharedState
+from shoal.state.wire import SharedState
 
 __all__ = ["Averager"]
 

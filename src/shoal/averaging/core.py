@@ -17,7 +17,7 @@ from shoal.transport.sockets import is_loopback
 
 if TYPE_CHECKING:
     from shoal.averaging.allreduce.round import RoundTable
-    from shoal.state import Pacer
+    from shoal.state.wire import Pacer
 
 __all__ = ["PeerCore"]
 
@@ -157,7 +157,7 @@ class PeerCore:
             ConfigError: `state_upload_limit` is too low.
         """
         if self._pacer is None:
-            from shoal.state import Pacer  # noqa: PLC0415 (as above)
+            from shoal.state.wire import Pacer  # noqa: PLC0415 (as above)
 
             self._pacer = Pacer(self.state_upload_limit)
         return self._pacer

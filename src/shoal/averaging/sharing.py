@@ -17,7 +17,7 @@ from shoal.base.clock import shielded
 from shoal.base.tasks import Tasks
 from shoal.errors import ClosedError, LocalError, ShoalError, StateUnavailable
 from shoal.events import Warned
-from shoal.state import Donor, DownloadedState, DownloadLimits, SharedState, StateDonor, download_state
+from shoal.state.wire import Donor, DownloadedState, DownloadLimits, SharedState, StateDonor, download_state
 
 __all__ = ["StateSharing"]
 

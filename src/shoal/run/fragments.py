@@ -21,7 +21,7 @@ from shoal.protocol.wire import MAX_SAMPLES, decode_plain, encode
 from shoal.run.decide.state_name import StateName
 from shoal.run.join.shared_state import name_of
 from shoal.run.participant import Participant
-from shoal.state import SharedState
+from shoal.state.wire import SharedState
 from shoal.train.training_state import PreparedState, TrainingState, fingerprint_of
 
 __all__ = [

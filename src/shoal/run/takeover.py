@@ -36,7 +36,7 @@ from shoal.run.join.shared_state import Misfits, before_of, committed_of, histor
 from shoal.run.outlook import Outlook
 from shoal.run.report.notices import Notices, left_out
 from shoal.run.view.progress import StateKey, SwarmView
-from shoal.state import Donor, DownloadedState, Intake, download_state
+from shoal.state.wire import Donor, DownloadedState, Intake, download_state
 from shoal.train.options import kinds
 from shoal.train.training_state import PreparedState
 

@@ -38,7 +38,7 @@ from shoal.runtime.dht import DHT
 from shoal.runtime.sharing import SharesState
 from shoal.runtime.tensors import LockedTensors
 from shoal.runtime.thread import GRACE_S, LoopFuture, LoopThread
-from shoal.state import SharedState
+from shoal.state.wire import SharedState
 
 __all__ = ["DecentralizedAverager"]
 

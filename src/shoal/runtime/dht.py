@@ -480,7 +480,7 @@ def _dht_settings(replicas: int) -> DhtSettings:
 def _checked_limit(limit: float | None) -> float | None:
     if (limit := own_number(limit)) is None:
         return None
-    from shoal.state import Pacer  # noqa: PLC0415 (a peer without tensors does without torch)
+    from shoal.state.wire import Pacer  # noqa: PLC0415 (a peer without tensors does without torch)
 
     if isinstance(limit, bool) or not isinstance(limit, int | float):
         raise ConfigError(f"state_upload_limit must be a number of bytes per second, or None, got {limit!r}")

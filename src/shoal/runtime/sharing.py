@@ -18,7 +18,7 @@ from shoal.protocol.wire import MAX_EPOCH
 from shoal.runtime.dht import DHT
 from shoal.runtime.tensors import LockedTensors
 from shoal.runtime.thread import GRACE_S, LoopFuture
-from shoal.state import SharedState
+from shoal.state.wire import SharedState
 
 __all__ = ["SharesState"]
 

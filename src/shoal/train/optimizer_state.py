@@ -30,7 +30,7 @@ import torch
 from shoal.base.names import known_as
 from shoal.errors import ConfigError
 from shoal.protocol.wire import encode
-from shoal.state import StateTensorSpec
+from shoal.state.wire import StateTensorSpec
 from shoal.train.options import LEFT_OUT
 from shoal.train.trial import draws_random_numbers, first_statistics, needs, try_step
 

@@ -37,22 +37,12 @@ import torch
 
 from shoal.errors import ConfigError
 from shoal.run.decide.state_name import StateName
-from shoal.state import SharedState
 from shoal.state.digest import digest_of
-from shoal.state.disk import (
-    INDEX,
-    MODEL,
-    Damaged,
-    Draft,
-    Index,
-    finish,
-    index_of,
-    is_state,
-    part_of,
-    read_index,
-    read_state,
-)
-from shoal.state.manifest import infinite_tensors
+from shoal.state.disk.folder import INDEX, MODEL, finish, index_of, is_state, part_of, read_index, read_state
+from shoal.state.disk.old import Index
+from shoal.state.disk.tensor_file import Damaged, Draft
+from shoal.state.finite import infinite_tensors
+from shoal.state.wire import SharedState
 
 __all__ = ["Content", "Files", "Saved", "copy_of", "given_up", "newest", "write", "write_given_up"]
 

@@ -21,7 +21,7 @@ from shoal.run.decide.state_name import UNDECIDED, StateName
 from shoal.run.join.shared_state import share
 from shoal.run.report.notices import Notices
 from shoal.run.view.progress import NO_STATE, StateKey
-from shoal.state import SharedState
+from shoal.state.wire import SharedState
 from shoal.train.training_state import TrainingState
 
 __all__ = ["OwnState", "Replaced", "Update"]

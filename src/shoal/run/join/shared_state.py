@@ -17,7 +17,7 @@ from shoal.protocol.wire import LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN, Digest, enc
 from shoal.run.decide.committed import Committed
 from shoal.run.decide.state_name import StateName
 from shoal.run.view.progress import StateKey
-from shoal.state import Manifest, SharedState, StateAway
+from shoal.state.wire import Manifest, SharedState, StateAway
 from shoal.train.optimizer_state import AnyTensor
 from shoal.train.training_state import TrainingState
 

@@ -33,9 +33,9 @@ from shoal.rpc import Stream
 from shoal.run.decide.agreement import Agreement
 from shoal.run.decide.state_name import StateName
 from shoal.run.join.steps import Step, name_after, name_before, of_round, of_step_alone
-from shoal.state import Pacer
-from shoal.state.pace import FREE_PIECE_BYTES, HELD_PIECE_BYTES
-from shoal.state.upload import Upload
+from shoal.state.wire import Pacer
+from shoal.state.wire.pace import FREE_PIECE_BYTES, HELD_PIECE_BYTES
+from shoal.state.wire.upload import Upload
 
 __all__ = ["HOLD_S", "KEPT", "MAX_FOLLOWERS", "MOST_KEPT", "SPARE_BYTES", "StepFeed"]
 

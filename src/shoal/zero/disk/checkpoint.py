@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_map
 from shoal.base.checks import flag
 from shoal.errors import ConfigError
 from shoal.layout import flat, order_of
-from shoal.state.disk import Draft, finish, flush, index_of, part_of, write_index
+from shoal.state.disk.folder import finish, index_of, part_of, write_index
+from shoal.state.disk.tensor_file import Draft, flush
 from shoal.zero.disk.foreign import Asker
 from shoal.zero.disk.plain import BareWeights, bare_weights, full_state_dict, overwrite
 from shoal.zero.disk.saved import (

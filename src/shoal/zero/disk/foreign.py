@@ -23,8 +23,9 @@ from torch.utils._pytree import tree_map_only
 
 from shoal.compression import NoCompression
 from shoal.errors import ConfigError
-from shoal.state import StateTensorSpec
-from shoal.state.disk import MODEL, Damaged, Kind, SavedState, SavedTile
+from shoal.state.disk.folder import MODEL, SavedState, SavedTile
+from shoal.state.disk.tensor_file import Damaged, Kind
+from shoal.state.wire import StateTensorSpec
 from shoal.train.optimizer_state import Exported, read_exported
 from shoal.zero.packing import pack, typed
 

@@ -57,7 +57,8 @@ import torch
 from shoal.base.checks import path as checked_path
 from shoal.errors import ConfigError
 from shoal.layout import Order, Scattered, Tile, flat, shaped
-from shoal.state.disk import Damaged, Kind, Missing, SavedState, read_state
+from shoal.state.disk.folder import SavedState, read_state
+from shoal.state.disk.tensor_file import Damaged, Kind, Missing
 from shoal.zero.disk.foreign import Asker, of_run, of_torch, warn_unchecked
 from shoal.zero.packing import number, unpack, untyped
 

@@ -18,7 +18,8 @@ import torch
 
 from shoal.errors import ConfigError
 from shoal.layout import Tile
-from shoal.state.disk import MODEL, Damaged, Kind, TensorFile, is_state
+from shoal.state.disk.folder import MODEL, is_state
+from shoal.state.disk.tensor_file import Damaged, Kind, TensorFile
 from shoal.zero.disk.saved import Saved, location
 
 __all__ = ["Weights", "weights_in"]

@@ -13,7 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from shoal.rpc import Endpoint, Stream
-from shoal.state.pace import LONGEST_HOLD_S, LOOK_AGAIN_S, BackgroundLimit, Pacer
+from shoal.state.wire.pace import LONGEST_HOLD_S, LOOK_AGAIN_S, BackgroundLimit, Pacer
 
 __all__ = ["Upload"]
 

@@ -35,14 +35,14 @@ from shoal.errors import ClosedError, ConfigError, LocalError, PeerProtocolError
 from shoal.protocol.wire import ManifestPending, ManifestReply, encode
 from shoal.rpc.rate_limiter import RateLimiter
 from shoal.state.digest import DIGEST_BYTES, digest_of
-from shoal.state.manifest import (
+from shoal.state.finite import infinite_tensors
+from shoal.state.wire.manifest import (
     MAX_CHUNK_BYTES,
     MAX_CHUNKS,
     Manifest,
     StateTensorSpec,
     chunk_size,
     describe,
-    infinite_tensors,
     read_manifest,
     shares,
 )

@@ -50,10 +50,10 @@ from shoal.errors import (
 from shoal.events import PeerDropped, StateDownloaded
 from shoal.protocol.wire import GetManifest, ManifestPending
 from shoal.rpc import Endpoint
-from shoal.state.arrivals import HOPE, Intake
-from shoal.state.candidates import Candidates, Donor
-from shoal.state.feed import END_WITHIN_S, Feed, MayRead, Target
-from shoal.state.manifest import MAX_TENSORS, Accept, Manifest, read_manifest, shares
+from shoal.state.wire.arrivals import HOPE, Intake
+from shoal.state.wire.candidates import Candidates, Donor
+from shoal.state.wire.feed import END_WITHIN_S, Feed, MayRead, Target
+from shoal.state.wire.manifest import MAX_TENSORS, Accept, Manifest, read_manifest, shares
 
 __all__ = ["Donor", "DownloadLimits", "DownloadedState", "download_state"]
 

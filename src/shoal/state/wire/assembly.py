@@ -15,7 +15,8 @@ import torch
 
 from shoal.compression import allocate
 from shoal.errors import ConfigError, PeerProtocolError
-from shoal.state.manifest import Manifest, StateTensorSpec, worst_values
+from shoal.state.finite import worst_values
+from shoal.state.wire.manifest import Manifest, StateTensorSpec
 
 __all__ = ["Assembly"]
 

@@ -29,11 +29,11 @@ from shoal.compression import populate
 from shoal.errors import PeerError, PeerProtocolError, PeerTimeout
 from shoal.protocol.wire import Chunk, Contact, FetchChunks, MoreChunks
 from shoal.rpc import LOOK_S, Endpoint, Stream
-from shoal.state.arrivals import MIN_AHEAD, ArrivalRate, Intake, Line
-from shoal.state.assembly import Assembly
 from shoal.state.digest import hasher
-from shoal.state.manifest import Manifest
-from shoal.state.plan import ChunkPlan
+from shoal.state.wire.arrivals import MIN_AHEAD, ArrivalRate, Intake, Line
+from shoal.state.wire.assembly import Assembly
+from shoal.state.wire.manifest import Manifest
+from shoal.state.wire.plan import ChunkPlan
 
 __all__ = ["Feed", "MayRead", "Target"]
 

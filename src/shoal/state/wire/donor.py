@@ -20,10 +20,10 @@ from shoal.errors import ClosedError, ConfigError, LocalError, PeerProtocolError
 from shoal.events import PeerDropped, StateServed, Warned
 from shoal.protocol.wire import Chunk, FetchChunks, GetManifest, ManifestPending, ManifestReply, MoreChunks
 from shoal.rpc import Endpoint, Stream
-from shoal.state.pace import Pacer
-from shoal.state.readers import Reader, Readers
-from shoal.state.snapshot import HoldState, ShareLimits, Snapshot, SnapshotStore
-from shoal.state.upload import Upload
+from shoal.state.wire.pace import Pacer
+from shoal.state.wire.readers import Reader, Readers
+from shoal.state.wire.snapshot import HoldState, ShareLimits, Snapshot, SnapshotStore
+from shoal.state.wire.upload import Upload
 
 __all__ = ["StateDonor"]
 

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterator
 from itertools import islice
 from typing import Generic, TypeVar
 
-from shoal.state.manifest import Manifest
+from shoal.state.wire.manifest import Manifest
 
 __all__ = ["ChunkPlan"]
 

@@ -76,6 +76,13 @@ def test_names_and_errors_do_without_torch() -> None:
     assert "torch" not in loaded
 
 
+def test_a_peer_without_tensors_does_without_torch() -> None:
+    """`shoal dht` and `shoal status` are there two seconds earlier, and with 200 MB less."""
+    loaded = modules_after("import shoal\nwith shoal.DHT(start=True): shoal.read_run")
+    assert "shoal.averaging.core" in loaded
+    assert "torch" not in loaded
+
+
 def test_public_names_are_these_and_no_others() -> None:
     """What is public is decided, not grown: a new name is added here too."""
     assert set(shoal.__all__) == PUBLIC

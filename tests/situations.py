@@ -58,6 +58,7 @@ class Situations:
     def __init__(self, mode: str) -> None:
         self._mode, self._counts, self.unreached = mode, Counter[str](), list[str]()
 
+    @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         """A worker has ended (pytest-xdist): these are its counts."""
         self._counts.update(getattr(node, "workeroutput", {}).get(_KEPT, {}))

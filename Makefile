@@ -53,13 +53,13 @@ format: $(DEV_READY)  ## mend what ruff can mend
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-tables: $(DEV_READY)  ## make the tables of docs/protocol.md anew from the code
+tables: $(DEV_READY)  ## make the tables of docs/why/protocol.md anew from the code
 	@$(BIN)/python -m tests.protocol_tables
 
 bench: $(DEV_READY)  ## all speed measurements: an hour or two (ARGS="--hivemind-python PATH"; --quick, --only NAMES, --list)
 	@$(BIN)/python -m benchmarks $(ARGS)
 
-reading-path: $(DEV_READY)  ## what a newcomer reads to follow the stories of docs/architecture.md
+reading-path: $(DEV_READY)  ## what a newcomer reads to follow the stories of docs/why/architecture.md
 	@$(BIN)/python -m tests.reading_path
 
 clean:  ## remove caches and build products; .venv stays

@@ -12,7 +12,7 @@ formed through the DHT, the peers dealt to N / 16 keys at random (`benchmarks.mo
 cost depends on the group alone. Bytes there are before encryption: TLS adds 22 for each record. The numbers of the
 simulation are the same on every machine.
 
-A message is one frame (`docs/protocol.md`): a call, a reply, a heartbeat, or one message of a stream.
+A message is one frame (`docs/why/protocol.md`): a call, a reply, a heartbeat, or one message of a stream.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Members that turn bad: a transport whose peer goes on as it should, while what leaves it is changed, or is nothing.
 
 Works on frames, above the encryption: in the simulation and over real sockets alike. Nothing here sends wrong numbers
-of the right form; against that nothing is promised (see `docs/protocol.md`, section 1).
+of the right form; against that nothing is promised (see `docs/why/protocol.md`, section 1).
 
 ========  ==============================================================================================================
 kind      what leaves the peer

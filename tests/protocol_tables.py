@@ -1,4 +1,4 @@
-"""Fills the tables of `docs/protocol.md` from the code: ``make tables``.
+"""Fills the tables of `docs/why/protocol.md` from the code: ``make tables``.
 
 A table stands between the lines ``<!-- generated: KIND NAME -->`` and ``<!-- end -->``. Its texts stand in the code:
 
@@ -39,7 +39,7 @@ from shoal.base.peer import Address, PeerID
 from shoal.protocol import wire
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "protocol.md"
+PAGE = ROOT / "docs" / "why" / "protocol.md"
 
 _BLOCK = re.compile(r"<!-- generated: (\w+) ?(.*?) -->\n(.*?)<!-- end -->\n", re.DOTALL)
 _CONSTANT = re.compile(r"^\| `([\w.]+)` \|", re.MULTILINE)

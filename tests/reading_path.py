@@ -1,4 +1,4 @@
-"""How much a newcomer reads to follow the stories of `docs/architecture.md`: ``make reading-path``.
+"""How much a newcomer reads to follow the stories of `docs/why/architecture.md`: ``make reading-path``.
 
 A story is the lines of the page that begin with a number and name a function as ``file.py:Class.function``, relative to
 `src/shoal`. What counts is the function, and the docstring of each module that it stands in.
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "architecture.md"
+PAGE = ROOT / "docs" / "why" / "architecture.md"
 SOURCE = ROOT / "src" / "shoal"
 NAME = re.compile(r"`([\w/]+\.py):([\w.]+)`")
 STEP = re.compile(r"^\d+\. .*(?:\n {3,4}\S.*)*", re.MULTILINE)

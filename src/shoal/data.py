@@ -11,7 +11,8 @@ sent for it, no number is dealt twice, and none is left out. What a peer draws b
 first step, and in place of samples that came too late to count) comes from a permutation of its own. Only these draws
 repeat samples. A peer that dies loses what it was dealt and has not drawn: about its samples of one step.
 
-`docs/decisions/0034-each-step-deals-the-next-samples.md` has the reasons, ``python -m benchmarks.data`` the numbers.
+`docs/why/decisions/0034-each-step-deals-the-next-samples.md` has the reasons, ``python -m benchmarks.data`` the
+numbers.
 """
 
 from __future__ import annotations

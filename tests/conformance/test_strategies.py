@@ -42,8 +42,8 @@ class OneOfAUser(Merges):
 
 
 def of_the_docs() -> Strategy:
-    """The strategy that docs/strategies.md makes, which is no part of shoal."""
-    page = (Path(__file__).parents[2] / "docs" / "strategies.md").read_text(encoding="utf-8")
+    """The strategy that docs/how-to/strategies.md makes, which is no part of shoal."""
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "strategies.md").read_text(encoding="utf-8")
     (block,) = (
         each for each in re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL) if "MajorityVote" in each
     )

@@ -48,7 +48,7 @@ def rows(folder: Path) -> list[dict[str, float]]:
 def test_two_trainers_and_a_monitor_end_with_the_same_weights(tmp_path: Path) -> None:
     """From texts to a model. The monitor takes no part in any step, sees all trainers, and keeps the last state."""
     data = tmp_path / "data"
-    texts = sorted(map(str, (ROOT / "docs").glob("*.md")))
+    texts = sorted(map(str, (ROOT / "docs").glob("*/*.md")))
     tokenize = [sys.executable, "-m", "examples.albert.tokenize_text", "--output", str(data), "--length", "23"]
     subprocess.run([*tokenize, "--text", *texts], env=environment(), timeout=BUSY_S, check=True, capture_output=True)
     assert {name: list(each.shape[1:]) for name, each in load_file(data / "tokens.safetensors").items()} == {

@@ -1,8 +1,8 @@
 """Real processes: members are killed, stopped, slow or turn bad, in any role, at any moment; the others know and agree.
 
 The moments come from inside of the victims (see `fault_script`). The same processes average undisturbed first: the
-formulas of `docs/protocol.md`, section 8, say from that how soon the others must know. Where many processes share few
-cores, computing takes several times as long from one round to the next: the time of the undisturbed round is taken
+formulas of `docs/why/protocol.md`, section 8, say from that how soon the others must know. Where many processes share
+few cores, computing takes several times as long from one round to the next: the time of the undisturbed round is taken
 `UNEVEN` times. Limits of silence are timers, and need no such margin. Of 100 cases on a machine with three times as
 many processes at work as cores, 99 kept to the formulas without it.
 """

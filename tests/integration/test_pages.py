@@ -65,8 +65,10 @@ def last_lines_of_two(folder: Path, code: str) -> list[str]:
     ("pages", "last"),
     [
         (["README.md"], "epoch 8: loss"),
-        pytest.param(["docs/training.md"], "epoch 8: loss", marks=pytest.mark.long(full=True)),
-        pytest.param(["docs/training.md", "docs/optimizer.md"], "resumed at epoch 8", marks=pytest.mark.long),
+        pytest.param(["docs/how-to/training.md"], "epoch 8: loss", marks=pytest.mark.long(full=True)),
+        pytest.param(
+            ["docs/how-to/training.md", "docs/how-to/optimizer.md"], "resumed at epoch 8", marks=pytest.mark.long
+        ),
     ],
 )
 def test_two_peers_run_the_program_of_a_page(tmp_path: Path, pages: list[str], last: str) -> None:
@@ -104,7 +106,7 @@ def test_two_trainers_run_the_program_of_the_page(tmp_path: Path) -> None:
     """As it stands there; they begin when both are there. The schedule ends with the run, and so do both Trainers."""
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    code = program("docs/training.md", trainer=True)
+    code = program("docs/how-to/training.md", trainer=True)
     assert code.count("trainer.train(") == 1
     code = code.replace("trainer.train(", "print('here', flush=True)\ninput()\ntrainer.train(")
     with (
@@ -130,7 +132,7 @@ def test_two_trainers_run_the_program_of_the_page(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_a_group_of_two_and_a_process_run_the_program_of_the_page(tmp_path: Path) -> None:
     """As it stands there, with fewer epochs: `torchrun` with two ranks, and one with a single rank, train together."""
-    (code,) = (block for block in python_blocks("docs/loops.md") if "GroupOptimizer" in block)
+    (code,) = (block for block in python_blocks("docs/how-to/loops.md") if "GroupOptimizer" in block)
     assert code.count("swarm.announce_end(100)") == 1
     code = code.replace("swarm.announce_end(100)", "swarm.announce_end(4)\nwait_for_another()")
     wait = """
@@ -158,7 +160,7 @@ def wait_for_another():
 def test_two_peers_run_the_program_of_a_library(tmp_path: Path, library: str, end: str, begins: str) -> None:
     """As it stands there, with fewer steps, which begin when both are there: both end by themselves at one epoch."""
     pytest.importorskip(library)
-    (code,) = (block for block in python_blocks("docs/loops.md") if f"import {library}\n" in block)
+    (code,) = (block for block in python_blocks("docs/how-to/loops.md") if f"import {library}\n" in block)
     assert code.count(end) == code.count(f"\n{begins}") == 1
     code = code.replace(f"\n{begins}", f"\nprint('here', flush=True)\ninput()\n{begins}")
     code = code.replace(end, re.sub(r"\d+", "10", end))

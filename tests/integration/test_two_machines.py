@@ -71,14 +71,14 @@ ALBERT = ("--data", "../data", *TINY)
 PROGRAMS = {
     "README": Program(lambda: program("README.md"), "my-run"),
     "README, Trainer": Program(lambda: program("README.md", trainer=True), "my-trainer", needs="accelerate"),
-    "training": Program(lambda: program("docs/training.md"), "my-run"),
-    "optimizer": Program(lambda: program("docs/training.md", "docs/optimizer.md"), "my-run"),
-    "trainer": Program(lambda: program("docs/training.md", trainer=True), "my-trainer", needs="accelerate"),
-    "lightning": Program(block("docs/loops.md", "import lightning"), "my-module", needs="lightning"),
-    "accelerate": Program(block("docs/loops.md", "import accelerate"), "my-loop", needs="accelerate"),
-    "group": Program(block("docs/loops.md", "GroupOptimizer"), "my-groups", launcher=TORCHRUN),
+    "training": Program(lambda: program("docs/how-to/training.md"), "my-run"),
+    "optimizer": Program(lambda: program("docs/how-to/training.md", "docs/how-to/optimizer.md"), "my-run"),
+    "trainer": Program(lambda: program("docs/how-to/training.md", trainer=True), "my-trainer", needs="accelerate"),
+    "lightning": Program(block("docs/how-to/loops.md", "import lightning"), "my-module", needs="lightning"),
+    "accelerate": Program(block("docs/how-to/loops.md", "import accelerate"), "my-loop", needs="accelerate"),
+    "group": Program(block("docs/how-to/loops.md", "GroupOptimizer"), "my-groups", launcher=TORCHRUN),
     **{
-        word: Program(block("docs/averaging.md", word), "", averages=True)
+        word: Program(block("docs/reference/averaging.md", word), "", averages=True)
         for word in (
             "shoal.DecentralizedAverager(",
             "shoal.GradientAverager(model",
@@ -86,7 +86,7 @@ PROGRAMS = {
             "shoal.TrainingAverager(",
         )
     },
-    "strategies": Program(block("docs/strategies.md", "DiLoCo"), "home-run"),
+    "strategies": Program(block("docs/how-to/strategies.md", "DiLoCo"), "home-run"),
     **{
         f"new {kind}": Program(partial(text_of, kind), "my-run", needs=needs)
         for kind, needs in {"plain": "torch", "trainer": "accelerate", "lightning": "lightning"}.items()
@@ -177,7 +177,7 @@ def prepare(folder: Path, made: Program) -> None:
     if find_spec(made.needs) is None:
         pytest.skip(f"needs {made.needs}")
     if made.first == ALBERT:
-        texts = sorted(map(str, (ROOT / "docs").glob("*.md")))
+        texts = sorted(map(str, (ROOT / "docs").glob("*/*.md")))
         command = [sys.executable, "examples/albert/tokenize_text.py", "--output", str(folder / "data")]
         command += ["--length", "23", "--text", *texts]
         subprocess.run(command, cwd=ROOT, env=environment(), timeout=BUSY_S, check=True, capture_output=True)

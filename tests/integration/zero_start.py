@@ -269,7 +269,9 @@ def descend(model: torch.nn.Module, source: str | None) -> None:
 def within(limit: int, meta: bool, source: str | None) -> dict[str, torch.Tensor] | str:
     """Start and train within a limit; returns this rank's rows of each parameter, or the error."""
     threading.stack_size(256 << 10)
-    ctypes.CDLL(None).mallopt(-3, 64 << 10)  # M_MMAP_THRESHOLD: glibc gives back what was freed, see docs/zero_large.md
+    ctypes.CDLL(None).mallopt(
+        -3, 64 << 10
+    )  # M_MMAP_THRESHOLD: glibc gives freed memory back (docs/how-to/zero_large.md)
     descend(torch.nn.Sequential(torch.nn.Linear(WIDTH, 1)), None)  # modules and threads that come with the first call
     try:
         with limited(limit):

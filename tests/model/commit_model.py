@@ -1,6 +1,6 @@
 """The commit rule as a pure model: three peers, two tiles, every order of messages, crashes and suspicions.
 
-This is the specification that `docs/decisions/0001-commit-and-fork-rules.md` puts in words;
+This is the specification that `docs/why/decisions/0001-commit-and-fork-rules.md` puts in words;
 `shoal.averaging.allreduce.commit` follows it. A state is a tuple of small tuples, so that all reachable states can be
 held in a set. What is *not* modelled is over-approximated: contributions are not messages here, a reducer may finish
 the average of its tile at any moment; a member may learn a commit from any living peer that knows it, at any moment.

@@ -1,7 +1,7 @@
 """The fork rule as a pure model: three peers, every order of rounds, lost verdicts, stale news and adoptions.
 
-This is the specification that `docs/decisions/0001-commit-and-fork-rules.md` puts in words; `shoal.run.view.progress`
-follows it.
+This is the specification that `docs/why/decisions/0001-commit-and-fork-rules.md` puts in words;
+`shoal.run.view.progress` follows it.
 
 A peer is at a *state*: epoch, samples, digest, and what its parameters are really made of (`history`, which no peer can
 see). What can happen, in any order:

@@ -1,6 +1,6 @@
 """What the fault simulations share: a swarm that can be corrupted, and how long anything may take at most.
 
-The limits are formulas of the settings, and stand here only; `docs/protocol.md`, section 8, has them in words.
+The limits are formulas of the settings, and stand here only; `docs/why/protocol.md`, section 8, has them in words.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`docs/architecture.md` names functions that exist, and its stories stay short enough to be read."""
+"""`docs/why/architecture.md` names functions that exist, and its stories stay short enough to be read."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from shoal.protocol.wire import decode_plain
 from shoal.runtime.arguments import choose_codecs, client_argument
 from shoal.runtime.control import StepControl
 
-PAGE = (Path(__file__).parents[2] / "docs" / "averaging.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "averaging.md").read_text(encoding="utf-8")
 WORDS = {"": inspect.Parameter.empty, "None": None, "True": True, "False": False, "''": "", "1 MiB": 1 << 20}
 
 

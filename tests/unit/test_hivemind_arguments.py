@@ -470,7 +470,7 @@ def test_bootstrap_timeout_is_startup_timeout() -> None:
 
 def test_the_page_for_hiveminds_users_names_every_option() -> None:
     """Whether it is taken, and what is to be used in its place."""
-    page = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "migrating.md").read_text(encoding="utf-8")
     assert [name for name in DhtOptions.__annotations__ if f"`{name}" not in page] == []
 
 

@@ -1,4 +1,4 @@
-"""The links between the pages lead somewhere."""
+"""The links between the pages lead somewhere, and so do the pages that code, errors and warnings name."""
 
 from __future__ import annotations
 
@@ -30,4 +30,21 @@ def test_each_link_leads_to_a_file_and_a_heading(page: Path) -> None:
         there = (page.parent / file).resolve() if file else page
         if not there.exists() or (anchor and there.suffix == ".md" and anchor not in anchors(there)):
             dead.append(link)
+    assert dead == []
+
+
+def test_each_page_that_a_file_names_is_there() -> None:
+    """By its path from `docs/` on, perhaps with an anchor: in code, in texts for users, in tests and in build files."""
+    code = [path for folder in ("src", "tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")]
+    named = [
+        (path, *name)
+        for path in [*code, ROOT / "Makefile", ROOT / "pyproject.toml", *PAGES]
+        for name in re.findall(r"\bdocs/([\w/-]+\.md)(?:#([\w-]+))?", path.read_text(encoding="utf-8"))
+    ]
+    dead = [
+        f"{path.relative_to(ROOT)}: docs/{page}#{anchor}"
+        for path, page, anchor in named
+        if not (there := ROOT / "docs" / page).exists() or (anchor and anchor not in anchors(there))
+    ]
+    assert len(named) > 40
     assert dead == []

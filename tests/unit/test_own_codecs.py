@@ -149,7 +149,7 @@ class ByKey(AdaptiveCompression):
 
 
 def test_a_choice_of_your_own_is_a_codec() -> None:
-    """Its base was not public, though docs/migrating.md named what it does."""
+    """Its base was not public, though docs/reference/migrating.md named what it does."""
     tensor = torch.randn(8)
     chosen = [ByKey().choose(CompressionInfo.from_tensor(tensor, key=key)) for key in ("weight", "bias")]
     assert chosen == [Float16Compression(), NoCompression()]

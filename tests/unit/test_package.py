@@ -125,4 +125,4 @@ def test_an_index_can_follow_the_links_of_the_readme() -> None:
     assert len(targets) > 30
     assert [each for each in targets if not each.startswith(("https://", "#"))] == []
     assert f"{urls['Source']}/raw/main/docs/img/report.png" in targets
-    assert f"{urls['Source']}/blob/main/docs/training.md#hugging-faces-trainer" in targets
+    assert f"{urls['Source']}/blob/main/docs/how-to/training.md#hugging-faces-trainer" in targets

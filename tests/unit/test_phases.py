@@ -1,4 +1,4 @@
-"""The phases of a run, transition by transition; `docs/protocol.md` has the same table."""
+"""The phases of a run, transition by transition; `docs/why/protocol.md` has the same table."""
 
 from __future__ import annotations
 
@@ -210,6 +210,6 @@ def test_a_trainer_that_delays_waits_until_a_round_begins(*, needs_round: bool) 
 
 
 def test_the_page_of_the_protocol_has_the_tables() -> None:
-    """`docs/protocol.md` shows what the machine does."""
-    page = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text(encoding="utf-8")
-    assert tables() in page, f"docs/protocol.md must have:\n{tables()}"
+    """`docs/why/protocol.md` shows what the machine does."""
+    page = (Path(__file__).parents[2] / "docs" / "why" / "protocol.md").read_text(encoding="utf-8")
+    assert tables() in page, f"docs/why/protocol.md must have:\n{tables()}"

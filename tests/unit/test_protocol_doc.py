@@ -1,4 +1,4 @@
-"""`docs/protocol.md` says what the code has: its tables are made from the code by `tests.protocol_tables`."""
+"""`docs/why/protocol.md` says what the code has: its tables are made from the code by `tests.protocol_tables`."""
 
 from __future__ import annotations
 

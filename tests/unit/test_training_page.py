@@ -1,4 +1,4 @@
-"""`docs/training.md` quotes the warnings as the code says them."""
+"""`docs/how-to/training.md` quotes the warnings as the code says them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def texts(path: Path) -> list[str]:
 
 def quoted() -> list[str]:
     """The warnings that the page quotes."""
-    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "how-to" / "training.md").read_text(encoding="utf-8")
     section = page[page.index("\n## What the warnings mean\n") :]
     cells = re.findall(r"^\| ([^|]*)", section, re.MULTILINE)
     return [quote for cell in cells for quote in re.findall(r"`([^`]+)`", cell)]

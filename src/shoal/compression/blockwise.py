@@ -21,7 +21,7 @@ first in a byte has its lowest bits.
 
 Two bits: the scale has the sign of the value that is farthest from 0, which is thereby always the last level. So the
 other levels need not reach as far as it does, there is a level 0, and one outlier costs the others in its block nothing
-but that they become 0. `docs/compression.md` compares the choices.
+but that they become 0. `docs/reference/compression.md` compares the choices.
 
 Scale times code is exact in float32 (8 and 7 significant bits), and the largest value of a block always takes the code
 127 or -127, although the scale is rounded: 127 times half a unit in its last place is less than half a step. From both
@@ -31,7 +31,7 @@ gaps. A block of zeros stays zeros. A block with a value that is not finite has 
 
 Why equal steps for eight bits and not steps that grow with the value, as bitsandbytes has in blocks of 4096 (and
 hivemind through it): in blocks of 64 they have about half the error (rms, normal data), and need no table to decode.
-`docs/compression.md` has the numbers.
+`docs/reference/compression.md` has the numbers.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ __all__ = [
 class OptimizerOptions(TypedDict, total=False):
     """Further arguments of `shoal.Optimizer`, all by name. Most programs need none of them.
 
-    Fields of the strategy, by the names that hivemind has, or that shoal had: docs/migrating.md has the table. An
-    argument that is given here and in the strategy is refused.
+    Fields of the strategy, by the names that hivemind has, or that shoal had: docs/reference/migrating.md has the
+    table. An argument that is given here and in the strategy is refused.
 
     - `target_batch_size`, `late`, `max_grad_norm`: of `Synchronous`; the first one also of `LocalUpdates`.
     - `delay_grad_averaging=True`: `Synchronous(late="overlap")`.

@@ -98,7 +98,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         run_id: names the run; all its peers give the same.
         strategy: how the batches of all peers become one model: one of `shoal.strategies`, or one of your own, the same
             on all peers. `Synchronous(target_batch_size=4096)`: when the swarm has as many samples together, all take
-            the same step. With the others each peer steps on its own batches: see docs/strategies.md. None:
+            the same step. With the others each peer steps on its own batches: see docs/how-to/strategies.md. None:
             `Synchronous` of the `target_batch_size` in `options`.
         optimizer: a torch optimizer, or a function `params -> optimizer`.
         params: parameters or parameter groups, if `optimizer` is a function of them.

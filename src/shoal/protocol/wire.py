@@ -10,7 +10,7 @@ Two kinds of message start something:
 - an `Opening[Up, Down]` is sent by `Endpoint.open` and gives a stream, on which the opener sends `Up` messages and the
   acceptor sends `Down` messages, in order, until each has said END.
 
-`docs/protocol.md` shows the same as tables, which `make tables` makes from the docstrings and types in this module.
+`docs/why/protocol.md` shows the same as tables, which `make tables` makes from the docstrings and types in this module.
 Each comment line of dashes begins one of these tables.
 
 Every number, text, list and map has a bound in its type, so the decoder refuses what no honest peer says: NaN and

@@ -53,7 +53,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         dial_timeout_s: the longest time to make one connection.
         beat_s: a peer with open streams that is silent for so long is asked for a sign of life.
         silence_s: a peer with open streams that is silent for so long is lost. Never under 1 s: a busy interpreter is
-            no death (`docs/protocol.md`).
+            no death (`docs/why/protocol.md`).
         idle_beat_s: as `beat_s`, for a peer without streams. It is lost after three times this.
         idle_close_s: a link without calls and streams is closed after so long.
     """

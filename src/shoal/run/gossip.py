@@ -1,7 +1,7 @@
 """The peers of a run tell each other where they stand: through the DHT, and directly.
 
 The DHT reaches everybody, also newcomers, and is slow; the direct way is for the end of an epoch, when every
-millisecond counts (`docs/decisions/0027-counts-that-matter.md`). In a swarm of more than a few a peer that meets
+millisecond counts (`docs/why/decisions/0027-counts-that-matter.md`). In a swarm of more than a few a peer that meets
 another one calls it, which makes a link; after that they send each other notes, which get no answer.
 `SwarmProgress` remembers everything that is heard.
 """

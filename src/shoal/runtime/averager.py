@@ -53,8 +53,8 @@ class DecentralizedAverager(SharesState):
     """Averages a list of tensors with the other peers of the same `prefix`, in groups, while peers come and go.
 
     A round that fails raises `RoundFailed` and touches no tensor. A round that succeeds leaves the same bits on every
-    member of the group. All methods can be called from any thread. Seconds and bytes throughout; `docs/averaging.md`
-    has every argument beside that of hivemind 1.1.12.
+    member of the group. All methods can be called from any thread. Seconds and bytes throughout;
+    `docs/reference/averaging.md` has every argument beside that of hivemind 1.1.12.
 
     Args:
         averaged_tensors: floating-point tensors, averaged in place; shapes and dtypes must be equal on all peers.

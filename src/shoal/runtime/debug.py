@@ -6,8 +6,8 @@
   reasons, which its own events would tell it too, but no text of a warning. All other peers together get one answer a
   second.
 
-`docs/decisions/0008-who-may-see-a-trace.md` has the reasons. Both run in the loop, which is free while a step waits or
-the program computes.
+`docs/why/decisions/0008-who-may-see-a-trace.md` has the reasons. Both run in the loop, which is free while a step waits
+or the program computes.
 """
 
 from __future__ import annotations

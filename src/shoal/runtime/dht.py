@@ -73,7 +73,7 @@ class DHT:
         startup_timeout: seconds that joining may take. None: 15, and about 3 if no program listens at any address of
             the initial peers. Give a number if peers are started together, and the first may come up last.
         options: arguments of hivemind 1.1.12 that change nothing here, such as `num_workers=4` and `use_ipfs=False`;
-            docs/migrating.md lists them.
+            docs/reference/migrating.md lists them.
 
     Attributes:
         events: the bus of `shoal.events`; subscribers are called in shoal's own thread.

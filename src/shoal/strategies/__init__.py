@@ -2,7 +2,7 @@
 
 `Synchronous` averages gradients, and every peer takes the same step: it wants a fast line. With `LocalUpdates` a peer
 steps on its own batches at once, and the peers average their parameters. With the others they *merge* now and then what
-they have trained. That takes 25 to 500 times fewer bytes. docs/strategies.md says which one is for which line.
+they have trained. That takes 25 to 500 times fewer bytes. docs/how-to/strategies.md says which one is for which line.
 
 Each one is a file, which owns *when* peers meet (`pace`), *what* a peer gives, and *how* the result is taken. All that
 the rest of shoal asks of one is in `Strategy`, so one of your own takes one class, and no change elsewhere.

@@ -1,7 +1,7 @@
 """What a strategy is: it owns when peers meet, what each of them gives, and how the result is taken.
 
 The rest of shoal asks a strategy these questions, and never which one it is. A strategy of your own is one class with
-the four names of `Strategy`; docs/strategies.md has one.
+the four names of `Strategy`; docs/how-to/strategies.md has one.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ r"""Records of AES-256-GCM: data goes in them once both sides have proved their 
 TLS has done its work then. Inside it each side has sent 32 random bytes, made for this connection and this direction.
 Data sealed with them is as secret and as fresh as data that TLS itself carries. TLS 1.3's own records hold 16 KiB, and
 pass through two more buffers on each side: they took 2.3 CPU-seconds per GiB at both ends together, these take 0.8
-(`docs/decisions/0010-sealed-records.md`).
+(`docs/why/decisions/0010-sealed-records.md`).
 
 ====  ==============  ============================================================================================
 size  field           meaning

@@ -16,7 +16,7 @@ Every tile of the vector has a *reducer*, the member that averages it, and an *a
 The argument: there is one coordinator, and `CommitRules.verdict` is set once; it names one digest for each tile; a
 member succeeds only while each average that it holds has the digest of the commit; and a digest names its bytes. So
 the choice of members that the coordinator leaves out (module `coordinator`) matters for progress alone.
-**Not promised**: that all survivors learn the verdict. `docs/decisions/0001-commit-and-fork-rules.md` has more;
+**Not promised**: that all survivors learn the verdict. `docs/why/decisions/0001-commit-and-fork-rules.md` has more;
 `tests/model` visits every state for three peers.
 """
 

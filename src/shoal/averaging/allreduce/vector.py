@@ -58,7 +58,8 @@ class TileDigests:
     """Names for the averages of a round. Another round has another key, and other digests.
 
     The commit of a round names each average by a digest, and a member hashes what it gets. So members which succeed
-    hold the same bytes, and were told the same of them, even if others lie (`docs/decisions/0066-receivers-hash.md`).
+    hold the same bytes, and were told the same of them, even if others lie
+    (`docs/why/decisions/0066-receivers-hash.md`).
 
     Args:
         round_id: the id of the round, which all its members know.

@@ -1,6 +1,6 @@
 """The phases of a run, as one peer goes through them: a pure machine. It knows no network, no clock and no loop.
 
-`PHASES` and `TRANSITIONS` are the two tables of `docs/protocol.md` (section 10), which `help()` shows below. The
+`PHASES` and `TRANSITIONS` are the two tables of `docs/why/protocol.md` (section 10), which `help()` shows below. The
 participant, which owns the tasks and the waiting, makes a `Situation` of what it sees, and tells the machine each
 `Event`. `PhaseMachine.work` says what its background task does now. Nothing else changes the machine.
 

@@ -1,7 +1,8 @@
 """The name of a state: which swarm steps and averagings went into the parameters, by a digest of their history.
 
 Each name follows from the one before it, so equal digests are equal histories. Peers meet under a key that holds the
-digest; of two names the one with the larger `key` is the better state (`docs/decisions/0001-commit-and-fork-rules.md`).
+digest; of two names the one with the larger `key` is the better state
+(`docs/why/decisions/0001-commit-and-fork-rules.md`).
 """
 
 from __future__ import annotations

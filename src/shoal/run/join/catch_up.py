@@ -2,8 +2,8 @@
 
 It follows from before it asks for the state, so no step between is missed. Then it takes the steps one by one, each as
 the others took it: the same averages, the same optimizer, and the name that follows from the commit. On equal
-arithmetic it ends with their bits (`docs/decisions/0015-catching-up.md`). It follows until it has taken a step together
-with the others; as long as it is led on from where it stands, it needs no state.
+arithmetic it ends with their bits (`docs/why/decisions/0015-catching-up.md`). It follows until it has taken a step
+together with the others; as long as it is led on from where it stands, it needs no state.
 
 Two members at a time are followed; each step is fetched from one of them, and from the other one if that is lost. A
 member is asked for one step at a time, so a faster member is asked for more steps. This peer keeps the steps itself,

@@ -17,7 +17,7 @@ samples and epoch are below its own; or, if it has dialed nobody, below those of
 state does not count either if its holders were asked for it twice and did not give it; they are asked again after a
 while, ever more rarely. Keys are totally ordered, and the key of a peer that can be dialed only grows. So all peers
 that can see each other end at one state, in whatever order they hear things. See
-`docs/decisions/0001-commit-and-fork-rules.md` and 0065.
+`docs/why/decisions/0001-commit-and-fork-rules.md` and 0065.
 """
 
 from __future__ import annotations

@@ -20,11 +20,12 @@ from torch.utils.checkpoint import checkpoint
 import shoal
 import shoal.zero
 from shoal.errors import ConfigError, LocalError
+from shoal.zero.flat import reduction
 from shoal.zero.flat.engine import FlatEngine
 from shoal.zero.flat.standins import StandIn
 from shoal.zero.optimizer import ShardedOptimizer
 from shoal.zero.parameters import unique_bytes
-from shoal.zero.ranks import buckets, collectives, reduction
+from shoal.zero.ranks import buckets, collectives
 from tests.integration.zero_cases import Odd, Parts, alone, loss_of, make, train
 
 State = dict[str, torch.Tensor]

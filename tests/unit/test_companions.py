@@ -101,6 +101,16 @@ def test_a_peer_that_gives_nothing_slows_the_others_down_for_good() -> None:
     assert waits_in_vain(20, gives=False) <= 6
 
 
+def test_what_is_free_begins_no_pause() -> None:
+    """A member that came half an epoch late is waited for as soon as the next average is there."""
+    companions = Companions()
+    stepped(companions, 100.0)
+    companions.observe(seen(TARGET, [SLOW]), 108.0, enough=True)
+    companions.observe(seen(TARGET, []), 112.0, enough=True)
+    companions.share([ME, SLOW], BEFORE, 0.0, gave=[ME])
+    assert SLOW in companions.awaited
+
+
 def test_it_is_known_when_the_wait_ends() -> None:
     """So that somebody looks then: nothing else may happen at that time."""
     companions = Companions()

@@ -60,10 +60,12 @@ class Ledger(Generic[K]):
         """
         before = self._failed.get(who, _Record())
         weight, forgivable = before.weight + weight, max(before.forgivable, now + _OUTWEIGHED_S * cost_s)
-        costly, pause = cost_s >= self._costly_s, before.pause
+        pause, until = before.pause, before.until
         if begins := weight > self._free:
             pause = min(2 * pause, self._longest) or self._first
-        until = max(now + pause, forgivable) if costly else now + pause
+            until = now + pause
+        if costly := cost_s >= self._costly_s:
+            until = max(until, forgivable)
         put_last(self._failed, who, _Record(weight, pause, until, forgivable), _MAX_REMEMBERED)
         return int(weight) if begins or costly else 0
 

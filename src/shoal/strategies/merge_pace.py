@@ -385,8 +385,8 @@ class TimePace(MergePace):
 
     def state_changed(self, epoch: int, now: float) -> None:
         """See `Pace`."""
+        self._called = False  # first: other threads ask, and this is of the way before
         super().state_changed(epoch, now)
-        self._called = False
 
     def _ways_per_s(self, batches_per_s: float) -> float:
         return 1 / self._every_s

@@ -25,6 +25,7 @@ import shoal
 from shoal.errors import ConfigError
 from shoal.events import CheckpointSaved, Event, Resumed, Warned
 from shoal.run.disk import checkpoint, saving
+from shoal.state.disk.tensor_file import Draft
 from tests.integration.workers import Talk, until
 
 TARGET = 4
@@ -275,7 +276,7 @@ def test_an_interrupted_save_leaves_nothing_behind(
     with begin(dht, model) as swarm:
         train(swarm, model, 1)
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoint, "save_file", interrupted)
+            patch.setattr(Draft, "write", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 swarm.save(tmp_path)
         assert list(tmp_path.iterdir()) == []

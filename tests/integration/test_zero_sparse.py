@@ -115,10 +115,14 @@ def test_residuals_of_another_number_of_ranks(pool: Ranks, tmp_path: Path) -> No
 
     def mean(folder: Path) -> dict[str, torch.Tensor]:
         files = sorted(folder.glob("*.safetensors"))
-        tensors = [load_file(each) for each in files]
-        names = [name for name in tensors[0] if name.startswith("residual|")]
-        assert names
-        return {name: sum((each[name] for each in tensors), torch.zeros(())) / len(files) for name in names}
+        found: dict[str, torch.Tensor] = {}
+        for rank, tensors in enumerate(map(load_file, files)):
+            for name, each in tensors.items():
+                if name.endswith(f"|residual|{rank}"):
+                    of = name.removesuffix(f"|residual|{rank}")
+                    found[of] = found.get(of, torch.zeros(())) + each / len(files)
+        assert found
+        return found
 
     wanted = mean(path)
     assert all(each.any() for each in wanted.values())

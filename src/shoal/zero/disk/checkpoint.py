@@ -27,7 +27,7 @@ from shoal.layout import flat, order_of
 from shoal.state.disk.folder import finish, index_of, part_of, write_index
 from shoal.state.disk.tensor_file import Draft, flush
 from shoal.zero.disk.foreign import Asker
-from shoal.zero.disk.plain import BareWeights, bare_weights, full_state_dict, overwrite
+from shoal.zero.disk.plain import bare_weights, fitting, full_state_dict, overwrite
 from shoal.zero.disk.saved import (
     Saved,
     Statistics,
@@ -343,7 +343,7 @@ def load(
     assert not isinstance(path, Mapping)
     with agreement.together():
         asker = Asker(optimizer.names, optimizer.listed, optimizer.irregular)
-        saved = Saved(Path(path), optimizer.carrier.orders(), asker)
+        saved = Saved.at(Path(path), optimizer.carrier.orders(), asker)
         _check(saved.index, model, optimizer)
         with saved.opened():
             tiles = list(optimizer.carrier.own_tiles())
@@ -389,16 +389,17 @@ def _averages(saved: Saved, tiles: Iterable[OwnTile]) -> list[torch.Tensor]:
     return [saved.averages(own.tile) for own in tiles]
 
 
-def _load_weights(agreement: Agreement, bare: BareWeights, model: torch.nn.Module, optimizer: ShardedOptimizer) -> None:
+def _load_weights(agreement: Agreement, bare: Saved, model: torch.nn.Module, optimizer: ShardedOptimizer) -> None:
     with agreement.together():
         state, trained = model.state_dict(keep_vars=True), _trained(model, optimizer)
-        tensors = bare.fitting(model, {name: each.shape for name, each in state.items() if torch.is_tensor(each)})
+        names = fitting(bare, model, {name: each.shape for name, each in state.items() if torch.is_tensor(each)})
     _check_same(agreement, bare.identity, bare.where)
-    orders = optimizer.carrier.orders()
+    ordered = bare.counted({names[name]: order for name, order in optimizer.carrier.orders().items()})
     with torch.no_grad(), optimizer.changing():
         for own in optimizer.carrier.own_tiles():
-            own.values.copy_(own.tile.of(flat(tensors[own.tile.name], orders.get(own.tile.name))))
-        _overwrite(model, optimizer, {name: each for name, each in tensors.items() if id(state[name]) not in trained})
+            own.values.copy_(ordered.values(own.tile._replace(name=names[own.tile.name])))
+        others = {name: at for name, at in names.items() if id(state[name]) not in trained}
+        _overwrite(model, optimizer, {name: bare.other(at) for name, at in others.items()})
 
 
 def _check_same(agreement: Agreement, identity: str, path: str | os.PathLike[str]) -> None:

@@ -21,15 +21,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_map_only
 
-from shoal.compression import NoCompression
+from shoal.compression import NoCompression, view_bytes
 from shoal.errors import ConfigError
+from shoal.state.digest import digest_of, hasher
 from shoal.state.disk.folder import MODEL, SavedState, SavedTile
-from shoal.state.disk.tensor_file import Damaged, Kind
+from shoal.state.disk.tensor_file import Damaged, Kind, TensorFile
 from shoal.state.wire import StateTensorSpec
 from shoal.train.optimizer_state import Exported, read_exported
 from shoal.zero.packing import pack, typed
 
-__all__ = ["Asker", "check_archive", "of_run", "of_torch", "warn_unchecked"]
+__all__ = ["Asker", "check_archive", "of_files", "of_run", "of_torch", "of_weights", "warn_unchecked"]
 
 _UNREADABLE = (OSError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, KeyError, TypeError, AttributeError)
 _TENSORS = (torch.Tensor, StateTensorSpec)
@@ -241,6 +242,33 @@ class _InMemory:
         """See `TensorFile.whole`."""
         return self._tensors[int(name)].clone()
 
+    def bytes_of(self, name: str) -> memoryview:
+        """The memory of a tensor."""
+        return view_bytes(self._tensors[int(name)])
+
+
+def of_weights(tensors: Mapping[str, torch.Tensor]) -> SavedState:
+    """Weights in memory, as a state of which nothing is trained."""
+    memory, seen = _InMemory(), hasher()
+    tiles = {name: [memory.add(each.cpu())] for name, each in tensors.items()}
+    for name, (tile,) in sorted(tiles.items()):
+        seen.update(f"{name} {tile.kind}".encode())
+        seen.update(memory.bytes_of(tile.key))
+    return SavedState({"others": list(tiles)}, {}, tiles, {"": memory}, f"weights-{seen.hexdigest()}")
+
+
+def of_files(files: Sequence[TensorFile]) -> SavedState:
+    """Weights in safetensors files; their identity is of what they look like."""
+    tiles = dict[str, list[SavedTile]]()
+    for file in files:
+        for name, kind in file.kinds.items():
+            if name in tiles:
+                raise Damaged(f"it has {name} in two files")
+            tiles[name] = [SavedTile(0, kind.numel, file, name)]
+    described = repr(sorted((name, tile.kind.shape, str(tile.kind.dtype)) for name, (tile,) in tiles.items()))
+    by_name = {str(file.path): file for file in files}
+    return SavedState({"others": list(tiles)}, {}, tiles, by_name, digest_of([described.encode()]).hex())
+
 
 def of_torch(path: Path, asker: Asker) -> SavedState:
     """A checkpoint of plain torch in one file: a dictionary of ``model`` and ``optimizer``, their state dictionaries.
@@ -315,9 +343,9 @@ def check_archive(path: Path) -> None:
         raise ConfigError(f"{path} is damaged: {bad} in it is not what was written, by its checksum")
 
 
-def warn_unchecked(path: Path) -> None:
+def warn_unchecked(where: object) -> None:
     """Say that nothing in a checkpoint can be checked."""
-    _logger.warning("%s was saved without checksums: damaged values in it would not be noticed", path)
+    _logger.warning("%s was saved without checksums: damaged values in it would not be noticed", where)
 
 
 def _identity(path: Path) -> str:

@@ -1,13 +1,12 @@
 """The weights of a whole model, as plain torch keeps them.
 
-Weights are gathered from their shards (`full_state_dict`), or read from a state dictionary (`BareWeights`).
+Weights are gathered from their shards (`full_state_dict`), or read from a state dictionary (`bare_weights`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,15 +18,15 @@ from torch.distributed.tensor import DTensor
 
 from shoal.base.checks import flag
 from shoal.errors import ConfigError
-from shoal.zero.disk.foreign import check_archive
-from shoal.zero.disk.saved import location
+from shoal.zero.disk.foreign import check_archive, of_weights
+from shoal.zero.disk.saved import Saved, location
 from shoal.zero.parameters import named_parameters
 from shoal.zero.ranks.watch import Agreement, Watch
 from shoal.zero.replicas import process_group
 from shoal.zero.unsharded.changes import check_alike, check_whole
 from shoal.zero.unsharded.lent import writes_of
 
-__all__ = ["BareWeights", "bare_weights", "fitting", "full_state_dict", "overwrite"]
+__all__ = ["bare_weights", "fitting", "full_state_dict", "overwrite"]
 
 _SHOWN = 5
 
@@ -112,21 +111,21 @@ def overwrite(target: torch.Tensor, values: torch.Tensor) -> None:
     target[once].copy_(values[once])
 
 
-def bare_weights(source: str | os.PathLike[str] | Mapping[str, Any]) -> BareWeights | None:
+def bare_weights(source: str | os.PathLike[str] | Mapping[str, Any]) -> Saved | None:
     """The weights in a state dictionary, or in a file of one; None if it is something else.
 
     Raises:
         ConfigError: it is no path, or a damaged file, or not all of it are whole tensors.
     """
     if isinstance(source, Mapping):
-        return BareWeights(source, "the state dictionary")
+        return _weights(source, "the state dictionary")
     path = location(source)
     if not path.is_file():
         return None
     if path.suffix == ".safetensors":
         try:
             with torch.device("cpu"):  # safetensors makes tensors on the program's default device
-                return BareWeights(load_file(path), str(path))
+                return _weights(load_file(path), str(path))
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path} is damaged: {error}") from error
     try:
@@ -135,68 +134,32 @@ def bare_weights(source: str | os.PathLike[str] | Mapping[str, Any]) -> BareWeig
         return None
     if isinstance(found, Mapping) and found and all(isinstance(each, torch.Tensor) for each in found.values()):
         check_archive(path)
-        return BareWeights(found, str(path))
+        return _weights(found, str(path))
     return None
 
 
-class BareWeights:
-    """A state dictionary.
+def _weights(tensors: Mapping[str, Any], where: str) -> Saved:
+    for name, value in tensors.items():
+        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+            raise ConfigError(
+                f"{name} in {where} is a {type(value).__name__}, and weights must be whole tensors: give those of "
+                "shoal.zero.full_state_dict(model), or the folder that shoal.zero.save() wrote"
+            )
+    return Saved(where, of_weights(tensors))
+
+
+def fitting(saved: Saved, model: torch.nn.Module, wanted: Mapping[str, Iterable[int]]) -> dict[str, str]:
+    """The name, among weights, of each tensor that a model has.
 
     Args:
-        tensors: by name; tied parameters under one of their names, or all.
-        where: it comes from, for people.
-
-    Raises:
-        ConfigError: it holds anything other than whole tensors.
-    """
-
-    def __init__(self, tensors: Mapping[str, Any], where: str) -> None:
-        self._tensors, self.where = dict(tensors), where
-        for name, value in self._tensors.items():
-            if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
-                raise ConfigError(
-                    f"{name} in {where} is a {type(value).__name__}, and weights must be whole tensors: give those of "
-                    "shoal.zero.full_state_dict(model), or the folder that shoal.zero.save() wrote"
-                )
-
-    @property
-    def identity(self) -> str:
-        """The same for equal weights."""
-        found = 0
-        for name, value in sorted(self._tensors.items()):
-            found = zlib.crc32(f"{name} {tuple(value.shape)} {value.dtype}".encode(), found)
-            if value.numel():
-                found = zlib.crc32(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy(), found)
-        return f"weights-{found:08x}"
-
-    def fitting(self, model: torch.nn.Module, wanted: Mapping[str, Iterable[int]]) -> dict[str, torch.Tensor]:
-        """The tensors that a model has, under its names.
-
-        Args:
-            model: whose tied parameters may come under one of their names.
-            wanted: the shapes of the model's tensors, by name.
-
-        Raises:
-            ConfigError: one is missing, or there is another one, or it has another shape.
-        """
-        there = {name: each.shape for name, each in self._tensors.items()}
-        return {name: self._tensors[at] for name, at in fitting(there, self.where, model, wanted).items()}
-
-
-def fitting(
-    there: Mapping[str, Sequence[int]], where: str, model: torch.nn.Module, wanted: Mapping[str, Iterable[int]]
-) -> dict[str, str]:
-    """The name, among others, of each tensor that a model has.
-
-    Args:
-        there: the shapes of tensors, by name.
-        where: they are, for people.
+        saved: the weights.
         model: whose tied parameters may come under one of their names.
         wanted: the shapes of the model's tensors, by name.
 
     Raises:
         ConfigError: some are missing, or there are others, or one has another shape.
     """
+    there, where = saved.kinds, saved.where
     names: dict[int, list[str]] = {}
     for name, each in named_parameters(model, remove_duplicate=False):
         names.setdefault(id(each), []).append(name)
@@ -208,8 +171,10 @@ def fitting(
     if unknown := [name for name in there if name not in known]:
         raise ConfigError(f"{where} has {_several(unknown)}, which the model has not")
     for name, at in found.items():
-        if at is not None and list(there[at]) != list(wanted[name]):
-            raise ConfigError(f"{at} in {where} has the shape {list(there[at])}, and in the model {list(wanted[name])}")
+        if at is not None and list(there[at].shape) != list(wanted[name]):
+            raise ConfigError(
+                f"{at} in {where} has the shape {list(there[at].shape)}, and in the model {list(wanted[name])}"
+            )
     return {name: at for name, at in found.items() if at is not None}
 
 

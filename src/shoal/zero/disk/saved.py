@@ -48,6 +48,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -68,6 +69,7 @@ __all__ = [
     "average_key",
     "consolidate",
     "location",
+    "named",
     "residual_key",
     "state_key",
     "value_key",
@@ -134,65 +136,82 @@ class Statistics(NamedTuple):
     others: dict[str, Any]
 
 
+@contextlib.contextmanager
+def named(where: object) -> Iterator[None]:
+    """In this block damage of a state is an error that names the state."""
+    try:
+        yield
+    except Missing as error:
+        raise ConfigError(f"{where} is no whole checkpoint: {error}") from error
+    except Damaged as error:
+        raise ConfigError(f"{where} is damaged: {error}") from error
+
+
 class Saved:
-    """A checkpoint on disk.
+    """A checkpoint, or the weights of a model.
 
     Args:
-        path: of the folder; or of a file of plain torch, if it is read for an optimizer.
+        where: it is, for people.
+        state: under the names above.
         orders: in which order whoever asks counts the values of a parameter.
-        asker: the optimizer that it is read for; None for none.
+        is_of_run: whether a run wrote it: then it may lack frozen parameters.
 
     Attributes:
         index: the values, as above, and of the trained ``parameters`` ``shape`` and ``order``.
         identity: a text without spaces; the same for copies, another one for every other checkpoint.
-        is_of_run: whether a run wrote it: then it may lack frozen parameters.
-
-    Raises:
-        ConfigError: it is none, or not whole.
+        where, is_of_run: as given.
     """
 
     def __init__(
-        self, path: Path, orders: Mapping[str, Order] = MappingProxyType({}), asker: Asker | None = None
+        self,
+        where: object,
+        state: SavedState,
+        orders: Mapping[str, Order] = MappingProxyType({}),
+        *,
+        is_of_run: bool = False,
     ) -> None:
-        self._path, self._orders, self.is_of_run = path, orders, False
-        with self._named():
-            if asker is not None and path.is_file():
-                self._state = of_torch(path, asker)
-            else:
-                self._state = read_state(path)
-                self.is_of_run = "run_id" in self._state.values
-                self._state = of_run(path, self._state, asker) if self.is_of_run else _unpacked(self._state)
-        self.identity = self._state.identity
-        self.index: dict[str, Any] = {**self._state.values, "parameters": self._state.tensors}
+        self.where, self._state, self._orders, self.is_of_run = str(where), state, orders, is_of_run
+        self.identity = state.identity
+        self.index: dict[str, Any] = {**state.values, "parameters": state.tensors}
         self._keys: dict[str, list[str]] = {}
-        for name in self._state.tiles:
+        for name in state.tiles:
             of, _, key = name.rpartition("|state|")
             self._keys.setdefault(of, []).append(key)
 
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        """In this block damage is an error that names the folder."""
-        try:
-            yield
-        except Missing as error:
-            raise ConfigError(f"{self._path} is no whole checkpoint: {error}") from error
-        except Damaged as error:
-            raise ConfigError(f"{self._path} is damaged: {error}") from error
+    @classmethod
+    def at(cls, path: Path, orders: Mapping[str, Order] = MappingProxyType({}), asker: Asker | None = None) -> Saved:
+        """The checkpoint in a folder; or in a file of plain torch, if it is read for an optimizer (`asker`).
+
+        Raises:
+            ConfigError: it is none, or not whole.
+        """
+        with named(path):
+            if asker is not None and path.is_file():
+                return cls(path, of_torch(path, asker), orders)
+            state = read_state(path)
+            if "run_id" in state.values:
+                return cls(path, of_run(path, state, asker), orders, is_of_run=True)
+            return cls(path, _unpacked(state), orders)
+
+    def counted(self, orders: Mapping[str, Order]) -> Saved:
+        """The same for somebody who counts values in these orders."""
+        return Saved(self.where, self._state, orders, is_of_run=self.is_of_run)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """In this block values can be read. Raises `ConfigError` if a file is damaged."""
-        with self._named(), self._state.opened():
+        with named(self.where), self._state.opened():
             if not self._state.is_checked:
-                warn_unchecked(self._path)
+                warn_unchecked(self.where)
             yield
 
     def other(self, name: str) -> torch.Tensor:
         """A frozen parameter or a buffer."""
         return self._state.whole(name)
 
+    @cached_property
     def kinds(self) -> dict[str, Kind]:
-        """What each parameter and buffer looks like, by name."""
+        """What each parameter, frozen parameter and buffer looks like, by name."""
         found = {name: self._state.tiles[name][0].kind for name in self.index["others"]}
         for name, entry in self.index["parameters"].items():
             tiles = self._state.tiles.get(name)
@@ -219,7 +238,7 @@ class Saved:
         return flat(shaped(total, entry["shape"], there), order)
 
     def values(self, wanted: Tile) -> torch.Tensor:
-        """The parameter's values of a range."""
+        """The values of a range of a parameter, a frozen one or a buffer."""
         return self._in_order(wanted, wanted.name)
 
     def averages(self, wanted: Tile) -> torch.Tensor:
@@ -228,9 +247,8 @@ class Saved:
 
     def _in_order(self, wanted: Tile, name: str) -> torch.Tensor:
         """A range of what belongs to a parameter; it is converted if the values were saved in another order."""
-        entry, here = self.index["parameters"][wanted.name], self._orders.get(wanted.name)
-        shape = torch.Size(entry["shape"])
-        there = _read(entry.get("order"), shape[0] if shape else 1)
+        shape, here = torch.Size(self.kinds[wanted.name].shape), self._orders.get(wanted.name)
+        there = _read(self._state.tensors.get(wanted.name, {}).get("order"), shape[0] if shape else 1)
         if there == here:
             return self._state.read(name, wanted.start, wanted.stop)
         whole = shaped(self._state.read(name, 0, shape.numel()), shape, there)
@@ -261,7 +279,7 @@ class Saved:
             numel = torch.Size(self.index["parameters"][wanted.name]["shape"]).numel()
             if (wanted.start, wanted.stop) != (0, numel):
                 raise ConfigError(
-                    f"{self._path} has {place!r} of {wanted.name} as a whole, and here that is cut: load it in stage "
+                    f"{self.where} has {place!r} of {wanted.name} as a whole, and here that is cut: load it in stage "
                     "1 or 2, with an optimizer that needs whole tensors"
                 )
             return self._state.whole(whole_key(wanted.name, place))
@@ -293,7 +311,7 @@ def consolidate(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         ConfigError: there is no whole checkpoint, or `path` is no path.
     """
-    saved = Saved(location(path))
+    saved = Saved.at(location(path))
     index = saved.index
     listed = [name for group in index["groups"] for name in group["listed"]]  # plain torch counts frozen ones, too
     numbers = {name: place for place, name in enumerate(listed)}

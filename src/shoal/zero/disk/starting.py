@@ -19,8 +19,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shoal.errors import ConfigError
+from shoal.layout import Tile
 from shoal.zero.disk.plain import fitting
-from shoal.zero.disk.weights import Weights
+from shoal.zero.disk.saved import Saved
 from shoal.zero.parameters import bottom_up, hooks_of, named_parameters
 from shoal.zero.ranks.watch import Agreement
 
@@ -47,7 +48,7 @@ class Start:
         ConfigError: the weights are of another model, or a module cannot compute its values. Nothing was changed.
     """
 
-    def __init__(self, model: torch.nn.Module, weights: Weights | None, rows: tuple[int, int] | None = None) -> None:
+    def __init__(self, model: torch.nn.Module, weights: Saved | None, rows: tuple[int, int] | None = None) -> None:
         self._weights, self._rows = weights, rows
         self._saved: dict[int, str] = {}  # the names in the files, of tensors by their `id`
         if weights is not None:
@@ -68,12 +69,10 @@ class Start:
         self._check(model)
         self._walk = bottom_up(model)
 
-    def _fit(self, model: torch.nn.Module, weights: Weights) -> None:
+    def _fit(self, model: torch.nn.Module, weights: Saved) -> None:
         """Find the name in the files of each tensor."""
         named = {name: each for name, each in model.state_dict(keep_vars=True).items() if torch.is_tensor(each)}
-        there = {name: kind.shape for name, kind in weights.kinds.items()}
-        wanted = {name: each.shape for name, each in named.items()}
-        for name, at in fitting(there, weights.where, model, wanted).items():
+        for name, at in fitting(weights, model, {name: each.shape for name, each in named.items()}).items():
             here, saved = named[name].dtype, weights.kinds[at].dtype
             if here != saved and not (here.is_floating_point and saved.is_floating_point):
                 raise ConfigError(f"{at} in {weights.where} is {saved}, and in the model {here}: convert one of them")
@@ -170,7 +169,9 @@ class Start:
             count = -(-len(values) // ranks)
             start = min(rank * count, len(values))
             values = values[start : start + count]
-        self._weights.read(name, values, start)
+        row = torch.Size(self._weights.kinds[name].shape[1:]).numel()
+        first = start * row
+        values.copy_(self._weights.values(Tile(name, first, first + values.numel())).view(values.shape))
 
 
 def _own(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

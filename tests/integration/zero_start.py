@@ -16,7 +16,8 @@ from torch.distributed.fsdp import fully_shard
 
 import shoal.zero
 from shoal.errors import ConfigError
-from shoal.zero.disk import weights
+from shoal.layout import Tile
+from shoal.zero.disk.saved import Saved
 from shoal.zero.parameters import local
 from tests.integration import zero_cases as cases
 
@@ -124,8 +125,7 @@ def started(
     if given is not None:
         model.load_state_dict(given)
     counted = [0]
-    for kind in _READ:
-        kind.read = _counting(kind, counted)
+    Saved.values = _counting(counted)  # type: ignore[method-assign]
     model, optimizer = shoal.zero.shard(model, adamw, stage=stage, weights=source, dtype=dtype)
     assert not any(each.is_meta for each in [*model.parameters(), *model.buffers()])
     first = state_of(model)
@@ -133,17 +133,15 @@ def started(
     return first, state_of(model), counted[0]
 
 
-def _counting(kind: Any, counted: list[int]) -> Any:
-    read = _READ[kind]
-
-    def count(self: Any, name: str, into: torch.Tensor, start: int = 0) -> None:
-        counted[0] += into.numel() * self.kinds[name].dtype.itemsize
-        read(self, name, into, start)
+def _counting(counted: list[int]) -> Any:
+    def count(self: Saved, wanted: Tile) -> torch.Tensor:
+        counted[0] += wanted.numel * self.kinds[wanted.name].dtype.itemsize
+        return _VALUES(self, wanted)
 
     return count
 
 
-_READ: dict[Any, Any] = {kind: kind.read for kind in (weights._Files, weights._Checkpoint)}
+_VALUES = Saved.values
 
 
 def saved(stage: int, path: str) -> dict[str, torch.Tensor]:

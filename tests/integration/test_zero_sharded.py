@@ -104,7 +104,7 @@ def test_stage_2_of_fsdp2_gathers_in_each_micro_batch(pool: Ranks) -> None:
     assert thrice == once * (law.gathers + 3 * law.gathers_each) / (law.gathers + law.gathers_each)
 
 
-def test_startedthat_leave_out_other_layers_are_told(pool: Ranks) -> None:
+def test_ranks_that_leave_out_other_layers_are_told(pool: Ranks) -> None:
     """In stage 3, where one rank's layer would be taken for another's."""
     first, second = pool.outcomes(2, programs.skipped_layer)
     assert first.kind == second.kind == "LocalError"
@@ -141,7 +141,7 @@ def test_a_replaced_parameter_is_noticed(pool: Ranks) -> None:
         assert "scale was replaced" in failed.message
 
 
-def test_startedthat_save_under_different_paths(pool: Ranks, tmp_path: Path) -> None:
+def test_ranks_that_save_under_different_paths(pool: Ranks, tmp_path: Path) -> None:
     """There is no checkpoint then, nor anything else."""
     for failed in pool.outcomes(2, programs.save_elsewhere, str(tmp_path / "saved")):
         assert failed.kind == "ConfigError"
@@ -149,7 +149,7 @@ def test_startedthat_save_under_different_paths(pool: Ranks, tmp_path: Path) -> 
     assert not list(tmp_path.iterdir())
 
 
-def test_startedthat_do_not_share_a_file_system(pool: Ranks, tmp_path: Path) -> None:
+def test_ranks_that_do_not_share_a_file_system(pool: Ranks, tmp_path: Path) -> None:
     """There is no checkpoint then, nor what would have become one."""
     for failed in pool.outcomes(2, programs.save_not_shared, str(tmp_path)):
         assert failed.kind == "ConfigError"
@@ -176,7 +176,7 @@ def test_a_checkpoint_with_other_frozen_parameters_or_buffers(pool: Ranks, tmp_p
 
 
 @pytest.mark.parametrize("plain", [True, False])
-def test_startedthat_load_other_checkpoints(pool: Ranks, tmp_path: Path, plain: bool) -> None:
+def test_ranks_that_load_other_checkpoints(pool: Ranks, tmp_path: Path, plain: bool) -> None:
     """Are told, and nothing is changed: of folders and of files of plain torch, which differ in values alone."""
     for rank in range(2):
         if plain:
@@ -185,7 +185,7 @@ def test_startedthat_load_other_checkpoints(pool: Ranks, tmp_path: Path, plain: 
             optimizer = cases.make("sgd", model)([each for each in model.parameters() if each.requires_grad])
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / f"saved-{rank}")
         else:
-            pool.play(2, programs.save_plain, str(tmp_path / f"saved-{rank}"))
+            pool.play(2, programs.save_plain, str(tmp_path / f"saved-{rank}"), 1 + rank)
     for said, unchanged in pool.play(2, programs.load_of_each, str(tmp_path / "saved")):
         assert "rank 0 gave" in said
         assert f"and rank 1 gave {tmp_path / 'saved-1'}, which is another one" in said

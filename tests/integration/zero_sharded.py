@@ -331,10 +331,10 @@ def load_other_frozen(path: str, what: str) -> tuple[str, bool]:
     return said, all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def save_plain(path: str) -> None:
-    """After a step of SGD."""
+def save_plain(path: str, steps: int = 1) -> None:
+    """After some steps of SGD."""
     model, optimizer = _plain(2)
-    train(optimizer, model, steps=1)
+    train(optimizer, model, steps=steps)
     shoal.zero.save(path, model, optimizer)
 
 

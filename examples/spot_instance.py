@@ -3,7 +3,7 @@
 `python examples/spot_instance.py FOLDER` prints an invite; `python examples/spot_instance.py OTHER INVITE`, in another
 terminal, joins. End one with `kill PID`: it finishes its round, tells the others, saves and ends with code 143. Start
 it again: it goes on from its folder, or from the others where these are further. `shoal run` does the same from
-outside, for a program without these lines: see docs/how-to/training.md.
+outside, for a program without these lines: see docs/how-to/shoal-run.md.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The programs of README.md, training.md, optimizer.md and loops.md, as readers run them: two peers on one machine."""
+"""The programs of the pages in docs/start and docs/how-to, as readers run them: two peers on one machine."""
 
 from __future__ import annotations
 
@@ -34,10 +34,23 @@ def python_blocks(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-def program(*pages: str, trainer: bool = False) -> str:
-    """The Python blocks of pages as one program: those of Hugging Face's Trainer, or the others."""
-    blocks = [block for page in pages for block in python_blocks(page)]
-    return "\n".join(block for block in blocks if ("transformers" in block) is trainer)
+LOOP = "docs/start/plain-loop.md"
+HIVEMIND = "docs/start/from-hivemind.md"
+
+
+def program(page: str) -> str:
+    """The program of a page."""
+    (code,) = python_blocks(page)
+    return code
+
+
+def checkpoints() -> str:
+    """The program of the loop, which then saves and loads, and leaves, as two other pages print it."""
+    loop, leaves = program(LOOP), "dht.shutdown()  # shoal\n"
+    assert loop.endswith(leaves)
+    return "\n".join(
+        [loop.removesuffix(leaves), *python_blocks("docs/how-to/checkpoints.md"), program("docs/how-to/end-a-run.md")]
+    )
 
 
 def peer(folder: Path, code: str, *options: str, fresh: bool = False, library: str | None = None) -> Talk:
@@ -62,18 +75,16 @@ def last_lines_of_two(folder: Path, code: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("pages", "last"),
+    ("code", "last"),
     [
-        (["README.md"], "epoch 8: loss"),
-        pytest.param(["docs/how-to/training.md"], "epoch 8: loss", marks=pytest.mark.long(full=True)),
-        pytest.param(
-            ["docs/how-to/training.md", "docs/how-to/optimizer.md"], "resumed at epoch 8", marks=pytest.mark.long
-        ),
+        (program(LOOP), "epoch 8: loss"),
+        pytest.param(program(HIVEMIND), "epoch 8: loss", marks=pytest.mark.long),
+        pytest.param(checkpoints(), "resumed at epoch 8", marks=pytest.mark.long),
     ],
+    ids=["plain loop", "from hivemind", "checkpoints"],
 )
-def test_two_peers_run_the_program_of_a_page(tmp_path: Path, pages: list[str], last: str) -> None:
+def test_two_peers_run_the_program_of_a_page(tmp_path: Path, code: str, last: str) -> None:
     """With fewer, smaller epochs, which begin when both are there: both end by themselves at one epoch."""
-    code = program(*pages)
     for printed, shorter in (
         ("swarm.announce_end(100)", f"{BEGIN}swarm.announce_end(8)"),
         ("target_batch_size=4096", "target_batch_size=512"),
@@ -82,7 +93,7 @@ def test_two_peers_run_the_program_of_a_page(tmp_path: Path, pages: list[str], l
         code = code.replace(printed, shorter)
     with (
         peer(tmp_path / "second", code, "-W", "error") as second,
-        peer(tmp_path / "first", code, "-W", "error", fresh=pages == ["README.md"]) as first,
+        peer(tmp_path / "first", code, "-W", "error", fresh=code == program(LOOP)) as first,
     ):
         first.write("")
         second.write(first.line().strip())
@@ -97,7 +108,7 @@ def test_two_peers_run_the_program_of_a_page(tmp_path: Path, pages: list[str], l
     ends = [[line for line in lines if " is gone" not in line][-1] for lines in said]  # the other one may be told of
     assert all(end.startswith(last) for end in ends), said
     for lines in said:
-        assert any(line.startswith("epoch 8: loss") for line in lines), lines  # optimizer.md goes on from there
+        assert any(line.startswith("epoch 8: loss") for line in lines), lines  # checkpoints.md goes on from there
         assert re.match(r"epoch \d+ of 8, 2 peers, [\d,]+ samples/s, loss \d", next(filter(PROGRESS, lines))), lines
 
 
@@ -106,7 +117,7 @@ def test_two_trainers_run_the_program_of_the_page(tmp_path: Path) -> None:
     """As it stands there; they begin when both are there. The schedule ends with the run, and so do both Trainers."""
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    code = program("docs/how-to/training.md", trainer=True)
+    code = program("docs/start/trainer.md")
     assert code.count("trainer.train(") == 1
     code = code.replace("trainer.train(", "print('here', flush=True)\ninput()\ntrainer.train(")
     with (
@@ -132,7 +143,7 @@ def test_two_trainers_run_the_program_of_the_page(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_a_group_of_two_and_a_process_run_the_program_of_the_page(tmp_path: Path) -> None:
     """As it stands there, with fewer epochs: `torchrun` with two ranks, and one with a single rank, train together."""
-    (code,) = (block for block in python_blocks("docs/how-to/loops.md") if "GroupOptimizer" in block)
+    code = program("docs/start/several-gpus.md")
     assert code.count("swarm.announce_end(100)") == 1
     code = code.replace("swarm.announce_end(100)", "swarm.announce_end(4)\nwait_for_another()")
     wait = """
@@ -154,13 +165,16 @@ def wait_for_another():
 @pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("library", "end", "begins"),
-    [("lightning", "max_steps=200", "trainer.fit("), ("accelerate", "announce_end(100)", "swarm.announce_end(")],
+    ("library", "page", "end", "begins"),
+    [
+        ("lightning", "docs/start/lightning.md", "max_steps=200", "trainer.fit("),
+        ("accelerate", "docs/how-to/accelerate.md", "announce_end(100)", "swarm.announce_end("),
+    ],
 )
-def test_two_peers_run_the_program_of_a_library(tmp_path: Path, library: str, end: str, begins: str) -> None:
+def test_two_peers_run_the_program_of_a_library(tmp_path: Path, library: str, page: str, end: str, begins: str) -> None:
     """As it stands there, with fewer steps, which begin when both are there: both end by themselves at one epoch."""
     pytest.importorskip(library)
-    (code,) = (block for block in python_blocks("docs/how-to/loops.md") if f"import {library}\n" in block)
+    code = program(page)
     assert code.count(end) == code.count(f"\n{begins}") == 1
     code = code.replace(f"\n{begins}", f"\nprint('here', flush=True)\ninput()\n{begins}")
     code = code.replace(end, re.sub(r"\d+", "10", end))

@@ -22,7 +22,7 @@ import shoal
 from shoal.cli.new import text_of
 from tests.integration.forks import LIBRARIES
 from tests.integration.routers import Routers, why_not
-from tests.integration.test_pages import ROOT, program, python_blocks
+from tests.integration.test_pages import HIVEMIND, LOOP, ROOT, checkpoints, program, python_blocks
 from tests.integration.workers import Talk, environment
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
@@ -69,14 +69,13 @@ TINY = [f"--{name}={value}" for name, value in {"hidden": 16, "heads": 1, "layer
 ALBERT = ("--data", "../data", *TINY)
 
 PROGRAMS = {
-    "README": Program(lambda: program("README.md"), "my-run"),
-    "README, Trainer": Program(lambda: program("README.md", trainer=True), "my-trainer", needs="accelerate"),
-    "training": Program(lambda: program("docs/how-to/training.md"), "my-run"),
-    "optimizer": Program(lambda: program("docs/how-to/training.md", "docs/how-to/optimizer.md"), "my-run"),
-    "trainer": Program(lambda: program("docs/how-to/training.md", trainer=True), "my-trainer", needs="accelerate"),
-    "lightning": Program(block("docs/how-to/loops.md", "import lightning"), "my-module", needs="lightning"),
-    "accelerate": Program(block("docs/how-to/loops.md", "import accelerate"), "my-loop", needs="accelerate"),
-    "group": Program(block("docs/how-to/loops.md", "GroupOptimizer"), "my-groups", launcher=TORCHRUN),
+    "loop": Program(partial(program, LOOP), "my-run"),
+    "from hivemind": Program(partial(program, HIVEMIND), "my-run"),
+    "checkpoints": Program(checkpoints, "my-run"),
+    "trainer": Program(partial(program, "docs/start/trainer.md"), "my-trainer", needs="accelerate"),
+    "lightning": Program(partial(program, "docs/start/lightning.md"), "my-module", needs="lightning"),
+    "accelerate": Program(partial(program, "docs/how-to/accelerate.md"), "my-loop", needs="accelerate"),
+    "group": Program(partial(program, "docs/start/several-gpus.md"), "my-groups", launcher=TORCHRUN),
     **{
         word: Program(block("docs/reference/averaging.md", word), "", averages=True)
         for word in (
@@ -105,8 +104,8 @@ PROGRAMS = {
 }
 
 
-TRAIN_ELSEWHERE = {"training", "optimizer", "trainer", "lightning", "accelerate", "group", "plain_loop", "digits_cnn"}
-TRAIN_ELSEWHERE |= {"new plain", "new trainer", "new lightning", "lora", "albert"}
+TRAIN_ELSEWHERE = {"from hivemind", "checkpoints", "trainer", "lightning", "accelerate", "group", "plain_loop"}
+TRAIN_ELSEWHERE |= {"digits_cnn", "new plain", "new trainer", "new lightning", "lora", "albert"}
 """Programs that two peers on one machine run in full, in the same sample or by default. How they enter the network is
 the same line in all of them (tests/unit/test_printed_programs.py)."""
 
@@ -255,7 +254,7 @@ def test_a_peer_listens_where_it_joins() -> None:
 
 def test_readme_runs_unchanged_on_a_second_machine_behind_a_router(tmp_path: Path) -> None:
     """By default it listened for its own machine only; so the program ended where it printed its invite."""
-    run_behind_a_router(tmp_path, "README")
+    run_behind_a_router(tmp_path, "loop")
 
 
 @pytest.mark.long
@@ -277,11 +276,11 @@ def test_the_program_runs_unchanged_behind_a_router(tmp_path: Path, name: str) -
 
 
 def helper() -> str:
-    """The README's program with the lines of the helper in place of those from `dht =` on."""
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    """The program of the loop with the lines of the helper in place of those from `dht =` on."""
+    page = (ROOT / "docs" / "how-to" / "meet.md").read_text(encoding="utf-8")
     blocks: list[str] = re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     (lines,) = (each for each in blocks if "auxiliary" in each)
-    code = program("README.md")
+    code = program(LOOP)
     return code[: code.index("dht = ")] + lines
 
 
@@ -289,7 +288,7 @@ def helper() -> str:
 @pytest.mark.timeout(2 * BUSY_S)
 def test_two_helpers_let_clients_train_together(tmp_path: Path) -> None:
     """The third way to meet, word for word: two homes behind routers, two machines that all can reach."""
-    helps, trains = replace(PROGRAMS["README"], code=helper), PROGRAMS["README"]
+    helps, trains = replace(PROGRAMS["loop"], code=helper), PROGRAMS["loop"]
     with Routers(2, machines=1) as net, start(net, None, tmp_path / "a", helps, 0) as one:
         invite = invite_in(one)
         with start(net, "machine0", tmp_path / "b", helps, 0, str(invite)) as two:

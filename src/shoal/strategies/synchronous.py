@@ -40,7 +40,7 @@ class Synchronous:
         max_grad_norm: clip the averaged gradient to this norm, over all parameters, before the step; None: do not. The
             same on all peers. Each peer's own gradients stay as they are.
         low_rank: send the gradients of matrices as factors of this rank, the same on all peers: see
-            docs/how-to/optimizer.md. None sends them whole.
+            docs/how-to/fewer-bytes.md. None sends them whole.
         min_compression_ratio: the least part of a parameter's numbers that factors must save; others are sent whole.
         offload: keep the optimizer's statistics and the sums of gradients on the CPU, and take the step there: the
             device holds the parameters and the gradients of one batch. It needs `params` and a function as `optimizer`.

@@ -356,7 +356,7 @@ class TrainingState:
             return "the states that it was for were over. Give this peer smaller batches, or raise target_batch_size"
         return (
             "a batch that is under way when a round begins is dropped. Raise target_batch_size, so that an epoch has "
-            'more batches; or give late="next", with which it counts one step late (docs/how-to/optimizer.md)'
+            'more batches; or give late="next", with which it counts one step late (docs/how-to/late-batches.md)'
         )
 
     def ends_at(self, epoch: int | None) -> None:

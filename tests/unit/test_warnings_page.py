@@ -1,4 +1,4 @@
-"""`docs/how-to/training.md` quotes the warnings as the code says them."""
+"""`docs/reference/warnings.md` quotes the warnings as the code says them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ def texts(path: Path) -> list[str]:
 
 def quoted() -> list[str]:
     """The warnings that the page quotes."""
-    page = (ROOT / "docs" / "how-to" / "training.md").read_text(encoding="utf-8")
-    section = page[page.index("\n## What the warnings mean\n") :]
-    cells = re.findall(r"^\| ([^|]*)", section, re.MULTILINE)
+    page = (ROOT / "docs" / "reference" / "warnings.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^\| ([^|]*)", page, re.MULTILINE)
     return [quote for cell in cells for quote in re.findall(r"`([^`]+)`", cell)]
 
 

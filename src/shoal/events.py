@@ -19,6 +19,7 @@ import msgspec
 
 from shoal.base.bounded import put_last
 from shoal.base.peer import PeerID
+from shoal.base.warning_names import named
 
 __all__ = [
     "CheckpointSaved",
@@ -324,7 +325,7 @@ class SamplesDropped(Event, frozen=True, kw_only=True):
 
 
 class Warned(Event, frozen=True, kw_only=True):
-    """Something went wrong that did not stop the run."""
+    """Something went wrong that did not stop the run. Its line names its row in `docs/reference/warnings.md`."""
 
     where: str
     message: str
@@ -332,7 +333,7 @@ class Warned(Event, frozen=True, kw_only=True):
     """The peers that the message names. In the log, warnings are bundled that say the same of other peers."""
 
     def line(self) -> str:
-        return f"{self.where}: {_plain(self.message)}"
+        return named(f"{self.where}: {_plain(self.message)}")
 
     @property
     def kind(self) -> str:

@@ -53,9 +53,11 @@ def test_what_the_program_leaves_out_is_given(current: Launch, caplog: pytest.Lo
 def test_what_the_program_gives_stays_and_is_told(current: Launch, caplog: pytest.LogCaptureFixture) -> None:
     """By position or name; the warning names both."""
     assert Thing(["mine"]).given == (["mine"], "me", {})
-    assert caplog.messages == [
-        "--invite has no effect: the program itself gives shoal.DHT initial_peers=['mine']. Leave one of the two out"
-    ]
+    (told,) = caplog.messages
+    assert told == (
+        "--invite has no effect: the program itself gives shoal.DHT initial_peers=['mine']. Leave one of the two out "
+        "(docs: warnings#option-without-effect)"
+    )
 
 
 def test_a_second_one_is_given_nothing_while_the_first_lives(current: Launch, caplog: pytest.LogCaptureFixture) -> None:

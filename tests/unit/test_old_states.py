@@ -137,9 +137,8 @@ def test_a_checkpoint_from_before_checksums_is_read(tmp_path: Path, caplog: pyte
         entry["bytes"] = (path / name).stat().st_size
     (path / "index.json").write_text(json.dumps(index))
     assert same(shoal.zero.consolidate(path), shoal.zero.consolidate(STATES / "zero-adamw"))
-    assert [each.getMessage() for each in caplog.records] == [
-        f"{path} was saved without checksums: damaged values in it would not be noticed"
-    ]
+    (told,) = [each.getMessage() for each in caplog.records]
+    assert told.startswith(f"{path} was saved without checksums: damaged values in it would not be noticed (docs:")
 
 
 def test_no_run_goes_on_from_a_checkpoint_of_zero(tmp_path: Path) -> None:

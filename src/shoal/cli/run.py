@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from shoal.base.warning_names import named
 from shoal.cli.config_file import config_option
 from shoal.cli.options import Real, WholePath, announced, maddr_of, upload_limit_option
 from shoal.errors import ClosedError, ConfigError, ShoalError
@@ -261,7 +262,7 @@ def _start(
         # Of a torchrun group only rank 0 is a peer.
         if os.environ.get("RANK", "0") == "0" and (unused := current.unused()):
             told = ", ".join(each.origin for each in unused)
-            _logger.warning("the program has made no shoal.%s: %s had no effect", unused[0].owner, told)
+            _logger.warning(named("the program has made no shoal.%s: %s had no effect"), unused[0].owner, told)
 
 
 def _show(error: BaseException) -> None:
@@ -302,6 +303,6 @@ def _end(current: Launch, metrics: list[Any]) -> None:
         try:
             optimizer.save_last()
         except ShoalError as error:
-            _logger.warning("the last state was not saved: %s", error)
+            _logger.warning(named("the last state was not saved: %s"), error)
     for each in metrics:
         each.close()

@@ -30,6 +30,7 @@ from typing import Any, Protocol, get_args, get_origin, get_type_hints
 import msgspec
 
 from shoal.base.peer import PEER_ID_BYTES, PeerID
+from shoal.base.warning_names import named
 from shoal.dht.routing import key_of
 from shoal.errors import ConfigError
 from shoal.protocol.identity import Identity, verify
@@ -218,7 +219,7 @@ class CompositeValidator:
                 refusal = validator.refuses(record)
             except BaseException as error:
                 # A validator is the user's code. If it raises, the record from the network is at fault.
-                _logger.warning("%s failed on a record", type(validator).__name__, exc_info=error)
+                _logger.warning(named("%s failed on a record"), type(validator).__name__, exc_info=error)
                 return f"{type(validator).__name__} failed: {type(error).__name__}"
             if refusal:
                 return refusal

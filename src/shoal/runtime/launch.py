@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
+from shoal.base.warning_names import named
 from shoal.runtime.places import filled_in
 
 __all__ = ["Launch", "Setting", "launch", "launched"]
@@ -90,8 +91,10 @@ class Launch:
         first = self._first.get(owner, lambda: None)()
         if first is not None and first.is_alive():
             _logger.warning(
-                "this program has two of shoal.%s: only the first one gets the settings of `shoal run`. Give the "
-                "second one its arguments in the program",
+                named(
+                    "this program has two of shoal.%s: only the first one gets the settings of `shoal run`. Give the "
+                    "second one its arguments in the program"
+                ),
                 owner,
             )
             return
@@ -106,7 +109,7 @@ class Launch:
                 _logger.info("shoal.%s: %s=%r, by %s", owner, setting.argument, value, setting.origin)
             else:
                 _logger.warning(
-                    "%s has no effect: the program itself gives shoal.%s %s=%.80r. Leave one of the two out",
+                    named("%s has no effect: the program itself gives shoal.%s %s=%.80r. Leave one of the two out"),
                     setting.origin,
                     owner,
                     setting.argument,

@@ -16,6 +16,7 @@ from typing import Any
 from shoal.averaging.core import PeerCore
 from shoal.base.clock import Env, SystemClock
 from shoal.base.peer import Address
+from shoal.base.warning_names import named
 from shoal.dht import DhtSettings, RecordValidator
 from shoal.events import EventBus, Warned
 from shoal.protocol.identity import Identity
@@ -146,7 +147,7 @@ class RunningPeer:
                     await _close(self._closers.pop())
         except TimeoutError:
             _logger.warning(
-                "a round, or a checkpoint that is being written, did not end within shutdown_timeout=%g s",
+                named("a round, or a checkpoint that is being written, did not end within shutdown_timeout=%g s"),
                 self._shutdown_timeout_s,
             )
         try:

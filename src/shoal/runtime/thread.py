@@ -26,6 +26,7 @@ from shoal.base.clock import ThreadExecutor, seconds_text
 from shoal.base.locks import SafeLock
 from shoal.base.pool import DaemonPool, use_cores
 from shoal.base.waiting import SLICE_S, Gate, RunningTime, SafeCondition, SlicingSelector
+from shoal.base.warning_names import named
 from shoal.errors import ClosedError, LocalError
 
 __all__ = ["GRACE_S", "LoopFuture", "LoopThread"]
@@ -321,7 +322,7 @@ class LoopThread:
         if self._ended.wait(self._limit_s + _CANCEL_S + 2 * GRACE_S):
             self._thread.join()  # it does nothing more
         else:
-            _logger.warning("shoal's thread did not end: does an event subscriber block it?")
+            _logger.warning(named("shoal's thread did not end: does an event subscriber block it?"))
 
     def _begin_end(self, last: Callable[[], Coroutine[Any, Any, None]], timeout_s: float) -> None:
         """Begin the end, once: an interrupted caller asks again."""
@@ -335,7 +336,7 @@ class LoopThread:
             async with asyncio.timeout(timeout_s):
                 await last()
         except TimeoutError:
-            _logger.warning("not everything was closed within %s", seconds_text(timeout_s))
+            _logger.warning(named("not everything was closed within %s"), seconds_text(timeout_s))
         except Exception:
             _logger.exception("closing failed")
         finally:

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 from shoal.base.clock import seconds_text
 from shoal.base.peer import Address, PeerID, site_of
+from shoal.base.warning_names import named
 from shoal.errors import (
     ClosedError,
     ConfigError,
@@ -216,7 +217,7 @@ class TcpTransport:
             hosts = [host for host in hosts if not is_loopback(host)] or hosts[:1]
         self.addresses = tuple(Address(host, port, self.peer_id) for host in hosts)
         if self._guessed and is_loopback(hosts[0]):
-            _logger.warning("listening at %s, but %s", self.addresses[0].where, NO_ADDRESS)
+            _logger.warning(named("listening at %s, but %s"), self.addresses[0].where, NO_ADDRESS)
         context, certificate = server_context()
         self._spawn(self._accept(listener, context, certificate, acceptor))
 
@@ -311,7 +312,7 @@ class TcpTransport:
                 continue
             except OSError as error:  # out of descriptors or memory: others will end
                 todo = "; raise `ulimit -n`" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
-                _logger.warning("cannot accept connections for now: %s%s", error, todo)
+                _logger.warning(named("cannot accept connections for now: %s%s"), error, todo)
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
             connection = self._connection(context, dialed=False)
@@ -338,8 +339,10 @@ class TcpTransport:
         if not self._told_of_version:
             self._told_of_version = True
             _logger.warning(
-                "a peer at %s dialed this one, and was %s; this one speaks version %s. If it is meant to take part, "
-                "install the same version of shoal on both (further ones are not told)",
+                named(
+                    "a peer at %s dialed this one, and was %s; this one speaks version %s. If it is meant to take "
+                    "part, install the same version of shoal on both (further ones are not told)"
+                ),
                 host,
                 refusal.message,
                 self._versions,
@@ -407,8 +410,10 @@ class TcpTransport:
         if not self._crowded:
             self._crowded = True
             _logger.warning(
-                "%d connections are open, the most that this peer allows: the host with most loses those that carry "
-                "least. If it trains with many peers, raise `ulimit -n` to 8 for each of them",
+                named(
+                    "%d connections are open, the most that this peer allows: the host with most loses those that "
+                    "carry least. If it trains with many peers, raise `ulimit -n` to 8 for each of them"
+                ),
                 len(proved),
             )
         least.abort("too many connections: this one has carried least")

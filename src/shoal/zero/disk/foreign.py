@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_map_only
 
+from shoal.base.warning_names import named
 from shoal.compression import NoCompression, view_bytes
 from shoal.errors import ConfigError
 from shoal.state.digest import digest_of, hasher
@@ -345,7 +346,7 @@ def check_archive(path: Path) -> None:
 
 def warn_unchecked(where: object) -> None:
     """Say that nothing in a checkpoint can be checked."""
-    _logger.warning("%s was saved without checksums: damaged values in it would not be noticed", where)
+    _logger.warning(named("%s was saved without checksums: damaged values in it would not be noticed"), where)
 
 
 def _identity(path: Path) -> str:

@@ -30,6 +30,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from shoal.base.warning_names import named
 from shoal.errors import LocalError, RankLost
 from shoal.layout import Tile, flat, like, order_of
 from shoal.zero.flat.sparse import Tables
@@ -278,7 +279,7 @@ class Reduction:
         except Exception as error:  # noqa: BLE001 (the one under way is what the program is to see)
             self._flying.clear()
             self._running = self._broken = False
-            _logger.warning("a backward pass broke off, and others may wait for the rest of it: %s", error)
+            _logger.warning(named("a backward pass broke off, and others may wait for the rest of it: %s"), error)
 
     def _hold(self, name: str) -> None:
         """Add a gradient to those of this rank that are not reduced yet."""

@@ -31,6 +31,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from shoal.base.warning_names import named
 from shoal.errors import ConfigError, RankLost
 from shoal.zero.ranks.parting import Parting, Turn, Waiting, at, parted
 
@@ -259,8 +260,10 @@ def _look(_: Store, pulse: _Pulse, __: Parting, closed: threading.Event) -> None
         frozen, turn = pulse.find_frozen()
         for who in sorted(frozen - said):
             _logger.warning(
-                "%s gives no sign of life for %g s, and this rank waits in %s: that process seems to be frozen. "
-                "Wake it (kill -CONT) or end it; training goes on if it wakes within the group's timeout",
+                named(
+                    "%s gives no sign of life for %g s, and this rank waits in %s: that process seems to be frozen. "
+                    "Wake it (kill -CONT) or end it; training goes on if it wakes within the group's timeout"
+                ),
                 who,
                 FROZEN_BEATS * BEAT_S,
                 turn,

@@ -20,6 +20,7 @@ from shoal.hivemind.arguments import strategy_of
 from shoal.strategies import (
     Decoupled,
     DiLoCo,
+    Inner,
     LocalSGD,
     LocalUpdates,
     Merges,
@@ -115,6 +116,17 @@ def test_what_makes_no_sense_is_refused_by_name(make: object, text: str) -> None
     assert callable(make)
     with pytest.raises(ConfigError, match=text):
         make()
+
+
+def test_the_strategy_of_the_docs_steps_by_signs() -> None:
+    """As large as the gradients are, each number moves by the rate, or not at all."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    training = VOTES.training(Inner(torch.optim.SGD([parameter], lr=0.5)))
+    parameter.grad = torch.tensor([0.25, -3.0, 0.0])
+    assert training.accumulate(4)
+    training.use_own_mean()
+    training.step()
+    assert parameter.tolist() == [0.5, 1.5, 1.0]
 
 
 @pytest.mark.parametrize("strategy", [OneOfAUser(), VOTES], ids=["a user's own", "that of the docs"])

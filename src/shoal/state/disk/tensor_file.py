@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from safetensors.torch import _TYPES
 
-from shoal.compression import view_bytes
+from shoal.compression import allocate, view_bytes
 from shoal.errors import ConfigError
 from shoal.state.digest import digest_of, hasher
 
@@ -226,31 +226,17 @@ class TensorFile:
         """
         kind = self.kinds[name]
         stop = kind.numel if stop is None else stop
-        found = torch.empty(stop - start, dtype=kind.dtype, device="cpu")
-        self.read_into(name, found, start)
+        found, data = allocate(stop - start, kind.dtype)
+        if is_part := stop - start != kind.numel:
+            self._check(name, None)
+        self._fill(data, self._offsets[name] + start * kind.dtype.itemsize, name)
+        if not is_part:
+            self._check(name, data)
         return found
 
     def whole(self, name: str) -> torch.Tensor:
         """All of a tensor, in its shape. Raises `Damaged` if it is not what was written."""
         return self.read(name).view(self.kinds[name].shape)
-
-    def read_into(self, name: str, into: torch.Tensor, start: int = 0) -> None:
-        """Fill a tensor with values from this one on. One of another dtype gets rounded ones.
-
-        Raises:
-            Damaged: the tensor is not what was written.
-        """
-        kind = self.kinds[name]
-        if not (into.dtype == kind.dtype and into.device.type == "cpu" and into.is_contiguous()):
-            into.copy_(self.read(name, start, start + into.numel()).view(into.shape))
-            return
-        whole = into.numel() == kind.numel
-        if not whole:
-            self._check(name, None)
-        data = view_bytes(into.detach())
-        self._fill(data, self._offsets[name] + start * kind.dtype.itemsize, name)
-        if whole:
-            self._check(name, data)
 
     def _fill(self, data: memoryview, offset: int, name: str) -> None:
         assert self._file is not None, "read within `opened`"

@@ -49,14 +49,14 @@ def test_two_clients_that_trained_alone_took_the_first_step_of_a_fresh_peer_in_s
         await entered(run)
         for name, duration_s in (("a", 0.5), ("b", 0.8)):
             await run.add(name, client_mode=True, **warnings_of(told[name]))
-            await train(run, name, 120.0, duration_s)
-        await sim.sleep(60.0)
+            await train(run, name, 80.0, duration_s)
+        await sim.sleep(40.0)
         a, b = (run.swarm.peer(name).participant for name in "ab")
         best, worse = a.state, b.state
         assert best.epoch > worse.epoch + 10 > 20
         fresh: Trainer = await run.add("fresh", auxiliary=auxiliary)
-        await train(run, "fresh", 120.0, 0.7)
-        await sim.sleep(40.0)
+        await train(run, "fresh", 80.0, 0.7)
+        await sim.sleep(20.0)
         found = [run.swarm.peer(name).participant.state for name in ("a", "b", "fresh")]
         assert all(each.epoch >= best.epoch and each.samples >= best.samples for each in found)
         assert fresh.participant.own.committed.samples.keys() >= {a.core.peer_id, b.core.peer_id}
@@ -99,7 +99,7 @@ def test_a_client_and_a_trainer_that_came_back_anew_trained_side_by_side() -> No
         await run.add("client", client_mode=True, **warnings_of(told["client"]))
         for name in told:
             await train(run, name, 200.0)
-        await sim.sleep(20.0)
+        await sim.sleep(10.0)
         run.swarm.crash("trainer")
         await sim.sleep(20.0)
         run.swarm.partition([["client"], ["trainer", "entry"]])
@@ -129,10 +129,10 @@ def test_a_client_that_trained_less_apart_takes_the_state_of_the_others_and_is_t
         await run.add("client", client_mode=True, **warnings_of(told["client"]))
         for name, duration_s in (("trainer", 0.4), ("client", 1.0)):
             await train(run, name, 200.0, duration_s)
-        await sim.sleep(20.0)
+        await sim.sleep(5.0)
         shared = run.swarm.peer("client").participant.state
         run.swarm.partition([["client"], ["trainer"]])
-        await sim.sleep(40.0)
+        await sim.sleep(30.0)
         ahead, behind = (run.swarm.peer(name).participant.state for name in ("trainer", "client"))
         assert ahead.epoch > behind.epoch + 10 > shared.epoch + 12
         run.swarm.heal()
@@ -195,7 +195,7 @@ def test_a_branch_of_two_peers_that_lost_against_three_was_told_nothing() -> Non
         sim.run(main, seed=46)
 
 
-@pytest.mark.parametrize("parts_s", [3.0, 30.0], ids=["one-fragment", "both"])
+@pytest.mark.parametrize("parts_s", [3.0, 20.0], ids=["one-fragment", "both"])
 def test_a_branch_that_lost_in_one_fragment_only_was_told_nothing(parts_s: float) -> None:
     """One merge held 160 samples of a peer, and only the first fragment told. It is one warning for all of them."""
 
@@ -214,7 +214,7 @@ def test_a_branch_that_lost_in_one_fragment_only_was_told_nothing(parts_s: float
         parted = [each.epoch - old for each, old in zip(fragments, before, strict=True)]
         assert sorted(parted) == [0, 1] if parts_s == 3.0 else min(parted) > 2
         run.swarm.heal()
-        await sim.sleep(30.0)
+        await sim.sleep(20.0)
         assert sum(len(gave_up(each)) for each in told.values()) == 1, told
         loser = next(each for each in told.values() if gave_up(each))
         assert sum(lost_here(loser)) >= 10 * 4
@@ -233,8 +233,8 @@ def test_a_peer_that_stood_still_gives_nothing_up() -> None:
             await run.add(name)
             await train(run, name, 60.0)
         a = run.swarm.peer("a")
-        run.swarm.spawn("a", a.train(4, duration_s=0.5, until=until(10.0)))
-        await sim.sleep(30.0)
+        run.swarm.spawn("a", a.train(4, duration_s=0.5, until=until(4.0)))
+        await sim.sleep(16.0)
         before = a.participant.epoch
         run.swarm.spawn("a", a.train(4, duration_s=0.5, until=until(60.0)))
         await sim.sleep(10.0)
@@ -255,7 +255,7 @@ def test_a_client_whose_state_is_not_taken_goes_back_to_others_that_stand_still(
         await run.add("client", client_mode=True, **warnings_of(told))
         for name in ("trainer", "client"):
             await train(run, name, 400.0)
-        await sim.sleep(20.0)
+        await sim.sleep(8.0)
         run.swarm.crash("trainer")
         await sim.sleep(20.0)
         client = run.swarm.peer("client").participant
@@ -287,7 +287,7 @@ def test_who_has_trained_more_says_so_if_its_state_is_not_taken(monkeypatch: pyt
         await run.add("client", client_mode=True, **warnings_of(told["client"]))
         for name in ("trainer", "client"):
             await train(run, name, 300.0)
-        await sim.sleep(20.0)
+        await sim.sleep(8.0)
         run.swarm.crash("trainer")
         await sim.sleep(25.0)
         client = run.swarm.peer("client").participant

@@ -252,7 +252,7 @@ def test_wrong_arguments_are_named() -> None:
 @pytest.mark.long
 def test_two_processes_run_the_program_of_the_page(tmp_path: Path) -> None:
     """A loop of its own, as hivemind's users have: both end with the same bits."""
-    code = next(block for block in python_blocks("docs/reference/averaging.md") if "GradientAverager" in block)
+    code = next(block for block in python_blocks("docs/how-to/own-steps.md") if "GradientAverager" in block)
     said = last_lines_of_two(tmp_path, code)
     assert said[0] == said[1]
     assert said[0].startswith("20 steps, weights ")

@@ -174,7 +174,7 @@ def test_what_is_wrong_is_named() -> None:
 @pytest.mark.long
 def test_two_processes_run_the_program_of_the_page(tmp_path: Path) -> None:
     """Steps of the swarm by a tracker and a `GradientAverager`: both end with the same bits."""
-    (code,) = (block for block in python_blocks("docs/reference/averaging.md") if "ProgressTracker" in block)
+    (code,) = (block for block in python_blocks("docs/how-to/own-steps.md") if "ProgressTracker" in block)
     said = last_lines_of_two(tmp_path, code)
     assert said[0] == said[1]
     assert said[0].startswith("epoch 5, weights ")

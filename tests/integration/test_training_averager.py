@@ -167,7 +167,7 @@ def test_a_state_that_a_donor_cannot_give_is_one_that_nobody_has() -> None:
 @pytest.mark.long
 def test_two_processes_run_the_program_of_the_page(tmp_path: Path) -> None:
     """Local steps, averaged every ten: both end with the same bits."""
-    (code,) = (block for block in python_blocks("docs/reference/averaging.md") if "TrainingAverager" in block)
+    (code,) = (block for block in python_blocks("docs/how-to/own-steps.md") if "TrainingAverager" in block)
     said = last_lines_of_two(tmp_path, code)
     assert said[0] == said[1]
     assert said[0].startswith("5 rounds, weights ")

@@ -77,12 +77,12 @@ PROGRAMS = {
     "accelerate": Program(partial(program, "docs/how-to/accelerate.md"), "my-loop", needs="accelerate"),
     "group": Program(partial(program, "docs/start/several-gpus.md"), "my-groups", launcher=TORCHRUN),
     **{
-        word: Program(block("docs/reference/averaging.md", word), "", averages=True)
-        for word in (
-            "shoal.DecentralizedAverager(",
-            "shoal.GradientAverager(model",
-            "shoal.ProgressTracker(",
-            "shoal.TrainingAverager(",
+        word: Program(block(f"docs/how-to/{page}.md", word), "", averages=True)
+        for page, word in (
+            ("averager", "shoal.DecentralizedAverager("),
+            ("own-steps", "shoal.GradientAverager(model"),
+            ("own-steps", "shoal.ProgressTracker("),
+            ("own-steps", "shoal.TrainingAverager("),
         )
     },
     "strategies": Program(block("docs/how-to/strategies.md", "DiLoCo"), "home-run"),

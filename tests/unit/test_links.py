@@ -49,3 +49,13 @@ def test_each_page_that_a_file_names_is_there() -> None:
     ]
     assert len(named) > 40
     assert dead == []
+
+
+def test_each_page_is_a_line_of_the_way_in() -> None:
+    """The decisions have an index of their own, which lists each of them."""
+    for folder, pages in ((ROOT / "docs", "*/*.md"), (ROOT / "docs" / "why" / "decisions", "0*.md")):
+        listed = re.findall(
+            r"^\| \[[^]]*\]\(([^)]+)\)", (folder / "README.md").read_text(encoding="utf-8"), re.MULTILINE
+        )
+        there = [page.relative_to(folder).as_posix() for page in folder.glob(pages)]
+        assert sorted(there) == sorted(each for each in listed if not each.endswith("/README.md"))

@@ -245,7 +245,7 @@ async def _speed(core: PeerCore) -> Finding:
             continue
         text = f"{peer.short()} takes {8 * rate / 1e6:.0f} Mbit/s from here"
         if rate < _SLOW_BYTES_S:
-            text += ": compress gradients (docs/reference/compression.md), use larger batches"
+            text += ": compress gradients (docs/how-to/codec.md), use larger batches"
             return Finding("so-so", "bandwidth", text)
         return Finding("ok", "bandwidth", text)
     return Finding("", "bandwidth", "no peer took bytes to measure it with")

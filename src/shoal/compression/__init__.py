@@ -4,8 +4,8 @@
 convert each element by itself. Codecs whose elements share a scale or a codebook build on `packed`: `scaled`,
 `uniform`, `quantile`, `blockwise`, `sparse`. `feedback` sends the losses of a codec later, `differences` codes only the
 changes since the last average (both are `wrapped` around another codec). `adaptive` chooses among all of them. Other
-codecs join by `register_codec`, or by `compress` and `extract` through `own`. `docs/reference/compression.md` says when
-to use each.
+codecs join by `register_codec`, or by `compress` and `extract` through `own`. `docs/how-to/codec.md` says when to
+use each.
 """
 
 from shoal.compression.adaptive import (

@@ -22,7 +22,7 @@ class StreamingDiLoCo(Merges):
         overlap: the batches that a peer goes on with while a fragment is merged. Then it takes the merge, or waits for
             it.
         mixing: the share of its own parameters that a peer keeps at a merge; the authors take 0.5. None: it keeps all
-            that it has trained meanwhile, which measured better (docs/how-to/strategies.md).
+            that it has trained meanwhile, which measured better (docs/why/merges.md).
         outer: makes the outer optimizer of each fragment.
         compression: the codec of the outer gradients, such as `Float16Compression()`; None for none.
 

@@ -800,36 +800,37 @@ def test_two_averagers_of_one_name_do_not_replace_each_other() -> None:
         two.shutdown()
 
 
-EXITS = {
-    "idle": "",
-    "in a search": "future = one.step(timeout=300, wait=False)",
-    "in a thread": "threading.Thread(target=one.step, daemon=True).start()",
-    "one of two shut down": "other.shutdown()",
-    "in a round": (
-        "two = shoal.DecentralizedAverager([torch.ones(4_000_000)], other, start=True, prefix='p')\n"
-        "formed = threading.Event()\n"
-        "dht.events.subscribe(lambda event: formed.set() if type(event).__name__ == 'GroupFormed' else None)\n"
-        "futures = [one.step(wait=False), two.step(wait=False)]\n"
-        "formed.wait(60)"
-    ),
-}
+WAITING = """
+idle = shoal.DecentralizedAverager([torch.ones(4_000_000)], dhts[0], start=True, prefix='idle')
+searching = shoal.DecentralizedAverager([torch.ones(4_000_000)], dhts[1], start=True, prefix='searching')
+future = searching.step(timeout=300, wait=False)
+in_a_thread = shoal.DecentralizedAverager([torch.ones(4_000_000)], dhts[2], start=True, prefix='in a thread')
+threading.Thread(target=in_a_thread.step, daemon=True).start()
+dhts[3].shutdown()
+"""
+
+IN_A_ROUND = """
+averagers = [shoal.DecentralizedAverager([torch.ones(4_000_000)], dht, start=True, prefix='p') for dht in dhts]
+formed = threading.Event()
+dhts[0].events.subscribe(lambda event: formed.set() if type(event).__name__ == 'GroupFormed' else None)
+futures = [each.step(wait=False) for each in averagers]
+formed.wait(60)
+"""
 
 
-@pytest.mark.parametrize("what", EXITS)
-def test_exit_without_shutdown(what: str) -> None:
-    """A program that just ends: no hang, no word on stderr, and the other peers hear a farewell."""
+@pytest.mark.parametrize(("peers", "what"), [(4, WAITING), (2, IN_A_ROUND)], ids=["waiting", "in a round"])
+def test_exit_without_shutdown(peers: int, what: str) -> None:
+    """A program that just ends, with peers that wait or average: no hang, no word on stderr, a farewell from each."""
     lost: list[PeerLost] = []
     with shoal.DHT(start=True) as meeting:
         meeting.events.subscribe(lambda event: lost.append(event) if isinstance(event, PeerLost) else None)
         done = run_python(
             "import shoal, threading, torch\n"
-            f"dht = shoal.DHT([{str(meeting.invite())!r}], start=True)\n"
-            f"other = shoal.DHT([{str(meeting.invite())!r}], start=True)\n"
-            "one = shoal.DecentralizedAverager([torch.ones(4_000_000)], dht, start=True, prefix='p')\n"
-            f"{EXITS[what]}\nprint('end')"
+            f"dhts = [shoal.DHT([{str(meeting.invite())!r}], start=True) for _ in range({peers})]\n"
+            f"{what}\nprint('end')"
         )
         assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
-        until(lambda: len(lost) == 2)
+        until(lambda: len(lost) == peers)
     assert {event.reason for event in lost} == {"the peer left"}
 
 

@@ -22,14 +22,14 @@ runpy.run_path({example!r}, run_name="__main__")
 def test_two_terminals_end_with_the_same_weights() -> None:
     """One prints an invite, the other joins by it; both end by themselves, at one epoch, with one hash."""
     joining = [sys.executable, "-W", "error", "-c", JOINING.format(example=str(EXAMPLE))]
-    with Talk(joining, EPOCHS="150") as second:
+    with Talk(joining, EPOCHS="50") as second:
         assert second.line() == "ready\n"
-        with Talk([sys.executable, "-W", "error", str(EXAMPLE)], EPOCHS="150") as first:
+        with Talk([sys.executable, "-W", "error", str(EXAMPLE)], EPOCHS="50") as first:
             second.write(first.line().strip())
             said = [talk.rest() for talk in (first, second)]
             assert [talk.wait() for talk in (first, second)] == [0, 0], [talk.errors() for talk in (first, second)]
             assert [talk.errors() for talk in (first, second)] == ["", ""]
-    ends = [re.fullmatch(r"loss (\d+\.\d+), weights ([0-9a-f]{16}) at epoch 150\n", lines[-1]) for lines in said]
+    ends = [re.fullmatch(r"loss (\d+\.\d+), weights ([0-9a-f]{16}) at epoch 50\n", lines[-1]) for lines in said]
     assert all(ends), said
     (one, two) = (end for end in ends if end is not None)
     assert one[2] == two[2]

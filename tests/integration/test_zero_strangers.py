@@ -132,7 +132,7 @@ def test_ranks_that_torchrun_starts_again_come_back(tmp_path: Path, soak: Callab
         folder.mkdir()
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         command += ["--max-restarts", "1", zero_restarts.__file__, str(folder), str(1 + number % 3)]
-        with Talk(command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1") as launcher:  # as docs/how-to/zero.md says
+        with Talk(command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1") as launcher:  # as docs/reference/zero.md says
             launcher.rest()
             assert launcher.wait() == 0, launcher.errors()[-4000:]
         for rank in range(2):

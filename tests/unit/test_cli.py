@@ -262,8 +262,8 @@ def test_plan_counts_replicas_and_averages(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_page_shows_what_plan_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each example of docs/how-to/zero.md, word for word."""
-    page = (Path(__file__).parents[2] / "docs" / "how-to" / "zero.md").read_text(encoding="utf-8")
+    """Each example of docs/how-to/plan.md, word for word."""
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "plan.md").read_text(encoding="utf-8")
     shown = re.findall(r"^\$ shoal (plan .*)\n((?:.*\n)*?)```$", page, re.MULTILINE)
     assert len(shown) == 2
     for command, printed in shown:

@@ -45,12 +45,11 @@ def program(page: str) -> str:
 
 
 def checkpoints() -> str:
-    """The program of the loop, which then saves and loads, and leaves, as two other pages print it."""
+    """The program of the loop, which then saves and loads, and leaves, as other pages print it."""
     loop, leaves = program(LOOP), "dht.shutdown()  # shoal\n"
     assert loop.endswith(leaves)
-    return "\n".join(
-        [loop.removesuffix(leaves), *python_blocks("docs/how-to/checkpoints.md"), program("docs/how-to/end-a-run.md")]
-    )
+    pages = [f"docs/how-to/{name}.md" for name in ("checkpoints", "torch-checkpoints", "end-a-run")]
+    return "\n".join([loop.removesuffix(leaves), *(block for page in pages for block in python_blocks(page))])
 
 
 def peer(folder: Path, code: str, *options: str, fresh: bool = False, library: str | None = None) -> Talk:

@@ -269,7 +269,7 @@ def within(limit: int, meta: bool, source: str | None) -> dict[str, torch.Tensor
     threading.stack_size(256 << 10)
     ctypes.CDLL(None).mallopt(
         -3, 64 << 10
-    )  # M_MMAP_THRESHOLD: glibc gives freed memory back (docs/how-to/zero_large.md)
+    )  # M_MMAP_THRESHOLD: glibc gives freed memory back (docs/how-to/zero-start-large.md)
     descend(torch.nn.Sequential(torch.nn.Linear(WIDTH, 1)), None)  # modules and threads that come with the first call
     try:
         with limited(limit):

@@ -14,7 +14,8 @@ DEMO_READY := $(VENV)/.ready-demo
 DEV_READY := $(VENV)/.ready-dev
 EXAMPLES_READY := $(VENV)/.ready-examples
 # Every run shuffles sets and dictionaries of strings another way; the seed is in the first lines of the output.
-PYTEST = PYTHONHASHSEED=$${PYTHONHASHSEED:-$$$$} $(BIN)/python -m pytest
+# Bytecode is kept, whatever the environment says: each worker of each run would rewrite all asserts anew, 13 seconds.
+PYTEST = PYTHONDONTWRITEBYTECODE= PYTHONHASHSEED=$${PYTHONHASHSEED:-$$$$} $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

@@ -54,7 +54,7 @@ format: $(DEV_READY)  ## mend what ruff can mend
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-tables: $(DEV_READY)  ## make the tables of docs/why/protocol.md anew from the code
+tables: $(DEV_READY)  ## make the tables of the protocol and of arguments anew from the code
 	@$(BIN)/python -m tests.protocol_tables
 
 bench: $(DEV_READY)  ## all speed measurements: an hour or two (ARGS="--hivemind-python PATH"; --quick, --only NAMES, --list)

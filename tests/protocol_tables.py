@@ -1,4 +1,4 @@
-"""Fills the tables of `docs/why/protocol.md` from the code: ``make tables``.
+"""Fills the tables of `docs/why/protocol.md` and `docs/reference/arguments.md` from the code: ``make tables``.
 
 A table stands between the lines ``<!-- generated: KIND NAME -->`` and ``<!-- end -->``. Its texts stand in the code:
 
@@ -9,6 +9,8 @@ kind and name                 the table
                               docstring, and its fields with their types and the texts of ``Attributes:``
 ``settings CLASS [MAKER]``    the fields of a class, with their defaults and the texts of ``Attributes:``; and the
                               arguments of the class MAKER that set them, as its ``__init__`` says
+``arguments NAME``            the arguments of a class or function, with their defaults and the texts of ``Args:``
+``docstring NAME``            its docstring, as it is
 ``members ENUM``              the members of an enum, with their docstrings
 ``constants``                 the constants that the table names already, with their values and docstrings: to add
                               one, add a row with its name
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import importlib
 import inspect
 import re
@@ -40,6 +43,7 @@ from shoal.protocol import wire
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "why" / "protocol.md"
+ARGUMENTS = ROOT / "docs" / "reference" / "arguments.md"
 
 _BLOCK = re.compile(r"<!-- generated: (\w+) ?(.*?) -->\n(.*?)<!-- end -->\n", re.DOTALL)
 _CONSTANT = re.compile(r"^\| `([\w.]+)` \|", re.MULTILINE)
@@ -61,6 +65,8 @@ def filled(page: str) -> str:
         kind, name, old = found.groups()
         if kind == "text":
             made = named(name)().rstrip("\n") + "\n"
+        elif kind == "docstring":
+            made = inspect.cleandoc(named(name).__doc__) + "\n"
         elif kind == "constants":
             made = table(constants(_CONSTANT.findall(old)))
         else:
@@ -105,6 +111,18 @@ def settings(name: str, maker: str = "") -> Rows:
         yield f"`{field.name}`", _default(field.name, field), *by, texts[field.name]
 
 
+def arguments(name: str) -> Rows:
+    """Every argument of a class or function, in order."""
+    made = named(name)
+    texts = {one: text for names, text in _section(made, "Args").items() for one in re.split(", ", names)}
+    yield "argument", "default", "meaning"
+    for argument in inspect.signature(made).parameters.values():
+        if argument.kind in {argument.VAR_KEYWORD, argument.VAR_POSITIONAL}:
+            continue
+        default = "" if argument.default is argument.empty else _written(argument.default)
+        yield f"`{argument.name}`", default, texts[argument.name]
+
+
 def members(name: str) -> Rows:
     """Every member of an enum, in order; with its value, if that is a number that goes on the wire."""
     kind: type[Enum] = named(name)
@@ -132,7 +150,7 @@ def transitions(name: str) -> Rows:
         yield before.name, f"`{event}`", after.name, when
 
 
-KINDS = {kind.__name__: kind for kind in (messages, settings, members, transitions)}
+KINDS = {kind.__name__: kind for kind in (messages, settings, arguments, members, transitions)}
 
 
 # ---------------------------------------------------------------------------------------------------- reading the code
@@ -157,10 +175,25 @@ def structs(module: str, group: str = "") -> list[type[msgspec.Struct]]:
 
 def documented(kind: type[Any]) -> tuple[str, dict[str, str]]:
     """The docstring of a class in one line, and the texts of its `Attributes:`."""
-    text, _, attributes = inspect.cleandoc(kind.__doc__ or "").partition("\nAttributes:\n")
-    attributes = re.split(r"\n(?=\S)", attributes)[0]
-    found = re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", attributes, re.MULTILINE)
-    return _line(text), {name: _sentence(text) for name, text in found}
+    text, _, _ = inspect.cleandoc(kind.__doc__ or "").partition("\nAttributes:\n")
+    return _line(text), _section(kind, "Attributes")
+
+
+def _section(made: Any, head: str) -> dict[str, str]:
+    """The texts of one section of a docstring, by name."""
+    _, _, section = inspect.cleandoc(made.__doc__ or "").partition(f"\n{head}:\n")
+    section = re.split(r"\n(?=\S)", section)[0]
+    found = re.findall(r"^ {4}([\w, ]+): (.*(?:\n {5,}.*)*)", section, re.MULTILINE)
+    return {name: _sentence(text) for name, text in found}
+
+
+def _written(value: object) -> str:
+    """A default as a program writes it; what made it, if it is no plain value."""
+    if isinstance(value, functools.partial):
+        given = ", ".join(f"{name}={one!r}" for name, one in value.keywords.items())
+        return f"`partial({value.func.__name__}, {given})`"
+    plain = isinstance(value, str | int | float | tuple | list | Mapping) or value is None
+    return f"`{value!r}`" if plain else f"`{getattr(value, '__name__', type(value).__name__)}`"
 
 
 def setters(kind: type[Any], maker: type[Any]) -> dict[str, list[str]]:
@@ -300,8 +333,9 @@ def quantity(name: str, value: float) -> str:
 
 
 def main() -> None:
-    """Write the page anew."""
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    """Write the pages anew."""
+    for page in (PAGE, ARGUMENTS):
+        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

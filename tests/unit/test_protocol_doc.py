@@ -1,4 +1,4 @@
-"""`docs/why/protocol.md` says what the code has: its tables are made from the code by `tests.protocol_tables`."""
+"""`docs/why/protocol.md` and `docs/reference/arguments.md` say what the code has: their tables are made from it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from shoal.averaging.matchmaking import machine
 from shoal.averaging.matchmaking.events import SearchPhase
 from shoal.base.peer import PeerID
 from shoal.protocol import wire
-from tests.protocol_tables import PAGE, constants, documented, filled, quantity, setters, structs, type_text
+from tests.protocol_tables import ARGUMENTS, PAGE, constants, documented, filled, quantity, setters, structs, type_text
 
 TEXT = PAGE.read_text(encoding="utf-8")
 SOURCES = Path(shoal.__file__).parent
 
 
-def test_the_tables_are_those_of_the_code() -> None:
-    """Whoever changes a message, a default, a limit or its docstring makes the tables anew."""
-    assert filled(TEXT) == TEXT, "run `make tables`"
+@pytest.mark.parametrize("page", [PAGE, ARGUMENTS], ids=lambda page: page.name)
+def test_the_tables_are_those_of_the_code(page: Path) -> None:
+    """Whoever changes a message, an argument, a default, a limit or its docstring makes the tables anew."""
+    text = page.read_text(encoding="utf-8")
+    assert filled(text) == text, "run `make tables`"
 
 
 def test_every_message_is_on_the_page() -> None:

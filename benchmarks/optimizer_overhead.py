@@ -37,7 +37,6 @@ import shoal
 from shoal.demo.model import Batch
 from shoal.demo.settings import Training
 from shoal.demo.training import make_model
-from shoal.train.training_state import TrainingState
 
 KEEP_MEMORY = "glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=1073741824"
 """For GLIBC_TUNABLES: blocks of 32 MiB or less come from the heap, and 1 GiB of it is not given back."""
@@ -145,6 +144,8 @@ class Floor:
     """What `Swarm` trains, without a network."""
 
     def __init__(self, case: Case, accumulate: int) -> None:
+        from shoal.train.training_state import TrainingState  # older code, which `turns` runs, has it elsewhere
+
         self.case, self.accumulate = case, accumulate
         self.model = case.make()
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)

@@ -23,7 +23,7 @@ from benchmarks.contenders.orders import obey
 from benchmarks.optimizer_overhead import CASES, Swarm
 
 _LAYERS, _WIDTH = 24, 64
-_MANY = 1 << 40
+_MANY = 1 << 36
 
 
 class Steps:

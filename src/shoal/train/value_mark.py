@@ -108,7 +108,7 @@ class ValueMark:
     def _read(self) -> list[bytes]:
         alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         with torch.no_grad():
-            values = [_value(self._tensors[number].detach(), index) for number, index in self._places]
+            values = [_value(self._tensors[number], index) for number, index in self._places]
             for place, value in enumerate(values):
                 alike.setdefault((value.device, value.dtype), []).append(place)
             found = [b""] * len(values)
@@ -172,6 +172,8 @@ class OutsideChanges:
 def _value(tensor: torch.Tensor, index: int) -> torch.Tensor:
     """The value of this number, as a tensor that shares its memory: `tensor.flatten()[index]` copies some tensors."""
     offset = tensor.storage_offset()
+    if tensor.is_contiguous():
+        return tensor.as_strided((1,), (1,), offset + index)
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         index, at = divmod(index, size)
         offset += at * stride

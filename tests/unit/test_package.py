@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -106,6 +108,18 @@ def test_every_public_name_loads(name: str) -> None:
 def test_type_checkers_see_what_users_get() -> None:
     """The names imported for type checkers are the public ones."""
     assert set(type_checking_imports()) == PUBLIC - {"__version__"}
+
+
+def test_no_module_stands_in_the_place_of_a_public_name() -> None:
+    """An import of the module would put it there: `shoal.zero.shard` was a module then, which cannot be called."""
+    root = Path(shoal.__file__).parent
+    taken = []
+    for door in sorted(root.rglob("__init__.py")):
+        package = importlib.import_module(".".join(("shoal", *door.parent.relative_to(root).parts)))
+        modules = {each.stem for each in door.parent.glob("*.py")} | {each.name for each in door.parent.iterdir()}
+        public = modules & set(getattr(package, "__all__", ()))
+        taken += [f"{door.parent.name}.{name}" for name in public if not isinstance(getattr(package, name), ModuleType)]
+    assert taken == []
 
 
 def test_unknown_name_is_an_attribute_error_that_names_it() -> None:

@@ -4,7 +4,7 @@
 how much of it each owner is to have; `order` says in which order the values of a tensor are counted.
 """
 
-from shoal.layout.balance import alike, balance, cost, is_slower
+from shoal.layout.balancing import alike, balance, cost, is_slower
 from shoal.layout.order import Order, Scattered, flat, like, order_of, shaped
 from shoal.layout.tiles import Tile, Tiling, assign, assign_whole, cut, divide_whole, tile_numel
 from shoal.layout.vector import MAX_TENSORS, Segment, TensorSpec, VectorLayout

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shoal.zero.plan.laws import ENGINES, Cost, Engine, Precision, costs, estimate
     from shoal.zero.plan.planning import Plan, fewest_ranks, plans
     from shoal.zero.plan.transformer import Transformer
-    from shoal.zero.shard import shard
+    from shoal.zero.sharding import shard
 else:
     _LAWS = dict.fromkeys(("ENGINES", "Cost", "Engine", "Precision", "costs", "estimate"), "shoal.zero.plan.laws")
 
@@ -40,7 +40,7 @@ else:
         "plans": "shoal.zero.plan.planning",
         "save": "shoal.zero.disk.checkpoint",
         "save_on_disk": "shoal.zero.memory.activations",
-        "shard": "shoal.zero.shard",
+        "shard": "shoal.zero.sharding",
     }
     __getattr__, __dir__ = lazy(__name__, {**_LAWS, **_OTHERS})
 

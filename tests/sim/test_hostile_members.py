@@ -630,7 +630,9 @@ async def led_by(how: str, honest: int, monkeypatch: pytest.MonkeyPatch) -> None
     assert all(message.startswith(me) for message in told), told
 
 
-@pytest.mark.parametrize("how", ["gone", "one", *PLANS])
+@pytest.mark.parametrize(
+    "how", ["gone", "all to one", *(pytest.param(how, marks=pytest.mark.long) for how in ("one", "too much"))]
+)
 def test_a_hostile_leader_loses_its_turn_and_is_named(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its word was taken for a fact: a false `Gone` halved the shares of all others, who blamed each other."""
     sim.run(lambda: led_by(how, 4, monkeypatch), seed=1)

@@ -20,9 +20,19 @@ from shoal.events import Warned
 from shoal.optim import Optimizer
 from shoal.run.fragments import take_over
 from shoal.run.join.own_state import OwnState
-from shoal.strategies import Decoupled, DiLoCo, Merges, Strategy, StreamingDiLoCo, Synchronous
+from shoal.strategies import (
+    Decoupled,
+    DiLoCo,
+    LocalSGD,
+    LocalUpdates,
+    Merges,
+    Strategy,
+    StreamingDiLoCo,
+    Synchronous,
+)
 from shoal.strategies.outer import OuterTrainingState
 from shoal.train.training_state import TrainingState
+from shoal.zero.disk.weights import weights_in
 from tests.integration.scripts import digest
 from tests.integration.workers import until
 from tests.unit.test_outer_interrupts import code, interrupt
@@ -141,6 +151,39 @@ def test_a_checkpoint_of_a_run_that_does_not_merge_is_refused(
         with pytest.raises(ConfigError, match=r"it is of a run whose peers .*, and here they .* another folder$"):
             swarm.resume(tmp_path)
         assert swarm.local_epoch == 0
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [DiLoCo(4), LocalSGD(4), STREAMING, Decoupled(4, fragments=1, quorum=1)],
+    ids=["1", "sgd", "2", "quorum"],
+)
+def test_zero_takes_the_weights_alone_of_a_run_that_merges(dht: shoal.DHT, tmp_path: Path, strategy: Strategy) -> None:
+    """Of one fragment it made the outer optimizer the model's: its rate was 0.7, and the loss soon infinite."""
+    model = network(0)
+    with begin(dht, model, strategy, model=model) as swarm:
+        train(swarm, model, 5)
+        saved = swarm.save(tmp_path)
+    with pytest.raises(ConfigError, match=r"anchors of merges.*: load its weights alone, .*model\.safetensors"):
+        shoal.zero.consolidate(saved)
+    weights = load_file(saved / "model.safetensors")
+    assert weights_in(saved).kinds.keys() == weights.keys() == model.state_dict().keys()
+
+
+def test_zero_goes_on_from_local_updates(dht: shoal.DHT, tmp_path: Path) -> None:
+    """Their checkpoints have the weights of the peer that saved, and its own optimizer's state."""
+    model, strategy = network(0), LocalUpdates(8, statistics=["exp_avg_sq"])
+    with begin(dht, model, strategy, model=model) as swarm:
+        train(swarm, model, 5)
+        found = shoal.zero.consolidate(swarm.save(tmp_path))
+        for name, each in model.state_dict().items():
+            assert torch.equal(found["model"][name], each)
+        wanted = {key: value for key, value in swarm.state_dict().items() if key != "shoal"}
+    plain = torch.optim.AdamW(network(0).parameters(), lr=0.5)
+    plain.load_state_dict(found["optimizer"])
+    assert plain.state_dict()["param_groups"] == wanted["param_groups"]
+    for number, entry in wanted["state"].items():
+        assert all(torch.equal(plain.state_dict()["state"][number][key], each) for key, each in entry.items())
 
 
 @pytest.mark.parametrize("how", ["resume", "load_state_dict"])

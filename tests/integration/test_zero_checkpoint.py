@@ -208,6 +208,20 @@ def test_a_checkpoint_of_a_run_goes_on_sharded(pool: Ranks, tmp_path: Path, stag
         assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
+def test_a_checkpoint_of_a_run_that_merges_is_refused_on_all_ranks(pool: Ranks, tmp_path: Path) -> None:
+    """Whatever its number of fragments: its optimizer is the outer one."""
+    model, run = cases.Odd(), StateName(4, bytes(32), 4)
+    _, _, optimizer = cases.alone(4, "adamw", steps=4, model=model)
+    training, names = TrainingState(optimizer), model.state_dict(keep_vars=True)
+    settings = {"optimizer": "AdamW", "outer optimizer": "AdamW"}
+    content = copy_of("run", share(training, run, Committed()), run, settings, training.describe(), names)
+    path, _ = write(tmp_path, content, None)
+    for failed in pool.outcomes(2, cases.load_and_train, 2, str(path)):
+        assert isinstance(failed, Failed)
+        assert failed.kind == "ConfigError"
+        assert "has the anchors of merges" in failed.message
+
+
 @pytest.mark.parametrize("content", ["a tensor", "another model", "other groups"])
 def test_a_file_that_is_no_such_checkpoint(pool: Ranks, tmp_path: Path, content: str) -> None:
     """Refused on all ranks."""

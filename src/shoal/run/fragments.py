@@ -22,6 +22,7 @@ from shoal.run.decide.state_name import StateName
 from shoal.run.join.shared_state import name_of
 from shoal.run.participant import Participant
 from shoal.state.wire import SharedState
+from shoal.train.options import OUTER
 from shoal.train.training_state import PreparedState, TrainingState, fingerprint_of
 
 __all__ = [
@@ -160,7 +161,7 @@ def saved_fragments(participants: Sequence[Participant]) -> dict[str, Any]:
 
 def _outer_of(participants: Sequence[Participant]) -> str:
     """The outer optimizer with the options that it was made with."""
-    return participants[0].settings.fingerprint["outer optimizer"]
+    return participants[0].settings.fingerprint[OUTER]
 
 
 def prepare_saved(participants: Sequence[Participant], name: StateName, saved: Any) -> list[Loaded]:

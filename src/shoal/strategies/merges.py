@@ -12,7 +12,7 @@ from shoal.strategies.merging import Merging
 from shoal.strategies.outer import LocalSteps
 from shoal.strategies.pace import Pace
 from shoal.strategies.strategy import Inner, Terms
-from shoal.train.options import described
+from shoal.train.options import OUTER, described
 from shoal.train.training_state import TrainingState
 
 __all__ = ["Merges"]
@@ -52,7 +52,7 @@ class Merges:
     def compared(self, training: TrainingState) -> Mapping[str, str]:
         """See `Strategy`. All but the outer optimizer in words, and that one with its options."""
         outer = training.fragments[0].optimizer
-        return {"strategy": self.merging.text, "outer optimizer": described(outer)}
+        return {"strategy": self.merging.text, OUTER: described(outer)}
 
     def training(self, inner: Inner) -> TrainingState:
         """See `Strategy`."""

@@ -30,6 +30,7 @@ from shoal.protocol.wire import encode
 __all__ = [
     "HOW",
     "LEFT_OUT",
+    "OUTER",
     "Difference",
     "Options",
     "agreed",
@@ -38,10 +39,14 @@ __all__ = [
     "differences",
     "given_options",
     "kinds",
+    "merges",
     "misfit",
     "options_of",
     "text_of",
 ]
+
+OUTER = "outer optimizer"
+"""The setting that a run has where peers merge, and no other run has: the outer optimizer with its options."""
 
 HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Options of torch optimizers that say how a step is computed, not what it is."""
@@ -316,6 +321,11 @@ def _part_changed(last: object, value: object) -> float:
         apart = abs(last - value) / (abs(last) + abs(value))
         return apart if math.isfinite(apart) else 1.0
     return 1.0
+
+
+def merges(settings: Mapping[str, str]) -> bool:
+    """Whether these settings are of a run whose peers merge: its epochs are merges, its state has the anchors."""
+    return OUTER in settings
 
 
 def described(optimizer: torch.optim.Optimizer) -> str:

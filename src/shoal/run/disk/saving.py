@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import permutations
 from pathlib import Path
 
 from shoal.averaging import TensorLock
@@ -25,6 +24,7 @@ from shoal.events import CheckpointSaved, Event, Resumed, Warned
 from shoal.run.decide.state_name import StateName
 from shoal.run.disk.checkpoint import Content, Files, Saved, given_up, newest, write, write_given_up
 from shoal.run.report.notices import passes_a_power_of_ten
+from shoal.train.options import OUTER, merges
 
 __all__ = ["Saver", "misfit", "saver_of"]
 
@@ -32,11 +32,8 @@ _EVERY, _KEEP = 10, 3
 _LAST_S = 600.0
 """The longest wait for the checkpoint at the end of a run."""
 
-_SAME = ("tensors", "optimizer", "outer optimizer", "parameter names", "frozen tensors")
+_SAME = ("tensors", "optimizer", OUTER, "parameter names", "frozen tensors")
 """The settings in which a checkpoint must be equal, as far as both are known; the others may have been changed."""
-
-_STEPS = {"target_batch_size": "average gradients", "strategy": "merge"}
-"""A run has one of these settings, by the way in which its peers come to an epoch."""
 
 
 class Saver:
@@ -250,14 +247,14 @@ class Saver:
             here, there = settings.get(name), saved.settings.get(name)
             if None not in (here, there) and here != there:
                 raise misfit(saved, f"{name} is {there} there and {here} here")
-        for there, here in permutations(_STEPS):
-            if there in saved.settings and here in settings and there not in settings:
-                raise misfit(
-                    saved,
-                    f"it is of a run whose peers {_STEPS[there]}, and here they {_STEPS[here]}: its epochs and its "
-                    "optimizer's state are others",
-                    do="To begin with its weights, load its model.safetensors into the model, and give",
-                )
+        if (there := merges(saved.settings)) != merges(settings):
+            ways = ("merge", "average gradients") if there else ("average gradients", "merge")
+            raise misfit(
+                saved,
+                f"it is of a run whose peers {ways[0]}, and here they {ways[1]}: its epochs and its optimizer's state "
+                "are others",
+                do="To begin with its weights, load its model.safetensors into the model, and give",
+            )
         return saved
 
     def resumed(self, folder: Path, saved: Saved | None, epoch: int) -> None:

@@ -29,6 +29,7 @@ from shoal.state.disk.folder import MODEL, SavedState, SavedTile
 from shoal.state.disk.tensor_file import Damaged, Kind, TensorFile
 from shoal.state.wire import StateTensorSpec
 from shoal.train.optimizer_state import Exported, read_exported
+from shoal.train.options import merges
 from shoal.zero.packing import pack, typed
 
 __all__ = ["Asker", "check_archive", "of_files", "of_run", "of_torch", "of_weights", "warn_unchecked"]
@@ -153,7 +154,7 @@ def of_run(path: Path, saved: SavedState, asker: Asker | None) -> SavedState:
     run, model = saved.values, saved.files.get(MODEL)
     try:
         state, places = run["values"], run["tensors"]
-        if "optimizer" not in state:
+        if merges(run["settings"]):
             raise ConfigError(
                 f"{path} has the anchors of merges, and not the state of the inner optimizer: load its weights alone, "
                 f"from its file {MODEL}"

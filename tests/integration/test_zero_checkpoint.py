@@ -269,7 +269,7 @@ def test_a_process_may_have_another_rank_than_in_its_last_group(pool: Ranks, tmp
 DAMAGES = [
     *("truncated", "a file gone", "no index", "rubbish", "a file gone from the index", "a later format"),
     *("flipped values", "flipped names", "flipped checksums", "flipped index"),
-    *("a flipped statistic", "a flipped seal"),
+    *("a flipped statistic", "a flipped seal", "no end"),
 ]
 
 
@@ -300,6 +300,9 @@ def damaged(path: Path, saved: Path, how: str) -> str:
         place = data.index(b'"lr": ') + 6 if place is None else place
         data[place] ^= 1
         file.write_bytes(data)
+        return "is damaged"
+    if how == "no end":
+        (path / "checkpoint.json").write_text("[" * 200_000)
         return "is damaged"
     if how == "rubbish":
         file.write_bytes(b"\xff" * file.stat().st_size)

@@ -222,6 +222,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
         path, tensors=[["model.safetensors", "weight"], ["model.safetensors", ""]]
     ),
     "no checksum": lambda path: (path / "checkpoint.json").write_text('{"format": 1}'),
+    "no end": lambda path: (path / "checkpoint.json").write_text("[" * 200_000),
     "a list": lambda path: (path / "checkpoint.json").write_text("[]"),
     "no text": lambda path: (path / "checkpoint.json").write_bytes(b"\xff\xfe"),
 }
@@ -275,13 +276,35 @@ def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_a_later_version_is_refused_and_kept(tmp_path: Path) -> None:
-    """It is no damage: the user has to know."""
+    """It is no damage: the user has to know, and another run's beside it is none to go on from."""
     path, _ = write(tmp_path, content(1), None)
-    reindex(path, format=FORMAT + 1)
-    with pytest.raises(ConfigError, match=f"has format {FORMAT + 1}, of a later version of shoal"):
-        newest(tmp_path, "run", no_warning)
+    reindex(path, format=FORMAT + 1, shoal="9.8")
+    write(tmp_path, content(1, "other"), None)
+    for each in (tmp_path, path):
+        with pytest.raises(ConfigError, match=rf"has format {FORMAT + 1}, of a later version of shoal \(9\.8\)"):
+            newest(each, "run", no_warning)
     write(tmp_path, content(2), 1)
     assert path.exists()
+
+
+def test_a_checkpoint_of_a_later_version_beside_a_good_one_is_passed_over_and_named(tmp_path: Path) -> None:
+    """No peer of this version could begin from a folder that it shares with a later one."""
+    good, _ = write(tmp_path, content(1), None)
+    path, _ = write(tmp_path, content(2), None)
+    reindex(path, format=FORMAT + 1, shoal="9.8")
+    told: list[str] = []
+    found = newest(tmp_path, "run", told.append)
+    assert found is not None
+    assert found.path == good
+    (message,) = told
+    assert message.startswith("a checkpoint is of a later version of shoal, and is passed over: ")
+    assert f"{path} has format {FORMAT + 1}, of a later version of shoal (9.8)" in message
+    flip(good / "model.safetensors", -1)
+    told.clear()
+    with pytest.raises(ConfigError, match="of a later version of shoal"):  # to begin anew is not what is wanted
+        newest(tmp_path, "run", told.append)
+    (message,) = told
+    assert message.startswith(f"the checkpoint {good} is damaged, and is passed over: ")
 
 
 def test_a_checkpoint_that_another_peer_removes_while_it_is_read(

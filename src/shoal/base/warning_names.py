@@ -82,6 +82,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "state-loaded": ("in the place of the one that this peer had with others",),
     "state-of-gradients": ("the state that was loaded is of a run that averages gradients",),
     "checkpoint-damaged": ("is damaged, and is passed over",),
+    "checkpoint-later": ("a checkpoint is of a later version of shoal, and is passed over",),
     "not-saved": ("no checkpoint was saved in",),
     "still-saving": ("a checkpoint is still being written to",),
     "run-ends": ("the run ends here, at epoch",),

@@ -381,7 +381,7 @@ def latest_checkpoint(output_dir: str) -> str | None:
         try:
             step = int(folder.name.removeprefix("checkpoint-"))
             json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))  # is written last
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             continue
         found.append((step, folder))
     return str(max(found)[1]) if found else None

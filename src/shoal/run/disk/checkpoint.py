@@ -38,7 +38,7 @@ import torch
 from shoal.errors import ConfigError
 from shoal.run.decide.state_name import StateName
 from shoal.state.digest import digest_of
-from shoal.state.disk.folder import INDEX, MODEL, finish, index_of, is_state, part_of, read_index, read_state
+from shoal.state.disk.folder import INDEX, MODEL, Later, finish, index_of, is_state, part_of, read_index, read_state
 from shoal.state.disk.old import Index
 from shoal.state.disk.tensor_file import Damaged, Draft
 from shoal.state.finite import infinite_tensors
@@ -336,11 +336,11 @@ def newest(path: Path, run_id: str, warn: Callable[[str], None]) -> Saved | None
     Args:
         path: of a folder of checkpoints, or of one checkpoint.
         run_id: of the run.
-        warn: is told of each damaged checkpoint.
+        warn: is told of each checkpoint that is passed over: it is damaged, or of a later version.
 
     Raises:
-        ConfigError: the folder cannot be read; there are checkpoints of other runs only; one is of a later version; or
-            the one checkpoint that `path` names is damaged.
+        ConfigError: the folder cannot be read; there are checkpoints of other runs or of later versions only; or the
+            one checkpoint that `path` names is damaged.
     """
     if is_state(path):
         try:
@@ -351,20 +351,28 @@ def newest(path: Path, run_id: str, warn: Callable[[str], None]) -> Saved | None
             raise ConfigError(f"{path} is damaged: {error}") from error
     told = set[Path]()
     for _ in range(_LOOKS):
-        candidates, vanished = _look(path, run_id, warn, told)
+        candidates, later, vanished = _look(path, run_id, warn, told)
         for each in candidates:
             try:
-                return _read(each)
+                saved = _read(each)
             except Damaged as error:
                 vanished = _say(each.path, error, warn, told) or vanished
+                continue
+            for error in later:
+                warn(f"a checkpoint is of a later version of shoal, and is passed over: {error}")
+            return saved
         if not vanished:
             break
+    if later:  # nothing else is there: to begin anew beside it would be no resuming
+        raise later[0]
     return None
 
 
-def _look(folder: Path, run_id: str, warn: Callable[[str], None], told: set[Path]) -> tuple[list[_Found], bool]:
-    """The checkpoints of a run, the best first; and whether one has vanished meanwhile."""
-    found, others, vanished = [], set[str](), False
+def _look(
+    folder: Path, run_id: str, warn: Callable[[str], None], told: set[Path]
+) -> tuple[list[_Found], list[Later], bool]:
+    """The checkpoints of a run, the best first; the errors of those of later versions; and whether one has vanished."""
+    found, later, others, vanished = [], list[Later](), set[str](), False
     for path in _checkpoints(folder):
         try:
             each = _find(path)
@@ -372,12 +380,14 @@ def _look(folder: Path, run_id: str, warn: Callable[[str], None], told: set[Path
                 found.append((each.values.name.key, (path / INDEX).stat().st_mtime_ns, each))
             else:
                 others.add(each.values.run_id)
+        except Later as error:
+            later.append(error)
         except (Damaged, FileNotFoundError) as error:
             vanished = _say(path, error, warn, told) or vanished
-    if not found and others:
+    if not found and others and not later:
         _check_run(others, run_id, folder)
     found.sort(key=lambda each: each[:2], reverse=True)
-    return [each for _, _, each in found], vanished
+    return [each for _, _, each in found], later, vanished
 
 
 def _say(path: Path, error: Exception, warn: Callable[[str], None], told: set[Path]) -> bool:
@@ -418,7 +428,7 @@ def _find(path: Path) -> _Found:
     try:
         values = msgspec.convert(index.values, _Values)
         _ = values.name
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise Damaged(f"{error}") from error
     return _Found(path, index, values)
 

@@ -58,6 +58,7 @@ __all__ = [
     "FORMAT",
     "INDEX",
     "MODEL",
+    "Later",
     "SavedState",
     "SavedTile",
     "Tensors",
@@ -127,6 +128,10 @@ def finish(part: Path, target: Path, index: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
+
+
+class Later(ConfigError):
+    """A later version of shoal has written this state, in a format that this version does not read."""
 
 
 class Tensors(Protocol):
@@ -255,7 +260,7 @@ def read_index(path: Path) -> Index:
     Raises:
         Missing: there is none.
         Damaged: it is not what was written; says why, without the path.
-        ConfigError: it is of a later version.
+        Later: it is of a later version.
     """
     try:
         if not (path / INDEX).exists() and (path / ZERO_INDEX).exists():
@@ -267,14 +272,17 @@ def read_index(path: Path) -> Index:
         if digest_of([json.dumps(written).encode()]).hex() != digest:
             raise Damaged("its index is not what was written, by its digest")
         if (number := written["format"]) != FORMAT:
-            raise ConfigError(f"{path} has format {number}, of a later version of shoal: this one reads {FORMAT}")
+            raise Later(
+                f"{path} has format {number}, of a later version of shoal ({written['shoal']!s:.40}), and this one "
+                f"({__version__}) reads format {FORMAT}: install that version, or give another checkpoint"
+            )
         files = {name: partial(TensorFile, entry=entry) for name, entry in written["files"].items()}
         return Index(written["values"], written["tensors"], digest, True, files, lambda file, key: key)
     except ConfigError:
         raise
     except OSError as error:
         raise Missing(f"{error}") from error
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"its index is not what was written: {error}") from error
 
 
@@ -288,7 +296,7 @@ def read_state(path: Path, index: Index | None = None) -> SavedState:
     Raises:
         Missing: a file is not there.
         Damaged: one is not what was written, by its size or its header; says which one.
-        ConfigError: the folder is of a later version.
+        Later: the folder is of a later version.
     """
     values, tensors, identity, is_checked, opens, named = read_index(path) if index is None else index
     try:

@@ -28,7 +28,7 @@ def weights_in(path: str | os.PathLike[str]) -> Saved:
     elif (place / _PARTS).is_file():
         try:
             parts = set(json.loads((place / _PARTS).read_text())["weight_map"].values())
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{place / _PARTS} is damaged: {error}") from error
         files = [place / each for each in sorted(parts)]
     elif (place / MODEL).is_file():

@@ -16,7 +16,7 @@ import shoal
 from shoal.data import PeerSampler
 from shoal.errors import ConfigError
 from shoal.events import EpochAdvanced, Event, Warned
-from shoal.strategies import LocalSGD
+from shoal.strategies import LocalSGD, Synchronous
 from tests.integration.workers import Talk
 
 lightning = pytest.importorskip("lightning")
@@ -95,6 +95,24 @@ def test_local_updates_are_clipped_by_lightning(
     trainer = trainer_of(tmp_path, swarm, max_steps=4, enable_checkpointing=False, **options)
     trainer.fit(module)
     trainer_of(tmp_path, max_steps=trainer.global_step, enable_checkpointing=False, **options).fit(plain)
+    for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+
+
+class Unclipped(Synchronous):
+    """A strategy of gradients whose `__init__` takes no norm."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+
+
+def test_a_strategy_that_clips_no_average_leaves_clipping_to_lightning(dht: shoal.DHT, tmp_path: Path) -> None:
+    """The advice for clipping was `max_grad_norm`, which such a strategy refuses."""
+    swarm = SwarmCallback(dht=dht, run_id="run", strategy=Unclipped())
+    module, plain = Module(8), Module(8)
+    options: dict[str, Any] = {"max_steps": 4, "gradient_clip_val": 0.5, "enable_checkpointing": False}
+    trainer_of(tmp_path, swarm, **options).fit(module)
+    trainer_of(tmp_path, **options).fit(plain)
     for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 import shoal
 from shoal.errors import ConfigError
 from shoal.events import EpochAdvanced, Warned
-from shoal.strategies import DiLoCo
+from shoal.strategies import DiLoCo, Inner, Pace, SamplesPace, Strategy, Synchronous, Terms, TrainingState
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -108,6 +109,39 @@ def test_local_updates_are_clipped_by_the_trainer(arguments: Any, swarm_of: Any)
     """Its default of 1.0 was refused with them."""
     swarm_of(tiny_model(), args := arguments(), use_local_updates=True)
     assert args.max_grad_norm == 1.0
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A strategy of gradients that clips no average."""
+
+    target_batch_size: int
+    terms = Terms()
+
+    def compared(self, training: TrainingState) -> dict[str, str]:
+        """See `Strategy`."""
+        return {}
+
+    def training(self, inner: Inner) -> TrainingState:
+        """See `Strategy`."""
+        return TrainingState(inner.optimizer, inner.scheduler, inner.extra_tensors, unit=self.target_batch_size)
+
+    def pace(self, fragment: int = 0, first: Pace | None = None) -> Pace:
+        """See `Strategy`."""
+        return SamplesPace(self.target_batch_size)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "of_average", "of_batch"),
+    [(Plain(32), None, 1.0), (Synchronous(32, max_grad_norm=0.5), 0.5, 0.0), (Synchronous(32), 1.0, 0.0)],
+)
+def test_the_trainers_default_norm_goes_where_the_strategy_clips(
+    arguments: Any, swarm_of: Any, strategy: Strategy, of_average: float | None, of_batch: float
+) -> None:
+    """Nobody gave the 1.0, and it was refused beside a strategy's own norm, and with a strategy that has none."""
+    swarm = swarm_of(tiny_model(), args := arguments(), target_batch_size=None, strategy=strategy)
+    assert getattr(swarm.optimizer.strategy, "max_grad_norm", None) == of_average
+    assert args.max_grad_norm == of_batch
 
 
 @pytest.mark.parametrize(

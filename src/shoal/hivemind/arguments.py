@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
+from inspect import signature
 from typing import Any, NamedTuple, TypedDict
 
 from shoal.base.checks import flag
@@ -29,6 +30,7 @@ __all__ = [
     "check_state_averager_options",
     "check_tracker_options",
     "strategy_of",
+    "takes",
 ]
 
 
@@ -249,6 +251,12 @@ def strategy_of(strategy: object, options: Mapping[str, Any]) -> Strategy:
     made: Strategy = replace(chosen, **found) if found else chosen  # type: ignore[type-var]
     made.pace()  # it says when peers meet, or what is missing for that
     return made
+
+
+def takes(strategy: Strategy, field: str) -> bool:
+    """Whether an argument of `Optimizer` can set this field: not if the strategy has an `__init__` of its own."""
+    own = _fields_of(strategy).keys()
+    return field in own and own <= signature(type(strategy)).parameters.keys()
 
 
 def _fields_of(strategy: Strategy) -> Mapping[str, bool]:

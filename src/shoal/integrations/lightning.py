@@ -30,6 +30,7 @@ from shoal.integrations.trainers import (
     announce_end,
     check_batch_size,
     check_evaluate,
+    clips_each_batch,
     epochs_of,
     evaluated,
     evaluation_of,
@@ -130,13 +131,13 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         if target_batch_size is not None:
             options["target_batch_size"] = target_batch_size
         self._dht, self._run_id, self._options = dht, run_id, options
-        terms = strategy_of(options.get("strategy"), options).terms
-        if terms.offload:
+        strategy = strategy_of(options.get("strategy"), options)
+        if strategy.terms.offload:
             raise ConfigError(
                 "offload_optimizer=True is not for a Trainer, nor is a strategy's offload=True: the module makes its "
                 "optimizer itself. Leave it out"
             )
-        self._steps_alone = terms.steps_alone
+        self._clips_batches = clips_each_batch(strategy)
         self._batch_size, self._evaluate, self._evaluate_every = batch_size, evaluate, evaluate_every
         self._evaluation: Evaluation | None = None
         self.optimizer: Optimizer | None = None
@@ -159,7 +160,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuse what cannot work, before anything is made."""
         if stage == "fit":
-            _check_trainer(trainer, pl_module, steps_alone=self._steps_alone)
+            _check_trainer(trainer, pl_module, clips_batches=self._clips_batches)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Put the module's optimizer into one of the swarm. Lightning loads a checkpoint into it afterwards."""
@@ -355,10 +356,10 @@ class SwarmStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 # ------------------------------------------------------------------------------------------------- trainer and module
 
 
-def _check_trainer(trainer: Any, module: Any, *, steps_alone: bool) -> None:
+def _check_trainer(trainer: Any, module: Any, *, clips_batches: bool) -> None:
     """Raise `ConfigError` for what of a Trainer, or of its module, cannot work in a swarm."""
     clips = module.automatic_optimization and is_overridden("configure_gradient_clipping", module)
-    if clips and not steps_alone:
+    if clips and not clips_batches:
         raise ConfigError(
             "configure_gradient_clipping of the module does not work in a swarm: it would clip each batch, and not the "
             "average of all peers. Leave it out, and give the SwarmCallback max_grad_norm=..., as on all peers; move "
@@ -373,7 +374,7 @@ def _check_trainer(trainer: Any, module: Any, *, steps_alone: bool) -> None:
     thaws = [type(each).__name__ for each in trainer.callbacks if isinstance(each, BaseFinetuning)]
     refused = {
         f"gradient_clip_val={trainer.gradient_clip_val}": (
-            bool(trainer.gradient_clip_val) and not steps_alone,
+            bool(trainer.gradient_clip_val) and not clips_batches,
             "it would clip each batch: leave it out, and give the SwarmCallback max_grad_norm=..., as on all peers",
         ),
         f"strategy={type(trainer.strategy).__name__}": (

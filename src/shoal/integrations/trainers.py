@@ -10,6 +10,7 @@ import torch
 from shoal.base.checks import whole
 from shoal.errors import ClosedError, ConfigError, ShoalError, StateUnavailable
 from shoal.events import Warned
+from shoal.hivemind.arguments import takes
 from shoal.integrations.evaluation import Evaluation
 from shoal.optim import Optimizer
 from shoal.strategies import Strategy
@@ -19,6 +20,7 @@ __all__ = [
     "announce_end",
     "check_batch_size",
     "check_evaluate",
+    "clips_each_batch",
     "epochs_of",
     "evaluated",
     "evaluation_of",
@@ -42,6 +44,13 @@ def epochs_of(strategy: Strategy, steps: int) -> int:
     """The epoch at which the run ends: after so many steps of the swarm, or batches of each peer in the mean."""
     batches = strategy.terms.epoch_batches
     return steps if batches is None else math.ceil(steps / batches)
+
+
+def clips_each_batch(strategy: Strategy) -> bool:
+    """Whether a Trainer's own clipping, of each batch, is the right one: else the strategy clips the average."""
+    if getattr(strategy, "max_grad_norm", None) is not None:
+        return False
+    return strategy.terms.steps_alone or not takes(strategy, "max_grad_norm")
 
 
 def length_of(strategy: Strategy, steps: int) -> int:

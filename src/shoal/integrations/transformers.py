@@ -31,6 +31,7 @@ from shoal.integrations.trainers import (
     announce_end,
     check_batch_size,
     check_evaluate,
+    clips_each_batch,
     epochs_of,
     evaluated,
     evaluation_of,
@@ -77,7 +78,8 @@ class SwarmCallback(TrainerCallback):
     - `args.max_steps` is the number of steps of the swarm: the run ends there (`Optimizer.announce_end`).
       `warmup_steps` and the schedule count the swarm's steps, too. All peers give the same.
     - `args.max_grad_norm` clips the average of the gradients of all peers, as it clips those of a large batch; with
-      a strategy with which each peer steps alone, those of each batch.
+      a strategy that clips no average, or with which each peer steps alone, those of each batch. A strategy's own
+      `max_grad_norm` counts in its place.
     - With a `strategy` that merges, `max_steps`, `warmup_steps` and the schedule count batches of a peer, as without a
       swarm, and `max_grad_norm` clips the gradients of each batch. The run ends with the merge at which the peers have
       trained `max_steps` batches in the mean. If the strategy's `every` is a time, they count merges.
@@ -140,9 +142,8 @@ class SwarmCallback(TrainerCallback):
         if not isinstance(args, TrainingArguments):
             raise ConfigError(f"args must be the TrainingArguments of the Trainer, got {type(args).__name__}")
         for name in options.keys() & {"batch_size_per_step", "max_grad_norm", "params"}:
-            raise ConfigError(
-                f"{name} is not given here: the SwarmCallback takes it from the Trainer and its arguments"
-            )
+            of = "TrainingArguments.max_grad_norm" if name == "max_grad_norm" else "the Trainer and its arguments"
+            raise ConfigError(f"{name} is not given here: the SwarmCallback takes it from {of}")
         check_batch_size(batch_size)
         check_evaluate(evaluate, evaluate_every)
         if target_batch_size is not None:
@@ -161,8 +162,8 @@ class SwarmCallback(TrainerCallback):
         schedule = make_scheduler(inner, scheduler)
         if schedule is None:
             schedule = makes.create_scheduler(length_of(strategy, args.max_steps), optimizer=inner)
-        steps_alone = strategy.terms.steps_alone  # the Trainer clips the gradients of each batch
-        if not steps_alone and (args.max_grad_norm or 0) > 0:
+        clips_batches, own_norm = clips_each_batch(strategy), getattr(strategy, "max_grad_norm", None)
+        if not clips_batches and own_norm is None and (args.max_grad_norm or 0) > 0:
             options["max_grad_norm"] = args.max_grad_norm
         if not options.get("auxiliary"):
             options["batch_size_per_step"] = (
@@ -197,7 +198,7 @@ class SwarmCallback(TrainerCallback):
         if (target := self.optimizer.target_batch_size) is not None:
             batch = args.train_batch_size * args.gradient_accumulation_steps
             self._batches = math.ceil(self.epochs * target / batch)
-        self._take(max_steps=_ENDLESS, **({} if steps_alone else {"max_grad_norm": 0.0}))
+        self._take(max_steps=_ENDLESS, **({} if clips_batches else {"max_grad_norm": 0.0}))
 
     def _take(self, **values: Any) -> None:
         """Let these hold for the Trainer's own loop."""

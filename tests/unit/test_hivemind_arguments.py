@@ -15,7 +15,17 @@ from shoal.dht import RecordValidator
 from shoal.errors import ConfigError, LocalError
 from shoal.hivemind.arguments import strategy_of
 from shoal.runtime.dht_options import DhtOptions
-from shoal.strategies import DiLoCo, LocalUpdates, Strategy, Synchronous
+from shoal.strategies import (
+    DiLoCo,
+    Inner,
+    LocalUpdates,
+    Pace,
+    SamplesPace,
+    Strategy,
+    Synchronous,
+    Terms,
+    TrainingState,
+)
 
 DHT = {
     "initial_peers": None,
@@ -317,6 +327,48 @@ def test_what_a_strategy_does_not_have_is_refused(strategy: Strategy | None, giv
     """By one rule: there is no field of it."""
     with pytest.raises(ConfigError, match=text):
         strategy_of(strategy, given)
+
+
+class OfAUser:
+    """A strategy that shoal does not know, with one answer that is wrong."""
+
+    terms: Any = Terms()
+
+    def __init__(self, **wrong: Any) -> None:
+        for name, answer in wrong.items():
+            setattr(self, name, answer if name == "terms" else lambda *_, answer=answer: answer)
+
+    def compared(self, training: TrainingState) -> Any:
+        """See `Strategy`."""
+        return {}
+
+    def training(self, inner: Inner) -> Any:
+        """See `Strategy`."""
+        return TrainingState(inner.optimizer, inner.scheduler, inner.extra_tensors)
+
+    def pace(self, fragment: int = 0, first: Pace | None = None) -> Any:
+        """See `Strategy`."""
+        return SamplesPace(8)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"terms": None}, r"terms of strategy=OfAUser\(...\) must be a Terms, got None"),
+        ({"pace": None}, r"pace\(\) of strategy=OfAUser\(...\) must be a Pace, got None"),
+        ({"training": None}, r"training\(\) of strategy=OfAUser\(...\) must be a TrainingState, got None"),
+        ({"compared": None}, r"compared\(\) of strategy=OfAUser\(...\) must be a Mapping, got None"),
+        ({"compared": {"n": 5}}, r"compared\(\) of strategy=OfAUser\(...\): n must be a text of .* got 5: give str"),
+        ({"compared": {"n": "x" * 600}}, r"compared\(\) of strategy=OfAUser\(...\): n must be .* a hash"),
+        ({"compared": {"optimizer": "mine"}}, r"compared\(\) of .*: 'optimizer' is a setting of shoal's own"),
+    ],
+)
+def test_a_wrong_answer_of_a_users_strategy_is_named(wrong: dict[str, Any], text: str) -> None:
+    """Peers took no word of each other's, and trained two runs; or it failed deep inside."""
+    parameters = [torch.nn.Parameter(torch.zeros(3))]
+    given: dict[str, Any] = {"strategy": OfAUser(**wrong), "params": parameters, "optimizer": torch.optim.Adam}
+    with shoal.DHT(start=True) as dht, pytest.raises(ConfigError, match=text):
+        shoal.Optimizer(dht=dht, run_id="run", **given)
 
 
 def test_an_argument_that_hivemind_does_not_have_is_a_type_error() -> None:

@@ -19,7 +19,8 @@ from shoal.errors import ConfigError
 from shoal.hivemind.power_sgd import low_rank_options
 from shoal.runtime.arguments import codec_argument
 from shoal.runtime.dht_options import check_options, is_false, is_nothing
-from shoal.strategies import LocalUpdates, Strategy, Synchronous
+from shoal.strategies import LocalUpdates, Pace, Strategy, Synchronous, Terms
+from shoal.strategies.strategy import answer_of, text_of_strategy
 
 __all__ = [
     "STRATEGY_ARGUMENTS",
@@ -227,7 +228,7 @@ def strategy_of(strategy: object, options: Mapping[str, Any]) -> Strategy:
     elif isinstance(strategy, type) or not isinstance(strategy, Strategy):
         raise ConfigError(f"strategy must be one of shoal.strategies, such as DiLoCo(every=100), got {strategy!r:.80}")
     else:
-        chosen, said = strategy, f"strategy={type(strategy).__name__}(...)"
+        chosen, said = strategy, text_of_strategy(strategy)
         if local and not isinstance(strategy, LocalUpdates):
             raise ConfigError(f"use_local_updates and {said} are two strategies: give only one")
     found: dict[str, Any] = {}
@@ -249,7 +250,8 @@ def strategy_of(strategy: object, options: Mapping[str, Any]) -> Strategy:
             else:
                 found[field], by[field] = value, f"{name}={options[name]!r:.40}"
     made: Strategy = replace(chosen, **found) if found else chosen  # type: ignore[type-var]
-    made.pace()  # it says when peers meet, or what is missing for that
+    answer_of(made, "terms", made.terms, Terms)
+    answer_of(made, "pace()", made.pace(), Pace)  # or it says what is missing for that
     return made
 
 

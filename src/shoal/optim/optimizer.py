@@ -55,7 +55,8 @@ from shoal.run.view.progress import NO_STATE, StateKey
 from shoal.runtime.dht import DHT
 from shoal.runtime.launch import launched
 from shoal.runtime.thread import GRACE_S, LoopThread
-from shoal.strategies import Inner, Merging, Strategy
+from shoal.strategies import Inner, Merging, Strategy, TrainingState
+from shoal.strategies.strategy import answer_of
 from shoal.train.batch_rows import rows_of, samples_of
 from shoal.train.gradient_watch import GradientWatch, SpentGradients
 from shoal.train.inner import make_inner, make_scheduler
@@ -205,7 +206,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         self._own_schedule, self._schedules = chosen is not None, ScheduleWatch(self.param_groups)
         if self._own_schedule:
             self._schedules.seen()
-        training = self._training = self.strategy.training(Inner(inner, chosen, extra_tensors, offload))
+        about = Inner(inner, chosen, extra_tensors, offload)
+        training = self._training = answer_of(self.strategy, "training()", self.strategy.training(about), TrainingState)
         check_averages(training, tuning.average_state_every)
         self._model = (
             None

@@ -11,7 +11,7 @@ import torch
 from shoal.averaging import AveragerSettings
 from shoal.compression import CompressionBase
 from shoal.errors import ConfigError
-from shoal.strategies.strategy import Strategy
+from shoal.strategies.strategy import Strategy, answer_of, text_of_strategy
 from shoal.train.model import TrainedModel
 from shoal.train.options import given_options, text_of
 from shoal.train.training_state import TrainingState
@@ -25,6 +25,9 @@ _SCHEDULED = frozenset({"lr", "betas", "momentum"})
 _MAX_GROUPS = 16
 _MAX_SETTINGS, _MAX_NAME, _MAX_TEXT = 16, 64, 120
 """What a program may add. All settings travel with each word of progress, and a difference is told in a line."""
+
+_MAX_COMPARED = 256
+"""Characters of what a strategy compares: an outer optimizer has many options. Peers take no more than 512."""
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,11 +128,13 @@ def run_settings(
         codecs: by the names of their arguments.
 
     Raises:
-        ConfigError: one that is given has the name of one of ours.
+        ConfigError: one that is given has the name of one of ours; or what the strategy compares are no short texts.
     """
     optimizer = training.optimizer
+    compared = answer_of(strategy, "compared()", strategy.compared(training), Mapping)
+    of_strategy = f"compared() of {text_of_strategy(strategy)}"
+    _check_texts(of_strategy, compared, _MAX_COMPARED)
     ours = {
-        **strategy.compared(training),
         "tensors": training.summary(),
         "optimizer": type(optimizer).__name__,
         "scheduler": type(training.scheduler).__name__ if training.scheduler is not None else "none",
@@ -145,9 +150,11 @@ def run_settings(
         **{name: codec.name if codec is not None else "none" for name, codec in codecs.items()},
         "shoal version": ".".join(__version__.split(".")[:2]),
     }
-    if taken := sorted(ours.keys() & (given or {}).keys()):
-        raise ConfigError(f"settings: {taken[0]!r} is a setting of shoal's own: give yours another name")
-    return {**ours, **(given or {})}
+    for source, texts in ((of_strategy, compared), ("settings", given or {})):
+        if taken := sorted(ours.keys() & texts.keys()):
+            raise ConfigError(f"{source}: {taken[0]!r} is a setting of shoal's own: give yours another name")
+        ours |= texts
+    return {**compared, **ours}  # a difference of strategies is told first
 
 
 def checked_settings(settings: object) -> dict[str, str]:
@@ -160,17 +167,22 @@ def checked_settings(settings: object) -> dict[str, str]:
         return {}
     if not isinstance(settings, Mapping):
         raise ConfigError(f"settings must be texts by name, such as {{'tokenizer': HASH}}, got {settings!r:.80}")
-    if len(settings) > _MAX_SETTINGS:
-        raise ConfigError(f"settings has {len(settings)} entries, the most is {_MAX_SETTINGS}: give a hash of all")
-    for name, value in settings.items():
+    _check_texts("settings", settings, _MAX_TEXT)
+    return dict(settings)
+
+
+def _check_texts(source: str, texts: Mapping[object, object], most: int) -> None:
+    """Raise `ConfigError`, which names the source, unless these are a few names with short texts."""
+    if len(texts) > _MAX_SETTINGS:
+        raise ConfigError(f"{source} has {len(texts)} entries, the most is {_MAX_SETTINGS}: give a hash of all")
+    for name, value in texts.items():
         if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME:
-            raise ConfigError(f"settings: a name must be a text of 1 to {_MAX_NAME} characters, got {name!r:.80}")
-        if not isinstance(value, str) or len(value) > _MAX_TEXT:
+            raise ConfigError(f"{source}: a name must be a text of 1 to {_MAX_NAME} characters, got {name!r:.80}")
+        if not isinstance(value, str) or len(value) > most:
             raise ConfigError(
-                f"settings: {name} must be a text of at most {_MAX_TEXT} characters, got {value!r:.80}: give str() of "
+                f"{source}: {name} must be a text of at most {most} characters, got {value!r:.80}: give str() of "
                 "a number, and a hash of what is longer"
             )
-    return dict(settings)
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> dict[str, str]:

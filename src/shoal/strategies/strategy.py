@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 
 from shoal.compression import CompressionBase
+from shoal.errors import ConfigError
 from shoal.strategies.pace import Pace
 from shoal.train.inner import Scheduler
 from shoal.train.offload import Offload
 from shoal.train.training_state import TrainingState
 
-__all__ = ["Inner", "Strategy", "Terms"]
+__all__ = ["Inner", "Strategy", "Terms", "answer_of", "text_of_strategy"]
+
+T = TypeVar("T")
 
 
 class Inner(NamedTuple):
@@ -93,3 +96,19 @@ class Strategy(Protocol):
             fragment: the number of the fragment of the model, if `training` divides it (`TrainingState.fragments`).
             first: the pace of the first fragment, for another one.
         """
+
+
+def text_of_strategy(strategy: object) -> str:
+    """How errors name this strategy."""
+    return f"strategy={type(strategy).__name__}(...)"
+
+
+def answer_of(strategy: object, name: str, answer: object, kind: type[T]) -> T:
+    """What a strategy has answered, if it is of this kind.
+
+    Raises:
+        ConfigError: it is anything else, as that of a strategy of the user's own may be; `name` is in the message.
+    """
+    if not isinstance(answer, kind):
+        raise ConfigError(f"{name} of {text_of_strategy(strategy)} must be a {kind.__name__}, got {answer!r:.80}")
+    return answer

@@ -229,7 +229,7 @@ ASKING = [
     ({"late": "never"}, "late must be 'drop', 'next' or 'overlap', got 'never'"),
     (
         {"late": "drop", "delay_grad_averaging": True},
-        "late='drop' does not go with delay_grad_averaging=True: give only one",
+        "delay_grad_averaging=True does not go with late='drop': leave delay_grad_averaging out",
     ),
     ({"delay_grad_averaging": "no"}, "delay_grad_averaging must be True or False, got 'no'"),
     ({"max_grad_norm": 0}, "max_grad_norm must be a number above 0, or None for none, got 0"),
@@ -243,6 +243,35 @@ def test_what_an_optimizer_cannot_do_is_refused_by_name(given: dict[str, Any], m
     """When it is made, with what to write instead."""
     with pytest.raises(ConfigError, match=message):
         optimizer(**given)
+
+
+class OfAUser:
+    """A strategy that shoal does not know, with one answer that is wrong."""
+
+    terms: Any = Terms()
+
+    def __init__(self, **wrong: Any) -> None:
+        for name, answer in wrong.items():
+            setattr(self, name, answer if name == "terms" else lambda *_, answer=answer: answer)
+
+    def compared(self, training: TrainingState) -> Any:
+        """See `Strategy`."""
+        return {}
+
+    def training(self, inner: Inner) -> Any:
+        """See `Strategy`."""
+        return TrainingState(inner.optimizer, inner.scheduler, inner.extra_tensors)
+
+    def pace(self, fragment: int = 0, first: Pace | None = None) -> Any:
+        """See `Strategy`."""
+        return SamplesPace(8)
+
+
+class OwnInit(Synchronous):
+    """A strategy of a user's own with an `__init__` of its own."""
+
+    def __init__(self, target: int) -> None:
+        super().__init__(target)
 
 
 CODEC = Float16Compression()
@@ -288,27 +317,66 @@ def test_each_argument_is_a_field_of_a_strategy(given: dict[str, Any], strategy:
 @pytest.mark.parametrize(
     ("strategy", "given", "field"),
     [
-        (Synchronous(8), {"target_batch_size": 8}, "target_batch_size"),
-        (Synchronous(8, late="next"), {"delay_grad_averaging": True}, "late"),
-        (Synchronous(8, max_grad_norm=1.0), {"max_grad_norm": 2.0}, "max_grad_norm"),
-        (Synchronous(8, low_rank=4), {"grad_averager_factory": LOW_RANK}, "low_rank"),
-        (Synchronous(8, offload=True), {"offload_optimizer": True}, "offload"),
-        (DiLoCo(5, compression=CODEC), {"grad_compression": CODEC}, "compression"),
-        (LocalUpdates(8, statistics=["exp_avg"]), {"average_opt_statistics": ["exp_avg"]}, "statistics"),
-        (LocalUpdates(8, waits=True), {"delay_state_averaging": False}, "waits"),
+        (Synchronous(8), {"target_batch_size": 9}, "target_batch_size=8"),
+        (Synchronous(8, late="next"), {"delay_grad_averaging": True}, "late='next'"),
+        (Synchronous(8, late="drop"), {"late": "next"}, "late='drop'"),
+        (Synchronous(8, late="overlap"), {"delay_grad_averaging": False}, "late='overlap'"),
+        (Synchronous(8, max_grad_norm=1.0), {"max_grad_norm": 2.0}, "max_grad_norm=1.0"),
+        (Synchronous(8, low_rank=4), {"grad_averager_factory": LOW_RANK}, "min_compression_ratio=0.5"),
+        (Synchronous(8, low_rank=2), {"grad_averager_factory": shoal.GradientAverager}, "low_rank=2"),
+        (Synchronous(8, offload=True), {"offload_optimizer": False}, "offload=True"),
+        (DiLoCo(5, compression=CODEC), {"grad_compression": NoCompression()}, "compression=.*"),
+        (LocalUpdates(8, statistics=["exp_avg"]), {"average_opt_statistics": []}, r"statistics=\('exp_avg',\)"),
+        (LocalUpdates(8, waits=True), {"delay_state_averaging": True}, "waits=True"),
+        (LocalUpdates(8, waits=False), {"delay_state_averaging": False}, "waits=False"),
     ],
 )
-def test_what_is_given_both_ways_is_refused(strategy: Strategy, given: dict[str, Any], field: str) -> None:
-    """The error names both."""
+def test_another_value_than_the_strategy_has_is_refused(strategy: Strategy, given: dict[str, Any], field: str) -> None:
+    """Also where one of them is the default. The error names both."""
     (name,) = given
-    text = rf"{name} and {field} of strategy={type(strategy).__name__}\(...\) are one thing: give only one"
+    text = rf"{name}=.* does not go with {field} of strategy={type(strategy).__name__}\(...\): leave {name} out"
     with pytest.raises(ConfigError, match=text):
         strategy_of(strategy, given)
 
 
 @pytest.mark.parametrize(
+    ("strategy", "given"),
+    [
+        (Synchronous(8), {"target_batch_size": 8}),
+        (Synchronous(8, late="overlap"), {"late": "overlap", "delay_grad_averaging": True}),
+        (Synchronous(8, late="next"), {"delay_grad_averaging": False}),
+        (Synchronous(8, low_rank=4, min_compression_ratio=0.25), {"grad_averager_factory": LOW_RANK}),
+        (Synchronous(8, offload=True), {"offload_optimizer": True}),
+        (DiLoCo(5, compression=CODEC), {"grad_compression": CODEC}),
+        (LocalUpdates(8, statistics=["exp_avg"]), {"average_opt_statistics": ["exp_avg"], "use_local_updates": True}),
+        (LocalUpdates(8, waits=True), {"delay_state_averaging": False}),
+        (OwnInit(8), {"target_batch_size": 8}),
+    ],
+)
+def test_the_value_that_the_strategy_has_is_taken(strategy: Strategy, given: dict[str, Any]) -> None:
+    """It says nothing new."""
+    assert strategy_of(strategy, given) is strategy
+
+
+def test_older_arguments_say_one_thing() -> None:
+    """`late="overlap"` was refused beside the argument that means it, and taken beside the opposite."""
+    same = {"target_batch_size": 8, "late": "overlap", "delay_grad_averaging": True}
+    assert strategy_of(None, same) == Synchronous(8, late="overlap")
+    with pytest.raises(ConfigError, match="delay_grad_averaging=False does not go with late='overlap'"):
+        strategy_of(None, {**same, "delay_grad_averaging": False})
+
+
+@pytest.mark.parametrize(
     ("strategy", "given", "text"),
     [
+        (OfAUser(), {"target_batch_size": 8}, r"target_batch_size does not go with strategy=OfAUser\(...\): .* itself"),
+        (
+            OfAUser(),
+            {"grad_compression": CODEC},
+            "grad_compression does not go with .*: give it to the strategy itself",
+        ),
+        (OwnInit(8), {"max_grad_norm": 1.0}, r"max_grad_norm does not go with strategy=OwnInit\(...\): .* itself"),
+        (LocalUpdates(8), {"use_local_updates": False}, "use_local_updates=False and strategy=.* are two strategies"),
         (DiLoCo(5), {"late": "next"}, "late does not go with strategy=DiLoCo"),
         (DiLoCo(5), {"target_batch_size": 8}, "target_batch_size does not go with strategy=DiLoCo.* leave"),
         (
@@ -318,7 +386,7 @@ def test_what_is_given_both_ways_is_refused(strategy: Strategy, given: dict[str,
         ),
         (DiLoCo(5), {"average_opt_statistics": ["exp_avg"]}, "average_opt_statistics does not go with"),
         (DiLoCo(5), {"offload_optimizer": True}, "offload_optimizer does not go with strategy=DiLoCo"),
-        (DiLoCo(5), {"use_local_updates": True}, "use_local_updates and strategy=DiLoCo.* are two strategies"),
+        (DiLoCo(5), {"use_local_updates": True}, "use_local_updates=True and strategy=DiLoCo.* are two strategies"),
         (None, {}, "target_batch_size is missing"),
         (LocalUpdates(), {}, "target_batch_size is missing"),
     ],
@@ -327,28 +395,6 @@ def test_what_a_strategy_does_not_have_is_refused(strategy: Strategy | None, giv
     """By one rule: there is no field of it."""
     with pytest.raises(ConfigError, match=text):
         strategy_of(strategy, given)
-
-
-class OfAUser:
-    """A strategy that shoal does not know, with one answer that is wrong."""
-
-    terms: Any = Terms()
-
-    def __init__(self, **wrong: Any) -> None:
-        for name, answer in wrong.items():
-            setattr(self, name, answer if name == "terms" else lambda *_, answer=answer: answer)
-
-    def compared(self, training: TrainingState) -> Any:
-        """See `Strategy`."""
-        return {}
-
-    def training(self, inner: Inner) -> Any:
-        """See `Strategy`."""
-        return TrainingState(inner.optimizer, inner.scheduler, inner.extra_tensors)
-
-    def pace(self, fragment: int = 0, first: Pace | None = None) -> Any:
-        """See `Strategy`."""
-        return SamplesPace(8)
 
 
 @pytest.mark.parametrize(

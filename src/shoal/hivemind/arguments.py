@@ -1,8 +1,9 @@
 """The arguments that programs written for hivemind 1.1.12, and for shoal before it had strategies, give by name.
 
 `STRATEGY_ARGUMENTS` is the table: each of these arguments of `shoal.Optimizer` is a field of a strategy, and
-`strategy_of` makes the strategy from them. What does not go together has no field to go to, so it is refused by one
-rule. The other arguments tune the run, or change nothing here and are accepted with any value.
+`strategy_of` makes the strategy from them. By one rule it refuses one that has no field to go to, and one that says
+another value than the given strategy has. The other arguments tune the run, or change nothing here and are accepted
+with any value.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class OptimizerOptions(TypedDict, total=False):
     """Further arguments of `shoal.Optimizer`, all by name. Most programs need none of them.
 
     Fields of the strategy, by the names that hivemind has, or that shoal had: docs/reference/migrating.md has the
-    table. An argument that is given here and in the strategy is refused.
+    table. One that says another value than the given strategy has is refused; a field that is None says nothing.
 
     - `target_batch_size`, `late`, `max_grad_norm`: of `Synchronous`; the first one also of `LocalUpdates`.
     - `delay_grad_averaging=True`: `Synchronous(late="overlap")`.
@@ -138,72 +139,80 @@ class TrackerOptions(TypedDict, total=False):
 
 
 Fields = Mapping[str, Any]
+"""Fields of a strategy, by name."""
 
 
 class _Row(NamedTuple):
     """What an argument is in a strategy.
 
     Attributes:
-        fields: the fields that a value stands for; none if it asks for nothing.
+        fields: what a value of it makes of the fields, as they are; none if it says nothing.
         instead: what to do where the strategy has no such field; None: there the argument does not matter.
         ignored_by: a strategy to which it does not matter either.
     """
 
-    fields: Callable[[Any], Fields]
+    fields: Callable[[Any, Fields], Fields]
     instead: str | None = None
     ignored_by: type | None = None
 
 
-def _field(name: str, value: Any) -> Fields:
+def _field(name: str, value: Any, _own: Fields) -> Fields:
     return {} if value is None else {name: value}
 
 
-def _codec(value: Any) -> Fields:
+def _codec(value: Any, own: Fields) -> Fields:
     codec_argument("grad_compression", value)
-    return _field("compression", value)
+    return _field("compression", value, own)
 
 
-def _overlap(value: object) -> Fields:
-    return {"late": "overlap"} if flag("delay_grad_averaging", value) else {}
+def _overlap(value: object, own: Fields) -> Fields:
+    if flag("delay_grad_averaging", value):
+        return {"late": "overlap"}
+    return {"late": "drop"} if own.get("late") == "overlap" else {}
 
 
-def _low_rank(factory: object) -> Fields:
+def _low_rank(factory: object, _own: Fields) -> Fields:
     options = low_rank_options(factory)
     if options is None:
-        return {}
+        return {} if factory is None else {"low_rank": None}
     return {"low_rank": options["rank"], "min_compression_ratio": options["min_compression_ratio"]}
 
 
-def _offload(value: object) -> Fields:
-    return {"offload": True} if value is not None and flag("offload_optimizer", value) else {}
+def _offload(value: object, _own: Fields) -> Fields:
+    return {} if value is None else {"offload": flag("offload_optimizer", value)}
 
 
-def _statistics(names: object) -> Fields:
+def _statistics(names: object, _own: Fields) -> Fields:
     if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(each, str) for each in names):
         raise ConfigError(f"average_opt_statistics must be a list of names such as 'exp_avg_sq', got {names!r:.80}")
-    return {"statistics": tuple(names)} if names else {}
+    return {"statistics": tuple(names)}
 
 
-def _waits(value: object) -> Fields:
-    return {} if flag("delay_state_averaging", value) else {"waits": True}
+def _waits(value: object, _own: Fields) -> Fields:
+    return {"waits": not flag("delay_state_averaging", value)}
 
 
 STRATEGY_ARGUMENTS: Mapping[str, _Row] = {
     "target_batch_size": _Row(
-        partial(_field, "target_batch_size"), "it goes by `every`, which says when: leave target_batch_size out"
+        partial(_field, "target_batch_size"), "the strategy itself says when peers meet: leave target_batch_size out"
     ),
+    "late": _Row(partial(_field, "late"), "no batch is late where each is stepped from at once"),
     "delay_grad_averaging": _Row(
         _overlap,
         "give delay_state_averaging with use_local_updates, or take StreamingDiLoCo or Decoupled, whose trainers go on "
         "while a merge is under way",
     ),
-    "late": _Row(partial(_field, "late"), "no batch is late, as each is stepped from at once"),
     "max_grad_norm": _Row(partial(_field, "max_grad_norm"), "clip the gradients of each batch before step()"),
     "grad_averager_factory": _Row(
         _low_rank, "give a codec: state_averaging_compression with use_local_updates, else grad_compression"
     ),
-    "grad_compression": _Row(_codec, "give state_averaging_compression"),
-    "offload_optimizer": _Row(_offload, "each batch would copy all parameters to the CPU and back"),
+    "grad_compression": _Row(
+        _codec,
+        "give state_averaging_compression where parameters are averaged; else the strategy's terms name the codec",
+    ),
+    "offload_optimizer": _Row(
+        _offload, "where each batch is stepped from, it would copy all parameters to the CPU and back"
+    ),
     "average_opt_statistics": _Row(_statistics, "each peer keeps its own statistics", Synchronous),
     "delay_state_averaging": _Row(_waits),
 }
@@ -218,8 +227,8 @@ def strategy_of(strategy: object, options: Mapping[str, Any]) -> Strategy:
         options: arguments by name; those that are none of a strategy are left alone.
 
     Raises:
-        ConfigError: an argument is wrong or missing, or is given both ways, or the strategy has nothing of its kind; it
-            is named.
+        ConfigError: an argument is wrong or missing, or says another value than the strategy has (None says nothing),
+            or than another argument, or the strategy has nothing of its kind; it is named.
     """
     local = flag("use_local_updates", options.get("use_local_updates", False))
     if strategy is None:
@@ -229,43 +238,58 @@ def strategy_of(strategy: object, options: Mapping[str, Any]) -> Strategy:
         raise ConfigError(f"strategy must be one of shoal.strategies, such as DiLoCo(every=100), got {strategy!r:.80}")
     else:
         chosen, said = strategy, text_of_strategy(strategy)
-        if local and not isinstance(strategy, LocalUpdates):
-            raise ConfigError(f"use_local_updates and {said} are two strategies: give only one")
-    found: dict[str, Any] = {}
-    by: dict[str, str] = {}
-    for name, row in STRATEGY_ARGUMENTS.items():
-        if name not in options:
-            continue
-        for field, value in row.fields(options[name]).items():
-            if field in by and value == "next":  # which delay_grad_averaging implies
-                continue
-            if field in by:
-                raise ConfigError(f"{name}={value!r:.40} does not go with {by[field]}: give only one of them")
-            if field not in (own := _fields_of(chosen)):
-                matters = row.instead is not None and type(chosen) is not row.ignored_by
-                if matters and value not in (None, NoCompression()):
-                    raise ConfigError(f"{name} does not go with {said}: {row.instead}")
-            elif own[field]:
-                raise ConfigError(f"{name} and {field} of {said} are one thing: give only one")
-            else:
-                found[field], by[field] = value, f"{name}={options[name]!r:.40}"
-    made: Strategy = replace(chosen, **found) if found else chosen  # type: ignore[type-var]
+        if "use_local_updates" in options and local is not isinstance(strategy, LocalUpdates):
+            raise ConfigError(f"use_local_updates={local} and {said} are two strategies: give only one")
+    made = _with(chosen, said, options, is_given=strategy is not None)
     answer_of(made, "terms", made.terms, Terms)
     answer_of(made, "pace()", made.pace(), Pace)  # or it says what is missing for that
     return made
 
 
+_ITS_OWN = "give it to the strategy itself, whose arguments only its class knows"
+
+
+def _with(chosen: Strategy, said: str, options: Mapping[str, Any], *, is_given: bool) -> Strategy:
+    """A strategy with what these arguments say; those of one that `is_given` count, unless they are None."""
+    own, by, found = _fields_of(chosen), dict[str, str](), dict[str, Any]()
+    if is_given:
+        by = {field: f"{field}={value!r:.40} of {said}" for field, value in own.items() if value is not None}
+    for name, row in STRATEGY_ARGUMENTS.items():
+        if name not in options:
+            continue
+        given = f"{name}={options[name]!r:.40}"
+        for field, value in row.fields(options[name], own).items():
+            if field not in own:
+                if row.instead and value and value != NoCompression() and type(chosen) is not row.ignored_by:
+                    advice = row.instead if _is_made_of_fields(chosen) else _ITS_OWN
+                    raise ConfigError(f"{name} does not go with {said}: {advice}")
+                continue
+            if own[field] != value:
+                if field in by:
+                    raise ConfigError(f"{given} does not go with {by[field]}: leave {name} out")
+                if not takes(chosen, field):
+                    raise ConfigError(f"{name} does not go with {said}: {_ITS_OWN}")
+                found[field] = own[field] = value
+            if value != "next":  # which delay_grad_averaging makes "overlap"
+                by.setdefault(field, given)
+    return replace(chosen, **found) if found else chosen  # type: ignore[type-var]
+
+
 def takes(strategy: Strategy, field: str) -> bool:
-    """Whether an argument of `Optimizer` can set this field: not if the strategy has an `__init__` of its own."""
-    own = _fields_of(strategy).keys()
-    return field in own and own <= signature(type(strategy)).parameters.keys()
+    """Whether an argument of `Optimizer` can set this field of a strategy."""
+    return field in _fields_of(strategy) and _is_made_of_fields(strategy)
 
 
-def _fields_of(strategy: Strategy) -> Mapping[str, bool]:
-    """The arguments of a strategy, and for each whether it was given: whether it is another value than its default."""
+def _fields_of(strategy: Strategy) -> dict[str, Any]:
+    """The arguments of a strategy, with their values."""
     if not is_dataclass(strategy):
         return {}
-    return {each.name: getattr(strategy, each.name) != each.default for each in fields(strategy) if each.init}
+    return {each.name: getattr(strategy, each.name) for each in fields(strategy) if each.init}
+
+
+def _is_made_of_fields(strategy: Strategy) -> bool:
+    """Whether `dataclasses.replace` can make another one: not of a class with an `__init__` of its own."""
+    return is_dataclass(strategy) and _fields_of(strategy).keys() <= signature(type(strategy)).parameters.keys()
 
 
 _STATE_AVERAGER: dict[str, tuple[Callable[[object], bool], str]] = {

@@ -358,6 +358,18 @@ def test_the_value_that_the_strategy_has_is_taken(strategy: Strategy, given: dic
     assert strategy_of(strategy, given) is strategy
 
 
+def test_the_order_of_statistics_does_not_matter() -> None:
+    """Peers that named them in another order were refused: they are averaged in one order."""
+    names = ["exp_avg_sq", "exp_avg"]
+    given = {"target_batch_size": 8, "use_local_updates": True, "average_opt_statistics": names}
+    found = strategy_of(LocalUpdates(8, statistics=names), {"average_opt_statistics": names[::-1]})
+    assert found == strategy_of(None, given) == LocalUpdates(8, statistics=names[::-1])
+    assert found.training(Inner(torch.optim.Adam([torch.nn.Parameter(torch.ones(2))]))).averaged_statistics == (
+        "exp_avg",
+        "exp_avg_sq",
+    )
+
+
 def test_older_arguments_say_one_thing() -> None:
     """`late="overlap"` was refused beside the argument that means it, and taken beside the opposite."""
     same = {"target_batch_size": 8, "late": "overlap", "delay_grad_averaging": True}

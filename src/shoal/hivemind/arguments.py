@@ -185,7 +185,7 @@ def _offload(value: object, _own: Fields) -> Fields:
 def _statistics(names: object, _own: Fields) -> Fields:
     if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(each, str) for each in names):
         raise ConfigError(f"average_opt_statistics must be a list of names such as 'exp_avg_sq', got {names!r:.80}")
-    return {"statistics": tuple(names)}
+    return {"statistics": tuple(sorted(names))}
 
 
 def _waits(value: object, _own: Fields) -> Fields:

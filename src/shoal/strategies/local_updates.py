@@ -45,7 +45,7 @@ class LocalUpdates:
     Args:
         target_batch_size: samples of the whole swarm between two averages.
         statistics: names of statistics of the optimizer, of the shape of their parameters, that are averaged with them,
-            such as `"exp_avg_sq"`. The others stay each peer's own.
+            such as `"exp_avg_sq"`, in any order. The others stay each peer's own.
         waits: the trainer waits for each average, and goes on from it: a batch that was under way is dropped. Else it
             goes on while parameters are averaged, and keeps what it has changed meanwhile.
 
@@ -63,7 +63,7 @@ class LocalUpdates:
             object.__setattr__(self, "target_batch_size", whole("target_batch_size", target, most=MAX_SAMPLES_OF_STEP))
         if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(e, str) for e in names):
             raise ConfigError(f"statistics must be a list of names such as 'exp_avg_sq', got {names!r:.80}")
-        object.__setattr__(self, "statistics", tuple(names))
+        object.__setattr__(self, "statistics", tuple(sorted(names)))
         object.__setattr__(self, "waits", flag("waits", self.waits))
 
     @property

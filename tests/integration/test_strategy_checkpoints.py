@@ -219,6 +219,36 @@ def test_a_state_of_a_synchronous_run_begins_the_first_interval(dht: shoal.DHT) 
     ]
 
 
+@pytest.mark.parametrize("of", [DiLoCo(4), STREAMING], ids=["1", "2"])
+@pytest.mark.parametrize("here", [Synchronous(4), LocalUpdates(4)], ids=["gradients", "parameters"])
+def test_a_state_of_a_run_that_merges_begins_the_first_epoch(dht: shoal.DHT, of: Strategy, here: Strategy) -> None:
+    """Its merges were taken for epochs, with no word; the schedule went on from its batches."""
+    model, warned = network(0), list[str]()
+    dht.events.subscribe(lambda event: warned.append(event.message) if isinstance(event, Warned) else None)
+    schedule: Any = partial(LinearLR, start_factor=0.1, total_iters=40)
+    with begin(dht, model, of, scheduler=schedule) as swarm:
+        train(swarm, model, 12)
+        weights, saved = copy.deepcopy(model.state_dict()), copy.deepcopy(swarm.state_dict())
+        assert swarm.local_epoch > 1
+    model = network(1)
+    with begin(dht, model, here, scheduler=schedule) as swarm:
+        with pytest.raises(ConfigError, match="was saved with other weights than the model has now"):
+            swarm.load_state_dict(copy.deepcopy(saved))
+        model.load_state_dict(weights)
+        swarm.load_state_dict(copy.deepcopy(saved))
+        assert (swarm.local_epoch, swarm.param_groups[0]["lr"]) == (0, pytest.approx(0.01))
+        for number, entry in swarm.state_dict()["state"].items():
+            assert all(torch.equal(saved["state"][number][key], each) for key, each in entry.items())
+        train(swarm, model, 2)
+        until(lambda: swarm.local_epoch == 2)
+        assert swarm.param_groups[0]["lr"] == pytest.approx(0.1 * (0.1 + 0.9 * 2 / 40))
+        swarm.load_state_dict(copy.deepcopy(swarm.state_dict()))
+        assert swarm.local_epoch == 2
+    assert [message.partition(":")[0] for message in warned if "that was loaded" in message] == [
+        "the state that was loaded is of a run that merges"
+    ]
+
+
 @pytest.mark.parametrize(
     ("of", "here", "counts"), [(DiLoCo(2), STREAMING, "in 1 .* 2"), (STREAMING, DiLoCo(2), "in 2 .* 1")]
 )

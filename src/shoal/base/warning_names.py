@@ -81,6 +81,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "step-raised": ("the optimizer's own step raised",),
     "state-loaded": ("in the place of the one that this peer had with others",),
     "state-of-gradients": ("the state that was loaded is of a run that averages gradients",),
+    "state-of-merges": ("the state that was loaded is of a run that merges",),
     "checkpoint-damaged": ("is damaged, and is passed over",),
     "checkpoint-later": ("a checkpoint is of a later version of shoal, and is passed over",),
     "not-saved": ("no checkpoint was saved in",),

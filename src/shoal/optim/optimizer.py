@@ -900,8 +900,10 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         Load the model's before: the samples of the state are what has trained its weights. With a state dict of this
         class the epoch and the schedule go on from where it was saved; a schedule's own state may be loaded, too. The
         peers of a run take the best state: that which most samples went into, and before the first epoch that whose
-        optimizer has taken most steps. As in plain torch the optimizer takes the tensors of the dict, and its steps
-        change them: give a `copy.deepcopy` if you need the dict afterwards.
+        optimizer has taken most steps. If only one of the two runs merges, their epochs are not the same: then the
+        optimizer's statistics are taken, epoch and schedule stay, and a warning says so. As in plain torch the
+        optimizer takes the tensors of the dict, and its steps change them: give a `copy.deepcopy` if you need the dict
+        afterwards.
 
         Raises:
             ConfigError: it is not of this optimizer, or was saved with other weights than the model has, or `eval` was
@@ -926,14 +928,16 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         saved = dict(state_dict)
         about = saved.pop("shoal", None)
         where = where_saved(about)
-        merged = about.get("merged") if where is not None and self._training.keeps_anchor else None
+        merged = None if where is None else about.get("merged")  # a run whose peers merge has it, and no other run
+        is_of_others = where is not None and (merged is not None) != self._training.keeps_anchor
+        anchors = None if is_of_others else merged
         with self._lock.acquire_in_thread():
             if self._training.evaluates and not self._training.hides_weights:
                 raise ConfigError(
                     "load_state_dict() is called between eval() and train(), which puts back the weights before: call "
                     "train() of the shoal.Optimizer, then load the model's state and this one"
                 )
-            if where is not None and merged is None and where.weights not in ("", self._digest_of_weights()):
+            if where is not None and anchors is None and where.weights not in ("", self._digest_of_weights()):
                 raise ConfigError(
                     "state_dict was saved with other weights than the model has now, and peers would take these for "
                     f"what {where.name.samples} samples have trained: load the model's state before (with "
@@ -942,7 +946,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 )
             try:
                 loaded = (
-                    [] if where is None or merged is None else prepare_saved(self._participants, where.name, merged)
+                    [] if where is None or anchors is None else prepare_saved(self._participants, where.name, anchors)
                 )
             except StateUnavailable as error:
                 raise ConfigError(f"state_dict['shoal'] does not fit here: {error}") from error
@@ -954,7 +958,10 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             replaced = self._loading()
             self._training.load_optimizer(optimizer)
             self.state = self._training.optimizer.state
-            if where is not None:
+            if is_of_others:
+                where = None  # its epochs are others: what was loaded is a plain optimizer's state
+                self._training.keep_place()
+            elif where is not None:
                 self._training.resume(where.name.epoch, where.scheduled)
             names: list[StateName | None] = [where and where.name]
             if self._training.keeps_anchor:
@@ -972,10 +979,19 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 "that this peer had with others: the run takes the better one for all peers, so what was loaded may "
                 "be undone. Load a state before the first step, on all peers"
             )
-        if where is not None and where.name.epoch and names[0] is None:
+        if is_of_others and (about["epoch"] or about["scheduled"]):
+            self._warn_of_others(now.epoch, merged=merged is not None)
+
+    def _warn_of_others(self, epoch: int, *, merged: bool) -> None:
+        if merged:
+            self._warn(
+                "the state that was loaded is of a run that merges: its epochs are its merges, so this run stays at "
+                f"its own epoch {epoch}, and so does its schedule"
+            )
+        else:
             self._warn(
                 "the state that was loaded is of a run that averages gradients: its epochs are no merges, so this run "
-                "begins at epoch 0, and so does its schedule"
+                f"stays at its own epoch {epoch}, and so does its schedule"
             )
 
     def _loading(self) -> list[Replaced]:

@@ -971,6 +971,14 @@ class TrainingState:
         self._resumed_rates = rates if scheduled else None
         self.discard()
 
+    def keep_place(self) -> None:
+        """Go on where this run is: the optimizer that was loaded has the rates of a run that counts other epochs."""
+        at = self.scheduled
+        self._restart_schedule()
+        self._move_schedule(at)
+        self._resumed_rates = None
+        self.discard()
+
     def _restart_schedule(self) -> None:
         if self.scheduler is None:
             self._set_first_rates()

@@ -13,6 +13,7 @@ from torch.nn.utils import prune
 from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
+import shoal
 from shoal.errors import ConfigError
 from shoal.run.view.progress import settings_difference
 from shoal.train.gradient_watch import GradientWatch
@@ -347,6 +348,49 @@ def test_gradients_counted_twice_for_want_of_zero_grad(clear: str) -> None:
     said = [each for each in told if each]
     assert len(said) == (clear == "forgotten")
     assert all("call optimizer.zero_grad() after each step()" in each for each in said)
+    watch.close()
+
+
+@pytest.mark.parametrize(
+    ("scaler", "clear", "words"),
+    [
+        (torch.amp.GradScaler, None, "use a shoal.GradScaler, or step(grad_scaler=scaler)"),
+        (torch.amp.GradScaler, True, ""),
+        (torch.amp.GradScaler, False, ""),
+        (shoal.GradScaler, None, ""),
+    ],
+)
+def test_a_step_that_torchs_scaler_leaves_out_is_told(scaler: Any, clear: bool | None, words: str) -> None:
+    """With `reuse_grad_buffers` nobody clears the gradients then: the scale fell to 0, without a word.
+
+    Two passes before a step, of which one has an infinite loss, are no mistake; nor is a loop that clears them itself.
+    """
+    layer, told = torch.nn.Linear(3, 1), list[str]()
+    watch = GradientWatch(list(layer.parameters()), tell=told.append)
+
+    class Reuses(torch.optim.SGD):
+        reuse_grad_buffers = True
+
+        @property
+        def _step_supports_amp_scaling(self) -> bool:
+            watch.scaler_steps()
+            return False
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            watch.at_step()
+            self.zero_grad()
+
+    optimizer, scales = Reuses(layer.parameters()), scaler("cpu", init_scale=1024.0)
+    for number in range(10):
+        if clear is not None:
+            layer.zero_grad(set_to_none=clear)
+        for factor in (torch.inf if number == 3 else 1.0, 1.0):
+            scales.scale(layer(torch.ones(2, 3)).sum() * factor).backward()
+        scales.step(optimizer)
+        scales.update()
+    assert len(told) == bool(words)
+    assert words in "".join(told)
+    assert (float(scales.get_scale()) < 100) == bool(words)
     watch.close()
 
 

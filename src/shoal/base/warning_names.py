@@ -23,6 +23,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "of the elements did not move by the average",
         "Each such change is lost",
     ),
+    "step-left-out": ("has left out a step with reuse_grad_buffers=True",),
     "gradients-not-cleared": ("the gradients were not cleared",),
     "parameter-unused": ("had gradients, and none in the last",),
     "frozen-here": ("is frozen here",),

@@ -221,7 +221,11 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             )
         )
         travels_whole = training.averaged_as == "whole" and terms.compression in (None, NoCompression())
-        self._watch = GradientWatch(training.trained, whole=travels_whole and not training.steps_alone)
+        self._watch = GradientWatch(
+            training.trained,
+            whole=travels_whole and not training.steps_alone,
+            tell=partial(_warn, dht) if self.reuse_grad_buffers else None,
+        )
         self._lock, self._rows = TensorLock(), rows_of(model, batch_size_per_step, training.trained)
         averages = training.averages_parameters  # each epoch does, and they differ between two of them
         every = 0 if averages else tuning.average_state_every
@@ -545,6 +549,12 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 # `torch.no_grad` is Python code, and left open by an interrupt at its end; this is one call of C.
                 torch._C._set_grad_enabled(gradients)  # noqa: SLF001
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Torch's `GradScaler.step` asks for this, and that it was called is to be known: it may leave `step` out."""
+        self._watch.scaler_steps()
+        return False
+
     def _unscaled_step(
         self, scaler: torch.amp.GradScaler, closure: Callable[[], Any] | None, batch_size: int | None
     ) -> Any:
@@ -707,7 +717,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         self._warn(message)
 
     def _warn(self, message: str) -> None:
-        _emit(self.dht, Warned(where="optimizer", message=message))
+        _warn(self.dht, message)
 
     def _count(self, samples: int, loss: Any) -> Any:
         participants, over = self._participants, self._at_end
@@ -1235,6 +1245,10 @@ def _of_a_group(dht: object) -> str:
     if dht is not None or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return ""
     return ". Where rank 0 alone has one, shoal.integrations.ddp.GroupOptimizer makes one peer of the whole group"
+
+
+def _warn(dht: DHT, message: str) -> None:
+    _emit(dht, Warned(where="optimizer", message=message))
 
 
 def _emit(dht: DHT, event: Event) -> None:

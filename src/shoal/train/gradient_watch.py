@@ -1,6 +1,7 @@
 """The gradients of a training loop: those that are spent, and warnings about them.
 
-The warnings are about none, none any more, not cleared, or sparse ones that travel whole.
+The warnings are about none, none any more, not cleared, sparse ones that travel whole, or those of a batch that a
+scaler has left out.
 
 Backward adds to `.grad`. A loop that does not clear it after `step()` counts a batch twice. This is seen when the next
 gradient of one small parameter comes: the gradient that is there must then be None, changed since, or zero. Looking for
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.utils.weak import TensorWeakRef
@@ -78,12 +79,17 @@ class GradientWatch:
     Args:
         trained: the parameters that require a gradient.
         whole: whether all rows of a sparse gradient are sent, as they are.
+        tell: takes the warning about a batch that was left out, if nobody but `step` clears gradients. `step` is not
+            called then, so it cannot tell.
     """
 
-    def __init__(self, trained: Sequence[torch.Tensor], *, whole: bool = False) -> None:
+    def __init__(
+        self, trained: Sequence[torch.Tensor], *, whole: bool = False, tell: Callable[[str], None] | None = None
+    ) -> None:
         self._trained, self._may_be_sparse = trained, whole
         self._armed = self._kept = self._kept_told = self._none_told = False
         self._left: TensorMark | None = None  # of the gradient that `step` has seen last
+        self._tell, self._scaled = tell, False
         self._zeroed = 0
         self._without: list[int | None] = [None] * len(trained)  # steps in a row; None: it never had one
         self._gone_told = False
@@ -101,6 +107,13 @@ class GradientWatch:
         """Backward is about to add to the gradient of this one."""
         armed, self._armed = self._armed, False
         gradient = parameter.grad
+        if self._tell is not None and self._was_left_out():
+            self._tell(
+                "a GradScaler of torch has left out a step with reuse_grad_buffers=True, so its gradients, which are "
+                "not finite, were not cleared, and no step follows: use a shoal.GradScaler, or "
+                "step(grad_scaler=scaler)"
+            )
+            self._tell = None
         if self._kept_told or self._zeroed >= _SURE_AFTER or not (armed or self._kept):
             return
         if armed and (gradient is None or self._left is None or not self._left.is_of(gradient)):
@@ -109,8 +122,21 @@ class GradientWatch:
         self._kept = gradient is not None and gradient.layout is torch.strided and bool(gradient.count_nonzero())
         self._zeroed += not self._kept
 
+    def scaler_steps(self) -> None:
+        """A scaler is about to call `step`, unless gradients are not finite."""
+        self._scaled = True
+
+    def _was_left_out(self) -> bool:
+        """Whether the scaler has not called `step`, and nobody has cleared the gradients."""
+        scaled, self._scaled = self._scaled, False
+        if not scaled:  # a look waits for the device
+            return False
+        dense = [each.grad for each in self._trained if each.grad is not None and each.grad.layout is torch.strided]
+        return not all(bool(torch.isfinite(each).all()) for each in dense)
+
     def at_step(self) -> str | None:
         """`step` was called: the warning for the user, or None."""
+        self._scaled = False
         kept, self._kept, self._armed = self._kept, False, True
         self._left = None if self._watched.grad is None else TensorMark(self._watched.grad)
         if not self._none_told and all(parameter.grad is None for parameter in self._trained):

@@ -358,8 +358,8 @@ def newest(path: Path, run_id: str, warn: Callable[[str], None]) -> Saved | None
             except Damaged as error:
                 vanished = _say(each.path, error, warn, told) or vanished
                 continue
-            for error in later:
-                warn(f"a checkpoint is of a later version of shoal, and is passed over: {error}")
+            for unread in later:
+                warn(f"a checkpoint is of a later version of shoal, and is passed over: {unread}")
             return saved
         if not vanished:
             break

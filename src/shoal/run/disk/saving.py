@@ -247,8 +247,8 @@ class Saver:
             here, there = settings.get(name), saved.settings.get(name)
             if None not in (here, there) and here != there:
                 raise misfit(saved, f"{name} is {there} there and {here} here")
-        if (there := merges(saved.settings)) != merges(settings):
-            ways = ("merge", "average gradients") if there else ("average gradients", "merge")
+        if (merged := merges(saved.settings)) != merges(settings):
+            ways = ("merge", "average gradients") if merged else ("average gradients", "merge")
             raise misfit(
                 saved,
                 f"it is of a run whose peers {ways[0]}, and here they {ways[1]}: its epochs and its optimizer's state "

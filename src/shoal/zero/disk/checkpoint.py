@@ -310,9 +310,10 @@ def load(
 
     Args:
         path: the folder that `save` wrote, or a copy of it. Or one of a run's checkpoints, if the run averages
-            gradients, was given its `model`, and has the same optimizer: weights, buffers and statistics are taken.
-            Or a file for plain torch, with the state dictionaries ``model`` and ``optimizer`` (and ``extra``) of a
-            model before sharding and its optimizer: to begin with sharding later. Or weights alone, for which the
+            gradients, or parameters by `LocalUpdates`, was given its `model`, and has the same optimizer: weights,
+            buffers and statistics are taken (a run that merges has the outer optimizer's in their place, and is
+            refused). Or a file for plain torch, with the state dictionaries ``model`` and ``optimizer`` (and ``extra``)
+            of a model before sharding and its optimizer: to begin with sharding later. Or weights alone, for which the
             optimizer stays as it is: a state dictionary of the whole model, or a file of one, by `torch.save` or of
             safetensors. The same on all ranks.
         model: as `shoal.zero.shard` returned it: its parameters and buffers are overwritten.

@@ -132,14 +132,19 @@ class Plain:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "of_average", "of_batch"),
-    [(Plain(32), None, 1.0), (Synchronous(32, max_grad_norm=0.5), 0.5, 0.0), (Synchronous(32), 1.0, 0.0)],
+    ("strategy", "given", "of_average", "of_batch"),
+    [
+        (Plain(32), {}, None, 1.0),
+        (Synchronous(32, max_grad_norm=0.5), {}, 0.5, 0.0),
+        (Synchronous(32), {}, 1.0, 0.0),
+        (Synchronous(32), {"max_grad_norm": torch.inf}, None, 0.0),  # which clips nothing
+    ],
 )
-def test_the_trainers_default_norm_goes_where_the_strategy_clips(
-    arguments: Any, swarm_of: Any, strategy: Strategy, of_average: float | None, of_batch: float
+def test_the_trainers_norm_goes_where_the_strategy_clips(
+    arguments: Any, swarm_of: Any, strategy: Strategy, given: Any, of_average: float | None, of_batch: float
 ) -> None:
     """Nobody gave the 1.0, and it was refused beside a strategy's own norm, and with a strategy that has none."""
-    swarm = swarm_of(tiny_model(), args := arguments(), target_batch_size=None, strategy=strategy)
+    swarm = swarm_of(tiny_model(), args := arguments(**given), target_batch_size=None, strategy=strategy)
     assert getattr(swarm.optimizer.strategy, "max_grad_norm", None) == of_average
     assert args.max_grad_norm == of_batch
 

@@ -76,7 +76,8 @@ class OptimizerOptions(TypedDict, total=False):
       before the last step of the run; 0 for never; 10. Each takes 0.6 s of one core for 1 GiB, beside the training. A
       peer that holds others downloads.
     - `reuse_grad_buffers`: let `step` clear `.grad`, so that the loop need not call `zero_grad()`. Then give a
-      `GradScaler` to `step`, or use a `shoal.GradScaler`: where torch's own leaves a step out, it clears nothing.
+      `GradScaler` to `step`, or use a `shoal.GradScaler`: where torch's own leaves a step out, it clears nothing,
+      which is a warning.
 
     Taken, and not used: `delay_optimizer_step`, `tracker_opts`, `performance_ema_alpha`; and `load_state_compression`,
     of which any codec but `NoCompression` is a warning: a newcomer has to hold the same bits as the others.

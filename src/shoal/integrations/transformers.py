@@ -163,7 +163,7 @@ class SwarmCallback(TrainerCallback):
         if schedule is None:
             schedule = makes.create_scheduler(length_of(strategy, args.max_steps), optimizer=inner)
         clips_batches, own_norm = clips_each_batch(strategy), getattr(strategy, "max_grad_norm", None)
-        if not clips_batches and own_norm is None and (args.max_grad_norm or 0) > 0:
+        if not clips_batches and own_norm is None and 0 < (args.max_grad_norm or 0) < math.inf:
             options["max_grad_norm"] = args.max_grad_norm
         if not options.get("auxiliary"):
             options["batch_size_per_step"] = (

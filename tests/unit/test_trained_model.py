@@ -372,7 +372,7 @@ def test_a_step_that_torchs_scaler_leaves_out_is_told(scaler: Any, clear: bool |
         reuse_grad_buffers = True
 
         @property
-        def _step_supports_amp_scaling(self) -> bool:
+        def _step_supports_amp_scaling(self) -> bool:  # type: ignore[override]
             watch.scaler_steps()
             return False
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -20,8 +20,6 @@ from shoal.train.offload import Offload
 from shoal.train.training_state import TrainingState
 
 __all__ = ["Inner", "Strategy", "Terms", "answer_of", "text_of_strategy"]
-
-T = TypeVar("T")
 
 
 class Inner(NamedTuple):
@@ -103,7 +101,7 @@ def text_of_strategy(strategy: object) -> str:
     return f"strategy={type(strategy).__name__}(...)"
 
 
-def answer_of(strategy: object, name: str, answer: object, kind: type[T]) -> T:
+def answer_of(strategy: object, name: str, answer: Any, kind: type) -> Any:
     """What a strategy has answered, if it is of this kind.
 
     Raises:

@@ -324,7 +324,7 @@ def test_one_key_without_work_takes_the_weight_of_a_run(keys: int, monkeypatch: 
     liars = [f"liar{number}" for number in range(keys)]
 
     async def main() -> None:
-        run, heard = Run(target=32), list[Event]()
+        run, heard, trains = Run(target=32), list[Event](), list[asyncio.Task[None]]()
         sites_of, mine = words.sites_of, {run.swarm.identity(name).peer_id for name in liars}
         monkeypatch.setattr(
             "shoal.run.participant.sites_of",
@@ -333,7 +333,7 @@ def test_one_key_without_work_takes_the_weight_of_a_run(keys: int, monkeypatch: 
         honest = [*NAMES, "p3"]
         for name in honest:
             await run.add(name, events=heard.append)
-            run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.5, until=until(80.0)))
+            trains.append(run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.5, until=until(80.0))))
         await sim.sleep(15.0)
         for name in liars:
             liar = await run.add(name)
@@ -343,7 +343,7 @@ def test_one_key_without_work_takes_the_weight_of_a_run(keys: int, monkeypatch: 
                     parameter.grad = torch.zeros_like(parameter)
 
             monkeypatch.setattr(liar, "compute", zeros)
-            run.swarm.spawn(name, liar.train(10**6, duration_s=0.5, until=until(80.0)))
+            trains.append(run.swarm.spawn(name, liar.train(10**6, duration_s=0.5, until=until(80.0))))
         first: Participant = run.swarm.peer("p0").participant
         await sim.sleep(20.0)
         before = {name: run.swarm.peer(name).participant.contribution.contributed for name in honest}
@@ -360,6 +360,9 @@ def test_one_key_without_work_takes_the_weight_of_a_run(keys: int, monkeypatch: 
         await sim.sleep(10.0)
         assert first.epoch > epoch + 10
         assert not any(run.swarm.peer(name).participant.at_end for name in honest)
+        for each in trains:
+            each.cancel()  # one may be in a download
+        await asyncio.wait(trains)
         await run.close()
 
     sim.run(main, seed=59)

@@ -44,14 +44,8 @@ def model_of_run() -> torch.nn.Sequential:
     return torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
 
 
-@pytest.mark.parametrize("form", RUNS)
-def test_a_run_goes_on_from_a_checkpoint_of_an_earlier_version(form: str) -> None:
-    """The name of the state, weights, statistics and rates: format 1 names each statistic, format 2 their forms."""
-    saved, model = run_of(form), model_of_run()
-    assert (saved.name.epoch, saved.name.digest, saved.name.samples) == (7, bytes(range(32)), 70)
-    optimizer = torch.optim.AdamW([{"params": model[0].parameters()}, {"params": model[1].parameters()}])
-    training = TrainingState(optimizer)
-    training.load(saved.values, saved.tensors)
+def assert_is_of_run(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """They hold the weights, the statistics and the rates that were saved."""
     parameters = dict(model.named_parameters())
     for name, (values, first, second) in values_of(model).items():
         state = optimizer.state[parameters[name]]
@@ -60,6 +54,17 @@ def test_a_run_goes_on_from_a_checkpoint_of_an_earlier_version(form: str) -> Non
         assert torch.equal(state["exp_avg_sq"], second)
         assert state["step"] == 3
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25]
+
+
+@pytest.mark.parametrize("form", RUNS)
+def test_a_run_goes_on_from_a_checkpoint_of_an_earlier_version(form: str) -> None:
+    """The name of the state, weights, statistics and rates: format 1 names each statistic, format 2 their forms."""
+    saved, model = run_of(form), model_of_run()
+    assert (saved.name.epoch, saved.name.digest, saved.name.samples) == (7, bytes(range(32)), 70)
+    optimizer = torch.optim.AdamW([{"params": model[0].parameters()}, {"params": model[1].parameters()}])
+    training = TrainingState(optimizer)
+    training.load(saved.values, saved.tensors)
+    assert_is_of_run(model, optimizer)
     assert saved.model.keys() == model.state_dict().keys()
 
 
@@ -86,14 +91,7 @@ def test_a_checkpoint_of_a_run_is_read_as_one_of_plain_torch(form: str) -> None:
     model.load_state_dict(found["model"])
     optimizer = torch.optim.AdamW([{"params": model[0].parameters()}, {"params": model[1].parameters()}])
     optimizer.load_state_dict(found["optimizer"])
-    parameters = dict(model.named_parameters())
-    for name, (values, first, second) in values_of(model).items():
-        state = optimizer.state[parameters[name]]
-        assert torch.equal(parameters[name], values)
-        assert torch.equal(state["exp_avg"], first)
-        assert torch.equal(state["exp_avg_sq"], second)
-        assert state["step"] == 3
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25]
+    assert_is_of_run(model, optimizer)
 
 
 def same(first: Any, second: Any) -> bool:

@@ -59,13 +59,13 @@ class _Fetch(NamedTuple):
 
     Attributes:
         intake: what has come.
-        asked: the donors that it was begun with.
+        donors: those that it was begun with.
         since: local time, seconds.
         limit: ends it.
     """
 
     intake: Intake
-    asked: frozenset[PeerID]
+    donors: frozenset[PeerID]
     since: float
     limit: asyncio.Timeout
 
@@ -229,7 +229,7 @@ class Takeover:
         fetch = self._fetch
         if fetch is None or fetch.intake.missing_bytes is None or giving or _now() < fetch.since + _SLOW_S:
             return
-        if not fetch.asked.issuperset(further):
+        if not fetch.donors.issuperset(further):
             sometimes("a download that comes too slowly makes way for the state of others")
             fetch.limit.reschedule(_now())
 

@@ -132,7 +132,7 @@ def signed(number: int) -> Any:
     """What a peer has written."""
     identity = Identity.from_seed(number.to_bytes(4, "big") * 8)
     value = encode(progress(identity.peer_id))
-    return signed_record(identity, bytes(32), identity.peer_id.raw, value, 2e9)
+    return signed_record(identity, bytes(32), identity.peer_id.to_bytes(), value, 2e9)
 
 
 async def measured(times: int, address: str, peers: int) -> dict[str, tuple[float, float]]:

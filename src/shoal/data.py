@@ -92,7 +92,7 @@ class PeerSampler(torch.utils.data.Sampler[int]):
         if self._endless and num_samples is not None:
             raise ConfigError("num_samples and endless exclude each other: leave one of them out")
         seed = secrets.randbelow(_SEEDS) if seed is None else whole("seed", seed, least=0, most=_SEEDS - 1)
-        peer = "" if swarm is None else swarm.dht.peer_id.raw.hex()
+        peer = "" if swarm is None else swarm.dht.peer_id.to_bytes().hex()
         self._state = _State(peer=peer, seed=seed, size=self._count())
         self._deals_seen = swarm.dealt[-1].number if swarm is not None and swarm.dealt else 0
         self._shuffle()

@@ -291,7 +291,7 @@ def _records(owner: Identity, victim: Victim) -> list[Record]:
     key, peer = b"k" * 32, victim.address.peer_id
     value, wide = encode(1), b"x" * 60_000
     times = (math.nan, math.inf, -math.inf, 1e300, 0.0, time.time() + 1e6, time.time() + 60.0)
-    forged = [Record(key, peer.raw, value, when, peer, b"s" * 64) for when in times]
+    forged = [Record(key, peer.to_bytes(), value, when, peer, b"s" * 64) for when in times]
     forged += [Record(key, b"\xa1a", wide, when) for when in times]
     forged += [Record(key, None, b"\xc1\xff", times[-1]), Record(key, b"", b"", times[-1], owner.peer_id, b"")]
     return forged

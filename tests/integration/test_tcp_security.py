@@ -140,7 +140,7 @@ def test_the_server_proves_itself_as_described() -> None:
 
     async def scenario() -> None:
         async with stage() as actors, dial(actors.address) as wire:
-            await wire.send("hello", VERSION, VERSION, CLIENT.peer_id.raw, SERVER.peer_id.raw, NONCE)
+            await wire.send("hello", VERSION, VERSION, CLIENT.peer_id.to_bytes(), SERVER.peer_id.to_bytes(), NONCE)
             kind, version, nonce, signature, key, clear = await wire.receive()
             assert not clear
             assert (kind, version, len(nonce), len(key)) == ("proof", VERSION, 32, 32)
@@ -217,7 +217,7 @@ def test_a_replayed_server_proof_is_refused() -> None:
     async def scenario() -> None:
         async with stage() as actors:
             async with dial(actors.address) as wire:
-                await wire.send("hello", VERSION, VERSION, CLIENT.peer_id.raw, SERVER.peer_id.raw, NONCE)
+                await wire.send("hello", VERSION, VERSION, CLIENT.peer_id.to_bytes(), SERVER.peer_id.to_bytes(), NONCE)
                 recorded = await wire.receive_raw()
 
             async def replay(victim: Wire, _: bytes) -> None:
@@ -309,7 +309,7 @@ def test_nothing_passes_before_the_proof() -> None:
 
     async def scenario() -> None:
         async with stage() as actors, dial(actors.address) as wire:
-            await wire.send("hello", VERSION, VERSION, CLIENT.peer_id.raw, SERVER.peer_id.raw, NONCE)
+            await wire.send("hello", VERSION, VERSION, CLIENT.peer_id.to_bytes(), SERVER.peer_id.to_bytes(), NONCE)
             await wire.send("welcome")
             assert (await wire.receive())[0] == "proof"
             assert await wire.at_end()
@@ -406,7 +406,9 @@ def test_a_later_hello_with_more_fields_is_understood() -> None:
 
     async def scenario() -> None:
         async with stage() as actors, dial(actors.address) as wire:
-            await wire.send("hello", 7, 9, CLIENT.peer_id.raw, SERVER.peer_id.raw, NONCE, False, "new", {"more": 1})
+            await wire.send(
+                "hello", 7, 9, bytes(CLIENT.peer_id), bytes(SERVER.peer_id), NONCE, False, "new", {"more": 1}
+            )
             kind, reason, *versions = await wire.receive()
             assert kind == "refusal"
             assert "7 to 9" in reason
@@ -463,7 +465,7 @@ def test_random_bytes_harm_nobody() -> None:
 REFUSAL_NO_TEXT = b"\x94\xa7refusal\xa2\xff\xfe\x01\x01"
 """A refusal whose reason is not UTF-8."""
 
-HELLO = (VERSION, VERSION, CLIENT.peer_id.raw, SERVER.peer_id.raw, NONCE)
+HELLO = (VERSION, VERSION, CLIENT.peer_id.to_bytes(), SERVER.peer_id.to_bytes(), NONCE)
 
 
 @pytest.mark.parametrize(

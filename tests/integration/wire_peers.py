@@ -26,7 +26,7 @@ VERSION = 3
 def signed(role: bytes, version: int, certificate: bytes, client: PeerID, server: PeerID, nonces: bytes) -> bytes:
     """The message that a proof of identity signs."""
     digest = hashlib.sha256(certificate).digest()
-    return role + b"\0" + version.to_bytes(2, "big") + digest + client.raw + server.raw + nonces
+    return role + b"\0" + version.to_bytes(2, "big") + digest + client.to_bytes() + server.to_bytes() + nonces
 
 
 class Wire:
@@ -134,7 +134,7 @@ class Greeting(NamedTuple):
 
     async def say(self, wire: Wire, nonce: bytes = b"n" * 32) -> list[Any]:
         """Do the client's part; returns the last frame that the server answers."""
-        await wire.send("hello", *self.versions, self.claimed.raw, self.wanted.raw, nonce)
+        await wire.send("hello", *self.versions, self.claimed.to_bytes(), self.wanted.to_bytes(), nonce)
         answer = await wire.receive()
         if answer[0] != "proof":
             return answer

@@ -200,7 +200,7 @@ def _contact_of(peer: object, addresses: list[object]) -> bytes:
     return msgspec.msgpack.encode(["Contact", peer, addresses])
 
 
-_address = {"host": "10.0.0.1", "port": 1, "peer_id": PEER.raw}
+_address = {"host": "10.0.0.1", "port": 1, "peer_id": PEER.to_bytes()}
 
 
 @pytest.mark.parametrize(
@@ -212,16 +212,16 @@ _address = {"host": "10.0.0.1", "port": 1, "peer_id": PEER.raw}
         (_contact_of(b"short", []), wire.Contact),
         (_contact_of("text", []), wire.Contact),
         (_contact_of(7, []), wire.Contact),
-        (_contact_of(PEER.raw, ["/ip4/10.0.0.1/tcp/1/p2p/x"]), wire.Contact),
-        (_contact_of(PEER.raw, [_address] * 9), wire.Contact),
-        (_contact_of(PEER.raw, [{**_address, "port": 0}]), wire.Contact),
-        (_contact_of(PEER.raw, [{**_address, "port": 1 << 60}]), wire.Contact),
-        (_contact_of(PEER.raw, [{**_address, "port": "1"}]), wire.Contact),
-        (_contact_of(PEER.raw, [{**_address, "host": "a b"}]), wire.Contact),
-        (_contact_of(PEER.raw, [{**_address, "host": "x" * 300}]), wire.Contact),
-        (_contact_of(PEER.raw, [{**_address, "host": ""}]), wire.Contact),
-        (_contact_of(PEER.raw, [{**_address, "peer_id": b"?"}]), wire.Contact),
-        (_contact_of(PEER.raw, [{"host": "10.0.0.1"}]), wire.Contact),
+        (_contact_of(PEER.to_bytes(), ["/ip4/10.0.0.1/tcp/1/p2p/x"]), wire.Contact),
+        (_contact_of(PEER.to_bytes(), [_address] * 9), wire.Contact),
+        (_contact_of(PEER.to_bytes(), [{**_address, "port": 0}]), wire.Contact),
+        (_contact_of(PEER.to_bytes(), [{**_address, "port": 1 << 60}]), wire.Contact),
+        (_contact_of(PEER.to_bytes(), [{**_address, "port": "1"}]), wire.Contact),
+        (_contact_of(PEER.to_bytes(), [{**_address, "host": "a b"}]), wire.Contact),
+        (_contact_of(PEER.to_bytes(), [{**_address, "host": "x" * 300}]), wire.Contact),
+        (_contact_of(PEER.to_bytes(), [{**_address, "host": ""}]), wire.Contact),
+        (_contact_of(PEER.to_bytes(), [{**_address, "peer_id": b"?"}]), wire.Contact),
+        (_contact_of(PEER.to_bytes(), [{"host": "10.0.0.1"}]), wire.Contact),
         (b"\x93\xa5Abort\xc4\x10" + b"r" * 16 + b"\xa2\xff\xfe", wire.Abort),
         (b"\x93\xa5Ab\xffrt\xc4\x10" + b"r" * 16 + b"\xa1x", wire.Abort),
         (b"\x93\xaaOpenStream\xa1x" + b"\x91" * 1_000_000, wire.OpenStream),
@@ -378,7 +378,7 @@ _values: st.SearchStrategy[Any] = st.recursive(
     | st.floats()
     | st.text(max_size=40)
     | st.binary(max_size=40)
-    | st.just(PEER.raw)
+    | st.just(PEER.to_bytes())
     | st.just(b"d" * 32),
     lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=12,

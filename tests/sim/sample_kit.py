@@ -93,7 +93,7 @@ class SampleAudit:
 
         async def begins(each: Averager, group: Any, *args: Any) -> Any:
             round_ = await begin(each, group, *args)
-            self._brought[group.round_id, each.core.peer_id.raw] = vars(each).get("brings", Give())
+            self._brought[group.round_id, each.core.peer_id.to_bytes()] = vars(each).get("brings", Give())
             return round_
 
         def is_ready(each: Participant, update: Update) -> None:
@@ -120,7 +120,7 @@ class SampleAudit:
         for index, member in enumerate(result.outcome.members):
             counts = [has_member(tile.contributors, index) for tile in tiles]
             if any(counts):
-                gave = self._brought[result.round_id, member.contact.peer.raw]
+                gave = self._brought[result.round_id, member.contact.peer.to_bytes()]
                 batches.extend(gave.batches)
                 samples = [tile + gave.samples * here for tile, here in zip(samples, counts, strict=True)]
                 if not all(counts):

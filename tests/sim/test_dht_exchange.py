@@ -19,14 +19,14 @@ async def exchange(
     swarm: Swarm[Node], where: Node, value: object = 1, key: str = "key"
 ) -> tuple[bool, dict[bytes, object]]:
     """Write the node's own entry under a key: whether it is stored, and the entries that it was shown."""
-    item = Item(key, value, where.in_s(60), where.dht.peer_id.raw)
+    item = Item(key, value, where.in_s(60), where.dht.peer_id.to_bytes())
     stored, found = await swarm.run_on(where.name, where.dht.exchange, item)
     return stored, {} if found is None else {subkey: entry.value for subkey, entry in found.value.items()}
 
 
 def ids(nodes: Sequence[Node]) -> set[bytes]:
     """The subkeys of these nodes' entries."""
-    return {each.dht.peer_id.raw for each in nodes}
+    return {each.dht.peer_id.to_bytes() for each in nodes}
 
 
 @pytest.mark.parametrize("count", [1, 2, 16, 40])
@@ -39,7 +39,7 @@ def test_what_is_exchanged_is_stored_and_shown(count: int) -> None:
         for number, each in enumerate(nodes[:8]):
             assert await exchange(swarm, each, number) == (
                 True,
-                {nodes[k].dht.peer_id.raw: k for k in range(number + 1)},
+                {nodes[k].dht.peer_id.to_bytes(): k for k in range(number + 1)},
             )
         found = await get(swarm, nodes[-1], "key", latest=True)
         assert found is not None
@@ -59,7 +59,7 @@ def test_of_two_that_exchange_at_once_one_at_least_sees_the_other() -> None:
         for number in range(1, 16):
             pair = [nodes[0], nodes[number]]
             shown = await asyncio.gather(*(exchange(swarm, each, key=f"key{number}") for each in pair))
-            sees = [other.dht.peer_id.raw in found for (_, found), other in zip(shown, reversed(pair), strict=True)]
+            sees = [other.dht.peer_id in found for (_, found), other in zip(shown, reversed(pair), strict=True)]
             assert any(sees)
             both += all(sees)
         assert both  # with several holders it is mostly both
@@ -98,7 +98,7 @@ def test_silent_holders_are_waited_for_a_moment_only() -> None:
         began = loop.time()
         stored, shown = await exchange(swarm, order[-1], 2)
         assert stored
-        assert shown == {order[-2].dht.peer_id.raw: 1, order[-1].dht.peer_id.raw: 2}
+        assert shown == {order[-2].dht.peer_id.to_bytes(): 1, order[-1].dht.peer_id.to_bytes(): 2}
         assert QUIET.slow_s <= loop.time() - began < QUIET.slow_s + 0.2
 
     run(main)

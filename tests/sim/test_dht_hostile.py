@@ -121,15 +121,15 @@ FORGERIES: dict[str, tuple[Callable[[Evil], Record], str]] = {
     "replayed under another key": (lambda e: e.record(key=key_of("other")), "wrong signature"),
     "replayed under another subkey": (lambda e: e.record(subkey=None, owner=e.host.peer_id), "wrong signature"),
     "another's entry, unsigned": (
-        lambda e: Record(KEY, encode_subkey(ALICE.peer_id.raw), ONE, e.now() + 60),
+        lambda e: Record(KEY, encode_subkey(ALICE.peer_id.to_bytes()), ONE, e.now() + 60),
         "the subkey names a peer",
     ),
     "another's entry, signed by the sender": (
-        lambda e: e.record(e.host.identity, subkey=encode_subkey(ALICE.peer_id.raw)),
+        lambda e: e.record(e.host.identity, subkey=encode_subkey(ALICE.peer_id.to_bytes())),
         "the subkey names a peer",
     ),
     "another spelling of another's entry": (
-        lambda e: e.record(e.host.identity, subkey=b"\xc5\x00\x20" + ALICE.peer_id.raw),
+        lambda e: e.record(e.host.identity, subkey=b"\xc5\x00\x20" + ALICE.peer_id.to_bytes()),
         "shortest encoding",
     ),
     "expired": (lambda e: e.record(seconds=-1), "expired"),
@@ -165,10 +165,10 @@ def test_anybody_may_hand_on_a_record_that_its_owner_signed() -> None:
         swarm = new_swarm()
         (victim,) = await grow(swarm, 1)
         sender = await evil(swarm, "evil", [])
-        own = sender.record(ALICE, subkey=encode_subkey(ALICE.peer_id.raw))
+        own = sender.record(ALICE, subkey=encode_subkey(ALICE.peer_id.to_bytes()))
         assert await sender.send(victim, [own]) == [""]
         assert await sender.send(victim, [own]) == [""]
-        assert as_dict(await get(swarm, victim, "key")) == {ALICE.peer_id.raw: 1}
+        assert as_dict(await get(swarm, victim, "key")) == {ALICE.peer_id.to_bytes(): 1}
 
     run(main)
 
@@ -262,13 +262,13 @@ def test_crowded_key_refuses_more_entries_but_keeps_working() -> None:
     async def main() -> None:
         swarm = new_swarm()
         nodes = await grow(swarm, 2, settings=DhtSettings(storage=limits))
-        assert await store(swarm, nodes[0], "key", 1, 60, subkey=nodes[0].dht.peer_id.raw)
+        assert await store(swarm, nodes[0], "key", 1, 60, subkey=nodes[0].dht.peer_id.to_bytes())
         sender = await evil(swarm, "evil", [])
         for each in nodes:
             said = await sender.send(each, [sender.record(subkey=encode_subkey(number)) for number in range(20)])
             assert said.count("") == 9
-        assert await store(swarm, nodes[0], "key", 2, 70, subkey=nodes[0].dht.peer_id.raw)
-        assert as_dict(await get(swarm, nodes[1], "key", latest=True))[nodes[0].dht.peer_id.raw] == 2
+        assert await store(swarm, nodes[0], "key", 2, 70, subkey=nodes[0].dht.peer_id.to_bytes())
+        assert as_dict(await get(swarm, nodes[1], "key", latest=True))[nodes[0].dht.peer_id.to_bytes()] == 2
 
     run(main)
 
@@ -281,7 +281,7 @@ async def _forged(me: Evil, _: PeerID, request: DhtFind) -> DhtFindReply:
 
 
 async def _stolen(me: Evil, _: PeerID, request: DhtFind) -> DhtFindReply:
-    record = me.record(me.host.identity, subkey=encode_subkey(ALICE.peer_id.raw))
+    record = me.record(me.host.identity, subkey=encode_subkey(ALICE.peer_id.to_bytes()))
     return DhtFindReply([DhtFound([record], []) for _ in request.keys])
 
 
@@ -333,15 +333,15 @@ def test_exchange_drops_a_liar_and_believes_the_others() -> None:
         liar = await evil(swarm, "evil", nodes)
 
         async def answer(peer: PeerID, request: DhtStore) -> DhtStoreReply:
-            forged = liar.record(subkey=encode_subkey(ALICE.peer_id.raw), value=encode_value("forged"))
+            forged = liar.record(subkey=encode_subkey(ALICE.peer_id.to_bytes()), value=encode_value("forged"))
             return DhtStoreReply(["" for _ in request.records], [forged])
 
         liar.endpoint.serve(DhtStore, answer)
         for number, each in enumerate(nodes[:2]):
-            item = Item("key", number, each.in_s(60), each.dht.peer_id.raw)
+            item = Item("key", number, each.in_s(60), each.dht.peer_id.to_bytes())
             stored, found = await swarm.run_on(each.name, each.dht.exchange, item)
             assert stored
-            assert as_dict(found) == {nodes[k].dht.peer_id.raw: k for k in range(number + 1)}
+            assert as_dict(found) == {nodes[k].dht.peer_id.to_bytes(): k for k in range(number + 1)}
             assert [event.peer for event in each.seen(PeerDropped)] == [liar.host.peer_id]
 
     run(main)
@@ -357,10 +357,10 @@ def test_one_honest_holder_is_enough_for_an_exchange() -> None:
         order = nearest(nodes, "key")
         assert max(distance(swarm, name) for name in names) < distance(swarm, order[0].name)
         for number, each in enumerate(order[1:]):
-            item = Item("key", number, each.in_s(60), each.dht.peer_id.raw)
+            item = Item("key", number, each.in_s(60), each.dht.peer_id.to_bytes())
             stored, found = await swarm.run_on(each.name, each.dht.exchange, item)
             assert stored
-        assert as_dict(found) == {order[1].dht.peer_id.raw: 0, order[2].dht.peer_id.raw: 1}
+        assert as_dict(found) == {order[1].dht.peer_id.to_bytes(): 0, order[2].dht.peer_id.to_bytes(): 1}
 
     run(main)
 
@@ -373,7 +373,7 @@ def test_eclipse_of_a_newcomer() -> None:
         nodes = await grow(swarm, 4)
         await surround(swarm, nodes, 14, among=400)
         writer = nearest(nodes, "key")[-1]
-        subkey = writer.dht.peer_id.raw
+        subkey = writer.dht.peer_id.to_bytes()
         for _ in range(2):
             assert await store(swarm, writer, "key", 1, 60, subkey=subkey)
         new = await swarm.start_peer("new", node([swarm.host(writer.name).address]))

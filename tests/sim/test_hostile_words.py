@@ -389,7 +389,7 @@ def test_1400_made_up_records_kept_a_newcomer_beside_the_run(monkeypatch: pytest
             for index, fake in enumerate(fakes):
                 contact = Contact(fake, (Address(f"10.9.{index % 200}.{index // 200}", 4000, fake),))
                 said = msgspec.structs.replace(truth, contact=contact, time=now, epoch=0, digest=b"f" * 32)
-                entries[fake.raw] = next(iter(real.value.values()))._replace(value=encode(said))
+                entries[fake.to_bytes()] = next(iter(real.value.values()))._replace(value=encode(said))
             return real._replace(value=entries)
 
         def tell(gossip: ProgressGossip, peer: PeerID) -> None:

@@ -168,7 +168,7 @@ async def _exchange_all(swarm: Swarm[Any], nodes: Sequence[Node], key: str) -> l
     """Each exchanges under one key, at once; how many entries each is shown."""
 
     async def exchange(each: Node) -> int:
-        item = Item(key, 0, each.in_s(60), each.dht.peer_id.raw)
+        item = Item(key, 0, each.in_s(60), each.dht.peer_id.to_bytes())
         _, found = await swarm.run_on(each.name, each.dht.exchange, item)
         return 0 if found is None else len(found.value)
 
@@ -224,14 +224,14 @@ def test_nobody_waits_for_the_silent_nodes_nearest_to_a_key(kind: str) -> None:
         loop, took = asyncio.get_running_loop(), []
         for number in range(40):
             each = nodes[number % 3]
-            item = Item("key", number, each.in_s(60), each.dht.peer_id.raw)
+            item = Item("key", number, each.in_s(60), each.dht.peer_id.to_bytes())
             began = loop.time()
             stored, found = await swarm.run_on(each.name, each.dht.exchange, item)
             took.append(loop.time() - began)
             assert stored
             if number > 2:
                 assert found is not None
-                assert set(found.value) == {node.dht.peer_id.raw for node in nodes}
+                assert set(found.value) == {node.dht.peer_id.to_bytes() for node in nodes}
             await sim.sleep(0.5)
         # Each of the three waits once; where others are named, which nobody has heard of before, once for each lookup.
         assert sum(each > 0.3 for each in took) <= (9 if kind == "names" else 6), " ".join(map("{:.2f}".format, took))

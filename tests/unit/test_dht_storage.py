@@ -132,14 +132,14 @@ def test_plain_value_and_dictionary_live_side_by_side_and_the_later_is_shown() -
 
 def test_entries_can_be_read_whatever_the_plain_value_is() -> None:
     """Anybody can write a plain value that expires last: it must not hide who has declared himself."""
-    mine = record(1, NOW + 10, subkey=A.raw, owner=A)
+    mine = record(1, NOW + 10, subkey=A.to_bytes(), owner=A)
     others = [
         record("plain", NOW + 40),
         record(2, NOW + 40, subkey="nobody's"),
         record(2, NOW + 40, subkey="another's", owner=C),
-        record("x" * PEER_ENTRY_BYTES, NOW + 40, subkey=B.raw, owner=B),
+        record("x" * PEER_ENTRY_BYTES, NOW + 40, subkey=B.to_bytes(), owner=B),
     ]
-    assert view([mine, *others], NOW, of_peers=True) == ({A.raw: (1, NOW + 10)}, NOW + 10)
+    assert view([mine, *others], NOW, of_peers=True) == ({A.to_bytes(): (1, NOW + 10)}, NOW + 10)
     assert view(others, NOW, of_peers=True) is None
 
 

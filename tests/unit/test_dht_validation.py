@@ -45,7 +45,7 @@ def changed(record: Record, **fields: Any) -> Record:
     return msgspec.structs.replace(record, **fields)
 
 
-@pytest.mark.parametrize("subkey", [None, "text", b"bytes", 7, -1, 2**63, "", b"", ALICE.peer_id.raw])
+@pytest.mark.parametrize("subkey", [None, "text", b"bytes", 7, -1, 2**63, "", b"", ALICE.peer_id.to_bytes()])
 def test_signed_record_is_accepted(subkey: Subkey | None) -> None:
     """As it was made, also after a journey over the wire."""
     record = signed(subkey=subkey)
@@ -86,18 +86,18 @@ def test_signature_for_another_purpose_is_worth_nothing() -> None:
 
 def test_entry_that_names_a_peer_can_only_be_its_own() -> None:
     """Neither another peer nor nobody can write it."""
-    mine = signed(ALICE, ALICE.peer_id.raw)
+    mine = signed(ALICE, ALICE.peer_id.to_bytes())
     assert named_peer(mine) == ALICE.peer_id
     assert RULES.refuses(mine) == ""
     refusal = "the subkey names a peer that does not own the record"
-    assert RULES.refuses(signed(BOB, ALICE.peer_id.raw)) == refusal
+    assert RULES.refuses(signed(BOB, ALICE.peer_id.to_bytes())) == refusal
     assert RULES.refuses(changed(mine, owner=None, signature=b"")) == refusal
 
 
 def test_text_and_bytes_of_another_length_name_nobody() -> None:
     """The convention is 32 bytes, nothing else."""
     assert named_peer(signed(subkey=str(ALICE.peer_id))) is None
-    assert named_peer(signed(subkey=ALICE.peer_id.raw[:31])) is None
+    assert named_peer(signed(subkey=ALICE.peer_id.to_bytes()[:31])) is None
     assert named_peer(signed()) is None
 
 
@@ -111,7 +111,7 @@ def test_unsigned_record_is_accepted_where_it_names_nobody() -> None:
 @pytest.mark.parametrize(
     "raw",
     [
-        b"\xc5\x00\x20" + ALICE.peer_id.raw,  # 32 bytes in a longer encoding: the same name, another entry
+        b"\xc5\x00\x20" + ALICE.peer_id.to_bytes(),  # 32 bytes in a longer encoding: the same name, another entry
         b"\xcc\x07",  # 7 in two bytes
         b"\xd9\x01a",
         b"\xc3",  # True

@@ -21,7 +21,7 @@ GIVES, EPOCH_S = 16, 2.0
 
 def committed(gave: Collection[PeerID]) -> Committed:
     """Three steps to which each of these gave as much."""
-    step = [Contributor(peer, GIVES, None, bytes(3) + peer.raw[:1], 3) for peer in gave]
+    step = [Contributor(peer, GIVES, None, bytes(3) + peer.to_bytes()[:1], 3) for peer in gave]
     return Committed([step] * 3)
 
 

@@ -537,7 +537,7 @@ def test_two_live_peers_with_one_identity_train_without_a_word(times: list[float
 
     async def get(*_: object, **__: object) -> object:
         entry = SimpleNamespace(value=encode(progress(ME, next(read))))
-        return SimpleNamespace(value={ME.raw: entry})
+        return SimpleNamespace(value={ME.to_bytes(): entry})
 
     asyncio.run(look())
     warned = [event.message for event in events if isinstance(event, Warned)]
@@ -585,7 +585,7 @@ def test_an_error_of_gossip_is_a_warning_once() -> None:
     assert "its progress could not be written to the DHT" in told[0]
     assert "the progress of the others could not be read from the DHT (PeerTimeout" in told[1]
     node.error = None
-    node.found = SimpleNamespace(value={OTHER.raw: SimpleNamespace(value=b"?")})
+    node.found = SimpleNamespace(value={OTHER.to_bytes(): SimpleNamespace(value=b"?")})
     for _ in range(2):
         asyncio.run(both())
     (dropped,) = [event for event in events if isinstance(event, PeerDropped)]

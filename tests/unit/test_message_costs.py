@@ -298,7 +298,7 @@ def test_an_answer_for_many_keys_is_checked_in_turns() -> None:
 def test_what_peers_say_in_the_dht_is_read_in_turns() -> None:
     """4,096 keys are free: a look for a group, or for donors, took half a second."""
     entries = {
-        peer(number).raw: ValueWithExpiration([[str(each) for each in contact(number).addresses], 5.0], 1e12)
+        peer(number).to_bytes(): ValueWithExpiration([[str(each) for each in contact(number).addresses], 5.0], 1e12)
         for number in range(40)
     }
     cost = most_of(_entries(ValueWithExpiration(entries, 1e12)))
@@ -308,12 +308,12 @@ def test_what_peers_say_in_the_dht_is_read_in_turns() -> None:
 def test_a_run_of_thousands_is_shown_in_time() -> None:
     """`shoal status` looked at all peers for each of them, and for each digest: with 4,096, which anybody can write."""
     said = [
-        Progress(Contact(peer(n)), 5, b"d" * 32, 1, 4, 1.0, 1.0, {}, check=(3, peer(n).raw[:16], peer(n).raw[:16]))
+        Progress(Contact(peer(n)), 5, b"d" * 32, 1, 4, 1.0, 1.0, {}, check=(3, peer(n)[:16], peer(n)[:16]))
         for n in range(300)
     ]
     data = [encode(each) for each in said]
     found = _decode(
-        {each.contact.peer.raw: ValueWithExpiration(one, 1e12) for each, one in zip(said, data, strict=True)}
+        {each.contact.peer.to_bytes(): ValueWithExpiration(one, 1e12) for each, one in zip(said, data, strict=True)}
     )
     status = RunStatus("run", tuple(found), frozenset())
     assert len(found) == 300

@@ -37,8 +37,8 @@ def judged(*checks: Check) -> tuple[set[int], dict[int, set[int]], bool]:
     """The holders, who differs and from whom it takes parameters, and whether that was a tie."""
     verdict = judge({peer(number): each for number, each in enumerate(checks)}, alike)
     assert verdict is not None
-    others = {member.raw[0]: {each.raw[0] for each in kept} for member, kept in verdict.others.items()}
-    return {each.raw[0] for each in verdict.holders}, others, verdict.is_tie
+    others = {member.to_bytes()[0]: {each.to_bytes()[0] for each in kept} for member, kept in verdict.others.items()}
+    return {each.to_bytes()[0] for each in verdict.holders}, others, verdict.is_tie
 
 
 Y, X, X1, X2 = check("Y", "y"), check("X", "x"), check("X", "x1"), check("X", "x2")

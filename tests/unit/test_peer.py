@@ -46,11 +46,12 @@ class TestPeerID:
         assert {PEER.to_base58(), PEER.to_string(), PEER.pretty()} == {str(PEER)}
 
     def test_is_a_value(self) -> None:
-        """Equal bytes are equal, hash alike, and sort by bytes."""
+        """It is its bytes: those are equal to it, hash alike, and sort alike."""
         assert PeerID(bytes(32)) == PeerID(bytes(32))
         assert {PeerID(bytes(32)), PeerID(bytes(32))} == {PeerID(bytes(32))}
         assert PeerID(bytes(32)) != PEER
-        assert PEER.raw != PEER
+        assert PEER.to_bytes() == PEER
+        assert type(PEER.to_bytes()) is bytes
         assert sorted([OTHER, PEER]) == [PEER, OTHER]
 
     @pytest.mark.parametrize("raw", [b"", bytes(31), bytes(33), bytearray(32), "a" * 32, None])

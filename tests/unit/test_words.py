@@ -24,9 +24,7 @@ A, B, C, D = map(peer, range(1, 5))
 def steps(*made: dict[PeerID, int], sites: dict[PeerID, bytes] | None = None) -> list[list[Contributor]]:
     """Steps with so many samples of each. Each is at a site of its own, unless it is said."""
     at = sites or {}
-    return [
-        [Contributor(who, samples, site=at.get(who, who.raw[:4])) for who, samples in step.items()] for step in made
-    ]
+    return [[Contributor(who, samples, site=at.get(who, who[:4])) for who, samples in step.items()] for step in made]
 
 
 def after(*made: dict[PeerID, int], sites: dict[PeerID, bytes] | None = None) -> Committed:

@@ -74,7 +74,7 @@ class DhtDirectory:
     def _item(self, group_key: str, value: object, expiration: float) -> Item:
         record_expiration = max(expiration + _KEEP_S, self._last.get(group_key, 0.0) + 0.001)
         put_last(self._last, group_key, record_expiration, 64)
-        return Item(group_key, value, record_expiration, self._endpoint.peer_id.raw)
+        return Item(group_key, value, record_expiration, self._endpoint.peer_id)
 
     async def read(self, group_key: str) -> list[tuple[Contact, float]]:
         """The peers that look for a group under this key now, and until when."""
@@ -97,7 +97,7 @@ async def declare_donor(node: DhtNode, endpoint: Endpoint, prefix: str, priority
     """
     addresses = [str(address) for address in endpoint.contact.addresses]
     value = [addresses, float(priority)]
-    key, me = f"{prefix}.all_averagers", endpoint.peer_id.raw
+    key, me = f"{prefix}.all_averagers", endpoint.peer_id
     if not await node.store(key, value, expiration, me, timeout_s=_DONOR_TIMEOUT_S):
         raise PeerUnreachable("no DHT node took the declaration of a donor")
 

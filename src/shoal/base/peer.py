@@ -14,7 +14,9 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from socket import AF_INET, AF_INET6, inet_ntop, inet_pton
+from typing import Self
 
 import msgspec
 
@@ -33,7 +35,7 @@ _HOST_KINDS = {"ip4": "ip4", "ip6": "ip6", "dns": "dns", "dns4": "dns", "dns6": 
 """The names of hosts in addresses, and what they name. Others write a name that leads to one family as dns4, dns6."""
 
 
-class PeerID:
+class PeerID(bytes):
     """The identity of a peer: its 32-byte Ed25519 public key, printed as 52 letters and digits (base32).
 
     Args:
@@ -43,13 +45,13 @@ class PeerID:
         ConfigError: `raw` is not 32 bytes.
     """
 
-    __slots__ = ("_hash", "raw")
+    __slots__ = ()
 
-    def __init__(self, raw: bytes) -> None:
+    # Ids are the keys of most dictionaries here, thousands of times in a round: bytes hash and compare without Python.
+    def __new__(cls, raw: bytes) -> Self:
         if not isinstance(raw, bytes) or len(raw) != PEER_ID_BYTES:
             raise ConfigError(f"a peer id is {PEER_ID_BYTES} bytes, got {raw!r}")
-        self.raw = raw
-        self._hash = hash(raw)
+        return super().__new__(cls, raw)
 
     @classmethod
     def parse(cls, text: str) -> PeerID:
@@ -64,7 +66,7 @@ class PeerID:
 
     def to_bytes(self) -> bytes:
         """The 32 bytes of the public key."""
-        return self.raw
+        return bytes(self)
 
     def to_base58(self) -> str:
         """The printed form, as `str`; this is hivemind's name for it, though shoal prints base32."""
@@ -82,19 +84,14 @@ class PeerID:
         return str(self)[:8]
 
     def __str__(self) -> str:
-        return base64.b32encode(self.raw).decode().rstrip("=").lower()
+        return base64.b32encode(self).decode().rstrip("=").lower()
 
     def __repr__(self) -> str:
         return f"PeerID({str(self)!r})"
 
-    def __hash__(self) -> int:
-        return self._hash
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PeerID) and self.raw == other.raw
-
-    def __lt__(self, other: PeerID) -> bool:
-        return self.raw < other.raw
+_cached = lru_cache(maxsize=1 << 12)
+"""The same few hosts and addresses are read for each message. Those of strangers have at most 400 characters."""
 
 
 def _packed(host: str) -> bytes:
@@ -106,6 +103,7 @@ def _packed(host: str) -> bytes:
         return b""
 
 
+@_cached
 def host_kind(host: str) -> str:
     """`ip4`, `ip6` or `dns`."""
     return {4: "ip4", 16: "ip6"}.get(len(_packed(host)), "dns")
@@ -116,6 +114,7 @@ def kind_of(name: str) -> str:
     return _HOST_KINDS.get(name, "")
 
 
+@_cached
 def is_host(host: str) -> bool:
     """Whether this is an IP address, or can be a DNS name."""
     if _HOST.fullmatch(host) is None:
@@ -160,6 +159,7 @@ class Address:
         return f"[{self.host}]:{self.port}" if self.kind == "ip6" else f"{self.host}:{self.port}"
 
     @classmethod
+    @_cached
     def parse(cls, text: str) -> Address:
         """Read the printed form back. Raises `ConfigError` that says which piece is wrong."""
         pieces = text.strip().split("/")
@@ -359,6 +359,7 @@ def _addresses(item: object) -> tuple[Sequence[Address], str]:
     return item.addresses, item.run_id
 
 
+@_cached
 def site_of(host: str) -> str:
     """The site that a host belongs to: what one owner has, who may use all of it.
 

@@ -309,7 +309,7 @@ class DhtNode:
         now = self._env.clock.time()
         if stored := exchange.copies[0] > 0:
             self._vault.wrote(exchange.record, now)
-        of_peers = item.subkey == self.peer_id.raw
+        of_peers = item.subkey == self.peer_id
         return stored, await self._view(self._all_known(exchange, now), now, of_peers=of_peers)
 
     def _record(self, item: Item) -> Record:
@@ -324,7 +324,7 @@ class DhtNode:
                 f"expiration_time is {ahead:.0f} s ahead, the most is {most:g} s: store again before it ends"
             )
         subkey = None if item.subkey is None else encode_subkey(item.subkey)
-        if isinstance(item.subkey, bytes) and len(item.subkey) == 32 and item.subkey != self.peer_id.raw:
+        if isinstance(item.subkey, bytes) and len(item.subkey) == 32 and item.subkey != self.peer_id:
             raise ConfigError(
                 "subkey is 32 bytes, so it names a peer, and not this one: only that peer can write the entry"
             )

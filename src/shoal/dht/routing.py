@@ -53,7 +53,7 @@ def id_of_key(key: bytes) -> int:
 @lru_cache(maxsize=1 << 16)
 def node_id(peer: PeerID) -> int:
     """The id of a node."""
-    return int.from_bytes(hashlib.sha256(peer.raw).digest())
+    return int.from_bytes(hashlib.sha256(peer).digest())
 
 
 @dataclass(slots=True, eq=False)

@@ -106,7 +106,7 @@ def wire_bytes(record: Record) -> int:
 
 
 def _rank(record: Record) -> tuple[float, bytes, bytes, bytes]:
-    return record.expiration, record.value, record.owner.raw if record.owner else b"", record.signature
+    return record.expiration, record.value, record.owner or b"", record.signature
 
 
 def wins(new: Record, old: Record) -> bool:
@@ -154,7 +154,7 @@ def view(records: Iterable[Record], now: float, *, of_peers: bool = False) -> Va
 
 
 def _is_of_peer(record: Record) -> bool:
-    named = record.owner is not None and record.subkey == encode_subkey(record.owner.raw)
+    named = record.owner is not None and record.subkey == encode_subkey(record.owner)
     return named and len(record.value) <= PEER_ENTRY_BYTES
 
 

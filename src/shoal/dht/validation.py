@@ -7,7 +7,7 @@ that two subkeys that read the same are the same entry.
 `RECORD_CONTEXT`: nobody else can change any of these, nor renew the record. This node signs all that it writes.
 
 **Entries that name a peer.** A subkey of exactly 32 *bytes* names the peer with these bytes as its id
-(`subkey=peer_id.to_bytes()`). Only that peer can write the entry. Other subkeys, and keys without subkeys, belong to
+(`subkey=peer_id`). Only that peer can write the entry. Other subkeys, and keys without subkeys, belong to
 nobody: the writer with the later expiration wins.
 
 **Validators** refuse a record by returning a text. Nodes ask them before they hold a record and before they believe one

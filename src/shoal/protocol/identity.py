@@ -191,10 +191,10 @@ def verify(peer_id: PeerID, context: bytes, message: bytes, signature: bytes) ->
 
     A public key that is a point of small order is no peer's key: everybody could sign for it.
     """
-    if peer_id.raw[:31] + bytes([peer_id.raw[31] & 0x7F]) in _TORSION:
+    if peer_id[:31] + bytes([peer_id[31] & 0x7F]) in _TORSION:
         return False
     check = _is_signed if len(message) <= _CACHED_BYTES else _is_signed.__wrapped__
-    return check(peer_id.raw, context, message, signature)
+    return check(peer_id, context, message, signature)
 
 
 # The directory gives the same records again and again.

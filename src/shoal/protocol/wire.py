@@ -154,7 +154,7 @@ class Opening(Message, Generic[Up, Down], frozen=True):
 
 def _encode_hook(value: object) -> object:
     if isinstance(value, PeerID):
-        return value.raw
+        return bytes(value)
     raise NotImplementedError(f"cannot send {type(value).__name__}")
 
 
@@ -224,7 +224,9 @@ _plain_decoder = msgspec.msgpack.Decoder()
 
 
 def encode_plain(value: object) -> bytes:
-    """Plain values of a user, as `decode_plain` reads them; numbers of numpy and torch (no arrays) become Python's.
+    """Plain values of a user, as `decode_plain` reads them.
+
+    Numbers of numpy and torch (no arrays) become Python's, and ids of peers become bytes.
 
     Raises:
         ValueError: something in it is no plain value; says what.
@@ -237,8 +239,10 @@ def encode_plain(value: object) -> bytes:
     return packed
 
 
-def _as_number(value: Any) -> object:
-    """A number of numpy or torch, which have the method `item`, as Python's own."""
+def _as_plain(value: Any) -> object:
+    """A number of numpy or torch, which have the method `item`, as Python's own; the bytes of a peer's id."""
+    if isinstance(value, PeerID):
+        return bytes(value)
     if getattr(value, "shape", None) != ():
         raise TypeError(f"a {type(value).__name__} is no plain value")
     number = value.item()
@@ -247,7 +251,7 @@ def _as_number(value: Any) -> object:
     return number
 
 
-_plain_encoder = msgspec.msgpack.Encoder(enc_hook=_as_number)
+_plain_encoder = msgspec.msgpack.Encoder(enc_hook=_as_plain)
 
 
 def decode_plain(data: bytes | memoryview) -> Any:

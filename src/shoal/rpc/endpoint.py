@@ -617,7 +617,9 @@ class Endpoint:
             self._swept_at = now
             for each in [each for each, allowance in self._allowances.items() if allowance.is_over(now)]:
                 del self._allowances[each]
-        return self._allowances.setdefault(site, Allowance(self.limits.calls_per_host_s, now))
+        if (allowance := self._allowances.get(site)) is None:
+            allowance = self._allowances[site] = Allowance(self.limits.calls_per_host_s, now)
+        return allowance
 
     def look_at_clock(self) -> None:
         """Warn if the machine's clock was set, and ask the peers for their times if it has jumped (for `CallLink`)."""

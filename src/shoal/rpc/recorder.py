@@ -117,5 +117,5 @@ def _plain(value: object) -> PlainValue:
 
 
 def _text(value: object) -> str:
-    text = value.hex() if isinstance(value, bytes) else str(value)
+    text = value.hex() if type(value) is bytes else str(value)
     return text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 1] + "…"

@@ -332,7 +332,7 @@ class ProgressGossip:
                 decode(told, Progress)
             except msgspec.ValidationError as error:
                 raise ConfigError(f"every other peer would refuse it: {error}") from error
-            await core.node.store(self._key, told, expiration, core.peer_id.raw)
+            await core.node.store(self._key, told, expiration, core.peer_id)
 
     @contextmanager
     def _warning_once(self, what: str) -> Iterator[None]:
@@ -396,7 +396,7 @@ class ProgressGossip:
                     progress = decode(entry.value, Progress)
                     if progress.contact.peer == self._core.peer_id:
                         self._look_for_twin(progress)
-                    elif progress.contact.peer.raw == subkey:
+                    elif progress.contact.peer == subkey:
                         known = self._known.progress_of(progress.contact.peer) is not None
                         self._hear(progress, direct=False)
                         found_new += not known and self._known.progress_of(progress.contact.peer) is not None

@@ -836,7 +836,7 @@ class Participant:
         self.last_round = None  # nobody takes this step with us: for the average of the states none is waited for
         self._companions.forget()
         step = partial(self.training.step, cores=agreement.cores)
-        after = name.after_step_alone(chance, self.core.peer_id.raw, samples)
+        after = name.after_step_alone(chance, self.core.peer_id.to_bytes(), samples)
         self._is_ready(self.own.prepare(step, after, 1, agreement, gave=samples))
 
     def _is_ready(self, update: Update) -> None:
@@ -1078,7 +1078,7 @@ class Participant:
         elif len(view.peers) > 1:
             sometimes("nobody is left for the last average of the states")
             # Those who followed our last step, or were given a copy, have not what differs by design as it is now.
-            last = name.after_last_average_alone(self.core.env.rng.randbytes(16), self.core.peer_id.raw)
+            last = name.after_last_average_alone(self.core.env.rng.randbytes(16), self.core.peer_id.to_bytes())
             self._is_ready(self.own.prepare(lambda: None, last, 1))
 
     def _take_states(self, counts: bytes | None) -> None:

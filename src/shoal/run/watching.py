@@ -188,7 +188,7 @@ def _decode(entries: object) -> list[Progress]:
             progress = decode(entry.value, Progress)
         except (msgspec.MsgspecError, TypeError, ConfigError):
             continue
-        if progress.contact.peer.raw == subkey and not progress.left:
+        if progress.contact.peer == subkey and not progress.left:
             peers.append(progress)
 
     def rank(peer: Progress) -> tuple[StateKey, float, str]:

@@ -143,7 +143,7 @@ class _Channel(NamedTuple):
 
     def message(self, role: bytes) -> bytes:
         digest = hashlib.sha256(self.certificate).digest()
-        ids = self.client.raw + self.server.raw
+        ids = self.client + self.server
         return role + b"\0" + self.version.to_bytes(2, "big") + digest + ids + self.client_nonce + self.server_nonce
 
 
@@ -166,7 +166,7 @@ async def greet_as_client(
     """
     certificate = await connection.start_tls()
     nonce = os.urandom(_NONCE_BYTES)
-    await _send(connection, _Hello(*versions, identity.peer_id.raw, wanted.raw, nonce, clear))
+    await _send(connection, _Hello(*versions, identity.peer_id.to_bytes(), wanted.to_bytes(), nonce, clear))
     proof = await _expect(connection, _Proof, wanted, versions)
     if versions.common(Versions(proof.version, proof.version)) is None:
         raise PeerProtocolError(f"chose protocol version {proof.version}, which was not offered", wanted)
@@ -217,7 +217,7 @@ async def greet_as_server(
     hello = await _expect(connection, _Hello, None, versions)
     client, offered = PeerID(hello.peer_id), Versions(hello.min_version, hello.max_version)
     version = versions.common(offered)
-    if hello.wanted != identity.peer_id.raw:
+    if hello.wanted != identity.peer_id:
         raise await _refuse(connection, "the peer that was dialed is not the one that answers here", client, versions)
     if version is None:
         reason = f"protocol version {offered} is not spoken here"

@@ -287,7 +287,7 @@ class MemoryTransport:
         if self._client_mode:
             self._acceptor = acceptor
             return
-        port = self._network.listen(self._host, self._port, self._accept, greeting=self.peer_id.raw)
+        port = self._network.listen(self._host, self._port, self._accept, greeting=self.peer_id)
         # Tasks that the acceptor starts belong to the listener, not to the network that calls it.
         self._acceptor, self._context = acceptor, contextvars.copy_context()
         self.addresses = (Address(self._host, port, self.peer_id),)
@@ -325,7 +325,7 @@ class MemoryTransport:
     async def _open(self, peer_id: PeerID, address: Address) -> MemoryConnection:
         connection = MemoryConnection(self, peer_id, dialed=True)
         await self._network.open(
-            self._host, address.host, address.port, greeting=self.peer_id.raw + peer_id.raw, user=connection
+            self._host, address.host, address.port, greeting=self.peer_id + peer_id, user=connection
         )
         if self._closed:
             connection.abort()
@@ -352,7 +352,7 @@ class MemoryTransport:
 
     def _accept(self, greeting: bytes) -> MemoryConnection | None:
         dialer, wanted = greeting[:PEER_ID_BYTES], greeting[PEER_ID_BYTES:]
-        if wanted != self.peer_id.raw or len(dialer) != PEER_ID_BYTES:
+        if wanted != self.peer_id or len(dialer) != PEER_ID_BYTES:
             return None
         return MemoryConnection(self, PeerID(dialer), dialed=False)
 

@@ -23,4 +23,4 @@ def elected(run_id: str, epoch: int, candidates: Iterable[PeerID]) -> PeerID:
         candidates: at least one.
     """
     key = f"{epoch} {run_id}".encode()
-    return max(candidates, key=lambda peer: hashlib.sha256(peer.raw + key).digest())
+    return max(candidates, key=lambda peer: hashlib.sha256(peer + key).digest())

@@ -217,7 +217,7 @@ class OwnState:
         update = self.update
         if update is None or update.taken:
             return
-        chance, me = self._core.env.rng.randbytes(16), self._core.peer_id.raw
+        chance, me = self._core.env.rng.randbytes(16), self._core.peer_id.to_bytes()
         interrupted = self.name.after_interruption(chance, me, step=update.is_step)
         failed = self.name.after_difference(chance, me)
         dealt = self.dealt
@@ -251,7 +251,7 @@ class OwnState:
         Any proper name of their epoch is better.
         """
         self.lineage = self.lineage.after(self.name, 0)
-        self.name = self.name.after_difference(self._core.env.rng.randbytes(16), self._core.peer_id.raw)
+        self.name = self.name.after_difference(self._core.env.rng.randbytes(16), self._core.peer_id.to_bytes())
 
     def take_over(
         self, name: StateName, committed: Committed, before: bytes, history: Sequence[bytes], *, average: bool

@@ -106,7 +106,7 @@ class StepFeed:
     ) -> None:
         """This peer is about to step alone, from the tensors of this vector (call it under their lock)."""
         if self._followers:
-            peer, run = self._core.peer_id.raw, self._core.env.executor.run
+            peer, run = self._core.peer_id.to_bytes(), self._core.env.executor.run
             with self._whole():
                 self._add(await run(of_step_alone, name, chance, peer, samples, vector, agreement))
 

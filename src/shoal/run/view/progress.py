@@ -185,7 +185,7 @@ class SwarmView:
     def leaders(self) -> tuple[PeerID, ...]:
         """The peers that have the best state, this peer left out; those that can be dialed come first."""
         at_best = [progress.contact for progress in self.others.values() if StateKey.of_peer(progress) == self.best]
-        return tuple(contact.peer for contact in sorted(at_best, key=lambda each: (not each.addresses, each.peer.raw)))
+        return tuple(contact.peer for contact in sorted(at_best, key=lambda each: (not each.addresses, each.peer)))
 
 
 class _Word(NamedTuple):
@@ -701,7 +701,7 @@ class SwarmProgress:
             believed=self._believed,
             places=self._places,
             others=others,
-            peers=(self._me, *sorted(others, key=lambda peer: peer.raw)),
+            peers=(self._me, *sorted(others)),
             here=together,
             coming=coming,
             unheard=unheard,
@@ -821,7 +821,7 @@ class _Seen:
             most = self.believed.get(peer, max(samples, before))
             more = min(samples, most) - min(before, most)
             self._known += more
-            place = self.places.get(peer, peer.raw)
+            place = self.places.get(peer, peer)
             self._known_at[place] += more
             if self._known_at[place] > self._known_at[self._first_place]:
                 self._first_place = place
@@ -833,13 +833,13 @@ class _Seen:
     def _is_ahead(self, mine: Progress) -> bool:
         """See `SwarmView.ahead`."""
         me = self.peers[0]
-        own = self.places.get(me, me.raw)
+        own = self.places.get(me, me)
         place, most = self._first_place, self._known_at[self._first_place]
         if (ours := self._known_at[own] + mine.samples) >= most:
             place, most = own, ours
         if 2 * most <= mine.samples + self._known:
             return False
-        return any(self.places.get(each, each.raw) != place for each in self._first_batches(mine))
+        return any(self.places.get(each, each) != place for each in self._first_batches(mine))
 
     def _first_batches(self, mine: Progress) -> Iterator[PeerID]:
         """The contributors at our state that have named no samples yet, and train."""

@@ -68,7 +68,7 @@ class Order:
     """
 
     def __init__(self, digest: bytes, peers: Collection[PeerID]) -> None:
-        ranks = {peer: hashlib.sha256(digest + peer.raw).digest() for peer in peers}
+        ranks = {peer: hashlib.sha256(digest + peer).digest() for peer in peers}
         self._peers = sorted(ranks, key=ranks.__getitem__)
         number = 1 << max(0, (len(peers) // _PART).bit_length() - 1)
         divided: dict[int, list[PeerID]] = {ranks[peer][-1] % number: [] for peer in islice(peers, 1)}

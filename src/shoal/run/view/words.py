@@ -139,7 +139,7 @@ class Record:
         }
 
     def _place(self, peer: PeerID, site: bytes) -> bytes:
-        return peer.raw if self._one else site
+        return peer if self._one else site
 
     def rate(self, peer: PeerID, site: bytes | None = None) -> float | None:
         """The samples that a peer may give for the time of a step; None if nothing is known of others.
@@ -148,7 +148,7 @@ class Record:
             peer: that gives them.
             site: of it; None for where it was last.
         """
-        place = self.places.get(peer, peer.raw) if site is None else self._place(peer, site)
+        place = self.places.get(peer, peer) if site is None else self._place(peer, site)
         others = [found for at, (_, found) in self._fastest if at != place]
         if not others:
             return None
@@ -164,7 +164,7 @@ def _none_alone(weights: Mapping[PeerID, int], sites: Mapping[PeerID, bytes]) ->
         if weight:
             together.setdefault(sites.get(peer, b""), {})[peer] = weight
     if len(together) == 1:
-        together = {peer.raw: {peer: weight} for each in together.values() for peer, weight in each.items()}
+        together = {peer: {peer: weight} for each in together.values() for peer, weight in each.items()}
     if len(together) < 2:
         return dict(weights)
     *others, first = sorted(together.values(), key=lambda each: sum(each.values()))
@@ -268,6 +268,6 @@ def heaviest(said: Mapping[PeerID, T], weights: Mapping[PeerID, int], chance: by
             lowest one is first.
     """
     total = dict[T, int]()
-    for peer in sorted(said, key=lambda peer: (sha256(chance + peer.raw).digest() if chance else b"", peer)):
+    for peer in sorted(said, key=lambda peer: (sha256(chance + peer).digest() if chance else b"", peer)):
         total[said[peer]] = total.get(said[peer], 0) + weights.get(peer, 0)
     return sorted(total, key=lambda each: -total[each])

@@ -7,6 +7,7 @@ import math
 import pytest
 import pytorch_optimizer
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from shoal.compression import view_bytes
 from shoal.run.decide.committed import Committed
@@ -116,8 +117,8 @@ def test_a_look_at_many_tensors_reads_few(monkeypatch: pytest.MonkeyPatch) -> No
         read.append(tensor.data_ptr())
         return real(tensor, index)
 
-    mark = ValueMark(tensors)
     monkeypatch.setattr(value_mark, "_value", count)
+    mark = ValueMark(tensors)
     assert mark.agrees()
     assert len(read) == 64
     assert {tensors[0].data_ptr(), tensors[-1].data_ptr()} <= set(read)
@@ -216,3 +217,15 @@ def test_local_updates_averaged_the_weights_of_an_evaluation(evaluates: bool, we
     training.step()
     assert vector.taken == taken
     assert not training.is_displaced
+
+
+def test_other_memory_is_looked_at_instead() -> None:
+    """A tensor that `.data` gave other memory is read there, and its former memory is let go of."""
+    tensors = parameters()
+    mark = ValueMark(tensors)
+    before = StorageWeakRef(tensors[0].untyped_storage())  # type: ignore[no-untyped-call]
+    tensors[0].data = tensors[0].detach().clone()
+    assert mark.agrees()
+    tensors[0].data += 1
+    assert not mark.agrees()
+    assert before.expired()  # type: ignore[no-untyped-call]

@@ -12,6 +12,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 
@@ -53,6 +54,9 @@ class ValueMark:
         count = min(len(full), _PLACES)
         taken = [full[index * (len(full) - 1) // max(1, count - 1)] for index in range(count)]
         self._counted = [each for each in tensors if each.requires_grad and not each.is_inference()]
+        self._looked_at = [tensors[number] for number in taken]
+        self._at = list[int]()
+        self._kept = list[_Alike]()
         self._places: list[tuple[int, int]] = []
         for number in taken:
             size = tensors[number].numel()
@@ -62,7 +66,7 @@ class ValueMark:
 
     def note(self) -> None:
         """Remember the present values."""
-        self._noted, self._writes = self._read(), self._count()
+        self._noted, self._writes = self._raw(), self._count()
 
     def forget(self) -> None:
         """The values are about to change: until `note` nothing agrees."""
@@ -81,16 +85,16 @@ class ValueMark:
 
     def agrees(self) -> bool:
         """Whether the tensors hold what they held at `note`, as far as it is looked at."""
-        return self._read() == self._noted
+        return self._raw() == self._noted
 
     def agrees_with(self, copy: Callable[[int], memoryview], *, now: bool = False) -> bool:
         """Whether a copy of the tensors does: it gives the bytes of the tensor of a number, its values in order.
 
         `now`: whether it holds what the tensors do.
         """
-        if len(noted := self._read() if now else self._noted) != len(self._places):
+        if not self.knows:
             return False
-        for (number, index), value in zip(self._places, noted, strict=True):
+        for (number, index), value in zip(self._places, self._each(self._raw() if now else self._noted), strict=True):
             if bytes(copy(number)[index * len(value) : (index + 1) * len(value)]) != value:
                 return False
         return True
@@ -98,26 +102,49 @@ class ValueMark:
     def now(self) -> dict[int, int]:
         """A checksum of the values of each tensor that is looked at, by its number: equal for equal tensors."""
         found: dict[int, int] = {}
-        for (number, _), value in zip(self._places, self._read(), strict=True):
+        for (number, _), value in zip(self._places, self._each(self._raw()), strict=True):
             found[number] = zlib.crc32(value, found.get(number, 0))
         return found
 
     def _count(self) -> int:
         return sum([each._version for each in self._counted])  # noqa: SLF001 (a list: there may be thousands)
 
-    def _read(self) -> list[bytes]:
-        alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    def _raw(self) -> list[bytes]:
+        """The present values: those of one device and dtype together, as each device is waited for once."""
         with torch.no_grad():
-            values = [_value(self._tensors[number], index) for number, index in self._places]
-            for place, value in enumerate(values):
-                alike.setdefault((value.device, value.dtype), []).append(place)
-            found = [b""] * len(values)
-            for places in alike.values():  # one wait for each device
-                raw = bytes(view_bytes(torch.cat([values[place] for place in places]).cpu()))
-                size = len(raw) // len(places)
-                for number, place in enumerate(places):
-                    found[place] = raw[number * size : (number + 1) * size]
+            return [bytes(view_bytes(torch.cat(alike.views).cpu())) for alike in self._alike()]
+
+    def _each(self, raw: Sequence[bytes]) -> list[bytes]:
+        """The value of each place, of what `_raw` has read."""
+        found = [b""] * len(self._places)
+        for alike, values in zip(self._kept, raw, strict=True):
+            size = len(values) // len(alike.places)
+            for number, place in enumerate(alike.places):
+                found[place] = values[number * size : (number + 1) * size]
         return found
+
+    def _alike(self) -> list[_Alike]:
+        """Views of all places. To make them takes longer than to read them: they stay while tensors keep their memory.
+
+        Where a tensor has got other memory, they are made anew, and the former memory is let go of.
+        """
+        at = [tensor.data_ptr() for tensor in self._looked_at]
+        if at != self._at or 0 in at:
+            groups: dict[tuple[torch.device, torch.dtype], _Alike] = {}
+            for place, (number, index) in enumerate(self._places):
+                view = _value(self._tensors[number], index)
+                alike = groups.setdefault((view.device, view.dtype), _Alike([], []))
+                alike.places.append(place)
+                alike.views.append(view)
+            self._at, self._kept = at, [*groups.values()]
+        return self._kept
+
+
+class _Alike(NamedTuple):
+    """The places whose values are of one device and dtype, and a view of one value for each."""
+
+    places: list[int]
+    views: list[torch.Tensor]
 
 
 class OutsideChanges:

@@ -2,26 +2,35 @@
 
 `World` holds the state machines that run in the protocol. `search` visits every state that they can reach. Sums are not
 messages here: a reducer may finish the average of its tile at any moment. So more can happen than in the protocol.
+
+A state is the pickles of its parts, equal ones for equal parts. A step reads and writes only the machines that it uses.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, Generic, Self, TypeVar
+
+import msgspec
 
 from shoal.averaging.allreduce.commit import Ask, Average, MemberRules
 from shoal.averaging.allreduce.coordinator import Coordinator, CoordinatorAction, Send
 from shoal.averaging.allreduce.lateness import Lateness
 from shoal.averaging.allreduce.member import Contributions, Finish, MemberAction, MemberMachine
 from shoal.base.peer import PeerID
-from shoal.protocol.wire import Abort, Assign, Commit, Contact, Gone, Held, PartAbsent, Report
+from shoal.protocol.wire import Abort, Assign, Commit, Contact, Gone, Held, Message, PartAbsent, Report
 from shoal.protocol.wire import Member as WireMember
 from tests.model.commit_model import COORDINATOR, PEERS, Broken
 
 ROUND = b"r" * 16
+
+M = TypeVar("M")
+State = tuple[bytes, ...]
+"""The pickles of what is on its way, of the members, and of the coordinator."""
 
 
 class _Anytime(Contributions):
@@ -37,7 +46,7 @@ class _Anytime(Contributions):
 _ANYTIME = _Anytime(0, (), silence_s=1.0, now=0.0)
 
 
-@lru_cache
+@cache
 def _group(contributes: tuple[bool, ...]) -> list[WireMember]:
     peers = [PeerID(bytes([index]) * 32) for index in PEERS]
     return [WireMember(Contact(peer), True, None, b"", values) for peer, values in zip(peers, contributes, strict=True)]
@@ -51,19 +60,119 @@ class Member(MemberMachine):
         self.contributions, self.contributing = _ANYTIME, contributes
 
     def __getstate__(self) -> dict[str, Any]:
-        same = ("contributions", "members", "_reducing", "_owed")
-        return {name: value for name, value in self.__dict__.items() if name not in same}
+        return {name: value for name, value in self.__dict__.items() if name not in _SAME}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        nobody = Lateness((), now=0.0)  # who is late makes a difference to later rounds only
-        self.__dict__.update(state, contributions=_ANYTIME, members=_group(state["contributing"]))
-        self._reducing, self._owed = nobody, Counter[int]()
+        same = _member(state["me"], state["contributing"])
+        self.__dict__.update(same.__dict__, **state)
+        # Who is late makes a difference to later rounds only.
+        self._reducing, self._owed, self.unheard = _NOBODY, Counter[int](), set()
 
 
-def new_coordinator(reducers: Sequence[int], contributes: Sequence[bool]) -> Coordinator:
-    """The coordinator of a round of these members, all of which can reduce."""
-    reduces = [True] * len(contributes)
-    return Coordinator(ROUND, reducers, reduces, contributes, COORDINATOR, min_group_size=2, stall_s=1.0, now=0.0)
+_NOBODY = Lateness((), now=0.0)
+_SAME = {
+    *("contributions", "members", "coordinator", "round_id", "most_weights", "_most_weight", "_able", "_has_brief"),
+    *("_began", "_complete_at", "_promised_s", "_first_reducer", "_reducing", "_owed", "unheard"),
+}
+
+
+@cache
+def _member(me: int, contributes: tuple[bool, ...]) -> Member:
+    return Member(me, (0, 0), contributes)
+
+
+@cache
+def _dead(me: int, contributes: tuple[bool, ...]) -> bytes:
+    """A member that does nothing any more."""
+    member = Member(me, (), contributes)
+    member.rules = MemberRules(me, (), contributes=contributes[me])
+    member.rules.failed = "dead"
+    return _written(member)
+
+
+class Decider(Coordinator):
+    """The machine of the coordinator, without what it does after some time: none passes here."""
+
+    def __init__(self, reducers: Sequence[int], contributes: Sequence[bool]) -> None:
+        reduces, few = [True] * len(contributes), 2
+        super().__init__(ROUND, reducers, reduces, contributes, COORDINATOR, min_group_size=few, stall_s=1.0, now=0.0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in _OF_TIME}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(_decider(len(state["reduces"])).__dict__, **state)
+
+
+_OF_TIME = {
+    *("brief", "stall_s", "_allowed_s", "_margin_s", "_began", "_ticked", "_progress", "_heard", "_moved_bytes"),
+    *("_reducing", "_receiving", "_given_at", "_named_at"),
+}
+
+
+@cache
+def _decider(members: int) -> Decider:
+    return Decider((), (True,) * members)
+
+
+# --------------------------------------------------------------------------------------------------------- the pickles
+
+_messages: list[Message] = []
+_numbers: dict[tuple[type, bytes], int] = {}
+
+
+def _message(number: int) -> Message:
+    return _messages[number]
+
+
+def _numbered(message: Message) -> tuple[Callable[[int], Message], tuple[int]]:
+    """A message never changes: its number stands for it."""
+    number = _numbers.setdefault((type(message), msgspec.msgpack.encode(message)), len(_messages))
+    if number == len(_messages):
+        _messages.append(message)
+    return _message, (number,)
+
+
+class _Pickler(pickle.Pickler):
+    dispatch_table = dict.fromkeys((Abort, Assign, Commit, Gone, Held, Report), _numbered)
+
+
+def _written(part: object) -> bytes:
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.fast = True  # whether two parts refer to one object, or to equal ones, makes no difference
+    pickler.dump(part)
+    return file.getvalue()
+
+
+_read = cache(pickle.loads)
+
+
+class _Machines(Generic[M]):
+    """Machines: each is read from its pickle when it is used, and written again only then."""
+
+    def __init__(self, pickles: Sequence[bytes]) -> None:
+        self._pickles, self._used = list(pickles), dict[int, M]()
+
+    def __getitem__(self, place: int) -> M:
+        if place not in self._used:
+            self._used[place] = pickle.loads(self._pickles[place])
+        return self._used[place]
+
+    def __setitem__(self, place: int, pickled: bytes) -> None:
+        self._used.pop(place, None)
+        self._pickles[place] = pickled
+
+    def look(self, place: int) -> M:
+        """To look at only: states share it."""
+        machine: M = self._used[place] if place in self._used else _read(self._pickles[place])
+        return machine
+
+    def pickles(self) -> list[bytes]:
+        """All, as they are now."""
+        for place, machine in self._used.items():
+            self._pickles[place] = _written(machine)
+        return self._pickles
 
 
 class World:
@@ -83,16 +192,21 @@ class World:
         self.gave_up: list[int] = []  # on the coordinator; as if they had crashed
         self.alive = [True] * 3
         self.contributes = tuple(peer not in auxiliary for peer in PEERS)
-        self.members = [Member(peer, reducers, self.contributes) for peer in PEERS]
-        self.coordinator = new_coordinator(reducers, self.contributes)
+        self.members = _Machines[Member]([_written(Member(peer, reducers, self.contributes)) for peer in PEERS])
+        self._decider = _Machines[Decider]([_written(Decider(reducers, self.contributes))])
         self.averaging: list[tuple[int, int, int]] = []  # peer, tile, attempt
         self.finished: list[tuple[int, int]] = []
         self.averages: list[tuple[int, int, int, int]] = []  # tile, attempt, sender, receiver
         self.asks: list[tuple[int, int, int, int]] = []  # tile, attempt, asked, asking
         self.reports: list[list[Report]] = [[], [], []]
         self.control: list[list[Any]] = [[], [], []]
-        for peer, member in enumerate(self.members):
-            self.do(peer, member.start(0.0))
+        for peer in PEERS:
+            self.do(peer, self.members[peer].start(0.0))
+
+    @property
+    def coordinator(self) -> Decider:
+        """The machine that decides."""
+        return self._decider[0]
 
     # ----------------------------------------------------------------------------------------------------- the steps
 
@@ -239,34 +353,43 @@ class World:
 
     # ----------------------------------------------------------------------------------------------------- the states
 
-    def key(self) -> bytes:
-        """The state as bytes, without what can make no difference any more."""
-        for peer, member in enumerate(self.members):
-            rules = member.rules
+    @classmethod
+    def at(cls, state: State) -> Self:
+        """The world in this state."""
+        world = cls.__new__(cls)
+        world.__dict__.update(pickle.loads(state[0]))
+        world.members, world._decider = _Machines(state[1:-1]), _Machines(state[-1:])
+        return world
+
+    def state(self) -> State:
+        """The state, without what can make no difference any more."""
+        for peer in PEERS:
+            rules = self.members.look(peer).rules
             if not self.alive[peer]:
                 self.control[peer] = []
-                self.members[peer] = member = Member(peer, (), self.contributes)
-                member.rules = MemberRules(peer, (), contributes=self.contributes[peer])
-                member.rules.failed = "dead"
-            elif rules.succeeded:
+                self.members[peer] = _dead(peer, self.contributes)
+            elif rules.succeeded and rules.reducer:
+                rules = self.members[peer].rules
                 rules.reducer, rules._owner, rules.replaced = [], [], set()
-                member._asked = {}
+                self.members[peer]._asked = {}
             if not self.alive[peer] or rules.succeeded:
                 self.averaging = [work for work in self.averaging if work[0] != peer]
-        verdict = self.coordinator.rules.verdict
-        if verdict is not None or not self.alive[COORDINATOR]:
-            self.coordinator = new_coordinator((), ())
+        rules_of_all = self._decider.look(0).rules
+        if (rules_of_all.verdict is not None or not self.alive[COORDINATOR]) and rules_of_all.live:
+            verdict = rules_of_all.verdict
+            self._decider[0] = _written(Decider((), ()))
             self.coordinator.rules.verdict = verdict
-        live = self.coordinator.rules.live
+        live = self._decider.look(0).rules.live
         self.reports = [queue if peer in live else [] for peer, queue in enumerate(self.reports)]
-        wants = [member.rules.wants for member in self.members]
+        wants = [self.members.look(peer).rules.wants for peer in PEERS]
         self.averages = sorted({each for each in self.averages if wants[each[3]](*each[:2])})
         self.asks = [each for each in self.asks if wants[each[3]](*each[:2])]
-        return pickle.dumps(self)
+        others = {name: value for name, value in self.__dict__.items() if name not in ("members", "_decider")}
+        return _written(others), *self.members.pickles(), *self._decider.pickles()
 
     def check(self) -> None:
         """Agreement: members that succeeded, dead or alive, hold the same committed averages."""
-        done = [(peer, member.rules) for peer, member in enumerate(self.members) if member.rules.succeeded]
+        done = [(peer, rules) for peer in PEERS if (rules := self.members.look(peer).rules).succeeded]
         commits = [tuple(due.digest for due in rules.commit.tiles) for _, rules in done if rules.commit is not None]
         if len(set(commits)) > 1:
             raise Broken(f"members succeeded with different verdicts: {commits}")
@@ -300,19 +423,19 @@ def search(world: World, crashes: int) -> int:
     Raises:
         Broken: a state breaks a promise; with the way there.
     """
-    first = world.key()
-    came_from: dict[bytes, tuple[bytes, str] | None] = {first: None}
+    first = world.state()
+    came_from: dict[State, tuple[State, str] | None] = {first: None}
     frontier = [first]
     while frontier:
         state = frontier.pop()
         try:
-            here: World = pickle.loads(state)
+            here = World.at(state)
             here.check()
             must = False
             for name, fair, arguments in list(here.moves(crashes)):
-                world = pickle.loads(state)
+                world = World.at(state)
                 getattr(world, name)(*arguments)
-                after = world.key()
+                after = world.state()
                 must = must or (fair and after != state)
                 if after not in came_from:
                     came_from[after] = state, f"{name}{arguments}"

@@ -12,7 +12,7 @@ from shoal.averaging.allreduce.member import MEMBER_TRANSITIONS, MemberMachine
 from shoal.base.peer import PeerID
 from shoal.protocol.wire import Abort, Commit, Contact, Held, Member, Report
 from tests.model.commit_model import COORDINATOR, Broken
-from tests.model.round_world import ROUND, World, new_coordinator, search
+from tests.model.round_world import ROUND, Decider, World, search
 from tests.transitions import Recorder
 
 pytestmark = pytest.mark.timeout(600)
@@ -149,6 +149,6 @@ def _by_hand() -> None:
     late.obey(verdict, 0.0)
     late.give_up("time is over")
     member(False, True).obey(verdict, 0.0)  # the other one is a client: it cannot be asked
-    new_coordinator([1], [True, True]).give_up("time is over")
+    Decider([1], [True, True]).give_up("time is over")
     weightless = Report(held=[Held(0, 0, b"\x00", 0.0, bytes(16))])
-    new_coordinator([1], [True, True]).reported(1, weightless, 0.0)
+    Decider([1], [True, True]).reported(1, weightless, 0.0)

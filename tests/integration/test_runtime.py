@@ -390,7 +390,10 @@ def test_waiting_in_the_loop_thread_is_refused() -> None:
             )
 
         second.store("key", 1, time.time() + 60)
+        added = threading.Event()
+        first.loop_thread.call_soon(lambda: added.wait(LONG_S))  # a future that is done calls back in this thread
         first.get("key", return_future=True).add_done_callback(callback)
+        added.set()
         until(lambda: len(caught) == 6)
     assert [type(error) for error in caught] == [LocalError] * 6
 

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from benchmarks.allreduce import write
-from benchmarks.truth.peers import Line, Peers
+from benchmarks.processes import Line, Peers
 from shoal import sim
 from shoal.averaging import AveragerSettings
 from shoal.base.clock import Env

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.allreduce import write
 from benchmarks.contenders.start_peer import READY_S, train
-from benchmarks.truth.peers import Peer, Peers
+from benchmarks.processes import Peer, Peers
 
 FIRST_EPOCH = 3
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import shoal
-from benchmarks.truth.peers import Line
+from benchmarks.processes import Line
 from shoal.events import EpochAdvanced, Event, StateDownloaded, Warned
 
 READY_S = 300.0

@@ -1,7 +1,7 @@
 """Peers as processes of their own, which say how it went.
 
 A peer is a function of a module, run in a new process (forked from one that has imported torch already). It says things
-(`Line.say`), and the replay waits for them; in the end it has returned something, or failed.
+(`Line.say`), and the benchmark waits for them; in the end it has returned something, or failed.
 """
 
 from __future__ import annotations
@@ -15,24 +15,21 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 
-__all__ = ["LIMIT_S", "Failed", "Line", "Peer", "Peers"]
+__all__ = ["Failed", "Line", "Peer", "Peers"]
 
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["torch", "benchmarks.truth.kit"])
+_PROCESSES.set_forkserver_preload(["torch"])
 
-LIMIT_S = 100.0
-"""No replay waits longer for one of its peers."""
+_LIMIT_S = 100.0
+"""A benchmark waits no longer for one of its peers."""
 
 
 class Failed(Exception):
     """A peer raised, or died."""
-
-
-# ------------------------------------------------------------------------------------------------------------ processes
 
 
 class Line:
@@ -42,16 +39,16 @@ class Line:
         self._pipe, self._guard = pipe, threading.Lock()
 
     def say(self, what: str, value: Any = None) -> None:
-        """Tell the replay."""
+        """Tell the benchmark."""
         with self._guard:
             self._pipe.send((what, value))
 
     def heard(self, what: str, within_s: float = 0.0) -> bool:
-        """Whether the replay has told this, or tells it within so many seconds."""
+        """Whether the benchmark has told this, or tells it within so many seconds."""
         return self._pipe.poll(within_s) and self._pipe.recv() == what
 
-    def wait(self, what: str, limit_s: float = LIMIT_S) -> None:
-        """Wait for a word of the replay."""
+    def wait(self, what: str, limit_s: float = _LIMIT_S) -> None:
+        """Wait for a word of the benchmark."""
         if self._pipe.poll(limit_s):
             assert self._pipe.recv() == what
 
@@ -61,13 +58,13 @@ def _begin(pipe: multiprocessing.connection.Connection, work: Callable[..., Any]
     os.dup2(2, 1)  # trainers print
     try:
         pipe.send(("returned", work(Line(pipe), **options)))
-    except BaseException as error:  # noqa: BLE001 (the replay says it)
+    except BaseException as error:  # noqa: BLE001 (the benchmark says it)
         traceback.print_exc()
         pipe.send(("failed", f"{type(error).__name__}: {error}"))
 
 
 class Peer:
-    """One process: the replay's end."""
+    """One process: the benchmark's end."""
 
     def __init__(self, work: Callable[..., Any], options: dict[str, Any]) -> None:
         self._pipe, theirs = _PROCESSES.Pipe()
@@ -86,7 +83,7 @@ class Peer:
                 self._heard.put(self._pipe.recv())
         self._heard.put(None)
 
-    def wait(self, what: str, limit_s: float = LIMIT_S) -> Any:
+    def wait(self, what: str, limit_s: float = _LIMIT_S) -> Any:
         """The next thing of this name that it says. Raises `Failed` if it fails or dies, else `TimeoutError`."""
         end = time.monotonic() + limit_s
         while True:
@@ -104,43 +101,14 @@ class Peer:
             if name == "failed":
                 raise Failed(value)
 
-    def result(self, limit_s: float = LIMIT_S) -> Any:
+    def result(self, limit_s: float = _LIMIT_S) -> Any:
         """What it returns in the end."""
         self.returned = self.wait("returned", limit_s)
         return self.returned
 
-    def hear(self) -> None:
-        """Take in what it has said until now."""
-        with contextlib.suppress(queue.Empty):
-            while (heard := self._heard.get_nowait()) is not None:
-                self.said.append(heard)
-            self._heard.put(None)
-
-    def latest(self, what: str) -> Any:
-        """What it has said last of this name until now."""
-        self.hear()
-        return next(value for name, value in reversed(self.said) if name == what)
-
-    def until_epoch(self, epoch: int, limit_s: float = LIMIT_S) -> None:
-        """Wait until it is there."""
-        end = time.monotonic() + limit_s
-        while self.wait("epoch", max(0.0, end - time.monotonic()))[0] < epoch:
-            pass
-
-    def until_steps(self, steps: int, limit_s: float = LIMIT_S) -> None:
-        """Wait until it has taken so many with others."""
-        end = time.monotonic() + limit_s
-        while self.wait("epoch", max(0.0, end - time.monotonic()))[2] < steps:
-            pass
-
     def tell(self, what: str) -> None:
         """Say something to it."""
         self._pipe.send(what)
-
-    def signal(self, number: int) -> None:
-        """Send it a signal."""
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
 
     def kill(self) -> None:
         """SIGKILL."""
@@ -149,13 +117,7 @@ class Peer:
 
 
 class Peers:
-    """The peers of a replay; none outlives it.
-
-    Attributes:
-        returned: what those of the last replays have returned, for `--verbose`.
-    """
-
-    returned: ClassVar[list[Any]] = []
+    """The peers of a benchmark; none outlives it."""
 
     def __init__(self) -> None:
         self._all: list[Peer] = []
@@ -171,4 +133,3 @@ class Peers:
     def __exit__(self, *_: object) -> None:
         for peer in self._all:
             peer.kill()
-        self.returned.extend(peer.returned for peer in self._all)

@@ -369,7 +369,7 @@ class SimulatedSwarm:
         self.members = {member.peer_id: member for member in made}
         self.all = frozenset(self.members)
         self.knowing, self.epochs, self.steps = set[PeerID](), list[Epoch](), 0
-        self.began = self.enough_at = self.loop.time()
+        self.began = self.loop.time()
         self.over = asyncio.Event()
         words = [member.mine() for member in made]
         for member in made:

@@ -49,7 +49,6 @@ LIBRARIES = ("shoal", "hivemind", "shoal_delayed", "hivemind_delayed")
 CASES = ("1", "2", "4", "churn")
 CHURNED = 4
 START_S, SPARED = 120.0, 0
-BAR_S = 0.05
 
 
 class Failed(Exception):

@@ -144,11 +144,6 @@ class GroupFormed(Event, frozen=True, kw_only=True):
     coordinator: PeerID
     waited_s: float
 
-    @property
-    def decider(self) -> PeerID:
-        """The former name of `coordinator`."""
-        return self.coordinator
-
 
 class RoundFinished(Event, frozen=True, kw_only=True):
     """An averaging round was committed and applied here."""

@@ -28,8 +28,6 @@ from tests.integration.forks import Forked, fork
 LONG_S = 90.0
 """No wait is longer; on a machine that is not busy with something else all of them end within a second or two."""
 
-CLOSED = "closed"
-
 
 def environment(**changes: str) -> dict[str, str]:
     """The variables for a child that imports what we import."""

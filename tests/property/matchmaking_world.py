@@ -133,7 +133,6 @@ class Node:
     vanished: bool = False
     tick: int = 0
     directory_write: int = 0
-    directory_read: int = 0
     asking: Pipe | None = None
     inbound: dict[PeerID, Pipe] = field(default_factory=dict)
     met: set[int] = field(default_factory=set)
@@ -347,7 +346,6 @@ class World:
 
     def read(self, node: Node) -> None:
         """Read the directory."""
-        node.directory_read += 1
         took_s = self.weather.read_s * self.rng.uniform(0.5, 1.5)
         seen: list[Declaration] = []
         search = node.machine

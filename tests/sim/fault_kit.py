@@ -19,7 +19,7 @@ from shoal.compression import view_bytes
 from shoal.rpc import Limits
 from shoal.sim import FaultPlan, SimHost, Stall, Throttle
 from shoal.transport.base import Transport
-from tests.corruption import Corrupt, CorruptibleTransport
+from tests.corruption import CorruptibleTransport
 from tests.sim.averaging_kit import Trial
 
 BANDWIDTH_BYTES_S = 400_000.0
@@ -131,11 +131,6 @@ def can_average(participants: Sequence[Participant]) -> bool:
 def standstill_s(plan: FaultPlan, host: str) -> float:
     """How long the plan lets a host stand still, in all: its own clock does not run meanwhile."""
     return sum(fault.duration_s for fault in plan.events if isinstance(fault, Stall | Throttle) and fault.host == host)
-
-
-def is_bad(plan: FaultPlan, host: str) -> bool:
-    """Whether the plan makes the host send what it should not."""
-    return any(isinstance(fault, Corrupt) and fault.host == host for fault in plan.events)
 
 
 def hash_of(tensors: Sequence[torch.Tensor]) -> str:

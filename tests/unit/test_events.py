@@ -218,11 +218,6 @@ def test_verbose_shows_the_log_where_the_program_has_not_said_where_it_goes() ->
     ]
 
 
-def test_the_former_name_of_a_rounds_coordinator_works() -> None:
-    """Programs that subscribe to events read `decider`."""
-    assert events.GroupFormed(prefix="r", round_id=b"", peers=(), coordinator=PEER, waited_s=0.0).decider == PEER
-
-
 def test_the_log_names_a_fragment_as_one() -> None:
     """A fragment of a model is merged in a run of its own, and was called "run 'home/3'"."""
     advanced = events.EpochAdvanced(run_id="home/3", epoch=1, samples=16, peers=2, digest=b"", fragment=3)

@@ -165,7 +165,7 @@ def test_a_peer_that_knows_nobody_looks_for_others_once() -> None:
 @pytest.mark.parametrize("phase", RunPhase)
 def test_a_trainer_waits_for_a_round_and_at_the_end(phase: RunPhase, *, states_due: bool) -> None:
     """At the end it waits for the others, and for the last averaging of states; elsewhere for rounds of gradients."""
-    machine = at(phase, delays_states=True)
+    machine = at(phase)
     if states_due:
         machine.happened(Event.STATES_DUE)
     waits = {

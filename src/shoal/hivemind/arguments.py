@@ -69,7 +69,6 @@ class OptimizerOptions(TypedDict, total=False):
     - `catch_up_bytes`: the most memory for the steps that the others take while this peer downloads a state; 4 GiB.
     - `average_state_every`: epochs between two averagings of parameters and `extra_tensors`; 0, the default, for never:
       all peers take the same steps, so their parameters need none.
-    - `delay_state_averaging`: let training go on while states are averaged; False: `step` waits for it. True.
     - `state_averaging_compression`: codec for averaging parameters; it codes what changed since the last average, so
       that small updates are kept. None for none.
     - `check_parameters_every`: epochs between two checks that all peers at one state hold the same parameters, and
@@ -79,8 +78,9 @@ class OptimizerOptions(TypedDict, total=False):
       `GradScaler` to `step`, or use a `shoal.GradScaler`: where torch's own leaves a step out, it clears nothing,
       which is a warning.
 
-    Taken, and not used: `delay_optimizer_step`, `tracker_opts`, `performance_ema_alpha`; and `load_state_compression`,
-    of which any codec but `NoCompression` is a warning: a newcomer has to hold the same bits as the others.
+    Taken, and not used: `delay_optimizer_step`, `tracker_opts`, `performance_ema_alpha`; without `use_local_updates`
+    `delay_state_averaging`, as training goes on while states are averaged; and `load_state_compression`, of which any
+    codec but `NoCompression` is a warning: a newcomer has to hold the same bits as the others.
     """
 
     target_batch_size: int | None

@@ -71,7 +71,6 @@ class Tuning(NamedTuple):
         shutdown_timeout: the longest time that `shutdown` takes.
         catch_up_bytes: the most memory for the steps of the others.
         average_state_every: epochs between two averages of the states; 0 for never.
-        delay_state_averaging: whether the trainer goes on meanwhile.
         state_compression: the codec of that average.
         check_parameters_every: epochs between two checks of the parameters; 0 for never.
         reuse_grad_buffers: whether `step` clears the gradients.
@@ -83,7 +82,6 @@ class Tuning(NamedTuple):
     shutdown_timeout: float
     catch_up_bytes: int
     average_state_every: int
-    delay_state_averaging: bool
     state_compression: CompressionBase | None
     check_parameters_every: int
     reuse_grad_buffers: bool
@@ -104,7 +102,6 @@ def tuning_of(dht: DHT, options: OptimizerOptions) -> Tuning:
         shutdown_timeout=seconds("shutdown_timeout", options.get("shutdown_timeout"), _SHUTDOWN_TIMEOUT_S),
         catch_up_bytes=whole("catch_up_bytes", options.get("catch_up_bytes", 4 << 30)),
         average_state_every=whole("average_state_every", options.get("average_state_every", 0), least=0),
-        delay_state_averaging=flag("delay_state_averaging", options.get("delay_state_averaging", True)),
         state_compression=compression,
         check_parameters_every=whole("check_parameters_every", options.get("check_parameters_every", 10), least=0),
         reuse_grad_buffers=flag("reuse_grad_buffers", options.get("reuse_grad_buffers", False)),

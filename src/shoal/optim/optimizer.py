@@ -237,7 +237,6 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             average_state_every=every,
             state_patience_s=tuning.load_state_timeout,
             require_state=None if require_state is None else flag("require_state", require_state),
-            delay_state_averaging=tuning.delay_state_averaging,
             catch_up_bytes=tuning.catch_up_bytes,
             check_every=0 if averages else tuning.check_parameters_every,
             fingerprint=run_settings(

@@ -120,11 +120,7 @@ class Participant:
                 "(in a notebook, before the cell is run again), or give this one another run_id"
             )
         self.core, self.training, self.settings = core, training, settings
-        self._machine = PhaseMachine(
-            auxiliary=settings.auxiliary,
-            delays_gradients=self._terms.goes_on,
-            delays_states=settings.delay_state_averaging,
-        )
+        self._machine = PhaseMachine(auxiliary=settings.auxiliary, delays_gradients=self._terms.goes_on)
         self._notices = Notices(core.env.events, settings.run_id, fragment=settings.fragment)
         self.own = OwnState(core, training, lock, self._notices, auxiliary=settings.auxiliary)
         self._end = RunEnd(core.peer_id, settings.end_patience_s)

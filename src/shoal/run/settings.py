@@ -47,7 +47,6 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
         state_patience_s: how long a newcomer waits for the state of a run that is further, before it begins its own.
         require_state: never train from a state that nobody else has; None: not while the run goes on to which others
             have invited this peer.
-        delay_state_averaging: the trainer goes on while states are averaged.
         catch_up_bytes: the most that a peer which is behind keeps of the steps that the others take meanwhile.
         fingerprint: named values that must be equal on all peers of the run.
         fragment: the number of the fragment of the model that this is about.
@@ -66,7 +65,6 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     end_patience_s: float = 15.0
     state_patience_s: float = 600.0
     require_state: bool | None = None
-    delay_state_averaging: bool = True
     catch_up_bytes: int = 4 << 30
     fingerprint: Mapping[str, str] = {}
     fragment: int = 0

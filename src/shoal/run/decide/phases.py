@@ -184,15 +184,14 @@ class PhaseMachine:
     Args:
         auxiliary: it has no batches.
         delays_gradients: its trainer goes on with the next batches while gradients are averaged.
-        delays_states: the same while states are averaged.
 
     Attributes:
         phase: now.
         states_due: the states are to be averaged, or are being averaged: until then looks change nothing.
     """
 
-    def __init__(self, *, auxiliary: bool = False, delays_gradients: bool = False, delays_states: bool = False) -> None:
-        self._auxiliary, self._delays_gradients, self._delays_states = auxiliary, delays_gradients, delays_states
+    def __init__(self, *, auxiliary: bool = False, delays_gradients: bool = False) -> None:
+        self._auxiliary, self._delays_gradients = auxiliary, delays_gradients
         self.phase = RunPhase.COLLECTING
         self.states_due = False
         self._work = Work.WAIT  # of the background task, now
@@ -254,4 +253,4 @@ class PhaseMachine:
             # Before the round begins it is not known yet that this peer does not step alone.
             goes_on = self._work is Work.AVERAGE_GRADIENTS and self._delays_gradients and not needs_round
             return not goes_on
-        return self.states_due and (at_end or not self._delays_states) and self.phase is not RunPhase.STEPPING
+        return self.states_due and at_end and self.phase is not RunPhase.STEPPING

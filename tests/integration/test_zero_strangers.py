@@ -139,11 +139,6 @@ def test_ranks_that_torchrun_starts_again_come_back(tmp_path: Path, soak: Callab
             assert (folder / f"done-{rank}").read_text() == str(zero_restarts.KILLED_AT)
 
 
-def test_before_torch_2_9_a_group_does_not_name_its_store(pool: Ranks) -> None:
-    """Stages 1 and 2, and `GroupOptimizer`, ended in "'ProcessGroup' object has no attribute 'get_group_store'"."""
-    assert pool.play(2, strangers.on_older_torch) == [{"as usual": ("", 0.0)}] * 2
-
-
 _RIGHT = [("within", [*uses.WITHIN]), ("beside", [*uses.BESIDE])]
 _REFUSED = [("outside", [*uses.OUTSIDE]), ("beside", [*uses.REFUSED])]
 

@@ -230,7 +230,6 @@ BAD: dict[str, tuple[Any, str]] = {
     "shared memory": (cases.bad_shared_memory, "share memory"),
     "a view in stage 3": (cases.bad_view, "share memory"),
     "empty": (cases.bad_empty, "empty has no values"),
-    "old torch": (cases.bad_old_torch, "stage 3 needs torch 2.13 or later, and this is"),
     "sparse buffer": (cases.bad_sparse_buffer, "mask is a buffer with the layout torch.sparse_coo"),
     "scalar": (cases.bad_scalar, "is a scalar"),
     "mixed dtypes": (cases.bad_mixed_dtypes, "stage 3 computes the whole model in one dtype"),

@@ -21,7 +21,6 @@ from shoal.layout import Tile, Tiling
 from shoal.state.disk import folder as state_folder
 from shoal.state.disk import tensor_file
 from shoal.zero.flat import engine as flat
-from shoal.zero.fsdp import engine as fsdp
 from shoal.zero.optimizer import ShardedOptimizer
 from shoal.zero.parameters import local
 from shoal.zero.ranks.collectives import Collectives, Owned, Traffic
@@ -443,15 +442,6 @@ def bad_empty() -> None:
     model = Odd()
     model.empty = torch.nn.Parameter(torch.empty(0, 3))
     shoal.zero.shard(model, _sgd, stage=3)
-
-
-def bad_old_torch() -> None:
-    """One without what stage 3 needs."""
-    before, fsdp._NEEDED = fsdp._NEEDED, ("set_what_nobody_has",)  # type: ignore[assignment]
-    try:
-        shoal.zero.shard(Odd(), _sgd, stage=3)
-    finally:
-        fsdp._NEEDED = before
 
 
 def bad_sparse_buffer() -> None:

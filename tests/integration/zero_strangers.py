@@ -432,13 +432,3 @@ def stepped_with_options(stage: int) -> tuple[float, str]:
     found = shoal.zero.full_state_dict(model)
     apart = max(float((found[name] - value).abs().max()) for name, value in plain.state_dict().items())
     return apart, said(lambda: optimizer.step(scale=1.0 + dist.get_rank()))
-
-
-def on_older_torch() -> dict[str, tuple[str, float]]:
-    """`used`, without a method of process groups that came with torch 2.9."""
-    method = vars(dist.ProcessGroup)["get_group_store"]  # as it is, so that it is a method again behind this
-    del dist.ProcessGroup.get_group_store
-    try:
-        return used_so(["as usual"], 2)
-    finally:
-        dist.ProcessGroup.get_group_store = method  # type: ignore[method-assign]

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from shoal.base.models import limited_embeddings
 from shoal.compression.memory import overlaps
 from shoal.errors import ConfigError
-from shoal.zero.fsdp.engine import is_sharded, missing, roots
+from shoal.zero.fsdp.engine import is_sharded, roots
 from shoal.zero.memory.offload import problem_of
 from shoal.zero.parameters import hooks_of, local, named_parameters, wide_dtype
 
@@ -74,11 +74,6 @@ def _of_own_sharding(
 
 
 def _for_fsdp2(model: torch.nn.Module, dtype: object) -> Iterator[str]:
-    if lacks := missing():
-        yield (
-            f"stage 3 needs torch 2.13 or later, and this is {torch.__version__}, whose FSDPModule has no "
-            f"{lacks[-1]}: install that (pip install 'torch>=2.13'), or use stage 1 or 2"
-        )
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
             yield f"{name} has sparse gradients, which FSDP2 cannot reduce: give it sparse=False, or use stage 1 or 2"

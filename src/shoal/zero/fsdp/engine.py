@@ -42,25 +42,12 @@ from shoal.zero.ranks.collectives import Collectives, Traffic
 from shoal.zero.unsharded.gathered import BROKE_OFF, Unsharded
 from shoal.zero.unsharded.lent import is_lent, replace, writes_of
 
-__all__ = ["FsdpEngine", "is_container", "is_sharded", "missing", "partition", "roots", "units"]
-
-_NEEDED = (
-    "set_custom_all_gather",
-    "set_custom_reduce_scatter",
-    "set_force_sum_reduction_for_comms",
-    "set_reduce_scatter_unused_params",  # the latest: torch 2.13
-)
-
+__all__ = ["FsdpEngine", "is_container", "is_sharded", "partition", "roots", "units"]
 
 _REPLACED = (
     "{} was replaced, added or taken away after shard(), and would not be trained: write values into the parameters "
     "that are there (with copy_(), or load_state_dict without assign=True), or build and tie before that"
 )
-
-
-def missing() -> list[str]:
-    """The names that this version of torch lacks for stage 3."""
-    return [name for name in _NEEDED if not hasattr(FSDPModule, name)]
 
 
 def is_sharded(model: torch.nn.Module) -> bool:

@@ -72,9 +72,8 @@ class Watch:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rank, self._ranks = group.rank(), group.size()
-        store = _store_of(group)
-        # A client of its own, where the store can: a long wait in one thread would keep the other waiting.
-        self._store = store.clone() if hasattr(store, "clone") else store
+        # A client of its own: a long wait in one thread would keep the other waiting.
+        self._store: Store = group.get_group_store().clone()  # type: ignore[attr-defined] (torch does not declare it)
         self._closed = threading.Event()
         self.parting = Parting(group)
         self._store.add(_key(self._rank), 1)
@@ -235,13 +234,6 @@ class _Pulse:
         still = [rank for rank, each in counts.items() if each.value and beats - each.since >= FROZEN_BEATS]
         store = {_NO_STORE} if self.looks - self._last.since >= FROZEN_BEATS else set()
         return {f"rank {rank}" for rank in still} | store, turn
-
-
-def _store_of(group: dist.ProcessGroup) -> Store:
-    if hasattr(group, "get_group_store"):
-        return group.get_group_store()
-    _, store = dist.distributed_c10d._world.pg_map[group]  # noqa: SLF001 (before torch 2.9 there is no other way)
-    return store
 
 
 def _beat(store: Store, pulse: _Pulse, parting: Parting, closed: threading.Event) -> None:

@@ -85,7 +85,7 @@ def test_a_state_saved_in_the_middle_of_an_interval_is_the_last_merge(dht: shoal
     with begin(dht, model, strategy, scheduler=lambda inner: LinearLR(inner, 0.1, total_iters=40)) as swarm:
         train(swarm, model, 10)
         saved, named, held = copy.deepcopy(swarm.state_dict()), states(swarm), anchors(swarm)
-        schedule: Any = swarm._training.scheduler
+        schedule: Any = swarm._training.schedule.scheduler
         of_schedule = schedule.state_dict()
         assert min(epoch for epoch, _ in named) > 0
         train(swarm, model, 9)

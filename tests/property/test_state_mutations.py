@@ -107,8 +107,8 @@ def test_a_changed_state_is_taken_over_whole_or_not_at_all(data: st.DataObject, 
 
 
 def _schedule(training: TrainingState) -> dict[str, Any]:
-    assert training.scheduler is not None
-    return copy.deepcopy(training.scheduler.state_dict())
+    assert training.schedule.scheduler is not None
+    return copy.deepcopy(training.schedule.scheduler.state_dict())
 
 
 def _options(training: TrainingState) -> list[dict[str, Any]]:

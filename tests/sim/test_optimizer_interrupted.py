@@ -386,7 +386,7 @@ def test_a_schedule_that_has_an_end_does_not_end_the_run() -> None:
         run = Run(target=BATCH)
         trainer = await run.add("p0")
         training = trainer.participant.training
-        training.scheduler = torch.optim.lr_scheduler.OneCycleLR(training.optimizer, max_lr=0.1, total_steps=3)
+        training.schedule.scheduler = torch.optim.lr_scheduler.OneCycleLR(training.optimizer, max_lr=0.1, total_steps=3)
         warned: list[str] = []
         trainer.participant.core.env.events.subscribe(
             lambda event: warned.append(event.message) if isinstance(event, Warned) else None

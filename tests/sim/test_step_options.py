@@ -38,7 +38,7 @@ async def train(
 
     for name in names:
         trainer = await run.add(name)
-        trainer.participant.training.scheduler = None
+        trainer.participant.training.schedule.scheduler = None
         trainer.participant.core.env.events.subscribe(partial(note, name))
     await sim.sleep(3.0)
 
@@ -99,7 +99,7 @@ def test_a_peer_in_its_first_batch_won_the_step_with_the_rate_from_before_the_wa
         run, rates = Run(target=8), list[float]()
         for name in NAMES:
             trainer = await run.add(name)
-            trainer.participant.training.scheduler = None
+            trainer.participant.training.schedule.scheduler = None
         await sim.sleep(3.0)
         warmed = run.swarm.peer(NAMES[2])
         inner = warmed.participant.training.optimizer
@@ -125,7 +125,7 @@ def test_four_free_keys_with_few_samples_set_no_rate_and_no_parameters() -> None
         for name in NAMES:
             trainer = await run.add(name, check_every=2)
             inner = trainer.participant.training.optimizer
-            trainer.participant.training.scheduler = None
+            trainer.participant.training.schedule.scheduler = None
             inner.register_step_pre_hook(lambda inner, *_: rates.append(inner.param_groups[0]["lr"]))
         honest = [run.swarm.peer(name) for name in NAMES]
         stop = asyncio.Event()
@@ -142,7 +142,7 @@ def test_four_free_keys_with_few_samples_set_no_rate_and_no_parameters() -> None
 
         for name in free:
             liar = await run.add(name, check_every=2)
-            liar.participant.training.scheduler = None
+            liar.participant.training.schedule.scheduler = None
             tasks.append(run.swarm.spawn(name, lies(liar)))
         while honest[0].participant.epoch < 30:
             await sim.sleep(0.5)
@@ -164,7 +164,7 @@ def test_a_peer_that_cannot_set_the_options_of_the_swarm_does_not_step_and_says_
         run, told = Run(target=24), list[str]()
         for name in NAMES:
             trainer = await run.add(name)
-            trainer.participant.training.scheduler = None
+            trainer.participant.training.schedule.scheduler = None
         await sim.sleep(3.0)
         odd, others = run.swarm.peer("p2"), NAMES[:2]
         odd.participant.core.env.events.subscribe(
@@ -201,7 +201,7 @@ def test_an_option_of_another_kind_that_is_set_right_brings_a_peer_back_at_once(
         run, told = Run(target=24), list[str]()
         for name in NAMES:
             trainer = await run.add(name)
-            trainer.participant.training.scheduler = None
+            trainer.participant.training.schedule.scheduler = None
             trainer.participant.training.optimizer.param_groups[0]["foo"] = 1.0
         odd, other = run.swarm.peer("p2"), run.swarm.peer("p0").participant
         odd.participant.core.env.events.subscribe(
@@ -239,7 +239,7 @@ def test_in_a_run_of_two_one_peer_sets_no_rate_for_the_other(rate: Any) -> None:
         liar, honest = sorted(("p0", "p1"), key=lambda name: run.swarm.identity(name).peer_id)
         for name in (honest, liar):
             trainer = await run.add(name)
-            trainer.participant.training.scheduler = None
+            trainer.participant.training.schedule.scheduler = None
         inner = run.swarm.peer(honest).participant.training.optimizer
         inner.register_step_pre_hook(lambda inner, *_: rates.append(inner.param_groups[0]["lr"]))
         run.swarm.peer(honest).participant.core.env.events.subscribe(

@@ -23,6 +23,7 @@ from shoal.optim import Participant, TrainingState
 from shoal.protocol.wire import Progress
 from shoal.strategies import Decoupled, DiLoCo, LocalSGD, Merges, StreamingDiLoCo
 from shoal.strategies.outer import LocalSteps
+from shoal.train.run_schedule import RunSchedule
 from tests.sim.optimizer_kit import Run, Trainer, backward, make_optimizer, model
 
 BATCH = 4
@@ -430,13 +431,13 @@ def test_merges_by_time_follow_each_other_at_once(strategy: Merges, monkeypatch:
 )
 def test_the_schedule_goes_beyond_the_end_of_the_run(strategy: Merges, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not: a peer that trains on while the last merge is under way had rates below 0 by then."""
-    move, moved = LocalSteps._move_schedule, set[int]()
+    move, moved = RunSchedule.follow, set[int]()
 
-    def note(self: LocalSteps, to: int) -> None:
-        moved.add(to)
-        move(self, to)
+    def note(self: RunSchedule, at: int) -> None:
+        moved.add(at)
+        move(self, at)
 
-    monkeypatch.setattr(LocalSteps, "_move_schedule", note)
+    monkeypatch.setattr(RunSchedule, "follow", note)
 
     async def main() -> None:
         run = Run(target=1)
@@ -445,7 +446,7 @@ def test_the_schedule_goes_beyond_the_end_of_the_run(strategy: Merges, monkeypat
         await sim.sleep(3.0)
         run.announce_end(3)
         await train_to_end(run, 0.1, 0.3)
-        assert [trainer.participant.training.local.scheduled for trainer in run.trainers.values()] == [3 * 4] * 2
+        assert [trainer.participant.training.local.schedule.count for trainer in run.trainers.values()] == [3 * 4] * 2
         await run.close()
 
     sim.run(main, seed=4)

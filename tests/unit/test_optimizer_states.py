@@ -532,7 +532,9 @@ def test_matrices_that_lie_by_columns_lie_so_at_the_newcomer() -> None:
 
 def unchanged_by(newcomer: TrainingState, values: Any, tensors: list[torch.Tensor]) -> str:
     """Loading this fails and changes nothing; returns why."""
-    schedule = copy.deepcopy(newcomer.scheduler.state_dict()) if newcomer.scheduler is not None else None
+    schedule = (
+        copy.deepcopy(newcomer.schedule.scheduler.state_dict()) if newcomer.schedule.scheduler is not None else None
+    )
     before, groups = everything(newcomer), copy.deepcopy([*newcomer.optimizer.param_groups])
     with pytest.raises(StateUnavailable) as caught:
         newcomer.load(values, tensors)
@@ -541,8 +543,8 @@ def unchanged_by(newcomer: TrainingState, values: Any, tensors: list[torch.Tenso
     assert all(torch.equal(a, b) for a, b in zip(before[1], after[1], strict=True))
     for group, old in zip(newcomer.optimizer.param_groups, groups, strict=True):
         assert group.keys() == old.keys()
-    if newcomer.scheduler is not None:
-        assert newcomer.scheduler.state_dict() == schedule
+    if newcomer.schedule.scheduler is not None:
+        assert newcomer.schedule.scheduler.state_dict() == schedule
     return str(caught.value)
 
 

@@ -83,7 +83,7 @@ def test_a_schedule_made_over_us_follows_epochs(make: Make, late: int) -> None:
     schedule: Any = make(optimizer)
     kind = type(schedule)
     found = watch.find()
-    training.adopt(found)
+    training.schedule.adopt(found)
     assert found is not None
     assert found is schedule
     got = []
@@ -126,7 +126,7 @@ def test_one_that_was_resumed_goes_on() -> None:
     schedule.load_state_dict({**schedule.state_dict(), "last_epoch": 2})
     optimizer.param_groups[0]["lr"] = 4.0
     found = watch.find()
-    training.adopt(found)
+    training.schedule.adopt(found)
     assert optimizer.param_groups[0]["lr"] == 4.0
     step(training)
     assert optimizer.param_groups[0]["lr"] == 6.0
@@ -136,7 +136,7 @@ def test_a_newcomer_brings_it_to_the_epoch_of_the_others() -> None:
     """And keeps the rate that came with the state, which its schedule says, too."""
     training, optimizer, watch = begin()
     schedule = warm_up(optimizer)
-    training.adopt(watch.find())
+    training.schedule.adopt(watch.find())
     optimizer.param_groups[0]["lr"] = 5.0
     training.resume(3, 3)
     assert optimizer.param_groups[0]["lr"] == 5.0
@@ -270,7 +270,7 @@ def test_a_schedule_made_over_the_swarm_has_wrong_rates_after_a_resume(name: str
     make = EVERY_SCHEDULE[name]
     expected = plain_rates(make, 5)
     first = TrainingState(sgd())
-    first.adopt(make(first.optimizer))
+    first.schedule.adopt(make(first.optimizer))
     for _ in range(EPOCHS_BEFORE):
         step(first)
     saved = copy.deepcopy(first.optimizer.state_dict())
@@ -285,12 +285,12 @@ def test_a_schedule_made_over_the_swarm_has_wrong_rates_after_a_resume(name: str
         again.load(values, [tensor.clone() for tensor in tensors])
     else:
         again.load_optimizer(again.prepare_optimizer(saved))
-        again.resume(first.epoch, first.scheduled)
+        again.resume(first.epoch, first.schedule.count)
     if how == "loaded before it is made":
         schedule = make(again.optimizer)
     found: Any = watch.find()
     assert found is schedule
-    again.adopt(found)
+    again.schedule.adopt(found)
     got = []
     for _ in range(5):
         got.append(float(again.optimizer.param_groups[0]["lr"]))
@@ -312,7 +312,7 @@ def test_rates_set_by_hand_after_a_load_stay() -> None:
     schedule = ExponentialLR(optimizer, 0.5)
     training.resume(3, 3)
     optimizer.param_groups[0]["lr"] = 2.0
-    training.adopt(schedule)
+    training.schedule.adopt(schedule)
     assert optimizer.param_groups[0]["lr"] == 2.0
     step(training)
     assert optimizer.param_groups[0]["lr"] == 1.0
@@ -322,7 +322,7 @@ def test_a_schedule_after_a_state_of_the_beginning_has_its_own_first_rate() -> N
     """No step of a schedule is in the rates of such a state."""
     training, optimizer, _ = begin()
     training.resume(0, 0)
-    training.adopt(ConstantLR(optimizer, 0.5, 2))
+    training.schedule.adopt(ConstantLR(optimizer, 0.5, 2))
     assert optimizer.param_groups[0]["lr"] == 4.0
 
 
@@ -342,9 +342,9 @@ def test_a_bound_step_that_was_taken_before_moves_no_schedule(name: str) -> None
         assert options_of(optimizer) == options_of(plain)
         for _ in range(3):
             taken()
-        assert training.scheduled == epoch
-    assert training.schedule_moved
-    training.put_schedule_back()
+        assert training.schedule.count == epoch
+    assert training.schedule.was_moved
+    training.schedule.put_back()
     assert options_of(optimizer) == options_of(plain)
     assert schedule.get_last_lr() == expected.get_last_lr()
     assert repr(schedule.state_dict()) == repr(expected.state_dict())
@@ -360,20 +360,20 @@ def test_a_schedule_whose_count_or_state_is_set_by_hand_is_not_put_back() -> Non
     training, optimizer, _ = begin()
     schedule = ExponentialLR(optimizer, 0.5)
     follow(schedule)
-    training.adopt(schedule)
+    training.schedule.adopt(schedule)
     schedule.last_epoch = 3
-    training.put_schedule_back()
-    assert training.scheduled == 3
+    training.schedule.put_back()
+    assert training.schedule.count == 3
     other = ExponentialLR(sgd(), 0.5)
     other.optimizer.step()
     other.step()
     schedule.load_state_dict(other.state_dict())
-    training.put_schedule_back()
-    assert training.scheduled == 1
+    training.schedule.put_back()
+    assert training.schedule.count == 1
     optimizer.param_groups[0]["lr"] = 2.0
-    training.put_schedule_back()
+    training.schedule.put_back()
     assert optimizer.param_groups[0]["lr"] == 2.0
-    assert not training.schedule_moved
+    assert not training.schedule.was_moved
 
 
 def test_a_state_that_others_download_has_no_step_of_a_bound_method() -> None:
@@ -382,7 +382,7 @@ def test_a_state_that_others_download_has_no_step_of_a_bound_method() -> None:
     schedule = ExponentialLR(optimizer, 0.5)
     taken = schedule.step
     follow(schedule)
-    training.adopt(schedule)
+    training.schedule.adopt(schedule)
     step(training)
     before = training.fingerprint()
     taken()
@@ -394,7 +394,7 @@ def test_a_state_that_others_download_has_no_step_of_a_bound_method() -> None:
     step(training)
     taken()
     training.load(values, [each.clone() for each in tensors])
-    assert training.scheduled == 1
+    assert training.schedule.count == 1
     assert optimizer.param_groups[0]["lr"] == 4.0
     step(training)
     assert optimizer.param_groups[0]["lr"] == 2.0

@@ -572,7 +572,7 @@ def test_the_inner_schedule_goes_back_with_a_state_of_an_earlier_epoch() -> None
         fragment.load({**values, "epoch": epoch}, tensors)
         accumulate(training, [parameter], 0.0, 4)
         batches = 4 * epoch + 1
-        assert (training.scheduled, optimizer.param_groups[0]["lr"]) == (batches, 1 / (1 + batches))
+        assert (training.schedule.count, optimizer.param_groups[0]["lr"]) == (batches, 1 / (1 + batches))
 
 
 class OnlySteps:
@@ -607,14 +607,14 @@ def test_a_schedule_that_cannot_go_back_waits_for_the_run() -> None:
         step(theirs, there)
     values, tensors = there.export()
     here.load(values, [tensor.clone() for tensor in tensors])
-    assert here.schedule_waits == 15
+    assert here.schedule.waits == 15
     events, told = EventBus(), list[str]()
     events.subscribe(lambda event: told.append(event.message) if isinstance(event, Warned) else None)
     notices, rates = Notices(events, "run"), list[tuple[float, float]]()
     for _ in range(20):
         rates.append((step(mine, here), step(theirs, there)))
         notices.stepped(here)
-    assert here.scheduled == there.scheduled == 45
+    assert here.schedule.count == there.schedule.count == 45
     assert [left == right for left, right in rates] == [False] * 15 + [True] * 5
     assert [message.split(", and this")[0] for message in told] == [
         "the run went back, and the schedule cannot: it waits for 14 more steps of the run"
@@ -705,7 +705,7 @@ def test_a_schedule_that_was_resumed_goes_on_at_a_newcomers() -> None:
         return float(training.optimizer.param_groups[0]["lr"])
 
     donor, newcomer = scheduled(), scheduled()
-    schedule: Any = donor.scheduler
+    schedule: Any = donor.schedule.scheduler
     schedule.load_state_dict({**schedule.state_dict(), "last_epoch": 9, "_step_count": 10})
     assert step(donor) == pytest.approx(1 / 11)
     newcomer.load(*donor.export())
@@ -970,5 +970,5 @@ def test_a_schedule_whose_state_cannot_be_copied_is_taken() -> None:
     here.resume(3, 3)
     assert optimizer.param_groups[0]["lr"] == 1.0  # that of the state
     here.resume(1, 1)
-    assert here.schedule_error is None
-    assert here.schedule_waits
+    assert here.schedule.error is None
+    assert here.schedule.waits

@@ -124,7 +124,9 @@ class HivemindNames:
     def state_averager(self) -> AveragerView:
         """What is averaged of the state, by hivemind's names."""
         training = self._training
-        return AveragerView(cast("Optimizer", self), training.optimizer, training.scheduler, training.extra_tensors)
+        return AveragerView(
+            cast("Optimizer", self), training.optimizer, training.schedule.scheduler, training.extra_tensors
+        )
 
     @property
     def grad_averager(self) -> AveragerView | None:

@@ -330,9 +330,9 @@ class GroupOptimizer(torch.optim.Optimizer):
         if (found := self._schedules.find()) is None:
             return
         if self._own_schedule:
-            self._training.restore_rates()
+            self._training.schedule.restore_rates()
         else:
-            self._training.adopt(found)
+            self._training.schedule.adopt(found)
 
     def _mark(self) -> str:
         """Some bits of the gradient, which are the same on all ranks: in the first steps, then ever more rarely."""

@@ -571,7 +571,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
 
     def _step(self, closure: Callable[[], Any] | None, batch_size: int | None) -> Any:
         _check_mode("step() was called")
-        self._training.heed_thread()
+        self._training.workplace.heed_thread()
         check_closure(closure)
         if self._inner_groups is not self._training.optimizer.param_groups:
             raise ConfigError(
@@ -697,18 +697,18 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
 
     def _follow_schedule(self) -> None:
         """A schedule that was made over this optimizer since the last step becomes the run's, which only it moves."""
-        if is_moved(self._training.scheduler):
+        if is_moved(self._training.schedule.scheduler):
             with self._lock.acquire_in_thread():
-                self._training.put_schedule_back()
+                self._training.schedule.put_back()
         if (found := self._schedules.find()) is None:
             return
         what = f"the {type(found).__name__} that was made over this optimizer"
         with self._lock.acquire_in_thread():
             if self._own_schedule:
-                self._training.restore_rates()
+                self._training.schedule.restore_rates()
                 message = f"{what} has no effect: the run's schedule is the one that was given as scheduler"
             else:
-                self._training.adopt(found)
+                self._training.schedule.adopt(found)
                 message = (
                     f"{what} is moved by the run: its own step() does nothing, and its warm-up and its length count "
                     f"{self.strategy.terms.counted_in}"
@@ -890,7 +890,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             displaced = any(each.training.is_displaced for each in self._participants)
             where = {
                 **name,
-                "scheduled": training.scheduled,
+                "scheduled": training.schedule.count,
                 "fingerprint": "" if displaced else fingerprint(training),  # else that of other values has this name
                 "shared": [shared.epoch, shared.samples],
                 "weights": "" if displaced else self._digest_of_weights(),
@@ -969,7 +969,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             self.state = self._training.optimizer.state
             if is_of_others:
                 where = None  # its epochs are others: what was loaded is a plain optimizer's state
-                self._training.keep_place()
+                self._training.schedule.keep_place()
             elif where is not None:
                 self._training.resume(where.name.epoch, where.scheduled)
             names: list[StateName | None] = [where and where.name]

@@ -76,7 +76,10 @@ class ParameterCheck:
         if training.evaluates:
             return None
         describe = partial(
-            check_of, on_host=training.steps_on_host, way=training.way, holds=lambda: not training.is_changed
+            check_of,
+            on_host=training.workplace.on_host,
+            way=training.workplace.way,
+            holds=lambda: not training.is_changed,
         )
         run, check = self._core.env.executor.run, None
         while check is None:

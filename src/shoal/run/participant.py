@@ -709,7 +709,7 @@ class Participant:
         training = self.training
         options = training.options()
         end = self._end.word(self.epoch, training.model_epoch)
-        cores = min(training.cores, MOST_CORES)
+        cores = min(training.workplace.cores, MOST_CORES)
         return Said(options, training.absent(), check, training.samples, end, cores)
 
     def _contribute(self, name: StateName, said: int) -> tuple[float, float]:

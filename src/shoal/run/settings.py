@@ -135,7 +135,7 @@ def run_settings(
     ours = {
         "tensors": training.summary(),
         "optimizer": type(optimizer).__name__,
-        "scheduler": type(training.scheduler).__name__ if training.scheduler is not None else "none",
+        "scheduler": type(training.schedule.scheduler).__name__ if training.schedule.scheduler is not None else "none",
         "learning rate": text_of(optimizer.defaults.get("lr", "none")),
         **{name: text_of(value) for name, value in given_options(optimizer.defaults).items() if name != "lr"},
         **_groups(optimizer),

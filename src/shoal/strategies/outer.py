@@ -137,6 +137,7 @@ class OuterTrainingState(TrainingState):
                 "model, and of no others: give outer=lambda params: torch.optim.SGD(params, lr=0.7), for example"
             )
         super().__init__(outer, None, extra_tensors, late=True)
+        self.workplace.is_beside(local.workplace)
         self._mark = ValueMark(())  # nothing but shoal has the anchor
         # Its parameter groups may have them in another order.
         self._model_of = {id(each): of_model for each, of_model in zip(anchor, own, strict=True)}
@@ -152,11 +153,6 @@ class OuterTrainingState(TrainingState):
 
     def _new_sum(self) -> GradientSum:
         return GradientSum([], 1)  # until the anchor is known
-
-    def heed_thread(self) -> None:
-        """See `TrainingState.heed_thread`. Outer optimizers step where nothing is recorded, whatever the loop does."""
-        super().heed_thread()
-        self._trainers = self._trainers._replace(gradients=False)
 
     @property
     def model_epoch(self) -> int:
@@ -315,7 +311,7 @@ class OuterTrainingState(TrainingState):
         """
         return self._older and not self._counts
 
-    def _step_from_average(self, absent: Collection[int]) -> None:
+    def _step_from_average(self, absent: Collection[int], cores: int) -> None:
         own, merging = self._own, self.merging
         if self._is_stale:
             sometimes("a peer misses two merges in a row")
@@ -329,7 +325,7 @@ class OuterTrainingState(TrainingState):
                     torch._foreach_add_(own, self._outer_gradient())
             if self._land is not None:
                 self._land()
-            super()._step_from_average(())
+            super()._step_from_average((), cores)
             if keeps:
                 torch._foreach_add_(own, self._anchor)
             elif sound and merging.mixing is not None and not merging.waits:
@@ -377,7 +373,7 @@ class OuterTrainingState(TrainingState):
         before = [each.clone() for each in self._anchor] if keeps else []
         trained = self._trained.samples + self._later.samples, self._trained.batches + self._later.batches
         if prepared.epoch < self.epoch:
-            self._local.set_schedule_back()
+            self._local.schedule.go_back()
         self._strays = True  # if this is interrupted, the parameters go back to the anchor
         super().take_over(prepared, follows=follows)
         with torch.no_grad(), self._local.moving(self._own):
@@ -480,21 +476,12 @@ class LocalSteps(LocalTrainingState):
         self._fingerprint: tuple[list[int], bytes] | None = None
         # The names of weights among the inner optimizer's statistics: equal ones now, or as a trial will tell.
         self._copies, self._judged = frozenset(_equal_statistics(optimizer)), False
-        # The schedule, unless a state of it was loaded since; None if it is to go back to where the run is.
-        self._stands_at: int | None = self.scheduled
-        self._schedule_begins_anew = False  # a schedule that comes begins with its own first rates
         self.fragments = [
             OuterTrainingState(
                 self, merging, fragment, () if number else self._frozen, () if number < last else extra_tensors
             )
             for number, fragment in enumerate(_divided(self.trained, merging.fragments))
         ]
-
-    def heed_thread(self) -> None:
-        """See `TrainingState.heed_thread`."""
-        super().heed_thread()
-        for fragment in self.fragments:
-            fragment.heed_thread()
 
     @property
     def model_epoch(self) -> int:
@@ -553,7 +540,7 @@ class LocalSteps(LocalTrainingState):
             return False
         for fragment in self.fragments:
             fragment.count(batch_size)
-        self.follow_schedule()
+        self.schedule.follow(self._run_is_at)
         return True
 
     @property
@@ -594,8 +581,8 @@ class LocalSteps(LocalTrainingState):
         """See `TrainingState.end`. What was trained after the last merge is nobody else's, as is the schedule."""
         super().end(state)
         self.go_back()
-        self.set_schedule_back()
-        self.follow_schedule()
+        self.schedule.go_back()
+        self.schedule.follow(self._run_is_at)
 
     @property
     def strays(self) -> bool:
@@ -611,7 +598,7 @@ class LocalSteps(LocalTrainingState):
     def taken_over(self) -> None:
         """See `TrainingState.taken_over`. The parameters are the anchors, and the schedule stands where the run is."""
         self.go_back()
-        self.follow_schedule()
+        self.schedule.follow(self._run_is_at)
 
     def never_averaged(self, batches: int) -> str | None:
         """See `TrainingState.never_averaged`."""
@@ -623,26 +610,6 @@ class LocalSteps(LocalTrainingState):
             f"{f', if {quorum} peers give it (its quorum)' if quorum > 1 else ''}. Train longer, or merge more often"
             f"{', or start more peers' if quorum > 1 else ''}"
         )
-
-    def follow_schedule(self) -> None:
-        """Move the schedule to where the run is."""
-        # If a state was loaded it is of the middle of an interval, or of another run.
-        if self.scheduled != self._stands_at and self.scheduled > self._run_is_at:
-            self._restart_schedule()
-            self._resumed_rates, self._schedule_begins_anew = None, self.scheduler is None
-        self._move_schedule(self._run_is_at)
-        self._stands_at = self.scheduled
-
-    def adopt(self, scheduler: Scheduler) -> None:
-        """See `TrainingState.adopt`. Rates that were loaded do not stay if they are of a later place than the run."""
-        if self._schedule_begins_anew:
-            self.scheduler, self._schedule_begins_anew = scheduler, False
-            self.restore_rates()
-        super().adopt(scheduler)
-
-    def set_schedule_back(self) -> None:
-        """The schedule goes back if it is ahead of the run when it is moved next. Otherwise it waits for the run."""
-        self._stands_at = None
 
     @property
     def _run_is_at(self) -> int:

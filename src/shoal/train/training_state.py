@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from blake3 import blake3
 from shoal.averaging.allreduce.segments import LARGEST, sum_dtype
 from shoal.averaging.allreduce.vector import Vector, check_tensors
 from shoal.base.names import known_as
-from shoal.base.thread_state import ThreadState, forget_casts, way_of
+from shoal.base.thread_state import forget_casts
 from shoal.compression import dtype_name, view_bytes
 from shoal.errors import ConfigError, StateUnavailable, is_out_of_memory
 from shoal.protocol.wire import LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN, MAX_TRAINED, encode
@@ -33,9 +32,10 @@ from shoal.train.inner import Scheduler
 from shoal.train.offload import Offload
 from shoal.train.optimizer_state import AnyTensor, OptimizerState, Prepared, is_number
 from shoal.train.options import Options, apply, options_of
-from shoal.train.schedule import advance, count_of, put_back, rates_of, restore_rates, set_rate, tell_rates
+from shoal.train.run_schedule import RunSchedule
 from shoal.train.trial import blank_statistics, mixes_values
 from shoal.train.value_mark import Changed, OutsideChanges, ValueMark
+from shoal.train.workplace import Workplace
 
 __all__ = ["PreparedState", "TrainingState", "digest_of", "fingerprint_of", "not_finite"]
 
@@ -102,12 +102,10 @@ class TrainingState:
         no_memory: the error, if there was no memory to sum the last batch; None once it was told.
         broken: says which trained parameter was not finite then, since when, and what to do; None if all were finite.
         epoch: swarm steps that went into the parameters.
+        schedule: of the run, and the rates that are in force.
+        workplace: where and how the optimizer steps.
         whole: whether the last one that was begun here was taken to its end.
         step_error: the error that the optimizer's step raised, if the last one did; else None.
-        schedule_error: why the schedule does not follow the epochs any more (a `OneCycleLR` has an end): the learning
-            rates stay as they are; None if it does.
-        schedule_waits: steps of the run for which the schedule waits: the run went back, and it could not.
-        schedule_moved: whether somebody else has moved the schedule of the run, and it was put back.
         kept_back: says what the optimizer keeps and newcomers cannot be given; None if nothing was seen.
         frozen_here: says which trained parameter is frozen here only, so that the steps move it; None if none is.
         evaluations: how often weights to evaluate with were put into their place.
@@ -117,7 +115,6 @@ class TrainingState:
         averaged_statistics: names of statistics of the optimizer that are averaged with them.
         keeps_anchor: whether the state is kept beside the parameters, which each peer moves alone (see `outer`).
         stepping: whether the optimizer takes a step of the swarm now.
-        steps_on_host: whether the step is taken on the CPU, wherever the parameters are.
         own_options: names of options that stay this peer's own, whatever the others have.
         trained: the parameters that require a gradient.
         state_tensors: what state averaging averages: parameters and extra tensors of floating point, but for those
@@ -146,11 +143,10 @@ class TrainingState:
         max_grad_norm: float | None = None,
         offload: Offload | None = None,
     ) -> None:
-        self.steps_on_host, self._offload = offload is not None, offload or Offload([])
+        self.workplace = Workplace(offload, mixes=mixes_values(optimizer))
         self._unit, self.max_grad_norm = unit, max_grad_norm
-        self.heed_thread()
-        self._mixes, self._cores_of_step = mixes_values(optimizer), 0
-        self.optimizer, self.scheduler, self._kept = optimizer, scheduler, OptimizerState(optimizer)
+        self.optimizer, self._kept = optimizer, OptimizerState(optimizer)
+        self.schedule = RunSchedule(optimizer, scheduler, self.workplace)
         self.extra_tensors = tuple(extra_tensors)
         self.parameters: tuple[torch.Tensor, ...] = tuple(
             parameter for group in optimizer.param_groups for parameter in group["params"]
@@ -193,14 +189,6 @@ class TrainingState:
         self.frozen_here: str | None = None
         self._frozen_steps = 0
         self.epoch, self.whole, self.stepping = 0, True, False
-        self._steps_of_schedule = 0
-        self.schedule_error: str | None = None
-        self.schedule_waits = 0
-        self.schedule_moved = False
-        self._first_schedule: dict[str, Any] | None = None
-        self._resumed_rates: list[float] | None = None  # until the next step: those of a state that had a count
-        if scheduler is not None and hasattr(scheduler, "state_dict"):
-            self._first_schedule = _copy_of_state(scheduler)
         self._for_training: list[torch.Tensor] | None = None  # the parameters, while others stand in their place
         self.evaluations = 0
         self._ended: tuple[bytes, list[torch.Tensor]] | None = None  # see `end`
@@ -225,20 +213,6 @@ class TrainingState:
         error, self.no_memory = self.no_memory, None
         return error
 
-    def heed_thread(self) -> None:
-        """The trainer calls: its optimizer and its schedule compute as in this thread from now on, in any thread."""
-        self._trainers = ThreadState.here()
-
-    @property
-    def cores(self) -> int:
-        """The cores that its steps use here, if their rounding depends on that; else 0."""
-        return self._trainers.cores if self._mixes else 0
-
-    @property
-    def way(self) -> str:
-        """The settings beside the optimizer's options that its steps depend on here, in words."""
-        return way_of(self._trainers, mixes=self._mixes)
-
     @property
     def model_epoch(self) -> int:
         """The swarm steps that went into all parameters of the model."""
@@ -250,7 +224,7 @@ class TrainingState:
         return LAST_EPOCH_TAKEN
 
     def _new_sum(self) -> GradientSum:
-        return GradientSum(self.trained, self._unit, torch.device("cpu") if self.steps_on_host else None)
+        return GradientSum(self.trained, self._unit, torch.device("cpu") if self.workplace.on_host else None)
 
     @property
     def evaluates(self) -> bool:
@@ -307,14 +281,14 @@ class TrainingState:
         if callable(change := getattr(self.optimizer, "eval", None)) and self._for_training is None:
             self._for_training = [parameter.detach().clone() for parameter in self.parameters]
             self.evaluations += 1
-            with self._offload.on_host(), self._trainers.in_force():
+            with self.workplace.at_work():
                 change()
             forget_casts()
 
     def train(self) -> None:
         """Take that back: to the bit, as the optimizer's own way back rounds."""
         if callable(change := getattr(self.optimizer, "train", None)):
-            with self._offload.on_host(), self._trainers.in_force():
+            with self.workplace.at_work():
                 change()
         if self._for_training is not None:
             with torch.no_grad():
@@ -600,7 +574,7 @@ class TrainingState:
 
         It can be called again if it was interrupted.
         """
-        self._offload.back()
+        self.workplace.offload.back()
         for parameter, gradient in zip(self.parameters, own, strict=True):
             parameter.grad = gradient
         if self.step_error is not None:
@@ -626,8 +600,7 @@ class TrainingState:
             cores: that the optimizer uses, so that all round alike; 0: those of the trainer's thread.
         """
         assert self._has_average
-        self.put_schedule_back()
-        self._cores_of_step = cores
+        self.schedule.put_back()
         if absent is None:
             absent = [index for index, given in enumerate(self._sum.given) if not given]
         own = [parameter.grad for parameter in self.parameters]
@@ -636,7 +609,7 @@ class TrainingState:
         try:
             if options is not None:
                 apply(self.optimizer.param_groups, options, self.own_options)
-            self._step_from_average(absent)
+            self._step_from_average(absent, cores)
         except Exception as error:
             self.epoch, self.step_error = before, f"{type(error).__name__}: {error}"
             raise
@@ -647,14 +620,13 @@ class TrainingState:
             finally:
                 self._after_step(own, taken=self.epoch != before)  # an interrupt may have come in between
             self.note_values()
-        self._resumed_rates = None
-        self._move_schedule(self.scheduled + 1)
+        self.schedule.stepped()
         self.whole = True
 
-    def _step_from_average(self, absent: Collection[int]) -> None:
+    def _step_from_average(self, absent: Collection[int], cores: int) -> None:
         for parameter in self._frozen:
             parameter.grad = None
-        self._offload.lend()
+        self.workplace.offload.lend()
         for parameter, average in zip(self.trained, self.accumulators, strict=True):
             parameter.grad = _as_gradient(average, parameter.dtype).to(parameter.device)  # it may have been moved since
         for index in absent:
@@ -666,7 +638,7 @@ class TrainingState:
         self.epoch += 1
         if clip < 1:
             torch._foreach_mul_([grad for each in self.trained if (grad := each.grad) is not None], clip)
-        self._step_watched()
+        self._step_watched(cores)
 
     def _look_for_frozen(self) -> None:
         """Look whether the step is about to move what the user has frozen on this peer."""
@@ -686,10 +658,11 @@ class TrainingState:
             return 1.0
         return self.max_grad_norm / (_norm(self.accumulators) + 1e-6)
 
-    def _step_watched(self) -> None:
+    def _step_watched(self, cores: int = 0) -> None:
         """Look now and then, ever more rarely, whether newcomers can have all that this step leaves behind."""
         self._steps_here, self.stepping = self._steps_here + 1, True
-        state = self._trainers._replace(cores=self._cores_of_step or self._trainers.cores)
+        state = self.workplace.thread
+        state = state._replace(cores=cores or state.cores)
         if self._steps_here & (self._steps_here - 1):
             with state.in_force():
                 self.optimizer.step()
@@ -705,75 +678,10 @@ class TrainingState:
         else:
             self.kept_back = more or self.kept_back
 
-    @property
-    def scheduled(self) -> int:
-        """The steps of the schedule, by its own count, which the user may have loaded."""
-        count = None if self._first_schedule is None else count_of(self.scheduler)
-        return max(0, count) if isinstance(count, int) else self._steps_of_schedule
-
-    def adopt(self, scheduler: Scheduler) -> None:
-        """Let this be the schedule of the run: it is brought to the steps that were taken, if it is not further.
-
-        If a state was loaded since the last step, its rates stay, or those that were set by hand since.
-        """
-        count, rates = self.scheduled, self._rates()
-        self.scheduler, self._steps_of_schedule, self.schedule_error = scheduler, 0, None
-        self.schedule_waits = 0
-        self._first_schedule = _copy_of_state(scheduler)
-        if self._resumed_rates is None:
-            self._move_schedule(count)
-        else:
-            # A schedule that is made after the state was loaded writes the rates of its first step.
-            written = [float(rate) for rate in rates_of(scheduler)] == rates
-            self._move_schedule_alone(count, self._resumed_rates if written else rates)
-
-    def put_schedule_back(self) -> None:
-        """If somebody else has moved the schedule of the run, it is brought back to the steps that were taken."""
-        self.schedule_moved = put_back(self.scheduler) or self.schedule_moved
-
     def options(self) -> Options:
         """The options that this peer proposes for the next step: what its parameter groups hold."""
-        self.put_schedule_back()
+        self.schedule.put_back()
         return options_of(self.optimizer.param_groups, self.own_options)
-
-    def restore_rates(self) -> None:
-        """Somebody else has set the rates: let them be those of the schedule again."""
-        restore_rates(self.scheduler, self.optimizer.param_groups)
-
-    def _rates(self) -> list[float]:
-        return [float(group["lr"]) for group in self._rated_groups]
-
-    @property
-    def _rated_groups(self) -> list[dict[str, Any]]:
-        return [group for group in self.optimizer.param_groups if group.get("lr") is not None]
-
-    def _move_schedule_alone(self, to: int, rates: Sequence[float]) -> None:
-        """Bring the schedule to this count, and let these rates be in force: most schedules go on from such."""
-        self._move_schedule(to)
-        for group, rate in zip(self._rated_groups, rates, strict=True):
-            set_rate(group, rate)
-        tell_rates(self.scheduler, self._rated_groups)
-
-    def _move_schedule(self, to: int) -> None:
-        if self.scheduler is None:
-            self._steps_of_schedule = to  # one that comes later begins there
-        self.put_schedule_back()
-        if self.scheduler is None or self.schedule_error is not None:
-            return
-        with warnings.catch_warnings(), self._trainers.in_force():
-            # A peer that starts from a downloaded state moves its schedule before its first own step.
-            warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
-            for count in range(self.scheduled, to):
-                try:
-                    if self.schedule_waits:
-                        self.schedule_waits -= 1
-                    else:
-                        advance(self.scheduler)
-                except Exception as error:  # noqa: BLE001 (its end, or the user's own code: the state is whole without)
-                    what = f"{type(error).__name__}: {error}"
-                    self.schedule_error = f"the schedule goes no further than {count} steps: {what}"
-                    return
-                self._steps_of_schedule += 1
 
     # ---------------------------------------------------------------------------------------------------- the state
 
@@ -806,13 +714,13 @@ class TrainingState:
 
     def export(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
         """All that another peer needs: plain values, and tensors by reference (hold the lock while they are read)."""
-        self.put_schedule_back()
+        self.schedule.put_back()
         tensors = self.weights()
         tensors += [extra.detach() for extra in self.extra_tensors]
         values = self._kept.export(tensors)
         return {
             "epoch": self.epoch,
-            "scheduled": self.scheduled,
+            "scheduled": self.schedule.count,
             "fixed": len(self.parameters) + len(self.extra_tensors),
             "optimizer": values,
         }, tensors
@@ -856,7 +764,7 @@ class TrainingState:
         groups = [{name: copy.deepcopy(group[name]) for name in group.keys() - {"params"}} for group in own]
         try:
             apply(groups, options, self.own_options)
-            with self._trainers.in_force():
+            with self.workplace.thread.in_force():
                 self._kept.check_step(groups)
         except Exception as error:  # noqa: BLE001 (a rate that is a tensor cannot hold every number, for example)
             return f"such that no step can be taken here ({str(error) or type(error).__name__})"
@@ -875,7 +783,7 @@ class TrainingState:
         try:
             epoch, scheduled = self._check_counts(values, tensors)
             fixed = len(self.describe())
-            with self._offload.on_host(), self._trainers.in_force():
+            with self.workplace.at_work():
                 optimizer = self._kept.prepare(values["optimizer"], tensors, fixed)
         except Exception as error:
             raise StateUnavailable(f"the state does not fit here: {error}") from error
@@ -927,7 +835,7 @@ class TrainingState:
         Args:
             began: whether one was.
         """
-        if self.optimizer.state or (began and any(self._rates())):
+        if self.optimizer.state or (began and any(self.schedule.rates())):
             return False
         gradients = [parameter.grad for parameter in self.trained]
         return not any(gradient is None or bool(_dense(gradient).count_nonzero()) for gradient in gradients)
@@ -959,47 +867,12 @@ class TrainingState:
     def resume(self, epoch: int, scheduled: int) -> None:
         """Go on from this epoch, with the schedule at this count, and the learning rates that the optimizer has now.
 
-        A schedule that fails on the way says so, in `schedule_error`; it raises nothing.
+        A schedule that fails on the way says so (`RunSchedule.error`); it raises nothing.
         """
         self.epoch = epoch
         self.changes.forget()
-        rates = self._rates()
-        if scheduled < self.scheduled:
-            # A peer that ran ahead on the worse side of a fork goes back: its schedule begins anew.
-            self._restart_schedule()
-        self._move_schedule_alone(scheduled, rates)
-        self._resumed_rates = rates if scheduled else None
+        self.schedule.resume(scheduled)
         self.discard()
-
-    def keep_place(self) -> None:
-        """Go on where this run is: the optimizer that was loaded has the rates of a run that counts other epochs."""
-        at = self.scheduled
-        self._restart_schedule()
-        self._move_schedule(at)
-        self._resumed_rates = None
-        self.discard()
-
-    def _restart_schedule(self) -> None:
-        if self.scheduler is None:
-            self._set_first_rates()
-            return
-        if self._first_schedule is None:
-            self.schedule_waits += self._steps_of_schedule
-            self._steps_of_schedule = 0
-            return
-        try:
-            with self._trainers.in_force():
-                self.scheduler.load_state_dict(copy.deepcopy(self._first_schedule))
-        except Exception as error:  # noqa: BLE001 (the user's own code)
-            self.schedule_error = f"the schedule does not go back: {type(error).__name__}: {error}"
-            return
-        self._steps_of_schedule, self.schedule_error = 0, None
-        self._set_first_rates()
-        self.restore_rates()  # the first ones may be others: LinearLR computes each from the one before
-
-    def _set_first_rates(self) -> None:
-        for group in self._rated_groups:
-            set_rate(group, group.get("initial_lr", group["lr"]))
 
     def prepare_optimizer(self, state_dict: dict[str, Any]) -> Prepared:
         """Look at a state dict of the optimizer; nothing is changed.
@@ -1007,12 +880,12 @@ class TrainingState:
         Raises:
             ValueError: it does not fit, or no step can be taken from it.
         """
-        with self._offload.on_host():
+        with self.workplace.at_work():
             return self._kept.prepare_loaded(state_dict)
 
     def blank_statistics(self) -> dict[torch.Tensor, dict[Any, Any]]:
         """The statistics of the optimizer as they are before its first step (see `blank_statistics` of `trial`)."""
-        with self._offload.on_host():
+        with self.workplace.at_work():
             return blank_statistics(self.optimizer)
 
     def load_optimizer(self, prepared: Prepared) -> None:
@@ -1021,16 +894,8 @@ class TrainingState:
         Torch replaces them. But objects that hold them (`swarm.param_groups`, a schedule of the user's own) would go on
         reading and setting the ones before, without effect.
         """
-        with self._offload.on_host():
+        with self.workplace.at_work():
             self._kept.switch(prepared)
-
-
-def _copy_of_state(scheduler: Scheduler) -> dict[str, Any] | None:
-    """The state of a schedule, to go back to; None if it cannot be copied, as it holds a lock or a file."""
-    try:
-        return copy.deepcopy(scheduler.state_dict())  # type: ignore[no-any-return]
-    except Exception:  # noqa: BLE001 (the user's own code; `schedule_waits` does without)
-        return None
 
 
 def _trained(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:

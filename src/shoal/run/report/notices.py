@@ -230,15 +230,15 @@ class Notices:
                 self.warn(what)
 
     def _look_at_schedule(self, training: TrainingState) -> None:
-        if (error := training.schedule_error) is not None and self._note("schedule", value=True):
+        if (error := training.schedule.error) is not None and self._note("schedule", value=True):
             self.warn(f"{error}; the learning rates stay as they are")
-        if self._note("schedule moved", training.schedule_moved):
+        if self._note("schedule moved", training.schedule.was_moved):
             self.warn(
                 "somebody else has moved the schedule of the run, and it was put back: the run moves it, and a call of "
                 "its step() does nothing, unless that method was taken before shoal.Optimizer had the schedule (as in "
                 "a list of callbacks). Leave that call out; between it and the next step() the learning rate is wrong"
             )
-        if self._note("schedule waits", value=bool(steps := training.schedule_waits)):
+        if self._note("schedule waits", value=bool(steps := training.schedule.waits)):
             self.warn(
                 f"the run went back, and the schedule cannot: it waits for {steps} more steps of the run, and this "
                 "peer's learning rates are not those of the others. Give the schedule state_dict() and "

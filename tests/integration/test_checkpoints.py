@@ -341,7 +341,7 @@ def test_a_state_that_went_wrong_takes_no_ones_place(dht: shoal.DHT, tmp_path: P
         swarm.save(tmp_path)
         with torch.no_grad():
             next(model.parameters())[0, 0] = float("nan")
-        swarm.collaboration.training.note_values()  # as if a step had done it
+        swarm.collaboration.training.weights.note()  # as if a step had done it
         with pytest.raises(ConfigError, match=r"the state went wrong: tensor 0\.weight of the state holds NaN"):
             swarm.save(tmp_path, keep=1)
     assert [path.name[:14] for path in tmp_path.iterdir()] == ["epoch-00000001"]

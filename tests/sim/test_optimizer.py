@@ -201,7 +201,7 @@ def test_a_newcomer_gets_masks_with_infinities_but_no_parameters_that_went_wrong
         await donor.finish_epoch(2)
         if diverged is not None:
             donor.parameters[0].data[0, 0] = diverged
-            donor.participant.training.note_values()  # as if a step had done it
+            donor.participant.training.weights.note()  # as if a step had done it
         mine = torch.zeros(5, 5)
         late = await run.add("late", seed=99, extra_tensors=[mine])
         before = late.parameters[0].clone()

@@ -136,11 +136,11 @@ def test_weights_to_evaluate_with_are_not_taken_for_those_of_the_state(monkeypat
                 if optimizer is not mine:
                     return real(optimizer, *others, **about)
                 read.append(training.epoch)
-                training.evaluate()
+                training.weights.evaluate()
                 try:
                     return real(optimizer, *others, **about)
                 finally:
-                    training.train()
+                    training.weights.train()
 
             if trainer.index == 0:
                 monkeypatch.setattr(parameter_check, "check_of", read_while_it_evaluates)
@@ -345,8 +345,8 @@ def test_a_peer_that_rounds_otherwise_is_told_of_both_ways_and_not_to_test_its_m
     def elsewhere(trainer: Trainer) -> None:
         if trainer.index == 2:
             training = trainer.participant.training
-            kind = type(training)
-            monkeypatch.setattr(training, "__class__", type(kind.__name__, (kind,), {"way": "another processor"}))
+            elsewhere = type("Elsewhere", (Workplace,), {"way": "another processor"})
+            monkeypatch.setattr(training.workplace, "__class__", elsewhere)
             take = training.optimizer.step
 
             def step(closure: Any = None) -> None:

@@ -543,9 +543,9 @@ def test_a_state_that_is_taken_over_while_others_weights_are_in_place_comes_back
     for number in range(2):
         backward(parameters, 0, number, BATCH)
         assert local.accumulate(BATCH)
-    local.evaluate()
+    local.weights.evaluate()
     fragment.take_over(given)
-    local.train()
+    local.weights.train()
     assert all(map(torch.equal, local.trained, fragment.trained))
 
 

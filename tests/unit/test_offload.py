@@ -158,11 +158,11 @@ def test_weights_to_evaluate_with() -> None:
     for name in ("eval", "train"):
         own = getattr(inner, name)
         setattr(inner, name, partial(look_and, own))
-    plain.evaluate()
-    ours.evaluate()
+    plain.weights.evaluate()
+    ours.weights.evaluate()
     assert torch.equal(parameters[0], wanted[0])
     assert not torch.equal(parameters[0], trained_with)
-    ours.train()
+    ours.weights.train()
     assert torch.equal(parameters[0], trained_with)
     assert len(seen) == 1
     assert home not in seen

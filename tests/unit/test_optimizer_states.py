@@ -272,13 +272,13 @@ def test_schedule_free_evaluates_and_trains_on_with_the_same_bits(wraps: bool) -
         step(donor, number)
         step(other, number)
         before = [parameter.detach().clone() for parameter in donor.parameters]
-        donor.evaluate()
+        donor.weights.evaluate()
         assert number < 2 or not all(torch.equal(*each) for each in zip(donor.parameters, before, strict=True))
         assert_equal(donor, other)
         if number == 3:
             take_over(newcomer, donor)
             assert_equal(newcomer, donor)
-        donor.train()
+        donor.weights.train()
         assert all(torch.equal(*each) for each in zip(donor.parameters, before, strict=True))
     assert_equal(donor, other)
 
@@ -290,11 +290,11 @@ def test_a_state_that_comes_while_schedule_free_evaluates_stays(wraps: bool) -> 
     for number in range(6):
         step(donor, number)
     step(newcomer, 0)
-    newcomer.evaluate()
+    newcomer.weights.evaluate()
     take_over(newcomer, donor)
-    assert newcomer.evaluates
+    assert newcomer.weights.are_away
     assert_equal(newcomer, donor)
-    newcomer.train()
+    newcomer.weights.train()
     assert all(torch.equal(*each) for each in zip(newcomer.parameters, donor.parameters, strict=True))
     for number in range(6, 8):
         step(donor, number)
@@ -758,7 +758,7 @@ def test_a_loaded_state_dict_leaves_the_wrapped_optimizer_with_other_groups(name
     wrap = getattr(module, name)
     saved, training = (training_of(lambda params: wrap(torch.optim.AdamW(params, lr=0.5))) for _ in range(2))
     for each in (training, saved):
-        each.train()
+        each.weights.train()
     step(saved, 0)
     optimizer: Any = training.optimizer
     groups, inner_state = optimizer.param_groups, optimizer.optimizer.state

@@ -191,7 +191,7 @@ def test_advice_for_weights_that_are_not_finite_fits_their_cause() -> None:
     """Weights of float32, and weights that were broken from the beginning, need other remedies."""
     training, parameters = state((3,))
     parameters[0].data[1] = math.inf
-    training.note_values()  # it was so from the beginning
+    training.weights.note()  # it was so from the beginning
     (said,) = told_of_left_out(training)
     assert said.endswith("No step was taken yet: look at how the model was made or loaded")
     training.epoch = 1
@@ -200,7 +200,7 @@ def test_advice_for_weights_that_are_not_finite_fits_their_cause() -> None:
         "(it is taken from finite gradients only). Lower the learning rate, and begin from a finite state"
     )
     parameters[0].data[1] = 0.0
-    training.note_values()
+    training.weights.note()
     (said,) = told_of_left_out(training)
     assert "left out, because gradients are not finite" in said
 

@@ -74,7 +74,7 @@ def test_changes_are_those_of_the_state_here_since_the_last_check() -> None:
     with torch.no_grad():
         parameter[0] = 7.0
     batch()
-    assert [training.changes.since(look) for look in range(4)] == [
+    assert [training.weights.changes.since(look) for look in range(4)] == [
         Changed.VALUES,
         Changed.VALUES,
         Changed.WRITTEN,
@@ -82,21 +82,21 @@ def test_changes_are_those_of_the_state_here_since_the_last_check() -> None:
     ]
     values, tensors = training.export()
     training.load(values, [each.clone() for each in tensors])
-    assert training.changes.since(0) is Changed.NOT
+    assert training.weights.changes.since(0) is Changed.NOT
     batch()
-    assert training.changes.since(0) is Changed.NOT
+    assert training.weights.changes.since(0) is Changed.NOT
 
 
 def test_a_peer_that_evaluated_with_the_weights_of_its_optimizer_counted_as_changed() -> None:
     """ScheduleFree's are put in place and taken back by shoal itself."""
     parameter = torch.nn.Parameter(torch.ones(300))
     training = TrainingState(pytorch_optimizer.ScheduleFreeAdamW([parameter], lr=0.1))
-    training.train()
+    training.weights.train()
     stepped(training)
-    training.evaluate()
-    training.train()
+    training.weights.evaluate()
+    training.weights.train()
     stepped(training)
-    assert training.changes.since(0) is Changed.NOT
+    assert training.weights.changes.since(0) is Changed.NOT
 
 
 def test_a_copy_of_other_values_is_seen() -> None:
@@ -158,7 +158,7 @@ def test_a_program_that_clips_weights_after_each_step_could_not_save_nor_give_it
     assert state.holds is not None
     assert state.holds(lambda _: view_bytes(torch.full((8,), -0.5)))
     assert not state.holds(lambda _: view_bytes(torch.full((8,), -1.5)))
-    assert training.changes.since(0) is Changed.VALUES  # the check says so to others
+    assert training.weights.changes.since(0) is Changed.VALUES  # the check says so to others
 
 
 def test_a_program_that_evaluates_between_all_steps_does_not_count_as_one_that_changes_weights() -> None:
@@ -172,7 +172,7 @@ def test_a_program_that_evaluates_between_all_steps_does_not_count_as_one_that_c
         with pytest.raises(StateAway):
             share(training, StateName.genesis(b""), Committed())
         parameter.data.copy_(own)
-    assert training.changes.since(0) is Changed.NOT
+    assert training.weights.changes.since(0) is Changed.NOT
 
 
 def test_a_program_that_changed_its_weights_once_does_not_do_so_after_each_step() -> None:
@@ -183,8 +183,8 @@ def test_a_program_that_changed_its_weights_once_does_not_do_so_after_each_step(
         stepped(training)
         if number == 1:
             parameter.data.fill_(3.0)
-    assert not training.changes.are_usual
-    assert training.changes.at == 2
+    assert not training.weights.changes.are_usual
+    assert training.weights.changes.at == 2
 
 
 class Moves:
@@ -216,7 +216,7 @@ def test_local_updates_averaged_the_weights_of_an_evaluation(evaluates: bool, we
     training.use_average(vector)  # type: ignore[arg-type]
     training.step()
     assert vector.taken == taken
-    assert not training.is_displaced
+    assert not training.weights.are_displaced
 
 
 def test_other_memory_is_looked_at_instead() -> None:

@@ -314,7 +314,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         try:
             warnings: list[str] = []
             samples = samples_of(self._batch_size if batch_size is None else batch_size, self._rows, warnings.append)
-            weights = json.dumps(self._training.values_now())
+            weights = json.dumps(self._training.weights.checksums())
             call = call._replace(samples=samples, gradient=self._mark(), weights=weights, warning="".join(warnings))
         except ConfigError as error:
             problem, call = error, call._replace(problem=f"{error}")
@@ -399,14 +399,14 @@ class GroupOptimizer(torch.optim.Optimizer):
         if self.peer is not None:
             self.peer.eval()
         else:
-            self._training.evaluate()
+            self._training.weights.evaluate()
 
     def train(self) -> None:
         """As `shoal.Optimizer.train`, on each rank that has called `eval`."""
         if self.peer is not None:
             self.peer.train()
         else:
-            self._training.train()
+            self._training.weights.train()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while it is made: the tensors of a run are fixed.

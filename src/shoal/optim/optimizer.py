@@ -678,7 +678,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         if not (first or loaded):
             return
         with self._lock.acquire_in_thread():
-            if not self._training.is_displaced or self._training.evaluates:
+            if not self._training.weights.are_displaced or self._training.weights.are_away:
                 return
             replaced = self._loading()
             self._training.begin_anew()
@@ -686,7 +686,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 if first:
                     each.own.loaded(before, None)
                 else:
-                    each.training.note_values()
+                    each.training.weights.note()
         self._tell_loaded()
         if not first:
             self._warn(
@@ -887,7 +887,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             state, training = self._state, self._training
             name = {"epoch": state.epoch, "digest": state.digest.hex(), "samples": state.samples}
             shared = self._participant.own.with_others
-            displaced = any(each.training.is_displaced for each in self._participants)
+            displaced = any(each.training.weights.are_displaced for each in self._participants)
             where = {
                 **name,
                 "scheduled": training.schedule.count,
@@ -941,7 +941,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         is_of_others = where is not None and (merged is not None) != self._training.keeps_anchor
         anchors = None if is_of_others else merged
         with self._lock.acquire_in_thread():
-            if self._training.evaluates and not self._training.hides_weights:
+            if self._training.weights.are_aside:
                 raise ConfigError(
                     "load_state_dict() is called between eval() and train(), which puts back the weights before: call "
                     "train() of the shoal.Optimizer, then load the model's state and this one"
@@ -1133,7 +1133,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
 
     def _prepare(self, saved: Saved) -> list[Loaded]:
         """Look at a checkpoint; nothing is changed."""
-        if self._training.evaluates:
+        if self._training.weights.are_away:
             raise ConfigError("the optimizer is in eval mode: call train() before a checkpoint is taken over")
         try:
             return prepare(self._training.fragments, saved.name, saved.values, saved.tensors)
@@ -1162,12 +1162,12 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         """
         with self._between_steps("eval"):
             if not (self._training.steps_alone and self._at_end):
-                self._training.evaluate()
+                self._training.weights.evaluate()
 
     def train(self) -> None:
         """Put the weights to train with in place again, with the bits that they had."""
         with self._between_steps("train"):
-            self._training.train()
+            self._training.weights.train()
 
     def _between_steps(self, caller: str) -> AbstractContextManager[bool]:
         """Hold the lock of the parameters. Hooks of the inner optimizer would wait for themselves."""

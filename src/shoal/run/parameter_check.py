@@ -72,18 +72,19 @@ class ParameterCheck:
 
     async def _look(self, name: StateName) -> Check | None:
         training = self._own.training
-        evaluations = training.evaluations
-        if training.evaluates:
+        weights = training.weights
+        evaluations = weights.evaluations
+        if weights.are_away:
             return None
         describe = partial(
             check_of,
             on_host=training.workplace.on_host,
             way=training.workplace.way,
-            holds=lambda: not training.is_changed,
+            holds=lambda: not weights.are_changed,
         )
         run, check = self._core.env.executor.run, None
         while check is None:
-            while training.is_changed or not training.changes.are_over(name.epoch):
+            while weights.are_changed or not weights.changes.are_over(name.epoch):
                 sometimes("parameters are not those of the state when they are to be checked")
                 if name == self._awaited or self._own.name != name:
                     return None
@@ -96,10 +97,10 @@ class ParameterCheck:
             if self._own.name != name:
                 return None
         async with self._own.hold() as holds:  # a step renames under it: so they were those of this state all the time
-            if not holds or self._own.name != name or training.evaluations != evaluations:
+            if not holds or self._own.name != name or weights.evaluations != evaluations:
                 return None
-            self._described = training.changes.looks
-            changed = training.changes.since(self._known)
+            self._described = weights.changes.looks
+            changed = weights.changes.since(self._known)
             return msgspec.structs.replace(check, changed=changed, followed=self._checks.differed)
 
     async def difference(self, result: StepResult, name: StateName, weigh: Weigh) -> frozenset[PeerID] | None:

@@ -1059,7 +1059,8 @@ class Participant:
 
     def _give_states(self, name: StateName) -> tuple[float, float]:
         """Weight and factor of the parameters as they are now; none if they are not those that are trained."""
-        self._gave_others = self.training.evaluates or self.training.is_displaced
+        weights = self.training.weights
+        self._gave_others = weights.are_away or weights.are_displaced
         return float(self.own.name == name and not self._gave_others), 1.0
 
     async def _without_last_average(self, name: StateName) -> None:
@@ -1079,13 +1080,13 @@ class Participant:
 
     def _take_states(self, counts: bytes | None) -> None:
         alpha = self._states.settings.averaging_alpha
-        self.training.forget_values()
+        self.training.weights.forget()
         # Also where a batch of another fragment has moved them since; or what was given was something else.
         if self._gave_others or (self.at_end and alpha == 1.0):
             self._states.vector.overwrite()
         else:
             self._states.vector.apply(alpha)
-        self.training.note_values()
+        self.training.weights.note()
         if self._averages_what_is_held:
             self.training.discard()
         if counts is not None:

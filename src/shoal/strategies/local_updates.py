@@ -29,7 +29,6 @@ from shoal.train.inner import Scheduler
 from shoal.train.optimizer_state import is_number
 from shoal.train.training_state import TrainingState
 from shoal.train.trial import first_statistics
-from shoal.train.value_mark import Changed
 
 __all__ = ["LocalTrainingState", "LocalUpdates"]
 
@@ -209,7 +208,7 @@ class LocalTrainingState(TrainingState):
                 self.own_options.update(name for name in group if _changed(group[name], was.get(name)))
         except BaseException as error:  # whoever gave the batch counts it first, and raises this then
             # A hook before it may have raised, when nothing has moved, or one after it, when all has.
-            self._stepped = self._mark.changed() is not Changed.NOT
+            self._stepped = self.weights.are_touched
             if is_out_of_memory(error) and not self._stepped:
                 raise
             self.raised = error
@@ -218,7 +217,7 @@ class LocalTrainingState(TrainingState):
             forget_casts()
             for parameter, gradient in zip(self.parameters, own, strict=True):
                 parameter.grad = gradient
-            self.note_values()
+            self.weights.note()
         return self._stepped
 
     def contribute(self) -> tuple[float, float]:
@@ -227,7 +226,7 @@ class LocalTrainingState(TrainingState):
         They have no weight while other values stand in their place, for an evaluation.
         """
         weight, _ = super().contribute()
-        self._gave_others = self.evaluates or self.is_displaced
+        self._gave_others = self.weights.are_away or self.weights.are_displaced
         for each in self._statistics:
             if (kept := each.kept(self.optimizer)) is not None:
                 each.copy.copy_(kept)

@@ -31,7 +31,6 @@ from shoal.train.inner import Scheduler, make_optimizer
 from shoal.train.options import Options
 from shoal.train.training_state import PreparedState, TrainingState, fingerprint_of, not_finite
 from shoal.train.trial import weight_copies
-from shoal.train.value_mark import ValueMark
 
 __all__ = ["LocalSteps", "OuterTrainingState"]
 
@@ -138,7 +137,7 @@ class OuterTrainingState(TrainingState):
             )
         super().__init__(outer, None, extra_tensors, late=True)
         self.workplace.is_beside(local.workplace)
-        self._mark = ValueMark(())  # nothing but shoal has the anchor
+        self.weights.are_private()  # nothing but shoal has the anchor
         # Its parameter groups may have them in another order.
         self._model_of = {id(each): of_model for each, of_model in zip(anchor, own, strict=True)}
         self._own = [self._model_of[id(each)] for each in self.trained]
@@ -247,7 +246,7 @@ class OuterTrainingState(TrainingState):
         self._passed += 1
 
     def _weights(self) -> list[torch.Tensor]:
-        held = self._local.weights()
+        held = self._local.weights.now()
         return [held[place] for place in self._places]
 
     def contribute(self) -> tuple[float, float]:
@@ -258,8 +257,8 @@ class OuterTrainingState(TrainingState):
             # What was rounded off is no part of what was trained.
             for outer, anchor, own in zip(self.accumulators, self._anchor, self._weights(), strict=True):
                 outer.copy_(anchor).sub_(own.to(outer.device))
-        others = self._local.hides_weights or self._local.is_displaced  # than those that are trained
-        return (0.0 if self._strays or others else weight), 1.0
+        weights = self._local.weights
+        return (0.0 if self._strays or weights.are_hidden or weights.are_displaced else weight), 1.0
 
     def given_is_in(self) -> None:
         """See `TrainingState.given_is_in`.
@@ -363,29 +362,26 @@ class OuterTrainingState(TrainingState):
         such (`Merging.keeps`). A state that does not follow from the one here may have it already, if this peer was on
         the other side of a fork before.
         """
-        if evaluates := self._local.evaluates and not self._local.hides_weights:
-            self._local.train()  # else that would put back the weights before
-        keeps = follows and self.merging.keeps and not self._older
-        # If it counts, the merge that has it is given up for a branch of this state.
-        keeps = keeps and not self._strays and not self._counts and self.unfit() is None
-        if keeps and self._trained.batches:
-            sometimes("what a peer trained is kept over a state that it downloads")
-        before = [each.clone() for each in self._anchor] if keeps else []
-        trained = self._trained.samples + self._later.samples, self._trained.batches + self._later.batches
-        if prepared.epoch < self.epoch:
-            self._local.schedule.go_back()
-        self._strays = True  # if this is interrupted, the parameters go back to the anchor
-        super().take_over(prepared, follows=follows)
-        with torch.no_grad(), self._local.moving(self._own):
-            if keeps:
-                torch._foreach_sub_(self._own, before)
-                torch._foreach_add_(self._own, self._anchor)
-                self._trained.samples, self._trained.batches = trained
-            else:
-                torch._foreach_copy_(self._own, self._anchor)
-        self._strays, self._older = False, keeps and trained[1] > 0
-        if evaluates:
-            self._local.evaluate()
+        with self._local.weights.in_place():
+            keeps = follows and self.merging.keeps and not self._older
+            # If it counts, the merge that has it is given up for a branch of this state.
+            keeps = keeps and not self._strays and not self._counts and self.unfit() is None
+            if keeps and self._trained.batches:
+                sometimes("what a peer trained is kept over a state that it downloads")
+            before = [each.clone() for each in self._anchor] if keeps else []
+            trained = self._trained.samples + self._later.samples, self._trained.batches + self._later.batches
+            if prepared.epoch < self.epoch:
+                self._local.schedule.go_back()
+            self._strays = True  # if this is interrupted, the parameters go back to the anchor
+            super().take_over(prepared, follows=follows)
+            with torch.no_grad(), self._local.moving(self._own):
+                if keeps:
+                    torch._foreach_sub_(self._own, before)
+                    torch._foreach_add_(self._own, self._anchor)
+                    self._trained.samples, self._trained.batches = trained
+                else:
+                    torch._foreach_copy_(self._own, self._anchor)
+            self._strays, self._older = False, keeps and trained[1] > 0
 
     def discard(self) -> None:
         """Forget what was trained. The parameters go back to the anchor before the next batch: see `settle`."""
@@ -504,7 +500,7 @@ class LocalSteps(LocalTrainingState):
                 # What was not finite has no place of its own.
                 kept.copy_(torch.where(moved.isfinite(), moved, each.to(kept)).reshape(kept.shape))
             forget_casts()
-            self.note_values()
+            self.weights.note()
 
     def _copies_of(self, parameter: torch.Tensor) -> list[torch.Tensor]:
         if not self._judged and self.optimizer.state:
@@ -593,7 +589,7 @@ class LocalSteps(LocalTrainingState):
         """Let the anchor of each fragment be what the parameters are: other weights were loaded into the model."""
         for fragment in self.fragments:
             fragment.begin_anew()
-        self.note_values()
+        self.weights.note()
 
     def taken_over(self) -> None:
         """See `TrainingState.taken_over`. The parameters are the anchors, and the schedule stands where the run is."""

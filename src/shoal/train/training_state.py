@@ -33,8 +33,8 @@ from shoal.train.offload import Offload
 from shoal.train.optimizer_state import AnyTensor, OptimizerState, Prepared, is_number
 from shoal.train.options import Options, apply, options_of
 from shoal.train.run_schedule import RunSchedule
+from shoal.train.trained_weights import TrainedWeights
 from shoal.train.trial import blank_statistics, mixes_values
-from shoal.train.value_mark import Changed, OutsideChanges, ValueMark
 from shoal.train.workplace import Workplace
 
 __all__ = ["PreparedState", "TrainingState", "digest_of", "fingerprint_of", "not_finite"]
@@ -108,8 +108,7 @@ class TrainingState:
         step_error: the error that the optimizer's step raised, if the last one did; else None.
         kept_back: says what the optimizer keeps and newcomers cannot be given; None if nothing was seen.
         frozen_here: says which trained parameter is frozen here only, so that the steps move it; None if none is.
-        evaluations: how often weights to evaluate with were put into their place.
-        changes: of the parameters by something else than shoal, as batches have seen them.
+        weights: that are trained, wherever they are, and what else has changed them.
         steps_alone: whether each batch moves the parameters of this peer alone, until the next average of them.
         averages_parameters: whether peers average the parameters themselves, and no gradients.
         averaged_statistics: names of statistics of the optimizer that are averaged with them.
@@ -166,8 +165,7 @@ class TrainingState:
                 raise ConfigError(f"{name}: {error}") from error
         self.trained = trained
         self._frozen = [parameter for parameter in self.parameters if not parameter.requires_grad]
-        self._mark = ValueMark(self.parameters)
-        self.changes = OutsideChanges()
+        self.weights = TrainedWeights(optimizer, self.parameters, self.workplace)
         self._dtypes = [(parameter.dtype, parameter.shape) for parameter in self.parameters]
         self._sum, self._late = self._new_sum(), self._new_sum() if late else None
         self.accumulators = self._sum.tensors
@@ -189,8 +187,6 @@ class TrainingState:
         self.frozen_here: str | None = None
         self._frozen_steps = 0
         self.epoch, self.whole, self.stepping = 0, True, False
-        self._for_training: list[torch.Tensor] | None = None  # the parameters, while others stand in their place
-        self.evaluations = 0
         self._ended: tuple[bytes, list[torch.Tensor]] | None = None  # see `end`
         self._has_average = self._in_round = False
         self._given: tuple[int, int] | None = None  # samples and batches that the last round of this state was given
@@ -225,79 +221,6 @@ class TrainingState:
 
     def _new_sum(self) -> GradientSum:
         return GradientSum(self.trained, self._unit, torch.device("cpu") if self.workplace.on_host else None)
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether the parameters are those to evaluate with, and no step can be taken (ScheduleFree's `eval`)."""
-        modes = [getattr(self.optimizer, "train_mode", None)]
-        modes += [group.get("train_mode") for group in self.optimizer.param_groups]
-        return self._for_training is not None or any(mode is False for mode in modes)
-
-    @property
-    def hides_weights(self) -> bool:
-        """Whether the weights to train with are not at hand: somebody has called the inner optimizer's own `eval`."""
-        return self.evaluates and self._for_training is None
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether something else than shoal has changed the trained parameters since the last batch, or step."""
-        return self._for_training is None and not self._mark.agrees()
-
-    @property
-    def is_displaced(self) -> bool:
-        """Whether something else than shoal has put other values into the place of the trained parameters.
-
-        They are the user's, for an evaluation for example, and not those that the name of the state stands for. Where
-        a program changes them after its steps, what it has made of them is the state.
-        """
-        return self.is_changed and not self.changes.are_usual
-
-    def agrees_with(self, copy: Callable[[int], memoryview]) -> bool:
-        """Whether a copy of `export` has the values of the state: it gives the bytes of the tensor of a number."""
-        return self._mark.agrees_with(copy, now=self.changes.are_usual)
-
-    def values_now(self) -> dict[int, int]:
-        """Checksums of some values of the parameters, by their numbers: to compare with another process's."""
-        return self._mark.now()
-
-    def forget_values(self) -> None:
-        """The parameters are about to be set (under the lock): until `note_values` they are nobody's."""
-        self._mark.forget()
-
-    def note_values(self) -> None:
-        """The parameters are what they are to be (under the lock): whatever else comes is `is_displaced`."""
-        if self._for_training is None:
-            self._mark.note()
-
-    def _look_for_changes(self) -> None:
-        """A batch has come: what it was computed with counts as the state's from now on. The user is told."""
-        changed = self._mark.changed() if self._mark.knows else Changed.NOT
-        self.changes.seen(changed, self.model_epoch, each_steps=self.steps_alone)
-        if changed is not Changed.NOT or not self._mark.knows:
-            self._mark.note()
-
-    def evaluate(self) -> None:
-        """Put the parameters to evaluate with into the place of those to train with, if the optimizer has such."""
-        if callable(change := getattr(self.optimizer, "eval", None)) and self._for_training is None:
-            self._for_training = [parameter.detach().clone() for parameter in self.parameters]
-            self.evaluations += 1
-            with self.workplace.at_work():
-                change()
-            forget_casts()
-
-    def train(self) -> None:
-        """Take that back: to the bit, as the optimizer's own way back rounds."""
-        if callable(change := getattr(self.optimizer, "train", None)):
-            with self.workplace.at_work():
-                change()
-        if self._for_training is not None:
-            with torch.no_grad():
-                for parameter, own in zip(self.parameters, self._for_training, strict=True):
-                    parameter.copy_(own)
-            self._for_training = None
-            if self._mark.agrees():
-                self._mark.note()  # it was not somebody else who has written to them
-        forget_casts()
 
     @property
     def local(self) -> TrainingState:
@@ -351,10 +274,6 @@ class TrainingState:
         """Whether the average that is here is to be taken at a later batch."""
         return False
 
-    def weights(self) -> list[torch.Tensor]:
-        """The parameters to train with, also between `evaluate` and `train`."""
-        return [*(self._for_training or (parameter.detach() for parameter in self.parameters))]
-
     def places(self) -> list[torch.Tensor]:
         """The tensors of the model that those of `describe` belong to."""
         return self.describe()
@@ -405,7 +324,7 @@ class TrainingState:
             ConfigError: other parameters are to be trained than when the run began, or an option is of no use.
         """
         self._check_parameters()
-        self._look_for_changes()
+        self.weights.look(self.model_epoch, each_steps=self.steps_alone)
         given = [index for index, parameter in enumerate(self.trained) if parameter.grad is not None]
         chosen = self._late if self._in_round and self._late is not None else self._sum
         if not given or (self._has_average and chosen is self._sum):
@@ -449,7 +368,7 @@ class TrainingState:
 
     def _check_parameters(self) -> None:
         """Raise `ConfigError` if other parameters are to be trained than when the run began."""
-        if self.evaluates:
+        if self.weights.are_away:
             raise ConfigError("the optimizer is in eval mode: call train() of the shoal.Optimizer before step()")
         listed, known = [each for group in self.optimizer.param_groups for each in group["params"]], self.parameters
         if len(listed) != len(known):
@@ -605,7 +524,7 @@ class TrainingState:
             absent = [index for index, given in enumerate(self._sum.given) if not given]
         own = [parameter.grad for parameter in self.parameters]
         before, self.step_error = self.epoch, None
-        self.forget_values()
+        self.weights.forget()
         try:
             if options is not None:
                 apply(self.optimizer.param_groups, options, self.own_options)
@@ -619,7 +538,7 @@ class TrainingState:
                 self._after_step(own, taken=self.epoch != before)
             finally:
                 self._after_step(own, taken=self.epoch != before)  # an interrupt may have come in between
-            self.note_values()
+            self.weights.note()
         self.schedule.stepped()
         self.whole = True
 
@@ -715,7 +634,7 @@ class TrainingState:
     def export(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
         """All that another peer needs: plain values, and tensors by reference (hold the lock while they are read)."""
         self.schedule.put_back()
-        tensors = self.weights()
+        tensors = self.weights.now()
         tensors += [extra.detach() for extra in self.extra_tensors]
         values = self._kept.export(tensors)
         return {
@@ -798,17 +717,14 @@ class TrainingState:
             prepared: as `prepare` gave it.
             follows: whether one step led to it from the state here: then a peer that merges keeps what it has trained.
         """
-        if evaluates := self._for_training is not None:
-            self.train()  # else that would put back the weights before
-        self.forget_values()
-        with torch.no_grad():
-            for mine, theirs in zip(self.describe(), prepared.tensors, strict=True):
-                mine.copy_(theirs)
-        self._kept.switch(prepared.optimizer)
-        forget_casts()
-        self.note_values()
-        if evaluates:
-            self.evaluate()
+        with self.weights.in_place():
+            self.weights.forget()
+            with torch.no_grad():
+                for mine, theirs in zip(self.describe(), prepared.tensors, strict=True):
+                    mine.copy_(theirs)
+            self._kept.switch(prepared.optimizer)
+            forget_casts()
+            self.weights.note()
         self.resume(prepared.epoch, prepared.scheduled)
 
     def load(self, values: Any, tensors: Sequence[torch.Tensor]) -> None:
@@ -870,7 +786,7 @@ class TrainingState:
         A schedule that fails on the way says so (`RunSchedule.error`); it raises nothing.
         """
         self.epoch = epoch
-        self.changes.forget()
+        self.weights.changes.forget()
         self.schedule.resume(scheduled)
         self.discard()
 

@@ -303,7 +303,7 @@ class OwnState:
         self.differs()
         self.committed, self.before, self.is_average, self.update = Committed(), b"", False, None
         self.training.discard()
-        self.training.forget_values()
+        self.training.weights.forget()
         return replaced
 
     def loaded(
@@ -318,7 +318,7 @@ class OwnState:
             floor: the last state before it that was shared, as far as that was saved.
         """
         before = replaced.name
-        self.training.note_values()
+        self.training.weights.note()
         if saved is not None and unchanged:
             name = self._ranked(saved)
         elif saved is None and before.epoch == 0:

@@ -51,9 +51,9 @@ def share(
         ConfigError: the parameters are not those to train with, by the optimizer's own doing.
         StateAway: they are not, by the user's doing.
     """
-    if training.hides_weights:
+    if training.weights.are_hidden:
         raise ConfigError("the optimizer is in eval mode by its own eval(): call eval() of the shoal.Optimizer instead")
-    if training.is_displaced:
+    if training.weights.are_displaced:
         raise StateAway(
             "other values stand in the place of the trained parameters than the last step has left there (averaged "
             "ones, for an evaluation?): put those back first, and change them only within the optimizer's step"
@@ -71,7 +71,7 @@ def share(
         tensors=tensors,
         epoch=name.epoch,
         may_be_infinite=_extra(training),
-        holds=training.agrees_with,
+        holds=training.weights.agree_with,
         called=training.called,
     )
 

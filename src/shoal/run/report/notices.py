@@ -100,9 +100,9 @@ class Notices:
         """
         if self._tells_of_model and (error := training.take_memory_error()) is not None:
             self.skipped("a batch, and those that were summed with it, were", error)
-        if self._tells_of_model and (epoch := training.changes.at) is not None and epoch >= self._changed_from:
+        if self._tells_of_model and (epoch := training.weights.changes.at) is not None and epoch >= self._changed_from:
             # What it does after each step is told once: all peers may do so, and if not, the check finds it.
-            self._changed_from = epoch + _CHANGES_APART if not training.changes.are_usual else math.inf
+            self._changed_from = epoch + _CHANGES_APART if not training.weights.changes.are_usual else math.inf
             between, effect = (
                 ("batches", "the change counts as this peer's own training, and goes into the next average")
                 if training.steps_alone

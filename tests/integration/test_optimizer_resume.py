@@ -138,7 +138,7 @@ def test_an_interrupted_batch_was_counted_nowhere_or_stepped_from_twice(
             weight.grad = torch.full((1,), -1.0)
             if goes_on := interrupted(swarm.step, moment):
                 swarm.step()
-            held, dropped = core.training.held, swarm.status().dropped
+            held, dropped = core.training.pending.held, swarm.status().dropped
             assert held + dropped == moment, f"at moment {moment}"
             if "strategy" in options:  # a step of which the interrupt has left nothing else counts for nothing
                 assert float(weight.detach()) - before in (0.0, 1.0), f"at moment {moment}"
@@ -183,7 +183,7 @@ def test_an_interrupt_within_the_inner_step_was_counted_nowhere(
         swarm.step()
         moved = {"before": [0.0, 0.0], "within": [1.0, 0.0], "after": [1.0, 1.0]}[where]
         assert [float(each.detach()) for each in weights] == moved
-        held, seen = swarm.collaboration.training.held, swarm.status()
+        held, seen = swarm.collaboration.training.pending.held, swarm.status()
         assert (held, seen.dropped) == ((0, 1) if where == "before" else (1, 0))
 
 
@@ -212,11 +212,11 @@ def test_an_interrupt_in_a_closure_or_below_a_scaler_counts_nothing_twice(
         with pytest.raises(KeyboardInterrupt):
             calls()
         assert float(weight.detach()) == 0.0
-        assert swarm.collaboration.training.held == 0
+        assert swarm.collaboration.training.pending.held == 0
         calls()
         until(lambda: swarm.collaboration.phase is not RunPhase.AVERAGING)
         found = swarm.status()
-        counted = found.contributed + found.dropped + swarm.collaboration.training.held
+        counted = found.contributed + found.dropped + swarm.collaboration.training.pending.held
         assert counted == 1
         assert float(weight.detach()) in (0.0, 1.0)
 
@@ -756,7 +756,7 @@ def test_first_weights_that_came_after_the_optimizer_had_the_name_of_those_befor
         swarm.step()
         swarm.zero_grad()
     assert swarm.collaboration.state != before
-    assert swarm.collaboration.training.samples == 2 * TARGET
+    assert swarm.collaboration.training.pending.samples == 2 * TARGET
     assert not [each for each in told if "changed between" in each]
     swarm.shutdown()
 

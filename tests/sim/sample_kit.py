@@ -128,7 +128,7 @@ class SampleAudit:
         return tuple(batches), int(fmean(samples))
 
     def _of(self, participant: Participant) -> tuple[object, ...]:
-        return tuple(self._in.get(id(participant.training._sum), ()))
+        return tuple(self._in.get(id(participant.training.pending.total), ()))
 
     def counted(self) -> set[Any]:
         """The numbers of all batches that went into a state, of whatever history."""

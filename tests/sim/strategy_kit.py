@@ -169,8 +169,8 @@ class Counted(Trainer):
         def contributes() -> tuple[float, float]:
             weight: tuple[float, float] = contribute()
             moved = frozenset(numbers_of(_flat(training.accumulators)).intersection(self.trained))
-            assert training.samples == BATCH * len(moved) or not self.audit.counts
-            give = Give(moved, min(training.samples, limit[0]))
+            assert training.pending.samples == BATCH * len(moved) or not self.audit.counts
+            give = Give(moved, min(training.pending.samples, limit[0]))
             self.given[number, fragment.state.digest].append(give)
             return weight
 
@@ -219,7 +219,7 @@ class Counted(Trainer):
                 assert least <= said.contributed <= most, f"{told}: {said.contributed} where it is {least} to {most}"
                 training: Any = fragment.training
                 moved = numbers_of(_flat(training.trained) - _flat(training._own)).intersection(self.trained)
-                assert training.held == (0 if training._strays else BATCH * len(moved)), told
+                assert training.pending.held == (0 if training._strays else BATCH * len(moved)), told
 
     def _contributed(self, number: int, fragment: Participant) -> tuple[int, int]:
         """The fewest and the most samples of this peer in the merges that led to its state.

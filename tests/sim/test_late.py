@@ -55,7 +55,7 @@ def test_late_batches_count_one_epoch_later(mode: str) -> None:
     """None is dropped, but what is held at the end: that was neither contributed nor dropped."""
     for trainer in train_unevenly(mode):
         participant = trainer.participant
-        done, held = trainer.batches_done * BATCH, participant.training.samples
+        done, held = trainer.batches_done * BATCH, participant.training.pending.samples
         assert participant.contribution.contributed == done - held
         assert participant.contribution.dropped == held
 
@@ -133,7 +133,7 @@ class Noted(Trainer):
         super().__init__(*args, **options)
         self.events = list[tuple[str, Any]]()
         training = self.participant.training
-        accumulate, contribute, failed = training.accumulate, training.contribute, training.round_failed
+        accumulate, contribute, failed = training.accumulate, training.contribute, training.pending.round_failed
         step = training._step_from_average
 
         def accumulates(batch_size: int) -> bool:
@@ -156,7 +156,7 @@ class Noted(Trainer):
 
         training.accumulate = accumulates  # type: ignore[method-assign]
         training.contribute = contributes  # type: ignore[method-assign]
-        training.round_failed = fails  # type: ignore[method-assign]
+        training.pending.round_failed = fails  # type: ignore[method-assign]
         training._step_from_average = steps  # type: ignore[method-assign]
 
 

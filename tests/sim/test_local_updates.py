@@ -171,7 +171,7 @@ def test_batches_during_a_round_are_kept() -> None:
             await run.swarm.run_on(f"p{trainer.index}", trainer.take_batch, BATCH)
         before = [[p.detach().clone() for p in trainer.parameters] for trainer in trainers]
         mean = [(a + b) / 2 for a, b in zip(*before, strict=True)]
-        while not all(trainer.participant.training._in_round for trainer in trainers):
+        while not all(trainer.participant.training.pending.in_round for trainer in trainers):
             await sim.sleep(0.01)
         for trainer in trainers:
             backward(trainer.parameters, trainer.index, 1, BATCH)
@@ -185,7 +185,7 @@ def test_batches_during_a_round_are_kept() -> None:
         for trainer, own in zip(trainers, moved, strict=True):
             for parameter, average, change in zip(trainer.parameters, mean, own, strict=True):
                 torch.testing.assert_close(parameter.detach(), average + change, rtol=0, atol=1e-12)
-            assert trainer.participant.training.samples == BATCH
+            assert trainer.participant.training.pending.samples == BATCH
             assert trainer.participant.contribution.contributed == BATCH
         await run.close()
 

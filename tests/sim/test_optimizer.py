@@ -325,7 +325,7 @@ def test_a_batch_that_is_not_finite_costs_that_batch_and_is_told() -> None:
         assert warning.startswith(
             "1 batch was left out, because gradients are not finite, or too large to be summed (of"
         )
-        assert trainer.participant.training.samples == 4
+        assert trainer.participant.training.pending.samples == 4
         await run.swarm.run_on("p0", trainer.take_batch, 8)
         assert trainer.participant.epoch == 1
         await run.close()
@@ -624,7 +624,7 @@ def test_gradients_that_are_not_finite_are_dropped_when_nobody_has_others(peers:
             trainer = run.swarm.peer(name)
             await trainer.take_batch(4)
             training = trainer.participant.training
-            training._sum.bound = torch.inf
+            training.pending.total.bound = torch.inf
             for accumulator in training.accumulators:
                 accumulator[0, 0] = torch.nan
             await trainer.train(4, duration_s=0.2, until=lambda: loop.time() > 15)
@@ -660,7 +660,7 @@ def test_who_has_nothing_new_to_say_is_quiet(monkeypatch: pytest.MonkeyPatch) ->
         assert 4 * 3 * 19 <= len(told) <= 4 * 3 * 21
         first, second = run.swarm.peer("p0").participant, run.swarm.peer("p1").participant
         for samples in (4, 8):  # the second while the first is on its way
-            first.training._sum.samples = samples
+            first.training.pending.total.samples = samples
             first.accumulated()
             await sim.sleep(0.051)
         await sim.sleep(0.1)

@@ -26,7 +26,7 @@ async def two_at_their_first_step(run: Run) -> tuple[Trainer, Trainer]:
     await sim.sleep(3.0)
     for trainer in trainers:
         trainer.participant.training.accumulators[0].fill_(0.5)
-        trainer.participant.training._sum.samples = BATCH
+        trainer.participant.training.pending.total.samples = BATCH
         trainer.participant.accumulated()
     await sim.sleep(1.0)
     assert [trainer.participant.phase for trainer in trainers] == [RunPhase.STEPPING] * 2
@@ -298,7 +298,7 @@ def test_a_state_that_is_taken_over_while_a_step_alone_waits_for_the_lock_is_not
         participant = trainer.participant
         async with participant.own.lock.acquire():
             participant.training.accumulators[0].fill_(7.0)
-            participant.training._sum.samples = BATCH
+            participant.training.pending.total.samples = BATCH
             participant.accumulated()
             await sim.sleep(1.0)
             before = participant.phase
@@ -332,11 +332,11 @@ def test_a_state_that_is_taken_over_during_a_round_is_not_stepped_with_its_avera
 
         late._averager.vector.copy_in = replaced  # type: ignore[assignment]
         for trainer in (first, second):
-            trainer.participant.training._sum.samples = BATCH
+            trainer.participant.training.pending.total.samples = BATCH
             trainer.participant.accumulated()
         await sim.sleep(3.0)
         assert late.phase is RunPhase.BEHIND or late.phase is RunPhase.COLLECTING
-        assert late.training.samples == 0
+        assert late.training.pending.samples == 0
         assert first.participant.phase is RunPhase.STEPPING
         await run.close()
 

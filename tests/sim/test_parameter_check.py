@@ -13,6 +13,7 @@ from shoal import sim
 from shoal.events import Event, Warned
 from shoal.run import parameter_check
 from shoal.run.decide.check import Check, check_of
+from shoal.train.workplace import Workplace
 from tests.sim.optimizer_kit import Run, Trainer
 
 NAMES = ["p0", "p1", "p2"]

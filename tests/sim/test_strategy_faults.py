@@ -181,7 +181,7 @@ def test_an_interrupt_in_the_outer_step_leaves_what_was_trained_to_be_given_agai
     assert fragment.epoch == 1
     backward(list(local.trained), 0, 1, BATCH)
     assert not local.accumulate(BATCH)
-    assert (fragment.samples, fragment.batches) == (0, 0)
+    assert (fragment.pending.samples, fragment.batches) == (0, 0)
     assert all(map(torch.equal, local.trained, fragment.trained))
 
 
@@ -198,7 +198,7 @@ def test_a_peer_with_broken_parameters_keeps_the_weight_of_what_it_has_lost() ->
         each.zero_()  # the average of the others
     fragment.use_accumulators()
     fragment.step()
-    assert (fragment.samples, fragment.batches) == (0, 0)
+    assert (fragment.pending.samples, fragment.batches) == (0, 0)
     assert all(map(torch.equal, local.trained, fragment.trained))
 
 

@@ -97,7 +97,7 @@ class Scene:
     def trained(self) -> tuple[int, int]:
         """Samples and batches that go into a later merge."""
         fragment = self.fragment
-        return fragment.samples + fragment._later.samples, fragment.batches + fragment._later.batches
+        return fragment.pending.samples + fragment._later.samples, fragment.batches + fragment._later.batches
 
     def look(self) -> tuple[list[torch.Tensor], list[torch.Tensor], tuple[int, int], int]:
         """All of it."""
@@ -128,7 +128,7 @@ def check(make: Callable[[], Scene], codes: list[CodeType], work: Callable[[Scen
         weight, _ = fragment.contribute()
         if weight:
             assert any(alike(scene.parameters, each[1]) for each in (before, after)), f"half is given {where}"
-        fragment.round_failed()
+        fragment.pending.round_failed()
         settled = fragment.settle()
         found = scene.look()
         if settled:

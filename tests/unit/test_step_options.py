@@ -384,12 +384,12 @@ def test_a_learning_rate_of_nan_was_refused_in_the_round_only(kind: str, option:
     for each in trained:
         each.grad = torch.ones_like(each)
     assert training.accumulate(4)
-    samples, before = training.samples, [each.detach().clone() for each in trained]
+    samples, before = training.pending.samples, [each.detach().clone() for each in trained]
     group[option] = value
     for _ in range(2):
         with pytest.raises(ConfigError, match=says):
             training.accumulate(4)
-    assert training.samples == samples
+    assert training.pending.samples == samples
     assert all(map(torch.equal, before, trained))
     group[option] = good
     assert training.accumulate(4)

@@ -147,11 +147,11 @@ def test_a_batch_that_cannot_be_summed_is_left_out(first: bool, bad: float) -> N
     parameters[0].grad = torch.zeros(3)
     parameters[1].grad = torch.tensor([0.0, bad])
     assert not training.accumulate(2)
-    assert (training.left_out, training.left_out_for) == (1, 1)
+    assert (training.pending.left_out, training.pending.left_out_for) == (1, 1)
     if first:
         accumulate(training, parameters, 1.0, 2)
     accumulate(training, parameters, 3.0, 2)
-    assert training.samples == 4
+    assert training.pending.samples == 4
     assert training.unfit() is None
     training.use_own_mean()
     training.step()
@@ -211,7 +211,8 @@ def test_what_is_fit_is_taken_by_a_round(value: float, samples: int) -> None:
     """Else every round would fail, and the accumulators would never be dropped."""
     training, _ = state((3,), unit=64)
     training.accumulators[0].fill_(value / samples)
-    training._sum.samples, training._sum.bound, training._sum.is_over = samples, math.inf, False
+    total = training.pending.total
+    total.samples, total.bound, total.is_over = samples, math.inf, False
     weight, scale = training.contribute()
     vector = Vector(training.accumulators, describe(training.accumulators, [NoCompression()]))
     if vector.copy_in(scale, weight) is not None:
@@ -226,7 +227,7 @@ def test_batches_that_fit_can_make_a_sum_that_does_not() -> None:
     assert training.unfit() is None
     training.contribute()
     accumulate(training, [parameter], large, 1)
-    training.round_failed()
+    training.pending.round_failed()
     assert training.unfit() == 0
     training.discard()
     accumulate(training, [parameter], 2.0, 1)
@@ -834,25 +835,25 @@ def late_one() -> tuple[TrainingState, list[torch.nn.Parameter]]:
 def test_a_late_batch_goes_into_the_next_step() -> None:
     """The step is of the batch that was in the round, the next one of the late batch, with its samples."""
     training, parameters = late_one()
-    assert training.samples == 4
+    assert training.pending.samples == 4
     training.use_accumulators()
     accumulate(training, parameters, 5.0, 4)
     training.step()
     assert [each[0].item() for each in parameters] == [-1.0, -1.0]
-    assert training.samples == 12
+    assert training.pending.samples == 12
     training.use_own_mean()
     training.step()
     assert [each[0].item() for each in parameters] == pytest.approx([-1 - (8 * 3 + 4 * 5) / 12] * 2)
-    assert training.samples == 0
+    assert training.pending.samples == 0
 
 
 def test_a_late_batch_joins_the_others_if_the_round_fails() -> None:
     """All of them were computed at one state."""
     training, parameters = late_one()
-    training.round_failed()
-    assert training.samples == 12
+    training.pending.round_failed()
+    assert training.pending.samples == 12
     accumulate(training, parameters, 0.0, 4)
-    assert training.samples == 16
+    assert training.pending.samples == 16
     training.use_own_mean()
     training.step()
     assert [each[0].item() for each in parameters] == pytest.approx([-(4 * 1 + 8 * 3) / 16] * 2)
@@ -869,9 +870,9 @@ def test_a_late_batch_of_a_state_that_is_over_counts_for_nothing(event: str, mon
         monkeypatch.setattr(training.optimizer, "step", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             training.step()
-    assert training.samples == 0
-    training.round_failed()
-    assert training.samples == 0
+    assert training.pending.samples == 0
+    training.pending.round_failed()
+    assert training.pending.samples == 0
     accumulate(training, parameters, 2.0, 4)
     assert training.contribute() == (4.0, 1.0)
     assert bool((training.accumulators[0] == 2.0).all())
@@ -887,7 +888,7 @@ def test_an_interrupt_within_a_late_batch_leaves_the_average(monkeypatch: pytest
             training.accumulate(4)
     training.step()
     assert parameters[0].tolist() == [-1.0] * 3
-    assert training.samples == 0, "of the late batches a part may be added: none counts"
+    assert training.pending.samples == 0, "of the late batches a part may be added: none counts"
 
 
 @pytest.mark.parametrize("make", [pytorch_optimizer.LOMO, pytorch_optimizer.AdaLOMO])
@@ -910,7 +911,7 @@ def test_a_parameter_without_a_gradient_stays_as_torch_leaves_it() -> None:
     training = TrainingState(torch.optim.AdamW([used, unused, late], lr=0.1, weight_decay=0.5), unit=1)
     used.grad = torch.ones(2)
     assert training.accumulate(1)
-    assert training.absent() == b"\x06"
+    assert training.pending.total.absent() == b"\x06"
     late.grad = torch.ones(2)
     assert training.accumulate(1)
     training.use_own_mean()
@@ -918,7 +919,7 @@ def test_a_parameter_without_a_gradient_stays_as_torch_leaves_it() -> None:
     assert torch.equal(unused.detach(), torch.ones(2))
     assert unused not in training.optimizer.state
     assert not torch.equal(late.detach(), torch.ones(2))
-    assert training.absent() == b"\x07"
+    assert training.pending.total.absent() == b"\x07"
 
 
 def test_a_step_is_taken_with_the_options_of_the_round() -> None:

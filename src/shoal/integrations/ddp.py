@@ -45,6 +45,7 @@ from shoal.train.batch_rows import rows_of, samples_of
 from shoal.train.gradient_sum import GradientSum
 from shoal.train.inner import make_inner, make_scheduler
 from shoal.train.model import learn_names
+from shoal.train.pending import Pending
 from shoal.train.schedule import ScheduleWatch, follow
 from shoal.train.training_state import TrainingState
 from shoal.zero.ranks.watch import Agreement, Watch
@@ -84,13 +85,6 @@ class _Outcome(NamedTuple):
     epoch: int = 0
     finished: bool = False
     change: _Change | None = None
-
-
-class _Copy(TrainingState):
-    """The state on a rank that takes no steps: it sums no gradients."""
-
-    def _new_sum(self) -> GradientSum:
-        return GradientSum([], 1)
 
 
 class GroupOptimizer(torch.optim.Optimizer):
@@ -183,7 +177,8 @@ class GroupOptimizer(torch.optim.Optimizer):
         inner, offload = make_inner(options.get("params"), optimizer, strategy.terms.offload)
         schedule = make_scheduler(inner, options.get("scheduler"))
         follow(schedule)
-        return _Copy(inner, schedule, options.get("extra_tensors", ()), offload=offload)
+        nothing = Pending(GradientSum([], 1))  # no step is taken here
+        return TrainingState(inner, schedule, options.get("extra_tensors", ()), offload=offload, pending=nothing)
 
     # ------------------------------------------------------------------------------------------------- all ranks alike
 

@@ -631,7 +631,9 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
 
     def _asked_for_statistics(self) -> bool:
         training = self._training
-        return training.is_asked_for_statistics(began=bool(training.epoch or training.samples or training.batches))
+        return training.is_asked_for_statistics(
+            began=bool(training.epoch or training.pending.samples or training.batches)
+        )
 
     def _samples_of(self, batch_size: int | None) -> int:
         if self.auxiliary:
@@ -747,13 +749,12 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         training = self._training
         if self._spent is None or not self._spent.are_there():
             with self._lock.acquire_in_thread():
-                before, worth = training.takes, None
+                held, begun, worth = training.pending.held, training.steps_here, None
                 try:
                     worth = not over and (training.accumulate(samples) or training.holds_average)
                 finally:
                     if worth is None:  # an error, or an interrupt: a batch that has taken effect is not to come again
-                        held, begun = training.takes
-                        worth = held > before[0] or begun != before[1] or None
+                        worth = training.pending.held > held or training.steps_here != begun or None
                     if worth is not None:
                         self._count_batch(samples, worth=worth)
             if not over and (error := training.raised) is not None:

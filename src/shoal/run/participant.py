@@ -297,7 +297,7 @@ class Participant:
 
     async def _leave(self) -> None:
         await self._tasks.cancel()
-        self._tell_dropped(left=0 if self.at_end else self.training.held)  # it is given to nobody any more
+        self._tell_dropped(left=0 if self.at_end else self.training.pending.held)  # it is given to nobody any more
         await self._check.close()
         await self._fetching.close()
         await self._gossip.leave()
@@ -487,7 +487,7 @@ class Participant:
     @property
     def enough(self) -> bool:
         """Whether there is enough for a step, as far as it is known. Any thread may ask."""
-        return self.pace.reaches(self.training.samples, self.training.batches, self.epoch)
+        return self.pace.reaches(self.training.pending.samples, self.training.batches, self.epoch)
 
     @property
     def needs_turn(self) -> bool:
@@ -655,7 +655,7 @@ class Participant:
                 self._tell_absent({me}, self._now())
             async with self.own.hold() as holds:
                 if holds:
-                    self.training.round_failed()
+                    self.training.pending.round_failed()
                     self._drop_unfit()  # it counts for nothing in any round: if nobody's does, every round fails
             return
         self.last_round = result
@@ -710,13 +710,13 @@ class Participant:
         options = training.options()
         end = self._end.word(self.epoch, training.model_epoch)
         cores = min(training.workplace.cores, MOST_CORES)
-        return Said(options, training.absent(), check, training.samples, end, cores)
+        return Said(options, training.pending.total.absent(), check, training.pending.samples, end, cores)
 
     def _contribute(self, name: StateName, said: int) -> tuple[float, float]:
         """Weight and factor of the accumulators at this state; the others refuse a larger weight than it may give."""
         # Now, and not when the search began: a trainer that goes on has trained for as long as the search took.
         most = max(1, int(self._most_weight(self.core.peer_id)))  # whole samples: they are what it has contributed
-        samples = self.training.samples if self.own.name == name else 0
+        samples = self.training.pending.samples if self.own.name == name else 0
         self._given = min(samples, most)  # of more no more counts
         self.own.gives.note(name.digest, said, self._given)
         self._cut = samples - self._given
@@ -815,7 +815,7 @@ class Participant:
             if self._drop_unfit():
                 self._happened(Event.UNFIT)
                 return
-            samples = self.training.samples
+            samples = self.training.pending.samples
             if self.training.is_own_mean:
                 self.training.use_own_mean()  # at once: another thread may take longer to wake than a small step takes
             else:
@@ -998,7 +998,7 @@ class Participant:
     def held(self) -> int:
         """Samples that are in no step yet, and may still go into one: see `TrainingState.held`."""
         over = self._end.over(self.epoch) if self.training.averages_parameters else self.at_end
-        return 0 if self._closed or over else self.training.held
+        return 0 if self._closed or over else self.training.pending.held
 
     @property
     def _averages_what_is_held(self) -> bool:
@@ -1052,7 +1052,7 @@ class Participant:
             counts = self._counts.chosen(result.gathered, result.outcome.contributors, self._weigh_in(result))
             members = [member.contact.peer for member in result.outcome.members]
             self._companions.share(members, name.key, result.duration_s)
-            after, gave = name.after_averaging(result), int(self.training.held * share)
+            after, gave = name.after_averaging(result), int(self.training.pending.held * share)
             self._is_ready(self.own.prepare(partial(self._take_states, counts), after, len(members), gave=gave))
             if counts is None:  # else a follower would lack them: it downloads the state, which is the last one
                 await self._tell_step(self._steps.add_round(name, result, self._states.vector))

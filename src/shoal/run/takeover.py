@@ -407,10 +407,10 @@ class Takeover:
         start together have trained some before they meet.
         """
         own, outlook, speed = self.own, self.outlook, self.outlook.speed
-        if taken.epoch == own.name.epoch == 0 and speed.batches >= _MANY_BATCHES and own.training.samples:
+        if taken.epoch == own.name.epoch == 0 and speed.batches >= _MANY_BATCHES and own.training.pending.samples:
             if outlook.settings.fragment:
                 return _nothing
-            return partial(self.notices.begins_anew, own.training.samples)
+            return partial(self.notices.begins_anew, own.training.pending.samples)
         apart = own.apart_from(taken, history)
         if apart is None:
             steps = outlook.witness.steps_since(self.core.peer_id)

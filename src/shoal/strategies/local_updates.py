@@ -27,6 +27,7 @@ from shoal.strategies.strategy import Inner, Terms
 from shoal.train.gradient_sum import GradientSum
 from shoal.train.inner import Scheduler
 from shoal.train.optimizer_state import is_number
+from shoal.train.pending import Pending
 from shoal.train.training_state import TrainingState
 from shoal.train.trial import first_statistics
 
@@ -161,17 +162,15 @@ class LocalTrainingState(TrainingState):
     ) -> None:
         self._waits, self.averaged_statistics = waits, tuple(average_opt_statistics)
         self._move_to_average: Callable[[], None] | None = None
-        super().__init__(optimizer, scheduler, extra_tensors, **options, late=True)
+        sums = [_LocalSteps(self._step_locally) for _ in range(2)]
+        super().__init__(optimizer, scheduler, extra_tensors, **options, pending=Pending(*sums))
         self._statistics = list(_statistics(optimizer, self.trained, average_opt_statistics))
         self.state_tensors = (*self.state_tensors, *(each.copy for each in self._statistics))
-
-    def _new_sum(self) -> GradientSum:
-        return _LocalSteps(self._step_locally)
 
     @property
     def _waits_for_round(self) -> bool:
         """Whether this peer has given to a round, and goes on from its average."""
-        return self._waits and self._in_round
+        return self._waits and self.pending.in_round
 
     @property
     def holds_average(self) -> bool:
@@ -231,10 +230,6 @@ class LocalTrainingState(TrainingState):
             if (kept := each.kept(self.optimizer)) is not None:
                 each.copy.copy_(kept)
         return (0.0 if self._gave_others else weight), 1.0
-
-    def unfit(self) -> int | None:
-        """Nothing is summed that could be too large. A round leaves out parameters that are not finite."""
-        return None
 
     def use_average(self, vector: Vector) -> None:
         """Let the next step be the one to the average. The trainer may be in the middle of a batch now."""

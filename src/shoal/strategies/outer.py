@@ -26,10 +26,12 @@ from shoal.errors import ConfigError
 from shoal.layout import divide_whole
 from shoal.strategies.local_updates import LocalTrainingState
 from shoal.strategies.merging import Merging
+from shoal.train.finite import not_finite
 from shoal.train.gradient_sum import GradientSum
 from shoal.train.inner import Scheduler, make_optimizer
 from shoal.train.options import Options
-from shoal.train.training_state import PreparedState, TrainingState, fingerprint_of, not_finite
+from shoal.train.pending import Pending
+from shoal.train.training_state import PreparedState, TrainingState, fingerprint_of
 from shoal.train.trial import weight_copies
 
 __all__ = ["LocalSteps", "OuterTrainingState"]
@@ -98,11 +100,11 @@ class OuterTrainingState(TrainingState):
     """
 
     keeps_anchor = True
-    _trained: _Trained
-    _later: _Trained
     _strays = False  # the parameters are of no use
     _sound = True  # they were of use when the last merge came
     _passed = 0  # batches of the trainer since this peer gave to a merge
+    _given: tuple[int, int] | None = None  # samples and batches that the last round of this state was given
+    _counts = False  # they are in its average
     _older = False  # what was trained is older than a merge that this peer has missed
     _land: Callable[[], None] | None = None  # puts the average into the accumulators
 
@@ -135,23 +137,20 @@ class OuterTrainingState(TrainingState):
                 "outer must make an optimizer of all parameters that it is given, which are copies of those of the "
                 "model, and of no others: give outer=lambda params: torch.optim.SGD(params, lr=0.7), for example"
             )
-        super().__init__(outer, None, extra_tensors, late=True)
+        groups = outer.param_groups  # which may have them in another order
+        self._trained = _Trained([each for group in groups for each in group["params"] if each.requires_grad])
+        self._later = _Trained([])
+        super().__init__(outer, None, extra_tensors, pending=Pending(self._trained, self._later))
         self.workplace.is_beside(local.workplace)
         self.weights.are_private()  # nothing but shoal has the anchor
-        # Its parameter groups may have them in another order.
         self._model_of = {id(each): of_model for each, of_model in zip(anchor, own, strict=True)}
         self._own = [self._model_of[id(each)] for each in self.trained]
         places = {id(each): index for index, each in enumerate(local.parameters)}
         self._places = [places[id(each)] for each in self._own]
-        self._trained, self._later = _Trained(self.trained), _Trained([])
-        self._sum, self._late = self._trained, self._later
-        self.accumulators = self.averaged = self._trained.tensors
+        self.dtypes = [each.dtype for each in self._own]
         self.averaged_as = "outer gradients"
         if not self.averages_extras:
             self.state_tensors = tuple(self.trained)
-
-    def _new_sum(self) -> GradientSum:
-        return GradientSum([], 1)  # until the anchor is known
 
     @property
     def model_epoch(self) -> int:
@@ -193,7 +192,7 @@ class OuterTrainingState(TrainingState):
         Before the last merge of a run they are as many for all fragments as for the one that has fewest. So their last
         merges come together, and all that was trained is in each of them.
         """
-        if self.merging.steps is None or self._in_round or self._way[0] != 1:
+        if self.merging.steps is None or self.pending.in_round or self._way[0] != 1:
             return self._trained.batches
         ways = [each._way for each in self._local.fragments]  # noqa: SLF001
         return min(batches if left == 1 else 0 for left, batches in ways if left > 0)
@@ -209,17 +208,12 @@ class OuterTrainingState(TrainingState):
 
         0 of them also where the end is not known.
         """
-        left = 0 if self.end_epoch is None else self.end_epoch - self.epoch - self._in_round
-        return left, (self._later if self._in_round else self._trained).batches
+        left = 0 if self.end_epoch is None else self.end_epoch - self.epoch - self.pending.in_round
+        return left, (self._later if self.pending.in_round else self._trained).batches
 
     def batches_until(self, steps: int) -> int:
         """Batches that were trained since the last merge: of those that go into the next one `steps` at most."""
         return min(self._trained.batches, steps) + self._later.batches
-
-    @property
-    def in_round(self) -> bool:
-        """Whether this peer has given to a merge that is not taken yet, and has not failed."""
-        return self._in_round
 
     @property
     def waits(self) -> bool:
@@ -230,7 +224,7 @@ class OuterTrainingState(TrainingState):
         overlap = self.merging.overlap
         if all(each.comes_to_its_end for each in self._local.fragments):
             return True
-        return overlap is not None and self._in_round and self._passed >= overlap
+        return overlap is not None and self.pending.in_round and self._passed >= overlap
 
     @property
     def holds_back(self) -> bool:
@@ -239,7 +233,7 @@ class OuterTrainingState(TrainingState):
 
     def count(self, samples: int) -> None:
         """A batch of so many samples was trained (trainer, under the lock)."""
-        (self._later if self._in_round else self._trained).count(samples)
+        (self._later if self.pending.in_round else self._trained).count(samples)
 
     def pass_batch(self) -> None:
         """The trainer gives a batch, which may count or not (trainer, under the lock)."""
@@ -251,7 +245,8 @@ class OuterTrainingState(TrainingState):
 
     def contribute(self) -> tuple[float, float]:
         """The outer gradient goes into a merge now: see `TrainingState.contribute`."""
-        weight, _ = super().contribute()  # `_given` is of the outer gradient that the accumulators hold
+        self._given, self._counts = (self._trained.samples, self.batches), False
+        weight, _ = super().contribute()
         self._passed = 0
         with torch.no_grad():
             # What was rounded off is no part of what was trained.
@@ -260,13 +255,16 @@ class OuterTrainingState(TrainingState):
         weights = self._local.weights
         return (0.0 if self._strays or weights.are_hidden or weights.are_displaced else weight), 1.0
 
+    def counted(self) -> None:
+        """See `TrainingState.counted`."""
+        self._counts = True
+
     def given_is_in(self) -> None:
         """See `TrainingState.given_is_in`.
 
         It is taken out of what was trained, before that state is taken over: nothing is given twice.
         """
-        given = self._given
-        super().given_is_in()
+        given, self._given, self._counts = self._given, None, True
         if given is None or not self.merging.keeps:
             return
         sometimes("a merge has in it what this peer gave, though it missed the verdict")
@@ -337,14 +335,9 @@ class OuterTrainingState(TrainingState):
         """As the parameters hold it."""
         return [each.detach().to(own.dtype) for each, own in zip(self.trained, self._own, strict=True)]
 
-    @property
-    def dtypes(self) -> list[torch.dtype]:
-        """See `TrainingState.dtypes`."""
-        return [each.dtype for each in self._own]
-
     def _after_step(self, own: Sequence[torch.Tensor | None], *, taken: bool) -> None:
         samples, batches = 0, 0
-        if taken and self.step_error is None and self._has_average:
+        if taken and self.step_error is None and self.pending.holds_average:
             if not self._sound:
                 self._later.forget()  # the parameters are the anchor
             elif self.merging.keeps and not self._counts:
@@ -386,7 +379,7 @@ class OuterTrainingState(TrainingState):
     def discard(self) -> None:
         """Forget what was trained. The parameters go back to the anchor before the next batch: see `settle`."""
         self._strays = self.strays
-        self._land, self._older = None, False
+        self._land, self._given, self._counts, self._older = None, None, False, False
         super().discard()
 
     @property
@@ -529,9 +522,9 @@ class LocalSteps(LocalTrainingState):
         if any(settled):
             self._loses, self.raised = True, None
             return False
-        left_out = self.left_out
+        left_out = self.pending.left_out
         if not super().accumulate(batch_size):
-            if self.left_out != left_out and self.broken is not None:
+            if self.pending.left_out != left_out and self.broken is not None:
                 self.go_back()
             return False
         for fragment in self.fragments:
@@ -541,7 +534,7 @@ class LocalSteps(LocalTrainingState):
 
     @property
     def _waits_for_round(self) -> bool:
-        return self.merging.waits and any(fragment.in_round for fragment in self.fragments)
+        return self.merging.waits and any(fragment.pending.in_round for fragment in self.fragments)
 
     def follow_model(self) -> None:
         """Before its first batch the model may still be given other weights, as with any optimizer (under the lock)."""

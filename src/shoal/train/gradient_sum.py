@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 import torch
 
-from shoal.averaging.allreduce.segments import sum_dtype
+from shoal.averaging.allreduce.segments import LARGEST, sum_dtype
+from shoal.train.finite import first_beyond
 
-__all__ = ["GradientSum"]
+__all__ = ["GradientSum", "values_of"]
 
 
 class GradientSum:
@@ -25,6 +26,7 @@ class GradientSum:
         device: of the tensors; None: that of each parameter.
 
     Attributes:
+        unit: as given.
         tensors: one for each parameter, in float32 at least.
         samples: that are in the sum.
         bound: no value of the sum is larger, by the norms of what was added; infinite if one was not known.
@@ -33,7 +35,7 @@ class GradientSum:
     """
 
     def __init__(self, trained: Sequence[torch.Tensor], unit: int, device: torch.device | None = None) -> None:
-        self._trained, self._unit = trained, unit
+        self._trained, self.unit = trained, unit
         self.tensors = [
             torch.zeros(each.shape, dtype=_sum_dtype(each), device=device or each.device) for each in trained
         ]
@@ -49,7 +51,7 @@ class GradientSum:
         """
         try:
             self._add(given, samples)
-            self.bound += norm * samples / self._unit
+            self.bound += norm * samples / self.unit
         except BaseException:
             self.forget()  # interrupted: a part may be added
             raise
@@ -57,7 +59,7 @@ class GradientSum:
     def _add(self, given: Sequence[int], samples: int) -> None:
         tensors = [self.tensors[index] for index in given]
         gradients = [gradient for index in given if (gradient := self._trained[index].grad) is not None]
-        share = samples / self._unit
+        share = samples / self.unit
         with torch.no_grad():
             if self.is_over and any(p.grad is None or p.grad.layout is not torch.strided for p in self._trained):
                 self.clear()
@@ -94,6 +96,24 @@ class GradientSum:
             self.given[index] = True
         self.samples += samples
 
+    @property
+    def lacking(self) -> list[int]:
+        """The numbers of the parameters that had no gradient."""
+        return [index for index, has in enumerate(self.given) if not has]
+
+    def absent(self) -> bytes:
+        """The same as bits, the lowest first."""
+        mask = bytearray(-(-len(self.given) // 8))
+        for index in self.lacking:
+            mask[index // 8] |= 1 << index % 8
+        return bytes(mask.rstrip(b"\0"))
+
+    def unfit(self) -> int | None:
+        """The parameter whose sum cannot be averaged; None if all can. Stricter than a round is."""
+        if self.is_over:
+            return None
+        return first_beyond(self.tensors, lambda dtype: LARGEST[dtype] / (2 * self.unit), self.bound)
+
     def clear(self) -> None:
         """Set all values to 0."""
         torch._foreach_zero_(self.tensors)
@@ -107,3 +127,8 @@ class GradientSum:
 def _sum_dtype(parameter: torch.Tensor) -> torch.dtype:
     """The dtype for a sum of its gradients. A dtype that is no floating point is refused later, by its name."""
     return sum_dtype(parameter.dtype) if parameter.dtype.is_floating_point else parameter.dtype
+
+
+def values_of(gradient: torch.Tensor) -> torch.Tensor:
+    """All of its values, or those of the rows that it has."""
+    return gradient if gradient.layout is torch.strided else gradient.coalesce().values()

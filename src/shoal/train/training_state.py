@@ -13,33 +13,31 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from blake3 import blake3
 
-from shoal.averaging.allreduce.segments import LARGEST, sum_dtype
 from shoal.averaging.allreduce.vector import Vector, check_tensors
 from shoal.base.names import known_as
 from shoal.base.thread_state import forget_casts
 from shoal.compression import dtype_name, view_bytes
-from shoal.errors import ConfigError, StateUnavailable, is_out_of_memory
+from shoal.errors import ConfigError, StateUnavailable
 from shoal.protocol.wire import LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN, MAX_TRAINED, encode
-from shoal.train.gradient_sum import GradientSum
+from shoal.train.finite import norm_of, not_finite
+from shoal.train.gradient_sum import GradientSum, values_of
 from shoal.train.inner import Scheduler
 from shoal.train.offload import Offload
 from shoal.train.optimizer_state import AnyTensor, OptimizerState, Prepared, is_number
 from shoal.train.options import Options, apply, options_of
+from shoal.train.pending import Pending
 from shoal.train.run_schedule import RunSchedule
 from shoal.train.trained_weights import TrainedWeights
 from shoal.train.trial import blank_statistics, mixes_values
 from shoal.train.workplace import Workplace
 
-__all__ = ["PreparedState", "TrainingState", "digest_of", "fingerprint_of", "not_finite"]
-
-_WIDE = (torch.float32, torch.float64)
+__all__ = ["PreparedState", "TrainingState", "digest_of", "fingerprint_of"]
 
 _MOST_TENSORS, _MOST_STATISTICS = 1024, 32
 """A state from the network may have so many tensors, and so many more for each parameter and extra tensor here."""
@@ -92,16 +90,15 @@ class TrainingState:
         max_grad_norm: the average is clipped to this norm before the step; None: it is not.
         offload: lends the trained parameters host memory for the step; the sums of gradients are on the CPU then, too.
             None: the step is taken where the parameters are.
+        pending: for what is trained, if it is no sum of gradients as `unit` and `late` say.
 
     Attributes:
-        left_out: batches whose gradients could not be summed, so far.
-        left_out_for: which trained parameter's gradient it was, the last time.
         raised: the error that the step of the last batch raised, if each batch is stepped from (or an interrupt); None
             if it did not.
             What it has moved counts: whoever gave the batch counts it first, and raises this then.
-        no_memory: the error, if there was no memory to sum the last batch; None once it was told.
         broken: says which trained parameter was not finite then, since when, and what to do; None if all were finite.
         epoch: swarm steps that went into the parameters.
+        pending: what was trained and is in no step.
         schedule: of the run, and the rates that are in force.
         workplace: where and how the optimizer steps.
         whole: whether the last one that was begun here was taken to its end.
@@ -113,6 +110,7 @@ class TrainingState:
         averages_parameters: whether peers average the parameters themselves, and no gradients.
         averaged_statistics: names of statistics of the optimizer that are averaged with them.
         keeps_anchor: whether the state is kept beside the parameters, which each peer moves alone (see `outer`).
+        steps_here: that the optimizer has begun here.
         stepping: whether the optimizer takes a step of the swarm now.
         own_options: names of options that stay this peer's own, whatever the others have.
         trained: the parameters that require a gradient.
@@ -121,6 +119,7 @@ class TrainingState:
         accumulators: one for each parameter, on the CPU or its device: sum of gradient x samples / unit.
         averaged: the tensors that a round of gradients averages: the accumulators, or what stands for them.
         averaged_for: for each of these, the number of the trained parameter that it is about.
+        dtypes: of the trained parameters, as the model has them.
         averaged_as: says in words what is averaged: the same on all peers.
         no_feedback: says why a codec with feedback does not go with that, and what to do; empty if it does.
     """
@@ -129,7 +128,6 @@ class TrainingState:
     averaged_statistics: Sequence[str] = ()
     no_feedback = ""
     raised: BaseException | None = None
-    no_memory: Exception | None = None
 
     def __init__(
         self,
@@ -141,9 +139,10 @@ class TrainingState:
         late: bool = False,
         max_grad_norm: float | None = None,
         offload: Offload | None = None,
+        pending: Pending | None = None,
     ) -> None:
         self.workplace = Workplace(offload, mixes=mixes_values(optimizer))
-        self._unit, self.max_grad_norm = unit, max_grad_norm
+        self.max_grad_norm = max_grad_norm
         self.optimizer, self._kept = optimizer, OptimizerState(optimizer)
         self.schedule = RunSchedule(optimizer, scheduler, self.workplace)
         self.extra_tensors = tuple(extra_tensors)
@@ -167,10 +166,14 @@ class TrainingState:
         self._frozen = [parameter for parameter in self.parameters if not parameter.requires_grad]
         self.weights = TrainedWeights(optimizer, self.parameters, self.workplace)
         self._dtypes = [(parameter.dtype, parameter.shape) for parameter in self.parameters]
-        self._sum, self._late = self._new_sum(), self._new_sum() if late else None
-        self.accumulators = self._sum.tensors
+        if pending is None:
+            device = torch.device("cpu") if self.workplace.on_host else None
+            sums = [GradientSum(trained, unit, device) for _ in range(2 if late else 1)]
+            pending = Pending(*sums)
+        self.pending, self.accumulators = pending, pending.total.tensors
         self.averaged: Sequence[torch.Tensor] = self.accumulators
         self.averaged_for: Sequence[int] = range(len(trained))
+        self.dtypes = [each.dtype for each in trained]
         self.averaged_as = "whole"
         # Tensors that are infinite when the run begins (a mask) stay as they are: they have no mean.
         fixed = [index for index, extra in enumerate(self.extra_tensors) if not bool(torch.isfinite(extra).all())]
@@ -179,7 +182,7 @@ class TrainingState:
             for index, tensor in enumerate(self.describe(), -len(self.parameters))
             if tensor.dtype.is_floating_point and index not in fixed
         )
-        self.left_out = self.left_out_for = self._steps_here = 0
+        self.steps_here = 0
         self.own_options: set[str] = set()
         self.broken: str | None = None
         self.step_error: str | None = None
@@ -188,9 +191,6 @@ class TrainingState:
         self._frozen_steps = 0
         self.epoch, self.whole, self.stepping = 0, True, False
         self._ended: tuple[bytes, list[torch.Tensor]] | None = None  # see `end`
-        self._has_average = self._in_round = False
-        self._given: tuple[int, int] | None = None  # samples and batches that the last round of this state was given
-        self._counts = False  # they are in its average
 
     def change_begins(self) -> None:
         """A step, or an average, begins to change the parameters."""
@@ -204,11 +204,6 @@ class TrainingState:
         """The state is of this epoch, whatever was loaded."""
         self.epoch = epoch
 
-    def take_memory_error(self) -> Exception | None:
-        """The error of the last batch that was lost for want of memory; None if there was none since the last call."""
-        error, self.no_memory = self.no_memory, None
-        return error
-
     @property
     def model_epoch(self) -> int:
         """The swarm steps that went into all parameters of the model."""
@@ -218,9 +213,6 @@ class TrainingState:
     def last_epoch_taken(self) -> int:
         """No state of a later epoch is taken over from others: the schedule is moved up to it, step by step."""
         return LAST_EPOCH_TAKEN
-
-    def _new_sum(self) -> GradientSum:
-        return GradientSum(self.trained, self._unit, torch.device("cpu") if self.workplace.on_host else None)
 
     @property
     def local(self) -> TrainingState:
@@ -249,7 +241,7 @@ class TrainingState:
 
     def why_dropped(self) -> str:
         """Says why batches go into no step, and what to do."""
-        if self.keeps_late:
+        if self.pending.late is not None:
             return "the states that it was for were over. Give this peer smaller batches, or raise target_batch_size"
         return (
             "a batch that is under way when a round begins is dropped. Raise target_batch_size, so that an epoch has "
@@ -279,14 +271,9 @@ class TrainingState:
         return self.describe()
 
     @property
-    def keeps_late(self) -> bool:
-        """Whether a batch that is under way when a round begins goes into the next step."""
-        return self._late is not None
-
-    @property
     def holds_average(self) -> bool:
         """Whether the swarm's average is here, and not stepped from yet: gradients that come now count for nothing."""
-        return self._has_average
+        return self.pending.holds_average
 
     @property
     def averages_extras(self) -> bool:
@@ -294,24 +281,6 @@ class TrainingState:
         return any(tensor is extra for tensor in self.state_tensors for extra in self.extra_tensors)
 
     # ---------------------------------------------------------------------------------------------------- gradients
-
-    @property
-    def samples(self) -> int:
-        """Samples that go into the next step, as far as they are accumulated."""
-        return self._sum.samples
-
-    @property
-    def takes(self) -> tuple[int, int]:
-        """Another one whenever a batch has begun to take effect here: it is not to be given again."""
-        return self.held, self._steps_here
-
-    @property
-    def held(self) -> int:
-        """Samples that are in no step that was taken here, and may still go into one. Any thread may ask.
-
-        After each step all that was trained is in a step, is held, or is dropped.
-        """
-        return self._sum.samples + (self._late.samples if self._late is not None else 0)
 
     def accumulate(self, batch_size: int) -> bool:
         """Add the gradients in `.grad`, the mean over `batch_size` samples; parameters without one count as 0.
@@ -325,24 +294,11 @@ class TrainingState:
         """
         self._check_parameters()
         self.weights.look(self.model_epoch, each_steps=self.steps_alone)
-        given = [index for index, parameter in enumerate(self.trained) if parameter.grad is not None]
-        chosen = self._late if self._in_round and self._late is not None else self._sum
-        if not given or (self._has_average and chosen is self._sum):
-            return False
-        gradients = [gradient for parameter in self.trained if (gradient := parameter.grad) is not None]
-        values = [_dense(each) for each in gradients]
-        norm = _rough_norm(values)
-        if (bad := _beyond(values, lambda dtype: LARGEST[sum_dtype(dtype)] / (2 * batch_size), norm)) is not None:
-            self.left_out, self.left_out_for, self.broken = self.left_out + 1, given[bad], self._why_broken()
-            return False
-        try:
-            chosen.add(given, batch_size, norm)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            self.no_memory = error  # it has forgotten what it held: nothing is half added
-            return False
-        return True
+        left_out = self.pending.left_out
+        counts = self.pending.add(self.trained, batch_size)
+        if self.pending.left_out != left_out:
+            self.broken = self._why_broken()
+        return counts
 
     def _why_broken(self) -> str | None:
         values = [parameter.detach() for parameter in self.trained]
@@ -402,49 +358,27 @@ class TrainingState:
                     "began: convert the model before, or make a new shoal.Optimizer"
                 )
 
-    def absent(self) -> bytes:
-        """The trained parameters that got no gradient since the last step: bits, the lowest first."""
-        given = list(self._sum.given)
-        mask = bytearray(-(-len(given) // 8))
-        for index, has in enumerate(given):
-            if not has:
-                mask[index // 8] |= 1 << index % 8
-        return bytes(mask.rstrip(b"\0"))
-
     def contribute(self) -> tuple[float, float]:
         """The accumulators go into a round now: weight of their mean, and the factor that makes it from the sum.
 
         From here until the round's end, gradients that come are late: see `late` of the constructor.
         """
-        if self._sum.is_over:  # nothing to contribute, but what is copied must be numbers
-            self._sum.clear()
-        self._in_round, self._given, self._counts = True, (self.samples, self.batches), False
-        return float(self.samples), self._unit / self.samples if self.samples else 0.0
-
-    def round_failed(self) -> None:
-        """The round gave no average: late gradients were computed at the state of the others, and join them."""
-        self._in_round = False
-        if self._late is not None:
-            self._sum.take_in(self._late)
+        return self.pending.give()
 
     def counted(self) -> None:
         """What `contribute` has given is in the average of its round."""
-        self._counts = True
 
     def given_is_in(self) -> None:
         """What `contribute` has given is in the state that is taken over next (under the lock)."""
-        self._given, self._counts = None, True
 
     def unfit(self) -> int | None:
         """The trained parameter whose accumulator cannot be averaged; None if all can. Stricter than a round is."""
-        if self._sum.is_over:
-            return None
-        return _beyond(self.accumulators, lambda dtype: LARGEST[dtype] / (2 * self._unit), self._sum.bound)
+        return self.pending.total.unfit()
 
     @property
     def is_own_mean(self) -> bool:
         """Whether the accumulators hold this peer's own mean as they are, so that `use_own_mean` computes nothing."""
-        return self.averaged is self.accumulators and self.samples == self._unit
+        return self.averaged is self.accumulators and self.pending.samples == self.pending.total.unit
 
     def use_own_mean(self) -> None:
         """Make the accumulators the gradient to step from: this peer's own mean."""
@@ -454,14 +388,9 @@ class TrainingState:
                 torch._foreach_mul_(list(self.averaged), factor)
         self.use_accumulators()
 
-    @property
-    def dtypes(self) -> list[torch.dtype]:
-        """Of the trained parameters, as the model has them."""
-        return [each.dtype for each in self.trained]
-
     def use_accumulators(self) -> None:
         """The accumulators hold the swarm's average now: it is what the next step is taken from."""
-        self._has_average = True
+        self.pending.average_came()
 
     def use_average(self, vector: Vector) -> None:
         """Let the next step be taken from the average of a round of the `averaged` tensors."""
@@ -470,11 +399,7 @@ class TrainingState:
 
     def discard(self) -> None:
         """Forget the accumulated gradients, the late ones too: they are of a state that is not ours any more."""
-        self._has_average = self._in_round = self._counts = False
-        self._given = None
-        self._sum.forget()
-        if self._late is not None:
-            self._late.forget()
+        self.pending.forget()
 
     def end(self, state: bytes) -> None:
         """The run is over: extra tensors stay as they are at this state (trainer, under the lock).
@@ -498,12 +423,8 @@ class TrainingState:
             parameter.grad = gradient
         if self.step_error is not None:
             self.discard()
-        elif taken and self._has_average:
-            self._sum.forget()
-            if self._late is not None:
-                self._sum.take_in(self._late)
-            self._given = None
-            self._has_average = self._in_round = self._counts = False  # last: until then all of this is to be done
+        elif taken and self.pending.holds_average:
+            self.pending.stepped()
 
     def step(self, options: Options | None = None, absent: Collection[int] | None = None, cores: int = 0) -> None:
         """Take the optimizer step from the average that is held, and move the schedule. `.grad` stays the user's.
@@ -518,10 +439,10 @@ class TrainingState:
                 None: those without one here.
             cores: that the optimizer uses, so that all round alike; 0: those of the trainer's thread.
         """
-        assert self._has_average
+        assert self.pending.holds_average
         self.schedule.put_back()
         if absent is None:
-            absent = [index for index, given in enumerate(self._sum.given) if not given]
+            absent = self.pending.total.lacking
         own = [parameter.grad for parameter in self.parameters]
         before, self.step_error = self.epoch, None
         self.weights.forget()
@@ -561,7 +482,7 @@ class TrainingState:
 
     def _look_for_frozen(self) -> None:
         """Look whether the step is about to move what the user has frozen on this peer."""
-        pairs = enumerate(zip(self.trained, self._sum.given, strict=True))
+        pairs = enumerate(zip(self.trained, self.pending.total.given, strict=True))
         moved = [i for i, (each, mine) in pairs if not (each.requires_grad or mine) and each.grad is not None]
         self._frozen_steps = self._frozen_steps + 1 if moved else 0
         if self._frozen_steps == _FROZEN_FOR:
@@ -575,14 +496,14 @@ class TrainingState:
         """The factor that brings the average down to `max_grad_norm`, as `torch.nn.utils.clip_grad_norm_` does."""
         if self.max_grad_norm is None:
             return 1.0
-        return self.max_grad_norm / (_norm(self.accumulators) + 1e-6)
+        return self.max_grad_norm / (norm_of(self.accumulators) + 1e-6)
 
     def _step_watched(self, cores: int = 0) -> None:
         """Look now and then, ever more rarely, whether newcomers can have all that this step leaves behind."""
-        self._steps_here, self.stepping = self._steps_here + 1, True
+        self.steps_here, self.stepping = self.steps_here + 1, True
         state = self.workplace.thread
         state = state._replace(cores=cores or state.cores)
-        if self._steps_here & (self._steps_here - 1):
+        if self.steps_here & (self.steps_here - 1):
             with state.in_force():
                 self.optimizer.step()
             return
@@ -754,7 +675,7 @@ class TrainingState:
         if self.optimizer.state or (began and any(self.schedule.rates())):
             return False
         gradients = [parameter.grad for parameter in self.trained]
-        return not any(gradient is None or bool(_dense(gradient).count_nonzero()) for gradient in gradients)
+        return not any(gradient is None or bool(values_of(gradient).count_nonzero()) for gradient in gradients)
 
     @property
     def took_blank_step(self) -> bool:
@@ -827,57 +748,8 @@ def _trained(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return trained
 
 
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    """All of its values, or those of the rows that it has."""
-    return gradient if gradient.layout is torch.strided else gradient.coalesce().values()
-
-
 def _as_gradient(average: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if average.dtype is dtype:
         return average
     largest = torch.finfo(dtype).max
     return average.clamp(-largest, largest).to(dtype)
-
-
-def _norm(tensors: Sequence[torch.Tensor]) -> float:
-    """The norm of all their values: `torch.nn.utils.get_total_norm` without what it does besides."""
-    norms = torch._foreach_norm(list(tensors))  # noqa: SLF001 (as torch itself does)
-    if len({each.device for each in norms}) > 1:
-        norms = tuple(each.cpu() for each in norms)
-    return float(torch.linalg.vector_norm(torch.stack(norms)))
-
-
-def _rough_norm(tensors: Sequence[torch.Tensor]) -> float:
-    """No less than the largest of their values, to rounding; infinite already above 1e19. On a CPU it is the faster."""
-    if not all(each.device.type == "cpu" and each.dtype in _WIDE and each.is_contiguous() for each in tensors):
-        return _norm(tensors)
-    return math.sqrt(sum(float(torch.dot(flat, flat)) for flat in (each.view(-1) for each in tensors)))
-
-
-def not_finite(tensors: Sequence[torch.Tensor]) -> int | None:
-    """The first of these with a value that is not finite; None if there is none."""
-    return _beyond(tensors, lambda dtype: torch.finfo(dtype).max)
-
-
-def _beyond(
-    tensors: Sequence[torch.Tensor], limit: Callable[[torch.dtype], float], bound: float = math.inf
-) -> int | None:
-    """The first tensor with a value that is NaN, or larger than the limit of its dtype; None if there is none.
-
-    Args:
-        tensors: the values.
-        limit: of a dtype.
-        bound: no value is larger, if it is known; where it is below all limits, nothing is read.
-    """
-    limits = {dtype: limit(dtype) for dtype in {each.dtype for each in tensors}}
-    least = min(limits.values())
-    # A norm takes half as long as what is below, and one wait for the device.
-    if bound <= least or (bound == math.inf and _rough_norm(tensors) <= least):
-        return None
-    for index, tensor in enumerate(tensors):
-        if tensor.numel():
-            low, high = torch.aminmax(tensor)  # NaN goes through
-            largest = limits[tensor.dtype]
-            if not (-largest <= float(low) and float(high) <= largest):
-                return index
-    return None

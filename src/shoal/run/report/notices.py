@@ -98,7 +98,7 @@ class Notices:
 
         Where the parameters themselves are the reason, that is told instead, once.
         """
-        if self._tells_of_model and (error := training.take_memory_error()) is not None:
+        if self._tells_of_model and (error := training.pending.take_memory_error()) is not None:
             self.skipped("a batch, and those that were summed with it, were", error)
         if self._tells_of_model and (epoch := training.weights.changes.at) is not None and epoch >= self._changed_from:
             # What it does after each step is told once: all peers may do so, and if not, the check finds it.
@@ -117,12 +117,14 @@ class Notices:
                 "the optimizer's step, on all peers (register_step_post_hook). To load a state, call load_state_dict() "
                 "of the shoal.Optimizer after the model's, before the first step"
             )
-        before, self._left_out = self._left_out, training.left_out
+        before, self._left_out = self._left_out, training.pending.left_out
         if self._left_out == before or not self._tells_of_model:
             return
-        name = known_as(training.trained[training.left_out_for], f"trained parameter {training.left_out_for}")
+        name = known_as(
+            training.trained[training.pending.left_out_for], f"trained parameter {training.pending.left_out_for}"
+        )
         reason = f"gradients of {name} that are not finite, or too large to be summed: their batch is left out"
-        self.rejected(training.left_out_for, reason)
+        self.rejected(training.pending.left_out_for, reason)
         is_news = self._note("broken", training.broken is not None)
         if training.broken is not None:
             if is_news:

@@ -37,7 +37,7 @@ def content(epoch: int) -> Content:
     training = TrainingState(torch.optim.SGD(parameters, lr=0.1))
     name = StateName(epoch, bytes(32), epoch)
     model = {f"weights.{index}": each for index, each in enumerate(parameters[:2])}
-    return copy_of("run", share(training, name, Committed()), name, {}, training.describe(), model)
+    return copy_of("run", share(training, name, Committed()), name, {}, training.tensors.all, model)
 
 
 def in_fork(function: Callable[[], object]) -> int:

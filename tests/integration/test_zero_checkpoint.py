@@ -200,7 +200,7 @@ def test_a_checkpoint_of_a_run_goes_on_sharded(pool: Ranks, tmp_path: Path, stag
     ours = {id(each) for each in (*training.parameters, *model.buffers())}
     names = {name: each for name, each in model.state_dict(keep_vars=True).items() if id(each) in ours}
     state = share(training, run, Committed())
-    content = copy_of("run", state, run, {"optimizer": "AdamW"}, training.describe(), names)
+    content = copy_of("run", state, run, {"optimizer": "AdamW"}, training.tensors.all, names)
     path, _ = write(tmp_path, content, None)
     wanted = uninterrupted()
     for found, extra in pool.play(2, cases.load_and_train, stage, str(path), True):
@@ -214,7 +214,7 @@ def test_a_checkpoint_of_a_run_that_merges_is_refused_on_all_ranks(pool: Ranks, 
     _, _, optimizer = cases.alone(4, "adamw", steps=4, model=model)
     training, names = TrainingState(optimizer), model.state_dict(keep_vars=True)
     settings = {"optimizer": "AdamW", "outer optimizer": "AdamW"}
-    content = copy_of("run", share(training, run, Committed()), run, settings, training.describe(), names)
+    content = copy_of("run", share(training, run, Committed()), run, settings, training.tensors.all, names)
     path, _ = write(tmp_path, content, None)
     for failed in pool.outcomes(2, cases.load_and_train, 2, str(path)):
         assert isinstance(failed, Failed)

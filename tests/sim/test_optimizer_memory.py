@@ -52,7 +52,7 @@ def test_36_bytes_of_live_tensors_per_parameter(average_state_every: int) -> Non
                 for index, trainer in enumerate(trainers)
             )
         )
-        assert all(each.participant.training.steps_before() == 5 for each in trainers)
+        assert all(each.participant.training.local.kept.steps_taken == 5 for each in trainers)
         per_parameter = (live_bytes() - before) / (2 * PARAMETERS)
         assert 27.9 < per_parameter < 28.1
         await run.close()

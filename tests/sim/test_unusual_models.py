@@ -82,7 +82,7 @@ def assert_equal(one: Trainer, other: Trainer, *, whole: bool, same_names: bool)
         if name != other_name and not same_names:
             continue
         assert name == other_name
-        count = len(ours) if whole else len(one.participant.training.describe())
+        count = len(ours) if whole else len(one.participant.training.tensors.all)
         assert len(ours) == len(theirs) or not whole
         assert all(map(torch.equal, ours[:count], theirs[:count]))
 
@@ -148,7 +148,7 @@ def check_checkpoint(trainer: Trainer, other: Unusual, folder: Path) -> None:
         training, place = participant.training, folder / str(number)
         place.mkdir()
         state = share(training, participant.state, participant.own.committed)
-        write(place, copy_of("run", state, participant.state, {}, training.describe(), {}), None)
+        write(place, copy_of("run", state, participant.state, {}, training.tensors.all, {}), None)
         saved = newest(place, "run", print)
         assert saved is not None
         assert saved.name == participant.state

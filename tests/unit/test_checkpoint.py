@@ -37,7 +37,7 @@ def content(epoch: int, run_id: str = "run", *, value: float = 0.0, digest: int 
     training = TrainingState(torch.optim.SGD([parameter], lr=0.1, momentum=0.9))
     own = name(epoch, digest=digest)
     state, model = share(training, own, Committed()), {"weight": parameter}
-    return copy_of(run_id, state, own, {"tensors": settings}, training.describe(), model)
+    return copy_of(run_id, state, own, {"tensors": settings}, training.tensors.all, model)
 
 
 def no_warning(message: str) -> None:
@@ -76,7 +76,7 @@ def test_tensors_of_every_kind_come_back_to_the_bit(tmp_path: Path) -> None:
     state = share(training, name(1), Committed())
     model: dict[str, torch.Tensor] = {f"layer.{index}": each for index, each in enumerate(parameters[:5])}
     model |= {"tied": parameters[0], "buffer": torch.arange(3), "shared": whole}
-    path, size = write(tmp_path, copy_of("run", state, name(1), {}, training.describe(), model), 1)
+    path, size = write(tmp_path, copy_of("run", state, name(1), {}, training.tensors.all, model), 1)
     assert size == sum(each.stat().st_size for each in path.iterdir())
     saved = best(tmp_path)
     assert saved.name == name(1)
@@ -112,7 +112,7 @@ def test_an_optimizer_goes_on_from_a_checkpoint_as_without_a_break(tmp_path: Pat
     for number in range(3):
         step(saved, number)
     state = share(saved, name(3), Committed())
-    write(tmp_path, copy_of("run", state, name(3), {}, saved.describe(), {"first": saved.parameters[0]}), 1)
+    write(tmp_path, copy_of("run", state, name(3), {}, saved.tensors.all, {"first": saved.parameters[0]}), 1)
     found = best(tmp_path)
     resumed.load(found.values, found.tensors)
     for number in (3, 4):
@@ -363,6 +363,6 @@ def test_the_memory_of_a_copy_is_used_again() -> None:
     first, parameter = content(1), torch.nn.Parameter(torch.zeros(3))
     training = TrainingState(torch.optim.SGD([parameter], lr=0.1))
     state, model = share(training, name(2), Committed()), {"weight": parameter, "new": torch.ones(2)}
-    second = copy_of("run", state, name(2), {}, training.describe(), model, first.files)
+    second = copy_of("run", state, name(2), {}, training.tensors.all, model, first.files)
     assert second.files["model.safetensors"]["weight"] is first.files["model.safetensors"]["weight"]
     assert second.files["model.safetensors"]["weight"].tolist() == [0, 0, 0]

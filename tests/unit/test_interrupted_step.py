@@ -10,7 +10,7 @@ from types import FrameType
 import pytest
 import torch
 
-from shoal.train import gradient_sum, offload, pending, training_state
+from shoal.train import gradient_sum, offload, pending, shared_tensors, stepper, training_state
 from shoal.train.offload import Offload
 from shoal.train.training_state import TrainingState
 
@@ -26,7 +26,8 @@ class Interrupt:
         self.moments, self._moment = 0, moment
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
-        files = (training_state.__file__, pending.__file__, gradient_sum.__file__, offload.__file__)
+        modules = (training_state, shared_tensors, pending, stepper, gradient_sum, offload)
+        files = [each.__file__ for each in modules]
         if frame.f_code.co_filename in files and event != "c_call":
             self.moments += 1
             if self.moments == self._moment:

@@ -73,7 +73,7 @@ def test_an_offloaded_step_gives_the_same_bits(name: str, dtype: torch.dtype, ma
     if name != "Lookahead":  # whose state dict torch's Adam does not load
         saved = copy.deepcopy(ours.optimizer.state_dict())
         train(ours, parameters, steps=1, first=6)
-        ours.load_optimizer(ours.prepare_optimizer(saved))
+        ours.kept.switch(ours.kept.prepare_loaded(saved))
         assert ours.export()[0]["optimizer"] == plain.export()[0]["optimizer"]
 
 

@@ -167,6 +167,6 @@ def test_a_run_begins_with_what_zero_has_saved(form: str) -> None:
     make = torch.optim.AdamW if form == "zero-adamw" else torch.optim.Adafactor
     optimizer = make([each for each in model.parameters() if each.requires_grad])
     training = TrainingState(optimizer)
-    training.load_optimizer(training.prepare_optimizer(found["optimizer"]))
+    training.kept.switch(training.kept.prepare_loaded(found["optimizer"]))
     assert same(optimizer.state_dict()["state"], found["optimizer"]["state"])
     assert same(model.state_dict(), found["model"])

@@ -123,8 +123,8 @@ def test_an_empty_parameter_group_makes_every_state_untakeable(name: str, first:
     for training in trainings:
         step(training, 1)
     assert_equal(newcomer, donor)
-    loaded = donor.prepare_optimizer(donor.optimizer.state_dict())
-    donor.load_optimizer(loaded)
+    loaded = donor.kept.prepare_loaded(donor.optimizer.state_dict())
+    donor.kept.switch(loaded)
     assert_equal(newcomer, donor)
 
 
@@ -158,7 +158,7 @@ def test_more_parameters_than_a_round_can_speak_of_are_refused(monkeypatch: pyte
     """Which of them had no gradient would be no word that counts, and each round would fail."""
     said = Said(Options(1, {}), absent=bytes(MAX_TRAINED // 8))
     assert msgspec.convert(msgspec.to_builtins(said, builtin_types=(bytes,)), Said) == said
-    monkeypatch.setattr("shoal.train.training_state.MAX_TRAINED", 5)
+    monkeypatch.setattr("shoal.train.shared_tensors.MAX_TRAINED", 5)
     assert many(5).pending.total.absent() == b"\x1f"
     with pytest.raises(ConfigError, match="put small ones together"):
         many(6)
@@ -170,7 +170,7 @@ def test_a_state_of_a_checkpoint_that_names_each_statistic_is_taken_over() -> No
     donor, newcomer = training_of(make, groups=True), training_of(make, groups=True)
     step(donor, 0, without=(1,))
     values, tensors = everything(donor)
-    place = len(donor.describe())
+    place = len(donor.tensors.all)
 
     def named(value: Any) -> Any:
         nonlocal place
@@ -224,7 +224,7 @@ def test_every_optimizer_of_a_library_travels_or_says_why_not(name: str, case: s
     except Exception as error:  # noqa: BLE001 (whatever it wants)
         pytest.skip(f"{type(error).__name__}: {error}"[:80])
     step(probe, 1)
-    if "attribute" in (probe.kept_back or "") or "cannot be given" in (probe.kept_back or ""):
+    if "attribute" in (probe.stepper.kept_back or "") or "cannot be given" in (probe.stepper.kept_back or ""):
         assert name.rpartition(".")[2] in OUTSIDE
         return
     bit_equal_after(name, **CASES[case])  # type: ignore[arg-type]
@@ -243,7 +243,7 @@ def test_the_statistics_of_a_wrapped_optimizer_travel(name: str) -> None:
     donor, newcomer = training_of(wrapped), training_of(wrapped)
     for number in range(4):
         step(donor, number)
-    assert donor.kept_back is None
+    assert donor.stepper.kept_back is None
     take_over(newcomer, donor)
     assert_equal(newcomer, donor)
     for number in range(200, 203):
@@ -316,7 +316,7 @@ def test_statistics_that_are_kept_by_parameter_in_a_table_are_told() -> None:
     """TRAC keeps tables of all parameters: they have no name that others know."""
     training = training_of(lambda params: optimizer_by_name("pytorch_optimizer.TRAC")(torch.optim.AdamW(params)))  # type: ignore[arg-type]
     step(training, 0)
-    assert "keeps a dict (statistic 'trac'" in (training.kept_back or "")
+    assert "keeps a dict (statistic 'trac'" in (training.stepper.kept_back or "")
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
@@ -325,7 +325,7 @@ def test_what_no_state_dict_holds_is_told(name: str) -> None:
     training = training_of(optimizer_by_name(f"pytorch_optimizer.{name}"))
     for number in range(4):
         step(training, number)
-    assert OUTSIDE[name] in (training.kept_back or "")
+    assert OUTSIDE[name] in (training.stepper.kept_back or "")
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -345,7 +345,7 @@ def test_numbers_that_an_optimizer_keeps_in_attributes_do_not_travel(name: str, 
         step(donor, number)
         step(newcomer, number)
     assert_equal(newcomer, donor)
-    assert donor.kept_back is None
+    assert donor.stepper.kept_back is None
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -382,7 +382,7 @@ def test_an_object_of_the_optimizer_that_counts_steps_is_told() -> None:
     training = training_of(lambda params: module.StableSPAM(params, t_max=8))
     for number in range(2):
         step(training, number)
-    assert "attribute 'warmup' of StableSPAM" in (training.kept_back or "")
+    assert "attribute 'warmup' of StableSPAM" in (training.stepper.kept_back or "")
 
 
 @pytest.mark.parametrize("name", [name for name, what in OUTSIDE.items() if what.startswith("keeps")])
@@ -414,7 +414,7 @@ def test_nothing_is_told_of_optimizers_whose_state_travels(name: str) -> None:
     training = training_of(optimizer_by_name(name), parameters(shapes=shapes_for(name)))
     for number in range(4):
         step(training, number)
-    assert training.kept_back is None
+    assert training.stepper.kept_back is None
 
 
 class Drawing(torch.optim.SGD):
@@ -435,7 +435,7 @@ def test_random_numbers_that_another_thread_draws_are_not_the_optimizers(kind: A
     training = training_of(lambda params: kind(params, lr=0.1))
     training.optimizer.register_step_post_hook(lambda *_: spawn_and_wait(lambda: torch.rand(1)))
     step(training, 0)
-    assert ("torch's random numbers" in (training.kept_back or "")) is told
+    assert ("torch's random numbers" in (training.stepper.kept_back or "")) is told
 
 
 class Wrapped(torch.optim.SGD):
@@ -464,8 +464,8 @@ def test_a_trial_that_failed_for_another_reason_was_taken_for_random_numbers(kin
     assert training.accumulate(1)
     training.use_own_mean()
     training.step()
-    assert "depend on more" not in (training.kept_back or "")
-    assert training.kept_back is None if says is None else says in (training.kept_back or "")
+    assert "depend on more" not in (training.stepper.kept_back or "")
+    assert training.stepper.kept_back is None if says is None else says in (training.stepper.kept_back or "")
 
 
 def spawn_and_wait(work: Callable[[], object]) -> None:
@@ -707,14 +707,14 @@ def test_a_refused_load_state_dict_has_changed_the_optimizer(how: str, fresh: bo
     optimizer = training.optimizer
     before, groups, state = everything(training), optimizer.param_groups, optimizer.state
     with pytest.raises(ValueError, match=re.escape(LOADED[how])):
-        training.load_optimizer(training.prepare_optimizer(damaged(saved.optimizer.state_dict(), how)))
+        training.kept.switch(training.kept.prepare_loaded(damaged(saved.optimizer.state_dict(), how)))
     after = everything(training)
     assert before[0] == after[0]
     assert all(map(torch.equal, before[1], after[1]))
     assert optimizer.param_groups is groups
     assert optimizer.state is state
     step(training, 2)
-    training.load_optimizer(training.prepare_optimizer(saved.optimizer.state_dict()))
+    training.kept.switch(training.kept.prepare_loaded(saved.optimizer.state_dict()))
     assert optimizer.param_groups is groups
     assert groups[0]["lr"] == 0.5
     step(training, 3)
@@ -733,9 +733,9 @@ def test_statistics_of_a_larger_matrix_that_are_not_finite_were_loaded(broken: f
     saved, training = made().optimizer.state_dict(), made()
     saved["state"][0]["exp_avg_sq"][0, 0] = broken
     with pytest.raises(ValueError, match="statistic 'exp_avg_sq' of parameter 0 is not finite"):
-        training.load_optimizer(training.prepare_optimizer(copy.deepcopy(saved)))
+        training.kept.switch(training.kept.prepare_loaded(copy.deepcopy(saved)))
     training.optimizer.state[training.parameters[0]]["exp_avg_sq"].fill_(broken)
-    training.load_optimizer(training.prepare_optimizer(saved))  # it is no worse than before
+    training.kept.switch(training.kept.prepare_loaded(saved))  # it is no worse than before
 
 
 def test_steps_change_the_state_dict_that_was_loaded() -> None:
@@ -745,7 +745,7 @@ def test_steps_change_the_state_dict_that_was_loaded() -> None:
     plain = torch.optim.AdamW(parameters())
     loaded = [copy.deepcopy(saved.optimizer.state_dict()) for _ in range(2)]
     plain.load_state_dict(loaded[0])
-    training.load_optimizer(training.prepare_optimizer(loaded[1]))
+    training.kept.switch(training.kept.prepare_loaded(loaded[1]))
     for optimizer, given in zip((plain, training.optimizer), loaded, strict=True):
         kept = optimizer.state[optimizer.param_groups[0]["params"][0]]
         assert all(kept[name] is given["state"][0][name] for name in ("step", "exp_avg", "exp_avg_sq"))
@@ -762,7 +762,7 @@ def test_a_loaded_state_dict_leaves_the_wrapped_optimizer_with_other_groups(name
     step(saved, 0)
     optimizer: Any = training.optimizer
     groups, inner_state = optimizer.param_groups, optimizer.optimizer.state
-    training.load_optimizer(training.prepare_optimizer(copy.deepcopy(saved.optimizer.state_dict())))
+    training.kept.switch(training.kept.prepare_loaded(copy.deepcopy(saved.optimizer.state_dict())))
     assert optimizer.param_groups is groups
     assert optimizer.optimizer.param_groups is groups
     assert optimizer.optimizer.state is inner_state

@@ -34,7 +34,7 @@ class Saves:
             parameter = torch.nn.Parameter(torch.zeros(3))
             training = TrainingState(torch.optim.SGD([parameter], lr=0.1))
             state = share(training, name, Committed())
-            return copy_of("run", state, name, {}, training.describe(), {"weight": parameter})
+            return copy_of("run", state, name, {}, training.tensors.all, {"weight": parameter})
 
         self.saver.at_step(name, copy, finished=finished)
         assert self.saver._has_ended(10.0)

@@ -284,7 +284,7 @@ def test_a_schedule_made_over_the_swarm_has_wrong_rates_after_a_resume(name: str
         values, tensors = first.export()
         again.load(values, [tensor.clone() for tensor in tensors])
     else:
-        again.load_optimizer(again.prepare_optimizer(saved))
+        again.kept.switch(again.kept.prepare_loaded(saved))
         again.resume(first.epoch, first.schedule.count)
     if how == "loaded before it is made":
         schedule = make(again.optimizer)

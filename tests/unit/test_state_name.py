@@ -103,4 +103,4 @@ def test_a_count_of_steps_that_cannot_be_makes_no_name(count: float) -> None:
     parameter = torch.nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     optimizer.state[parameter]["step"] = torch.tensor(count)
-    assert TrainingState(optimizer).steps_before() == 1
+    assert TrainingState(optimizer).local.kept.steps_taken == 1

@@ -109,8 +109,8 @@ def test_bad_values_are_told_by_names(made: Callable[[torch.nn.Module], torch.op
         training.accumulators[1].fill_(1.0)
         training.use_accumulators()
         training.step(absent=set())
-    assert training.frozen_here is not None
-    assert training.frozen_here.startswith("trained parameter stem.bias is frozen here")
+    assert training.tensors.frozen_here is not None
+    assert training.tensors.frozen_here.startswith("trained parameter stem.bias is frozen here")
 
 
 def test_tensors_that_cannot_be_trained_are_named(made: Callable[[torch.nn.Module], torch.optim.Optimizer]) -> None:
@@ -181,11 +181,11 @@ def test_states_that_do_not_fit_are_named(made: Callable[[torch.nn.Module], torc
     saved = copy.deepcopy(training.optimizer.state_dict())
     saved["state"][1]["exp_avg"].fill_(math.nan)
     with pytest.raises(ValueError, match=r"statistic 'exp_avg' of parameter stem\.bias is not finite"):
-        training.prepare_optimizer(saved)
+        training.kept.prepare_loaded(saved)
     saved = copy.deepcopy(training.optimizer.state_dict())
     del saved["state"][1]["exp_avg_sq"]
     with pytest.raises(ValueError, match=r"parameter stem\.bias cannot be stepped from it"):
-        training.prepare_optimizer(saved)
+        training.kept.prepare_loaded(saved)
 
 
 def warning_of(watch: GradientWatch, steps: int) -> str:

@@ -49,15 +49,15 @@ def accumulate(training: TrainingState, parameters: Sequence[torch.Tensor], valu
 def test_the_summary_says_in_words_how_tensors_differ() -> None:
     """Peers with another dtype, another order or a frozen weight were shown two hashes, and nothing else."""
     training, parameters = state((2, 3), (4,))
-    start, shapes = training.summary().rsplit(" ", 1)
+    start, shapes = training.tensors.summary().rsplit(" ", 1)
     assert start == "2 with 10 elements of float32, 2 trained, shapes in order"
-    other_order = state((4,), (2, 3))[0].summary()
+    other_order = state((4,), (2, 3))[0].tensors.summary()
     assert other_order.startswith(start)
     assert not other_order.endswith(shapes)
     parameters[0].requires_grad_(False)
-    assert "of float32, 1 trained" in training.summary()
+    assert "of float32, 1 trained" in training.tensors.summary()
     parameters[1].data = parameters[1].data.bfloat16()
-    assert "of bfloat16 and float32, 1 trained" in training.summary()
+    assert "of bfloat16 and float32, 1 trained" in training.tensors.summary()
 
 
 @pytest.mark.parametrize("unit", [1, 4, 10])
@@ -497,7 +497,7 @@ def test_of_models_with_other_first_weights_one_has_the_better_state_of_each_fra
         parameters = [torch.nn.Parameter(torch.randn(3)) for _ in range(4)]
         training = LocalSteps(torch.optim.SGD(parameters, lr=1.0), None, (), StreamingDiLoCo(8, fragments=4).merging)
         names = [
-            StateName.genesis(each.fingerprint(), each.steps_before(), model=each.fingerprint_of_model())
+            StateName.genesis(each.fingerprint(), each.local.kept.steps_taken, model=each.fingerprint_of_model())
             for each in training.fragments
         ]
         assert len({name.digest for name in names}) == 4
@@ -546,7 +546,7 @@ def test_who_begins_with_steps_of_the_inner_optimizer_has_the_better_state() -> 
         parameter.grad = torch.ones(3)
         optimizer.step()
     fragment = LocalSteps(optimizer, None, (), DiLoCo(4).merging).fragments[0]
-    assert fragment.steps_before() == 7
+    assert fragment.local.kept.steps_taken == 7
 
 
 @pytest.mark.parametrize(("epoch", "taken"), [(200_000, True), (200_001, False)])
@@ -683,7 +683,7 @@ def test_the_name_of_a_beginning_tells_what_the_optimizer_has_kept() -> None:
             parameter.grad = torch.ones(3)
             optimizer.step()
         training = TrainingState(optimizer)
-        return StateName.genesis(training.fingerprint(), training.steps_before())
+        return StateName.genesis(training.fingerprint(), training.local.kept.steps_taken)
 
     fresh, begun, resumed = genesis(0), genesis(2), genesis(7)
     assert fresh == genesis(0)

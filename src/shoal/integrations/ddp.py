@@ -144,7 +144,7 @@ class GroupOptimizer(torch.optim.Optimizer):
                 self._training = self._join(dht, optimizer, options)
             inner = self._training.optimizer
             self._rows = rows_of(options.get("model"), batch_size_per_step, self._training.trained)
-            self._agreement.alike(f"{self._training.summary()}\n{type(inner).__name__}", "model and optimizer")
+            self._agreement.alike(f"{self._training.tensors.summary()}\n{type(inner).__name__}", "model and optimizer")
             super().__init__(inner.param_groups, dict(inner.defaults))
             self.param_groups, self.state = inner.param_groups, inner.state
             self._schedules, self._made = ScheduleWatch(inner.param_groups), True
@@ -295,8 +295,8 @@ class GroupOptimizer(torch.optim.Optimizer):
             if self.reuse_grad_buffers:
                 self.zero_grad()  # the scaler may have left the step out
             return loss
-        if closure is None and batch_size is None and self._training.is_asked_for_statistics(began=self._steps > 0):
-            self.state = defaultdict(dict, self._training.blank_statistics())
+        if closure is None and batch_size is None and self._training.blank.are_asked_for(began=self._steps > 0):
+            self.state = defaultdict(dict, self._training.blank.make())
             if self.peer is not None:
                 self.peer.step()
             return None
@@ -367,7 +367,7 @@ class GroupOptimizer(torch.optim.Optimizer):
     @untraced
     def state_dict(self) -> dict[str, Any]:
         """On rank 0 that of the `shoal.Optimizer`. On the others that of the torch optimizer: save that of rank 0."""
-        return self._training.state_dict(self.state) if self.peer is None else self.peer.state_dict()
+        return self._training.blank.state_dict(self.state) if self.peer is None else self.peer.state_dict()
 
     @untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -63,7 +63,7 @@ from shoal.train.inner import make_inner, make_scheduler
 from shoal.train.model import TrainedModel, learn_names
 from shoal.train.offload import Offload
 from shoal.train.schedule import ScheduleWatch, follow, is_moved
-from shoal.train.training_state import digest_of
+from shoal.train.shared_tensors import digest_of_tensors
 
 __all__ = ["Optimizer"]
 
@@ -281,7 +281,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             )
 
     def _warn_of_blank_step(self) -> None:
-        if self._training.took_blank_step:
+        if self._training.blank.were_stepped_to:
             self._warn(
                 "the optimizer's statistics are those of one step without gradients, as some libraries take to make "
                 "them: its first steps differ from those of a new one. Clear its `state` before, or make a new one"
@@ -584,7 +584,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 "are there, as in optimizer.param_groups[0]['lr'] = 0.1"
             )
         if closure is None and batch_size is None and not self.auxiliary and self._asked_for_statistics():
-            self.state = defaultdict(dict, self._training.blank_statistics())  # for whoever looks before a real step
+            self.state = defaultdict(dict, self._training.blank.make())  # for whoever looks before a real step
             return None
         self.state = self._training.optimizer.state
         loss = None
@@ -631,9 +631,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
 
     def _asked_for_statistics(self) -> bool:
         training = self._training
-        return training.is_asked_for_statistics(
-            began=bool(training.epoch or training.pending.samples or training.batches)
-        )
+        return training.blank.are_asked_for(began=bool(training.epoch or training.pending.samples or training.batches))
 
     def _samples_of(self, batch_size: int | None) -> int:
         if self.auxiliary:
@@ -749,12 +747,12 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         training = self._training
         if self._spent is None or not self._spent.are_there():
             with self._lock.acquire_in_thread():
-                held, begun, worth = training.pending.held, training.steps_here, None
+                held, begun, worth = training.pending.held, training.stepper.steps, None
                 try:
                     worth = not over and (training.accumulate(samples) or training.holds_average)
                 finally:
                     if worth is None:  # an error, or an interrupt: a batch that has taken effect is not to come again
-                        worth = training.pending.held > held or training.steps_here != begun or None
+                        worth = training.pending.held > held or training.stepper.steps != begun or None
                     if worth is not None:
                         self._count_batch(samples, worth=worth)
             if not over and (error := training.raised) is not None:
@@ -898,10 +896,10 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             }
             if training.keeps_anchor:
                 where["merged"] = saved_fragments(self._participants)
-            return {**training.state_dict(self.state), "shoal": where}
+            return {**training.blank.state_dict(self.state), "shoal": where}
 
     def _digest_of_weights(self) -> str:
-        return digest_of(each for group in self.param_groups for each in group["params"]).hex()
+        return digest_of_tensors(each for group in self.param_groups for each in group["params"]).hex()
 
     @untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -961,12 +959,13 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             except StateUnavailable as error:
                 raise ConfigError(f"state_dict['shoal'] does not fit here: {error}") from error
             try:
-                optimizer = self._training.prepare_optimizer(saved)
+                with self._training.workplace.at_work():
+                    optimizer = self._training.kept.prepare_loaded(saved)
             except ValueError as error:
                 raise ConfigError(f"state_dict does not fit this optimizer: {error}") from error
             shared = self._participant.own.shared
             replaced = self._loading()
-            self._training.load_optimizer(optimizer)
+            self._training.kept.switch(optimizer)
             self.state = self._training.optimizer.state
             if is_of_others:
                 where = None  # its epochs are others: what was loaded is a plain optimizer's state
@@ -1083,7 +1082,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             return self._content(memory)
 
     def _content(self, memory: Files | None = None) -> Content:
-        self._training.check_dtypes()
+        self._training.tensors.check_dtypes()
         state, described = export(self._participants), places(self._training.fragments)
         model = {} if self._model is None else self._model.to_save()
         settings = self._participant.settings.fingerprint
@@ -1286,7 +1285,7 @@ def _guard_step(inner: torch.optim.Optimizer, ours: weakref.ref[Optimizer]) -> C
 
     def check(*_: object) -> None:
         swarm = ours()
-        if swarm is not None and not swarm._training.stepping and swarm.dht.is_alive():  # noqa: SLF001
+        if swarm is not None and not swarm._training.stepper.is_stepping and swarm.dht.is_alive():  # noqa: SLF001
             raise LocalError(
                 "step() of the inner optimizer was called, which would make this peer's parameters differ from the "
                 "others': call step() of the shoal.Optimizer only"

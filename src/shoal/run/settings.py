@@ -133,7 +133,7 @@ def run_settings(
     of_strategy = f"compared() of {text_of_strategy(strategy)}"
     _check_texts(of_strategy, compared, _MAX_COMPARED)
     ours = {
-        "tensors": training.summary(),
+        "tensors": training.tensors.summary(),
         "optimizer": type(optimizer).__name__,
         "scheduler": type(training.schedule.scheduler).__name__ if training.schedule.scheduler is not None else "none",
         "learning rate": text_of(optimizer.defaults.get("lr", "none")),

@@ -368,7 +368,7 @@ class Takeover:
                     timeout_s=max(0.001, deadline - _now()),
                     min_epoch=self.catch_up.from_epoch(view.epoch),
                     accept=lambda manifest: why_not_ours(training, manifest, ours, self._misfits, known.is_false),
-                    limits=msgspec.structs.replace(self.states.sharing.limits, max_tensors=training.max_tensors),
+                    limits=msgspec.structs.replace(self.states.sharing.limits, max_tensors=training.tensors.most),
                     may_read=self.catch_up.steps_first,
                     intake=fetch.intake,
                 )

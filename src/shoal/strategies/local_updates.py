@@ -197,14 +197,14 @@ class LocalTrainingState(TrainingState):
         own = [parameter.grad for parameter in self.parameters]
         before = [dict(group) for group in self.optimizer.param_groups]
         try:
-            for parameter in self._frozen:
+            for parameter in self.tensors.frozen:
                 parameter.grad = None
             for parameter in self.trained:
                 if parameter.grad is not None:  # of sparse ones come sparse statistics, which newcomers cannot be given
                     parameter.grad = parameter.grad.to_dense()
-            self._step_watched()
+            self.stepper.step()
             for group, was in zip(self.optimizer.param_groups, before, strict=True):
-                self.own_options.update(name for name in group if _changed(group[name], was.get(name)))
+                self.kept.own_options(name for name in group if _changed(group[name], was.get(name)))
         except BaseException as error:  # whoever gave the batch counts it first, and raises this then
             # A hook before it may have raised, when nothing has moved, or one after it, when all has.
             self._stepped = self.weights.are_touched
@@ -212,7 +212,6 @@ class LocalTrainingState(TrainingState):
                 raise
             self.raised = error
         finally:
-            self.stepping = False
             forget_casts()
             for parameter, gradient in zip(self.parameters, own, strict=True):
                 parameter.grad = gradient

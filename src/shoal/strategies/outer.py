@@ -147,20 +147,12 @@ class OuterTrainingState(TrainingState):
         self._own = [self._model_of[id(each)] for each in self.trained]
         places = {id(each): index for index, each in enumerate(local.parameters)}
         self._places = [places[id(each)] for each in self._own]
+        # The schedule moves by `every` for each epoch.
+        self.last_epoch_taken = min(self.last_epoch_taken, _MOST_SCHEDULED // (merging.steps or 1))
         self.dtypes = [each.dtype for each in self._own]
         self.averaged_as = "outer gradients"
         if not self.averages_extras:
             self.state_tensors = tuple(self.trained)
-
-    @property
-    def model_epoch(self) -> int:
-        """See `TrainingState.model_epoch`."""
-        return self._local.model_epoch
-
-    @property
-    def last_epoch_taken(self) -> int:
-        """See `TrainingState.last_epoch_taken`: the schedule moves by `every` for each epoch."""
-        return min(super().last_epoch_taken, _MOST_SCHEDULED // (self.merging.steps or 1))
 
     @property
     def local(self) -> TrainingState:
@@ -181,7 +173,7 @@ class OuterTrainingState(TrainingState):
 
     def places(self) -> list[torch.Tensor]:
         """The tensors of the model that those of `describe` belong to."""
-        return [self._model_of.get(id(each), each) for each in self.describe()]
+        return [self._model_of.get(id(each), each) for each in self.tensors.all]
 
     # ----------------------------------------------------------------------------------------------- what was trained
 
@@ -397,10 +389,6 @@ class OuterTrainingState(TrainingState):
         self._local.follow_model()
         return super().export()
 
-    def steps_before(self) -> int:
-        """Of the inner optimizer: see `TrainingState.steps_before`."""
-        return self._local.steps_before()
-
     def fingerprint_of_model(self) -> bytes:
         """See `TrainingState.fingerprint_of_model`."""
         return self._local.fingerprint_of_fragments()
@@ -467,15 +455,10 @@ class LocalSteps(LocalTrainingState):
         self._copies, self._judged = frozenset(_equal_statistics(optimizer)), False
         self.fragments = [
             OuterTrainingState(
-                self, merging, fragment, () if number else self._frozen, () if number < last else extra_tensors
+                self, merging, fragment, () if number else self.tensors.frozen, () if number < last else extra_tensors
             )
             for number, fragment in enumerate(_divided(self.trained, merging.fragments))
         ]
-
-    @property
-    def model_epoch(self) -> int:
-        """See `TrainingState.model_epoch`."""
-        return min(fragment.epoch for fragment in self.fragments)
 
     @contextmanager
     def moving(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -547,7 +530,7 @@ class LocalSteps(LocalTrainingState):
         if len(self.fragments) == 1:
             return b""
         # Each fragment asks for it, and it takes a while for a large model.
-        versions = [tensor._version for each in self.fragments for tensor in each.describe()]  # noqa: SLF001
+        versions = [tensor._version for each in self.fragments for tensor in each.tensors.all]  # noqa: SLF001
         if self._fingerprint is None or self._fingerprint[0] != versions:
             self._fingerprint = versions, fingerprint_of(self.fragments)
         return self._fingerprint[1]

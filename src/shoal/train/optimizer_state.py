@@ -18,10 +18,11 @@ one step from it with copies (see `shoal.train.trial`), and changes nothing. `sw
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Iterable, Iterator, Mapping, Sequence, ValuesView
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -29,9 +30,9 @@ import torch
 
 from shoal.base.names import known_as
 from shoal.errors import ConfigError
-from shoal.protocol.wire import encode
+from shoal.protocol.wire import MAX_SAMPLES_TAKEN, encode
 from shoal.state.wire import StateTensorSpec
-from shoal.train.options import LEFT_OUT
+from shoal.train.options import LEFT_OUT, Options, apply, options_of
 from shoal.train.trial import draws_random_numbers, first_statistics, needs, try_step
 
 __all__ = ["AnyTensor", "Exported", "OptimizerState", "Prepared", "is_number", "read_exported"]
@@ -133,7 +134,7 @@ class OptimizerState:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self._own_options = optimizer, set[str]()
         self.made_with = [frozenset(group) for group in optimizer.param_groups]
         taken = (_ALWAYS_TAKEN | inspect.signature(type(optimizer)).parameters.keys()) - LEFT_OUT
         self._first = [{name: _numbers_in(group[name]) for name in taken & group.keys()} for group in self._groups]
@@ -174,6 +175,14 @@ class OptimizerState:
 
     def _numbers_in(self, attributes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         return [{name: each[name] for name in names} for each, names in zip(attributes, self._counted, strict=False)]
+
+    @property
+    def steps_taken(self) -> int:
+        """The number of steps that the optimizer has taken, by its statistics or its groups."""
+        entries = [entry for entry in self._optimizer.state.values() if isinstance(entry, dict)]
+        counts = [entry["step"] for entry in (*entries, *self._groups) if "step" in entry]
+        steps = max((float(each) for each in counts if is_number(each)), default=0.0)
+        return int(steps) if 0 < steps < MAX_SAMPLES_TAKEN else int(bool(self._optimizer.state))
 
     @property
     def needs(self) -> str | None:
@@ -408,6 +417,18 @@ class OptimizerState:
             numbers = {name: prepared.attributes[0][name] for name in self._counted[0]}
             try_step(self._optimizer, prepared.options, prepared.states[0], numbers)
 
+    def own_options(self, names: Iterable[str]) -> None:
+        """The options of these names are this peer's own from now on, whatever the others have."""
+        self._own_options.update(names)
+
+    def options(self) -> Options:
+        """The options that the groups hold, but for those that are this peer's own."""
+        return options_of(self._groups, self._own_options)
+
+    def apply(self, options: Options) -> None:
+        """Let the groups hold these, but for those that are this peer's own."""
+        apply(self._groups, options, self._own_options)
+
     def check_options(self) -> None:
         """Raise `ConfigError` if the program has set an option to a value that makes steps of no use.
 
@@ -427,17 +448,26 @@ class OptimizerState:
                         )
                 sound[name] = now
 
-    def check_step(self, options: Sequence[Mapping[str, Any]]) -> None:
-        """Look whether a step can be taken with these options of each group, from the statistics that are here.
+    def why_not(self, options: Options) -> str | None:
+        """The reason why no step can be taken with options of others that are no `misfit`; None if none is seen.
 
-        Raises:
-            ValueError: it cannot, and can with the optimizer's own.
+        Some are of the right kind, and no step can be taken with them: AdamW raises an error with betas of 5.
         """
-        if len(self._states) == 1:  # see `_try`
-            try_step(self._optimizer, options, self._optimizer.state, {})
+        groups = [{name: copy.deepcopy(group[name]) for name in group.keys() - {"params"}} for group in self._groups]
+        try:
+            apply(groups, options, self._own_options)
+            if len(self._states) == 1:  # see `_try`
+                try_step(self._optimizer, groups, self._optimizer.state, {})
+        except Exception as error:  # noqa: BLE001 (a rate that is a tensor cannot hold every number, for example)
+            return f"such that no step can be taken here ({str(error) or type(error).__name__})"
+        return None
 
     def switch(self, prepared: Prepared) -> None:
-        """Hold this from now on. Groups and statistics stay the objects that they are: schedules hold on to them."""
+        """Hold this from now on. Groups and statistics stay the objects that they are.
+
+        Torch replaces them. But objects that hold them (`swarm.param_groups`, a schedule of the user's own) would go on
+        reading and setting the ones before, without effect.
+        """
         for each, attributes, held in zip(self._optimizers, prepared.attributes, self._held, strict=False):
             vars(each).update(attributes)
             vars(each).update(held)  # also if the user has loaded a state into the optimizer itself

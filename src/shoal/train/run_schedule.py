@@ -58,7 +58,7 @@ class RunSchedule:
 
     def resume(self, count: int) -> None:
         """Go on from this count with the rates that the optimizer has now."""
-        rates = self.rates()
+        rates = self._rates()
         if count < self.count:
             # A peer that ran ahead on the worse side of a fork goes back: its schedule begins anew.
             self._restart()
@@ -94,7 +94,7 @@ class RunSchedule:
         if self._begins_anew:
             self._begins_anew = False
             restore_rates(scheduler, self._optimizer.param_groups)
-        count, rates = self.count, self.rates()
+        count, rates = self.count, self._rates()
         self.scheduler, self._steps, self.error = scheduler, 0, None
         self.waits = 0
         self._first = _copy_of_state(scheduler)
@@ -113,8 +113,7 @@ class RunSchedule:
         """Somebody else has set the rates: let them be those of the schedule again."""
         restore_rates(self.scheduler, self._optimizer.param_groups)
 
-    def rates(self) -> list[float]:
-        """The rates that the optimizer has now."""
+    def _rates(self) -> list[float]:
         return [float(group["lr"]) for group in self._rated_groups]
 
     @property

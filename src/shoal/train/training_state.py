@@ -11,39 +11,33 @@ optimizer, and plain values for the rest.
 
 from __future__ import annotations
 
-import copy
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from blake3 import blake3
 
-from shoal.averaging.allreduce.vector import Vector, check_tensors
+from shoal.averaging.allreduce.vector import Vector
 from shoal.base.names import known_as
 from shoal.base.thread_state import forget_casts
-from shoal.compression import dtype_name, view_bytes
 from shoal.errors import ConfigError, StateUnavailable
-from shoal.protocol.wire import LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN, MAX_TRAINED, encode
+from shoal.protocol.wire import LAST_EPOCH_TAKEN, encode
+from shoal.train.blank_statistics import BlankStatistics
 from shoal.train.finite import norm_of, not_finite
-from shoal.train.gradient_sum import GradientSum, values_of
+from shoal.train.gradient_sum import GradientSum
 from shoal.train.inner import Scheduler
 from shoal.train.offload import Offload
 from shoal.train.optimizer_state import AnyTensor, OptimizerState, Prepared, is_number
-from shoal.train.options import Options, apply, options_of
+from shoal.train.options import Options
 from shoal.train.pending import Pending
 from shoal.train.run_schedule import RunSchedule
+from shoal.train.shared_tensors import SharedTensors, digest_of_tensors
+from shoal.train.stepper import Stepper
 from shoal.train.trained_weights import TrainedWeights
-from shoal.train.trial import blank_statistics, mixes_values
+from shoal.train.trial import mixes_values
 from shoal.train.workplace import Workplace
 
-__all__ = ["PreparedState", "TrainingState", "digest_of", "fingerprint_of"]
-
-_MOST_TENSORS, _MOST_STATISTICS = 1024, 32
-"""A state from the network may have so many tensors, and so many more for each parameter and extra tensor here."""
-
-_FROZEN_FOR = 3
-"""Steps in a row in which others move what is frozen here. Peers may freeze it with some batches between them."""
+__all__ = ["PreparedState", "TrainingState", "fingerprint_of"]
 
 
 class PreparedState(NamedTuple):
@@ -60,14 +54,6 @@ class PreparedState(NamedTuple):
     scheduled: int
     tensors: Sequence[torch.Tensor]
     optimizer: Prepared
-
-
-def digest_of(tensors: Iterable[torch.Tensor], before: bytes = b"") -> bytes:
-    """BLAKE3 over the bytes of all values, behind those that are given."""
-    digest = blake3(before)
-    for tensor in tensors:
-        digest.update(view_bytes(tensor.detach().to("cpu").contiguous()))
-    return bytes(digest.digest())
 
 
 def fingerprint_of(fragments: Sequence[TrainingState]) -> bytes:
@@ -93,41 +79,45 @@ class TrainingState:
         pending: for what is trained, if it is no sum of gradients as `unit` and `late` say.
 
     Attributes:
-        raised: the error that the step of the last batch raised, if each batch is stepped from (or an interrupt); None
-            if it did not.
-            What it has moved counts: whoever gave the batch counts it first, and raises this then.
-        broken: says which trained parameter was not finite then, since when, and what to do; None if all were finite.
+        optimizer: as given.
+        parameters: of it.
+        trained: those that require a gradient.
+        extra_tensors: as given.
         epoch: swarm steps that went into the parameters.
-        pending: what was trained and is in no step.
+        tensors: that all peers share: parameters and extra tensors.
+        weights: to train with, wherever they are, and what else has changed them.
+        pending: what was trained, and is in no step.
         schedule: of the run, and the rates that are in force.
-        workplace: where and how the optimizer steps.
-        whole: whether the last one that was begun here was taken to its end.
-        step_error: the error that the optimizer's step raised, if the last one did; else None.
-        kept_back: says what the optimizer keeps and newcomers cannot be given; None if nothing was seen.
-        frozen_here: says which trained parameter is frozen here only, so that the steps move it; None if none is.
-        weights: that are trained, wherever they are, and what else has changed them.
+        kept: what the optimizer keeps: options and statistics.
+        blank: the statistics of the optimizer before its first step.
+        stepper: takes its steps.
+        workplace: where and how it does.
+        max_grad_norm: as given.
         steps_alone: whether each batch moves the parameters of this peer alone, until the next average of them.
         averages_parameters: whether peers average the parameters themselves, and no gradients.
         averaged_statistics: names of statistics of the optimizer that are averaged with them.
         keeps_anchor: whether the state is kept beside the parameters, which each peer moves alone (see `outer`).
-        steps_here: that the optimizer has begun here.
-        stepping: whether the optimizer takes a step of the swarm now.
-        own_options: names of options that stay this peer's own, whatever the others have.
-        trained: the parameters that require a gradient.
-        state_tensors: what state averaging averages: parameters and extra tensors of floating point, but for those
-            extra tensors that are not finite from the beginning (masks).
-        accumulators: one for each parameter, on the CPU or its device: sum of gradient x samples / unit.
+        no_feedback: says why a codec with feedback does not go with that, and what to do; empty if it does.
+        last_epoch_taken: no state of a later epoch is taken over from others: the schedule is moved up to it, step by
+            step.
+        accumulators: one for each trained parameter, on the CPU or its device: sum of gradient x samples / unit.
         averaged: the tensors that a round of gradients averages: the accumulators, or what stands for them.
         averaged_for: for each of these, the number of the trained parameter that it is about.
-        dtypes: of the trained parameters, as the model has them.
         averaged_as: says in words what is averaged: the same on all peers.
-        no_feedback: says why a codec with feedback does not go with that, and what to do; empty if it does.
+        dtypes: of the trained parameters, as the model has them.
+        state_tensors: what state averaging averages.
+        raised: the error that the step of the last batch raised, if each batch is stepped from (or an interrupt); None
+            if it did not. What it has moved counts: whoever gave the batch counts it first, and raises this then.
+        broken: says which trained parameter was not finite then, since when, and what to do; None if all were finite.
+        step_error: the error that the optimizer's step raised, if the last one did; else None.
+        whole: whether the last change that was begun here was taken to its end.
     """
 
     steps_alone = averages_parameters = keeps_anchor = False
     averaged_statistics: Sequence[str] = ()
     no_feedback = ""
     raised: BaseException | None = None
+    last_epoch_taken = LAST_EPOCH_TAKEN
 
     def __init__(
         self,
@@ -143,53 +133,26 @@ class TrainingState:
     ) -> None:
         self.workplace = Workplace(offload, mixes=mixes_values(optimizer))
         self.max_grad_norm = max_grad_norm
-        self.optimizer, self._kept = optimizer, OptimizerState(optimizer)
+        self.optimizer, self.kept = optimizer, OptimizerState(optimizer)
+        self.stepper = Stepper(optimizer, self.kept, self.workplace)
         self.schedule = RunSchedule(optimizer, scheduler, self.workplace)
-        self.extra_tensors = tuple(extra_tensors)
-        self.parameters: tuple[torch.Tensor, ...] = tuple(
-            parameter for group in optimizer.param_groups for parameter in group["params"]
-        )
-        trained = _trained(self.parameters)
-        named = [
-            (f"parameter {known_as(each, index)} of the optimizer", each) for index, each in enumerate(self.parameters)
-        ]
-        for index, each in enumerate(self.extra_tensors):
-            name = known_as(each, "")
-            named.append((f"extra_tensors[{index}]" + (f" ({name})" if name else ""), each))
-        check_tensors([(name, each) for name, each in named if each.requires_grad or each.is_floating_point()])
-        for name, each in named:
-            try:
-                dtype_name(each.dtype)
-            except ConfigError as error:
-                raise ConfigError(f"{name}: {error}") from error
-        self.trained = trained
-        self._frozen = [parameter for parameter in self.parameters if not parameter.requires_grad]
+        self.tensors = SharedTensors(optimizer, extra_tensors)
+        self.parameters, self.trained = self.tensors.parameters, self.tensors.trained
+        self.extra_tensors, self.state_tensors = self.tensors.extra, self.tensors.averaged
         self.weights = TrainedWeights(optimizer, self.parameters, self.workplace)
-        self._dtypes = [(parameter.dtype, parameter.shape) for parameter in self.parameters]
+        self.blank = BlankStatistics(optimizer, self.trained, self.workplace)
         if pending is None:
             device = torch.device("cpu") if self.workplace.on_host else None
-            sums = [GradientSum(trained, unit, device) for _ in range(2 if late else 1)]
+            sums = [GradientSum(self.trained, unit, device) for _ in range(2 if late else 1)]
             pending = Pending(*sums)
         self.pending, self.accumulators = pending, pending.total.tensors
         self.averaged: Sequence[torch.Tensor] = self.accumulators
-        self.averaged_for: Sequence[int] = range(len(trained))
-        self.dtypes = [each.dtype for each in trained]
+        self.averaged_for: Sequence[int] = range(len(self.trained))
+        self.dtypes = [each.dtype for each in self.trained]
         self.averaged_as = "whole"
-        # Tensors that are infinite when the run begins (a mask) stay as they are: they have no mean.
-        fixed = [index for index, extra in enumerate(self.extra_tensors) if not bool(torch.isfinite(extra).all())]
-        self.state_tensors = tuple(
-            tensor
-            for index, tensor in enumerate(self.describe(), -len(self.parameters))
-            if tensor.dtype.is_floating_point and index not in fixed
-        )
-        self.steps_here = 0
-        self.own_options: set[str] = set()
         self.broken: str | None = None
         self.step_error: str | None = None
-        self.kept_back: str | None = None
-        self.frozen_here: str | None = None
-        self._frozen_steps = 0
-        self.epoch, self.whole, self.stepping = 0, True, False
+        self.epoch, self.whole = 0, True
         self._ended: tuple[bytes, list[torch.Tensor]] | None = None  # see `end`
 
     def change_begins(self) -> None:
@@ -207,12 +170,7 @@ class TrainingState:
     @property
     def model_epoch(self) -> int:
         """The swarm steps that went into all parameters of the model."""
-        return self.epoch
-
-    @property
-    def last_epoch_taken(self) -> int:
-        """No state of a later epoch is taken over from others: the schedule is moved up to it, step by step."""
-        return LAST_EPOCH_TAKEN
+        return min(fragment.epoch for fragment in self.local.fragments)
 
     @property
     def local(self) -> TrainingState:
@@ -268,7 +226,7 @@ class TrainingState:
 
     def places(self) -> list[torch.Tensor]:
         """The tensors of the model that those of `describe` belong to."""
-        return self.describe()
+        return self.tensors.all
 
     @property
     def holds_average(self) -> bool:
@@ -292,7 +250,10 @@ class TrainingState:
         Raises:
             ConfigError: other parameters are to be trained than when the run began, or an option is of no use.
         """
-        self._check_parameters()
+        if self.weights.are_away:
+            raise ConfigError("the optimizer is in eval mode: call train() of the shoal.Optimizer before step()")
+        self.tensors.check()
+        self.kept.check_options()
         self.weights.look(self.model_epoch, each_steps=self.steps_alone)
         left_out = self.pending.left_out
         counts = self.pending.add(self.trained, batch_size)
@@ -321,42 +282,6 @@ class TrainingState:
         if parameter.itemsize < torch.float32.itemsize:
             do += ", or keep the parameters in float32 (torch.autocast computes in 16 bits)"
         return f"{what}. {made}. {do}, and begin from a finite state"
-
-    def _check_parameters(self) -> None:
-        """Raise `ConfigError` if other parameters are to be trained than when the run began."""
-        if self.weights.are_away:
-            raise ConfigError("the optimizer is in eval mode: call train() of the shoal.Optimizer before step()")
-        listed, known = [each for group in self.optimizer.param_groups for each in group["params"]], self.parameters
-        if len(listed) != len(known):
-            raise ConfigError(
-                f"the optimizer has {len(listed)} parameters, and had {len(known)} when the run began: make a new "
-                "shoal.Optimizer to train others"
-            )
-        for index, (parameter, before) in enumerate(zip(listed, known, strict=True)):
-            if parameter is not before:
-                raise ConfigError(
-                    f"parameter {known_as(before, index)} of the optimizer was replaced since the run began: make a "
-                    "new shoal.Optimizer to train others"
-                )
-        self.check_dtypes()
-        self._kept.check_options()
-        for parameter in self._frozen:
-            if parameter.requires_grad:
-                index = next(i for i, each in enumerate(known) if each is parameter)
-                raise ConfigError(
-                    f"parameter {known_as(parameter, index)} of the optimizer requires a gradient, and did not when "
-                    "the run began: unfreeze it before, or make a new shoal.Optimizer"
-                )
-
-    def check_dtypes(self) -> None:
-        """Raise `ConfigError` if a parameter has another dtype or shape than when the run began: no peer has such."""
-        for index, (parameter, (dtype, shape)) in enumerate(zip(self.parameters, self._dtypes, strict=True)):
-            if parameter.dtype is not dtype or parameter.shape != shape:
-                was, now = f"{dtype} {tuple(shape)}", f"{parameter.dtype} {tuple(parameter.shape)}"
-                raise ConfigError(
-                    f"parameter {known_as(parameter, index)} of the optimizer is {now} now, and was {was} when the run "
-                    "began: convert the model before, or make a new shoal.Optimizer"
-                )
 
     def contribute(self) -> tuple[float, float]:
         """The accumulators go into a round now: weight of their mean, and the factor that makes it from the sum.
@@ -448,13 +373,12 @@ class TrainingState:
         self.weights.forget()
         try:
             if options is not None:
-                apply(self.optimizer.param_groups, options, self.own_options)
+                self.kept.apply(options)
             self._step_from_average(absent, cores)
         except Exception as error:
             self.epoch, self.step_error = before, f"{type(error).__name__}: {error}"
             raise
         finally:
-            self.stepping = False
             try:
                 self._after_step(own, taken=self.epoch != before)
             finally:
@@ -464,7 +388,7 @@ class TrainingState:
         self.whole = True
 
     def _step_from_average(self, absent: Collection[int], cores: int) -> None:
-        for parameter in self._frozen:
+        for parameter in self.tensors.frozen:
             parameter.grad = None
         self.workplace.offload.lend()
         for parameter, average in zip(self.trained, self.accumulators, strict=True):
@@ -473,113 +397,52 @@ class TrainingState:
             # A gradient that came after its peer had joined the round is in the average.
             if index < len(self.trained) and not self.accumulators[index].count_nonzero():
                 self.trained[index].grad = None
-        self._look_for_frozen()
-        clip = self._clip_factor()
+        self.tensors.look_for_frozen(self.pending.total.given)
+        clip = 1.0  # as `torch.nn.utils.clip_grad_norm_` has it
+        if self.max_grad_norm is not None:
+            clip = self.max_grad_norm / (norm_of(self.accumulators) + 1e-6)
         self.epoch += 1
         if clip < 1:
             torch._foreach_mul_([grad for each in self.trained if (grad := each.grad) is not None], clip)
-        self._step_watched(cores)
-
-    def _look_for_frozen(self) -> None:
-        """Look whether the step is about to move what the user has frozen on this peer."""
-        pairs = enumerate(zip(self.trained, self.pending.total.given, strict=True))
-        moved = [i for i, (each, mine) in pairs if not (each.requires_grad or mine) and each.grad is not None]
-        self._frozen_steps = self._frozen_steps + 1 if moved else 0
-        if self._frozen_steps == _FROZEN_FOR:
-            name = known_as(self.trained[moved[0]], moved[0])
-            self.frozen_here = (
-                f"trained parameter {name} is frozen here (requires_grad=False), and the swarm's steps go on to change "
-                "it, because other peers train it: freeze it on all peers, or on none"
-            )
-
-    def _clip_factor(self) -> float:
-        """The factor that brings the average down to `max_grad_norm`, as `torch.nn.utils.clip_grad_norm_` does."""
-        if self.max_grad_norm is None:
-            return 1.0
-        return self.max_grad_norm / (norm_of(self.accumulators) + 1e-6)
-
-    def _step_watched(self, cores: int = 0) -> None:
-        """Look now and then, ever more rarely, whether newcomers can have all that this step leaves behind."""
-        self.steps_here, self.stepping = self.steps_here + 1, True
-        state = self.workplace.thread
-        state = state._replace(cores=cores or state.cores)
-        if self.steps_here & (self.steps_here - 1):
-            with state.in_force():
-                self.optimizer.step()
-            return
-        before = self._kept.outside()
-        with state.in_force():
-            self.optimizer.step()
-            more = self._kept.depends_on_more(before)
-        try:
-            self._kept.export([])
-        except ConfigError as error:
-            self.kept_back = str(error)
-        else:
-            self.kept_back = more or self.kept_back
+        self.stepper.step(cores)
 
     def options(self) -> Options:
         """The options that this peer proposes for the next step: what its parameter groups hold."""
         self.schedule.put_back()
-        return options_of(self.optimizer.param_groups, self.own_options)
+        return self.kept.options()
 
     # ---------------------------------------------------------------------------------------------------- the state
-
-    def summary(self) -> str:
-        """A text about parameters and extra tensors: shapes in order (as a hash), dtypes, and which are trained."""
-        tensors = self.describe()
-        specs = [(tuple(each.shape), str(each.dtype), each.requires_grad) for each in tensors]
-        digest = hashlib.sha256(repr(specs).encode()).hexdigest()[:8]
-        dtypes = " and ".join(sorted({str(each.dtype).removeprefix("torch.") for each in tensors}))
-        elements, trained = sum(each.numel() for each in tensors), sum(each.requires_grad for each in tensors)
-        return f"{len(tensors)} with {elements} elements of {dtypes}, {trained} trained, shapes in order {digest}"
 
     def fingerprint(self) -> bytes:
         """BLAKE3 over all parameters and extra tensors, and over what the optimizer keeps if it has taken steps."""
         values, tensors = self.export()
         if self.optimizer.state:
-            return digest_of(tensors, encode([values["optimizer"], values["scheduled"]]))
-        return digest_of(tensors[: values["fixed"]])  # rates that are tensors are settings
+            return digest_of_tensors(tensors, encode([values["optimizer"], values["scheduled"]]))
+        return digest_of_tensors(tensors[: values["fixed"]])  # rates that are tensors are settings
 
     def fingerprint_of_model(self) -> bytes:
         """A digest of all fragments of the model, if this is the state of one of several; else empty."""
         return b""
-
-    def steps_before(self) -> int:
-        """The number of steps that the optimizer has taken, by its statistics or its groups."""
-        entries = [entry for entry in self.optimizer.state.values() if isinstance(entry, dict)]
-        counts = [entry["step"] for entry in (*entries, *self.optimizer.param_groups) if "step" in entry]
-        steps = max((float(each) for each in counts if is_number(each)), default=0.0)
-        return int(steps) if 0 < steps < MAX_SAMPLES_TAKEN else int(bool(self.optimizer.state))
 
     def export(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
         """All that another peer needs: plain values, and tensors by reference (hold the lock while they are read)."""
         self.schedule.put_back()
         tensors = self.weights.now()
         tensors += [extra.detach() for extra in self.extra_tensors]
-        values = self._kept.export(tensors)
+        values = self.kept.export(tensors)
         return {
             "epoch": self.epoch,
             "scheduled": self.schedule.count,
-            "fixed": len(self.parameters) + len(self.extra_tensors),
+            "fixed": len(self.tensors.all),
             "optimizer": values,
         }, tensors
 
-    @property
-    def max_tensors(self) -> int:
-        """The most tensors that a state of others may have, with the statistics of their optimizer."""
-        return _MOST_TENSORS + _MOST_STATISTICS * len(self.describe())
-
     def called(self, position: int) -> str:
         """The tensor of this number in `export`, for people."""
-        fixed = self.describe()
+        fixed = self.tensors.all
         if position < len(fixed):
             return f"tensor {known_as(fixed[position], position)} of the state"
-        return f"{self._kept.called(position - len(fixed))} in the state"
-
-    def describe(self) -> list[torch.Tensor]:
-        """The tensors whose shapes and dtypes every peer of the run shares: the first of `export`."""
-        return [*self.parameters, *self.extra_tensors]
+        return f"{self.kept.called(position - len(fixed))} in the state"
 
     def check(self, values: Any, tensors: Sequence[AnyTensor]) -> str | None:
         """The reason why an offered state cannot be taken over; None if none is seen before its values are here.
@@ -590,25 +453,15 @@ class TrainingState:
         """
         try:
             self._check_counts(values, tensors)
-            self._kept.check(values["optimizer"], tensors, len(self.describe()))
+            self.kept.check(values["optimizer"], tensors, len(self.tensors.all))
         except Exception as error:  # noqa: BLE001 (any error is the peer's fault)
             return str(error) or type(error).__name__
         return None
 
     def why_not(self, options: Options) -> str | None:
-        """The reason why the optimizer cannot step with options of others that are no `misfit`; None if none is seen.
-
-        Some are of the right kind, and no step can be taken with them: AdamW raises an error with betas of 5.
-        """
-        own = self.optimizer.param_groups
-        groups = [{name: copy.deepcopy(group[name]) for name in group.keys() - {"params"}} for group in own]
-        try:
-            apply(groups, options, self.own_options)
-            with self.workplace.thread.in_force():
-                self._kept.check_step(groups)
-        except Exception as error:  # noqa: BLE001 (a rate that is a tensor cannot hold every number, for example)
-            return f"such that no step can be taken here ({str(error) or type(error).__name__})"
-        return None
+        """As `OptimizerState.why_not`, in any thread."""
+        with self.workplace.thread.in_force():
+            return self.kept.why_not(options)
 
     def prepare(self, values: Any, tensors: Sequence[torch.Tensor]) -> PreparedState:
         """Look at a whole state that another peer exported; nothing is changed.
@@ -622,9 +475,9 @@ class TrainingState:
         """
         try:
             epoch, scheduled = self._check_counts(values, tensors)
-            fixed = len(self.describe())
+            fixed = len(self.tensors.all)
             with self.workplace.at_work():
-                optimizer = self._kept.prepare(values["optimizer"], tensors, fixed)
+                optimizer = self.kept.prepare(values["optimizer"], tensors, fixed)
         except Exception as error:
             raise StateUnavailable(f"the state does not fit here: {error}") from error
         return PreparedState(epoch, scheduled, tensors[:fixed], optimizer)
@@ -641,9 +494,9 @@ class TrainingState:
         with self.weights.in_place():
             self.weights.forget()
             with torch.no_grad():
-                for mine, theirs in zip(self.describe(), prepared.tensors, strict=True):
+                for mine, theirs in zip(self.tensors.all, prepared.tensors, strict=True):
                     mine.copy_(theirs)
-            self._kept.switch(prepared.optimizer)
+            self.kept.switch(prepared.optimizer)
             forget_casts()
             self.weights.note()
         self.resume(prepared.epoch, prepared.scheduled)
@@ -656,49 +509,12 @@ class TrainingState:
         """
         self.take_over(self.prepare(values, tensors))
 
-    def state_dict(self, shown: Mapping[torch.Tensor, Any]) -> dict[str, Any]:
-        """That of the optimizer; before its first step with statistics to show, such as `blank_statistics`."""
-        saved = self.optimizer.state_dict()
-        if not saved["state"]:
-            numbered = enumerate(self.parameters)
-            saved["state"] = {number: shown[each] for number, each in numbered if each in shown}
-        return saved
-
-    def is_asked_for_statistics(self, *, began: bool) -> bool:
-        """Whether a step is called to make statistics only, as `torch.distributed.checkpoint` does to read them.
-
-        There are none yet, each gradient is zero, and so is each rate, or no batch was counted yet.
-
-        Args:
-            began: whether one was.
-        """
-        if self.optimizer.state or (began and any(self.schedule.rates())):
-            return False
-        gradients = [parameter.grad for parameter in self.trained]
-        return not any(gradient is None or bool(values_of(gradient).count_nonzero()) for gradient in gradients)
-
-    @property
-    def took_blank_step(self) -> bool:
-        """Whether the optimizer has taken one step, and its statistics are zero: there were no gradients."""
-        entries = [entry for entry in self.optimizer.state.values() if isinstance(entry, dict)]
-        counts: list[Any] = [entry.get("step") for entry in entries]
-        if not entries or not all(is_number(count) and float(count) == 1 for count in counts):
-            return False
-        values = [each for entry in entries for name, each in entry.items() if name != "step"]
-        tensors = [each for each in values if isinstance(each, torch.Tensor) and each.numel()]
-        return bool(tensors) and not any(bool(each.count_nonzero()) for each in tensors)
-
     def _check_counts(self, values: Any, tensors: Sequence[AnyTensor]) -> tuple[int, int]:
-        own = self.describe()
-        epoch, scheduled, fixed = values["epoch"], values["scheduled"], values["fixed"]
+        epoch, scheduled = values["epoch"], values["scheduled"]
         for what, count in (("an epoch", epoch), ("a schedule after a number of steps", scheduled)):
             if type(count) is not int or not 0 <= count <= LAST_EPOCH_TAKEN:
                 raise ValueError(f"{what} of {count!r:.80}")
-        if type(fixed) is not int or fixed != len(own) or len(tensors) < fixed:
-            raise ValueError(f"{fixed!r:.20} parameters and extra tensors where there are {len(own)} here")
-        for index, (mine, theirs) in enumerate(zip(own, tensors, strict=False)):
-            if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
-                raise ValueError(f"tensor {known_as(mine, index)} is {tuple(theirs.shape)} {theirs.dtype}")
+        self.tensors.check_offered(values["fixed"], tensors)
         return epoch, scheduled
 
     def resume(self, epoch: int, scheduled: int) -> None:
@@ -710,42 +526,6 @@ class TrainingState:
         self.weights.changes.forget()
         self.schedule.resume(scheduled)
         self.discard()
-
-    def prepare_optimizer(self, state_dict: dict[str, Any]) -> Prepared:
-        """Look at a state dict of the optimizer; nothing is changed.
-
-        Raises:
-            ValueError: it does not fit, or no step can be taken from it.
-        """
-        with self.workplace.at_work():
-            return self._kept.prepare_loaded(state_dict)
-
-    def blank_statistics(self) -> dict[torch.Tensor, dict[Any, Any]]:
-        """The statistics of the optimizer as they are before its first step (see `blank_statistics` of `trial`)."""
-        with self.workplace.at_work():
-            return blank_statistics(self.optimizer)
-
-    def load_optimizer(self, prepared: Prepared) -> None:
-        """Load what `prepare_optimizer` gave into the groups and statistics that there are.
-
-        Torch replaces them. But objects that hold them (`swarm.param_groups`, a schedule of the user's own) would go on
-        reading and setting the ones before, without effect.
-        """
-        with self.workplace.at_work():
-            self._kept.switch(prepared)
-
-
-def _trained(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Those that require a gradient. Raises `ConfigError` if there are none, or too many."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    if not any(parameter.numel() for parameter in trained):
-        raise ConfigError("params holds no parameter with elements that requires a gradient")
-    if len(trained) > MAX_TRAINED:
-        raise ConfigError(
-            f"params holds {len(trained)} parameters that require a gradient, and a run trains {MAX_TRAINED} at "
-            "most: put small ones together into larger tensors"
-        )
-    return trained
 
 
 def _as_gradient(average: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -116,7 +116,7 @@ class OwnState:
         if self._auxiliary:
             return StateName.of_auxiliary(fingerprint)
         model = training.fingerprint_of_model()
-        return StateName.genesis(fingerprint, training.steps_before(), model=model, rank=self.rank)
+        return StateName.genesis(fingerprint, training.local.kept.steps_taken, model=model, rank=self.rank)
 
     async def decide_rank(self, rank: int) -> None:
         """The others are known: name the beginning by its rank. Not if the lock of the parameters does not come."""

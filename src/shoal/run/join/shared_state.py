@@ -146,11 +146,11 @@ def why_not_ours(
     if mine is not None and mine >= theirs.key:
         return "its copy is of a state that is no better than ours: it will have a newer one"
     offered = manifest.tensors
-    for index, tensor in enumerate(training.describe()):
+    for index, tensor in enumerate(training.tensors.all):
         if index >= len(offered) or (offered[index].shape, offered[index].dtype) != (tensor.shape, tensor.dtype):
             return f"tensor {known_as(tensor, index)} of its state is not {tuple(tensor.shape)} {tensor.dtype} as ours"
     if wrong := set(manifest.infinite).difference(_extra(training)):
-        name = dict(enumerate(map(known_as, training.describe(), count()))).get(min(wrong), min(wrong))
+        name = dict(enumerate(map(known_as, training.tensors.all, count()))).get(min(wrong), min(wrong))
         return f"tensor {name} of its state, which is trained, holds infinities"
     values = manifest.metadata.get("training")
     return training.check(values, offered) or (misfits.why_not(values, offered) if misfits is not None else None)
@@ -158,7 +158,7 @@ def why_not_ours(
 
 def _extra(training: TrainingState) -> range:
     """The places of the extra tensors in a state."""
-    return range(len(training.parameters), len(training.describe()))
+    return range(len(training.parameters), len(training.tensors.all))
 
 
 class Misfits:

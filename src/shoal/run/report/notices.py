@@ -227,7 +227,7 @@ class Notices:
         if self._tells_of_model:
             self._look_at_schedule(training.local)
         # If peers merge, there are two optimizers; of the inner one nothing travels.
-        for kind, what in (("kept back", training.kept_back), ("frozen here", training.frozen_here)):
+        for kind, what in (("kept back", training.stepper.kept_back), ("frozen here", training.tensors.frozen_here)):
             if what is not None and self._note(kind, value=True):
                 self.warn(what)
 

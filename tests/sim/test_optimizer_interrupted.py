@@ -355,7 +355,7 @@ def test_under_one_name_there_is_one_state_whenever_the_lock_is_free() -> None:
         found: dict[str, dict[bytes, set[bytes]]] = {name: {} for name in names}
 
         def look_before_each_release(name: str, participant: Any) -> None:
-            acquire, tensors = participant.own.lock.acquire, participant.training.describe()
+            acquire, tensors = participant.own.lock.acquire, participant.training.tensors.all
 
             @asynccontextmanager
             async def looked_at(timeout_s: float | None = None) -> AsyncIterator[bool]:

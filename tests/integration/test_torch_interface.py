@@ -201,12 +201,12 @@ def test_steps_that_a_peer_catches_up_with_compute_as_where_step_was_called_last
     """A program may set autocast, cores or modes after the optimizer was made, and in another thread."""
     model = model_of()
     swarm = swarm_of(model)
-    made = swarm._training.workplace.thread
+    made = swarm._training.stepper.thread
     with ODD["two threads"](), ODD["autocast"]():
         train(model, swarm)
-        assert swarm._training.workplace.thread == ThreadState.here() != made
+        assert swarm._training.stepper.thread == ThreadState.here() != made
     train(model, swarm)
-    assert swarm._training.workplace.thread == ThreadState.here() == made
+    assert swarm._training.stepper.thread == ThreadState.here() == made
 
 
 def test_a_merging_peers_fragments_compute_as_where_step_was_called(swarm_of: Any) -> None:
@@ -215,6 +215,6 @@ def test_a_merging_peers_fragments_compute_as_where_step_was_called(swarm_of: An
     swarm = swarm_of(model, target_batch_size=None, strategy=LocalSGD(every=1))
     with ODD["two threads"]():
         train(model, swarm)
-        assert [each.workplace.thread for each in swarm._training.fragments] == [
+        assert [each.stepper.thread for each in swarm._training.fragments] == [
             ThreadState.here()._replace(gradients=False)
         ]

@@ -13,7 +13,7 @@ from shoal import sim
 from shoal.events import Event, Warned
 from shoal.run import parameter_check
 from shoal.run.decide.check import Check, check_of
-from shoal.train.workplace import Workplace
+from shoal.train.stepper import Stepper
 from tests.sim.optimizer_kit import Run, Trainer
 
 NAMES = ["p0", "p1", "p2"]
@@ -346,8 +346,8 @@ def test_a_peer_that_rounds_otherwise_is_told_of_both_ways_and_not_to_test_its_m
     def elsewhere(trainer: Trainer) -> None:
         if trainer.index == 2:
             training = trainer.participant.training
-            elsewhere = type("Elsewhere", (Workplace,), {"way": "another processor"})
-            monkeypatch.setattr(training.workplace, "__class__", elsewhere)
+            elsewhere = type("Elsewhere", (Stepper,), {"way": "another processor"})
+            monkeypatch.setattr(training.stepper, "__class__", elsewhere)
             take = training.optimizer.step
 
             def step(closure: Any = None) -> None:

@@ -42,12 +42,14 @@ from shoal.protocol.wire import MAX_EPOCH
 from shoal.run.decide.state_name import StateName
 from shoal.runtime.dht import DHT
 from shoal.train.batch_rows import rows_of, samples_of
+from shoal.train.blank_statistics import are_asked_for, shown_in
 from shoal.train.gradient_sum import GradientSum
 from shoal.train.inner import make_inner, make_scheduler
 from shoal.train.model import learn_names
 from shoal.train.pending import Pending
 from shoal.train.schedule import ScheduleWatch, follow
 from shoal.train.training_state import TrainingState
+from shoal.train.trial import blank_statistics
 from shoal.zero.ranks.watch import Agreement, Watch
 
 __all__ = ["GroupOptimizer"]
@@ -295,12 +297,14 @@ class GroupOptimizer(torch.optim.Optimizer):
             if self.reuse_grad_buffers:
                 self.zero_grad()  # the scaler may have left the step out
             return loss
-        if closure is None and batch_size is None and self._training.blank.are_asked_for(began=self._steps > 0):
-            self.state = defaultdict(dict, self._training.blank.make())
+        inner, trained = self._training.optimizer, self._training.trained
+        if closure is None and batch_size is None and are_asked_for(inner, trained, began=self._steps > 0):
+            with self._training.stepper.at_work():
+                self.state = defaultdict(dict, blank_statistics(inner))
             if self.peer is not None:
                 self.peer.step()
             return None
-        self.state = self._training.optimizer.state
+        self.state = inner.state
         if self.peer is None:
             self._follow_schedule()
         self._steps += 1
@@ -367,7 +371,7 @@ class GroupOptimizer(torch.optim.Optimizer):
     @untraced
     def state_dict(self) -> dict[str, Any]:
         """On rank 0 that of the `shoal.Optimizer`. On the others that of the torch optimizer: save that of rank 0."""
-        return self._training.blank.state_dict(self.state) if self.peer is None else self.peer.state_dict()
+        return shown_in(self._training.optimizer, self.state) if self.peer is None else self.peer.state_dict()
 
     @untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

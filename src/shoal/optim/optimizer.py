@@ -58,12 +58,14 @@ from shoal.runtime.thread import GRACE_S, LoopThread
 from shoal.strategies import Inner, Merging, Strategy, TrainingState
 from shoal.strategies.strategy import answer_of
 from shoal.train.batch_rows import rows_of, samples_of
+from shoal.train.blank_statistics import are_asked_for, shown_in, were_stepped_to
 from shoal.train.gradient_watch import GradientWatch, SpentGradients
 from shoal.train.inner import make_inner, make_scheduler
 from shoal.train.model import TrainedModel, learn_names
 from shoal.train.offload import Offload
 from shoal.train.schedule import ScheduleWatch, follow, is_moved
 from shoal.train.shared_tensors import digest_of_tensors
+from shoal.train.trial import blank_statistics
 
 __all__ = ["Optimizer"]
 
@@ -281,7 +283,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             )
 
     def _warn_of_blank_step(self) -> None:
-        if self._training.blank.were_stepped_to:
+        if were_stepped_to(self._training.optimizer):
             self._warn(
                 "the optimizer's statistics are those of one step without gradients, as some libraries take to make "
                 "them: its first steps differ from those of a new one. Clear its `state` before, or make a new one"
@@ -571,7 +573,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
 
     def _step(self, closure: Callable[[], Any] | None, batch_size: int | None) -> Any:
         _check_mode("step() was called")
-        self._training.workplace.heed_thread()
+        self._training.stepper.heed_thread()
         check_closure(closure)
         if self._inner_groups is not self._training.optimizer.param_groups:
             raise ConfigError(
@@ -584,7 +586,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 "are there, as in optimizer.param_groups[0]['lr'] = 0.1"
             )
         if closure is None and batch_size is None and not self.auxiliary and self._asked_for_statistics():
-            self.state = defaultdict(dict, self._training.blank.make())  # for whoever looks before a real step
+            with self._training.stepper.at_work():  # for whoever looks before a real step
+                self.state = defaultdict(dict, blank_statistics(self._training.optimizer))
             return None
         self.state = self._training.optimizer.state
         loss = None
@@ -631,7 +634,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
 
     def _asked_for_statistics(self) -> bool:
         training = self._training
-        return training.blank.are_asked_for(began=bool(training.epoch or training.pending.samples or training.batches))
+        began = bool(training.epoch or training.pending.samples or training.batches)
+        return are_asked_for(training.optimizer, training.trained, began=began)
 
     def _samples_of(self, batch_size: int | None) -> int:
         if self.auxiliary:
@@ -896,7 +900,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             }
             if training.keeps_anchor:
                 where["merged"] = saved_fragments(self._participants)
-            return {**training.blank.state_dict(self.state), "shoal": where}
+            return {**shown_in(training.optimizer, self.state), "shoal": where}
 
     def _digest_of_weights(self) -> str:
         return digest_of_tensors(each for group in self.param_groups for each in group["params"]).hex()
@@ -959,7 +963,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             except StateUnavailable as error:
                 raise ConfigError(f"state_dict['shoal'] does not fit here: {error}") from error
             try:
-                with self._training.workplace.at_work():
+                with self._training.stepper.at_work():
                     optimizer = self._training.kept.prepare_loaded(saved)
             except ValueError as error:
                 raise ConfigError(f"state_dict does not fit this optimizer: {error}") from error

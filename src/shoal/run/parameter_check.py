@@ -78,8 +78,8 @@ class ParameterCheck:
             return None
         describe = partial(
             check_of,
-            on_host=training.workplace.on_host,
-            way=training.workplace.way,
+            on_host=training.stepper.on_host,
+            way=training.stepper.way,
             holds=lambda: not weights.are_changed,
         )
         run, check = self._core.env.executor.run, None

@@ -709,7 +709,7 @@ class Participant:
         training = self.training
         options = training.options()
         end = self._end.word(self.epoch, training.model_epoch)
-        cores = min(training.workplace.cores, MOST_CORES)
+        cores = min(training.stepper.cores, MOST_CORES)
         return Said(options, training.pending.total.absent(), check, training.pending.samples, end, cores)
 
     def _contribute(self, name: StateName, said: int) -> tuple[float, float]:
@@ -996,7 +996,7 @@ class Participant:
 
     @property
     def held(self) -> int:
-        """Samples that are in no step yet, and may still go into one: see `TrainingState.held`."""
+        """Samples that are in no step yet, and may still go into one: see `Pending.held`."""
         over = self._end.over(self.epoch) if self.training.averages_parameters else self.at_end
         return 0 if self._closed or over else self.training.pending.held
 

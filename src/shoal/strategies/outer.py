@@ -141,7 +141,7 @@ class OuterTrainingState(TrainingState):
         self._trained = _Trained([each for group in groups for each in group["params"] if each.requires_grad])
         self._later = _Trained([])
         super().__init__(outer, None, extra_tensors, pending=Pending(self._trained, self._later))
-        self.workplace.is_beside(local.workplace)
+        self.stepper.is_beside(local.stepper)
         self.weights.are_private()  # nothing but shoal has the anchor
         self._model_of = {id(each): of_model for each, of_model in zip(anchor, own, strict=True)}
         self._own = [self._model_of[id(each)] for each in self.trained]
@@ -172,7 +172,7 @@ class OuterTrainingState(TrainingState):
         self.end_epoch = epoch
 
     def places(self) -> list[torch.Tensor]:
-        """The tensors of the model that those of `describe` belong to."""
+        """The tensors of the model that `tensors` belong to."""
         return [self._model_of.get(id(each), each) for each in self.tensors.all]
 
     # ----------------------------------------------------------------------------------------------- what was trained

@@ -15,7 +15,7 @@ import torch
 
 from shoal.train.inner import Scheduler
 from shoal.train.schedule import advance, count_of, put_back, rates_of, restore_rates, set_rate, tell_rates
-from shoal.train.workplace import Workplace
+from shoal.train.stepper import Stepper
 
 __all__ = ["RunSchedule"]
 
@@ -26,7 +26,7 @@ class RunSchedule:
     Args:
         optimizer: whose rates it moves.
         scheduler: that was given; None for none, until one is adopted.
-        workplace: its code computes there.
+        stepper: its code computes there.
 
     Attributes:
         scheduler: that is moved; None if there is none.
@@ -36,8 +36,8 @@ class RunSchedule:
         was_moved: whether somebody else has moved it, and it was put back.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Scheduler | None, workplace: Workplace) -> None:
-        self._optimizer, self._workplace, self.scheduler = optimizer, workplace, scheduler
+    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Scheduler | None, stepper: Stepper) -> None:
+        self._optimizer, self._stepper, self.scheduler = optimizer, stepper, scheduler
         self._steps, self._first = 0, _copy_of_state(scheduler)
         self.error: str | None = None
         self.waits, self.was_moved = 0, False
@@ -133,7 +133,7 @@ class RunSchedule:
         self.put_back()
         if self.scheduler is None or self.error is not None:
             return
-        with warnings.catch_warnings(), self._workplace.thread.in_force():
+        with warnings.catch_warnings(), self._stepper.thread.in_force():
             # A peer that starts from a downloaded state moves its schedule before its first own step.
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
             for count in range(self.count, to):
@@ -155,7 +155,7 @@ class RunSchedule:
                 self._steps = 0
                 return
             try:
-                with self._workplace.thread.in_force():
+                with self._stepper.thread.in_force():
                     self.scheduler.load_state_dict(copy.deepcopy(self._first))
             except Exception as error:  # noqa: BLE001 (the user's own code)
                 self.error = f"the schedule does not go back: {type(error).__name__}: {error}"

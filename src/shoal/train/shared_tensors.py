@@ -56,7 +56,9 @@ class SharedTensors:
 
     def __init__(self, optimizer: torch.optim.Optimizer, extra_tensors: Sequence[torch.Tensor]) -> None:
         self._optimizer = optimizer
-        self.parameters: tuple[torch.Tensor, ...] = tuple(self._listed())
+        self.parameters: tuple[torch.Tensor, ...] = tuple(
+            each for group in optimizer.param_groups for each in group["params"]
+        )
         self.extra = tuple(extra_tensors)
         self.all = [*self.parameters, *self.extra]
         self.trained = _trained(self.parameters)
@@ -67,9 +69,6 @@ class SharedTensors:
         self.averaged = tuple(each for each in finite if each.dtype.is_floating_point)
         self.frozen_here: str | None = None
         self._frozen_steps = 0
-
-    def _listed(self) -> list[torch.Tensor]:
-        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def summary(self) -> str:
         """A text about them: shapes in order (as a hash), dtypes, and which are trained."""
@@ -83,7 +82,7 @@ class SharedTensors:
 
     def check(self) -> None:
         """Raise `ConfigError` if other parameters are to be trained than when the run began."""
-        listed, known = self._listed(), self.parameters
+        listed, known = [each for group in self._optimizer.param_groups for each in group["params"]], self.parameters
         if len(listed) != len(known):
             raise ConfigError(
                 f"the optimizer has {len(listed)} parameters, and had {len(known)} when the run began: make a new "

@@ -1,12 +1,20 @@
-"""The steps of an optimizer, and what they leave behind that nobody else can be given."""
+"""Where and how an optimizer steps: on the host or where the parameters are, and as in the trainer's own thread.
+
+Its own code, and that of its schedule, computes so in whatever thread it is called.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
+from shoal.base.thread_state import ThreadState, way_of
 from shoal.errors import ConfigError
+from shoal.train.offload import Offload
 from shoal.train.optimizer_state import OptimizerState
-from shoal.train.workplace import Workplace
+from shoal.train.trial import mixes_values
 
 __all__ = ["Stepper"]
 
@@ -17,28 +25,64 @@ class Stepper:
     Args:
         optimizer: that steps.
         kept: what it keeps.
-        workplace: it steps as in the thread that is heeded there.
+        offload: lends the parameters host memory while it works; None: it works where they are.
 
     Attributes:
+        on_host: whether steps are taken on the CPU, wherever the parameters are.
+        offload: lends that memory, or does nothing.
         steps: that were begun here.
         is_stepping: whether the optimizer takes one of them now.
         kept_back: says what it keeps and newcomers cannot be given; None if nothing was seen.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, kept: OptimizerState, workplace: Workplace) -> None:
-        self._optimizer, self._kept, self._workplace = optimizer, kept, workplace
+    def __init__(self, optimizer: torch.optim.Optimizer, kept: OptimizerState, offload: Offload | None) -> None:
+        self._optimizer, self._kept = optimizer, kept
+        self.on_host, self.offload = offload is not None, offload or Offload([])
+        self._mixes = mixes_values(optimizer)
+        self._beside: Stepper | None = None
         self.steps, self.is_stepping = 0, False
         self.kept_back: str | None = None
+        self.heed_thread()
+
+    def heed_thread(self) -> None:
+        """The trainer calls: all that works here computes as in this thread from now on, in any thread."""
+        self._heeded = ThreadState.here()
+
+    def is_beside(self, other: Stepper) -> None:
+        """Heed the thread that the other one heeds. Nothing is recorded here, whatever the trainer's loop does."""
+        self._beside = other
+
+    @property
+    def thread(self) -> ThreadState:
+        """The state of the thread in which the trainer has called last."""
+        return self._heeded if self._beside is None else self._beside.thread._replace(gradients=False)
+
+    @property
+    def cores(self) -> int:
+        """The cores that steps use here, if their rounding depends on that; else 0."""
+        return self.thread.cores if self._mixes else 0
+
+    @property
+    def way(self) -> str:
+        """The settings beside the optimizer's options that its steps depend on here, in words."""
+        return way_of(self.thread, mixes=self._mixes)
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Let the optimizer's own code work in the block."""
+        with self.offload.on_host(), self.thread.in_force():
+            yield
 
     def step(self, cores: int = 0) -> None:
-        """Let it step from the gradients in `.grad`. Look now and then, ever more rarely, what that leaves behind.
+        """Step from the gradients in `.grad`. Look now and then, ever more rarely, what that leaves behind.
 
         Args:
-            cores: that it uses; 0: those of the trainer's thread.
+            cores: that the optimizer uses; 0: those of the trainer's thread.
         """
         self.steps += 1
-        state = self._workplace.thread
-        state = state._replace(cores=cores or state.cores)
+        state = self.thread
+        if cores:
+            state = state._replace(cores=cores)
         before = None if self.steps & (self.steps - 1) else self._kept.outside()
         try:
             self.is_stepping = True

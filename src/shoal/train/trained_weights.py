@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import torch
 
 from shoal.base.thread_state import forget_casts
+from shoal.train.stepper import Stepper
 from shoal.train.value_mark import Changed, OutsideChanges, ValueMark
-from shoal.train.workplace import Workplace
 
 __all__ = ["TrainedWeights"]
 
@@ -24,17 +24,15 @@ class TrainedWeights:
     Args:
         optimizer: may have weights to evaluate with.
         parameters: of it.
-        workplace: its code computes there.
+        stepper: its code computes there.
 
     Attributes:
         changes: of the parameters by something else than shoal, as batches have seen them.
         evaluations: how often weights to evaluate with were put into their place.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], workplace: Workplace
-    ) -> None:
-        self._optimizer, self._parameters, self._workplace = optimizer, parameters, workplace
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], stepper: Stepper) -> None:
+        self._optimizer, self._parameters, self._stepper = optimizer, parameters, stepper
         self._mark, self.changes = ValueMark(parameters), OutsideChanges()
         self._aside: list[torch.Tensor] | None = None  # the parameters, while others stand in their place
         self.evaluations = 0
@@ -51,30 +49,30 @@ class TrainedWeights:
         return self._aside is not None
 
     @property
-    def are_hidden(self) -> bool:
-        """Whether they are not at hand: somebody has called the inner optimizer's own `eval`."""
-        modes = [getattr(self._optimizer, "train_mode", None)]
-        modes += [group.get("train_mode") for group in self._optimizer.param_groups]
-        return self._aside is None and any(mode is False for mode in modes)
-
-    @property
     def are_away(self) -> bool:
         """Whether the parameters are those to evaluate with, and no step can be taken (ScheduleFree's `eval`)."""
-        return self.are_aside or self.are_hidden
+        modes = [getattr(self._optimizer, "train_mode", None)]
+        modes += [group.get("train_mode") for group in self._optimizer.param_groups]
+        return self._aside is not None or any(mode is False for mode in modes)
+
+    @property
+    def are_hidden(self) -> bool:
+        """Whether they are not at hand: somebody has called the inner optimizer's own `eval`."""
+        return self.are_away and self._aside is None
 
     def evaluate(self) -> None:
         """Put the parameters to evaluate with into the place of those to train with, if the optimizer has such."""
         if callable(change := getattr(self._optimizer, "eval", None)) and self._aside is None:
             self._aside = [parameter.detach().clone() for parameter in self._parameters]
             self.evaluations += 1
-            with self._workplace.at_work():
+            with self._stepper.at_work():
                 change()
             forget_casts()
 
     def train(self) -> None:
         """Take that back: to the bit, as the optimizer's own way back rounds."""
         if callable(change := getattr(self._optimizer, "train", None)):
-            with self._workplace.at_work():
+            with self._stepper.at_work():
                 change()
         if self._aside is not None:
             with torch.no_grad():
@@ -143,7 +141,8 @@ class TrainedWeights:
             epoch: of the model.
             each_steps: whether each batch comes after a step of this peer.
         """
-        changed = self._mark.changed() if self._mark.knows else Changed.NOT
+        knows = self._mark.knows
+        changed = self._mark.changed() if knows else Changed.NOT
         self.changes.seen(changed, epoch, each_steps=each_steps)
-        if changed is not Changed.NOT or not self._mark.knows:
+        if changed is not Changed.NOT or not knows:
             self._mark.note()

@@ -22,7 +22,6 @@ from shoal.base.names import known_as
 from shoal.base.thread_state import forget_casts
 from shoal.errors import ConfigError, StateUnavailable
 from shoal.protocol.wire import LAST_EPOCH_TAKEN, encode
-from shoal.train.blank_statistics import BlankStatistics
 from shoal.train.finite import norm_of, not_finite
 from shoal.train.gradient_sum import GradientSum
 from shoal.train.inner import Scheduler
@@ -34,8 +33,6 @@ from shoal.train.run_schedule import RunSchedule
 from shoal.train.shared_tensors import SharedTensors, digest_of_tensors
 from shoal.train.stepper import Stepper
 from shoal.train.trained_weights import TrainedWeights
-from shoal.train.trial import mixes_values
-from shoal.train.workplace import Workplace
 
 __all__ = ["PreparedState", "TrainingState", "fingerprint_of"]
 
@@ -89,9 +86,7 @@ class TrainingState:
         pending: what was trained, and is in no step.
         schedule: of the run, and the rates that are in force.
         kept: what the optimizer keeps: options and statistics.
-        blank: the statistics of the optimizer before its first step.
-        stepper: takes its steps.
-        workplace: where and how it does.
+        stepper: takes its steps; says where and how.
         max_grad_norm: as given.
         steps_alone: whether each batch moves the parameters of this peer alone, until the next average of them.
         averages_parameters: whether peers average the parameters themselves, and no gradients.
@@ -131,18 +126,16 @@ class TrainingState:
         offload: Offload | None = None,
         pending: Pending | None = None,
     ) -> None:
-        self.workplace = Workplace(offload, mixes=mixes_values(optimizer))
         self.max_grad_norm = max_grad_norm
         self.optimizer, self.kept = optimizer, OptimizerState(optimizer)
-        self.stepper = Stepper(optimizer, self.kept, self.workplace)
-        self.schedule = RunSchedule(optimizer, scheduler, self.workplace)
+        self.stepper = Stepper(optimizer, self.kept, offload)
+        self.schedule = RunSchedule(optimizer, scheduler, self.stepper)
         self.tensors = SharedTensors(optimizer, extra_tensors)
         self.parameters, self.trained = self.tensors.parameters, self.tensors.trained
         self.extra_tensors, self.state_tensors = self.tensors.extra, self.tensors.averaged
-        self.weights = TrainedWeights(optimizer, self.parameters, self.workplace)
-        self.blank = BlankStatistics(optimizer, self.trained, self.workplace)
+        self.weights = TrainedWeights(optimizer, self.parameters, self.stepper)
         if pending is None:
-            device = torch.device("cpu") if self.workplace.on_host else None
+            device = torch.device("cpu") if self.stepper.on_host else None
             sums = [GradientSum(self.trained, unit, device) for _ in range(2 if late else 1)]
             pending = Pending(*sums)
         self.pending, self.accumulators = pending, pending.total.tensors
@@ -170,7 +163,7 @@ class TrainingState:
     @property
     def model_epoch(self) -> int:
         """The swarm steps that went into all parameters of the model."""
-        return min(fragment.epoch for fragment in self.local.fragments)
+        return min([fragment.epoch for fragment in self.local.fragments])  # a list: each batch asks
 
     @property
     def local(self) -> TrainingState:
@@ -225,7 +218,7 @@ class TrainingState:
         return False
 
     def places(self) -> list[torch.Tensor]:
-        """The tensors of the model that those of `describe` belong to."""
+        """The tensors of the model that `tensors` belong to."""
         return self.tensors.all
 
     @property
@@ -343,7 +336,7 @@ class TrainingState:
 
         It can be called again if it was interrupted.
         """
-        self.workplace.offload.back()
+        self.stepper.offload.back()
         for parameter, gradient in zip(self.parameters, own, strict=True):
             parameter.grad = gradient
         if self.step_error is not None:
@@ -390,7 +383,7 @@ class TrainingState:
     def _step_from_average(self, absent: Collection[int], cores: int) -> None:
         for parameter in self.tensors.frozen:
             parameter.grad = None
-        self.workplace.offload.lend()
+        self.stepper.offload.lend()
         for parameter, average in zip(self.trained, self.accumulators, strict=True):
             parameter.grad = _as_gradient(average, parameter.dtype).to(parameter.device)  # it may have been moved since
         for index in absent:
@@ -460,7 +453,7 @@ class TrainingState:
 
     def why_not(self, options: Options) -> str | None:
         """As `OptimizerState.why_not`, in any thread."""
-        with self.workplace.thread.in_force():
+        with self.stepper.thread.in_force():
             return self.kept.why_not(options)
 
     def prepare(self, values: Any, tensors: Sequence[torch.Tensor]) -> PreparedState:
@@ -476,7 +469,7 @@ class TrainingState:
         try:
             epoch, scheduled = self._check_counts(values, tensors)
             fixed = len(self.tensors.all)
-            with self.workplace.at_work():
+            with self.stepper.at_work():
                 optimizer = self.kept.prepare(values["optimizer"], tensors, fixed)
         except Exception as error:
             raise StateUnavailable(f"the state does not fit here: {error}") from error

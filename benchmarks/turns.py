@@ -227,7 +227,7 @@ KINDS: dict[str, Kind] = {
     "downloads": Downloads(100),
     "local_steps": Training("local", "400 local steps, 48 small tensors", peers=1),
     "epochs_alone": Training("alone", "60 epochs of a peer alone, 48 small tensors", peers=1),
-    "epochs": Training("together", "10 epochs of 2 peers, 48 small tensors", peers=2),
+    "epochs": Training("together", "10 epochs of 2 peers, 20 ms a batch, 48 small tensors", peers=2),
     "optimizer_demo": Training("demo", "4 epochs alone, 4 batches each, the demo's model", peers=1, turns=5),
     "optimizer_wide": Training("wide", "2 epochs alone, 4 batches each, 8 million parameters", peers=1, turns=5),
     "zero_1": Sharded(1),

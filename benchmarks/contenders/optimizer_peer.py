@@ -31,9 +31,12 @@ class Steps:
 
     Args:
         target: samples of the swarm in one step; each call has 1.
+        batch_s: the time that a batch takes, seconds. Without any, one peer fills each step before it has heard of the
+            others, and a step of one peer alone is put off while the others are at their first batch.
     """
 
-    def __init__(self, dht: shoal.DHT, target: int) -> None:
+    def __init__(self, dht: shoal.DHT, target: int, batch_s: float = 0.0) -> None:
+        self.batch_s = batch_s
         torch.manual_seed(0)
         layers = [torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)]
         self.parameters = list(torch.nn.Sequential(*layers).parameters())
@@ -58,6 +61,7 @@ class Steps:
         """As many steps of the swarm."""
         goal = self.optimizer.local_epoch + count
         while self.optimizer.local_epoch < goal:
+            time.sleep(self.batch_s)
             self.optimizer.step()
 
 
@@ -70,7 +74,7 @@ def make(case: str, dht: shoal.DHT) -> Callable[[], Any]:
             steps = Steps(dht, 1)
             return lambda: steps.epochs(60)
         case "together":
-            steps = Steps(dht, 2)
+            steps = Steps(dht, 2, batch_s=0.02)
             return lambda: steps.epochs(10)
         case _:
             return Swarm(CASES[case](), 4, dht).turn

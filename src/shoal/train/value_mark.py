@@ -112,7 +112,7 @@ class ValueMark:
     def _raw(self) -> list[bytes]:
         """The present values: those of one device and dtype together, as each device is waited for once."""
         with torch.no_grad():
-            return [bytes(view_bytes(torch.cat(alike.views).cpu())) for alike in self._alike()]
+            return [alike.read() for alike in self._alike()]
 
     def _each(self, raw: Sequence[bytes]) -> list[bytes]:
         """The value of each place, of what `_raw` has read."""
@@ -133,18 +133,26 @@ class ValueMark:
             groups: dict[tuple[torch.device, torch.dtype], _Alike] = {}
             for place, (number, index) in enumerate(self._places):
                 view = _value(self._tensors[number], index)
-                alike = groups.setdefault((view.device, view.dtype), _Alike([], []))
+                alike = groups.setdefault((view.device, view.dtype), _Alike([], [], []))
                 alike.places.append(place)
                 alike.views.append(view)
+                if view.is_cpu:
+                    alike.memory.append(view_bytes(view))
             self._at, self._kept = at, [*groups.values()]
         return self._kept
 
 
 class _Alike(NamedTuple):
-    """The places whose values are of one device and dtype, and a view of one value for each."""
+    """The places whose values are of one device and dtype: a view of each value, and on a CPU its memory."""
 
     places: list[int]
     views: list[torch.Tensor]
+    memory: list[memoryview]
+
+    def read(self) -> bytes:
+        """The values, one after another."""
+        # To join views of memory takes a tenth of what `torch.cat` does.
+        return b"".join(self.memory) if self.memory else bytes(view_bytes(torch.cat(self.views).cpu()))
 
 
 class OutsideChanges:

@@ -73,7 +73,7 @@ class Watch:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rank, self._ranks = group.rank(), group.size()
         # A client of its own: a long wait in one thread would keep the other waiting.
-        self._store: Store = group.get_group_store().clone()  # type: ignore[attr-defined] (torch does not declare it)
+        self._store: Store = group.get_group_store().clone()  # type: ignore[attr-defined]  # torch does not declare it
         self._closed = threading.Event()
         self.parting = Parting(group)
         self._store.add(_key(self._rank), 1)

@@ -16,6 +16,7 @@ from shoal.errors import ConfigError, RoundFailed, StateUnavailable
 from shoal.events import Event, LocalValuesRejected, Warned
 from shoal.run.decide.state_name import StateName
 from shoal.run.gossip import ProgressGossip
+from shoal.run.participant import Participant
 from shoal.sim import SimNetwork
 from tests.sim.averaging_kit import seize
 from tests.sim.optimizer_kit import Run, backward, gradient, make_optimizer, model, reference
@@ -668,6 +669,35 @@ def test_who_has_nothing_new_to_say_is_quiet(monkeypatch: pytest.MonkeyPatch) ->
         await run.close()
 
     sim.run(main, seed=21)
+
+
+def test_short_batches_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of thousands of batches a second cost the program a look at the swarm. The last one is looked at, too."""
+    seen, look = list[int](), Participant._look
+
+    def counted(participant: Participant) -> Any:
+        seen.append(participant.training.pending.samples)
+        return look(participant)
+
+    monkeypatch.setattr(Participant, "_look", counted)
+
+    async def main() -> None:
+        run = Run(target=1000)
+        participant = (await run.add("p0")).participant
+        await sim.sleep(5.0)
+        seen.clear()
+        for samples in range(1, 101):
+            participant.training.pending.total.samples = samples
+            if participant.has_news:
+                participant.accumulated()
+            await sim.sleep(0.0001)
+        await sim.sleep(0.01)
+        assert seen[0] == 1
+        assert seen[-1] == 100
+        assert len(seen) <= 8
+        await run.close()
+
+    sim.run(main, seed=22)
 
 
 def test_who_leaves_the_run_and_stays_in_the_network_is_not_waited_for() -> None:

@@ -76,6 +76,9 @@ _FEW_STEPS = 3
 _FEW_PEERS = 32
 """A swarm of at most this many peers is small: each peer knows all others."""
 
+_LOOKS_S = 2e-3
+"""The trainer's batches cause one look in this time, however short they are: a look takes a tenth of it."""
+
 _AGAIN_S = 1.0
 """Until work is tried again that this machine had no memory for, seconds."""
 
@@ -187,6 +190,7 @@ class Participant:
         self._tasks = Tasks(self._fail)
         self._told_at = -math.inf
         self._asked, self._turns = False, 0  # the trainer has come to its first step, and is at one now
+        self._looked_at, self._look_is_due = -math.inf, False  # because of the trainer
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
         self._distrust: Callable[[], None] = lambda: None
@@ -482,7 +486,7 @@ class Participant:
         """Tell everybody where the run ends as far as this peer is concerned; None lifts that. See `run_end`."""
         self._end.say(epoch, self.epoch)
         self._settle_end()
-        self.accumulated()
+        self._news.notify()
 
     @property
     def enough(self) -> bool:
@@ -503,8 +507,8 @@ class Participant:
 
     @property
     def has_news(self) -> bool:
-        """Whether what was trained since the last look is worth one: thousands of short batches are not."""
-        return self.pace.is_news(self.training.batches)
+        """Whether what was trained since the last look is worth one, and none is due: thousands of batches are not."""
+        return not self._look_is_due and self.pace.is_news(self.training.batches)
 
     @property
     def waits_for_state(self) -> bool:
@@ -519,7 +523,17 @@ class Participant:
         return update is not None and update.is_step and has_batches and self.training.holds_back
 
     def accumulated(self) -> None:
-        """The trainer has accumulated, or stepped: look again."""
+        """The trainer has accumulated, or stepped: look again, at once or `_LOOKS_S` after the last look."""
+        if self._look_is_due:
+            return
+        if (due_at := self._looked_at + _LOOKS_S) <= self._now():
+            self._look_again()
+        else:
+            self._look_is_due = True
+            asyncio.get_running_loop().call_at(due_at, self._look_again)
+
+    def _look_again(self) -> None:
+        self._looked_at, self._look_is_due = self._now(), False
         self._news.notify()
 
     # ------------------------------------------------------------------------------------------------------- driving

@@ -23,7 +23,7 @@ from shoal.errors import ClosedError, LocalError
 from shoal.events import Warned
 from shoal.run.decide.phases import RunPhase
 from shoal.strategies import Decoupled, DiLoCo, LocalSGD, local_updates, outer
-from shoal.train import gradient_sum, training_state
+from shoal.train import finite, gradient_sum, pending, shared_tensors, stepper, training_state
 from tests.integration.workers import until
 
 TARGET = 4
@@ -103,7 +103,8 @@ class Interrupted(BaseException):
 
 def interrupted(call: Callable[[], object], moment: int) -> bool:
     """Make the call, and interrupt it where the batch is counted; False if that has not so many moments."""
-    left, files = moment, {each.__file__ for each in (gradient_sum, local_updates, outer, training_state)}
+    modules = (finite, gradient_sum, shared_tensors, pending, stepper, local_updates, outer, training_state)
+    left, files = moment, {each.__file__ for each in modules}
 
     def look(frame: FrameType, event: str, _: object) -> None:
         nonlocal left

@@ -19,7 +19,7 @@ from shoal.run.gossip import ProgressGossip
 from shoal.run.join import step_feed
 from shoal.run.participant import Participant
 from shoal.run.solitude import Solitude
-from shoal.train import training_state
+from shoal.train import optimizer_state
 from shoal.train.gradient_sum import GradientSum
 from shoal.train.training_state import TrainingState
 from tests.sim.optimizer_kit import Run, Trainer
@@ -62,7 +62,7 @@ SITES: dict[str, tuple[Any, str, str]] = {
     "prepare": (TrainingState, "contribute", "its values could not be copied"),
     "check": (parameter_check, "check_of", "the check of this peer's parameters was left out"),
     "agree": (participant, "agree", "a round or a step was left out"),
-    "what is said": (training_state, "options_of", "a round or a step was left out"),
+    "what is said": (optimizer_state, "options_of", "a round or a step was left out"),
     "the step that is told": (step_feed, "of_round", "a step for peers that catch up was left out"),
     "publish": (ProgressGossip, "_publish", "what it tells others, and hears from them, was left out"),
     "look": (ProgressGossip, "_look", "what it tells others, and hears from them, was left out"),

@@ -21,6 +21,7 @@ from shoal.run.join.shared_state import why_not_ours
 from shoal.train.inner import make_optimizer
 from shoal.train.options import Options
 from shoal.train.training_state import TrainingState
+from shoal.train.trial import blank_statistics, draws_random_numbers, first_statistics
 from tests.unit.optimizer_cases import (
     assert_equal,
     everything,
@@ -628,6 +629,28 @@ def test_a_trial_leaves_no_trace() -> None:
     assert torch.equal(torch.get_rng_state(), chance)
     assert before[0] == everything(newcomer)[0]
     assert not newcomer.optimizer.state
+
+
+class Wrapping(torch.optim.Optimizer):
+    """Has another one step, which has the same parameter groups."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        """That of the other one."""
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("tries", [draws_random_numbers, lambda each: list(first_statistics(each)), blank_statistics])
+def test_a_trial_of_an_optimizer_that_wraps_another_one_stepped_the_model(tries: Callable[[Any], object]) -> None:
+    """The one that it wraps had the real parameters, and their gradients."""
+    parameters = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2, 2))]
+    for each in parameters:
+        each.grad = torch.ones_like(each)
+    tries(Wrapping(torch.optim.SGD(parameters, lr=0.1)))
+    assert all(bool((each == 1.0).all()) for each in parameters)
 
 
 def test_an_optimizer_that_cannot_be_tried_alone_takes_states_over() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.base.names import known_as
+from shoal.train.twin import same_chance, twin_of
 
 __all__ = [
     "blank_statistics",
@@ -289,18 +290,19 @@ def _step(
     own = parameter.detach() if values is None else values
     substitute = torch.nn.Parameter(own.clone())
     substitute.grad = torch.full_like(own, gradient)
-    memo: dict[int, Any] = {id(each): each for each_group in optimizer.param_groups for each in each_group["params"]}
+    nothing = torch.nn.Parameter(torch.empty(0))  # one that wraps others would step the real parameters
+    memo: dict[int, Any] = {id(each): nothing for each_group in optimizer.param_groups for each in each_group["params"]}
     memo[id(parameter)] = substitute
     statistics: defaultdict[Any, Any] = defaultdict(dict)
+    memo[id(optimizer.state)] = statistics
     try:
-        twin = _twin(optimizer, memo)
+        twin = twin_of(optimizer, memo)
         vars(twin).update(attributes)
         for key, entry in state.items():
             if key is parameter or not isinstance(key, torch.Tensor):
                 statistics[substitute if key is parameter else key] = copy.deepcopy(entry, memo)
-        twin.__dict__["state"] = statistics
         twin.param_groups = [{"params": [substitute], **copy.deepcopy(options, memo)}]
-        with torch.random.fork_rng([own.device] if own.is_cuda else []):
+        with same_chance({own.device}):
             _unhooked(type(optimizer).step)(twin)
     except Exception as error:  # noqa: BLE001 (any code at all; what fails on both sides is not judged)
         return f"{type(error).__name__}: {error}", statistics.get(substitute, {})
@@ -311,18 +313,6 @@ def _step(
 def _unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
     """A step without the hooks of all optimizers, which torch has put around that of the class: this one is none."""
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
-
-
-def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
-    """The optimizer again, with attributes of its own, and without hooks, parameters and statistics."""
-    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
-    memo[id(optimizer)] = twin
-    for name, value in vars(optimizer).items():
-        if name.startswith("_optimizer_"):
-            setattr(twin, name, OrderedDict())
-        elif name not in ("param_groups", "state", "step"):  # schedules put a step of theirs before the class's
-            setattr(twin, name, copy.deepcopy(value, memo))
-    return twin
 
 
 def _difference(expected: Mapping[Any, Any], offered: Mapping[Any, Any]) -> str | None:

@@ -23,7 +23,6 @@ import contextlib
 import enum
 import itertools
 import math
-import random
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -31,12 +30,12 @@ from copy import deepcopy
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shoal.errors import ConfigError
+from shoal.train.twin import same_chance, twin_of
 from shoal.zero.packing import pack
 from shoal.zero.parameters import local, wide_dtype
 
@@ -150,8 +149,7 @@ def _why_not(unit: Unit, inner: torch.optim.Optimizer, model: torch.nn.Module, i
     reals = [each for group in inner.param_groups for each in group["params"]]
     if problem := _of_state(inner.state, reals, unit, irregular):
         return problem
-    with _same_chance({each.device for each in reals}) as chance, torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _in_vain(reals) as chance:
         try:  # optimizers that make a matrix of a tensor's rows are slow on large tensors: small ones show them first
             for shapes in (_SHAPES, _LARGE):
                 subjects = list(_subjects(inner, shapes, 1 if unit is Unit.VALUE else 2))
@@ -188,12 +186,11 @@ def why_not_lazy(inner: torch.optim.Optimizer, model: torch.nn.Module, lazy: Col
         lazy: the `id`s of the parameters.
     """
     reals = [each for group in inner.param_groups for each in group["params"] if id(each) in lazy]
-    with _same_chance({each.device for each in reals}), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _in_vain(reals):
         subjects = list(_subjects(inner, _SHAPES, only=lazy))
         if not subjects:
             return None
-        whole = [_Tile(0, number, 0, each.values.numel(), each.values) for number, each in enumerate(subjects)]
+        whole = _whole(subjects)
         one = _copy(inner, model, subjects, whole)
         for group in one.param_groups:
             group.update({key: 0.0 for key in group if key == "weight_decay"})
@@ -218,12 +215,11 @@ def why_not_sharded(inner: torch.optim.Optimizer, model: torch.nn.Module) -> str
         model: the model that it was built of.
     """
     reals = [each for group in inner.param_groups for each in group["params"]]
-    with _same_chance({each.device for each in reals}) as chance, torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _in_vain(reals) as chance:
         before = chance()
         with contextlib.suppress(Exception):  # one that needs a closure, say
             subjects = list(_subjects(inner, _SHAPES, states=False))
-            whole = [_Tile(0, number, 0, each.values.numel(), each.values) for number, each in enumerate(subjects)]
+            whole = _whole(subjects)
             one, made = _copy(inner, model, subjects, whole), torch.Generator().manual_seed(_SEED)
             for step in range(_STEPS):
                 for tile in whole:
@@ -252,8 +248,7 @@ def why_not_by_rows(inner: torch.optim.Optimizer, model: torch.nn.Module) -> str
         shape = (2 * mesh.size() + rest, *usual[1:])
         if shape not in shapes.setdefault(each.ndim, []):
             shapes[each.ndim].append(shape)
-    with _same_chance({each.device for each in reals}), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _in_vain(reals):
         try:
             subjects = list(_subjects(inner, shapes))
             tiles = [
@@ -299,14 +294,10 @@ def tried_in_windows(
         The words, or None; and how many bytes it keeps for each value of a parameter, at most.
     """
     reals = [each for group in inner.param_groups for each in group["params"]]
-    with _same_chance({each.device for each in reals}), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _in_vain(reals):
         try:
             subjects = list(_subjects(inner, _SHAPES, 2))
-            at_once, apart = (
-                [_Tile(0, number, 0, each.values.numel(), each.values.clone()) for number, each in enumerate(subjects)]
-                for _ in range(2)
-            )
+            at_once, apart = _whole(subjects), _whole(subjects)
             one, other = (_copy(inner, model, subjects, tiles) for tiles in (at_once, apart))
             windows = [[tile.tensor for tile in half] for half in (apart[::2], apart[1::2])]
             made = torch.Generator().manual_seed(_SEED)
@@ -383,7 +374,7 @@ def _tried(
     chance: Callable[[], object],
     irregular: set[str],
 ) -> str | None:
-    whole = [_Tile(0, number, 0, each.values.numel(), each.values.clone()) for number, each in enumerate(subjects)]
+    whole = _whole(subjects)
     shares = _shares(whole, unit)
     one = _copy(inner, model, subjects, whole)
     ranks = [_copy(inner, model, subjects, [each for each in shares if each.rank == rank]) for rank in (0, 1)]
@@ -407,6 +398,10 @@ def _tried(
     for _ in range(steps):
         idle.step()
     return _of_numbers(one, [idle], [], [], unit)
+
+
+def _whole(subjects: Sequence[_Subject]) -> list[_Tile]:
+    return [_Tile(0, number, 0, each.values.numel(), each.values.clone()) for number, each in enumerate(subjects)]
 
 
 def _shares(whole: Sequence[_Tile], unit: Unit) -> list[_Tile]:
@@ -448,6 +443,14 @@ def _by_row(shape: Sequence[int]) -> torch.Tensor:
     )
 
 
+@contextlib.contextmanager
+def _in_vain(tensors: Iterable[torch.Tensor]) -> Iterator[Callable[[], object]]:
+    """Nothing that is done in this block is recorded, warned of, or known to chance: see `same_chance`."""
+    with same_chance({each.device for each in tensors}) as chance, torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield chance
+
+
 # --------------------------------------------------------------------------------------------------------------- copies
 
 
@@ -459,7 +462,7 @@ def _copy(
     state.update(deepcopy(_common(inner)))
     memo: dict[int, Any] = {id(inner.state): state}
     memo.update(dict.fromkeys(map(id, [*model.modules(), *model.parameters(), *model.buffers()])))
-    made = _twin(inner, memo)
+    made = twin_of(inner, memo)
     for group in made.param_groups:
         group["params"] = []
         if isinstance(rate := group.get("lr"), float | int | torch.Tensor) and not rate > _LEAST_RATE:
@@ -471,17 +474,6 @@ def _copy(
         made.param_groups[subject.group]["params"].append(tensor)
         if subject.state:
             state[tensor] = {key: _cut(each, subject.values, tile) for key, each in subject.state.items()}
-    return made
-
-
-def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
-    """A copy with all attributes, also of optimizers that it wraps: torch lets `deepcopy` have three of them."""
-    made = memo[id(optimizer)] = object.__new__(type(optimizer))
-    for each in vars(optimizer).values():
-        if isinstance(each, torch.optim.Optimizer) and id(each) not in memo:
-            _twin(each, memo)
-    # A schedule puts a step of its own into the optimizer, which would step the real one.
-    vars(made).update({key: deepcopy(each, memo) for key, each in vars(optimizer).items() if key != "step"})
     return made
 
 
@@ -572,25 +564,3 @@ def _number(value: Any) -> float | None:
     if isinstance(value, torch.Tensor):
         return float(value) if value.numel() == 1 else None
     return float(value) if isinstance(value, int | float) else None
-
-
-@contextlib.contextmanager
-def _same_chance(devices: Iterable[torch.device]) -> Iterator[Callable[[], object]]:
-    """After this block, random generators are as they were; yields a check whether they were used in it."""
-    modules = [(torch.get_device_module(device), device) for device in devices if device.type != "cpu"]
-    of_python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-    of_devices = [module.get_rng_state(device) for module, device in modules]
-
-    def tell() -> object:
-        numbers: Any = np.random.get_state()  # noqa: NPY002 (programs draw from it)
-        states = [torch.get_rng_state(), *(module.get_rng_state(device) for module, device in modules)]
-        return random.getstate(), numbers[1].tobytes(), numbers[2:], [each.numpy().tobytes() for each in states]
-
-    try:
-        yield tell
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)  # noqa: NPY002
-        torch.set_rng_state(of_torch)
-        for (module, device), found in zip(modules, of_devices, strict=True):
-            module.set_rng_state(found, device)

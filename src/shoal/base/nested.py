@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
+from types import NoneType
 from typing import Any
 
 import torch
 
 __all__ = ["tensors_in", "within"]
 
+_NOTHING_WITHIN = frozenset(
+    {NoneType, bool, int, float, complex, str, bytes, torch.Size, torch.device, torch.dtype, torch.layout}
+)
+"""Most arguments of operations are of these types. To ask whether such a value is a mapping takes 1 µs."""
+
 
 def within(value: Any) -> Iterable[Any]:
     """The values in a mapping, a list, a tuple or a dataclass; nothing of anything else."""
+    if type(value) in _NOTHING_WITHIN:
+        return ()
     if isinstance(value, Mapping):
         return value.values()
     if isinstance(value, list | tuple):
@@ -28,4 +36,5 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield value
     else:
         for each in within(value):
-            yield from tensors_in(each)
+            if type(each) not in _NOTHING_WITHIN:
+                yield from tensors_in(each)

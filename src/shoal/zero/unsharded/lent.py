@@ -339,9 +339,10 @@ def _check_reads(name: str, given: Sequence[_Lent], args: Sequence[Any], kwargs:
 
 def _targets(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors that a function changes."""
-    target = args[0] if args else kwargs.get("tensor", kwargs.get("self"))
-    changes = name not in LOOKS and is_in_place(name, kwargs)
-    return [*tensors_in([kwargs.get("out"), target if changes else None])]
+    targets = [kwargs.get("out")]
+    if name not in LOOKS and is_in_place(name, kwargs):
+        targets.append(args[0] if args else kwargs.get("tensor", kwargs.get("self")))
+    return [*tensors_in(targets)]
 
 
 def _changed(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Shard]:

@@ -29,7 +29,7 @@ from shoal.events import EventBus
 @pytest.mark.parametrize("seed", range(5))
 def test_pauses_grow_with_jitter_to_a_limit(seed: int) -> None:
     """Each is between half of its step and all of it; the steps double up to the limit, and begin again at `reset`."""
-    backoff = Backoff(random.Random(seed), first_s=0.1, max_s=1.0, factor=2.0)
+    backoff = Backoff(random.Random(seed), first_s=0.1, max_s=1.0)
     for _ in range(2):
         for step_s in (0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0):
             assert step_s / 2 <= backoff.next_s() <= step_s

@@ -315,23 +315,22 @@ class Env:
 
 
 class Backoff:
-    """Growing, jittered pauses between tries.
+    """Jittered pauses between tries, each twice as long as the one before.
 
     Args:
         rng: source of the jitter.
         first_s: the first pause, seconds.
         max_s: no pause is longer, seconds.
-        factor: growth from one pause to the next.
     """
 
-    def __init__(self, rng: random.Random, *, first_s: float = 0.1, max_s: float = 5.0, factor: float = 2.0) -> None:
-        self._rng, self._first_s, self._max_s, self._factor = rng, first_s, max_s, factor
+    def __init__(self, rng: random.Random, *, first_s: float = 0.1, max_s: float = 5.0) -> None:
+        self._rng, self._first_s, self._max_s = rng, first_s, max_s
         self._next_s = first_s
 
     def next_s(self) -> float:
         """The length of the next pause in seconds: between half of the current step and all of it."""
         pause_s = self._next_s * (0.5 + 0.5 * self._rng.random())
-        self._next_s = min(self._max_s, self._next_s * self._factor)
+        self._next_s = min(self._max_s, 2 * self._next_s)
         return pause_s
 
     def reset(self) -> None:

@@ -66,7 +66,7 @@ _LATELY_S = 60.0
 _AGAIN_S, _LONGEST_PAUSE_S = 60.0, 3600.0
 _TELL_S = 3.0
 _KEPT_S, _MAX_KEPT = 1800.0, 16
-_PIECE_BYTES, _PIECES_AT_ONCE, _PROBE_BYTES = 1 << 15, 4, 384 << 10
+_PIECE_BYTES, _PIECES_AT_ONCE, _PROBE_BYTES, _PIECE_S = 1 << 15, 4, 384 << 10, 5.0
 """The probe stays below what one host may send at once (`allowance`): beyond that it would measure the allowance."""
 
 
@@ -294,20 +294,20 @@ class Reachability:
             "without asking first; client_mode=True makes this peer a client without this warning"
         )
 
-    async def upload_rate(self, peer: PeerID, *, nbytes: int = _PROBE_BYTES, timeout_s: float = 5.0) -> float:
+    async def upload_rate(self, peer: PeerID) -> float:
         """How many bytes per second this peer takes from us. Measured by sending it `Ballast`.
 
         Raises:
             PeerError: the peer did not take the bytes in time, or refuses them.
         """
         loop = asyncio.get_running_loop()
-        began, pieces = loop.time(), max(1, nbytes // _PIECE_BYTES)
+        began, pieces = loop.time(), _PROBE_BYTES // _PIECE_BYTES
         at_once = asyncio.Semaphore(_PIECES_AT_ONCE)
 
         async def send() -> None:
             async with at_once:
                 data = self._endpoint.env.rng.randbytes(_PIECE_BYTES)
-                await self._endpoint.call(peer, Ballast(data), timeout_s=timeout_s)
+                await self._endpoint.call(peer, Ballast(data), timeout_s=_PIECE_S)
 
         await asyncio.gather(*(send() for _ in range(pieces)))
         return pieces * _PIECE_BYTES / max(1e-6, loop.time() - began)

@@ -21,7 +21,7 @@ from shoal.errors import ClosedError, LocalError, PeerRefused, PeerTimeout, Peer
 from shoal.protocol.identity import Identity
 from shoal.transport.base import HIGH_WATER_BYTES, Acceptor, Buffer, Network, Pipe
 from shoal.transport.uplink import Uplink
-from shoal.transport.upload_limit import SMALL_BYTES, UploadLimit
+from shoal.transport.upload_limit import SMALL_BYTES
 
 __all__ = ["MemoryConnection", "MemoryTransport"]
 
@@ -257,7 +257,6 @@ class MemoryTransport:
         host: the name of our host. Our address is `/dns/HOST/tcp/PORT/p2p/PEERID`.
         port: where to listen; 0 takes a free port.
         client_mode: only dial: `listen` does nothing and there are no addresses.
-        upload_limit: bytes per second of all that is sent; None for no limit.
     """
 
     def __init__(
@@ -268,11 +267,10 @@ class MemoryTransport:
         host: str,
         port: int = 0,
         client_mode: bool = False,
-        upload_limit: UploadLimit | None = None,
     ) -> None:
         self.peer_id = identity if isinstance(identity, PeerID) else identity.peer_id
         self._network, self._host, self._port, self._client_mode = network, host, port, client_mode
-        self.uplink = Uplink(limit=upload_limit)  # what a simulated line carries is not measured
+        self.uplink = Uplink()  # what a simulated line carries is not measured
         self._acceptor: Acceptor | None = None
         self._context: contextvars.Context | None = None
         self.addresses: tuple[Address, ...] = ()

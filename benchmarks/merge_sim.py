@@ -56,8 +56,9 @@ from shoal.events import EpochAdvanced, Event, RoundFinished, StateDownloaded
 from shoal.optim import Participant, RunSettings, TrainingState
 from shoal.protocol.wire import encode
 from shoal.run import gossip
+from shoal.run.chains import participants_of
 from shoal.run.decide.phases import RunPhase
-from shoal.run.settings import run_settings, settings_of_fragments
+from shoal.run.settings import run_settings
 from shoal.sim import SimHost, SimNetwork, Swarm, run, sleep
 from shoal.strategies import Inner, Synchronous
 from tests.sim.averaging_kit import SETTINGS
@@ -186,13 +187,10 @@ class Scene:
             fingerprint=run_settings(training, strategy, 0, grad_compression=CODEC),
             check_every=0,
         )
-        lock = TensorLock()
-        participants = []
-        for fragment, ours in zip(training.fragments, settings_of_fragments(settings, training), strict=True):
-            participants.append(Participant(core, fragment, ours, lock=lock, compression=CODEC))
-            if args.late and int(host.name[1:]) % 4 == 0:
-                come_late(participants[-1], host.env.rng, args.late)
+        participants = await participants_of(core, training, settings, lock=TensorLock(), compression=CODEC)
         for participant in participants:
+            if args.late and int(host.name[1:]) % 4 == 0:
+                come_late(participant, host.env.rng, args.late)
             await participant.start()
         return Trainer(training, participants, self.batch_s[host.name])
 

@@ -80,7 +80,7 @@ def train(name: str, settings: dict[str, Any]) -> None:
         optimizer=inner,
     )
     loss, coordinator, searched_s = 0.0, None, dict[str, float]()
-    participants = {each.settings.run_id: each for each in optimizer._participants}  # noqa: SLF001 (one for each part)
+    participants = {each.settings.run_id: each for each in optimizer._chains.participants}  # noqa: SLF001 (one for each part)
 
     def note(event: Event) -> None:
         nonlocal coordinator

@@ -16,8 +16,8 @@ from benchmarks.strategies.reference import Peer, Strategy, weighted_mean
 from benchmarks.strategies.task import PEERS, Task
 from shoal.averaging import AveragerSettings, TensorLock
 from shoal.compression import ErrorFeedback, codec_by_name
-from shoal.optim import Participant, RunSettings
-from shoal.run.settings import settings_of_fragments
+from shoal.optim import RunSettings
+from shoal.run.chains import participants_of
 from shoal.sim import SimHost, SimNetwork, Swarm, run, sleep
 from shoal.strategies import Inner, Merges, Merging
 from tests.sim.averaging_kit import SETTINGS, start_core
@@ -117,16 +117,13 @@ def train(
 
 
 async def _learner(host: SimHost, first: SimHost, task: Task, strategy: Strategy, number: int) -> Learner:
-    peer, ours, lock = task.peer(number), _strategy(strategy), TensorLock()
+    peer, ours = task.peer(number), _strategy(strategy)
     core = await start_core(host, first)
     training = ours.training(Inner(peer.inner))
     codec = None if strategy.codec == "none" else ErrorFeedback(codec_by_name(strategy.codec))
     averager = msgspec.structs.replace(SETTINGS, part_size_bytes=_PART_BYTES)
     settings = RunSettings(run_id="study", strategy=ours, averager=averager)
-    fragments: list[Participant] = []
-    for fragment, its in zip(training.fragments, settings_of_fragments(settings, training), strict=True):
-        above = fragments[0] if fragments else None
-        fragments.append(Participant(core, fragment, its, lock=lock, compression=codec, first=above))
+    fragments = await participants_of(core, training, settings, lock=TensorLock(), compression=codec)
     for participant in fragments:
         await participant.start()
     learner = Learner(number, peer.parameters, fragments[0], fragments[1:])

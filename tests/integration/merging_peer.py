@@ -30,7 +30,7 @@ STRATEGIES: dict[str, Strategy] = {
 
 def strike(swarm: shoal.Optimizer, number: int) -> None:
     """Send this process the signal in the middle of a merge."""
-    averager: Any = swarm._participants[1]._averager
+    averager: Any = swarm._chains.participants[1]._averager
     begin, rounds = averager._begin_round, 0
 
     async def begun(*about: Any) -> Any:
@@ -84,8 +84,8 @@ def main() -> None:
             swarm.step()
             swarm.zero_grad()
             pause.wait(0.02)  # a batch takes so long
-        fragments = [[each.epoch, each.state.digest.hex()] for each in swarm._participants]
-        anchors = [tensor for each in swarm._participants for tensor in each.training.export()[1]]
+        fragments = [[each.epoch, each.state.digest.hex()] for each in swarm._chains.participants]
+        anchors = [tensor for each in swarm._chains.participants for tensor in each.training.export()[1]]
         say("end", [fragments, digest(anchors), digest(list(model.parameters()))])
         sys.stdout.flush()
         swarm.shutdown()

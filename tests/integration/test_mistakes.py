@@ -364,13 +364,13 @@ def test_a_state_of_its_own_that_was_loaded_back_unchanged_was_told_as_another(s
         sizes = {} if strategy is None else {"strategy": strategy, "target_batch_size": None}
         with swarm_of(dht, model, model=model, **sizes) as swarm:
             saved = swarm.state_dict()
-            for each in swarm._participants:
+            for each in swarm._chains.participants:
                 dht.loop_thread.run(each.own.decide_rank(3), 5.0)
                 each.own.is_shared()
-            names = [each.own.name for each in swarm._participants]
+            names = [each.own.name for each in swarm._chains.participants]
             swarm.load_state_dict(saved)
-            assert [each.own.name for each in swarm._participants] == names
-            assert all(each.own.shared for each in swarm._participants)
+            assert [each.own.name for each in swarm._chains.participants] == names
+            assert all(each.own.shared for each in swarm._chains.participants)
     assert not [each for each in warned if "load_state_dict()" in each]
 
 

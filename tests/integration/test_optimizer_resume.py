@@ -241,7 +241,7 @@ def test_an_interrupt_at_the_end_leaves_the_extra_tensors_of_the_run(
         extra_tensors=list(model.buffers()),
     )
     swarm.announce_end(1)
-    monkeypatch.setattr(swarm, "_stay_at_end", interrupt)
+    monkeypatch.setattr(swarm._chains, "stay_at_end", interrupt)
     model(torch.randn(TARGET, 3)).square().mean().backward()
     with pytest.raises(KeyboardInterrupt):
         swarm.step()
@@ -390,7 +390,7 @@ def test_a_peer_that_comes_back_after_the_end_is_not_told_of_it_before_its_own_w
         two, _ = begin(second, other, "run")
         other.load_state_dict(model.state_dict())
         two.load_state_dict(copy.deepcopy(one.state_dict()))
-        until(lambda: two._at_end)
+        until(lambda: two._chains.at_end)
         two.announce_end(two.local_epoch)
         until(lambda: two.finished)
         two.shutdown()
@@ -471,7 +471,7 @@ def test_a_state_that_was_loaded_during_a_step_broke_that_step(dht: shoal.DHT, m
     model = torch.nn.Linear(3, 2)
     swarm, _ = begin(dht, model, "run")
     said: list[str] = []
-    run = swarm._run  # no other way into the middle of a step
+    run = swarm._chains._run  # no other way into the middle of a step
 
     def load() -> None:
         try:
@@ -487,7 +487,7 @@ def test_a_state_that_was_loaded_during_a_step_broke_that_step(dht: shoal.DHT, m
             thread.join()
         return phase
 
-    monkeypatch.setattr(swarm, "_run", run_then_load)
+    monkeypatch.setattr(swarm._chains, "_run", run_then_load)
     model(torch.ones(4, 3)).square().mean().backward()
     swarm.step()
     assert swarm.local_epoch == 1

@@ -139,10 +139,12 @@ def test_the_status_of_a_model_in_fragments_is_that_of_the_whole_model() -> None
             assert [(peer.epoch, peer.samples) for peer in found.peers] == [(found.epoch, found.samples)]
             assert found.samples == found.target_batch_size * (batches - 4 * found.epoch) // 4
             assert (
-                found.contributed <= min(each.contribution.contributed for each in swarm._participants) <= 4 * batches
+                found.contributed
+                <= min(each.contribution.contributed for each in swarm._chains.participants)
+                <= 4 * batches
             )
             assert swarm.is_synchronized_with_peers()
-            seen.add(tuple(fragment.epoch for fragment in swarm._participants))
+            seen.add(tuple(fragment.epoch for fragment in swarm._chains.participants))
     assert any(len({*epochs}) > 1 for epochs in seen), seen
 
 

@@ -17,8 +17,7 @@ import shoal
 from shoal.base.peer import PeerID
 from shoal.errors import ConfigError
 from shoal.events import Warned
-from shoal.optim import Optimizer
-from shoal.run.fragments import take_over
+from shoal.run.chains import Chains
 from shoal.run.join.own_state import OwnState
 from shoal.strategies import (
     Decoupled,
@@ -70,12 +69,12 @@ STREAMING = StreamingDiLoCo(4, fragments=2, overlap=1)
 
 def states(swarm: shoal.Optimizer) -> list[tuple[int, bytes]]:
     """Of each fragment."""
-    return [(each.epoch, each.state.digest) for each in swarm._participants]
+    return [(each.epoch, each.state.digest) for each in swarm._chains.participants]
 
 
 def anchors(swarm: shoal.Optimizer) -> list[torch.Tensor]:
     """Of all fragments."""
-    return [each.detach().clone() for fragment in swarm._participants for each in fragment.training.parameters]
+    return [each.detach().clone() for fragment in swarm._chains.participants for each in fragment.training.parameters]
 
 
 @pytest.mark.parametrize("strategy", [DiLoCo(4), STREAMING], ids=["1", "2"])
@@ -93,7 +92,7 @@ def test_a_state_saved_in_the_middle_of_an_interval_is_the_last_merge(dht: shoal
         swarm.load_state_dict(saved)
         assert states(swarm) == named
         assert all(map(torch.equal, anchors(swarm), held))
-        for fragment in swarm._participants:
+        for fragment in swarm._chains.participants:
             assert all(map(torch.equal, fragment.training._own, fragment.training.parameters))  # type: ignore[attr-defined]
         schedule.load_state_dict(of_schedule)  # as Trainers do it, afterwards
         train(swarm, model, 1)
@@ -117,7 +116,7 @@ def test_a_checkpoint_is_saved_and_taken_over(dht: shoal.DHT, tmp_path: Path, st
         assert min(epoch for epoch, _ in named) > 0
         assert states(swarm) == named
         assert all(map(torch.equal, anchors(swarm), held))
-        for each in swarm._participants:
+        for each in swarm._chains.participants:
             assert all(map(torch.equal, each.training._own, each.training.trained))  # type: ignore[attr-defined]
         weights = load_file(saved / "model.safetensors")
         assert all(torch.equal(weights[name], each) for name, each in other.state_dict().items())
@@ -211,7 +210,7 @@ def test_a_state_of_a_synchronous_run_begins_the_first_interval(dht: shoal.DHT) 
         saved = copy.deepcopy(swarm.state_dict())
     with begin(dht, model, STREAMING, scheduler=lambda inner: LinearLR(inner, 0.1, total_iters=40)) as swarm:
         swarm.load_state_dict(saved)
-        assert [(each.epoch, each.training.epoch) for each in swarm._participants] == [(0, 0), (0, 0)]
+        assert [(each.epoch, each.training.epoch) for each in swarm._chains.participants] == [(0, 0), (0, 0)]
         train(swarm, model, 1)
         assert swarm.param_groups[0]["lr"] == pytest.approx(0.1 * (0.1 + 0.9 / 40))
     assert [message.partition(":")[0] for message in warned if "averages gradients" in message] == [
@@ -358,8 +357,9 @@ def test_weights_to_evaluate_with_are_those_of_the_run_at_its_end(dht: shoal.DHT
 
 
 LOADING = [
-    *(code(each) for each in (Optimizer._loading, Optimizer._take_over, OwnState.loading, OwnState.loaded)),
-    *(code(each) for each in (take_over, OuterTrainingState.take_over, TrainingState.take_over)),
+    *(code(each) for each in (Chains.resume, Chains.load, Chains._forget, Chains._set, Chains._name)),
+    *(code(each) for each in (OwnState.loading, OwnState.loaded)),
+    *(code(each) for each in (OuterTrainingState.take_over, TrainingState.take_over)),
 ]
 
 
@@ -368,7 +368,7 @@ def test_what_is_half_loaded_has_no_other_states_name(dht: shoal.DHT, tmp_path: 
     """Ctrl+C left half of a state under the name of the one before, and others could download it. Training goes on."""
     model, known, place = network(0), dict[tuple[int, bytes], str](), 1
     with begin(dht, model, STREAMING) as swarm:
-        fragments = swarm._participants
+        fragments = swarm._chains.participants
 
         def look() -> None:
             for number, fragment in enumerate(fragments):
@@ -381,7 +381,7 @@ def test_what_is_half_loaded_has_no_other_states_name(dht: shoal.DHT, tmp_path: 
         look()
     model = network(1)
     with begin(dht, model, STREAMING) as swarm:
-        fragments = swarm._participants
+        fragments = swarm._chains.participants
         train(swarm, model, 5)
         look()
         load = partial(swarm.resume, tmp_path) if how == "resume" else partial(swarm.load_state_dict, saved)
@@ -412,7 +412,7 @@ def test_a_peer_is_elected_for_the_epoch_of_the_whole_model(dht: shoal.DHT, monk
             train(swarm, model, 1)
             swarm.is_elected()
             assert asked.pop() == swarm.local_epoch
-            ahead += swarm._participants[-1].epoch > swarm.local_epoch
+            ahead += swarm._chains.participants[-1].epoch > swarm.local_epoch
     assert ahead > 3
 
 

@@ -15,8 +15,8 @@ from shoal.compression import CompressionBase
 from shoal.errors import StateUnavailable
 from shoal.events import EpochAdvanced, Event
 from shoal.optim import Participant, RunSettings
+from shoal.run.chains import participants_of
 from shoal.run.decide.phases import RunPhase
-from shoal.run.settings import settings_of_fragments
 from shoal.sim import SimHost, SimNetwork, Swarm
 from shoal.strategies import Inner, LocalUpdates, Strategy, Synchronous
 from shoal.train.offload import Offload
@@ -248,18 +248,14 @@ class Run:
             settings = msgspec.structs.replace(self.settings, averager=averager, strategy=chosen, **changes)
             lends = Offload(parameters) if offload else None
             training = settings.strategy.training(Inner(optimizer, scheduler, extra_tensors, lends))
-            lock, participants = TensorLock(), list[Participant]()
-            for fragment, ours in zip(training.fragments, settings_of_fragments(settings, training), strict=True):
-                participant = Participant(
-                    core,
-                    fragment,
-                    ours,
-                    lock=lock,
-                    first=participants[0] if participants else None,
-                    compression=self.compression,
-                    state_compression=self.state_compression,
-                )
-                participants.append(participant)
+            participants = await participants_of(
+                core,
+                training,
+                settings,
+                lock=TensorLock(),
+                compression=self.compression,
+                state_compression=self.state_compression,
+            )
             trainer = self._trainer(index, parameters, participants[0], participants[1:])
             host.env.events.subscribe(lambda event: self._note(name, trainer, event))
             for participant in participants:

@@ -14,7 +14,7 @@ from shoal import sim
 from shoal.base.clock import InlineExecutor
 from shoal.base.tasks import Changes
 from shoal.errors import StateUnavailable
-from shoal.optim.optimizer import Optimizer
+from shoal.run.chains import Chains
 from shoal.run.decide.phases import PhaseMachine
 from shoal.run.decide.state_name import StateName
 from shoal.run.join.fetching import Fetching
@@ -144,12 +144,9 @@ def test_states_of_several_parts_are_downloaded_at_once() -> None:
         await all_there.wait()
         return True
 
-    def run(work: Any, timeout_s: float) -> Any:
-        async def within() -> Any:
-            async with asyncio.timeout(timeout_s):
-                return await work
+    async def main() -> list[bool | BaseException]:
+        async with asyncio.timeout(1.0):
+            return await Chains._download(unused, [waiting] * 3, 1.0, patient=False)
 
-        return asyncio.run(within())
-
-    swarm, waiting = cast(Optimizer, SimpleNamespace(_run=run)), cast(Any, SimpleNamespace(download=download))
-    assert Optimizer._download_all(swarm, [waiting] * 3, 1.0, patient=False) == [True] * 3
+    unused, waiting = cast(Chains, None), cast(Any, SimpleNamespace(download=download))
+    assert asyncio.run(main()) == [True] * 3

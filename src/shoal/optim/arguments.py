@@ -14,47 +14,14 @@ from shoal.base.checks import flag, own_number, seconds, whole
 from shoal.compression import CompressionBase
 from shoal.errors import ConfigError
 from shoal.hivemind.arguments import OptimizerOptions
-from shoal.protocol.wire import Epoch, Samples
-from shoal.run.decide.state_name import StateName
 from shoal.runtime.arguments import client_argument, codec_argument
 from shoal.runtime.dht import DHT
 from shoal.train.training_state import TrainingState
 
-__all__ = ["Tuning", "check_averages", "check_closure", "checked_tensors", "is_auxiliary", "tuning_of", "where_saved"]
+__all__ = ["Tuning", "check_averages", "check_closure", "checked_tensors", "is_auxiliary", "tuning_of"]
 
 AVERAGING_TIMEOUT_S = 60.0
 _LOAD_STATE_TIMEOUT_S, _SHUTDOWN_TIMEOUT_S = 600.0, 5.0
-
-
-class Where(NamedTuple):
-    """Where a run stood when a state dict was saved.
-
-    Attributes:
-        name: of the state.
-        scheduled: the count of its schedule.
-        fingerprint: what it holds, as a digest.
-        shared: epoch and samples of the last state before it that was shared.
-        weights: the digest of the model's weights; empty if other values stood in their place.
-    """
-
-    name: StateName
-    scheduled: Epoch
-    fingerprint: str
-    shared: tuple[Epoch, Samples]
-    weights: str
-
-
-def where_saved(saved: Any) -> Where | None:
-    """What `state_dict()["shoal"]` says."""
-    if saved is None:
-        return None
-    try:
-        name = [saved["epoch"], bytes.fromhex(saved["digest"]), saved["samples"]]
-        what = [name, saved["scheduled"], saved.get("fingerprint", ""), saved.get("shared", (0, 0))]
-        what.append(saved.get("weights", ""))
-        return msgspec.convert(what, Where)
-    except (LookupError, TypeError, ValueError, msgspec.ValidationError) as error:
-        raise ConfigError(f"state_dict['shoal'] is not what state_dict() gave: {error}") from error
 
 
 _AVERAGER_OPTIONS = ("bandwidth", "min_group_size", "min_vector_size", "part_size_bytes")

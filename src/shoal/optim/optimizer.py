@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import math
 import os
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack
@@ -18,40 +15,23 @@ from typing import Any, Self, TypeVar, Unpack
 import torch
 
 from shoal.averaging import TensorLock
-from shoal.averaging.core import PeerCore
 from shoal.base.checks import flag, path, seconds, whole
 from shoal.base.peer import check_run_id
-from shoal.base.pool import DaemonPool
 from shoal.base.untraced import untraced
 from shoal.compression import CompressionBase, NoCompression
-from shoal.errors import ClosedError, ConfigError, LocalError, StateUnavailable, is_out_of_memory
+from shoal.errors import ClosedError, ConfigError, LocalError, is_out_of_memory
 from shoal.events import Event, Warned, print_log
 from shoal.hivemind.arguments import OptimizerOptions, check_optimizer_options, strategy_of
 from shoal.hivemind.faces import HivemindNames
-from shoal.optim.arguments import check_averages, check_closure, checked_tensors, is_auxiliary, tuning_of, where_saved
+from shoal.optim.arguments import check_averages, check_closure, checked_tensors, is_auxiliary, tuning_of
 from shoal.protocol.wire import MAX_EPOCH, MAX_SAMPLES_OF_STEP
+from shoal.run.chains import Chains
 from shoal.run.decide.agreement import Deal
-from shoal.run.decide.phases import RunPhase
-from shoal.run.decide.state_name import StateName
 from shoal.run.disk.checkpoint import Content, Files, Saved, copy_of
-from shoal.run.disk.saving import Saver, misfit, saver_of
-from shoal.run.fragments import (
-    Loaded,
-    export,
-    fingerprint,
-    load_saved,
-    name_of_all,
-    places,
-    prepare,
-    prepare_saved,
-    saved_fragments,
-    take_over,
-)
-from shoal.run.join.own_state import Replaced
+from shoal.run.disk.saving import Saver, saver_of
 from shoal.run.participant import Participant
 from shoal.run.report.status import Status
-from shoal.run.settings import RunSettings, checked_settings, run_settings, settings_of_fragments
-from shoal.run.view.progress import NO_STATE, StateKey
+from shoal.run.settings import RunSettings, checked_settings, run_settings
 from shoal.runtime.dht import DHT
 from shoal.runtime.launch import launched
 from shoal.runtime.thread import GRACE_S, LoopThread
@@ -64,21 +44,14 @@ from shoal.train.inner import make_inner, make_scheduler
 from shoal.train.model import TrainedModel, learn_names
 from shoal.train.offload import Offload
 from shoal.train.schedule import ScheduleWatch, follow, is_moved
-from shoal.train.shared_tensors import digest_of_tensors
 from shoal.train.trial import blank_statistics
 
 __all__ = ["Optimizer"]
 
 T = TypeVar("T")
 
-_OTHERS_S = 3.0
-"""To learn, when the optimizer is made, which settings the others of the run have."""
-
 _GOES_ON = 100
 """A program that calls `step` so often after the end is told. With two optimizers one run ends before the other."""
-
-_NOT_TAKEN_AGAIN_S = 600.0
-"""Why a better state was not taken over is told once in this time."""
 
 _run_of: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
 """The `Optimizer` that trains with each inner optimizer."""
@@ -144,8 +117,6 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             told its settings within 3 s, `step` raises that.
     """
 
-    _not_taken_told_at = -math.inf  # why no better state was taken over (monotonic, seconds)
-    _untold = False  # whether nobody was told of the state that is here: it is being loaded, or was in part
     _spent: SpentGradients | None = None
     _closed = _left = _model_told = _asked = False
 
@@ -252,11 +223,25 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             ),
         )
         self._one_step = TensorLock()  # no thread keeps it, whatever interrupts it
-        found = self._begin_from(self._saver.folder, ours.fingerprint)
-        self._participants = self._run(self._begin(dht.core(), ours, tuning.state_compression, found), 60.0)
-        self._forget_closer = dht.at_shutdown(partial(_close, self._participants, self._saver))
+        folder = self._saver.folder
+        found = None if folder is None else self._saver.find(folder, ours.fingerprint)
+        self._chains = Chains(
+            dht.loop_thread,
+            dht.core(),
+            training,
+            ours,
+            lock=self._lock,
+            saved=found,
+            folder=folder,
+            keep=partial(_keep_given_up, weakref.ref(self)),
+            compression=terms.compression,
+            state_compression=tuning.state_compression,
+        )
+        if folder is not None:
+            self._has_resumed(folder, found)
+        self._forget_closer = dht.at_shutdown(partial(_close, self._chains, self._saver))
         self._stop_guarding = _guard_step(inner, weakref.ref(self))
-        self._dropped = _leave_when_dropped(self, dht.loop_thread, self._participants, self._forget_closer)
+        self._dropped = _leave_when_dropped(self, dht.loop_thread, self._chains, self._forget_closer)
         for other in self._others():
             other.another_shares(self.shared_tensors)
         self._warn_of_arguments(options.get("load_state_compression"))
@@ -289,60 +274,6 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 "them: its first steps differ from those of a new one. Clear its `state` before, or make a new one"
             )
 
-    def _begin_from(
-        self, folder: Path | None, settings: Mapping[str, str]
-    ) -> tuple[Sequence[StateName | None], StateKey]:
-        """Take over the best checkpoint before this peer joins the run.
-
-        Returns:
-            The names of its fragments, and the last state before it that was shared.
-        """
-        none = [None for _ in self._training.fragments]
-        if folder is None:
-            return none, NO_STATE
-        found = self._saver.find(folder, settings)
-        names = none if found is None else self._take_over(found, self._prepare(found))
-        self._saver.resumed(folder, found, 0)
-        return names, NO_STATE if found is None else StateKey.of(*found.shared, b"")
-
-    async def _begin(
-        self,
-        core: PeerCore,
-        settings: RunSettings,
-        state_compression: CompressionBase | None,
-        found: tuple[Sequence[StateName | None], StateKey],
-    ) -> list[Participant]:
-        others, each_of = len(core.leavers), settings_of_fragments(settings, self._training)
-        participants: list[Participant] = []
-        keep = partial(_keep_given_up, weakref.ref(self))
-        codecs = {"compression": settings.strategy.terms.compression, "state_compression": state_compression}
-        try:
-            for fragment, ours in zip(self._training.fragments, each_of, strict=True):
-                first, lock = participants[0] if participants else None, self._lock
-                participants.append(Participant(core, fragment, ours, lock=lock, first=first, keep=keep, **codecs))
-        except BaseException:
-            for leave in core.leavers[others:]:  # it has made averagers, which hold the run's names
-                await leave(0.0)
-            raise
-        try:
-            names, floor = found
-            for participant, name in zip(participants, names, strict=True):
-                if name is not None:
-                    participant.own.loaded(participant.own.loading(), name, unchanged=True, floor=floor)
-                await participant.start()
-                if name is not None:
-                    await participant.tell_loaded()
-            await participants[0].check_settings(_OTHERS_S)
-            if self._saver.folder is not None:
-                participants[0].watch_folder(self._saver.folder, DaemonPool(1, "shoal-folder"))
-        except BaseException:
-            await _leave_all(participants)
-            raise
-        return participants
-
-    def _run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        return self.dht.loop_thread.run(work, timeout_s + GRACE_S)
-
     # ---------------------------------------------------------------------------------------------------------- status
 
     @property
@@ -351,7 +282,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
 
         It jumps when the state of others is taken over: up, as a rule; down, if theirs was trained with more samples.
         """
-        return min(each.epoch for each in self._participants)
+        return self._chains.epoch
 
     @property
     def finished(self) -> bool:
@@ -360,27 +291,17 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         At the end a peer has the best state that it knows, and waits some seconds, in `step`, until the others that it
         knows have it too.
         """
-        # If the parameters have left the state, the next step takes them back to it.
-        return all(each.finished for each in self._participants) and not self._training.strays
-
-    @property
-    def _participant(self) -> Participant:
-        """Of the first fragment of the model."""
-        return self._participants[0]
-
-    @property
-    def _state(self) -> StateName:
-        return name_of_all([each.state for each in self._participants])
+        return self._chains.finished
 
     @property
     def dealt(self) -> tuple[Deal, ...]:
         """The samples that the last steps dealt to this peer, oldest first: `shoal.data.PeerSampler` draws them."""
-        return self._participant.own.dealt
+        return self._chains.first.own.dealt
 
     @property
     def collaboration(self) -> Participant:
         """The async core: phase, progress and last round."""
-        return self._participant
+        return self._chains.first
 
     @untraced
     def status(self) -> Status:
@@ -391,29 +312,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         Raises:
             ClosedError: in a forked child.
         """
-        found = self._statuses()
-        return replace(
-            min(found, key=lambda each: each.epoch),
-            swarm_epoch=min(each.swarm_epoch for each in found),
-            contributed=min(each.contributed for each in found),
-            dropped=max(each.dropped for each in found),
-            finished=self.finished,
-        )
-
-    def _statuses(self) -> list[Status]:
-        """Of each fragment of the model; the last ones once this peer has left."""
-
-        async def look() -> list[Status]:
-            return [each.status() for each in self._participants]
-
-        if self.is_training:
-            with suppress(ClosedError):  # it may leave meanwhile
-                return self._run(look(), GRACE_S)
-        found = [each.last_status for each in self._participants]
-        last = [each for each in found if each is not None]
-        if len(last) < len(found):
-            self._check_open()
-        return last
+        return self._chains.status()
 
     def is_elected(self) -> bool:
         """Whether this peer is the one that is elected at the present epoch, to do what one of all peers should do.
@@ -426,11 +325,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             ClosedError: the optimizer or its DHT was shut down.
         """
         self._check_open()
-
-        async def look() -> bool:
-            return self._participant.is_elected()
-
-        return self._run(look(), GRACE_S)
+        return self._chains.is_elected()
 
     @property
     def use_local_updates(self) -> bool:
@@ -450,7 +345,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
     @property
     def auxiliary(self) -> bool:
         """Whether this peer has no data."""
-        return self._participant.settings.auxiliary
+        return self._chains.first.settings.auxiliary
 
     def is_alive(self) -> bool:
         """Whether neither this optimizer nor its DHT was shut down."""
@@ -463,8 +358,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
 
     def is_synchronized_with_peers(self) -> bool:
         """Whether no better state is known than this peer's."""
-        behind = RunPhase.BEHIND.value
-        return all(each.epoch == each.swarm_epoch and each.phase != behind for each in self._statuses())
+        return self._chains.is_synchronized()
 
     @untraced
     def announce_end(self, epoch: int | None) -> None:
@@ -482,13 +376,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             ClosedError: the optimizer or its DHT was shut down.
         """
         self._check_open()
-        last = None if epoch is None else whole("epoch", epoch, most=MAX_EPOCH)
-
-        async def announce() -> None:
-            for each in self._participants:
-                each.announce_end(last)
-
-        self._run(announce(), GRACE_S)
+        self._chains.announce_end(None if epoch is None else whole("epoch", epoch, most=MAX_EPOCH))
 
     # ------------------------------------------------------------------------------------------------------------ step
 
@@ -543,8 +431,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             except BaseException:
                 if self._counted:
                     self._spent = SpentGradients(self._training.trained)
-                if not self._closed and self._at_end:
-                    self._stay_at_end()  # the loop may compute another batch before the next call
+                if not self._closed and self._chains.at_end:
+                    self._chains.stay_at_end()  # the loop may compute another batch before the next call
                 raise
             finally:
                 # `torch.no_grad` is Python code, and left open by an interrupt at its end; this is one call of C.
@@ -596,8 +484,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 loss = closure()
         samples = self._samples_of(batch_size)
         self._check_open()
-        if self._untold:  # the loading of a state was interrupted
-            self._tell_loaded()
+        self._chains.tell_loaded()  # if the loading of a state was interrupted
         self._follow_schedule()
         self._follow_loaded_weights()
         if self._model is not None:
@@ -618,7 +505,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             self._schedules.seen()
             if self.reuse_grad_buffers:
                 self.zero_grad()
-        self._saver.at_step(self._state, self._copy, finished=self.finished)
+        self._saver.at_step(self._chains.state, self._copy, finished=self.finished)
         return loss
 
     def _changed_tensors(self, model: TrainedModel) -> list[str]:
@@ -682,16 +569,9 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         if not (first or loaded):
             return
         with self._lock.acquire_in_thread():
-            if not self._training.weights.are_displaced or self._training.weights.are_away:
+            if not self._chains.follow_weights(named=first):
                 return
-            replaced = self._loading()
-            self._training.begin_anew()
-            for each, before in zip(self._participants, replaced, strict=True):
-                if first:
-                    each.own.loaded(before, None)
-                else:
-                    each.training.weights.note()
-        self._tell_loaded()
+        self._chains.tell_loaded()
         if not first:
             self._warn(
                 f"weights were loaded into the model at epoch {self.local_epoch}, and other peers do not have them: "
@@ -723,28 +603,20 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         _warn(self.dht, message)
 
     def _count(self, samples: int, loss: Any) -> Any:
-        participants, over = self._participants, self._at_end
+        chains, over = self._chains, self._chains.at_end
         if samples:
             self._accumulate(samples, over=over)
         if self.finished:
             self._past_end += 1
             if self._past_end == _GOES_ON:
                 self._warn(f"the run has ended at epoch {self.local_epoch}: step() does nothing; look at `finished`")
-            self._stay_at_end()
+            chains.stay_at_end()
             return loss
         if over:
-            self._stay_at_end()  # before others are given a copy
-        behind = []
-        for participant in participants:
-            if not samples or participant.needs_turn:
-                if self._take_turn(participant):
-                    behind.append(participant)
-            elif participant.has_news:
-                self.dht.loop_thread.call_soon(participant.accumulated)
-        if behind:
-            self._download(behind)
-        if self._at_end:
-            self._stay_at_end()
+            chains.stay_at_end()  # before others are given a copy
+        chains.take_turns(self.averaging_timeout, self.load_state_timeout, trained=samples > 0)
+        if chains.at_end:
+            chains.stay_at_end()
         return loss
 
     def _accumulate(self, samples: int, *, over: bool) -> None:
@@ -758,7 +630,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                     if worth is None:  # an error, or an interrupt: a batch that has taken effect is not to come again
                         worth = training.pending.held > held or training.stepper.steps != begun or None
                     if worth is not None:
-                        self._count_batch(samples, worth=worth)
+                        self._counted = True
+                        self._chains.count(samples, worth=worth)
             if not over and (error := training.raised) is not None:
                 if isinstance(error, Exception):
                     becomes = "The parameters have moved, so the batch counts" if worth else "The batch is dropped"
@@ -768,65 +641,6 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                     )
                 raise error
         self._counted = True
-
-    def _count_batch(self, samples: int, *, worth: bool) -> None:
-        """This batch was trained, or is of no use if it has gradients at all (under the lock)."""
-        self._counted = True
-        has_gradients = any(each.grad is not None for each in self._training.trained)
-        for participant in self._participants:
-            if worth:
-                participant.speed.count(samples)
-            elif has_gradients:
-                participant.contribution.leave_out(samples)
-
-    def _stay_at_end(self) -> None:
-        """What a batch has changed beyond the end of the run is taken back."""
-        with self._lock.acquire_in_thread():
-            self._training.end(self._participants[-1].state.digest)
-
-    @property
-    def _at_end(self) -> bool:
-        return all(each.at_end for each in self._participants)
-
-    def _take_turn(self, participant: Participant) -> bool:
-        """Do what a fragment of the model asks for; returns whether to stand still for a better state of it."""
-        if participant.at_end and not self._at_end:
-            return False  # other fragments of the model are still trained
-        phase = self._run(participant.decide(self.averaging_timeout), self.averaging_timeout)
-        if phase is not RunPhase.STEPPING:
-            return phase is RunPhase.BEHIND and participant.waits_for_state
-        if participant.update_waits:
-            return False
-        try:
-            with self._lock.acquire_in_thread():
-                participant.own.step()
-        except Exception:  # of the optimizer: the others are told at once, as the program may end
-            self._run(participant.stepped(), GRACE_S)
-            raise
-        self._run(participant.stepped(), GRACE_S)
-        return participant.at_end and self._take_turn(participant)  # the last one: wait for the others
-
-    def _download(self, behind: Sequence[Participant]) -> None:
-        """Stand still for better states of these fragments: for all at once, as each takes its round trips."""
-        results = self._download_all(behind, self.load_state_timeout, patient=self.auxiliary)
-        for participant, result in zip(behind, results, strict=True):
-            if isinstance(result, StateUnavailable):
-                self._run(participant.check_beginning(), GRACE_S)
-                # Beside a peer that claims states and gives none, downloads of each fragment fail again and again.
-                if time.monotonic() > self._not_taken_told_at + _NOT_TAKEN_AGAIN_S:
-                    self._not_taken_told_at = time.monotonic()
-                    self._warn(str(result))
-            elif isinstance(result, BaseException):
-                raise result
-
-    def _download_all(
-        self, behind: Sequence[Participant], timeout_s: float, *, patient: bool
-    ) -> list[bool | BaseException]:
-        async def download() -> list[bool | BaseException]:
-            downloads = (each.download(timeout_s, patient=patient) for each in behind)
-            return await asyncio.gather(*downloads, return_exceptions=True)
-
-        return self._run(download(), timeout_s)
 
     @untraced
     def load_state_from_peers(
@@ -857,13 +671,10 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         timeout_s = seconds("timeout", timeout, self.load_state_timeout)
         if not flag("wait", wait):
             return False  # all peers look for a better state all the time
-        results = self._download_all(self._participants, timeout_s, patient=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        if any(results):
+        taken = self._chains.load_from_peers(timeout_s)
+        if taken:
             self._spent = SpentGradients(self._training.trained)  # of the state before
-        return any(results)
+        return taken
 
     # ------------------------------------------------------------------------------------------- torch's interface
 
@@ -887,23 +698,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
 
     def _save(self) -> dict[str, Any]:
         with self._between_steps("state_dict"):
-            state, training = self._state, self._training
-            name = {"epoch": state.epoch, "digest": state.digest.hex(), "samples": state.samples}
-            shared = self._participant.own.with_others
-            displaced = any(each.training.weights.are_displaced for each in self._participants)
-            where = {
-                **name,
-                "scheduled": training.schedule.count,
-                "fingerprint": "" if displaced else fingerprint(training),  # else that of other values has this name
-                "shared": [shared.epoch, shared.samples],
-                "weights": "" if displaced else self._digest_of_weights(),
-            }
-            if training.keeps_anchor:
-                where["merged"] = saved_fragments(self._participants)
-            return {**shown_in(training.optimizer, self.state), "shoal": where}
-
-    def _digest_of_weights(self) -> str:
-        return digest_of_tensors(each for group in self.param_groups for each in group["params"]).hex()
+            return {**shown_in(self._training.optimizer, self.state), "shoal": self._chains.place()}
 
     @untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -939,86 +734,22 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             raise ConfigError(f"state_dict must be what state_dict() gave, got {type(state_dict).__name__}")
         saved = dict(state_dict)
         about = saved.pop("shoal", None)
-        where = where_saved(about)
-        merged = None if where is None else about.get("merged")  # a run whose peers merge has it, and no other run
-        is_of_others = where is not None and (merged is not None) != self._training.keeps_anchor
-        anchors = None if is_of_others else merged
         with self._lock.acquire_in_thread():
             if self._training.weights.are_aside:
                 raise ConfigError(
                     "load_state_dict() is called between eval() and train(), which puts back the weights before: call "
                     "train() of the shoal.Optimizer, then load the model's state and this one"
                 )
-            if where is not None and anchors is None and where.weights not in ("", self._digest_of_weights()):
-                raise ConfigError(
-                    "state_dict was saved with other weights than the model has now, and peers would take these for "
-                    f"what {where.name.samples} samples have trained: load the model's state before (with "
-                    "strict=False, look at what load_state_dict() of the model returns). To begin with these weights, "
-                    "leave out the entry 'shoal'"
-                )
-            try:
-                loaded = (
-                    [] if where is None or anchors is None else prepare_saved(self._participants, where.name, anchors)
-                )
-            except StateUnavailable as error:
-                raise ConfigError(f"state_dict['shoal'] does not fit here: {error}") from error
+            found = self._chains.prepare(about)
             try:
                 with self._training.stepper.at_work():
                     optimizer = self._training.kept.prepare_loaded(saved)
             except ValueError as error:
                 raise ConfigError(f"state_dict does not fit this optimizer: {error}") from error
-            shared = self._participant.own.shared
-            replaced = self._loading()
-            self._training.kept.switch(optimizer)
+            self._chains.load(found, optimizer)
             self.state = self._training.optimizer.state
-            if is_of_others:
-                where = None  # its epochs are others: what was loaded is a plain optimizer's state
-                self._training.schedule.keep_place()
-            elif where is not None:
-                self._training.resume(where.name.epoch, where.scheduled)
-            names: list[StateName | None] = [where and where.name]
-            if self._training.keeps_anchor:
-                names = load_saved(self._training, loaded)
-            unchanged = where is not None and where.fingerprint == fingerprint(self._training)
-            floor = NO_STATE if where is None else StateKey.of(*where.shared, b"")
-            for each, before, name in zip(self._participants, replaced, names, strict=True):
-                each.own.loaded(before, name, unchanged=unchanged, floor=floor)
         self._warn_of_blank_step()
-        was, now = replaced[0].name, self._participant.own.name
-        self._tell_loaded()
-        if shared and now != was and now.key <= was.key:
-            self._warn(
-                f"load_state_dict() at epoch {was.epoch} put a state of epoch {now.epoch} in the place of the one "
-                "that this peer had with others: the run takes the better one for all peers, so what was loaded may "
-                "be undone. Load a state before the first step, on all peers"
-            )
-        if is_of_others and (about["epoch"] or about["scheduled"]):
-            self._warn_of_others(now.epoch, merged=merged is not None)
-
-    def _warn_of_others(self, epoch: int, *, merged: bool) -> None:
-        if merged:
-            self._warn(
-                "the state that was loaded is of a run that merges: its epochs are its merges, so this run stays at "
-                f"its own epoch {epoch}, and so does its schedule"
-            )
-        else:
-            self._warn(
-                "the state that was loaded is of a run that averages gradients: its epochs are no merges, so this run "
-                f"stays at its own epoch {epoch}, and so does its schedule"
-            )
-
-    def _loading(self) -> list[Replaced]:
-        """The state of each fragment is forgotten, as another one is loaded (under the lock)."""
-        self._untold = True
-        return [each.own.loading() for each in self._participants]
-
-    def _tell_loaded(self) -> None:
-        async def tell() -> None:
-            for each in self._participants:
-                await each.tell_loaded()
-
-        self._run(tell(), GRACE_S)
-        self._untold = False
+        self._chains.tell_loaded()
 
     @untraced
     def save(self, folder: str | os.PathLike[str], *, keep: int | None = None) -> Path:
@@ -1066,8 +797,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         Raises:
             ConfigError, LocalError: as `save`.
         """
-        saver, state = self._saver, self._state
-        if saver.folder is None or not state.epoch or self._untold or saver.has_saved(state):
+        saver, state = self._saver, self._chains.state
+        if saver.folder is None or not state.epoch or self._chains.untold or saver.has_saved(state):
             return None
         saved = self.save(saver.folder, keep=saver.keep)
         saver.was_saved(state)
@@ -1087,12 +818,11 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
 
     def _content(self, memory: Files | None = None) -> Content:
         self._training.tensors.check_dtypes()
-        state, described = export(self._participants), places(self._training.fragments)
+        chains = self._chains
+        state, described = chains.export(), chains.places()
         model = {} if self._model is None else self._model.to_save()
-        settings = self._participant.settings.fingerprint
-        shared = self._participant.own.with_others
-        where = shared.epoch, shared.samples
-        return copy_of(self.run_id, state, self._state, settings, described, model, memory, where)
+        settings = chains.first.settings.fingerprint
+        return copy_of(self.run_id, state, chains.state, settings, described, model, memory, chains.shared)
 
     def resume(self, folder: str | os.PathLike[str]) -> Path | None:
         """Go on from the whole checkpoint of the best state in a folder, unless the state here is better.
@@ -1118,42 +848,22 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             if not alone:
                 raise LocalError("resume() is called while step() is running: call it between two steps")
             place = path("folder", folder)
-            saved = self._saver.find(place, self._participant.settings.fingerprint)
+            saved = self._saver.find(place, self._chains.first.settings.fingerprint)
             with self._lock.acquire_in_thread():
-                mine = self._state
+                mine = self._chains.state
                 if saved is not None and mine.epoch and mine.key >= saved.name.key:
                     saved = None
                 if saved is not None:
-                    loaded = self._prepare(saved)
-                    replaced = self._loading()
-                    names = self._take_over(saved, loaded)
-                    for each, before, name in zip(self._participants, replaced, names, strict=True):
-                        each.own.loaded(before, name, unchanged=True, floor=StateKey.of(*saved.shared, b""))
-            self._saver.resumed(place, saved, mine.epoch)
-            if saved is None:
-                return None
-            self._tell_loaded()
-            return saved.path
+                    self._chains.resume(saved)
+                self._has_resumed(place, saved)
+            self._chains.tell_loaded()
+            return None if saved is None else saved.path
 
-    def _prepare(self, saved: Saved) -> list[Loaded]:
-        """Look at a checkpoint; nothing is changed."""
-        if self._training.weights.are_away:
-            raise ConfigError("the optimizer is in eval mode: call train() before a checkpoint is taken over")
-        try:
-            return prepare(self._training.fragments, saved.name, saved.values, saved.tensors)
-        except StateUnavailable as error:
-            raise misfit(saved, f"{error}") from error
-
-    def _take_over(self, saved: Saved, loaded: Sequence[Loaded]) -> list[StateName]:
-        """Take over a checkpoint (under the lock, if there is a participant already).
-
-        Returns:
-            The names of the states of its fragments.
-        """
-        names = take_over(self._training, loaded)
-        if self._model is not None:
+    def _has_resumed(self, folder: Path, saved: Saved | None) -> None:
+        """A checkpoint in this folder was taken over, if there is a better one than the state here."""
+        if saved is not None and self._model is not None:
             self._model.restore_statistics(saved.model)
-        return names
+        self._saver.resumed(folder, saved, self.local_epoch)
 
     def eval(self) -> None:
         """Put the weights to evaluate with in place, where the inner optimizer has such (ScheduleFree); else nothing.
@@ -1165,7 +875,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         nothing: all peers keep the weights of the run.
         """
         with self._between_steps("eval"):
-            if not (self._training.steps_alone and self._at_end):
+            if not (self._training.steps_alone and self._chains.at_end):
                 self._training.weights.evaluate()
 
     def train(self) -> None:
@@ -1185,20 +895,18 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         Raises:
             ConfigError: always, afterwards.
         """
-        if hasattr(self, "_participant"):
+        if hasattr(self, "_chains"):
             raise ConfigError("parameters cannot be added to a run that has begun: make a new optimizer")
         super().add_param_group(param_group)
 
     def shutdown(self) -> None:
         """Leave the run. The DHT goes on. Safe to call twice. Also done once nothing refers to the optimizer."""
-        if not self._closed:
-            trained, averaged = self._participant.speed.batches, any(each.epoch for each in self._participants)
-            if trained and not averaged and (message := self._training.never_averaged(trained)) is not None:
-                self._warn(message)
+        if not self._closed and (message := self._chains.never_averaged()) is not None:
+            self._warn(message)
         self._closed = True
         if not self._left and self.dht.is_alive():
-            self._run(_leave_all(self._participants), self._shutdown_timeout)
-            self._run(self._saver.close(), self._shutdown_timeout)
+            for closing in (self._chains.leave, self._saver.close):
+                self.dht.loop_thread.run(closing(), self._shutdown_timeout + GRACE_S)
             self._forget_closer()
         self._dropped.detach()
         self._left = True
@@ -1234,12 +942,8 @@ def _check_mode(what: str) -> None:
         raise ConfigError(f"{what} within torch.inference_mode(), where nothing can be trained: leave it")
 
 
-async def _leave_all(participants: Sequence[Participant]) -> None:
-    await asyncio.gather(*(each.close() for each in participants))
-
-
-async def _close(participants: Sequence[Participant], saver: Saver) -> None:
-    await _leave_all(participants)
+async def _close(chains: Chains, saver: Saver) -> None:
+    await chains.leave()
     await saver.close()
 
 
@@ -1267,12 +971,12 @@ def _keep_given_up(ours: weakref.ref[Optimizer]) -> Path | None:
 
 
 def _leave_when_dropped(
-    swarm: Optimizer, thread: LoopThread, participants: Sequence[Participant], forget_closer: Callable[[], None]
+    swarm: Optimizer, thread: LoopThread, chains: Chains, forget_closer: Callable[[], None]
 ) -> weakref.finalize[[], Optimizer]:
     """Once nobody holds the optimizer, other peers shall not wait for it, and its run's name is free."""
 
     async def leave() -> None:
-        await _leave_all(participants)
+        await chains.leave()
         forget_closer()  # until now the end of the DHT waits for it
 
     def begin() -> None:

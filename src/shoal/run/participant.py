@@ -12,7 +12,6 @@ digest, so gradients of different states are never averaged, and equal digests m
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import math
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
@@ -30,6 +29,7 @@ from shoal.averaging.core import PeerCore
 from shoal.base.clock import Elapsed, ThreadExecutor, own_clock, seconds_text
 from shoal.base.names import known_as
 from shoal.base.peer import PeerID
+from shoal.base.pool import DaemonPool
 from shoal.base.sometimes import sometimes
 from shoal.base.tasks import Changes, Tasks
 from shoal.compression import CompressionBase
@@ -238,15 +238,11 @@ class Participant:
         if not self.settings.fragment:  # a peer is alone with all fragments of its model, and says it once
             self._tasks.spawn(self._lasting("a look for others was", self._solitude.watch))
 
-    def watch_folder(self, folder: Path, pool: concurrent.futures.Executor) -> None:
-        """Tell of other programs that save in this folder of checkpoints, and train apart, from now on.
-
-        Args:
-            folder: of the checkpoints.
-            pool: its files are looked at there. It is used for nothing else, and shut down when this peer leaves.
-        """
+    def watch_folder(self, folder: Path) -> None:
+        """Tell of other programs that save in this folder of checkpoints, and train apart, from now on."""
 
         async def watch() -> None:
+            pool = DaemonPool(1, "shoal-folder")
             users = FolderUsers(folder, self.settings.run_id, self.core.peer_id)
             try:
                 with suppress(MemoryError, RuntimeError):  # no thread, for example: it can do without
@@ -894,10 +890,6 @@ class Participant:
                     await self._moves.next()
         if self.phase is RunPhase.COLLECTING:
             self._held_at = self.own.name
-
-    async def check_beginning(self) -> None:
-        """Raise `StateUnavailable` if this peer may not go on with its own state (trainer)."""
-        self.takeover.check_beginning(self.view())
 
     def _trainer_waits(self) -> bool:
         if self._closed or self.failure is not None:

@@ -17,7 +17,7 @@ from shoal.train.options import given_options, text_of
 from shoal.train.training_state import TrainingState
 from shoal.version import __version__
 
-__all__ = ["RunSettings", "checked_settings", "fragment_settings", "run_settings", "settings_of_fragments"]
+__all__ = ["RunSettings", "checked_settings", "fragment_settings", "run_settings"]
 
 _SCHEDULED = frozenset({"lr", "betas", "momentum"})
 """Schedules change these in the groups, and a peer that resumes has others: the optimizer's first values count."""
@@ -96,14 +96,6 @@ def fragment_settings(settings: RunSettings, number: int, fragments: int) -> Run
         fragments=fragments,
         fingerprint={**compared, "fragment": f"{number}"},
     )
-
-
-def settings_of_fragments(settings: RunSettings, training: TrainingState) -> list[RunSettings]:
-    """The settings of each fragment that this training has: those of the run, unless the model is divided."""
-    fragments = training.fragments
-    if fragments[0] is training:
-        return [settings]
-    return [fragment_settings(settings, number, len(fragments)) for number in range(len(fragments))]
 
 
 def run_settings(

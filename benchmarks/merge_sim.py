@@ -82,8 +82,7 @@ class Trainer:
             await sleep(self.batch_s)
             began, joins = loop.time(), self.fragments[0].epoch == 0
             self.training.accumulate(1)
-            for fragment in self.fragments:
-                fragment.speed.count(1)
+            self.fragments[0].speed.count(1)
             behind = []
             for fragment in self.fragments:
                 if fragment.needs_turn:

@@ -116,8 +116,8 @@ class Trainer:
             return
         if not all(fragment.at_end for fragment in self.fragments):
             worth = training.accumulate(size) or training.holds_average
-            for fragment in self.fragments if worth else ():
-                fragment.speed.count(size)
+            if worth:
+                self.participant.speed.count(size)
             self.batches_done += 1
         for fragment in self.fragments:
             fragment.accumulated()

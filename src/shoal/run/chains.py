@@ -234,11 +234,10 @@ class Chains:
 
     def count(self, samples: int, *, worth: bool) -> None:
         """A batch was trained, or is of no use if it has gradients at all (under the lock)."""
-        has_gradients = any(each.grad is not None for each in self._training.trained)
-        for each in self.participants:
-            if worth:
-                each.speed.count(samples)
-            elif has_gradients:
+        if worth:
+            self.first.speed.count(samples)
+        elif any(each.grad is not None for each in self._training.trained):
+            for each in self.participants:
                 each.contribution.leave_out(samples)
 
     def take_turns(self, timeout_s: float, load_timeout_s: float, *, trained: bool) -> None:

@@ -132,7 +132,7 @@ class Participant:
         self._not_averaged: StateName | None = None  # as the round of states failed
         self._gave_others = False  # the last round of states was given other values than those that are trained
         self._held_at: StateName | None = None  # there the trainer has waited for a merge that was not due
-        self.speed = RateMeter()
+        self.speed: RateMeter = RateMeter() if first is None else first.speed  # each batch is one of all fragments
         self.contribution = Contribution()
         self._given = self._cut = 0  # samples of the round that may count, and those that it does not take
         self._counts = Counts(training.extra_tensors)

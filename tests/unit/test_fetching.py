@@ -140,13 +140,16 @@ def test_states_of_several_parts_are_downloaded_at_once() -> None:
     """They came one after another, and the first was behind again when the last was here."""
     all_there = asyncio.Barrier(3)
 
-    async def download(timeout_s: float, *, patient: bool) -> bool:
+    async def download(timeout_s: float) -> bool:
         await all_there.wait()
         return True
 
-    async def main() -> list[bool | BaseException]:
-        async with asyncio.timeout(1.0):
-            return await Chains._download(unused, [waiting] * 3, 1.0, patient=False)
+    def run(work: Any, timeout_s: float) -> Any:
+        async def within() -> Any:
+            async with asyncio.timeout(timeout_s):
+                return await work
 
-    unused, waiting = cast(Chains, None), cast(Any, SimpleNamespace(download=download))
-    assert asyncio.run(main()) == [True] * 3
+        return asyncio.run(within())
+
+    chains = SimpleNamespace(participants=[SimpleNamespace(download=download)] * 3, _run=run)
+    assert Chains.load_from_peers(cast(Chains, chains), 1.0)

@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import math
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -79,8 +79,7 @@ async def participants_of(
     try:
         for number, fragment in enumerate(training.fragments):
             ours = settings if fragment is training else fragment_settings(settings, number, count)
-            first = participants[0] if participants else None
-            participants.append(Participant(core, fragment, ours, first=first, **options))
+            participants.append(Participant(core, fragment, ours, first=next(iter(participants), None), **options))
     except BaseException:
         for leave in core.leavers[others:]:  # it has made averagers, which hold the run's names
             await leave(0.0)
@@ -127,7 +126,6 @@ class Chains:
         self.untold = False
         """Whether nobody was told of the state that is here: it is being loaded, or was in part."""
         self.participants: Sequence[Participant] = ()
-
         try:
             made = participants_of(core, training, settings, lock=lock, **options)
             self.participants = self._run(made, _BEGIN_S)
@@ -222,8 +220,12 @@ class Chains:
 
     def announce_end(self, epoch: int | None) -> None:
         """See `Participant.announce_end`: all chains end there."""
-        for each in self.participants:
-            self._ask(partial(each.announce_end, epoch))
+
+        def announce() -> None:
+            for each in self.participants:
+                each.announce_end(epoch)
+
+        self._ask(announce)
 
     def never_averaged(self) -> str | None:
         """What to tell a peer that has trained, and leaves before the first average; None: nothing."""
@@ -253,7 +255,7 @@ class Chains:
             elif each.has_news:
                 self._thread.call_soon(each.accumulated)
         if behind:
-            self._run(self._catch_up(behind, load_timeout_s), load_timeout_s)
+            self._run(_all_of(self._catch_up(each, load_timeout_s) for each in behind), load_timeout_s)
 
     def _take_turn(self, participant: Participant, timeout_s: float) -> bool:
         """Do what a fragment asks for; returns whether to stand still for a better state of it."""
@@ -273,25 +275,16 @@ class Chains:
         self._run(participant.stepped(), GRACE_S)
         return participant.at_end and self._take_turn(participant, timeout_s)  # the last one: wait for the others
 
-    async def _catch_up(self, behind: Sequence[Participant], timeout_s: float) -> None:
-        """Stand still for better states of these fragments (loop)."""
-        results = await self._download(behind, timeout_s, patient=self.first.settings.auxiliary)
-        for participant, result in zip(behind, results, strict=True):
-            if isinstance(result, StateUnavailable):
-                participant.takeover.check_beginning(participant.view())
-                # Beside a peer that claims states and gives none, downloads of each fragment fail again and again.
-                if time.monotonic() > self._not_taken_told_at + _NOT_TAKEN_AGAIN_S:
-                    self._not_taken_told_at = time.monotonic()
-                    self._warn(str(result))
-            elif isinstance(result, BaseException):
-                raise result
-
-    async def _download(
-        self, behind: Sequence[Participant], timeout_s: float, *, patient: bool
-    ) -> list[bool | BaseException]:
-        """Download better states of these fragments (loop): all at once, as each takes its round trips."""
-        downloads = (each.download(timeout_s, patient=patient) for each in behind)
-        return await asyncio.gather(*downloads, return_exceptions=True)
+    async def _catch_up(self, participant: Participant, timeout_s: float) -> None:
+        """Stand still for a better state of this fragment (loop)."""
+        try:
+            await participant.download(timeout_s, patient=participant.settings.auxiliary)
+        except StateUnavailable as error:
+            participant.takeover.check_beginning(participant.view())
+            # Beside a peer that claims states and gives none, downloads of each fragment fail again and again.
+            if time.monotonic() > self._not_taken_told_at + _NOT_TAKEN_AGAIN_S:
+                self._not_taken_told_at = time.monotonic()
+                self._warn(str(error))
 
     def load_from_peers(self, timeout_s: float) -> bool:
         """Download the better states that are known; returns whether any was taken over.
@@ -299,11 +292,7 @@ class Chains:
         Raises:
             StateUnavailable: there is one, and nobody gave it. Those of other fragments may have been taken over.
         """
-        results = self._run(self._download(self.participants, timeout_s, patient=True), timeout_s)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return any(results)
+        return any(self._run(_all_of(each.download(timeout_s) for each in self.participants), timeout_s))
 
     def stay_at_end(self) -> None:
         """What a batch has changed beyond the end of the run is taken back."""
@@ -546,6 +535,14 @@ class Chains:
             fragment.take_over(prepared)
         self._training.taken_over()
         return [name for name, _ in states]
+
+
+async def _all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Do all of this at once, as each takes its round trips, and to its end; then the first error is raised."""
+    results = await asyncio.gather(*work, return_exceptions=True)
+    if errors := [each for each in results if isinstance(each, BaseException)]:
+        raise errors[0]
+    return [each for each in results if not isinstance(each, BaseException)]
 
 
 class _Fragment(msgspec.Struct):

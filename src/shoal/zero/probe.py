@@ -149,7 +149,7 @@ def _why_not(unit: Unit, inner: torch.optim.Optimizer, model: torch.nn.Module, i
     reals = [each for group in inner.param_groups for each in group["params"]]
     if problem := _of_state(inner.state, reals, unit, irregular):
         return problem
-    with _in_vain(reals) as chance:
+    with _in_vain(inner) as chance:
         try:  # optimizers that make a matrix of a tensor's rows are slow on large tensors: small ones show them first
             for shapes in (_SHAPES, _LARGE):
                 subjects = list(_subjects(inner, shapes, 1 if unit is Unit.VALUE else 2))
@@ -185,8 +185,7 @@ def why_not_lazy(inner: torch.optim.Optimizer, model: torch.nn.Module, lazy: Col
         model: the model that it was built of.
         lazy: the `id`s of the parameters.
     """
-    reals = [each for group in inner.param_groups for each in group["params"] if id(each) in lazy]
-    with _in_vain(reals):
+    with _in_vain(inner):
         subjects = list(_subjects(inner, _SHAPES, only=lazy))
         if not subjects:
             return None
@@ -214,8 +213,7 @@ def why_not_sharded(inner: torch.optim.Optimizer, model: torch.nn.Module) -> str
         inner: the optimizer, before its first step.
         model: the model that it was built of.
     """
-    reals = [each for group in inner.param_groups for each in group["params"]]
-    with _in_vain(reals) as chance:
+    with _in_vain(inner) as chance:
         before = chance()
         with contextlib.suppress(Exception):  # one that needs a closure, say
             subjects = list(_subjects(inner, _SHAPES, states=False))
@@ -248,7 +246,7 @@ def why_not_by_rows(inner: torch.optim.Optimizer, model: torch.nn.Module) -> str
         shape = (2 * mesh.size() + rest, *usual[1:])
         if shape not in shapes.setdefault(each.ndim, []):
             shapes[each.ndim].append(shape)
-    with _in_vain(reals):
+    with _in_vain(inner):
         try:
             subjects = list(_subjects(inner, shapes))
             tiles = [
@@ -293,8 +291,7 @@ def tried_in_windows(
     Returns:
         The words, or None; and how many bytes it keeps for each value of a parameter, at most.
     """
-    reals = [each for group in inner.param_groups for each in group["params"]]
-    with _in_vain(reals):
+    with _in_vain(inner):
         try:
             subjects = list(_subjects(inner, _SHAPES, 2))
             at_once, apart = _whole(subjects), _whole(subjects)
@@ -444,9 +441,10 @@ def _by_row(shape: Sequence[int]) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _in_vain(tensors: Iterable[torch.Tensor]) -> Iterator[Callable[[], object]]:
+def _in_vain(inner: torch.optim.Optimizer) -> Iterator[Callable[[], object]]:
     """Nothing that is done in this block is recorded, warned of, or known to chance: see `same_chance`."""
-    with same_chance({each.device for each in tensors}) as chance, torch.no_grad(), warnings.catch_warnings():
+    devices = {each.device for group in inner.param_groups for each in group["params"]}
+    with same_chance(devices) as chance, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield chance
 

@@ -24,7 +24,7 @@ from shoal.errors import ConfigError, is_out_of_memory
 from shoal.protocol.wire import MAX_SAMPLES_OF_STEP
 from shoal.strategies.pace import Pace, SamplesPace
 from shoal.strategies.strategy import Inner, Terms
-from shoal.train.gradient_sum import GradientSum
+from shoal.train.gradient_sum import SampleCount
 from shoal.train.inner import Scheduler
 from shoal.train.optimizer_state import is_number
 from shoal.train.pending import Pending
@@ -93,26 +93,16 @@ class LocalUpdates:
         return SamplesPace(self.target_batch_size)
 
 
-class _LocalSteps(GradientSum):
-    """Counts samples where nothing is summed: the gradients of each batch are stepped from at once."""
+class _LocalSteps(SampleCount):
+    """Counts samples whose gradients are stepped from at once."""
 
     def __init__(self, step: Callable[[], bool]) -> None:
-        super().__init__([], 1)
+        super().__init__([])
         self._step = step
 
     def add(self, given: Sequence[int], samples: int, norm: float = 0.0) -> None:
         if self._step():
-            self.samples += samples
-
-    def take_in(self, other: GradientSum) -> None:
-        samples, other.samples = other.samples, 0
-        self.samples += samples
-
-    def clear(self) -> None:
-        pass
-
-    def forget(self) -> None:
-        self.samples = 0
+            self.count(samples)
 
 
 class _Statistic(NamedTuple):

@@ -27,7 +27,7 @@ from shoal.layout import divide_whole
 from shoal.strategies.local_updates import LocalTrainingState
 from shoal.strategies.merging import Merging
 from shoal.train.finite import not_finite
-from shoal.train.gradient_sum import GradientSum
+from shoal.train.gradient_sum import SampleCount
 from shoal.train.inner import Scheduler, make_optimizer
 from shoal.train.options import Options
 from shoal.train.pending import Pending
@@ -55,30 +55,6 @@ def _divided(tensors: Sequence[torch.Tensor], fragments: int) -> list[list[int]]
     for index, number in enumerate(divide_whole([each.numel() for each in tensors], fragments)):
         found[number].append(index)
     return found[::-1]  # the last one, with the largest tensor, is merged first
-
-
-class _Trained(GradientSum):
-    """Counts what was trained. Its tensors hold the outer gradient while a merge is under way."""
-
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        super().__init__(parameters, 1)
-        self.batches = 0
-        self.given = [True] * len(parameters)  # a parameter that has not moved has an outer gradient of 0
-
-    def count(self, samples: int) -> None:
-        """A batch of so many samples was trained."""
-        self.samples += samples
-        self.batches += 1
-
-    def take_in(self, other: GradientSum) -> None:
-        assert isinstance(other, _Trained)
-        samples, batches = other.samples, other.batches
-        other.forget()
-        self.samples += samples
-        self.batches += batches
-
-    def forget(self) -> None:
-        self.samples = self.batches = 0
 
 
 class OuterTrainingState(TrainingState):
@@ -138,8 +114,8 @@ class OuterTrainingState(TrainingState):
                 "model, and of no others: give outer=lambda params: torch.optim.SGD(params, lr=0.7), for example"
             )
         groups = outer.param_groups  # which may have them in another order
-        self._trained = _Trained([each for group in groups for each in group["params"] if each.requires_grad])
-        self._later = _Trained([])
+        self._trained = SampleCount([each for group in groups for each in group["params"] if each.requires_grad])
+        self._later = SampleCount([])
         super().__init__(outer, None, extra_tensors, pending=Pending(self._trained, self._later))
         self.stepper.is_beside(local.stepper)
         self.weights.are_private()  # nothing but shoal has the anchor
@@ -261,8 +237,7 @@ class OuterTrainingState(TrainingState):
             return
         sometimes("a merge has in it what this peer gave, though it missed the verdict")
         (samples, batches), self._counts, self._older = given, False, False
-        self._trained.samples = max(0, self._trained.samples - samples)
-        self._trained.batches = max(0, self._trained.batches - batches)
+        self._trained.take_out(samples, batches)
         with torch.no_grad(), self._local.moving(self._own):
             torch._foreach_add_(self._own, self._outer_gradient())
 
@@ -337,8 +312,7 @@ class OuterTrainingState(TrainingState):
             self._given, self._older = None, batches > 0
         super()._after_step(own, taken=taken)
         self._counts, self._land = False, None
-        self._trained.samples += samples
-        self._trained.batches += batches
+        self._trained.count(samples, batches)
 
     def take_over(self, prepared: PreparedState, *, follows: bool = False) -> None:
         """Take over a downloaded state. This peer's parameters become the anchor.
@@ -363,7 +337,7 @@ class OuterTrainingState(TrainingState):
                 if keeps:
                     torch._foreach_sub_(self._own, before)
                     torch._foreach_add_(self._own, self._anchor)
-                    self._trained.samples, self._trained.batches = trained
+                    self._trained.count(*trained)
                 else:
                     torch._foreach_copy_(self._own, self._anchor)
             self._strays, self._older = False, keeps and trained[1] > 0

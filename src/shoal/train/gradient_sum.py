@@ -14,7 +14,7 @@ import torch
 from shoal.averaging.allreduce.segments import LARGEST, sum_dtype
 from shoal.train.finite import first_beyond
 
-__all__ = ["GradientSum", "values_of"]
+__all__ = ["GradientSum", "SampleCount", "values_of"]
 
 
 class GradientSum:
@@ -122,6 +122,37 @@ class GradientSum:
     def forget(self) -> None:
         """Begin anew. The values stay until the next gradients come."""
         self.samples, self.bound, self.given, self.is_over = 0, 0.0, [False] * len(self.tensors), True
+
+
+class SampleCount(GradientSum):
+    """Counts what was trained, where no gradients are summed. Its tensors may hold what a round is given.
+
+    Attributes:
+        batches: that were trained.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        super().__init__(parameters, 1)
+        self.batches = 0
+        self.given = [True] * len(parameters)  # one that has not moved gives zeros
+
+    def count(self, samples: int, batches: int = 1) -> None:
+        """So many samples were trained, in so many batches."""
+        self.samples += samples
+        self.batches += batches
+
+    def take_out(self, samples: int, batches: int) -> None:
+        """So many of them are in a step."""
+        self.samples, self.batches = max(0, self.samples - samples), max(0, self.batches - batches)
+
+    def take_in(self, other: GradientSum) -> None:
+        assert isinstance(other, SampleCount)
+        samples, batches = other.samples, other.batches
+        other.forget()
+        self.count(samples, batches)
+
+    def forget(self) -> None:
+        self.samples = self.batches = 0
 
 
 def _sum_dtype(parameter: torch.Tensor) -> torch.dtype:

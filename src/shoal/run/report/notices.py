@@ -100,9 +100,10 @@ class Notices:
         """
         if self._tells_of_model and (error := training.pending.take_memory_error()) is not None:
             self.skipped("a batch, and those that were summed with it, were", error)
-        if self._tells_of_model and (epoch := training.weights.changes.at) is not None and epoch >= self._changed_from:
+        changes = training.weights.changes
+        if self._tells_of_model and (epoch := changes.at) is not None and epoch >= self._changed_from:
             # What it does after each step is told once: all peers may do so, and if not, the check finds it.
-            self._changed_from = epoch + _CHANGES_APART if not training.weights.changes.are_usual else math.inf
+            self._changed_from = epoch + _CHANGES_APART if not changes.are_usual else math.inf
             between, effect = (
                 ("batches", "the change counts as this peer's own training, and goes into the next average")
                 if training.steps_alone
@@ -117,14 +118,12 @@ class Notices:
                 "the optimizer's step, on all peers (register_step_post_hook). To load a state, call load_state_dict() "
                 "of the shoal.Optimizer after the model's, before the first step"
             )
-        before, self._left_out = self._left_out, training.pending.left_out
+        before, self._left_out, bad = self._left_out, training.pending.left_out, training.pending.left_out_for
         if self._left_out == before or not self._tells_of_model:
             return
-        name = known_as(
-            training.trained[training.pending.left_out_for], f"trained parameter {training.pending.left_out_for}"
-        )
+        name = known_as(training.trained[bad], f"trained parameter {bad}")
         reason = f"gradients of {name} that are not finite, or too large to be summed: their batch is left out"
-        self.rejected(training.pending.left_out_for, reason)
+        self.rejected(bad, reason)
         is_news = self._note("broken", training.broken is not None)
         if training.broken is not None:
             if is_news:

@@ -497,7 +497,7 @@ def test_of_models_with_other_first_weights_one_has_the_better_state_of_each_fra
         parameters = [torch.nn.Parameter(torch.randn(3)) for _ in range(4)]
         training = LocalSteps(torch.optim.SGD(parameters, lr=1.0), None, (), StreamingDiLoCo(8, fragments=4).merging)
         names = [
-            StateName.genesis(each.fingerprint(), each.local.kept.steps_taken, model=each.fingerprint_of_model())
+            StateName.genesis(each.fingerprint(), each.local.kept.steps_taken, model=training.fingerprint_of_model())
             for each in training.fragments
         ]
         assert len({name.digest for name in names}) == 4
@@ -505,11 +505,11 @@ def test_of_models_with_other_first_weights_one_has_the_better_state_of_each_fra
     assert {key.samples for row in keys for key in row} == {0}
     orders = [[keys.index(row) for row in sorted(keys, key=itemgetter(number))] for number in range(4)]
     assert orders == [orders[0]] * 4
-    before = training.fingerprint_of_fragments()
+    before = training.fingerprint_of_model()
     with torch.no_grad():
         parameters[0].add_(1.0)
     training.begin_anew()
-    assert training.fingerprint_of_fragments() != before
+    assert training.fingerprint_of_model() != before
 
 
 def test_the_rank_of_a_beginning_is_that_of_its_weights_or_behind_all_that_are_there() -> None:

@@ -363,10 +363,6 @@ class OuterTrainingState(TrainingState):
         self._local.follow_model()
         return super().export()
 
-    def fingerprint_of_model(self) -> bytes:
-        """See `TrainingState.fingerprint_of_model`."""
-        return self._local.fingerprint_of_fragments()
-
     def settle(self) -> bool:
         """Let the parameters go back to the anchor, if what was trained was discarded (trainer, under the lock).
 
@@ -499,8 +495,8 @@ class LocalSteps(LocalTrainingState):
             for fragment in self.fragments:
                 fragment.copy_weights()
 
-    def fingerprint_of_fragments(self) -> bytes:
-        """A digest of what all fragments hold; empty if there is only one."""
+    def fingerprint_of_model(self) -> bytes:
+        """See `TrainingState.fingerprint_of_model`."""
         if len(self.fragments) == 1:
             return b""
         # Each fragment asks for it, and it takes a while for a large model.

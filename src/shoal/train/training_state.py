@@ -414,7 +414,7 @@ class TrainingState:
         return digest_of_tensors(tensors[: values["fixed"]])  # rates that are tensors are settings
 
     def fingerprint_of_model(self) -> bytes:
-        """A digest of all fragments of the model, if this is the state of one of several; else empty."""
+        """A digest of what all fragments of the model hold; empty if there is only one."""
         return b""
 
     def export(self) -> tuple[dict[str, Any], list[torch.Tensor]]:

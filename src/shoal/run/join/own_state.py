@@ -115,8 +115,9 @@ class OwnState:
         training, fingerprint = self.training, self.training.fingerprint()
         if self._auxiliary:
             return StateName.of_auxiliary(fingerprint)
-        model = training.fingerprint_of_model()
-        return StateName.genesis(fingerprint, training.local.kept.steps_taken, model=model, rank=self.rank)
+        local = training.local
+        model = local.fingerprint_of_model()
+        return StateName.genesis(fingerprint, local.kept.steps_taken, model=model, rank=self.rank)
 
     async def decide_rank(self, rank: int) -> None:
         """The others are known: name the beginning by its rank. Not if the lock of the parameters does not come."""

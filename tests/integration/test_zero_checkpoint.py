@@ -67,7 +67,7 @@ def test_any_number_of_ranks_goes_on(pool: Ranks, saved: Path, stage: int, count
 
 @pytest.fixture(scope="module")
 def matrix(pool: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Checkpoints of every stage on 1 to 4 ranks, after four steps with the same data."""
+    """Checkpoints of every stage on 1 to 4 ranks, after steps with the same data."""
     folder = tmp_path_factory.mktemp("matrix")
     for count in (1, 2, 3, 4):
         pool.play(count, cases.save_in_each_stage, str(folder))

@@ -38,7 +38,7 @@ def distance(states: list[dict[str, torch.Tensor]], wanted: dict[str, torch.Tens
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_equals_one_process_to_the_bit(pool: Ranks, kind: str, stage: int, count: int) -> None:
-    """Sums are in the order of the ranks, so seven steps give the same bits on any number of them."""
+    """Sums are in the order of the ranks, so several steps give the same bits on any number of them."""
     wanted, _, _ = cases.alone(count, kind)
     found = pool.play(count, cases.sharded, stage, kind)
     assert distance([state for state, *_ in found], wanted) == 0.0

@@ -27,7 +27,7 @@ from shoal.zero.ranks.collectives import Collectives, Owned, Traffic
 from shoal.zero.ranks.watch import Watch
 from tests.integration.ranks import die_here, freeze_here, wake_the_frozen
 
-STEPS = 7
+STEPS, SAVED = 4, 2
 BATCH = 3
 
 
@@ -572,31 +572,31 @@ def load_and_train(stage: int, path: str, base: bool = False) -> tuple[dict[str,
 
 
 def saved_and_loaded(kind: str, stage: int, folder: str, consolidated: bool) -> dict[str, torch.Tensor]:
-    """Four steps, a checkpoint, and three more in another model, on the micro-batches of rank 0."""
+    """Steps, a checkpoint, and more steps in another model, on the micro-batches of rank 0."""
     model, optimizer = _shard(stage, kind)
-    steps_of_rank_0(model, optimizer, range(4))
+    steps_of_rank_0(model, optimizer, range(SAVED))
     shoal.zero.save(f"{folder}/saved", model, optimizer, consolidated=consolidated)
     model, optimizer = _shard(stage % 3 + 1 if kind == "laprop" else stage, kind)
     shoal.zero.load(f"{folder}/saved", model, optimizer)
-    steps_of_rank_0(model, optimizer, range(4, 7))
+    steps_of_rank_0(model, optimizer, range(SAVED, STEPS))
     return {name: value.clone() for name, value in shoal.zero.full_state_dict(model).items()}
 
 
 def save_in_each_stage(folder: str) -> None:
-    """Four steps on the micro-batches of rank 0, so that the number of ranks does not matter; in every stage."""
+    """Steps on the micro-batches of rank 0, so that the number of ranks does not matter; in every stage."""
     for stage in (1, 2, 3):
         model, optimizer = _shard(stage, "adamw")
-        steps_of_rank_0(model, optimizer, range(4))
+        steps_of_rank_0(model, optimizer, range(SAVED))
         shoal.zero.save(f"{folder}/stage-{stage}-ranks-{dist.get_world_size()}", model, optimizer)
 
 
 def load_each(stage: int, paths: Sequence[str]) -> dict[str, tuple[dict[str, torch.Tensor], list[int], int]]:
-    """Of each checkpoint: the weights after three more steps, the step counters, and how many share their memory."""
+    """Of each checkpoint: the weights after more steps, the step counters, and how many share their memory."""
     model, optimizer = _shard(stage, "adamw")
     found = {}
     for path in paths:
         shoal.zero.load(path, model, optimizer)
-        steps_of_rank_0(model, optimizer, range(4, 7))
+        steps_of_rank_0(model, optimizer, range(SAVED, STEPS))
         state = [optimizer.state[own.parameter] for own in optimizer.carrier.own_tiles()]
         counters = sorted({int(entry["step"]) for entry in state})
         places = [here.data_ptr() for entry in state for each in entry.values() if (here := local(each)).numel()]

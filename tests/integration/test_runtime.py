@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -161,32 +160,35 @@ def test_ctrl_c_interrupts_a_training_step_that_waits() -> None:
         model = torch.nn.Linear(8, 1)
         with shoal.Optimizer(**small_run(dht, model), matchmaking_time=60.0) as swarm:
 
-            async def peers_at_this_epoch() -> int:
-                return len(swarm.collaboration.view().together)
-
             def train(over: Callable[[], bool]) -> None:
                 while not over():
                     model(torch.ones(8, 8)).square().mean().backward()
                     swarm.step()
                     swarm.zero_grad()
 
-            # Frozen while it is counted on: the next step must wait for it.
-            train(lambda: dht.loop_thread.run(peers_at_this_epoch(), LONG_S) == 2)
-            worker.signal(signal.SIGSTOP)
+            def averages() -> bool:
+                return swarm.collaboration.phase is RunPhase.AVERAGING
+
+            def waits() -> bool:
+                """Whether a step goes on without the other peer for longer than a round that goes well."""
+                until(averages)
+                worker.signal(signal.SIGSTOP)
+                for _ in range(30):
+                    if not averages():  # the other one had done its part, or is not counted on
+                        worker.signal(signal.SIGCONT)
+                        return False
+                    threading.Event().wait(0.01)
+                return True
 
             def interrupt() -> None:
-                in_a_row = count()
-                while next(in_a_row) < 30:  # longer than a round that goes well
-                    if swarm.collaboration.phase is not RunPhase.AVERAGING:
-                        in_a_row = count()
-                    threading.Event().wait(0.01)
+                until(waits)
                 os.kill(os.getpid(), signal.SIGINT)
 
             thread = threading.Thread(target=interrupt)
             thread.start()
             with pytest.raises(KeyboardInterrupt):
                 train(lambda: False)
-            assert swarm.collaboration.phase is RunPhase.AVERAGING, "the step had ended by itself"
+            assert averages(), "the step had ended by itself"
             thread.join(LONG_S)
             worker.signal(signal.SIGKILL)
             reached = swarm.local_epoch

@@ -237,7 +237,7 @@ def narrow(stage: int) -> tuple[str, set[str], list[float], list[float], int]:
         model = Odd()
         model, optimizer = shoal.zero.shard(model, make("adamw", model), stage=stage, dtype=dtype)
         losses[dtype] = []
-        for step in range(20):
+        for step in range(8):
             loss = loss_of(model, step % 2, dist.get_rank())
             losses[dtype].append(float(loss.detach()))
             torch.autograd.backward(loss)

@@ -47,7 +47,7 @@ def trained_within(odds: Sequence[str], stage: int, folder: str) -> dict[str, st
         options: dict[str, Any] = {"stage": stage, "dtype": torch.bfloat16, **({} if stage == 3 else {"top_k": 0.5})}
         with within():
             model, optimizer = shoal.zero.shard(model, partial(torch.optim.AdamW, lr=0.05), **options)
-        for step in range(4):
+        for step in range(3):
             with within() if passes else nullcontext():
                 torch.autograd.backward(model(rows).square().mean())
             with within():

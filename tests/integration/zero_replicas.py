@@ -14,7 +14,7 @@ from shoal.zero.optimizer import ShardedOptimizer
 from tests.integration import zero_cases as cases
 from tests.integration.ranks import die_here
 
-STEPS = 4
+STEPS = 3
 
 
 def alone(replicas: int, ranks: int, *, micro: int = 1, clip: float | None = None) -> dict[str, torch.Tensor]:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.integration.forks import PRELOADED
+from tests.integration.forks import LIBRARIES, PRELOADED
 from tests.integration.workers import LONG_S
 
 TIMEOUT_S = 60.0
@@ -46,9 +46,10 @@ class Ranks:
 
     def __init__(self) -> None:
         # One process imports torch, once for all tests, and all ranks are forked from it: an import takes seconds, and
-        # so do the modules that torch imports for the first optimizer (`torch._dynamo`).
+        # so do the modules that torch imports for the first optimizer (`torch._dynamo`), and the libraries that some
+        # tests use, which the ranks of each file imported anew.
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(list(PRELOADED))
+        self._context.set_forkserver_preload([*PRELOADED, *LIBRARIES["transformers"], "pytorch_optimizer"])
         self._idle: list[tuple[Any, Connection]] = []
         # Lives as long as the processes do: whoever still beats in the store of an ended group makes its file anew.
         self._stores = tempfile.TemporaryDirectory(prefix="shoal-ranks-")

@@ -24,7 +24,7 @@ def new(file: Path) -> None:
     """Write a new identity to FILE, which only its owner can read; print the peer id. An existing FILE stays."""
     from shoal.protocol.identity import Identity
 
-    click.echo(Identity.create(file).peer_id)
+    click.echo(str(Identity.create(file).peer_id))
 
 
 @key.command()
@@ -33,4 +33,4 @@ def show(file: Path) -> None:
     """Print the peer id of the identity in FILE."""
     from shoal.protocol.identity import Identity
 
-    click.echo(Identity.load(file).peer_id)
+    click.echo(str(Identity.load(file).peer_id))

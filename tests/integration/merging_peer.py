@@ -17,7 +17,7 @@ import torch
 
 import shoal
 from shoal.events import EpochAdvanced, Event
-from shoal.strategies import Decoupled, Strategy, StreamingDiLoCo
+from shoal.strategies import Decoupled, DiLoCo, Strategy, StreamingDiLoCo
 from tests.integration.scripts import digest, say
 
 BATCH = 4
@@ -26,6 +26,12 @@ STRATEGIES: dict[str, Strategy] = {
     "Decoupled": Decoupled(4, fragments=2, quorum=2),
     "StreamingDiLoCo": StreamingDiLoCo(4, fragments=2, overlap=2),
 }
+RARELY: dict[str, Strategy] = {
+    "Decoupled, rarely": Decoupled(16, fragments=2, quorum=2),
+    "StreamingDiLoCo, rarely": StreamingDiLoCo(16, fragments=2, overlap=2),
+    "DiLoCo, rarely": DiLoCo(16),
+}
+"""Between two merges there is time for a signal from outside."""
 
 
 def strike(swarm: shoal.Optimizer, number: int) -> None:
@@ -47,7 +53,7 @@ def strike(swarm: shoal.Optimizer, number: int) -> None:
 
 def main() -> None:
     """Train to the end of the run."""
-    strategy, folder, number = STRATEGIES[sys.argv[1]], sys.argv[2], int(sys.argv[3])
+    strategy, folder, number = {**STRATEGIES, **RARELY}[sys.argv[1]], sys.argv[2], int(sys.argv[3])
     torch.set_num_threads(1)
     invite = sys.stdin.readline().strip()
     torch.manual_seed(0)

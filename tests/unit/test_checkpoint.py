@@ -136,6 +136,16 @@ def test_saving_removes_worse_states_beyond_keep_and_nothing_else(tmp_path: Path
     assert best(tmp_path, "other").name.epoch == 1
 
 
+def test_one_of_several_states_is_looked_for_in_a_folder(tmp_path: Path) -> None:
+    """The best one of these, though a better one is there."""
+    for epoch in (1, 2, 3):
+        write(tmp_path, content(epoch, digest=epoch), None)
+    found = newest(tmp_path, "run", no_warning, [bytes([epoch]) * 32 for epoch in (1, 2)])
+    assert found is not None
+    assert found.name.epoch == 2
+    assert newest(tmp_path, "run", no_warning, [b"another"]) is None
+
+
 def test_two_peers_that_share_a_folder_keep_each_others_checkpoints(tmp_path: Path) -> None:
     """Equal content is written once. Of one state with other statistics of normalization both stay."""
     first, size = write(tmp_path, content(5), 1)

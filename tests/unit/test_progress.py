@@ -12,7 +12,7 @@ import pytest
 
 from shoal.base.peer import Address, PeerID
 from shoal.protocol.wire import Contact, Progress, Standing
-from shoal.run.view.progress import StateKey, SwarmProgress, SwarmView, settings_difference
+from shoal.run.view.progress import Farewell, StateKey, SwarmProgress, SwarmView, settings_difference
 
 ME, ANN, BEN, CAT, DAN = (PeerID(bytes([number]) * 32) for number in (1, 2, 3, 4, 5))
 DIGESTS = [bytes([number]) * 32 for number in range(4)]
@@ -272,6 +272,19 @@ def test_who_left_counts_no_more_whatever_is_read_of_it_later() -> None:
     assert (seen.peers, known.ends) == ((ME,), {})
     assert known.heard(said(ANN, time=103.0), 3.0)
     assert view(known, now=3.0).peers == (ME, ANN)
+
+
+def test_a_farewell_says_whether_the_run_was_ended() -> None:
+    """At its end, and of one that was known here: else it may be of an earlier run of the same name."""
+    known, left = swarm(), dict[PeerID, Farewell]()
+    for peer in (ANN, BEN):
+        known.heard(said(peer, time=100.0), 0.0)
+    known.lost(BEN, 0.5)
+    for peer, end in ((ANN, 7), (BEN, 6), (CAT, 6)):
+        word = said(peer, epoch=6, time=200.0, left=True, end_epoch=end)
+        known.heard(word, 1.0, direct=False)
+        left[peer] = Farewell(6, word.digest, ended=peer == BEN)
+    assert known.left == left
 
 
 def test_who_left_before_we_came_is_nobody() -> None:

@@ -10,7 +10,10 @@ __all__ = ["NAMES", "named"]
 
 NAMES: dict[str, tuple[str, ...]] = {
     "rounds-fail": ("in a row have failed",),
-    "ended-alone": ("this peer made its steps alone",),
+    "ended-alone": (
+        "ended without this peer",
+        "this peer made its steps alone",
+    ),
     "client-state": ("have not taken the state of this client",),
     "training-alone": ("training alone",),
     "schedule-moved": ("is moved by the run",),

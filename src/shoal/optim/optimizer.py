@@ -6,7 +6,7 @@ import os
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
@@ -233,7 +233,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             lock=self._lock,
             saved=found,
             folder=folder,
-            keep=partial(_keep_given_up, weakref.ref(self)),
+            keep=None if folder is None else partial(_keep_given_up, weakref.ref(self)),
             compression=terms.compression,
             state_compression=tuning.state_compression,
         )
@@ -615,6 +615,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         if over:
             chains.stay_at_end()  # before others are given a copy
         chains.take_turns(self.averaging_timeout, self.load_state_timeout, trained=samples > 0)
+        if (ends := chains.missed_ends()) is not None:
+            self._look_for_end(ends)
         if chains.at_end:
             chains.stay_at_end()
         return loss
@@ -858,6 +860,23 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 self._has_resumed(place, saved)
             self._chains.tell_loaded()
             return None if saved is None else saved.path
+
+    def _look_for_end(self, ends: Collection[bytes]) -> None:
+        """The others have ended the run without this peer: take over their last state from the folder, if it is there.
+
+        Args:
+            ends: the digests of the states at which they have ended; none if they have not said it: then any better
+                state of the last epoch is one.
+        """
+        folder, mine, found = self._saver.folder, self._chains.state, False
+        with suppress(ConfigError, OSError, MemoryError):  # there is nothing of use in it, or no room for it here
+            saved = folder and self._saver.find(folder, self._chains.first.settings.fingerprint, ends or None)
+            if folder and saved and (ends or (saved.name.epoch == mine.epoch and saved.name.key > mine.key)):
+                with self._lock.acquire_in_thread():
+                    self._chains.resume(saved)
+                    found = True
+                    self._has_resumed(folder, saved)
+        self._chains.looked_for_end(found=found)
 
     def _has_resumed(self, folder: Path, saved: Saved | None) -> None:
         """A checkpoint in this folder was taken over, if there is a better one than the state here."""

@@ -183,9 +183,39 @@ class Chains:
 
     @property
     def finished(self) -> bool:
-        """Whether each chain is at the end, and the others are there too; and the parameters are those of the state."""
+        """Whether each chain is at the end, and the others are there too; and the parameters are those of the state.
+
+        A peer without which the others have ended looks for their state in its folder of checkpoints before.
+        """
         # If the parameters have left the state, the next step takes them back to it.
-        return all(each.finished for each in self.participants) and not self._training.strays
+        over = all(each.finished for each in self.participants) and not self._training.strays
+        return over and self.first.solitude.untold is None
+
+    def missed_ends(self) -> frozenset[bytes] | None:
+        """The digests of the states (see `state`) at which the others have ended without this peer.
+
+        Returns:
+            None if they have not: as a rule. Empty if they may have, as they were lost and said nothing.
+        """
+
+        def look() -> frozenset[bytes]:
+            peers = {peer for each in self.participants for peer in each.solitude.ended_without}
+            ends = ([each.left_at(peer) or b"" for each in self.participants] for peer in peers)
+            return frozenset(_digest_of(end) for end in ends if all(end))
+
+        return None if self.first.solitude.untold is None else self._ask(look)
+
+    def looked_for_end(self, *, found: bool) -> None:
+        """Such a state was `found` and taken over, or nobody has it (not under the lock)."""
+
+        def looked() -> None:
+            self.first.solitude.looked_for_end(found=found)
+            for each in self.participants:
+                if found and not each.at_end:  # what the members of the last steps said is not known
+                    each.announce_end(each.epoch)
+
+        self.tell_loaded()
+        self._ask(looked)
 
     def status(self) -> Status:
         """The run as this peer sees it now; the last look at it once this peer has left."""
@@ -307,7 +337,7 @@ class Chains:
         names = [each.state for each in self.participants]
         if len(names) == 1:
             return names[0]
-        digest = hashlib.sha256(b"shoal fragments" + b"".join(name.digest for name in names)).digest()
+        digest = _digest_of([name.digest for name in names])
         samples = min(sum(name.samples for name in names), MAX_SAMPLES)
         return StateName(self.epoch, digest, samples)
 
@@ -535,6 +565,11 @@ class Chains:
             fragment.take_over(prepared)
         self._training.taken_over()
         return [name for name, _ in states]
+
+
+def _digest_of(digests: Sequence[bytes]) -> bytes:
+    """The digest of the states of all fragments as one; that of the state if there is one."""
+    return digests[0] if len(digests) == 1 else hashlib.sha256(b"shoal fragments" + b"".join(digests)).digest()
 
 
 async def _all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

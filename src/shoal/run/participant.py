@@ -94,13 +94,14 @@ class Participant:
         compression: codec for gradients.
         state_compression: codec for averaging states.
         first: the participant of the model's first fragment, if this is one of another. It decides the rank of all.
-        keep: saves the state before it is given up: see `Takeover`.
+        keep: saves the state before it is given up: see `Takeover`. None: the program has no folder of checkpoints.
 
     Attributes:
         pace: how far it is on its way to the next step.
         own: the state that this peer trains.
         model_rank: of the model's beginning, once the others are known: all fragments take it, see `StateName`.
         takeover: takes over better states.
+        solitude: says whether this peer is alone, and whether the others have ended the run without it.
     """
 
     def __init__(
@@ -216,12 +217,14 @@ class Participant:
             keep=keep,
             first=None if first is None else first.takeover,
         )
-        self._solitude = Solitude(
+        self.solitude: Solitude = Solitude(
             self._outlook,
             self._gossip,
             self._notices,
             searches=lambda: self.phase is RunPhase.AVERAGING and self._averager.looking,
             missing=self._missing,
+            first=None if first is None else first.solitude,
+            has_folder=keep is not None,
         )
 
     # ------------------------------------------------------------------------------------------------ life and death
@@ -236,7 +239,7 @@ class Participant:
             self._tasks.spawn(self._lasting("what it tells others, and hears from them, was", work))
         self._tasks.spawn(self._drive())
         if not self.settings.fragment:  # a peer is alone with all fragments of its model, and says it once
-            self._tasks.spawn(self._lasting("a look for others was", self._solitude.watch))
+            self._tasks.spawn(self._lasting("a look for others was", self.solitude.watch))
 
     def watch_folder(self, folder: Path) -> None:
         """Tell of other programs that save in this folder of checkpoints, and train apart, from now on."""
@@ -297,6 +300,7 @@ class Participant:
 
     async def _leave(self) -> None:
         await self._tasks.cancel()
+        self.solitude.looked_for_end(found=False)
         self._tell_dropped(left=0 if self.at_end else self.training.pending.held)  # it is given to nobody any more
         await self._check.close()
         await self._fetching.close()
@@ -346,12 +350,17 @@ class Participant:
     @property
     def finished(self) -> bool:
         """Whether this peer is at the end, at the best state that is known here, and the others are too."""
+        return self._is_over and self.solitude.looked_at == self.own.name
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether nobody is waited for at the end, nor any average."""
         machine = self._machine
         return self._end.over(self.epoch) and machine.phase is not RunPhase.STEPPING and not machine.states_due
 
     def progress(self) -> Progress:
         """The progress of this peer, with the time of its last word to others."""
-        told_at, alone = self._told_at, self._solitude.told
+        told_at, alone = self._told_at, self.solitude.told
         place = self._outlook.place()
         return msgspec.structs.replace(place, time=told_at, left=self._closed, check=self._check.last, alone=alone)
 
@@ -393,7 +402,7 @@ class Participant:
             last_round=self.last_round,
             contribution=self.contribution,
             finished=self.finished,
-            alone_because=self._solitude.reasons,
+            alone_because=self.solitude.reasons,
         )
 
     def _eta_s(self, view: SwarmView) -> float | None:
@@ -403,6 +412,11 @@ class Participant:
             return due_s
         rate, missing = self.pace.rate(view, self.speed.batches_per_s), self.pace.target(view) - view.samples
         return max(0.0, missing / rate) if rate > 0 else None
+
+    def left_at(self, peer: PeerID) -> bytes | None:
+        """The digest of the state at which this peer has left the run in order; None if it has not."""
+        farewell = self._known.left.get(peer)
+        return None if farewell is None else farewell.digest
 
     def view(self) -> SwarmView:
         """The swarm as it is known here now; `behind` only as long as this peer stands still for a better state."""
@@ -444,6 +458,8 @@ class Participant:
         best = claimed if claimed.vouched else view
         if self._end.observe(self.epoch, best, now, average_due=due, client=self._outlook.is_client):
             self._moves.notify()
+        if self._is_over:
+            self.solitude.ended()
         if not self.settings.fragment:  # the fragments of a model end together, and it is told once
             # Before its first step the program may not have come to its own word yet.
             self._notices.ends(self.epoch if self.at_end and self._asked else None, self._end.said)
@@ -938,10 +954,8 @@ class Participant:
         self._settle_end()  # its members may have said where the run ends
         if self.at_end:
             self.core.env.events.emit(RunEnded(run_id=run_id, epoch=epoch, fragment=fragment))
-        self._solitude.stepped(epoch, self._stepped_members() if peers > 1 else ())
+        self.solitude.stepped(epoch, self._stepped_members() if peers > 1 else ())
         self.takeover.stepped(peers)
-        if self.at_end and not self.settings.fragment:
-            self._solitude.ended(epoch)
 
     @property
     def _average_follows(self) -> bool:
@@ -1166,7 +1180,7 @@ class Participant:
             raise NoMemoryForState(f"this machine has no memory to take over the state: {error}") from error
         finally:
             if self.takeover.took_over:
-                self._solitude.took_over(self.epoch)
+                self.solitude.took_over(self.epoch)
             if self.takeover.took_over or self.own.name != before:
                 self._announce_other_state()
             if self.phase is RunPhase.STEPPING and self.own.update is None:  # also when the trainer is interrupted

@@ -1,4 +1,4 @@
-"""Whether a peer trains alone, and why, as far as it can tell.
+"""Whether a peer trains alone, or has ended the run apart from the others, and why, as far as it can tell.
 
 A peer is alone while it is connected with nobody else of its run, or takes steps alone (a client: looks for a group)
 and is connected only with peers at other states. One that was given peers, or knows of others, is not meant to be: it
@@ -9,13 +9,14 @@ have found one another.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from shoal.base.peer import PeerID
 from shoal.events import SteppedAlone
 from shoal.rpc.endpoint import CLOCKS_DIFFER_S
+from shoal.run.decide.state_name import StateName
 from shoal.run.gossip import ProgressGossip
 from shoal.run.outlook import Outlook
 from shoal.run.report.notices import Notices
@@ -121,7 +122,7 @@ class Circumstances:
 
 
 class Solitude:
-    """Looks whether a peer is alone, and says it.
+    """Looks whether a peer is alone, and whether the others have ended the run without it, and says it.
 
     Args:
         outlook: of this peer.
@@ -129,9 +130,18 @@ class Solitude:
         notices: say it.
         missing: returns how many peers a merge lacks, though this one is ready for it, and how many it takes.
         searches: whether it has the samples for a step, and looks for the others to average with.
+        first: that of the model's first fragment, if this is of another one.
+        has_folder: whether the program has a folder of checkpoints: there it looks for the state of those who have
+            ended without this peer, before that is told.
 
     Attributes:
+        notices: of the first fragment: how the run ended is told once for the model.
         told: whether it was said, and no step was taken with others since.
+        looked_at: the state at the end of the run with which it was looked how the others have ended.
+        ended_without: the peers that had ended at another state than this fragment, and left; the epoch of each.
+        ended_alone: whether the last steps of this fragment were made alone, and nobody has said how it ended.
+        untold: of the first fragment: tells that the others have ended, or may have, without this peer; None if they
+            have not, or it was told.
     """
 
     def __init__(
@@ -142,14 +152,25 @@ class Solitude:
         *,
         searches: Callable[[], bool],
         missing: Callable[[], tuple[int, int]],
+        first: Solitude | None = None,
+        has_folder: bool = False,
     ) -> None:
         self._core, self._known, self._own = outlook.core, outlook.known, outlook.own
-        self._outlook, self._gossip, self._notices = outlook, gossip, notices
+        self._outlook, self._gossip = outlook, gossip
+        self.notices: Notices = notices if first is None else first.notices
         self._run_id, self._searches, self._missing = outlook.settings.run_id, searches, missing
         self._epoch: int | None = None  # of the last step, if it was taken alone
         self._together: int | None = None  # of the last state that this peer had with others
         self._others = frozenset[PeerID]()  # who were known then
         self.told = self._told_anew = False
+        self._first, self._has_folder = first or self, has_folder
+        self.model: list[Solitude] = [] if first is None else first.model
+        """Those of all fragments of the model, the first one first."""
+        self.model.append(self)
+        self.looked_at: StateName | None = None
+        self.ended_without: Mapping[PeerID, int] = {}
+        self.ended_alone = False
+        self.untold: Callable[[], None] | None = None
 
     async def watch(self) -> None:
         """Look every now and then, for as long as the peer trains."""
@@ -162,8 +183,8 @@ class Solitude:
             missing, quorum = self._missing()
             if not missing:
                 complete_at = loop.time()
-            self._notices.lacks(missing if loop.time() - complete_at >= PATIENCE_S else 0, quorum)
-            self._notices.waits_for(self._here() if loop.time() - searches_since >= PATIENCE_S else ())
+            self.notices.lacks(missing if loop.time() - complete_at >= PATIENCE_S else 0, quorum)
+            self.notices.waits_for(self._here() if loop.time() - searches_since >= PATIENCE_S else ())
             if self._in_company():
                 since = loop.time()
             elif loop.time() - since >= PATIENCE_S:
@@ -198,19 +219,59 @@ class Solitude:
     def _were_here(self, epoch: int, others: Collection[PeerID]) -> None:
         self._epoch, self._together, self._others = None, epoch, frozenset(others)
 
-    def ended(self, epoch: int) -> None:
-        """The run is over here. A peer that stood still while the others ended it has made its last steps alone.
+    def ended(self) -> None:
+        """This fragment is at the end of the run, and waits for nobody: look how the others have ended, once.
 
-        So has one that came when they were about to leave. A short run may end before anything else would be told.
-        Those who said that they leave, and had no later state than this peer had with them, have ended nothing.
+        A peer that stood still meanwhile ends at another state than they. So does one that came when they were about to
+        leave. Others may have stood still with it, so perhaps it has made no step alone. Those who leave in order say
+        at which state they are; of those who are lost nobody knows. What others do later is nothing to tell.
         """
-        if self._epoch is None or self.told:
+        name, left = self._own.name, self._known.left
+        if self.looked_at == name:
             return
-        together = self._together
-        if together is None:
-            self._tell()
-        elif any(self._known.left.get(peer, math.inf) > together for peer in self._others):
-            self._notices.ended_alone(together, epoch)
+        self.looked_at = name
+        led_here = {name.digest, *self._own.lineage.history}
+        self.ended_without = {
+            peer: word.epoch for peer, word in left.items() if word.ended and word.digest not in led_here
+        }
+        # Those who left with no later state than this peer had with them have ended nothing.
+        together = self.together
+        lost = any(peer not in left or left[peer].epoch > together for peer in self._others)
+        self.ended_alone = self._epoch is not None and (lost or self._together is None)
+        if all(each.has_ended for each in self.model):
+            self._first.tell_end()
+
+    @property
+    def together(self) -> int:
+        """The epoch of the last state that this peer had with others; 0 if it had none."""
+        return self._together or 0
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was looked how the others have ended."""
+        return self.looked_at == self._own.name and self._outlook.end.reached(self._own.name.epoch)
+
+    def tell_end(self) -> None:
+        """The run is over for all of the model: tell if the others ended it without this peer. Of the first fragment.
+
+        A short run may end before anything else would be told.
+        """
+        without = {peer: epoch for each in self.model for peer, epoch in each.ended_without.items()}
+        alone, end, self.untold = [each.together for each in self.model if each.ended_alone], self._own.name.epoch, None
+        if without:
+            self.untold = partial(self.notices.ended_without, without, end)
+        elif alone and self._together is not None:
+            self.untold = partial(self.notices.ended_alone, min(alone), end)
+        elif alone:
+            self._tell()  # unless that was told
+        if not self._has_folder:
+            self.looked_for_end(found=False)
+
+    def looked_for_end(self, *, found: bool) -> None:
+        """The program has looked for the state at which the others have ended; unless it was `found`, tell."""
+        tell, self.untold = self.untold, None
+        if tell is not None and not found:
+            tell()
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -222,7 +283,7 @@ class Solitude:
         begun_anew = found.begun_anew is not None  # perhaps since it was told that this client is alone
         if found.expected and (not self.told or begun_anew > self._told_anew):
             self.told, self._told_anew = True, begun_anew or self._told_anew
-            self._notices.alone(self._epoch, found.reasons())
+            self.notices.alone(self._epoch, found.reasons())
 
     def _circumstances(self) -> Circumstances:
         core, endpoint = self._core, self._core.endpoint

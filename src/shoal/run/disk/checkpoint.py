@@ -330,13 +330,16 @@ def _remove_left_parts(folder: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-def newest(path: Path, run_id: str, warn: Callable[[str], None]) -> Saved | None:
+def newest(
+    path: Path, run_id: str, warn: Callable[[str], None], among: Collection[bytes] | None = None
+) -> Saved | None:
     """The whole checkpoint of the best state of a run; None if there is none.
 
     Args:
         path: of a folder of checkpoints, or of one checkpoint.
         run_id: of the run.
         warn: is told of each checkpoint that is passed over: it is damaged, or of a later version.
+        among: the digests of the states that are looked for in a folder; None for all.
 
     Raises:
         ConfigError: the folder cannot be read; there are checkpoints of other runs or of later versions only; or the
@@ -353,6 +356,8 @@ def newest(path: Path, run_id: str, warn: Callable[[str], None]) -> Saved | None
     for _ in range(_LOOKS):
         candidates, later, vanished = _look(path, run_id, warn, told)
         for each in candidates:
+            if among is not None and each.values.name.digest not in among:
+                continue
             try:
                 saved = _read(each)
             except Damaged as error:

@@ -10,7 +10,7 @@ import asyncio
 import concurrent.futures
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -235,13 +235,13 @@ class Saver:
 
     # -------------------------------------------------------------------------------------------------------- resuming
 
-    def find(self, folder: Path, settings: Mapping[str, str]) -> Saved | None:
-        """The whole checkpoint of the best state in a folder; None if there is none.
+    def find(self, folder: Path, settings: Mapping[str, str], among: Collection[bytes] | None = None) -> Saved | None:
+        """The whole checkpoint of the best state in a folder, `among` those of these digests; None if there is none.
 
         Raises:
             ConfigError: the folder cannot be read, or its checkpoints are of another run, model or optimizer.
         """
-        if (saved := newest(folder, self._run_id, self.warn)) is None:
+        if (saved := newest(folder, self._run_id, self.warn, among)) is None:
             return None
         for name in self._same:
             here, there = settings.get(name), saved.settings.get(name)

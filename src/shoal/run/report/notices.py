@@ -253,6 +253,20 @@ class Notices:
             f"run {self._run_id!r}: training alone{made}; {'; '.join(reasons)}. This peer keeps looking for others"
         )
 
+    def ended_without(self, others: Mapping[PeerID, int], end: int) -> None:
+        """The run is over here at the epoch `end`, and these others have ended it at other states (with their epochs).
+
+        They have left, and nobody gives their state.
+        """
+        self.warn(
+            f"run {self._run_id!r} ended without this peer: {_names(others)} ended it at epoch {max(others.values())} "
+            f"and left while this program stood still or was cut off. It has ended at epoch {end} apart from them, "
+            "and its weights differ from theirs: take theirs, from one of their checkpoints. So that this does not "
+            "happen, let one peer stay until all have ended (an Optimizer(auxiliary=True), for example), or give all "
+            "peers the same folder as checkpoint=",
+            others,
+        )
+
     def ended_alone(self, together: int, end: int) -> None:
         """The run is over, and its steps after the epoch `together` were made by this peer alone."""
         self.warn(

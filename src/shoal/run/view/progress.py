@@ -41,6 +41,7 @@ from shoal.protocol.wire import Progress, Standing
 __all__ = [
     "NO_STATE",
     "RELAYED_S",
+    "Farewell",
     "Heeded",
     "StateKey",
     "SwarmProgress",
@@ -204,6 +205,19 @@ class _Unheard(NamedTuple):
     at: float
 
 
+class Farewell(NamedTuple):
+    """The last word of a peer that has left in order.
+
+    Attributes:
+        epoch, digest: of its state.
+        ended: whether it had ended the run there, and was one of the peers of this one.
+    """
+
+    epoch: int
+    digest: bytes
+    ended: bool
+
+
 class _Loss(NamedTuple):
     """The loss of a peer: the local time at which it was lost.
 
@@ -257,8 +271,8 @@ class SwarmProgress:
         """The peers that `contributed` to the last steps, if there were any."""
         self._believed: Mapping[PeerID, int] = {}
         self._places: Mapping[PeerID, bytes] = {}
-        self.left: dict[PeerID, int] = {}
-        """The peers that have left in order, and have not come back; and the epoch of each when it left."""
+        self.left: dict[PeerID, Farewell] = {}
+        """The peers that have left in order, and have not come back."""
         self.mismatches: dict[PeerID, str] = {}
         """The live peers with other settings, and a sentence for each that says how they differ; the last one at the
         end."""
@@ -456,8 +470,11 @@ class SwarmProgress:
         if progress.time <= self._last_time(peer, self._now):
             return False
         sometimes("a peer leaves the run in order")
+        # The word of a peer that was never here may be of an earlier run of this name: it lies in the DHT for a while.
+        was_here = peer in self._known or peer in self._lost
+        ended = was_here and progress.end_epoch is not None and progress.epoch >= progress.end_epoch
         self._lose(peer, progress.time)
-        put_last(self.left, peer, progress.epoch, _MAX_REMEMBERED)
+        put_last(self.left, peer, Farewell(progress.epoch, progress.digest, ended), _MAX_REMEMBERED)
         return True
 
     def _last_time(self, peer: PeerID, now: float, *, direct: bool = True) -> float:

@@ -1,0 +1,169 @@
+"""A peer that is frozen until the others of its run have ended it and left: every strategy, at many moments."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from shoal import sim
+from shoal.events import Event, Warned
+from shoal.strategies import Decoupled, DiLoCo, LocalSGD, LocalUpdates, Merges, Strategy, StreamingDiLoCo, Synchronous
+from tests.sim.optimizer_kit import Run
+
+TARGET, END = 24, 4
+STRATEGIES: dict[str, Strategy] = {
+    "drop": Synchronous(TARGET, late="drop"),
+    "next": Synchronous(TARGET, late="next"),
+    "overlap": Synchronous(TARGET, late="overlap"),
+    "LocalUpdates": LocalUpdates(TARGET),
+    "LocalSGD": LocalSGD(3),
+    "DiLoCo": DiLoCo(3),
+    "StreamingDiLoCo": StreamingDiLoCo(4, fragments=2, overlap=1),
+    "Decoupled": Decoupled(4, fragments=2, quorum=2),
+}
+Epochs = list[int]
+MOMENTS: dict[str, Callable[[Epochs], bool]] = {
+    "at the beginning": lambda _: True,
+    "in the middle": lambda epochs: min(epochs) == 2,
+    "before the last step": lambda epochs: min(epochs) == END - 1,
+    "between two fragments": lambda epochs: min(epochs) < max(epochs) == END,
+}
+"""When a peer is frozen, by the epochs of the fragments of its model."""
+
+
+class Others:
+    """Peers that train to the end of a run, while some of them are frozen.
+
+    Attributes:
+        run: the swarm.
+        said: what each has warned of the end of the run.
+    """
+
+    def __init__(self, strategy: Strategy, peers: int, frozen: Sequence[str]) -> None:
+        self.run = Run(target=TARGET)
+        self.names, self.frozen = [f"p{number}" for number in range(peers)], frozen
+        self.said = {name: list[str]() for name in self.names}
+        self._strategy = strategy
+
+    async def end(self, moment: str) -> None:
+        """All train; at this moment some are frozen, and the others come to the end."""
+        for name in self.names:
+            # Where parameters are averaged those of two peers differ between two averages.
+            check: dict[str, Any] = {"check_every": 0} if isinstance(self._strategy, LocalUpdates) else {}
+            await self.run.add(name, strategy=self._strategy, events=partial(self._note, name), **check)
+        await sim.sleep(3.0)
+        self.run.announce_end(END)
+        swarm = self.run.swarm
+        self.work = {
+            name: swarm.spawn(name, swarm.peer(name).train(4, duration_s=0.25 + number / 100, until=lambda: False))
+            for number, name in enumerate(self.names)
+        }
+        await sim.sleep(0.4)
+        first = swarm.peer(self.frozen[0])
+        while not MOMENTS[moment]([fragment.epoch for fragment in first.fragments]):
+            assert not first.finished
+            await sim.sleep(0.01)
+        for name in self.frozen:
+            swarm.stall(name)
+        await asyncio.gather(*(self.work[name] for name in self.work if name not in self.frozen))
+
+    async def help(self) -> None:
+        """An auxiliary peer takes part."""
+        helper = await self.run.add("helper", strategy=self._strategy, auxiliary=True, check_every=0)
+
+        async def work() -> None:
+            while not helper.finished:
+                for fragment in helper.fragments:
+                    await helper.take_turn(fragment)
+                await sim.sleep(0.1)
+
+        self.helping = self.run.swarm.spawn("helper", work())
+
+    def _note(self, name: str, event: Event) -> None:
+        if isinstance(event, Warned) and ("ended without" in event.message or "its steps alone" in event.message):
+            self.said[name].append(event.message)
+
+    async def leave(self, names: Sequence[str]) -> None:
+        """These leave the run, and their programs end."""
+        for name in names:
+            for fragment in self.run.swarm.peer(name).fragments:
+                await self.run.swarm.run_on(name, fragment.close)
+            await self.run.swarm.run_on(name, self.run.swarm.peer(name).participant.core.close)
+
+    async def wake(self) -> None:
+        """The frozen ones go on, to the end."""
+        for name in self.frozen:
+            self.run.swarm.unstall(name)
+        async with asyncio.timeout(120.0):
+            await asyncio.gather(*(self.work[name] for name in self.frozen))
+
+    def weights(self, name: str) -> list[torch.Tensor]:
+        """The weights that a peer has, or had when it left."""
+        return [each.detach().clone() for each in self.run.trainers[name].parameters]
+
+    def differs(self, name: str) -> bool:
+        """Whether this one has other weights than the first peer."""
+        first = self.weights("p0")
+        return not all(torch.equal(a, b) for a, b in zip(first, self.weights(name), strict=True))
+
+
+CASES = [
+    pytest.param(name, moment, marks=[] if moment == list(MOMENTS)[1 + fragments] else pytest.mark.long)
+    for name, strategy in STRATEGIES.items()
+    for fragments in [strategy.merging.fragments if isinstance(strategy, Merges) else 1]
+    for moment in list(MOMENTS)[: 2 + fragments]
+]
+"""In the short tests one moment of each strategy."""
+
+
+@pytest.mark.parametrize(("strategy", "moment"), CASES)
+@pytest.mark.parametrize("frozen", [["p2"], pytest.param(["p2", "p3"], marks=pytest.mark.long)], ids=["one", "two"])
+def test_who_is_left_without_the_others_says_that_its_weights_differ(
+    strategy: str, moment: str, frozen: list[str]
+) -> None:
+    """Once, and it names those who have ended, and the epoch. Two that were frozen together make no step alone."""
+
+    async def main() -> None:
+        others = Others(STRATEGIES[strategy], 2 + len(frozen), frozen)
+        await others.end(moment)
+        await others.leave(["p0", "p1"])
+        await sim.sleep(3.0)
+        await others.wake()
+        for name in frozen:
+            said = others.said[name]
+            assert len(said) == others.differs(name), said
+            assert all(f"ended it at epoch {END} and left" in each for each in said)
+            assert all(trainer.epoch == END for trainer in others.run.trainers[name].fragments)
+        assert others.differs("p2")
+        assert not others.said["p0"] + others.said["p1"]
+        await others.leave(frozen)
+
+    sim.run(main, seed=len(moment))
+
+
+@pytest.mark.parametrize(("strategy", "moment"), CASES)
+@pytest.mark.parametrize("stays", ["p1", "helper"])
+def test_who_is_left_behind_takes_the_last_state_from_a_peer_that_stays(strategy: str, moment: str, stays: str) -> None:
+    """And has nothing to tell. An auxiliary peer is enough."""
+
+    async def main() -> None:
+        others = Others(STRATEGIES[strategy], 3, ["p2"])
+        if stays == "helper":
+            await others.help()
+        await others.end(moment)
+        if stays == "helper":
+            await others.helping
+        leaving = [name for name in ("p0", "p1") if name != stays]
+        await others.leave(leaving)
+        await sim.sleep(3.0)
+        await others.wake()
+        assert not others.differs("p2")
+        assert not any(others.said.values()), others.said
+        await others.leave(["p2", stays])
+
+    sim.run(main, seed=len(moment))

@@ -250,8 +250,8 @@ def test_two_peers_that_round_otherwise_were_told_to_test_their_memory_at_each_c
     sim.run(main, seed=3)
 
 
-def test_another_arithmetic_is_no_difference() -> None:
-    """The same step computed in another order: last bits differ, and nobody downloads."""
+def test_another_arithmetic_is_no_difference_and_is_told() -> None:
+    """The same step computed in another order: last bits differ, and nobody downloads. It was never said."""
 
     def way(trainer: Trainer) -> None:
         for group in trainer.participant.training.optimizer.param_groups:
@@ -264,7 +264,9 @@ def test_another_arithmetic_is_no_difference() -> None:
 
     async def main() -> None:
         run, said = await train(NAMES, 12, shift, way)
-        assert not said
+        assert len(said) == len(NAMES)
+        assert all("to rounding only, as they compute their steps otherwise" in each for each in said)
+        assert all("fused" in each for each in said)
         assert not any(run.swarm.peer(name).downloads for name in NAMES)
         checks = [run.swarm.peer(name).participant.progress().check for name in NAMES]
         assert len({check[1] for check in checks if check is not None}) > 1
@@ -292,7 +294,8 @@ def test_a_peer_that_differs_among_others_than_the_holders_takes_over_from_its_o
         # Of two that differ chance decides which one is kept.
         assert [run.swarm.peer(name).downloads for name in names] in ([0, 0, 0, 1], [0, 0, 1, 0])
         assert sum("compute as this peer does" in each for each in said) == 1
-        assert len(said) == 4
+        assert sum("to rounding only" in each for each in said) == 4  # on each peer
+        assert len(said) == 8
         checks = [run.swarm.peer(name).participant.progress().check for name in names]
         assert len({check[2] for check in checks if check is not None}) == 1
         assert run.agree(names[:2])

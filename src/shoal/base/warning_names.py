@@ -74,6 +74,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "weights-changed": ("the trained parameters were changed between two",),
     "parameters-differ": (": ours differ",),
     "rounding": ("by no more than rounding",),
+    "arithmetic": ("compute their steps otherwise",),
     "others-differ": ("others, but held other parameters",),
     "parameters-held": ("has held the parameters for",),
     "gossip": (

@@ -124,6 +124,8 @@ class ParameterCheck:
             self._known = self._described
         if self._checks.count_difference(verdict) and me not in verdict.others:
             self._notices.differ(name.epoch, verdict, checks, again=self._checks.others_again)
+        if apart := [peer for peer in checks if peer not in verdict.others and checks[peer].digest != verdict.digest]:
+            self._notices.compute_otherwise(name.epoch, apart, verdict, checks, me)
         if not to_mend:
             return None
         self._notices.differs(name.epoch, verdict, me, checks, again=self._checks.again)

@@ -290,7 +290,8 @@ def _step(
     own = parameter.detach() if values is None else values
     substitute = torch.nn.Parameter(own.clone())
     substitute.grad = torch.full_like(own, gradient)
-    nothing = torch.nn.Parameter(torch.empty(0))  # one that wraps others would step the real parameters
+    # An optimizer that wraps others would step the real parameters.
+    nothing = torch.nn.Parameter(torch.empty(0, dtype=own.dtype, device=own.device))
     memo: dict[int, Any] = {id(each): nothing for each_group in optimizer.param_groups for each in each_group["params"]}
     memo[id(parameter)] = substitute
     statistics: defaultdict[Any, Any] = defaultdict(dict)

@@ -233,7 +233,9 @@ def check_of(
         None if others came into their place meanwhile.
     """
     devices = sorted({_device(each) for each in ([_HOST] if on_host else [each.device for each in parameters])})
-    words = ", ".join((f"torch {torch.__version__}", torch.backends.cpu.get_cpu_capability(), *devices, way))
+    how = sorted({name for group in optimizer.param_groups for name in HOW if group.get(name)})
+    about = f"torch {torch.__version__}", torch.backends.cpu.get_cpu_capability(), *devices, *how, way
+    words = ", ".join(filter(None, about))
     both, unseen = blake3(), 0
     with torch.no_grad():
         for parameter in parameters:

@@ -29,6 +29,7 @@ _DOWNLOADS_TOLD = 4
 _ROUNDS_TOLD, _LONG_ROUND_S, _MUCH_OF_IT = 3, 2.0, 0.5
 """Rounds in a row are told that last at least this long, and take more than this part of the time."""
 
+_WAYS_SHOWN = 3
 _OPTIONS_SHOWN = 4
 _CHANGES_APART = 10
 """Epochs between two warnings of parameters that were changed."""
@@ -206,6 +207,21 @@ class Notices:
                 "checks. To keep equal parameters, train on machines of one kind with equal settings, or let "
                 "average_state_every bring them together; on machines of one kind test their memory"
             )
+
+    def compute_otherwise(
+        self, epoch: int, apart: Collection[PeerID], verdict: Verdict, checks: Mapping[PeerID, Check], me: PeerID
+    ) -> None:
+        """These members hold the state to rounding only, as their arithmetic is not that of its holders. Told once."""
+        if not self._note("arithmetic", value=True):
+            return
+        shown = sorted({*apart, min(verdict.holders)} - {me})[:_WAYS_SHOWN]
+        ways = [f"{peer.short()} with {checks[peer].way!r}" for peer in shown]
+        ways += [f"this peer with {checks[me].way!r}"] if me in checks else []
+        self.warn(
+            f"the check of the parameters at epoch {epoch}: peers hold equal parameters to rounding only, as they "
+            f"compute their steps otherwise: {', '.join(ways)}. The run goes on, and ends with weights that differ by "
+            "as much. To keep equal bits, give all peers equal settings, on machines of one kind"
+        )
 
     def round_took(self, duration_s: float, now: float, *, awaited: bool) -> None:
         """A round of gradients is over. The user is told of other ways, once, if the trainer does little but wait."""

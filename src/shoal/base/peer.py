@@ -86,6 +86,9 @@ class PeerID(bytes):
     def __str__(self) -> str:
         return base64.b32encode(self).decode().rstrip("=").lower()
 
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
+
     def __repr__(self) -> str:
         return f"PeerID({str(self)!r})"
 

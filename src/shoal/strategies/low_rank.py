@@ -80,7 +80,7 @@ class LowRank:
         ]
         if not self._matrices:
             raise ConfigError(
-                f"rank {rank} saves too little on every parameter: give a lower rank, or a lower "
+                f"low_rank: rank {rank} saves too little on every parameter: give a lower rank, or a lower "
                 "min_compression_ratio, or let gradients travel whole"
             )
         self.bases = [each for matrix in self._matrices for each in (matrix.left, matrix.right)]

@@ -232,7 +232,7 @@ class Participant:
     async def start(self) -> None:
         """Join the run: look where it stands, tell where we stand."""
         self._distrust = self.core.endpoint.trust.heed(lambda: self.own.committed.weights)
-        self._states.sharing.enable(declared=False)  # others know from our progress which state is here
+        self._states.sharing.enable(declared=not self.settings.averager.client_mode)
         self.speed.measure(self._now())
         self.pace.state_changed(self.epoch, self._now())
         for work in self._gossip.start():
@@ -1007,6 +1007,7 @@ class Participant:
                 self._notices.warn(why)
             self._tell_dropped()
         self._states.sharing.changed()
+        self._states.sharing.set_priority(float(self.own.name.epoch))
         view, _ = self._look()
         self._gossip.announce_state(view, expected=expected)
         self._news.notify()

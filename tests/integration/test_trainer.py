@@ -33,10 +33,11 @@ def train(paces: tuple[str, str], **variables: Any) -> list[list[Any]]:
 
 @pytest.mark.long
 def test_peers_of_another_build_pass_the_check() -> None:
-    """Without vector instructions a step rounds otherwise: bits drift within the bound, and nobody downloads for it."""
+    """Without vector instructions a step rounds otherwise: bits drift within the bound: told once, no download."""
     said = train(("0.005", "0.005"), ATEN_CPU_CAPABILITY="default")
     for each in said:
-        assert not [value for kind, value in each if kind == "warned" and "check of the parameters" in value]
+        told = [value for kind, value in each if kind == "warned" and "check of the parameters" in value]
+        assert ["to rounding only" in value for value in told] == [True]
     checks = [dict(each)["check"] for each in said]
     assert checks[0][0] == checks[1][0] >= 85
     assert checks[0][1] != checks[1][1]

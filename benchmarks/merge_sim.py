@@ -85,22 +85,22 @@ class Trainer:
             self.fragments[0].speed.count(1)
             behind = []
             for fragment in self.fragments:
-                if fragment.needs_turn:
+                if fragment.turn.is_due:
                     behind += [fragment] * await self._take_turn(fragment)
-                elif fragment.has_news:
-                    fragment.accumulated()
-            downloads = (fragment.download(600.0, patient=False) for fragment in behind)
+                elif fragment.turn.has_news:
+                    fragment.turn.accumulated()
+            downloads = (fragment.turn.download(600.0, patient=False) for fragment in behind)
             if StateUnavailable in map(type, await asyncio.gather(*downloads, return_exceptions=True)):
                 await sleep(1.0)
             if not joins:
                 self.longest_s = max(self.longest_s, loop.time() - began)
 
     async def _take_turn(self, fragment: Participant) -> bool:
-        phase = await fragment.decide(60.0)
-        if phase is RunPhase.STEPPING and not fragment.update_waits:
+        phase = await fragment.turn.decide(60.0)
+        if phase is RunPhase.STEPPING and not fragment.turn.update_waits:
             fragment.own.step()
             await fragment.stepped()
-        return phase is RunPhase.BEHIND and fragment.waits_for_state
+        return phase is RunPhase.BEHIND and fragment.turn.waits_for_state
 
 
 def come_late(participant: Participant, rng: random.Random, most_s: float) -> None:

@@ -120,7 +120,7 @@ class Trainer:
                 self.participant.speed.count(size)
             self.batches_done += 1
         for fragment in self.fragments:
-            fragment.accumulated()
+            fragment.turn.accumulated()
             if not fragment.at_end or all(each.at_end for each in self.fragments):
                 await self.take_turn(fragment)
         if all(fragment.at_end for fragment in self.fragments):
@@ -138,13 +138,13 @@ class Trainer:
     async def take_turn(self, fragment: Participant | None = None) -> None:
         """Do what the participant asks for now."""
         participant = fragment or self.participant
-        phase = await participant.decide(60.0)
-        if phase is RunPhase.STEPPING and not participant.update_waits:
+        phase = await participant.turn.decide(60.0)
+        if phase is RunPhase.STEPPING and not participant.turn.update_waits:
             await self.step(participant)
-        elif phase is RunPhase.BEHIND and participant.waits_for_state:
+        elif phase is RunPhase.BEHIND and participant.turn.waits_for_state:
             try:
                 patient = participant.settings.auxiliary
-                self.downloads += await participant.download(self.patience_s, patient=patient)
+                self.downloads += await participant.turn.download(self.patience_s, patient=patient)
             except StateUnavailable as error:
                 self.failed_downloads.append(str(error))
 

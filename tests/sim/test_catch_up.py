@@ -211,7 +211,7 @@ def test_a_newcomer_that_is_interrupted_while_it_takes_steps_has_a_state_of_the_
         await sim.sleep(3.0)
         member = scene.run.swarm.peer("p0")
         member.participant.core.env.events.subscribe(lambda event: note(member, names))
-        download = scene.run.swarm.spawn("late", participant.download(60.0))
+        download = scene.run.swarm.spawn("late", participant.turn.download(60.0))
         taken, take = 0, participant.own.step
 
         def step() -> None:

@@ -92,7 +92,7 @@ def test_chosen_statistics_are_averaged_by_samples() -> None:
         first, second = kept("exp_avg_sq")
         means = kept("exp_avg")
         for trainer in trainers:
-            trainer.participant.accumulated()
+            trainer.participant.turn.accumulated()
         await asyncio.gather(*(run.swarm.run_on(f"p{t.index}", t.finish_epoch, 1) for t in trainers))
         for found in kept("exp_avg_sq"):
             torch.testing.assert_close(found, (2 * first + 6 * second) / 8, rtol=0, atol=1e-12)
@@ -339,7 +339,7 @@ def test_nobody_may_leave_before_the_last_average() -> None:
         averaging = 0
         while not all(trainer.participant.finished for trainer in trainers):
             for participant in (trainer.participant for trainer in trainers):
-                due = participant.at_end and participant._machine.states_due
+                due = participant.at_end and participant._course.machine.states_due
                 assert not (due and participant._end.over(participant.epoch))
                 averaging += due
             await sim.sleep(0.01)

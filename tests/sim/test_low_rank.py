@@ -63,7 +63,7 @@ def test_a_run_equals_one_process(peers: int, mode: dict[str, Any]) -> None:
         await sim.sleep(3.0)
         await run.swarm.run_on("late", late.take_turn)
         assert late.downloads == 1
-        late.participant.accumulated()
+        late.participant.turn.accumulated()
         await asyncio.gather(
             *(run.swarm.run_on(name, train, name, EPOCHS - 2, EPOCHS) for name in names),
             run.swarm.run_on("late", late.finish_epoch, EPOCHS),

@@ -100,13 +100,13 @@ def measure(monkeypatch: pytest.MonkeyPatch, peers: int, latency_s: float) -> Me
                     backward(trainer.parameters, trainer.index, number, 4)
                     participant.training.accumulate(4)
                     last[epoch] = loop.time()
-                    participant.accumulated()
+                    participant.turn.accumulated()
                 while participant.epoch <= epoch:
                     await trainer.take_turn()
                     if participant.epoch <= epoch:
                         with suppress(TimeoutError):
                             async with asyncio.timeout(0.5):
-                                await participant._moves.next()
+                                await participant._course.moves.next()
                 stepped.setdefault(epoch, []).append(loop.time())
 
         began, told[0], words[0] = loop.time(), 0, 0

@@ -65,7 +65,7 @@ def test_an_option_that_does_not_fit_is_seen_before_anything_is_downloaded() -> 
         late = (await run.add("late")).participant
         await sim.sleep(3.0)
         with pytest.raises(StateUnavailable, match="option 'amsgrad' is False there and True here"):
-            await run.swarm.run_on("late", late.download, 5.0)
+            await run.swarm.run_on("late", late.turn.download, 5.0)
         assert not late.takeover.downloads
         await run.close()
 

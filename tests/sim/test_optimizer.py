@@ -73,12 +73,13 @@ def test_a_view_of_the_swarm_changes_nothing() -> None:
         run.trainers["p0"].participant.training.accumulate(24)
         participant = run.trainers["p0"].participant
         parts: dict[str, Any] = vars(participant)
-        pure = ["_machine", "_companions", "_attendance", "_end", "_notices", "_news", "_moves", "speed", "own"]
+        pure = ["_course", "_companions", "_attendance", "_end", "_notices", "_news", "speed", "own"]
 
         def marks() -> str:
             plain = {name: value for name, value in parts.items() if isinstance(value, int | float | frozenset)}
-            forerunners, beginning = participant._outlook.forerunners, participant.takeover.beginning
-            return repr([plain, vars(forerunners), vars(beginning), *(vars(parts[name]) for name in pure)])
+            course, beginning = participant._course, participant.takeover.beginning
+            more = course.machine, course.moves, participant._outlook.forerunners, beginning
+            return repr([plain, *map(vars, more), *(vars(parts[name]) for name in pure)])
 
         before = marks()
         assert participant.view().samples >= 24, "enough for a round"
@@ -86,7 +87,7 @@ def test_a_view_of_the_swarm_changes_nothing() -> None:
         assert participant.progress() == participant.progress()
         assert marks() == before
         participant._look()
-        assert participant.enough == (participant.view().samples >= run.target)
+        assert participant.turn.enough == (participant.view().samples >= run.target)
         await run.close()
 
     sim.run(main)
@@ -536,7 +537,7 @@ def test_a_better_state_that_is_gone_is_no_better_state() -> None:
             await run.swarm.run_on("p0", first.take_batch, 4)
         second = (await run.add("p1")).participant
         await sim.sleep(3.0)
-        download = run.swarm.spawn("p1", second.download(60.0))
+        download = run.swarm.spawn("p1", second.turn.download(60.0))
         await sim.sleep(0.06)
         run.swarm.crash("p0")
         assert await download is False
@@ -558,7 +559,7 @@ def test_a_better_state_that_nobody_gives_is_an_error() -> None:
         second = (await run.add("p1")).participant
         await sim.sleep(3.0)
         with pytest.raises(StateUnavailable, match="no donor gave"):
-            await run.swarm.spawn("p1", second.download(60.0))
+            await run.swarm.spawn("p1", second.turn.download(60.0))
         assert second.epoch == 0
         await run.close()
 
@@ -588,7 +589,7 @@ def test_a_state_is_taken_over_whole_and_under_its_name_also_when_the_trainer_is
         second = (await run.add("p1")).participant
         await sim.sleep(3.0)
         object.__setattr__(second.core.env, "executor", executor)
-        download = run.swarm.spawn("p1", second.download(60.0))
+        download = run.swarm.spawn("p1", second.turn.download(60.0))
         await executor.begun.wait()
         for _ in range(2):
             download.cancel()
@@ -662,7 +663,7 @@ def test_who_has_nothing_new_to_say_is_quiet(monkeypatch: pytest.MonkeyPatch) ->
         first, second = run.swarm.peer("p0").participant, run.swarm.peer("p1").participant
         for samples in (4, 8):  # the second while the first is on its way
             first.training.pending.total.samples = samples
-            first.accumulated()
+            first.turn.accumulated()
             await sim.sleep(0.051)
         await sim.sleep(0.1)
         assert second.view().samples == 8
@@ -688,8 +689,8 @@ def test_short_batches_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -
         seen.clear()
         for samples in range(1, 101):
             participant.training.pending.total.samples = samples
-            if participant.has_news:
-                participant.accumulated()
+            if participant.turn.has_news:
+                participant.turn.accumulated()
             await sim.sleep(0.0001)
         await sim.sleep(0.01)
         assert seen[0] == 1
@@ -818,11 +819,11 @@ def test_parameters_that_somebody_keeps_are_told_and_cost_no_step() -> None:
                 warned.append(event.message)
 
         participant.core.env.events.subscribe(note)
-        await participant.decide(1.0)
+        await participant.turn.decide(1.0)
         backward(trainer.parameters, 0, 0, 4)
         assert participant.training.accumulate(4)
         give_back = seize(participant.own.lock, "thread 'a'")
-        participant.accumulated()
+        participant.turn.accumulated()
         await sim.sleep(70.0)
         assert [text for text in warned if "thread 'a' has held the parameters for 60 s" in text] == warned[:1] != []
         give_back()

@@ -27,7 +27,7 @@ async def two_at_their_first_step(run: Run) -> tuple[Trainer, Trainer]:
     for trainer in trainers:
         trainer.participant.training.accumulators[0].fill_(0.5)
         trainer.participant.training.pending.total.samples = BATCH
-        trainer.participant.accumulated()
+        trainer.participant.turn.accumulated()
     await sim.sleep(1.0)
     assert [trainer.participant.phase for trainer in trainers] == [RunPhase.STEPPING] * 2
     return trainers
@@ -127,7 +127,7 @@ def test_one_interrupt_after_a_download_disables_a_peer_for_good() -> None:
 
         participant._fetching.wait = interrupted  # type: ignore[method-assign]
         with pytest.raises(asyncio.CancelledError):
-            await run.swarm.run_on("p0", participant.download, 30.0)
+            await run.swarm.run_on("p0", participant.turn.download, 30.0)
         participant._fetching.wait = wait  # type: ignore[method-assign]
         assert participant.epoch == 1
         await train_until(run, epoch=3)
@@ -151,7 +151,7 @@ def test_a_member_that_downloads_the_state_of_its_round_stops_the_run(how: str) 
                 await run.swarm.run_on("p0", first.take_turn)
             await run.swarm.run_on("p0", first.participant.stepped)
         await sim.sleep(1.0)
-        assert await run.swarm.run_on("p0", first.participant.download, 30.0)
+        assert await run.swarm.run_on("p0", first.participant.turn.download, 30.0)
         await train_until(run, epoch=3)
         assert run.agree(["p0", "p1"])
         assert not run.warnings, run.warnings
@@ -299,7 +299,7 @@ def test_a_state_that_is_taken_over_while_a_step_alone_waits_for_the_lock_is_not
         async with participant.own.lock.acquire():
             participant.training.accumulators[0].fill_(7.0)
             participant.training.pending.total.samples = BATCH
-            participant.accumulated()
+            participant.turn.accumulated()
             await sim.sleep(1.0)
             before = participant.phase
             participant.training.discard()
@@ -308,7 +308,7 @@ def test_a_state_that_is_taken_over_while_a_step_alone_waits_for_the_lock_is_not
         await sim.sleep(1.0)
         assert (before, participant.phase) == (RunPhase.AVERAGING, RunPhase.COLLECTING)
         assert participant.state == other
-        assert await participant.decide(1.0) is RunPhase.COLLECTING
+        assert await participant.turn.decide(1.0) is RunPhase.COLLECTING
         await run.close()
 
     sim.run(main, seed=5)
@@ -333,7 +333,7 @@ def test_a_state_that_is_taken_over_during_a_round_is_not_stepped_with_its_avera
         late._averager.vector.copy_in = replaced  # type: ignore[assignment]
         for trainer in (first, second):
             trainer.participant.training.pending.total.samples = BATCH
-            trainer.participant.accumulated()
+            trainer.participant.turn.accumulated()
         await sim.sleep(3.0)
         assert late.phase is RunPhase.BEHIND or late.phase is RunPhase.COLLECTING
         assert late.training.pending.samples == 0

@@ -91,7 +91,7 @@ def test_a_newcomer_was_given_the_weights_that_its_donor_evaluates_with() -> Non
         )
         with others(donor.parameters) as true:
             newcomer = await run.add("p1", seed=5, events=note)
-            loading = asyncio.ensure_future(run.swarm.run_on("p1", newcomer.participant.download, 60.0))
+            loading = asyncio.ensure_future(run.swarm.run_on("p1", newcomer.participant.turn.download, 60.0))
             await sim.sleep(8.0)
             assert not loading.done()
         assert await loading

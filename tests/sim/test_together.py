@@ -105,14 +105,14 @@ def test_a_member_that_takes_long_to_take_the_step_is_not_left_alone(soak: Calla
             await run.add(name)
         await sim.sleep(3.0)
         trainers = [run.swarm.peer(name) for name in names]
-        decide = trainers[1].participant.decide
+        decide = trainers[1].participant.turn.decide
 
         async def decide_late(timeout_s: float) -> RunPhase:
             if (phase := await decide(timeout_s)) is RunPhase.STEPPING:
                 await sim.sleep(0.8)
             return phase
 
-        trainers[1].participant.decide = decide_late  # type: ignore[method-assign]
+        trainers[1].participant.turn.decide = decide_late  # type: ignore[method-assign]
 
         def over() -> bool:
             return trainers[0].participant.epoch >= soak(6, 40)

@@ -151,5 +151,5 @@ def test_states_of_several_parts_are_downloaded_at_once() -> None:
 
         return asyncio.run(within())
 
-    chains = SimpleNamespace(participants=[SimpleNamespace(download=download)] * 3, _run=run)
+    chains = SimpleNamespace(participants=[SimpleNamespace(turn=SimpleNamespace(download=download))] * 3, _run=run)
     assert Chains.load_from_peers(cast(Chains, chains), 1.0)

@@ -279,11 +279,11 @@ class Chains:
         """
         behind = []
         for each in self.participants:
-            if not trained or each.needs_turn:
+            if not trained or each.turn.is_due:
                 if self._take_turn(each, timeout_s):
                     behind.append(each)
-            elif each.has_news:
-                self._thread.call_soon(each.accumulated)
+            elif each.turn.has_news:
+                self._thread.call_soon(each.turn.accumulated)
         if behind:
             self._run(_all_of(self._catch_up(each, load_timeout_s) for each in behind), load_timeout_s)
 
@@ -291,10 +291,10 @@ class Chains:
         """Do what a fragment asks for; returns whether to stand still for a better state of it."""
         if participant.at_end and not self.at_end:
             return False  # other fragments of the model are still trained
-        phase = self._run(participant.decide(timeout_s), timeout_s)
+        phase = self._run(participant.turn.decide(timeout_s), timeout_s)
         if phase is not RunPhase.STEPPING:
-            return phase is RunPhase.BEHIND and participant.waits_for_state
-        if participant.update_waits:
+            return phase is RunPhase.BEHIND and participant.turn.waits_for_state
+        if participant.turn.update_waits:
             return False
         try:
             with self._lock.acquire_in_thread():
@@ -308,7 +308,7 @@ class Chains:
     async def _catch_up(self, participant: Participant, timeout_s: float) -> None:
         """Stand still for a better state of this fragment (loop)."""
         try:
-            await participant.download(timeout_s, patient=participant.settings.auxiliary)
+            await participant.turn.download(timeout_s, patient=participant.settings.auxiliary)
         except StateUnavailable as error:
             participant.takeover.check_beginning(participant.view())
             # Beside a peer that claims states and gives none, downloads of each fragment fail again and again.
@@ -322,7 +322,7 @@ class Chains:
         Raises:
             StateUnavailable: there is one, and nobody gave it. Those of other fragments may have been taken over.
         """
-        return any(self._run(_all_of(each.download(timeout_s) for each in self.participants), timeout_s))
+        return any(self._run(_all_of(each.turn.download(timeout_s) for each in self.participants), timeout_s))
 
     def stay_at_end(self) -> None:
         """What a batch has changed beyond the end of the run is taken back."""

@@ -26,18 +26,19 @@ from shoal.averaging.allreduce.interface import MAX_WEIGHT
 from shoal.averaging.allreduce.segments import RoundMemory
 from shoal.averaging.allreduce.vector import Vector
 from shoal.averaging.core import PeerCore
-from shoal.base.clock import Elapsed, ThreadExecutor, own_clock, seconds_text
+from shoal.base.clock import Elapsed, ThreadExecutor, own_clock
 from shoal.base.names import known_as
 from shoal.base.peer import PeerID
 from shoal.base.pool import DaemonPool
 from shoal.base.sometimes import sometimes
 from shoal.base.tasks import Changes, Tasks
 from shoal.compression import CompressionBase
-from shoal.errors import ClosedError, ConfigError, NoMemoryForState, StateUnavailable, is_out_of_memory
+from shoal.errors import ClosedError, ConfigError, NoMemoryForState, is_out_of_memory
 from shoal.events import EpochAdvanced, RunEnded
 from shoal.protocol.wire import FollowSteps, Progress
+from shoal.run.course import Course
 from shoal.run.decide.agreement import MOST_CORES, Agreement, Contributor, Said, agree, said_bytes
-from shoal.run.decide.beginning import Beginning, Stance
+from shoal.run.decide.beginning import Beginning
 from shoal.run.decide.check import Check
 from shoal.run.decide.election import elected
 from shoal.run.decide.forerunners import Forerunners
@@ -58,6 +59,7 @@ from shoal.run.rounds import Counts, Rounds, gradient_averager, state_averager
 from shoal.run.settings import RunSettings
 from shoal.run.solitude import Solitude
 from shoal.run.takeover import Takeover
+from shoal.run.trainer_turn import TrainerTurn
 from shoal.run.view.attendance import Attendance
 from shoal.run.view.companions import Companions
 from shoal.run.view.contribution import Contribution, RateMeter
@@ -75,9 +77,6 @@ _FEW_STEPS = 3
 
 _FEW_PEERS = 32
 """A swarm of at most this many peers is small: each peer knows all others."""
-
-_LOOKS_S = 2e-3
-"""The trainer's batches cause one look in this time, however short they are: a look takes a tenth of it."""
 
 _AGAIN_S = 1.0
 """Until work is tried again that this machine had no memory for, seconds."""
@@ -102,6 +101,7 @@ class Participant:
         model_rank: of the model's beginning, once the others are known: all fragments take it, see `StateName`.
         takeover: takes over better states.
         solitude: says whether this peer is alone, and whether the others have ended the run without it.
+        turn: what its trainer asks for at its step.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Participant:
                 "(in a notebook, before the cell is run again), or give this one another run_id"
             )
         self.core, self.training, self.settings = core, training, settings
-        self._machine = PhaseMachine(auxiliary=settings.auxiliary, delays_gradients=self._terms.goes_on)
+        self._course = Course(PhaseMachine(auxiliary=settings.auxiliary, delays_gradients=self._terms.goes_on))
         self._notices = Notices(core.env.events, settings.run_id, fragment=settings.fragment)
         self.own = OwnState(core, training, lock, self._notices, auxiliary=settings.auxiliary)
         self._end = RunEnd(core.peer_id, settings.end_patience_s)
@@ -132,7 +132,6 @@ class Participant:
         self._led_to: StateName | None = None  # by that round
         self._not_averaged: StateName | None = None  # as the round of states failed
         self._gave_others = False  # the last round of states was given other values than those that are trained
-        self._held_at: StateName | None = None  # there the trainer has waited for a merge that was not due
         self.speed: RateMeter = RateMeter() if first is None else first.speed  # each batch is one of all fragments
         self.contribution = Contribution()
         self._given = self._cut = 0  # samples of the round that may count, and those that it does not take
@@ -168,7 +167,6 @@ class Participant:
             counted=self.own.gives.counted,
         )
         self._news = Changes()  # reasons to look at the swarm
-        self._moves = Changes()  # of the phase, and of all else that the trainer may wait for
         self._fetching = Fetching(self._fetch, self._news, on_failure=self._fail)
         self._outlook = Outlook(
             core=core,
@@ -190,9 +188,6 @@ class Participant:
         self._rounds = Rounds(core.env, self._look_and_tell, self._news)
         self._tasks = Tasks(self._fail)
         self._told_at = -math.inf
-        self._asked, self._turns = False, 0  # the trainer has come to its first step, and is at one now
-        self._looked_at, self._look_is_due = -math.inf, False  # because of the trainer
-        self._closed = False
         self._closing: asyncio.Task[None] | None = None
         self._distrust: Callable[[], None] = lambda: None
         self.model_rank: asyncio.Future[int] = (
@@ -203,7 +198,7 @@ class Participant:
             core=core,
             own=self.own,
             outlook=self._outlook,
-            machine=self._machine,
+            machine=self._course.machine,
             beginning=Beginning(
                 settings.state_patience_s,
                 required=settings.require_state,
@@ -225,6 +220,15 @@ class Participant:
             missing=self._missing,
             first=None if first is None else first.solitude,
             has_folder=keep is not None,
+        )
+        self.turn: TrainerTurn = TrainerTurn(
+            self._outlook,
+            self._course,
+            self.takeover,
+            self._gossip,
+            self._news,
+            look=lambda: self._look()[0],
+            judge=self._judge,
         )
 
     # ------------------------------------------------------------------------------------------------ life and death
@@ -284,15 +288,16 @@ class Participant:
         # A ClosedError: this peer leaves, by `leave_on_sigterm` for example. A ConfigError: the trainer is told.
         if not isinstance(error, ClosedError | ConfigError):
             self._notices.warn(f"{type(error).__name__}: {error}")
-        self.failure = error
-        self._moves.notify()
+        self._course.fail(error)
 
-    failure: BaseException | None = None
-    """The error that ended the background work, if any; the trainer's next call raises it."""
+    @property
+    def failure(self) -> BaseException | None:
+        """The error that ended the background work, if any; the trainer's next call raises it."""
+        return self._course.failure
 
     async def close(self) -> None:
         """Leave the run. Safe to call twice: an interrupted caller does not end it half way."""
-        self._closed = True
+        self._course.close()
         if self._closing is None:
             self._last_status = self.status()
             self._closing = asyncio.get_running_loop().create_task(self._leave())
@@ -311,7 +316,7 @@ class Participant:
         await self._averager.close()
         await self._states.close()
         self._distrust()
-        self._moves.notify()
+        self._course.moves.notify()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -321,7 +326,7 @@ class Participant:
     @property
     def phase(self) -> RunPhase:
         """The phase of this peer between two steps of its trainer."""
-        return self._machine.phase
+        return self._course.phase
 
     @property
     def state(self) -> StateName:
@@ -355,14 +360,14 @@ class Participant:
     @property
     def _is_over(self) -> bool:
         """Whether nobody is waited for at the end, nor any average."""
-        machine = self._machine
+        machine = self._course.machine
         return self._end.over(self.epoch) and machine.phase is not RunPhase.STEPPING and not machine.states_due
 
     def progress(self) -> Progress:
         """The progress of this peer, with the time of its last word to others."""
-        told_at, alone = self._told_at, self.solitude.told
+        left, alone = self._course.is_closed, self.solitude.told
         place = self._outlook.place()
-        return msgspec.structs.replace(place, time=told_at, left=self._closed, check=self._check.last, alone=alone)
+        return msgspec.structs.replace(place, time=self._told_at, left=left, check=self._check.last, alone=alone)
 
     def _next_word(self) -> Progress:
         """The progress of this peer, to be told to others.
@@ -406,7 +411,7 @@ class Participant:
         )
 
     def _eta_s(self, view: SwarmView) -> float | None:
-        if self.enough:
+        if self.turn.enough:
             return 0.0
         if (due_s := self.pace.due_s(self._now())) is not None:
             return due_s
@@ -449,20 +454,20 @@ class Participant:
         rate = self.pace.rate(view, self.speed.batches_per_s)
         self._gossip.saw(enough=enough, target=self.pace.target(view), rate=rate)
         if len(view.peers) > 1:
-            self._machine.found()
+            self._course.machine.found()
         self._settle_end()
-        if not self._machine.is_busy and self._is_to_average():
-            self._machine.happened(Event.STATES_DUE)
-        averages = self._machine.states_due or self.own.update is not None
+        if not self._course.machine.is_busy and self._is_to_average():
+            self._course.machine.happened(Event.STATES_DUE)
+        averages = self._course.machine.states_due or self.own.update is not None
         due = self._averages_last and (averages or self.own.name == self.own.followed)
         best = claimed if claimed.vouched else view
         if self._end.observe(self.epoch, best, now, average_due=due, client=self._outlook.is_client):
-            self._moves.notify()
+            self._course.moves.notify()
         if self._is_over:
             self.solitude.ended()
         if not self.settings.fragment:  # the fragments of a model end together, and it is told once
             # Before its first step the program may not have come to its own word yet.
-            self._notices.ends(self.epoch if self.at_end and self._asked else None, self._end.said)
+            self._notices.ends(self.epoch if self.at_end and self._course.has_asked else None, self._end.said)
             if not self.at_end:
                 self._notices.beyond(self.training.model_epoch, self._end.said)
         return view, claimed
@@ -500,59 +505,7 @@ class Participant:
         self._settle_end()
         self._news.notify()
 
-    @property
-    def enough(self) -> bool:
-        """Whether there is enough for a step, as far as it is known. Any thread may ask."""
-        return self.pace.reaches(self.training.pending.samples, self.training.batches, self.epoch)
-
-    @property
-    def needs_turn(self) -> bool:
-        """Whether the trainer has something to do or to ask at its step, as far as it is known. Any thread may ask."""
-        begins = self.epoch == 0 and not (self._terms.meets_rarely and self._asked)
-        return begins or self.enough or self.phase is not RunPhase.COLLECTING or self._hold_s() > 0
-
-    def _hold_s(self) -> float:
-        """See `Pace.hold_s`; once at each state."""
-        if self._held_at == self.own.name:
-            return 0.0
-        return self.pace.hold_s(self.training.batches, self._outlook.loop.time(), self.epoch)
-
-    @property
-    def has_news(self) -> bool:
-        """Whether what was trained since the last look is worth one, and none is due: thousands of batches are not."""
-        return not self._look_is_due and self.pace.is_news(self.training.batches)
-
-    @property
-    def waits_for_state(self) -> bool:
-        """Whether the trainer stands still for a better state; if not, until it is here."""
-        return not self._outlook.trains_on or self._fetching.has_news
-
-    @property
-    def update_waits(self) -> bool:
-        """Whether the trainer is to take the average that is here at a later batch."""
-        update = self.own.update
-        has_batches = not (self.settings.auxiliary or self.at_end)
-        return update is not None and update.is_step and has_batches and self.training.holds_back
-
-    def accumulated(self) -> None:
-        """The trainer has accumulated, or stepped: look again, at once or `_LOOKS_S` after the last look."""
-        if self._look_is_due:
-            return
-        if (due_at := self._looked_at + _LOOKS_S) <= self._now():
-            self._look_again()
-        else:
-            self._look_is_due = True
-            asyncio.get_running_loop().call_at(due_at, self._look_again)
-
-    def _look_again(self) -> None:
-        self._looked_at, self._look_is_due = self._now(), False
-        self._news.notify()
-
     # ------------------------------------------------------------------------------------------------------- driving
-
-    def _happened(self, event: Event) -> None:
-        self._machine.happened(event)
-        self._moves.notify()
 
     async def _drive(self) -> None:
         await self._gossip.looked.wait()
@@ -584,10 +537,10 @@ class Participant:
             if holds and self.own.update is None:  # if the lock does not come, the next state discards it
                 self.training.discard()
         if self.phase is RunPhase.AVERAGING:
-            self._happened(Event.MISFIT)
+            self._course.happened(Event.MISFIT)
 
     async def _go_on(self) -> None:
-        machine = self._machine
+        machine = self._course.machine
         while True:
             self.speed.measure(self._now())
             self._notices.accumulated(self.training.local)
@@ -608,7 +561,7 @@ class Participant:
             alone = machine.phase is RunPhase.AVERAGING and self._outlook.alone(view)
             match machine.work(self._situation(view), alone=alone, nobody=len(view.peers) == 1):
                 case Work.AVERAGE_GRADIENTS:
-                    self._moves.notify()  # a trainer that goes on while gradients are averaged has waited until here
+                    self._course.moves.notify()  # a trainer that goes on while gradients are averaged waits until here
                     await self._average()
                 case Work.AVERAGE_STATES:
                     await self._average_states()
@@ -617,7 +570,7 @@ class Participant:
                 case Work.SEEK:
                     await self._gossip.seek()
                 case Work.LOOK_AGAIN:
-                    self._moves.notify()
+                    self._course.moves.notify()
                 case Work.WAIT:
                     if machine.phase is RunPhase.COLLECTING:
                         others = view.together - {self.core.peer_id}
@@ -648,18 +601,18 @@ class Participant:
 
     def _judge(self, view: SwarmView) -> None:
         """Let the machine go on from this look, unless it waits for an average, or a state is being taken over."""
-        machine, before = self._machine, self.phase
+        machine, before = self._course.machine, self.phase
         if machine.is_busy or machine.states_due or self._fetching.holds:
             return
         must_fetch = self.takeover.may_not_begin(view) or self._fetching.has_news
         machine.happened(self._situation(view, must_fetch=must_fetch).event)
         if machine.phase is not before:
-            self._moves.notify()
+            self._course.moves.notify()
 
     async def _average(self) -> None:
         """Average the gradients with everybody at our state, and make the step ready."""
         name, me = self.own.name, self.core.peer_id
-        if (grace_s := self.pace.grace_s(self._now())) and not self._turns:
+        if (grace_s := self.pace.grace_s(self._now())) and not self._course.at_step:
             await self._trainer_comes(grace_s)
         said = self._said(await self._check.of(name))
         self._attendance.search(self._companions.patience_s)
@@ -717,8 +670,8 @@ class Participant:
         """Wait for a trainer that is in the middle of a batch."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                while not self._turns and not self.view().behind:
-                    await self._moves.next(1.0)
+                while not self._course.at_step and not self.view().behind:
+                    await self._course.moves.next(1.0)
 
     def _awaited(self) -> frozenset[PeerID]:
         """The peers that our search waits for now: nobody once none has come for as long as the pace allows.
@@ -839,7 +792,7 @@ class Participant:
                 sometimes("a state is taken over while a step alone is due")
                 return  # another state was taken over while we waited, and what was accumulated is forgotten
             if self._drop_unfit():
-                self._happened(Event.UNFIT)
+                self._course.happened(Event.UNFIT)
                 return
             samples = self.training.pending.samples
             if self.training.is_own_mean:
@@ -863,56 +816,9 @@ class Participant:
 
     def _is_ready(self, update: Update) -> None:
         """This change waits for the trainer now."""
-        self._happened(Event.AVERAGED if update.is_step else Event.STATES_AVERAGED)
+        self._course.happened(Event.AVERAGED if update.is_step else Event.STATES_AVERAGED)
 
-    # ----------------------------------------------------------------------------------------------- the trainer's turn
-
-    async def decide(self, timeout_s: float) -> RunPhase:
-        """Look at the accumulators just now, and say what is to be done (trainer).
-
-        Waits while a round goes on, or the others come to the end; AVERAGING and ENDING only if time ran out.
-        """
-        self._asked, self._turns = True, self._turns + 1
-        self._moves.notify()
-        try:
-            await self._take_turn(timeout_s)
-        finally:
-            self._turns -= 1
-        if self.failure is not None:
-            raise self.failure
-        self.takeover.check_beginning(self.view())
-        return self.phase
-
-    async def _take_turn(self, timeout_s: float) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._gossip.looked.wait()
-                await asyncio.sleep(0)  # the driver looks first: it may find that we do not belong here
-                if not self._machine.is_busy:
-                    view, _ = self._look()
-                    self._judge(view)
-                    self._news.notify()
-                    await self._hold()
-                while self._trainer_waits():
-                    await self._moves.next()
-
-    async def _hold(self) -> None:
-        """Wait for a merge that may be due soon (trainer)."""
-        if self.phase is not RunPhase.COLLECTING or not (hold_s := self._hold_s()):
-            return
-        with suppress(TimeoutError):
-            async with asyncio.timeout(hold_s):
-                while self.phase is RunPhase.COLLECTING and not self._closed and self.failure is None:
-                    await self._moves.next()
-        if self.phase is RunPhase.COLLECTING:
-            self._held_at = self.own.name
-
-    def _trainer_waits(self) -> bool:
-        if self._closed or self.failure is not None:
-            return False
-        return self._machine.trainer_waits(
-            needs_round=self.training.waits, at_end=self.at_end, may_leave=self._end.over(self.epoch)
-        )
+    # ----------------------------------------------------------------------------------------- a state has another name
 
     async def stepped(self) -> None:
         """After `own.step`: tell everybody (trainer). Without effect if that was done already."""
@@ -926,9 +832,9 @@ class Participant:
             self._notices.interrupted(self.training.step_error if update.is_step else None)
         elif update.is_step:
             self._advanced(update)
-        self._happened(Event.STEPPED)
+        self._course.happened(Event.STEPPED)
         if update.is_step and self.own.name == update.name and self._average_follows:
-            self._machine.happened(Event.STATES_DUE)
+            self._course.machine.happened(Event.STATES_DUE)
         self._announce_state(expected=self.own.name == update.name and update.peers > 1 and not self.at_end)
         if update.is_step and self.own.name == update.name:
             await self._catch_up.joined()  # last: an interrupted trainer cancels this
@@ -937,7 +843,7 @@ class Participant:
         """After `own.loaded`: tell everybody (trainer)."""
         self.own.drop_update()
         self.training.set_epoch(self.epoch)  # another one, if the loading was interrupted before the state had a name
-        self._happened(Event.RENAMED)
+        self._course.happened(Event.RENAMED)
         self._announce_other_state()
 
     def _advanced(self, update: Update) -> None:
@@ -1018,7 +924,7 @@ class Participant:
     def held(self) -> int:
         """Samples that are in no step yet, and may still go into one: see `Pending.held`."""
         over = self._end.over(self.epoch) if self.training.averages_parameters else self.at_end
-        return 0 if self._closed or over else self.training.pending.held
+        return 0 if self._course.is_closed or over else self.training.pending.held
 
     @property
     def _averages_what_is_held(self) -> bool:
@@ -1033,7 +939,8 @@ class Participant:
         self._settle()
         if contribution.first_dropped(processed=speed.processed, batches=speed.batches):
             self._notices.first_dropped(contribution.in_vain, speed.processed)
-        much = contribution.much_dropped(processed=speed.processed, now=self._now(), over=self.at_end or self._closed)
+        over = self.at_end or self._course.is_closed
+        much = contribution.much_dropped(processed=speed.processed, now=self._now(), over=over)
         if much is not None:
             last, why = "merge" if self._terms.meets_rarely else "round", self.training.why_dropped()
             self._notices.much_dropped(much, why, last=last, left=left)
@@ -1059,7 +966,7 @@ class Participant:
                     gather=self._counts.said() if self.at_end and self._counts else None,
                 )
         finally:
-            self._happened(Event.STATES_OVER)
+            self._course.happened(Event.STATES_OVER)
         if self.own.name != name:
             return
         if result is None:
@@ -1090,7 +997,7 @@ class Participant:
         if alive:
             if not view.behind and self._end.waits(self._now()):
                 sometimes("the last average of the states is tried again")
-                self._machine.happened(Event.STATES_DUE)
+                self._course.machine.happened(Event.STATES_DUE)
                 await self._news.next(1.0)
         elif len(view.peers) > 1:
             sometimes("nobody is left for the last average of the states")
@@ -1114,8 +1021,8 @@ class Participant:
 
     async def _followed_from(self) -> StateName:
         """Our state, once no step is about to be taken: that step was told already, to the followers of then."""
-        while self.own.update is not None and not self.own.update.taken and not self._closed:
-            await self._moves.next()
+        while self.own.update is not None and not self.own.update.taken and not self._course.is_closed:
+            await self._course.moves.next()
         return self.own.name
 
     def _stepped_members(self) -> frozenset[PeerID]:
@@ -1129,45 +1036,6 @@ class Participant:
         return members & self.view().together
 
     # -------------------------------------------------------------------------------------------------------- the state
-
-    async def download(self, timeout_s: float, *, patient: bool = True) -> bool:
-        """Download the best state and take it over (trainer). False if there is nothing better than ours.
-
-        Args:
-            timeout_s: how long it may take, seconds.
-            patient: False to go on, with False, when the trainer has stood still for as long as claims are worth: the
-                download goes on, and the trainer is told when there is something to take over.
-
-        Raises:
-            StateUnavailable: there is a better one, and no donor gave it; nothing was changed.
-        """
-        await self._gossip.looked.wait()
-
-        def waits() -> bool:  # a newcomer that may not begin has nothing else to do
-            return patient or self.takeover.stance(self._look()[0]) is Stance.WAITING
-
-        deadline, taken, needed = self._now() + timeout_s, False, True
-        failure: StateUnavailable | None = None
-        while not taken and needed and (left_s := deadline - self._now()) > 0:
-            view = self._outlook.claimed()
-            if not view.behind and not self._fetching.has_news:
-                may_give = (each for peer, each in view.others.items() if peer not in view.refused)
-                if failure is None or all(StateKey.of_peer(each) <= self.own.name.key for each in may_give):
-                    return False
-                raise failure
-            try:
-                taken = await self._fetching.wait(view, left_s, patient=waits)
-            except StateUnavailable as error:
-                if not patient:
-                    raise
-                failure = error  # its holders may be gone by now, or be where we are
-            needed = waits()
-        if taken:
-            self._happened(Event.TAKEN_OVER)
-        elif patient:
-            late = f"a better state is known, but did not arrive within {seconds_text(timeout_s)}"
-            raise failure or StateUnavailable(late)
-        return taken
 
     async def _fetch(self, timeout_s: float) -> bool:
         """Take over the best state, or the steps that lead to it; returns whether anything was taken over."""
@@ -1185,7 +1053,7 @@ class Participant:
             if self.takeover.took_over or self.own.name != before:
                 self._announce_other_state()
             if self.phase is RunPhase.STEPPING and self.own.update is None:  # also when the trainer is interrupted
-                self._happened(Event.OVERTAKEN)
+                self._course.happened(Event.OVERTAKEN)
         return self.takeover.took_over
 
 

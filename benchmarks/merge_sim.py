@@ -49,7 +49,7 @@ from benchmarks.strategies.named import NAMES, named
 from benchmarks.wire_count import CONTROL, Sent, counted
 from shoal.averaging import TensorLock
 from shoal.averaging.core import PeerCore
-from shoal.base.peer import Address
+from shoal.base.peer import Address, PeerID
 from shoal.compression import BlockwiseQuantization
 from shoal.errors import StateUnavailable
 from shoal.events import EpochAdvanced, Event, RoundFinished, StateDownloaded
@@ -105,13 +105,13 @@ class Trainer:
 
 def come_late(participant: Participant, rng: random.Random, most_s: float) -> None:
     """Let it come late to each merge, by a time of up to `most_s` that is drawn."""
-    average = participant._average  # noqa: SLF001 (nothing else delays it)
+    average = participant.swarm_step.average
 
-    async def averages() -> None:
+    async def averages() -> frozenset[PeerID] | None:
         await sleep(rng.uniform(0.0, most_s))
-        await average()
+        return await average()
 
-    participant._average = averages  # type: ignore[method-assign]  # noqa: SLF001
+    participant.swarm_step.average = averages  # type: ignore[method-assign]
 
 
 class Merge(NamedTuple):

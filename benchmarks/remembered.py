@@ -107,7 +107,7 @@ def remembered() -> Iterator[None]:
         patch.setattr("shoal.rpc.stream.decode", on_stream)
         patch.setattr("shoal.run.gossip.decode", word)
         patch.setattr(Averager, "_unpack", unpack)
-        patch.setattr("shoal.run.participant.agree", agreed)
+        patch.setattr("shoal.run.swarm_step.agree", agreed)
         patch.setattr(Committed, "after", after_step)
         patch.setattr(Committed, "read", steps)
         yield

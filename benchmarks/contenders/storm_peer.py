@@ -95,7 +95,7 @@ def train(name: str, settings: dict[str, Any]) -> None:
             case RoundFinished(prefix=prefix, duration_s=duration_s):
                 say(name, merged_s=round(searched_s.pop(prefix, 0.0) + duration_s, 3))
             case EpochAdvanced(run_id=run_id, epoch=epoch, samples=samples, digest=digest):
-                result = participants[run_id].last_round
+                result = participants[run_id].swarm_step.last_round
                 by = [me] if result is None else [str(peer) for peer in result.outcome.contributors]
                 say(
                     name,

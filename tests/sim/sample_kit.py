@@ -1,6 +1,6 @@
 """Which samples went into which step: every batch has a number, and is followed into the states that it made.
 
-The audit looks over the shoulder of `GradientSum` and `Participant`. What a peer brings to a round is written down when
+The audit looks over the shoulder of `GradientSum` and `SwarmStep`. What a peer brings to a round is written down when
 its values are copied in. The verdict names, for each tile, the members that count there, so each state's samples are
 known without asking the code that counts them.
 
@@ -20,9 +20,10 @@ import pytest
 from shoal.averaging import Averager, StepResult
 from shoal.averaging.allreduce.interface import has_member
 from shoal.run.decide.state_name import StateName
-from shoal.run.join.own_state import Update
-from shoal.run.participant import Participant
+from shoal.run.join.own_state import OwnState, Update
+from shoal.run.swarm_step import SwarmStep
 from shoal.train.gradient_sum import GradientSum
+from shoal.train.training_state import TrainingState
 
 __all__ = ["SampleAudit"]
 
@@ -68,7 +69,7 @@ class SampleAudit:
 
     def _wrap(self, patch: pytest.MonkeyPatch) -> None:
         add, take_in, forget = GradientSum.add, GradientSum.take_in, GradientSum.forget
-        contribute, begin, ready = Participant._contribute, Averager._begin_round, Participant._is_ready
+        contribute, begin, prepare = SwarmStep._contribute, Averager._begin_round, OwnState.prepare
 
         def adds(each: GradientSum, *args: Any) -> None:
             add(each, *args)
@@ -83,12 +84,14 @@ class SampleAudit:
             forget(each)
             self._in[id(each)] = []
 
-        def contributes(each: Participant, name: StateName, *args: Any) -> Any:
-            may_give = max(1, int(each._most_weight(each.core.peer_id)))
+        def contributes(each: SwarmStep, name: StateName, *args: Any) -> Any:
+            own = each.outlook.own
+            may_give = max(1, int(each._most_weight(each.outlook.core.peer_id)))
             found = contribute(each, name, *args)
-            batches = self._of(each) if each.own.name == name else ()
+            batches = self._of(own.training) if own.name == name else ()
             self.cut += len(batches) * self._size > may_give
-            vars(each._averager)["brings"] = Give(batches, min(len(batches) * self._size, may_give))
+            vars(own)["swarm_step"] = each
+            vars(each.averager)["brings"] = Give(batches, min(len(batches) * self._size, may_give))
             return found
 
         async def begins(each: Averager, group: Any, *args: Any) -> Any:
@@ -96,22 +99,24 @@ class SampleAudit:
             self._brought[group.round_id, each.core.peer_id.to_bytes()] = vars(each).get("brings", Give())
             return round_
 
-        def is_ready(each: Participant, update: Update) -> None:
-            before, batches, samples = each.own.name, tuple[object, ...](), 0
-            if update.is_step and each.last_round is None:
-                batches = self._of(each)
+        def prepares(each: OwnState, *args: Any, **options: Any) -> Update:
+            update, batches, samples = prepare(each, *args, **options), tuple[object, ...](), 0
+            step = vars(each).get("swarm_step")
+            last = None if step is None else step.last_round
+            if update.is_step and last is None:
+                batches = self._of(each.training)
                 samples = len(batches) * self._size
-            elif update.is_step and each.last_round is not None:
-                batches, samples = self._taken(each.last_round, update.name)
-            self.made[update.name.digest] = Made(before, tuple(sorted(batches, key=repr)), samples)
-            ready(each, update)
+            elif update.is_step and last is not None:
+                batches, samples = self._taken(last, update.name)
+            self.made[update.name.digest] = Made(each.name, tuple(sorted(batches, key=repr)), samples)
+            return update
 
         patch.setattr(GradientSum, "add", adds)
         patch.setattr(GradientSum, "take_in", takes_in)
         patch.setattr(GradientSum, "forget", forgets)
-        patch.setattr(Participant, "_contribute", contributes)
+        patch.setattr(SwarmStep, "_contribute", contributes)
         patch.setattr(Averager, "_begin_round", begins)
-        patch.setattr(Participant, "_is_ready", is_ready)
+        patch.setattr(OwnState, "prepare", prepares)
 
     def _taken(self, result: StepResult, name: StateName) -> tuple[tuple[object, ...], int]:
         """The batches that are in a tile of this round, at least; and the samples that its step may name."""
@@ -127,8 +132,8 @@ class SampleAudit:
                     self.in_part.add(name.digest)
         return tuple(batches), int(fmean(samples))
 
-    def _of(self, participant: Participant) -> tuple[object, ...]:
-        return tuple(self._in.get(id(participant.training.pending.total), ()))
+    def _of(self, training: TrainingState) -> tuple[object, ...]:
+        return tuple(self._in.get(id(training.pending.total), ()))
 
     def counted(self) -> set[Any]:
         """The numbers of all batches that went into a state, of whatever history."""

@@ -62,7 +62,7 @@ class Give(NamedTuple):
 
     Attributes:
         numbers: of its batches.
-        samples: of these, as far as they count: see `Participant._most_weight`.
+        samples: of these, as far as they count: see `SwarmStep._most_weight`.
     """
 
     numbers: frozenset[int]
@@ -99,7 +99,7 @@ class Audit:
         self, fragment: int, before: StateName, anchor: Sequence[torch.Tensor], participant: Participant
     ) -> None:
         """A merge led from one state, which had this anchor, to the one that a peer holds now."""
-        after, round_ = participant.state, participant.last_round
+        after, round_ = participant.state, participant.swarm_step.last_round
         if before != after:
             self._before[fragment, after.digest] = fragment, before.digest
             self._in_part[fragment, after.digest] = {} if round_ is None else round_.outcome.counted_in_part
@@ -164,7 +164,7 @@ class Counted(Trainer):
 
     def _note_gives(self, number: int, fragment: Participant) -> None:
         training: Any = fragment.training
-        contribute, into_round, limit = training.contribute, fragment._contribute, [sys.maxsize]
+        contribute, into_round, limit = training.contribute, fragment.swarm_step._contribute, [sys.maxsize]
 
         def contributes() -> tuple[float, float]:
             weight: tuple[float, float] = contribute()
@@ -175,14 +175,14 @@ class Counted(Trainer):
             return weight
 
         def limited(name: StateName, said: int) -> tuple[float, float]:
-            limit[0] = max(1, int(fragment._most_weight(fragment.core.peer_id)))
+            limit[0] = max(1, int(fragment.swarm_step._most_weight(fragment.core.peer_id)))
             try:
                 return into_round(name, said)
             finally:
                 limit[0] = sys.maxsize
 
         training.contribute = contributes
-        fragment._contribute = limited  # type: ignore[method-assign]
+        fragment.swarm_step._contribute = limited  # type: ignore[method-assign]
 
     def lost_whole(self, number: int, fragment: Participant) -> int:
         """Samples that were dropped, but for what merges lack that have this peer in some of their parts only."""

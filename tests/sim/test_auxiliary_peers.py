@@ -51,7 +51,7 @@ def test_it_takes_the_steps_of_the_others_and_changes_none() -> None:
             await sim.sleep(0.1)
         assert run.agree([*names, "aux"])
         assert aux.downloads <= 1  # its own beginning was another one
-        last = aux.participant.last_round
+        last = aux.participant.swarm_step.last_round
         assert last is not None
         assert aux.participant.core.peer_id in {member.contact.peer for member in last.outcome.members}
         assert aux.participant.core.peer_id not in last.outcome.contributors

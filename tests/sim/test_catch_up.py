@@ -150,7 +150,7 @@ def test_a_donor_that_dies_in_the_middle_costs_the_newcomer_nothing(dies: str) -
         followed = [name for name in members if scene.run.swarm.peer(name).participant._steps._followers]
         assert len(followed) == 2
         others = [name for name in members if name not in followed]
-        last = scene.run.swarm.peer(members[0]).participant.last_round
+        last = scene.run.swarm.peer(members[0]).participant.swarm_step.last_round
         assert last is not None
         victim = {"a donor": others[0], "who is followed": followed[0], "the coordinator": members[0]}[dies]
         scene.run.swarm.crash(victim)

@@ -68,13 +68,13 @@ def test_a_weight_above_what_a_peer_can_give_is_refused_and_blames_the_sender(cl
         run, heard = Run(target=32), list[Event]()
         liar = await with_a_fourth(run, heard, 45.0, client=client)
         lying: Any = liar.participant
-        contribute = lying._contribute
+        contribute = lying.swarm_step._contribute
 
         def lie(name: Any, said: int) -> tuple[float, float]:
             weight, factor = contribute(name, said)
             return 1e9 if weight else 0.0, 1e3 * factor
 
-        lying._contribute = lie
+        lying.swarm_step._contribute = lie
         first: Participant = run.swarm.peer("p0").participant
         began, before = asyncio.get_running_loop().time(), first.epoch
         await sim.sleep(20.0)
@@ -244,14 +244,14 @@ def test_a_liar_took_64_times_the_most_of_the_last_merges() -> None:
         await sim.sleep(15.0)
         lying: Any = run.swarm.peer("liar").participant
         first: Participant = run.swarm.peer("p0").participant
-        contribute, before = lying._contribute, first.epoch
+        contribute, before = lying.swarm_step._contribute, first.epoch
         assert lying.core.peer_id in first.own.committed.weights
 
         def lie(name: Any, said: int) -> tuple[float, float]:
             weight, factor = contribute(name, said)
             return 300 * weight, factor
 
-        lying._contribute = lie
+        lying.swarm_step._contribute = lie
         await sim.sleep(20.0)
         refused = {each.peer for each in heard if isinstance(each, PeerDropped) and each.reason.startswith("weight")}
         assert refused == {lying.core.peer_id}
@@ -265,7 +265,7 @@ def test_a_liar_took_64_times_the_most_of_the_last_merges() -> None:
 @pytest.mark.parametrize("merges", [False, True], ids=["synchronous", "merges"])
 def test_samples_that_were_cut_were_said_to_come_too_late(merges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer that gives more at once than it may is told so, and not to change the length of an epoch."""
-    monkeypatch.setattr("shoal.run.participant.may_give", lambda _typical, _steps: 1.0)
+    monkeypatch.setattr("shoal.run.swarm_step.may_give", lambda _typical, _steps: 1.0)
 
     async def main() -> None:
         run, heard, every_s = Run(target=128), list[Event](), 4.0 if merges else 1.0
@@ -326,10 +326,11 @@ def test_one_key_without_work_takes_the_weight_of_a_run(keys: int, monkeypatch: 
     async def main() -> None:
         run, heard, trains = Run(target=32), list[Event](), list[asyncio.Task[None]]()
         sites_of, mine = words.sites_of, {run.swarm.identity(name).peer_id for name in liars}
-        monkeypatch.setattr(
-            "shoal.run.participant.sites_of",
-            lambda contacts: {peer: b"one" if peer in mine else site for peer, site in sites_of(contacts).items()},
-        )
+        for module in ("participant", "rounds", "swarm_step"):
+            monkeypatch.setattr(
+                f"shoal.run.{module}.sites_of",
+                lambda contacts: {peer: b"one" if peer in mine else site for peer, site in sites_of(contacts).items()},
+            )
         honest = [*NAMES, "p3"]
         for name in honest:
             await run.add(name, events=heard.append)

@@ -252,14 +252,14 @@ def test_in_a_run_of_two_one_peer_sets_no_rate_for_the_other(rate: Any) -> None:
         ]
         await sim.sleep(5.0)
         participant, before = run.swarm.peer(liar).participant, run.swarm.peer(honest).participant.epoch
-        said = participant._said
+        said = participant.swarm_step._said
 
         def lies(check: Any = None) -> Any:
             word = said(check)
             options = msgspec.structs.replace(word.options, values={**word.options.values, "lr": [rate]})
             return msgspec.structs.replace(word, options=options)
 
-        participant._said = lies  # type: ignore[method-assign]
+        participant.swarm_step._said = lies  # type: ignore[method-assign]
         await sim.sleep(20.0)
         assert set(rates) == {0.05}
         assert run.swarm.peer(honest).participant.epoch >= before + 9

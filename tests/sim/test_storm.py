@@ -51,7 +51,7 @@ class Storm:
         trainer = swarm.peer(name)
 
         def note(event: Event) -> None:
-            last = trainer.participant.last_round
+            last = trainer.participant.swarm_step.last_round
             if isinstance(event, EpochAdvanced) and last is not None:
                 names = {swarm.host(each).peer_id: each for each in self.names}
                 by = frozenset(names[peer] for peer in last.outcome.contributors)

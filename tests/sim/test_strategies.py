@@ -9,7 +9,7 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
@@ -25,6 +25,8 @@ from shoal.strategies import Decoupled, DiLoCo, LocalSGD, Merges, StreamingDiLoC
 from shoal.strategies.outer import LocalSteps
 from shoal.train.run_schedule import RunSchedule
 from tests.sim.optimizer_kit import Run, Trainer, backward, make_optimizer, model
+
+T = TypeVar("T")
 
 BATCH = 4
 MEAN = dict[str, Any](lr=1.0)
@@ -46,10 +48,10 @@ def moving(compute: Callable[[int, int], None], extra: torch.Tensor, number: int
     compute(number, size)
 
 
-async def late(average: Callable[[], Awaitable[None]]) -> None:
+async def late(average: Callable[[], Awaitable[T]]) -> T:
     """Come to a merge a second late."""
     await sim.sleep(1.0)
-    await average()
+    return await average()
 
 
 def outer_sgd(parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
@@ -270,7 +272,7 @@ def test_what_is_averaged_at_the_end_of_a_run_moves_no_more(slow: int) -> None:
             trainer = await run.add(name, strategy=StreamingDiLoCo(4, fragments=2, overlap=1), extra_tensors=[extra])
             trainer.compute = partial(moving, trainer.compute, extra)  # type: ignore[method-assign]
             last = trainer.fragments[slow]
-            last._average = partial(late, last._average)  # type: ignore[method-assign]
+            last.swarm_step.average = partial(late, last.swarm_step.average)  # type: ignore[method-assign]
         await sim.sleep(3.0)
         run.announce_end(2)
         await train_to_end(run, 0.1, 0.12)
@@ -296,13 +298,13 @@ def test_a_fragment_that_is_ahead_of_the_end_ends_with_the_others(ahead: int) ->
             trainer = await run.add(name, strategy=Decoupled(4, fragments=2, quorum=2), extra_tensors=[extra])
             trainer.compute = partial(moving, trainer.compute, extra)  # type: ignore[method-assign]
             run.swarm.spawn(name, trainer.train(BATCH, duration_s=0.1, until=lambda: False))
-            trainer.fragments[1 - ahead]._average = fails  # type: ignore[method-assign]
+            trainer.fragments[1 - ahead].swarm_step.average = fails  # type: ignore[method-assign]
         trainers = list(run.trainers.values())
         while trainers[0].fragments[ahead].epoch < 8:
             await sim.sleep(0.1)
         run.announce_end(4)
         for trainer in trainers:
-            del trainer.fragments[1 - ahead]._average
+            del trainer.fragments[1 - ahead].swarm_step.average
         while not all(trainer.finished for trainer in trainers):
             await sim.sleep(0.5)
         assert run.agree(names)
@@ -466,7 +468,7 @@ def test_a_peer_that_does_not_come_holds_up_no_merge_of_a_quorum() -> None:
         async def stays_away() -> None:
             await sim.sleep(0.2)
 
-        run.trainers["p2"].participant._average = stays_away  # type: ignore[method-assign]
+        run.trainers["p2"].participant.swarm_step.average = stays_away  # type: ignore[method-assign]
         for name in names:
             run.swarm.spawn(name, run.trainers[name].train(BATCH, duration_s=0.5, until=lambda: False))
         await sim.sleep(24.0)
@@ -555,7 +557,7 @@ def test_two_that_come_late_to_a_merge_make_none_of_their_own() -> None:
         await sim.sleep(3.0)
         for name in names[:2]:
             participant = run.trainers[name].participant
-            participant._average = partial(late, participant._average)  # type: ignore[method-assign]
+            participant.swarm_step.average = partial(late, participant.swarm_step.average)  # type: ignore[method-assign]
         for number, name in enumerate(names):
             work = run.trainers[name].train(BATCH, duration_s=2.0 + 0.01 * number, until=lambda: False)
             run.swarm.spawn(name, work)
@@ -577,19 +579,19 @@ def test_a_quorum_waits_for_as_long_as_others_come() -> None:
             await run.add(name, strategy=Decoupled(4, fragments=1, quorum=2))
         await sim.sleep(3.0)
         participant: Any = run.trainers["p0"].participant
-        averager = participant._averager
+        averager = participant.swarm_step.averager
         search = SimpleNamespace(joined_at=asyncio.get_running_loop().time(), group_size=1, meet=lambda *_, **__: None)
-        participant._averager = search
+        participant.swarm_step.averager = search
         found = []
         for come in (False, True, False, False):
             if come:
                 search.joined_at = asyncio.get_running_loop().time()
-            found.append(len(participant._awaited()))
+            found.append(len(participant.swarm_step._awaited()))
             await sim.sleep(0.3)
         search.group_size = 2
-        found.append(len(participant._awaited()))
+        found.append(len(participant.swarm_step._awaited()))
         assert found == [2, 2, 2, 2, 0]
-        participant._averager = averager
+        participant.swarm_step.averager = averager
         await run.close()
 
     sim.run(main, seed=4)
@@ -623,7 +625,7 @@ def test_a_peer_that_was_away_downloads_the_fragments_that_it_lacks(strategy: Me
 
         for trainer in trainers[:2]:
             for each in trainer.fragments[1:]:
-                each._average = partial(sim.sleep, 1.0)  # type: ignore[method-assign]  # it is merged no more
+                each.swarm_step.average = partial(sim.sleep, 1.0)  # type: ignore[method-assign]  # it is merged no more
         await asyncio.gather(*(run.swarm.run_on(n, train, run.trainers[n], merged_thrice) for n in names[:2]))
         assert away.fragments[0].epoch == 2
         await sim.sleep(away_s + 1.0)
@@ -739,13 +741,13 @@ def test_a_fragment_whose_merge_waits_for_a_peer_ends_behind_the_others(seed: in
             await run.add(f"p{number}", strategy=strategy)
         await sim.sleep(3.0)
         waits = rng.choice(rng.choice(list(run.trainers.values())).fragments)
-        average, left_s = waits._average, iter(late_s)
+        average, left_s = waits.swarm_step.average, iter(late_s)
 
         async def averages() -> None:
             await sim.sleep(next(left_s, 0.0))
             await average()
 
-        waits._average = averages  # type: ignore[method-assign]
+        waits.swarm_step.average = averages  # type: ignore[method-assign]
         trainers = list(run.trainers.values())
         gives = [[LastGive(trainer, fragment) for fragment in trainer.fragments] for trainer in trainers]
         run.announce_end(last)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -21,13 +21,10 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.averaging import StepResult, TensorLock
-from shoal.averaging.allreduce.interface import MAX_WEIGHT
+from shoal.averaging import TensorLock
 from shoal.averaging.allreduce.segments import RoundMemory
-from shoal.averaging.allreduce.vector import Vector
 from shoal.averaging.core import PeerCore
 from shoal.base.clock import Elapsed, ThreadExecutor, own_clock
-from shoal.base.names import known_as
 from shoal.base.peer import PeerID
 from shoal.base.pool import DaemonPool
 from shoal.base.sometimes import sometimes
@@ -37,9 +34,7 @@ from shoal.errors import ClosedError, ConfigError, NoMemoryForState, is_out_of_m
 from shoal.events import EpochAdvanced, RunEnded
 from shoal.protocol.wire import FollowSteps, Progress
 from shoal.run.course import Course
-from shoal.run.decide.agreement import MOST_CORES, Agreement, Contributor, Said, agree, said_bytes
 from shoal.run.decide.beginning import Beginning
-from shoal.run.decide.check import Check
 from shoal.run.decide.election import elected
 from shoal.run.decide.forerunners import Forerunners
 from shoal.run.decide.phases import Event, PhaseMachine, RunPhase, Situation, Work
@@ -55,9 +50,10 @@ from shoal.run.outlook import Outlook
 from shoal.run.parameter_check import ParameterCheck
 from shoal.run.report.notices import Notices
 from shoal.run.report.status import Status, status_of
-from shoal.run.rounds import Counts, Rounds, gradient_averager, state_averager
+from shoal.run.rounds import Counts, Rounds, gradient_averager, state_averager, weigh_in
 from shoal.run.settings import RunSettings
 from shoal.run.solitude import Solitude
+from shoal.run.swarm_step import SwarmStep
 from shoal.run.takeover import Takeover
 from shoal.run.trainer_turn import TrainerTurn
 from shoal.run.view.attendance import Attendance
@@ -65,15 +61,11 @@ from shoal.run.view.companions import Companions
 from shoal.run.view.contribution import Contribution, RateMeter
 from shoal.run.view.progress import NO_STATE, StateKey, SwarmProgress, SwarmView
 from shoal.run.view.witness import Witness
-from shoal.run.view.words import MOST_STEPS, Weigh, heeds, may_give, sites_of, weigh
+from shoal.run.view.words import heeds, sites_of
 from shoal.strategies.pace import Pace
-from shoal.train.options import differences, misfit
 from shoal.train.training_state import TrainingState
 
 __all__ = ["Participant"]
-
-_FEW_STEPS = 3
-"""Before that nobody knows how much a step takes: the first ones may have come late, or lack most peers."""
 
 _FEW_PEERS = 32
 """A swarm of at most this many peers is small: each peer knows all others."""
@@ -101,6 +93,7 @@ class Participant:
         model_rank: of the model's beginning, once the others are known: all fragments take it, see `StateName`.
         takeover: takes over better states.
         solitude: says whether this peer is alone, and whether the others have ended the run without it.
+        swarm_step: makes the steps of the swarm ready.
         turn: what its trainer asks for at its step.
     """
 
@@ -128,13 +121,10 @@ class Participant:
         self._notices = Notices(core.env.events, settings.run_id, fragment=settings.fragment)
         self.own = OwnState(core, training, lock, self._notices, auxiliary=settings.auxiliary)
         self._end = RunEnd(core.peer_id, settings.end_patience_s)
-        self.last_round: StepResult | None = None
-        self._led_to: StateName | None = None  # by that round
         self._not_averaged: StateName | None = None  # as the round of states failed
         self._gave_others = False  # the last round of states was given other values than those that are trained
         self.speed: RateMeter = RateMeter() if first is None else first.speed  # each batch is one of all fragments
         self.contribution = Contribution()
-        self._given = self._cut = 0  # samples of the round that may count, and those that it does not take
         self._counts = Counts(training.extra_tensors)
         self._companions = Companions()
         given = [contact.peer for contact in core.node.initial_peers]
@@ -156,7 +146,8 @@ class Participant:
         else:
             self._averager = gradient_averager(*ours, compression, lock=lock, memory=memory)
         self._attendance = Attendance(settings.averager.window_s, self._averager.conduct.idle)
-        self._steps = StepFeed(core, settings.run_id, self._followed_from, (self._averager, self._states))
+        averagers = self._averager, self._states
+        self._steps = StepFeed(core, settings.run_id, self._followed_from, averagers, self._notices)
         self._catch_up = CatchUp(
             core,
             settings.run_id,
@@ -185,7 +176,19 @@ class Participant:
         self._check = ParameterCheck(
             core, self.own, self._notices, every=settings.check_every, is_last=self._next_step_is_last
         )
+        self._gossip = ProgressGossip(core, settings, self._known, self._news, next_word=self._next_word)
         self._rounds = Rounds(core.env, self._look_and_tell, self._news)
+        self.swarm_step: SwarmStep = SwarmStep(
+            outlook=self._outlook,
+            course=self._course,
+            rounds=self._rounds,
+            averager=self._averager,
+            check=self._check,
+            feed=self._steps,
+            contribution=self.contribution,
+            gossip=self._gossip,
+            notices=self._notices,
+        )
         self._tasks = Tasks(self._fail)
         self._told_at = -math.inf
         self._closing: asyncio.Task[None] | None = None
@@ -193,7 +196,6 @@ class Participant:
         self.model_rank: asyncio.Future[int] = (
             asyncio.get_running_loop().create_future() if first is None else first.model_rank
         )
-        self._gossip = ProgressGossip(core, settings, self._known, self._news, next_word=self._next_word)
         self.takeover: Takeover = Takeover(
             core=core,
             own=self.own,
@@ -404,7 +406,7 @@ class Participant:
             target=self.pace.target(view),
             eta_s=self._eta_s(view),
             phase=self.phase.value,
-            last_round=self.last_round,
+            last_round=self.swarm_step.last_round,
             contribution=self.contribution,
             finished=self.finished,
             alone_because=self.solitude.reasons,
@@ -511,7 +513,7 @@ class Participant:
         await self._gossip.looked.wait()
         self._check_fit()
         await self._decide_rank()
-        await self._lasting("a round or a step was", self._go_on, self._give_up_step)
+        await self._lasting("a round or a step was", self._go_on, self.swarm_step.give_up)
 
     async def _lasting(
         self,
@@ -530,14 +532,6 @@ class Participant:
                 if first is not None:
                     await first()
                 await asyncio.sleep(_AGAIN_S)
-
-    async def _give_up_step(self) -> None:
-        """Forget the accumulated gradients, or what a round has left in their place: the others step without us."""
-        async with self.own.hold() as holds:
-            if holds and self.own.update is None:  # if the lock does not come, the next state discards it
-                self.training.discard()
-        if self.phase is RunPhase.AVERAGING:
-            self._course.happened(Event.MISFIT)
 
     async def _go_on(self) -> None:
         machine = self._course.machine
@@ -562,11 +556,13 @@ class Participant:
             match machine.work(self._situation(view), alone=alone, nobody=len(view.peers) == 1):
                 case Work.AVERAGE_GRADIENTS:
                     self._course.moves.notify()  # a trainer that goes on while gradients are averaged waits until here
-                    await self._average()
+                    if (mend_from := await self.swarm_step.average()) is not None:
+                        self.takeover.mend(mend_from)
+                        await self.tell_loaded()
                 case Work.AVERAGE_STATES:
                     await self._average_states()
                 case Work.STEP_ALONE:
-                    await self._step_alone()
+                    await self.swarm_step.step_alone()
                 case Work.SEEK:
                     await self._gossip.seek()
                 case Work.LOOK_AGAIN:
@@ -608,215 +604,6 @@ class Participant:
         machine.happened(self._situation(view, must_fetch=must_fetch).event)
         if machine.phase is not before:
             self._course.moves.notify()
-
-    async def _average(self) -> None:
-        """Average the gradients with everybody at our state, and make the step ready."""
-        name, me = self.own.name, self.core.peer_id
-        if (grace_s := self.pace.grace_s(self._now())) and not self._course.at_step:
-            await self._trainer_comes(grace_s)
-        said = self._said(await self._check.of(name))
-        self._attendance.search(self._companions.patience_s)
-        result = await self._rounds.run(
-            self._averager,
-            tag=name.group_tag,
-            way_s=self.pace.way_s(self._now()),
-            gather=said,
-            hopeless=lambda view: view.behind or self._outlook.alone(view),
-            expected=self._awaited,
-            prepare=lambda _: self._contribute(name, said.samples),
-            most_weight=self._most_weight,
-            strangers=self._attendance.strangers,
-            apply=lambda vector: self._take_average(vector, name),
-        )
-        if result is None:
-            self._outlook.forerunners.round_failed()
-            if self._rounds.in_vain or self._outlook.alone(self.view()):
-                self._tell_absent({me}, self._now())
-            async with self.own.hold() as holds:
-                if holds:
-                    self.training.pending.round_failed()
-                    self._drop_unfit()  # it counts for nothing in any round: if nobody's does, every round fails
-            return
-        self.last_round = result
-        self.pace.round_took(result.duration_s)
-        waits = not (self._terms.goes_on or self._terms.meets_rarely)
-        self._notices.round_took(result.duration_s, self._now(), awaited=waits)
-        members = [member.contact.peer for member in result.outcome.members]
-        self._tell_absent(members, self._now() - result.duration_s)
-        if self.own.name == name:
-            self.own.is_shared()
-            await self._take_step_of(result, said)
-
-    def _tell_absent(self, members: Collection[PeerID], now: float) -> None:
-        """A round has formed, or was waited for in vain: name those that are no longer waited for."""
-        given_up = self._attendance.formed(members, now)
-        if not self._gossip.has_twin:  # else they may have come to the other peer of this identity
-            self._notices.absent(given_up)
-
-    def _most_weight(self, peer: PeerID) -> float:
-        """The largest weight that a peer may give to the round now: twice what it may by its own count.
-
-        It grows with the time since it gave last, of which each member has its own idea.
-        """
-        committed, own = self.own.committed, peer == self.core.peer_id
-        steps = self._witness.steps_since(peer)
-        if len(committed.steps) < _FEW_STEPS:
-            steps = MOST_STEPS
-        elif steps is None:
-            steps = 1.0 if own else MOST_STEPS
-        return min(MAX_WEIGHT, may_give(committed.record.rate(peer), max(1.0, steps)) * (1 if own else 2))
-
-    async def _trainer_comes(self, within_s: float) -> None:
-        """Wait for a trainer that is in the middle of a batch."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
-                while not self._course.at_step and not self.view().behind:
-                    await self._course.moves.next(1.0)
-
-    def _awaited(self) -> frozenset[PeerID]:
-        """The peers that our search waits for now: nobody once none has come for as long as the pace allows.
-
-        A smaller part of those that are here waits for the others even then: the larger part may have begun without it,
-        and soon has a better state than the one that it would make.
-        """
-        awaited = self._attendance.wait_for(self.view().together - {self.core.peer_id}, self._now())
-        patience_s = min(self.pace.patience_s(), self._attendance.patience_s)
-        late = self._now() > self._averager.joined_at + patience_s
-        return frozenset() if late and 2 * self._averager.group_size > 1 + len(awaited) else awaited
-
-    def _said(self, check: Check | None = None) -> Said:
-        training = self.training
-        options = training.options()
-        end = self._end.word(self.epoch, training.model_epoch)
-        cores = min(training.stepper.cores, MOST_CORES)
-        return Said(options, training.pending.total.absent(), check, training.pending.samples, end, cores)
-
-    def _contribute(self, name: StateName, said: int) -> tuple[float, float]:
-        """Weight and factor of the accumulators at this state; the others refuse a larger weight than it may give."""
-        # Now, and not when the search began: a trainer that goes on has trained for as long as the search took.
-        most = max(1, int(self._most_weight(self.core.peer_id)))  # whole samples: they are what it has contributed
-        samples = self.training.pending.samples if self.own.name == name else 0
-        self._given = min(samples, most)  # of more no more counts
-        self.own.gives.note(name.digest, said, self._given)
-        self._cut = samples - self._given
-        weight, factor = self.training.contribute() if self.own.name == name else (0.0, 0.0)
-        return min(weight, most), factor
-
-    async def _take_step_of(self, result: StepResult, said: Said) -> None:
-        """The step of a round, as all its members take it; not if this peer cannot: then it falls behind."""
-        if result.outcome.counts(self.core.peer_id):  # in each part, or in some, as where one line is bad
-            self.contribution.was_cut(self._cut)
-            self.training.counted()
-        outcome, weighed = result.outcome, self._weigh_in(result)
-        run, before, committed = self.core.env.executor.run, self.own.name, self.own.committed
-
-        def concluded() -> Agreement:
-            return agree(
-                result.gathered,
-                outcome.contributors,
-                outcome.counted_in_part,
-                weigh=weighed,
-                total=max(held.weight for held in outcome.commit.tiles),
-                sites=_sites_in(result),
-                mine=said.options,
-                last=committed.options,
-            )
-
-        agreement = await self.core.env.read(said_bytes(outcome.members), concluded)
-        if self.own.name != before:
-            return  # another state was taken over meanwhile, and nothing of the round belongs to it
-        if (mend_from := await self._check.difference(result, self.own.name, weighed)) is not None:
-            sometimes("a check finds that our parameters differ")
-            self.takeover.mend(mend_from)
-            await self.tell_loaded()
-            return
-        if agreement.options is None:
-            raise ConfigError(f"no step can be taken: the optimizer's option {said.options.problem()}")
-        why = misfit(said.options, agreement.options)
-        others = differences(said.options, agreement.options) if why is None else []
-        if others:
-            why = await run(self.training.why_not, agreement.options)
-            if self.own.name != before:
-                return  # another state was taken over meanwhile, and nothing of the round belongs to it
-        if why is not None:
-            sometimes("the options of the swarm's step cannot be set here")
-            self._notices.warn(f"the swarm's step is not taken here: its options are {why}")
-            await self._give_up_step()
-            return
-        if said.samples:  # else its own were no proposal
-            self._notices.took_over(others)
-        step = partial(self.training.step, agreement.options, agreement.absent, agreement.cores)
-        name, members = self.own.name, [member.contact.peer for member in result.outcome.members]
-        gave = [each.peer for each in agreement.contributors if each.samples]
-        self._witness.gave(gave)
-        self._companions.share(members, name.key, result.duration_s, gave=gave)
-        self._led_to = name.after_round(result, agreement.digest)
-        ours = int(self._given * result.outcome.share(self.core.peer_id))
-        self._is_ready(self.own.prepare(step, self._led_to, len(members), agreement, gave=ours))
-        await self._tell_step(self._steps.add_round(name, result, self._averager.vector, agreement))
-
-    def _weigh_in(self, result: StepResult) -> Weigh:
-        """Weighs the words of the members of this round, as all of them do."""
-        return partial(weigh, committed=self.own.committed.weights, sites=_sites_in(result))
-
-    async def _tell_step(self, telling: Awaitable[None]) -> None:
-        """Keep a step for peers that catch up: they can do without, and this peer's step does not wait for it."""
-        try:
-            await telling
-        except Exception as error:  # noqa: BLE001 (no memory for it)
-            self._notices.skipped("a step for peers that catch up was", error)
-
-    def _take_average(self, vector: Vector, name: StateName) -> None:
-        if self.own.name == name:  # else another state was taken over meanwhile, and nothing of the round belongs to it
-            try:
-                self.training.use_average(vector)
-            except Exception:
-                self.training.discard()  # a part of it may be here
-                raise
-
-    def _drop_unfit(self) -> bool:
-        """Forget the accumulators if they are not finite, so that no epoch is made of them; True if so."""
-        if (bad := self.training.unfit()) is None:
-            return False
-        sometimes("accumulated gradients are not finite, and are dropped")
-        self.training.discard()
-        name = known_as(self.training.trained[bad], f"trained parameter {bad}")
-        reason = f"gradients of {name} that are not finite: they are dropped"
-        self._notices.rejected(bad, reason)
-        return True
-
-    async def _step_alone(self) -> None:
-        name = self.own.name
-        async with self.own.hold() as holds:
-            if not holds or self.own.name != name:
-                sometimes("a state is taken over while a step alone is due")
-                return  # another state was taken over while we waited, and what was accumulated is forgotten
-            if self._drop_unfit():
-                self._course.happened(Event.UNFIT)
-                return
-            samples = self.training.pending.samples
-            if self.training.is_own_mean:
-                self.training.use_own_mean()  # at once: another thread may take longer to wake than a small step takes
-            else:
-                await self.core.env.executor.run(self.training.use_own_mean)
-            self.training.counted()
-            self._witness.gave([self.core.peer_id])
-            chance = self.core.env.rng.randbytes(16)
-            said = self._said()
-            me = self.core.peer_id
-            contributors = [Contributor(me, samples, said.end, sites_of([self._outlook.contact])[me])]
-            agreement = Agreement(said.options, said.absent, contributors, said.cores)
-            await self._tell_step(self._steps.add_alone(name, chance, samples, self._averager.vector, agreement))
-        self.own.steps_alone()
-        self.last_round = None  # nobody takes this step with us: for the average of the states none is waited for
-        self._companions.forget()
-        step = partial(self.training.step, cores=agreement.cores)
-        after = name.after_step_alone(chance, self.core.peer_id.to_bytes(), samples)
-        self._is_ready(self.own.prepare(step, after, 1, agreement, gave=samples))
-
-    def _is_ready(self, update: Update) -> None:
-        """This change waits for the trainer now."""
-        self._course.happened(Event.AVERAGED if update.is_step else Event.STATES_AVERAGED)
 
     # ----------------------------------------------------------------------------------------- a state has another name
 
@@ -860,7 +647,7 @@ class Participant:
         self._settle_end()  # its members may have said where the run ends
         if self.at_end:
             self.core.env.events.emit(RunEnded(run_id=run_id, epoch=epoch, fragment=fragment))
-        self.solitude.stepped(epoch, self._stepped_members() if peers > 1 else ())
+        self.solitude.stepped(epoch, self.swarm_step.others if peers > 1 else ())
         self.takeover.stepped(peers)
 
     @property
@@ -875,9 +662,9 @@ class Participant:
         It does not matter how this peer came to the state: one that downloads it, or was away, is waited for, too.
         """
         name = self.own.name
-        if name != self._led_to or name == self._not_averaged or not self._average_follows:
+        if name != self.swarm_step.led_to or name == self._not_averaged or not self._average_follows:
             return False
-        return self.own.update is None and len(self._stepped_with()) > 1
+        return self.own.update is None and len(self.swarm_step.here) > 1
 
     @property
     def _averages_last(self) -> bool:
@@ -953,12 +740,12 @@ class Participant:
         """
         try:
             name, me, result = self.own.name, {self.core.peer_id}, None
-            if self._stepped_with() > me:
+            if self.swarm_step.here > me:
                 result = await self._rounds.run(
                     self._states,
                     tag=name.group_tag,
-                    hopeless=lambda view: view.behind or self._stepped_with() <= me,
-                    expected=self._stepped_with,
+                    hopeless=lambda view: view.behind or self.swarm_step.here <= me,
+                    expected=lambda: self.swarm_step.here,
                     prepare=lambda _: self._give_states(name),
                     most_weight=lambda _: 1.0,
                     strangers=self._attendance.strangers,
@@ -970,19 +757,21 @@ class Participant:
         if self.own.name != name:
             return
         if result is None:
-            if self._stepped_with() > me:
+            if self.swarm_step.here > me:
                 self._not_averaged = name
             if self.at_end:
                 await self._without_last_average(name)
         else:
             share = result.outcome.share(self.core.peer_id) if self._averages_what_is_held else 0
-            counts = self._counts.chosen(result.gathered, result.outcome.contributors, self._weigh_in(result))
+            weighed = weigh_in(result, self.own.committed)
+            counts = self._counts.chosen(result.gathered, result.outcome.contributors, weighed)
             members = [member.contact.peer for member in result.outcome.members]
             self._companions.share(members, name.key, result.duration_s)
             after, gave = name.after_averaging(result), int(self.training.pending.held * share)
-            self._is_ready(self.own.prepare(partial(self._take_states, counts), after, len(members), gave=gave))
+            self.own.prepare(partial(self._take_states, counts), after, len(members), gave=gave)
+            self._course.happened(Event.STATES_AVERAGED)
             if counts is None:  # else a follower would lack them: it downloads the state, which is the last one
-                await self._tell_step(self._steps.add_round(name, result, self._states.vector))
+                await self._steps.add_round(name, result, self._states.vector)
 
     def _give_states(self, name: StateName) -> tuple[float, float]:
         """Weight and factor of the parameters as they are now; none if they are not those that are trained."""
@@ -992,9 +781,8 @@ class Participant:
 
     async def _without_last_average(self, name: StateName) -> None:
         """The last average failed: no other one makes up for it, so it is tried again while a member is alive."""
-        view, members = self.view(), self.last_round.outcome.members if self.last_round is not None else ()
-        alive = {member.contact.peer for member in members} & set(view.peers) - {self.core.peer_id}
-        if alive:
+        view = self.view()
+        if self.swarm_step.others.intersection(view.peers):
             if not view.behind and self._end.waits(self._now()):
                 sometimes("the last average of the states is tried again")
                 self._course.machine.happened(Event.STATES_DUE)
@@ -1003,7 +791,8 @@ class Participant:
             sometimes("nobody is left for the last average of the states")
             # Those who followed our last step, or were given a copy, have not what differs by design as it is now.
             last = name.after_last_average_alone(self.core.env.rng.randbytes(16), self.core.peer_id.to_bytes())
-            self._is_ready(self.own.prepare(lambda: None, last, 1))
+            self.own.prepare(lambda: None, last, 1)
+            self._course.happened(Event.STATES_AVERAGED)
 
     def _take_states(self, counts: bytes | None) -> None:
         alpha = self._states.settings.averaging_alpha
@@ -1025,16 +814,6 @@ class Participant:
             await self._course.moves.next()
         return self.own.name
 
-    def _stepped_members(self) -> frozenset[PeerID]:
-        """The other members of the last round."""
-        members = self.last_round.outcome.members if self.last_round is not None else ()
-        return frozenset(member.contact.peer for member in members) - {self.core.peer_id}
-
-    def _stepped_with(self) -> frozenset[PeerID]:
-        """The peers that took the last step with us, or are about to, and are still here; this one is among them."""
-        members = self._stepped_members() | {self.core.peer_id} if self.last_round is not None else frozenset()
-        return members & self.view().together
-
     # -------------------------------------------------------------------------------------------------------- the state
 
     async def _fetch(self, timeout_s: float) -> bool:
@@ -1055,8 +834,3 @@ class Participant:
             if self.phase is RunPhase.STEPPING and self.own.update is None:  # also when the trainer is interrupted
                 self._course.happened(Event.OVERTAKEN)
         return self.takeover.took_over
-
-
-def _sites_in(result: StepResult) -> dict[PeerID, bytes]:
-    """The sites of the members of this round, as all of them know them."""
-    return sites_of(member.contact for member in result.outcome.members)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -27,12 +28,13 @@ from shoal.compression import (
 )
 from shoal.errors import ConfigError, RoundFailed, SchemaMismatch
 from shoal.events import Warned
+from shoal.run.decide.committed import Committed
 from shoal.run.settings import RunSettings
 from shoal.run.view.progress import SwarmView
-from shoal.run.view.words import Weigh, heaviest
+from shoal.run.view.words import Weigh, heaviest, sites_of, weigh
 from shoal.train.training_state import TrainingState
 
-__all__ = ["Counts", "Rounds", "gradient_averager", "state_averager"]
+__all__ = ["Counts", "Rounds", "gradient_averager", "sites_in", "state_averager", "weigh_in"]
 
 _TOLD_AFTER = 3
 """A round fails now and then. If this many fail in a row the run stands still, and the user is told why."""
@@ -166,6 +168,16 @@ class Rounds:
 
     def _warn(self, message: str) -> None:
         self._env.events.emit(Warned(where="optimizer", message=message))
+
+
+def sites_in(result: StepResult) -> dict[PeerID, bytes]:
+    """The sites of the members of this round, as all of them know them."""
+    return sites_of(member.contact for member in result.outcome.members)
+
+
+def weigh_in(result: StepResult, committed: Committed) -> Weigh:
+    """Weighs the words of the members of this round, as all of them do where these are the last steps."""
+    return partial(weigh, committed=committed.weights, sites=sites_in(result))
 
 
 class Counts:

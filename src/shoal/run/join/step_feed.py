@@ -33,6 +33,7 @@ from shoal.rpc import Stream
 from shoal.run.decide.agreement import Agreement
 from shoal.run.decide.state_name import StateName
 from shoal.run.join.steps import Step, name_after, name_before, of_round, of_step_alone
+from shoal.run.report.notices import Notices
 from shoal.state.wire import Pacer
 from shoal.state.wire.pace import FREE_PIECE_BYTES, HELD_PIECE_BYTES
 from shoal.state.wire.upload import Upload
@@ -71,6 +72,7 @@ class StepFeed:
         run_id: names the run.
         state: returns the state from which a new follower is told of all steps, as soon as there is one.
         averagers: of this peer; their rounds come first.
+        notices: tell of steps that could not be kept: this peer takes its own all the same.
     """
 
     def __init__(
@@ -79,8 +81,9 @@ class StepFeed:
         run_id: str,
         state: Callable[[], Awaitable[StateName]],
         averagers: Sequence[Averager],
+        notices: Notices,
     ) -> None:
-        self._core, self._state, self._averagers = core, state, averagers
+        self._core, self._state, self._averagers, self._notices = core, state, averagers, notices
         self._followers = OrderedSet[_Follower]()
         self._sites: Counter[str] = Counter()  # of the followers
         self._kept: dict[bytes, Step] = {}  # by the digest of the state before; the last one at the end
@@ -123,11 +126,11 @@ class StepFeed:
                 del self._kept[digest]
         try:
             yield
-        except Exception:
+        except Exception as error:  # noqa: BLE001 (no memory for it: those who catch up can do without)
             self._kept.clear()
             for follower in self._followers:
                 follower.end()
-            raise
+            self._notices.skipped("a step for peers that catch up was", error)
 
     def _add(self, step: Step | None) -> None:
         if step is None or not self._followers:

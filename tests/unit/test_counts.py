@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from shoal.base.peer import PeerID
-from shoal.run.rounds import Counts
+from shoal.run.states_average import Counts
 
 LOW, HIGH = (PeerID(bytes([number]) * 32) for number in (1, 2))
 

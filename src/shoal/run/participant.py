@@ -16,7 +16,6 @@ import math
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -50,9 +49,10 @@ from shoal.run.outlook import Outlook
 from shoal.run.parameter_check import ParameterCheck
 from shoal.run.report.notices import Notices
 from shoal.run.report.status import Status, status_of
-from shoal.run.rounds import Counts, Rounds, gradient_averager, state_averager, weigh_in
+from shoal.run.rounds import Rounds, gradient_averager, state_averager
 from shoal.run.settings import RunSettings
 from shoal.run.solitude import Solitude
+from shoal.run.states_average import StatesAverage
 from shoal.run.swarm_step import SwarmStep
 from shoal.run.takeover import Takeover
 from shoal.run.trainer_turn import TrainerTurn
@@ -94,6 +94,7 @@ class Participant:
         takeover: takes over better states.
         solitude: says whether this peer is alone, and whether the others have ended the run without it.
         swarm_step: makes the steps of the swarm ready.
+        states_average: averages the states after a step.
         turn: what its trainer asks for at its step.
     """
 
@@ -121,11 +122,8 @@ class Participant:
         self._notices = Notices(core.env.events, settings.run_id, fragment=settings.fragment)
         self.own = OwnState(core, training, lock, self._notices, auxiliary=settings.auxiliary)
         self._end = RunEnd(core.peer_id, settings.end_patience_s)
-        self._not_averaged: StateName | None = None  # as the round of states failed
-        self._gave_others = False  # the last round of states was given other values than those that are trained
         self.speed: RateMeter = RateMeter() if first is None else first.speed  # each batch is one of all fragments
         self.contribution = Contribution()
-        self._counts = Counts(training.extra_tensors)
         self._companions = Companions()
         given = [contact.peer for contact in core.node.initial_peers]
         self._witness = Witness(
@@ -188,6 +186,15 @@ class Participant:
             contribution=self.contribution,
             gossip=self._gossip,
             notices=self._notices,
+        )
+        self.states_average: StatesAverage = StatesAverage(
+            self._outlook,
+            self._course,
+            self._rounds,
+            self.swarm_step,
+            self._states,
+            feed=self._steps,
+            news=self._news,
         )
         self._tasks = Tasks(self._fail)
         self._told_at = -math.inf
@@ -458,10 +465,10 @@ class Participant:
         if len(view.peers) > 1:
             self._course.machine.found()
         self._settle_end()
-        if not self._course.machine.is_busy and self._is_to_average():
+        if not self._course.machine.is_busy and self.states_average.is_due():
             self._course.machine.happened(Event.STATES_DUE)
         averages = self._course.machine.states_due or self.own.update is not None
-        due = self._averages_last and (averages or self.own.name == self.own.followed)
+        due = self.states_average.follows_last and (averages or self.own.name == self.own.followed)
         best = claimed if claimed.vouched else view
         if self._end.observe(self.epoch, best, now, average_due=due, client=self._outlook.is_client):
             self._course.moves.notify()
@@ -560,7 +567,7 @@ class Participant:
                         self.takeover.mend(mend_from)
                         await self.tell_loaded()
                 case Work.AVERAGE_STATES:
-                    await self._average_states()
+                    await self.states_average.average()
                 case Work.STEP_ALONE:
                     await self.swarm_step.step_alone()
                 case Work.SEEK:
@@ -620,7 +627,7 @@ class Participant:
         elif update.is_step:
             self._advanced(update)
         self._course.happened(Event.STEPPED)
-        if update.is_step and self.own.name == update.name and self._average_follows:
+        if update.is_step and self.own.name == update.name and self.states_average.follows:
             self._course.machine.happened(Event.STATES_DUE)
         self._announce_state(expected=self.own.name == update.name and update.peers > 1 and not self.at_end)
         if update.is_step and self.own.name == update.name:
@@ -649,30 +656,6 @@ class Participant:
             self.core.env.events.emit(RunEnded(run_id=run_id, epoch=epoch, fragment=fragment))
         self.solitude.stepped(epoch, self.swarm_step.others if peers > 1 else ())
         self.takeover.stepped(peers)
-
-    @property
-    def _average_follows(self) -> bool:
-        """Whether the step to our state is followed by an average of the states."""
-        every = self.settings.average_state_every
-        return self._averages_last if self.at_end else bool(every) and self.epoch % every == 0
-
-    def _is_to_average(self) -> bool:
-        """Whether other members of the round that led to our state are there, and their average is still to come.
-
-        It does not matter how this peer came to the state: one that downloads it, or was away, is waited for, too.
-        """
-        name = self.own.name
-        if name != self.swarm_step.led_to or name == self._not_averaged or not self._average_follows:
-            return False
-        return self.own.update is None and len(self.swarm_step.here) > 1
-
-    @property
-    def _averages_last(self) -> bool:
-        """Whether the last step is followed by an average of the tensors that differ by design.
-
-        Batch norm statistics do, and with local updates the parameters, by what was trained during the last round.
-        """
-        return self.training.averages_extras or bool(self._counts) or self.training.averages_parameters
 
     def _announce_other_state(self) -> None:
         """Our state is one to which no round has led: nobody is on the way to it."""
@@ -713,11 +696,6 @@ class Participant:
         over = self._end.over(self.epoch) if self.training.averages_parameters else self.at_end
         return 0 if self._course.is_closed or over else self.training.pending.held
 
-    @property
-    def _averages_what_is_held(self) -> bool:
-        """Whether the average of the states is that of what peers have trained after their last step."""
-        return self.at_end and self.training.averages_parameters
-
     def _settle(self) -> None:
         self.contribution.settle(self.own.lineage.contributed, self.speed.processed, self.held)
 
@@ -731,82 +709,6 @@ class Participant:
         if much is not None:
             last, why = "merge" if self._terms.meets_rarely else "round", self.training.why_dropped()
             self._notices.much_dropped(much, why, last=last, left=left)
-
-    async def _average_states(self) -> None:
-        """Average the parameters with all of the last step. A peer that misses it has a worse state afterwards.
-
-        The trainer goes on meanwhile, and takes the average at its next step: so nobody waits for the slowest trainer,
-        nor for one that waits in another optimizer's step.
-        """
-        try:
-            name, me, result = self.own.name, {self.core.peer_id}, None
-            if self.swarm_step.here > me:
-                result = await self._rounds.run(
-                    self._states,
-                    tag=name.group_tag,
-                    hopeless=lambda view: view.behind or self.swarm_step.here <= me,
-                    expected=lambda: self.swarm_step.here,
-                    prepare=lambda _: self._give_states(name),
-                    most_weight=lambda _: 1.0,
-                    strangers=self._attendance.strangers,
-                    apply=lambda vector: None,  # the trainer will
-                    gather=self._counts.said() if self.at_end and self._counts else None,
-                )
-        finally:
-            self._course.happened(Event.STATES_OVER)
-        if self.own.name != name:
-            return
-        if result is None:
-            if self.swarm_step.here > me:
-                self._not_averaged = name
-            if self.at_end:
-                await self._without_last_average(name)
-        else:
-            share = result.outcome.share(self.core.peer_id) if self._averages_what_is_held else 0
-            weighed = weigh_in(result, self.own.committed)
-            counts = self._counts.chosen(result.gathered, result.outcome.contributors, weighed)
-            members = [member.contact.peer for member in result.outcome.members]
-            self._companions.share(members, name.key, result.duration_s)
-            after, gave = name.after_averaging(result), int(self.training.pending.held * share)
-            self.own.prepare(partial(self._take_states, counts), after, len(members), gave=gave)
-            self._course.happened(Event.STATES_AVERAGED)
-            if counts is None:  # else a follower would lack them: it downloads the state, which is the last one
-                await self._steps.add_round(name, result, self._states.vector)
-
-    def _give_states(self, name: StateName) -> tuple[float, float]:
-        """Weight and factor of the parameters as they are now; none if they are not those that are trained."""
-        weights = self.training.weights
-        self._gave_others = weights.are_away or weights.are_displaced
-        return float(self.own.name == name and not self._gave_others), 1.0
-
-    async def _without_last_average(self, name: StateName) -> None:
-        """The last average failed: no other one makes up for it, so it is tried again while a member is alive."""
-        view = self.view()
-        if self.swarm_step.others.intersection(view.peers):
-            if not view.behind and self._end.waits(self._now()):
-                sometimes("the last average of the states is tried again")
-                self._course.machine.happened(Event.STATES_DUE)
-                await self._news.next(1.0)
-        elif len(view.peers) > 1:
-            sometimes("nobody is left for the last average of the states")
-            # Those who followed our last step, or were given a copy, have not what differs by design as it is now.
-            last = name.after_last_average_alone(self.core.env.rng.randbytes(16), self.core.peer_id.to_bytes())
-            self.own.prepare(lambda: None, last, 1)
-            self._course.happened(Event.STATES_AVERAGED)
-
-    def _take_states(self, counts: bytes | None) -> None:
-        alpha = self._states.settings.averaging_alpha
-        self.training.weights.forget()
-        # Also where a batch of another fragment has moved them since; or what was given was something else.
-        if self._gave_others or (self.at_end and alpha == 1.0):
-            self._states.vector.overwrite()
-        else:
-            self._states.vector.apply(alpha)
-        self.training.weights.note()
-        if self._averages_what_is_held:
-            self.training.discard()
-        if counts is not None:
-            self._counts.take(counts)
 
     async def _followed_from(self) -> StateName:
         """Our state, once no step is about to be taken: that step was told already, to the followers of then."""

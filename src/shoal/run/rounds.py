@@ -1,9 +1,9 @@
-"""The rounds of a run: the tensors that are averaged, and how long a peer takes part. Loop only, but for `Counts`."""
+"""The rounds of a run: the tensors that are averaged, and how long a peer takes part. Loop only."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,22 +24,19 @@ from shoal.compression import (
     TensorRole,
     choose_codecs,
     for_parameters,
-    view_bytes,
 )
 from shoal.errors import ConfigError, RoundFailed, SchemaMismatch
 from shoal.events import Warned
 from shoal.run.decide.committed import Committed
 from shoal.run.settings import RunSettings
 from shoal.run.view.progress import SwarmView
-from shoal.run.view.words import Weigh, heaviest, sites_of, weigh
+from shoal.run.view.words import Weigh, sites_of, weigh
 from shoal.train.training_state import TrainingState
 
-__all__ = ["Counts", "Rounds", "gradient_averager", "sites_in", "state_averager", "weigh_in"]
+__all__ = ["Rounds", "gradient_averager", "sites_in", "state_averager", "weigh_in"]
 
 _TOLD_AFTER = 3
 """A round fails now and then. If this many fail in a row the run stands still, and the user is told why."""
-
-_MOST_BYTES = 4096
 
 
 def gradient_averager(
@@ -178,48 +175,3 @@ def sites_in(result: StepResult) -> dict[PeerID, bytes]:
 def weigh_in(result: StepResult, committed: Committed) -> Weigh:
     """Weighs the words of the members of this round, as all of them do where these are the last steps."""
     return partial(weigh, committed=committed.weights, sites=sites_in(result))
-
-
-class Counts:
-    """The whole numbers (and flags) among the extra tensors, as of batch norm: equal on all at the end of a run.
-
-    They have no mean. So with the last averaging of states each member says its own, and all take those of most weight
-    (see `words`), of the members whose values are in the average. They are few: what has more than
-    `_MOST_BYTES` in all (an index, a large mask) is not said, and stays each peer's own.
-
-    Args:
-        extra_tensors: of the state.
-    """
-
-    def __init__(self, extra_tensors: Sequence[torch.Tensor]) -> None:
-        found = [each for each in extra_tensors if not (each.is_floating_point() or each.is_complex())]
-        self._bytes = sum(each.nbytes for each in found)
-        self._tensors = found if self._bytes <= _MOST_BYTES else []
-
-    def __bool__(self) -> bool:
-        """Whether there are any that are said."""
-        return bool(self._tensors)
-
-    def said(self) -> bytes:
-        """Their values now."""
-        return b"".join(view_bytes(each.detach().to("cpu").contiguous()) for each in self._tensors)
-
-    def chosen(self, gathered: Mapping[PeerID, Any], contributors: Collection[PeerID], weigh: Weigh) -> bytes | None:
-        """The values that all members take; None if no contributor has said its own as it should."""
-        fit = {peer: said for peer, said in gathered.items() if peer in contributors and self._fits(said)}
-        return next(iter(heaviest(fit, weigh(fit))), None)
-
-    def _fits(self, said: object) -> bool:
-        return bool(self) and isinstance(said, bytes) and len(said) == self._bytes
-
-    def take(self, said: bytes) -> None:
-        """Write these values (under the lock of the state)."""
-        begin = 0
-        for tensor in self._tensors:
-            stop = begin + tensor.nbytes
-            values = torch.frombuffer(bytearray(said[begin:stop]), dtype=torch.uint8) if stop > begin else None
-            if values is not None:
-                # A flag is one byte, and any other than 0 and 1 would be no flag.
-                typed = values != 0 if tensor.dtype is torch.bool else values.view(tensor.dtype)
-                tensor.copy_(typed.view(tensor.shape))
-            begin = stop

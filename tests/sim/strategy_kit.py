@@ -212,8 +212,8 @@ class Counted(Trainer):
         """
         for number, fragment in enumerate(self.fragments):
             said, told = fragment.status(), f"p{self.index}, fragment {number} at epoch {fragment.epoch}"
-            assert said.contributed + said.dropped + fragment.held == len(self.trained) * BATCH, told
-            assert not (over and fragment.held), told
+            assert said.contributed + said.dropped + fragment.account.held == len(self.trained) * BATCH, told
+            assert not (over and fragment.account.held), told
             if self.audit.counts:
                 least, most = self._contributed(number, fragment)
                 assert least <= said.contributed <= most, f"{told}: {said.contributed} where it is {least} to {most}"
@@ -385,7 +385,7 @@ class Weather:
                     await swarm.run_on(name, fragment.close)
                 assert isinstance(trainer, Counted)
                 trainer.check_account()
-                assert not any(fragment.held for fragment in trainer.fragments)
+                assert not any(fragment.account.held for fragment in trainer.fragments)
             (swarm.vanish if how == "vanish" else swarm.crash)(name)
         elif how == "pause":
             swarm.stall(name, rng.uniform(0.5, 8.0))

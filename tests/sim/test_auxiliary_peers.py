@@ -20,7 +20,7 @@ async def helper(run: Run, name: str = "aux", **changes: Any) -> Trainer:
     trainer = await run.add(name, seed=7, auxiliary=True, **changes)
 
     async def help_others() -> None:
-        while not (trainer.participant.finished or trainer.participant._course.is_closed):
+        while not (trainer.participant.finished or trainer.participant.course.is_closed):
             await trainer.take_turn()
 
     run.swarm.spawn(name, help_others())

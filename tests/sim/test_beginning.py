@@ -56,7 +56,7 @@ def test_a_newcomer_does_not_wait_for_the_state_of_one_that_has_left_in_order() 
         network.add_host("late", down_bytes_s=20_000)  # the state takes it 100 s
         run = Run(target=8, network=network)
         donor = await run.add("donor", extra_tensors=ballast(0, 2 << 20))
-        run.swarm.spawn("donor", donor.train(4, duration_s=0.25, until=lambda: donor.participant._course.is_closed))
+        run.swarm.spawn("donor", donor.train(4, duration_s=0.25, until=lambda: donor.participant.course.is_closed))
         await sim.sleep(10.0)
         late = await run.add("late", seed=99, extra_tensors=ballast(99, 2 << 20))
         while not late.participant.takeover.beginning.peers:

@@ -224,7 +224,7 @@ def test_one_stranger_with_other_settings_ended_a_founders_program() -> None:
         await sim.sleep(30.0)
         with pytest.raises(ConfigError, match=r"lr is 1e4 here and 0\.05 at another peer"):
             await alone
-        assert participant.failure is None
+        assert participant.course.failure is None
         assert participant.epoch > 10
         assert any("with other settings: lr is 0.05 here and 1e4 at another" in each for each in told)
         await participant.close()

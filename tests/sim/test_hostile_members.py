@@ -206,7 +206,7 @@ async def pace_kept(good: Sequence[Trainer], harm: Callable[[], None], *, spent:
     calm = await samples(good, unit_s)
     harm()
     for each in good if spent else ():
-        account = each.participant._attendance.strangers.others
+        account = each.participant._outlook.attendance.strangers.others
         assert account is not None
         account.pay(1000.0, asyncio.get_running_loop().time())
     await sim.sleep(2 * unit_s)
@@ -447,7 +447,7 @@ def test_a_newcomer_of_equal_speed_was_left_out_while_nothing_was_left_for_stran
             await sim.sleep(20.0)
         now = asyncio.get_running_loop().time()
         for each in trainers:
-            each.participant._attendance.strangers.budget.pay(1000.0, now)
+            each.participant._outlook.attendance.strangers.budget.pay(1000.0, now)
         new = await run.add("new", seed=7)
         run.swarm.spawn("new", new.train(BATCH, duration_s=BATCH_S, until=lambda: False))
         await sim.sleep(20.0)

@@ -218,7 +218,7 @@ def test_each_batch_goes_into_the_step_that_the_definition_says(mode: str, durat
         trainers = [trainer for trainer in run.trainers.values() if isinstance(trainer, Noted)]
         for trainer in trainers:
             trainer.events, said = list(trainer.events), trainer.participant.status()
-            assert said.contributed + said.dropped + trainer.participant.held == trainer.batches_done * BATCH
+            assert said.contributed + said.dropped + trainer.participant.account.held == trainer.batches_done * BATCH
             assert mode == "drop" or not said.dropped
         assert not run.warnings, run.warnings
         await run.close()
@@ -314,7 +314,7 @@ def weather(seed: int, epochs: int, patch: pytest.MonkeyPatch, *, storm: bool = 
         counted = audit.counted()
         for name, trainer in run.swarm.peers.items():
             said, done = trainer.participant.status(), trainer.batches_done * BATCH
-            assert said.contributed + said.dropped + trainer.participant.held == done, name
+            assert said.contributed + said.dropped + trainer.participant.account.held == done, name
             # A step may be about to be taken; and a member that was lost in a round may count in some parts only. Of
             # states that were given up in a fork nothing is contributed any more.
             assert -16 <= said.contributed // BATCH - sum(by == name for by, _ in counted) <= 6, name

@@ -290,7 +290,7 @@ def test_a_peer_that_waits_keeps_the_batch_that_was_under_way(mode: dict[str, An
             trainer.events = list(trainer.events)  # those until now
             lost, said = sum(what == "lost" for what, _ in trainer.events), trainer.participant.status()
             assert said.dropped == lost * BATCH
-            assert said.contributed + said.dropped + trainer.participant.held == trainer.batches_done * BATCH
+            assert said.contributed + said.dropped + trainer.participant.account.held == trainer.batches_done * BATCH
         assert any(trainer.participant.contribution.dropped for trainer in trainers) == waits
         await run.close()
         return trainers
@@ -339,7 +339,7 @@ def test_nobody_may_leave_before_the_last_average() -> None:
         averaging = 0
         while not all(trainer.participant.finished for trainer in trainers):
             for participant in (trainer.participant for trainer in trainers):
-                due = participant.at_end and participant._course.machine.states_due
+                due = participant.at_end and participant.course.machine.states_due
                 assert not (due and participant._end.over(participant.epoch))
                 averaging += due
             await sim.sleep(0.01)

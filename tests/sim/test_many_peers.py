@@ -106,7 +106,7 @@ def measure(monkeypatch: pytest.MonkeyPatch, peers: int, latency_s: float) -> Me
                     if participant.epoch <= epoch:
                         with suppress(TimeoutError):
                             async with asyncio.timeout(0.5):
-                                await participant._course.moves.next()
+                                await participant.course.moves.next()
                 stepped.setdefault(epoch, []).append(loop.time())
 
         began, told[0], words[0] = loop.time(), 0, 0

@@ -106,7 +106,7 @@ def test_a_machine_without_memory_once_trains_on(site: str, number: int, monkeyp
         loops.append(asyncio.ensure_future(run.swarm.run_on("late", loop, run, "late")))
         await asyncio.gather(*loops)
         assert fails.times == 1
-        assert [trainer.participant.failure for trainer in run.swarm.peers.values()] == [None] * 4
+        assert [trainer.participant.course.failure for trainer in run.swarm.peers.values()] == [None] * 4
         assert run.agree([*NAMES, "late"])
         assert run.swarm.peer("p0").participant.epoch == EPOCHS
         assert any(told in each for each in said) or not told, said
@@ -163,7 +163,7 @@ def test_a_step_that_is_followed_raises_for_want_of_memory(monkeypatch: pytest.M
         fails.armed = True
         await asyncio.gather(*loops)
         assert fails.times == 1
-        assert [run.swarm.peer(name).participant.failure for name in NAMES] == [None] * 3
+        assert [run.swarm.peer(name).participant.course.failure for name in NAMES] == [None] * 3
         await run.close()
 
     sim.run(main, seed=1)

@@ -773,10 +773,10 @@ def test_what_a_peer_had_not_given_when_it_left_was_neither_contributed_nor_drop
         leaves = await run.add("p0", strategy=strategy, events=told.append)
         work = leaves.train(BATCH, duration_s=0.5, until=lambda: leaves.batches_done == 150)
         await run.swarm.run_on("p0", lambda: work)
-        assert all(fragment.held == 150 * BATCH for fragment in leaves.fragments)
+        assert all(fragment.account.held == 150 * BATCH for fragment in leaves.fragments)
         for fragment in leaves.fragments:
             await run.swarm.run_on("p0", fragment.close)
-            assert (fragment.contribution.dropped, fragment.held) == (150 * BATCH, 0)
+            assert (fragment.contribution.dropped, fragment.account.held) == (150 * BATCH, 0)
         dropped = [(each.dropped, each.computed) for each in told if isinstance(each, SamplesDropped)]
         assert dropped == [(150 * BATCH, 150 * BATCH)]
         warned = [each.message for each in told if isinstance(each, Warned)]

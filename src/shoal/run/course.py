@@ -22,7 +22,8 @@ class Course:
 
     Attributes:
         moves: of the phase, and of all else that the trainer may wait for.
-        has_asked: whether the trainer has come to its first step.
+        turns: calls of the trainer that are at its step now.
+        has_asked: whether it has come to its first step.
         failure: the error that ended the background work, if any; the trainer's next call raises it.
         is_closed: whether this peer leaves the run, or has left.
     """
@@ -31,7 +32,7 @@ class Course:
         self.machine, self.moves = machine, Changes()
         self.has_asked = self.is_closed = False
         self.failure: BaseException | None = None
-        self._turns = 0
+        self.turns = 0
 
     @property
     def phase(self) -> RunPhase:
@@ -46,17 +47,12 @@ class Course:
     @contextmanager
     def turn(self) -> Iterator[None]:
         """The trainer is at its step."""
-        self.has_asked, self._turns = True, self._turns + 1
+        self.has_asked, self.turns = True, self.turns + 1
         self.moves.notify()
         try:
             yield
         finally:
-            self._turns -= 1
-
-    @property
-    def at_step(self) -> bool:
-        """Whether the trainer is at its step now."""
-        return self._turns > 0
+            self.turns -= 1
 
     @property
     def is_over(self) -> bool:

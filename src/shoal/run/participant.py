@@ -32,6 +32,7 @@ from shoal.compression import CompressionBase
 from shoal.errors import ClosedError, ConfigError, NoMemoryForState, is_out_of_memory
 from shoal.events import EpochAdvanced, RunEnded
 from shoal.protocol.wire import FollowSteps, Progress
+from shoal.run.account import Account
 from shoal.run.course import Course
 from shoal.run.decide.beginning import Beginning
 from shoal.run.decide.election import elected
@@ -88,13 +89,17 @@ class Participant:
         keep: saves the state before it is given up: see `Takeover`. None: the program has no folder of checkpoints.
 
     Attributes:
-        pace: how far it is on its way to the next step.
+        course: its phase, and all else that its trainer waits for.
         own: the state that this peer trains.
+        pace: how far it is on its way to the next step.
+        speed: how fast it trains.
+        contribution: counts its samples.
+        account: of these samples.
         model_rank: of the model's beginning, once the others are known: all fragments take it, see `StateName`.
-        takeover: takes over better states.
         solitude: says whether this peer is alone, and whether the others have ended the run without it.
         swarm_step: makes the steps of the swarm ready.
         states_average: averages the states after a step.
+        takeover: takes over better states.
         turn: what its trainer asks for at its step.
     """
 
@@ -110,134 +115,109 @@ class Participant:
         first: Participant | None = None,
         keep: Callable[[], object] | None = None,
     ) -> None:
-        self.pace: Pace = settings.strategy.pace(settings.fragment, None if first is None else first.pace)
-        self._terms = settings.strategy.terms
         if core.endpoint.serves_stream(FollowSteps, scope=settings.run_id):
             raise ConfigError(
                 f"run {settings.run_id!r} is trained by another shoal.Optimizer of this DHT: call its shutdown() first "
                 "(in a notebook, before the cell is run again), or give this one another run_id"
             )
         self.core, self.training, self.settings = core, training, settings
-        self._course = Course(PhaseMachine(auxiliary=settings.auxiliary, delays_gradients=self._terms.goes_on))
-        self._notices = Notices(core.env.events, settings.run_id, fragment=settings.fragment)
-        self.own = OwnState(core, training, lock, self._notices, auxiliary=settings.auxiliary)
-        self._end = RunEnd(core.peer_id, settings.end_patience_s)
+        terms, given = settings.strategy.terms, [contact.peer for contact in core.node.initial_peers]
+        self._notices = notices = Notices(core.env.events, settings.run_id, fragment=settings.fragment)
+        self.course = course = Course(PhaseMachine(auxiliary=settings.auxiliary, delays_gradients=terms.goes_on))
+        self._news = news = Changes()  # reasons to look at the swarm
+
+        # What it holds: its state, and the tensors that it averages.
+        self.own = own = OwnState(core, training, lock, notices, auxiliary=settings.auxiliary)
+        ours, memory = (core, training, settings), RoundMemory(training.averaged, training.state_tensors)
+        self._states = states = state_averager(*ours, state_compression, lock=lock, memory=memory, state=own.export)
+        self._averager = averager = states
+        if not training.averages_parameters:
+            self._averager = averager = gradient_averager(*ours, compression, lock=lock, memory=memory)
+
+        # What it knows: of itself, of the others and of the run.
+        self.pace: Pace = settings.strategy.pace(settings.fragment, None if first is None else first.pace)
         self.speed: RateMeter = RateMeter() if first is None else first.speed  # each batch is one of all fragments
-        self.contribution = Contribution()
-        self._companions = Companions()
-        given = [contact.peer for contact in core.node.initial_peers]
-        self._witness = Witness(
-            core.peer_id, given=given, begins_s=settings.state_patience_s, time=Elapsed(core.env.clock).time
+        self.contribution, self._companions = Contribution(), Companions()
+        self._end = RunEnd(core.peer_id, settings.end_patience_s)
+        begins_s, time = settings.state_patience_s, Elapsed(core.env.clock).time
+        witness = Witness(core.peer_id, given=given, begins_s=begins_s, time=time)
+        heed, ttl_s = witness.heeded, settings.ttl_s
+        self._known = known = SwarmProgress(
+            core.peer_id, settings.fingerprint, ttl_s=ttl_s, auxiliary=settings.auxiliary, heed=heed
         )
-        self._known = SwarmProgress(
-            core.peer_id,
-            settings.fingerprint,
-            ttl_s=settings.ttl_s,
-            auxiliary=settings.auxiliary,
-            heed=self._witness.heeded,
-        )
-        memory = RoundMemory(training.averaged, training.state_tensors)
-        ours = core, training, settings
-        self._states = state_averager(*ours, state_compression, lock=lock, memory=memory, state=self.own.export)
-        if training.averages_parameters:
-            self._averager = self._states
-        else:
-            self._averager = gradient_averager(*ours, compression, lock=lock, memory=memory)
-        self._attendance = Attendance(settings.averager.window_s, self._averager.conduct.idle)
-        averagers = self._averager, self._states
-        self._steps = StepFeed(core, settings.run_id, self._followed_from, averagers, self._notices)
-        self._catch_up = CatchUp(
-            core,
-            settings.run_id,
-            training,
-            self._averager,
-            self._states,
-            max_bytes=settings.catch_up_bytes,
-            counted=self.own.gives.counted,
-        )
-        self._news = Changes()  # reasons to look at the swarm
-        self._fetching = Fetching(self._fetch, self._news, on_failure=self._fail)
-        self._outlook = Outlook(
+        self._fetching = Fetching(self._fetch, news, on_failure=self._fail)
+        self._outlook = outlook = Outlook(
             core=core,
             settings=settings,
             pace=self.pace,
-            own=self.own,
+            own=own,
             speed=self.speed,
             end=self._end,
-            known=self._known,
+            known=known,
             companions=self._companions,
-            attendance=self._attendance,
+            attendance=Attendance(settings.averager.window_s, averager.conduct.idle),
             fetching=self._fetching,
-            witness=self._witness,
+            witness=witness,
             forerunners=Forerunners(core.peer_id),
         )
-        self._check = ParameterCheck(
-            core, self.own, self._notices, every=settings.check_every, is_last=self._next_step_is_last
-        )
-        self._gossip = ProgressGossip(core, settings, self._known, self._news, next_word=self._next_word)
-        self._rounds = Rounds(core.env, self._look_and_tell, self._news)
-        self.swarm_step: SwarmStep = SwarmStep(
-            outlook=self._outlook,
-            course=self._course,
-            rounds=self._rounds,
-            averager=self._averager,
-            check=self._check,
-            feed=self._steps,
-            contribution=self.contribution,
-            gossip=self._gossip,
-            notices=self._notices,
-        )
-        self.states_average: StatesAverage = StatesAverage(
-            self._outlook,
-            self._course,
-            self._rounds,
-            self.swarm_step,
-            self._states,
-            feed=self._steps,
-            news=self._news,
-        )
-        self._tasks = Tasks(self._fail)
+        self.model_rank: asyncio.Future[int] = outlook.loop.create_future() if first is None else first.model_rank
+
+        # What it says: its place, its steps, what it holds, and what its user is to know.
         self._told_at = -math.inf
-        self._closing: asyncio.Task[None] | None = None
-        self._distrust: Callable[[], None] = lambda: None
-        self.model_rank: asyncio.Future[int] = (
-            asyncio.get_running_loop().create_future() if first is None else first.model_rank
-        )
-        self.takeover: Takeover = Takeover(
-            core=core,
-            own=self.own,
-            outlook=self._outlook,
-            machine=self._course.machine,
-            beginning=Beginning(
-                settings.state_patience_s,
-                required=settings.require_state,
-                hosts=given,
-            ),
-            gossip=self._gossip,
-            catch_up=self._catch_up,
-            states=self._states,
-            notices=self._notices,
-            news=self._news,
-            keep=keep,
-            first=None if first is None else first.takeover,
-        )
+        self._gossip = gossip = ProgressGossip(core, settings, known, news, next_word=self._next_word)
+        self._steps = feed = StepFeed(core, settings.run_id, self._followed_from, (averager, states), notices)
+        every, is_last = settings.check_every, self._next_step_is_last
+        self._check = check = ParameterCheck(core, own, notices, every=every, is_last=is_last)
+        self.account = Account(outlook, course, self.contribution, notices)
         self.solitude: Solitude = Solitude(
-            self._outlook,
-            self._gossip,
-            self._notices,
-            searches=lambda: self.phase is RunPhase.AVERAGING and self._averager.looking,
+            outlook,
+            gossip,
+            notices,
+            searches=lambda: course.phase is RunPhase.AVERAGING and averager.looking,
             missing=self._missing,
             first=None if first is None else first.solitude,
             has_folder=keep is not None,
         )
+
+        # What it does: it averages, takes over better states, and serves its trainer.
+        self._tasks = Tasks(self._fail)
+        self._closing: asyncio.Task[None] | None = None
+        self._distrust: Callable[[], None] = lambda: None
+        self._rounds = rounds = Rounds(core.env, self._look_and_tell, news)
+        self.swarm_step: SwarmStep = SwarmStep(
+            outlook=outlook,
+            course=course,
+            rounds=rounds,
+            averager=averager,
+            check=check,
+            feed=feed,
+            contribution=self.contribution,
+            gossip=gossip,
+            notices=notices,
+        )
+        self.states_average: StatesAverage = StatesAverage(
+            outlook, course, rounds, self.swarm_step, states, feed=feed, news=news
+        )
+        most_bytes, counted = settings.catch_up_bytes, own.gives.counted
+        self._catch_up = CatchUp(
+            core, settings.run_id, training, averager, states, max_bytes=most_bytes, counted=counted
+        )
+        self.takeover: Takeover = Takeover(
+            core=core,
+            own=own,
+            outlook=outlook,
+            machine=course.machine,
+            beginning=Beginning(settings.state_patience_s, required=settings.require_state, hosts=given),
+            gossip=gossip,
+            catch_up=self._catch_up,
+            states=states,
+            notices=notices,
+            news=news,
+            keep=keep,
+            first=None if first is None else first.takeover,
+        )
         self.turn: TrainerTurn = TrainerTurn(
-            self._outlook,
-            self._course,
-            self.takeover,
-            self._gossip,
-            self._news,
-            look=lambda: self._look()[0],
-            judge=self._judge,
+            outlook, course, self.takeover, gossip, news, look=lambda: self._look()[0], judge=self._judge
         )
 
     # ------------------------------------------------------------------------------------------------ life and death
@@ -297,16 +277,11 @@ class Participant:
         # A ClosedError: this peer leaves, by `leave_on_sigterm` for example. A ConfigError: the trainer is told.
         if not isinstance(error, ClosedError | ConfigError):
             self._notices.warn(f"{type(error).__name__}: {error}")
-        self._course.fail(error)
-
-    @property
-    def failure(self) -> BaseException | None:
-        """The error that ended the background work, if any; the trainer's next call raises it."""
-        return self._course.failure
+        self.course.fail(error)
 
     async def close(self) -> None:
         """Leave the run. Safe to call twice: an interrupted caller does not end it half way."""
-        self._course.close()
+        self.course.close()
         if self._closing is None:
             self._last_status = self.status()
             self._closing = asyncio.get_running_loop().create_task(self._leave())
@@ -315,7 +290,7 @@ class Participant:
     async def _leave(self) -> None:
         await self._tasks.cancel()
         self.solitude.looked_for_end(found=False)
-        self._tell_dropped(left=0 if self.at_end else self.training.pending.held)  # it is given to nobody any more
+        self.account.left()
         await self._check.close()
         await self._fetching.close()
         await self._gossip.leave()
@@ -325,7 +300,7 @@ class Participant:
         await self._averager.close()
         await self._states.close()
         self._distrust()
-        self._course.moves.notify()
+        self.course.moves.notify()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -335,7 +310,7 @@ class Participant:
     @property
     def phase(self) -> RunPhase:
         """The phase of this peer between two steps of its trainer."""
-        return self._course.phase
+        return self.course.phase
 
     @property
     def state(self) -> StateName:
@@ -369,12 +344,12 @@ class Participant:
     @property
     def _is_over(self) -> bool:
         """Whether nobody is waited for at the end, nor any average."""
-        machine = self._course.machine
+        machine = self.course.machine
         return self._end.over(self.epoch) and machine.phase is not RunPhase.STEPPING and not machine.states_due
 
     def progress(self) -> Progress:
         """The progress of this peer, with the time of its last word to others."""
-        left, alone = self._course.is_closed, self.solitude.told
+        left, alone = self.course.is_closed, self.solitude.told
         place = self._outlook.place()
         return msgspec.structs.replace(place, time=self._told_at, left=left, check=self._check.last, alone=alone)
 
@@ -396,7 +371,7 @@ class Participant:
         """
         if self._last_status is None:
             return None
-        self._settle()
+        self.account.settle()
         given = self.contribution
         return replace(self._last_status, contributed=given.contributed, dropped=given.dropped)
 
@@ -405,7 +380,7 @@ class Participant:
         if (last := self.last_status) is not None:
             return last
         view = self.view()
-        self._settle()
+        self.account.settle()
         return status_of(
             view,
             self.progress(),
@@ -463,20 +438,20 @@ class Participant:
         rate = self.pace.rate(view, self.speed.batches_per_s)
         self._gossip.saw(enough=enough, target=self.pace.target(view), rate=rate)
         if len(view.peers) > 1:
-            self._course.machine.found()
+            self.course.machine.found()
         self._settle_end()
-        if not self._course.machine.is_busy and self.states_average.is_due():
-            self._course.machine.happened(Event.STATES_DUE)
-        averages = self._course.machine.states_due or self.own.update is not None
+        if not self.course.machine.is_busy and self.states_average.is_due():
+            self.course.machine.happened(Event.STATES_DUE)
+        averages = self.course.machine.states_due or self.own.update is not None
         due = self.states_average.follows_last and (averages or self.own.name == self.own.followed)
         best = claimed if claimed.vouched else view
         if self._end.observe(self.epoch, best, now, average_due=due, client=self._outlook.is_client):
-            self._course.moves.notify()
+            self.course.moves.notify()
         if self._is_over:
             self.solitude.ended()
         if not self.settings.fragment:  # the fragments of a model end together, and it is told once
             # Before its first step the program may not have come to its own word yet.
-            self._notices.ends(self.epoch if self.at_end and self._course.has_asked else None, self._end.said)
+            self._notices.ends(self.epoch if self.at_end and self.course.has_asked else None, self._end.said)
             if not self.at_end:
                 self._notices.beyond(self.training.model_epoch, self._end.said)
         return view, claimed
@@ -500,7 +475,7 @@ class Participant:
 
         It is told for the first fragment of the model only.
         """
-        quorum = 0 if self.settings.fragment else self._terms.quorum
+        quorum = 0 if self.settings.fragment else self.settings.strategy.terms.quorum
         return (self.pace.missing(self._outlook.place().samples, self.view()) if quorum else 0), quorum
 
     def _look_and_tell(self) -> SwarmView:
@@ -541,7 +516,7 @@ class Participant:
                 await asyncio.sleep(_AGAIN_S)
 
     async def _go_on(self) -> None:
-        machine = self._course.machine
+        machine = self.course.machine
         while True:
             self.speed.measure(self._now())
             self._notices.accumulated(self.training.local)
@@ -562,7 +537,7 @@ class Participant:
             alone = machine.phase is RunPhase.AVERAGING and self._outlook.alone(view)
             match machine.work(self._situation(view), alone=alone, nobody=len(view.peers) == 1):
                 case Work.AVERAGE_GRADIENTS:
-                    self._course.moves.notify()  # a trainer that goes on while gradients are averaged waits until here
+                    self.course.moves.notify()  # a trainer that goes on while gradients are averaged waits until here
                     if (mend_from := await self.swarm_step.average()) is not None:
                         self.takeover.mend(mend_from)
                         await self.tell_loaded()
@@ -573,7 +548,7 @@ class Participant:
                 case Work.SEEK:
                     await self._gossip.seek()
                 case Work.LOOK_AGAIN:
-                    self._course.moves.notify()
+                    self.course.moves.notify()
                 case Work.WAIT:
                     if machine.phase is RunPhase.COLLECTING:
                         others = view.together - {self.core.peer_id}
@@ -604,13 +579,13 @@ class Participant:
 
     def _judge(self, view: SwarmView) -> None:
         """Let the machine go on from this look, unless it waits for an average, or a state is being taken over."""
-        machine, before = self._course.machine, self.phase
+        machine, before = self.course.machine, self.phase
         if machine.is_busy or machine.states_due or self._fetching.holds:
             return
         must_fetch = self.takeover.may_not_begin(view) or self._fetching.has_news
         machine.happened(self._situation(view, must_fetch=must_fetch).event)
         if machine.phase is not before:
-            self._course.moves.notify()
+            self.course.moves.notify()
 
     # ----------------------------------------------------------------------------------------- a state has another name
 
@@ -626,9 +601,9 @@ class Participant:
             self._notices.interrupted(self.training.step_error if update.is_step else None)
         elif update.is_step:
             self._advanced(update)
-        self._course.happened(Event.STEPPED)
+        self.course.happened(Event.STEPPED)
         if update.is_step and self.own.name == update.name and self.states_average.follows:
-            self._course.machine.happened(Event.STATES_DUE)
+            self.course.machine.happened(Event.STATES_DUE)
         self._announce_state(expected=self.own.name == update.name and update.peers > 1 and not self.at_end)
         if update.is_step and self.own.name == update.name:
             await self._catch_up.joined()  # last: an interrupted trainer cancels this
@@ -637,13 +612,13 @@ class Participant:
         """After `own.loaded`: tell everybody (trainer)."""
         self.own.drop_update()
         self.training.set_epoch(self.epoch)  # another one, if the loading was interrupted before the state had a name
-        self._course.happened(Event.RENAMED)
+        self.course.happened(Event.RENAMED)
         self._announce_other_state()
 
     def _advanced(self, update: Update) -> None:
         epoch, digest, all_samples = update.name
         committed = self.own.committed
-        self._witness.stepped(epoch, all_samples, gave=committed.gave, weights=committed.weights)
+        self._outlook.witness.stepped(epoch, all_samples, gave=committed.gave, weights=committed.weights)
         run_id, samples, peers = self.settings.run_id, update.samples, update.peers
         fragment = self.settings.fragment
         event = EpochAdvanced(
@@ -666,22 +641,8 @@ class Participant:
 
     def _announce_state(self, *, expected: bool = False) -> None:
         """The state has another name: donors offer the new one, the others are told now, unless they expect it."""
-        speed = self.speed
         self.pace.state_changed(self.epoch, self._now())
-        gave = {*self.own.committed.gave} - {self.core.peer_id}
-        why = self.contribution.state_changed(
-            self.epoch,
-            by=next(iter(gave)).short() if len(self.own.committed.gave) == len(gave) == 1 else None,
-            contributed=self.own.lineage.contributed,
-            processed=speed.processed,
-            batches=speed.batches,
-            held=self.held,
-            now=self._now(),
-        )
-        if not self._gossip.has_twin:  # rounds take only one of the two: that was said
-            if why is not None:
-                self._notices.warn(why)
-            self._tell_dropped()
+        self.account.state_changed(tells=not self._gossip.has_twin)  # rounds take only one of the two: that was said
         self._states.sharing.changed()
         self._states.sharing.set_priority(float(self.own.name.epoch))
         view, _ = self._look()
@@ -690,30 +651,10 @@ class Participant:
         if len(view.peers) > 1:  # else there is nobody to compare with
             self._check.begin()
 
-    @property
-    def held(self) -> int:
-        """Samples that are in no step yet, and may still go into one: see `Pending.held`."""
-        over = self._end.over(self.epoch) if self.training.averages_parameters else self.at_end
-        return 0 if self._course.is_closed or over else self.training.pending.held
-
-    def _settle(self) -> None:
-        self.contribution.settle(self.own.lineage.contributed, self.speed.processed, self.held)
-
-    def _tell_dropped(self, *, left: int = 0) -> None:
-        speed, contribution = self.speed, self.contribution
-        self._settle()
-        if contribution.first_dropped(processed=speed.processed, batches=speed.batches):
-            self._notices.first_dropped(contribution.in_vain, speed.processed)
-        over = self.at_end or self._course.is_closed
-        much = contribution.much_dropped(processed=speed.processed, now=self._now(), over=over)
-        if much is not None:
-            last, why = "merge" if self._terms.meets_rarely else "round", self.training.why_dropped()
-            self._notices.much_dropped(much, why, last=last, left=left)
-
     async def _followed_from(self) -> StateName:
         """Our state, once no step is about to be taken: that step was told already, to the followers of then."""
-        while self.own.update is not None and not self.own.update.taken and not self._course.is_closed:
-            await self._course.moves.next()
+        while self.own.update is not None and not self.own.update.taken and not self.course.is_closed:
+            await self.course.moves.next()
         return self.own.name
 
     # -------------------------------------------------------------------------------------------------------- the state
@@ -734,5 +675,5 @@ class Participant:
             if self.takeover.took_over or self.own.name != before:
                 self._announce_other_state()
             if self.phase is RunPhase.STEPPING and self.own.update is None:  # also when the trainer is interrupted
-                self._course.happened(Event.OVERTAKEN)
+                self.course.happened(Event.OVERTAKEN)
         return self.takeover.took_over

@@ -1,4 +1,4 @@
-"""One peer's part in the steps of the swarm: from the gradients that are averaged to a step that is ready. Loop only.
+"""One peer's part in the steps of the swarm: gradients are averaged, and a step is made ready. Loop only.
 
 A round takes the accumulators when the group begins, also from a trainer that is in the middle of a batch: nobody waits
 for the slowest batch. Its members say what they would step with, and conclude the same from all that was said. Beside
@@ -106,7 +106,7 @@ class SwarmStep:
             The peers whose state is to replace ours, if the check of this round says that our parameters differ.
         """
         outlook, name, pace = self.outlook, self._own.name, self.outlook.pace
-        if (grace_s := pace.grace_s(_now())) and not self.course.at_step:
+        if (grace_s := pace.grace_s(_now())) and not self.course.turns:
             await self._trainer_comes(grace_s)
         said = self._said(await self.check.of(name))
         outlook.attendance.search(outlook.companions.patience_s)
@@ -152,7 +152,7 @@ class SwarmStep:
         """Wait for a trainer that is in the middle of a batch."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                while not self.course.at_step and not self.outlook.view().behind:
+                while not self.course.turns and not self.outlook.view().behind:
                     await self.course.moves.next(1.0)
 
     # ------------------------------------------------------------------------------------------------ who, and how much

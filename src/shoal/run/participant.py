@@ -217,7 +217,7 @@ class Participant:
             first=None if first is None else first.takeover,
         )
         self.turn: TrainerTurn = TrainerTurn(
-            outlook, course, self.takeover, gossip, news, look=lambda: self._look()[0], judge=self._judge
+            outlook, course, self.takeover, gossip, news, look=self._look, judge=self._judge
         )
 
     # ------------------------------------------------------------------------------------------------ life and death
@@ -569,13 +569,8 @@ class Participant:
             self._announce_other_state()
 
     def _situation(self, view: SwarmView, *, must_fetch: bool = False) -> Situation:
-        return Situation(
-            behind=view.behind,
-            must_fetch=must_fetch,
-            at_end=self.at_end,
-            may_leave=self.finished,
-            enough=self.pace.enough(view),
-        )
+        at_end, may_leave, enough = self.at_end, self.finished, self.pace.enough(view)
+        return Situation(behind=view.behind, must_fetch=must_fetch, at_end=at_end, may_leave=may_leave, enough=enough)
 
     def _judge(self, view: SwarmView) -> None:
         """Let the machine go on from this look, unless it waits for an average, or a state is being taken over."""

@@ -26,7 +26,6 @@ from shoal.run.decide.check import Check
 from shoal.run.decide.phases import Event, RunPhase
 from shoal.run.decide.state_name import StateName
 from shoal.run.gossip import ProgressGossip
-from shoal.run.join.own_state import OwnState
 from shoal.run.join.step_feed import StepFeed
 from shoal.run.outlook import Outlook
 from shoal.run.parameter_check import ParameterCheck
@@ -35,7 +34,6 @@ from shoal.run.rounds import Rounds, sites_in, weigh_in
 from shoal.run.view.contribution import Contribution
 from shoal.run.view.words import MOST_STEPS, may_give, sites_of
 from shoal.train.options import differences, misfit
-from shoal.train.training_state import TrainingState
 
 __all__ = ["SwarmStep"]
 
@@ -72,20 +70,11 @@ class SwarmStep:
     notices: Notices
     last_round: StepResult | None = None
     led_to: StateName | None = None
-    _given: int = 0  # samples of the round that may count
-    _cut: int = 0  # and those that it does not take
 
-    @property
-    def _own(self) -> OwnState:
-        return self.outlook.own
-
-    @property
-    def _training(self) -> TrainingState:
-        return self.outlook.own.training
-
-    @property
-    def _me(self) -> PeerID:
-        return self.outlook.core.peer_id
+    def __post_init__(self) -> None:
+        self._own, self._training, self._me = self.outlook.own, self.outlook.own.training, self.outlook.core.peer_id
+        self._now = self.outlook.loop.time
+        self._given = self._cut = 0  # samples of the round that may count, and those that it does not take
 
     @property
     def others(self) -> frozenset[PeerID]:
@@ -106,14 +95,14 @@ class SwarmStep:
             The peers whose state is to replace ours, if the check of this round says that our parameters differ.
         """
         outlook, name, pace = self.outlook, self._own.name, self.outlook.pace
-        if (grace_s := pace.grace_s(_now())) and not self.course.turns:
+        if (grace_s := pace.grace_s(self._now())) and not self.course.turns:
             await self._trainer_comes(grace_s)
         said = self._said(await self.check.of(name))
         outlook.attendance.search(outlook.companions.patience_s)
         result = await self.rounds.run(
             self.averager,
             tag=name.group_tag,
-            way_s=pace.way_s(_now()),
+            way_s=pace.way_s(self._now()),
             gather=said,
             hopeless=lambda view: view.behind or outlook.alone(view),
             expected=self._awaited,
@@ -129,9 +118,9 @@ class SwarmStep:
         pace.round_took(result.duration_s)
         terms = outlook.settings.strategy.terms
         waits = not (terms.goes_on or terms.meets_rarely)
-        self.notices.round_took(result.duration_s, _now(), awaited=waits)
+        self.notices.round_took(result.duration_s, self._now(), awaited=waits)
         members = [member.contact.peer for member in result.outcome.members]
-        self._tell_absent(members, _now() - result.duration_s)
+        self._tell_absent(members, self._now() - result.duration_s)
         if self._own.name != name:
             return None
         self._own.is_shared()
@@ -142,7 +131,7 @@ class SwarmStep:
         outlook = self.outlook
         outlook.forerunners.round_failed()
         if self.rounds.in_vain or outlook.alone(outlook.view()):
-            self._tell_absent({self._me}, _now())
+            self._tell_absent({self._me}, self._now())
         async with self._own.hold() as holds:
             if holds:
                 self._training.pending.round_failed()
@@ -164,9 +153,9 @@ class SwarmStep:
         and soon has a better state than the one that it would make.
         """
         attendance = self.outlook.attendance
-        awaited = attendance.wait_for(self.outlook.view().together - {self._me}, _now())
+        awaited = attendance.wait_for(self.outlook.view().together - {self._me}, self._now())
         patience_s = min(self.outlook.pace.patience_s(), attendance.patience_s)
-        late = _now() > self.averager.joined_at + patience_s
+        late = self._now() > self.averager.joined_at + patience_s
         return frozenset() if late and 2 * self.averager.group_size > 1 + len(awaited) else awaited
 
     def _tell_absent(self, members: Collection[PeerID], now: float) -> None:
@@ -322,7 +311,3 @@ class SwarmStep:
                 self._training.discard()
         if self.course.phase is RunPhase.AVERAGING:
             self.course.happened(Event.MISFIT)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -39,8 +39,8 @@ class TrainerTurn:
         takeover: of better states.
         gossip: says when others were looked for.
         news: reasons for the driver to look.
-        look: looks at the swarm now.
-        judge: lets the phase go on from such a look.
+        look: looks at the swarm now; returns the view, and the swarm as the others claim it to be.
+        judge: lets the phase go on from such a view.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class TrainerTurn:
         gossip: ProgressGossip,
         news: Changes,
         *,
-        look: Callable[[], SwarmView],
+        look: Callable[[], tuple[SwarmView, SwarmView]],
         judge: Callable[[SwarmView], None],
     ) -> None:
         self._outlook, self._course, self._takeover, self._gossip = outlook, course, takeover, gossip
         self._own, self._pace, self._fetching = outlook.own, outlook.pace, outlook.fetching
-        self._news, self._look, self._judge = news, look, judge
+        self._news, self._look, self._judge, self._now = news, look, judge, outlook.loop.time
         self._held_at: StateName | None = None  # there the trainer has waited for a merge that was not due
         self._looked_at, self._look_is_due = -math.inf, False  # because of the trainer
 
@@ -80,7 +80,7 @@ class TrainerTurn:
         own = self._own
         if self._held_at == own.name:
             return 0.0
-        return self._pace.hold_s(own.training.batches, self._outlook.loop.time(), own.name.epoch)
+        return self._pace.hold_s(own.training.batches, self._now(), own.name.epoch)
 
     @property
     def has_news(self) -> bool:
@@ -105,14 +105,14 @@ class TrainerTurn:
         """The trainer has accumulated, or stepped: look again, at once or `_LOOKS_S` after the last look."""
         if self._look_is_due:
             return
-        if (due_at := self._looked_at + _LOOKS_S) <= _now():
+        if (due_at := self._looked_at + _LOOKS_S) <= self._now():
             self._look_again()
         else:
             self._look_is_due = True
             asyncio.get_running_loop().call_at(due_at, self._look_again)
 
     def _look_again(self) -> None:
-        self._looked_at, self._look_is_due = _now(), False
+        self._looked_at, self._look_is_due = self._now(), False
         self._news.notify()
 
     async def decide(self, timeout_s: float) -> RunPhase:
@@ -132,7 +132,8 @@ class TrainerTurn:
         await self._gossip.looked.wait()
         await asyncio.sleep(0)  # the driver looks first: it may find that we do not belong here
         if not self._course.machine.is_busy:
-            self._judge(self._look())
+            view, _ = self._look()
+            self._judge(view)
             self._news.notify()
             await self._hold()
         while self._waits():
@@ -170,11 +171,11 @@ class TrainerTurn:
         await self._gossip.looked.wait()
 
         def waits() -> bool:  # a newcomer that may not begin has nothing else to do
-            return patient or self._takeover.stance(self._look()) is Stance.WAITING
+            return patient or self._takeover.stance(self._look()[0]) is Stance.WAITING
 
-        deadline, taken, needed = _now() + timeout_s, False, True
+        deadline, taken, needed = self._now() + timeout_s, False, True
         failure: StateUnavailable | None = None
-        while not taken and needed and (left_s := deadline - _now()) > 0:
+        while not taken and needed and (left_s := deadline - self._now()) > 0:
             view = self._outlook.claimed()
             if not view.behind and not self._fetching.has_news:
                 may_give = (each for peer, each in view.others.items() if peer not in view.refused)
@@ -194,7 +195,3 @@ class TrainerTurn:
             late = f"a better state is known, but did not arrive within {seconds_text(timeout_s)}"
             raise failure or StateUnavailable(late)
         return taken
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -535,25 +535,30 @@ class Participant:
                 self._fetching.observe(claimed, self.settings.state_patience_s if begin else None, self._now())
             self._gossip.tell(view, now=machine.phase is RunPhase.AVERAGING)
             alone = machine.phase is RunPhase.AVERAGING and self._outlook.alone(view)
-            match machine.work(self._situation(view), alone=alone, nobody=len(view.peers) == 1):
-                case Work.AVERAGE_GRADIENTS:
-                    self.course.moves.notify()  # a trainer that goes on while gradients are averaged waits until here
-                    if (mend_from := await self.swarm_step.average()) is not None:
-                        self.takeover.mend(mend_from)
-                        await self.tell_loaded()
-                case Work.AVERAGE_STATES:
-                    await self.states_average.average()
-                case Work.STEP_ALONE:
-                    await self.swarm_step.step_alone()
-                case Work.SEEK:
-                    await self._gossip.seek()
-                case Work.LOOK_AGAIN:
-                    self.course.moves.notify()
-                case Work.WAIT:
-                    if machine.phase is RunPhase.COLLECTING:
-                        others = view.together - {self.core.peer_id}
-                        self._averager.meet(others, comes=self._companions.before is None)
-                    await self._news.after(seen, 1.0)
+            work = machine.work(self._situation(view), alone=alone, nobody=len(view.peers) == 1)
+            await self._do(work, view, seen)
+
+    async def _do(self, work: Work, view: SwarmView, seen: int) -> None:
+        """Do what this view calls for; `seen` is the news that was in it."""
+        match work:
+            case Work.AVERAGE_GRADIENTS:
+                self.course.moves.notify()  # a trainer that goes on while gradients are averaged waits until here
+                if (mend_from := await self.swarm_step.average()) is not None:
+                    self.takeover.mend(mend_from)
+                    await self.tell_loaded()
+            case Work.AVERAGE_STATES:
+                await self.states_average.average()
+            case Work.STEP_ALONE:
+                await self.swarm_step.step_alone()
+            case Work.SEEK:
+                await self._gossip.seek()
+            case Work.LOOK_AGAIN:
+                self.course.moves.notify()
+            case Work.WAIT:
+                if self.phase is RunPhase.COLLECTING:
+                    others = view.together - {self.core.peer_id}
+                    self._averager.meet(others, comes=self._companions.before is None)
+                await self._news.after(seen, 1.0)
 
     async def _decide_rank(self) -> None:
         """Let the weights win that were there before ours, if the run has not begun. All fragments have one rank."""

@@ -44,7 +44,10 @@ class PeerState:
     @property
     def link(self) -> CallLink | None:
         """A link that can carry a call: the newest, because a cut line may have left older ones stuck."""
-        return next((link for link in reversed(self.links) if not link.closed), None)
+        for link in reversed(self.links):
+            if not link.closed:
+                return link
+        return None
 
     def take_idle(self, *, bulk: bool) -> Connection | None:
         """Take an idle connection for a stream, if there is one. For bulk data those that have carried some come first.

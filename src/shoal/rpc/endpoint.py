@@ -141,6 +141,10 @@ class Endpoint:
         self._incoming: dict[PeerID, Incoming] = {}  # the last one of each peer; the newest at the end
         self._withheld = False
         self._reached_at: tuple[Address, ...] = ()
+        self._named: tuple[object, Contact] = (
+            None,
+            Contact(self.peer_id),
+        )  # our contact, and the addresses it is made of
         self._shut_callbacks: list[Callable[[PeerID, tuple[Address, ...]], None]] = []
         self._allowances: dict[str, Allowance] = {}  # by site
         self._all_sites = Account(0.0, -math.inf)
@@ -172,8 +176,12 @@ class Endpoint:
         """How others reach us; without addresses while they are withheld."""
         if self._withheld:
             return Contact(self.peer_id)
-        addresses = dict.fromkeys((*self._reached_at, *self._transport.addresses))
-        return Contact(self.peer_id, tuple(addresses)[:8])
+        reached_at, listens_at = self._reached_at, self.listens_at
+        named, contact = self._named
+        if named != (reached_at, listens_at):  # each look at a run asks several times, and addresses change seldom
+            contact = Contact(self.peer_id, tuple(dict.fromkeys((*reached_at, *listens_at)))[:8])
+            self._named = (reached_at, listens_at), contact
+        return contact
 
     @property
     def listens_at(self) -> tuple[Address, ...]:

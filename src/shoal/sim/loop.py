@@ -96,6 +96,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._task_serial = 0
         self._tasks = Tasks()  # of nobody: the test's own
         self._gated = False  # some owner does not run
+        self._has_stood = False  # some owner's clock has
         self._stopping = False
         self.set_limits(max_time_s, max_turns, max_turns_at_one_instant)
 
@@ -108,6 +109,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def time(self) -> float:
         """Virtual seconds since the simulation began; for an owner that was frozen, without most of that time."""
+        if not self._has_stood:  # nearly always, and nothing is asked more often
+            return self._now
         owner = OWNER.get()
         return self._now if owner is None else self._now - owner.stood_s
 
@@ -135,10 +138,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
         if self._closed:
             raise RuntimeError(_CLOSED)
         timer = Timer(when, callback, args, self, context)
-        owner = OWNER.get()
         if self.mischief is not None:
             when += self.mischief.timer_late_s()
-        self._push(when if owner is None or not owner.stood_s else when + owner.stood_s + _ROUNDING_S, timer)
+        if self._has_stood and (owner := OWNER.get()) is not None and owner.stood_s:
+            when = when + owner.stood_s + _ROUNDING_S
+        self._push(when, timer)
         return timer
 
     def call_at_world_time(self, when: float, callback: Callable[[], object], context: contextvars.Context) -> Timer:
@@ -313,6 +317,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         # One turn of its loop has taken all that time, and counts as a turn of the longest length.
         stood_s = max(0.0, self._now - owner.frozen_at - LONGEST_TURN_S)
         owner.stood_s += stood_s
+        self._has_stood = True
         for _, _, timer in owner.held_timers:
             timer._scheduled = True
         self._timers[:] = [

@@ -691,7 +691,9 @@ def _plan(seed: int) -> tuple[str, list[tuple[float, str, int]]]:
     return word, sorted(faults)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize(
+    "seed", [*range(20), *(pytest.param(each, marks=pytest.mark.long(full=True)) for each in range(20, 60))]
+)
 def test_any_group_any_fault(seed: int) -> None:
     """Drawn groups, shares and faults: agreement, the float64 reference, untouched tensors, and an end in time."""
     word, faults = _plan(seed)

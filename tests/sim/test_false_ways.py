@@ -95,7 +95,8 @@ class Liars:
 
 
 WHERE = pytest.mark.parametrize("one_host", [False, True], ids=["hosts", "one"])
-MANY = pytest.mark.parametrize("count", [1, 3, 10])
+FULL = pytest.mark.long(full=True)
+MANY = pytest.mark.parametrize("count", [pytest.param(1, marks=FULL), 3, pytest.param(10, marks=FULL)])
 FIRST = pytest.mark.parametrize("first", [False, True], ids=["after", "before"])
 
 

@@ -70,7 +70,7 @@ def play(fault: Fault, strategy: Strategy | None, seed: int, *, seconds: float) 
         calm = await pace(8.0)
         with fault(run):
             assert await pace(seconds) >= 0.8 * calm
-        await sim.sleep(20.0)
+        await sim.sleep(12.0)
         assert await pace(8.0) >= 0.8 * calm
         for fragments in zip(*(trainer.fragments for trainer in trainers), strict=True):
             assert len({fragment.state.digest for fragment in fragments}) == 1

@@ -25,7 +25,7 @@ from shoal.train.training_state import TrainingState
 from tests.sim.optimizer_kit import Run, Trainer
 
 NAMES = ["p0", "p1", "p2"]
-EPOCHS = 8
+EPOCHS = 6
 
 ERRORS: list[BaseException] = [
     RuntimeError(

@@ -57,6 +57,13 @@ def pytest_report_header() -> str:
     return f"PYTHONHASHSEED={os.environ.get('PYTHONHASHSEED', 'random')}"
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A run of the long tests alone reads no file that has none: three of four, which each worker would import."""
+    if config.getoption("markexpr") == "long" and collection_path.match("test_*.py"):
+        return "mark.long" not in collection_path.read_text() or None
+    return None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what `--soak` does, and mark everything in tests/integration as such.
 

@@ -50,8 +50,9 @@ class Others:
         self.said = {name: list[str]() for name in self.names}
         self._strategy = strategy
 
-    async def end(self, moment: str) -> None:
+    async def end(self, moment: str, *, batch_s: Sequence[float] = ()) -> None:
         """All train; at this moment some are frozen, and the others come to the end."""
+        times_s = batch_s or [0.25 + number / 100 for number in range(len(self.names))]
         for name in self.names:
             # Where parameters are averaged those of two peers differ between two averages.
             check: dict[str, Any] = {"check_every": 0} if isinstance(self._strategy, LocalUpdates) else {}
@@ -60,11 +61,11 @@ class Others:
         self.run.announce_end(END)
         swarm = self.run.swarm
         self.work = {
-            name: swarm.spawn(name, swarm.peer(name).train(4, duration_s=0.25 + number / 100, until=lambda: False))
-            for number, name in enumerate(self.names)
+            name: swarm.spawn(name, swarm.peer(name).train(4, duration_s=duration_s, until=lambda: False))
+            for name, duration_s in zip(self.names, times_s, strict=True)
         }
         await sim.sleep(0.4)
-        first = swarm.peer(self.frozen[0])
+        first = swarm.peer((self.frozen or self.names)[0])
         while not MOMENTS[moment]([fragment.epoch for fragment in first.fragments]):
             assert not first.finished
             await sim.sleep(0.01)
@@ -167,3 +168,39 @@ def test_who_is_left_behind_takes_the_last_state_from_a_peer_that_stays(strategy
         await others.leave(["p2", stays])
 
     sim.run(main, seed=len(moment))
+
+
+@pytest.mark.parametrize("strategy", ["drop", "next", pytest.param("overlap", marks=pytest.mark.long)])
+def test_who_steps_alone_beside_a_peer_with_long_batches_was_told_that_it_ended_without_it(strategy: str) -> None:
+    """Its last steps lack the other one's samples, but that one comes to the same state before both end."""
+
+    async def main() -> None:
+        others = Others(STRATEGIES[strategy], 2, [])
+        await others.end("at the beginning", batch_s=(0.05, 1.5))
+        assert others.run.trainers["p0"].alone
+        assert not others.differs("p1")
+        assert not any(others.said.values()), others.said
+        await others.leave(others.names)
+
+    sim.run(main, seed=0)
+
+
+def test_a_peer_that_waits_for_a_quorum_took_the_farewells_of_an_earlier_run_for_the_end_of_its_own() -> None:
+    """They lie in the DHT for a while. It made all steps of a run of the same name alone."""
+
+    async def main() -> None:
+        others = Others(STRATEGIES["Decoupled"], 2, [])
+        await others.end("at the beginning")
+        for name in others.names:
+            for fragment in others.run.swarm.peer(name).fragments:
+                await others.run.swarm.run_on(name, fragment.close)
+        new = await others.run.add("new", strategy=STRATEGIES["Decoupled"])
+        others.run.announce_end(END)
+        others.work["new"] = others.run.swarm.spawn("new", new.train(4, duration_s=0.25, until=lambda: False))
+        await sim.sleep(10.0)
+        assert new.participant._known.left, "their farewells are not in the DHT"
+        assert new.participant.epoch == 0
+        others.work["new"].cancel()
+        await others.run.close()
+
+    sim.run(main, seed=1)

@@ -223,7 +223,10 @@ class Outlook:
     def left_behind(self) -> bool:
         """Whether the others have ended the run, and left: no quorum comes any more."""
         end, known = self.end.epoch, self.known
-        return end is not None and not known.peers and any(left.epoch >= end for left in known.left.values())
+        if end is None or known.peers:
+            return False
+        # Farewells of an earlier run of this name lie in the DHT for a while: those writers were never here.
+        return any(left.ended and left.epoch >= end for left in known.left.values())
 
     def state_replaced(self) -> None:
         """This peer's state is another one now, and not by a step that it took with others, or alone."""

@@ -231,13 +231,14 @@ class Solitude:
             return
         self.looked_at = name
         led_here = {name.digest, *self._own.lineage.history}
-        self.ended_without = {
-            peer: word.epoch for peer, word in left.items() if word.ended and word.digest not in led_here
-        }
-        # Those who left with no later state than this peer had with them have ended nothing.
-        together = self.together
-        lost = any(peer not in left or left[peer].epoch > together for peer in self._others)
-        self.ended_alone = self._epoch is not None and (lost or self._together is None)
+        apart = {peer: word.epoch for peer, word in left.items() if word.digest not in led_here}
+        self.ended_without = {peer: epoch for peer, epoch in apart.items() if left[peer].ended}
+        # Those who are here come to this state, or have come: steps that this peer made alone are theirs, too. Those
+        # who left with no later state than this peer had with them have ended nothing.
+        together, gone = self.together, self._others.difference(self._connected())
+        lost = any(peer not in left or apart.get(peer, 0) > together for peer in gone)
+        met_nobody = self._together is None and not self._here()
+        self.ended_alone = self._epoch is not None and (lost or met_nobody)
         if all(each.has_ended for each in self.model):
             self._first.tell_end()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -54,9 +53,7 @@ class Others:
         """All train; at this moment some are frozen, and the others come to the end."""
         times_s = batch_s or [0.25 + number / 100 for number in range(len(self.names))]
         for name in self.names:
-            # Where parameters are averaged those of two peers differ between two averages.
-            check: dict[str, Any] = {"check_every": 0} if isinstance(self._strategy, LocalUpdates) else {}
-            await self.run.add(name, strategy=self._strategy, events=partial(self._note, name), **check)
+            await self.run.add(name, strategy=self._strategy, events=partial(self._note, name))
         await sim.sleep(3.0)
         self.run.announce_end(END)
         swarm = self.run.swarm

@@ -28,7 +28,7 @@ async def train(
     threads: Sequence[int] = (),
     **of_run: Any,
 ) -> tuple[Run, list[str]]:
-    """Train with checks at epochs 2, 6, 10, ... and before the last step. Returns what was said.
+    """Train with checks at epochs 2, 6, 10, ... and after the last step. Returns what was said.
 
     `change` is called after each batch.
     `threads` says how many the trainer's thread of each peer has; `of_run` are options of the run.
@@ -74,7 +74,7 @@ def test_equal_parameters_pass_the_check() -> None:
         assert len(checks) == 1
         (check,) = checks
         assert check is not None
-        assert check[0] == 12
+        assert check[0] == 13
         assert check[1] == check[2]
 
     sim.run(main, seed=1)
@@ -147,7 +147,7 @@ def test_weights_to_evaluate_with_are_not_taken_for_those_of_the_state(monkeypat
                 monkeypatch.setattr(parameter_check, "check_of", read_while_it_evaluates)
 
         run, said = await train(NAMES, 13, nothing, prepare)
-        assert read == [2, 6, 10, 12]
+        assert read == [2, 6, 10, 13]
         assert said == []
         assert [run.swarm.peer(name).downloads for name in NAMES] == [0, 0, 0]
 

@@ -71,9 +71,9 @@ class OptimizerOptions(TypedDict, total=False):
       all peers take the same steps, so their parameters need none.
     - `state_averaging_compression`: codec for averaging parameters; it codes what changed since the last average, so
       that small updates are kept. None for none.
-    - `check_parameters_every`: epochs between two checks that all peers at one state hold the same parameters, and
-      before the last step of the run; 0 for never; 10. Each takes 0.6 s of one core for 1 GiB, beside the training. A
-      peer that holds others downloads.
+    - `check_parameters_every`: epochs between two checks that all peers at one state hold the same parameters; 0 for
+      never; 10. Each takes 0.6 s of one core for 1 GiB, beside the training. There is one more after the last step of
+      the run, on all cores. A peer that holds others downloads.
     - `reuse_grad_buffers`: let `step` clear `.grad`, so that the loop need not call `zero_grad()`. Then give a
       `GradScaler` to `step`, or use a `shoal.GradScaler`: where torch's own leaves a step out, it clears nothing,
       which is a warning.

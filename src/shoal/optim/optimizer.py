@@ -211,7 +211,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             state_patience_s=tuning.load_state_timeout,
             require_state=None if require_state is None else flag("require_state", require_state),
             catch_up_bytes=tuning.catch_up_bytes,
-            check_every=0 if averages else tuning.check_parameters_every,
+            check_every=tuning.check_parameters_every,
             fingerprint=run_settings(
                 training,
                 self.strategy,

@@ -941,6 +941,8 @@ class Progress(Message, frozen=True):
             those that they were found equal to (to rounding, if arithmetic differs).
         alone: the peer is connected with nobody else of the run, or took its last step alone, and is not meant to. For
             `shoal status`.
+        parameters: at the end of the run: what the peer holds, described as for a check (`run.decide.check.Check`).
+            Empty: it makes no check. None: it does not say it yet.
     """
 
     contact: Contact
@@ -955,6 +957,7 @@ class Progress(Message, frozen=True):
     left: bool = False
     check: tuple[Epoch, CheckDigest, CheckDigest] | None = None
     alone: bool = False
+    parameters: Annotated[bytes, msgspec.Meta(max_length=2048)] | None = None
 
 
 class Standing(Message, frozen=True):

@@ -162,7 +162,7 @@ class ProgressGossip:
         self._deaf = Ledger[PeerID](_DEAF_S, _DEAF_S, free=0)  # peers that could not be told
         self._why_deaf: dict[PeerID, str] = {}
         self._called, self._tell_again_at = b"", 0.0  # at which state all were told that there is enough, and when next
-        self._found_at = float("-inf")  # the last time that the DHT showed somebody new
+        self._found_at = self._asked_at = float("-inf")  # the last time that the DHT showed somebody new; and of `ask`
         self._doubts = Changes()  # of what we know: somebody may be there who is not known here
         self._written = self._twin_wrote = float("-inf")  # in our name: when we, and another peer, wrote last
         self._complete = b""  # the state of which we know that there is enough, and that everybody is here
@@ -295,18 +295,31 @@ class ProgressGossip:
             # count here until they do.
             for peer in [peer for peer in self._known.peers if peer not in view.peers][:_ASKED_ANEW]:
                 self._call(peer)
-        if few:
-            self.tell(view, now=True)
-        elif not expected:
-            others = list(view.peers[1:])
-            self._core.env.rng.shuffle(others)
-            for peer in others[:_ASKED_ANEW]:
-                self._call(peer)
-            self._note(others[_ASKED_ANEW:_ALL], mine, [])
+        if few or not expected:
+            self.announce(view)
         elif self._core.peer_id in self._duties(view, mine.digest, self._renamed_at).keepers:
             # A peer that came just after the round began now waits, at the state before, for others to come.
             here = [peer for peer, said in view.others.items() if StateKey.of_peer(said) == self._before]
             self._note([peer for peer in here if peer not in view.together][:_ALL], mine, [])
+
+    def announce(self, view: SwarmView) -> None:
+        """Tell others at once where we stand: all of them, up to `_ALL`."""
+        if len(view.peers) - 1 <= FEW:
+            self.tell(view, now=True)
+            return
+        others = list(view.peers[1:])
+        self._core.env.rng.shuffle(others)
+        for peer in others[:_ASKED_ANEW]:
+            self._call(peer)
+        self._note(others[_ASKED_ANEW:_ALL], self._next_word(), [])
+
+    def ask(self, peers: Collection[PeerID]) -> None:
+        """Call these once a second until they have said what we lack. The few are told, and asked so, anyway."""
+        now = asyncio.get_running_loop().time()
+        if peers and len(self._known.peers) > FEW and now >= self._asked_at + _SILENCE_S:
+            self._asked_at = now
+            for peer in peers:
+                self._call(peer)
 
     async def _publish_loop(self) -> None:
         """Write our progress to the DHT: soon after a change of our state, else now and then, not all at one time."""
@@ -744,4 +757,5 @@ def _place(progress: Progress) -> tuple[object, ...]:
 
     The samples come last.
     """
-    return progress.digest, progress.branch_samples, progress.end_epoch, progress.left, progress.samples
+    said = progress.end_epoch, progress.left, progress.parameters
+    return progress.digest, progress.branch_samples, *said, progress.samples

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -62,7 +63,7 @@ from shoal.run.view.companions import Companions
 from shoal.run.view.contribution import Contribution, RateMeter
 from shoal.run.view.progress import NO_STATE, StateKey, SwarmProgress, SwarmView
 from shoal.run.view.witness import Witness
-from shoal.run.view.words import heeds, sites_of
+from shoal.run.view.words import heeds, sites_of, weigh
 from shoal.strategies.pace import Pace
 from shoal.train.training_state import TrainingState
 
@@ -166,8 +167,15 @@ class Participant:
         self._told_at = -math.inf
         self._gossip = gossip = ProgressGossip(core, settings, known, news, next_word=self._next_word)
         self._steps = feed = StepFeed(core, settings.run_id, self._followed_from, (averager, states), notices)
-        every, is_last = settings.check_every, self._next_step_is_last
-        self._check = check = ParameterCheck(core, own, notices, every=every, is_last=is_last)
+        self._check = check = ParameterCheck(
+            core,
+            own,
+            notices,
+            every=settings.check_every,
+            is_last=lambda: self._is_last_state,
+            trainer_stands=lambda: course.turns > 0,
+            described=self._described,
+        )
         self.account = Account(outlook, course, self.contribution, notices)
         self.solitude: Solitude = Solitude(
             outlook,
@@ -350,8 +358,10 @@ class Participant:
     def progress(self) -> Progress:
         """The progress of this peer, with the time of its last word to others."""
         left, alone = self.course.is_closed, self.solitude.told
-        place = self._outlook.place()
-        return msgspec.structs.replace(place, time=self._told_at, left=left, check=self._check.last, alone=alone)
+        place, parameters = self._outlook.place(), self._check.said if self._is_last_state else None
+        return msgspec.structs.replace(
+            place, time=self._told_at, left=left, check=self._check.last, alone=alone, parameters=parameters
+        )
 
     def _next_word(self) -> Progress:
         """The progress of this peer, to be told to others.
@@ -445,7 +455,8 @@ class Participant:
         averages = self.course.machine.states_due or self.own.update is not None
         due = self.states_average.follows_last and (averages or self.own.name == self.own.followed)
         best = claimed if claimed.vouched else view
-        if self._end.observe(self.epoch, best, now, average_due=due, client=self._outlook.is_client):
+        unlike = self._unlike(view.others) if self._is_last_state else ()
+        if self._end.observe(self.epoch, best, now, average_due=due, unlike=unlike, client=self._outlook.is_client):
             self.course.moves.notify()
         if self._is_over:
             self.solitude.ended()
@@ -462,10 +473,31 @@ class Participant:
         self.pace.ends_at(end, left_behind=self._outlook.left_behind)
         self.training.ends_at(end)
 
-    def _next_step_is_last(self) -> bool:
-        """Whether the next step is the last one of the run, as far as it is known."""
-        end = self._end.expected(self.epoch, self.training.model_epoch)
-        return end is not None and self.epoch + 1 == end
+    @property
+    def _is_last_state(self) -> bool:
+        """Whether the run ends with the parameters that are here: no step changes them any more, and no average."""
+        machine, own = self.course.machine, self.own
+        if not self.at_end or machine.is_busy or machine.states_due or own.update is not None:
+            return False
+        return own.name != own.followed or not self.states_average.follows_last
+
+    def _unlike(self, others: Mapping[PeerID, Progress]) -> frozenset[PeerID]:
+        """See `ParameterCheck.unlike`; of these others."""
+        sites = {**self._sites(), **sites_of([self._outlook.contact])}
+        weighed = partial(weigh, committed=self.own.committed.weights, sites=sites)
+        return self._check.unlike(others, self._known.left, weighed, client=self._outlook.is_client)
+
+    def _described(self) -> None:
+        """The parameters are described. At the end the others wait for that."""
+        if self._is_last_state and not self.course.is_closed:
+            self._gossip.announce(self.view())
+            self._news.notify()
+
+    async def _mend(self, holders: frozenset[PeerID] | None) -> None:
+        """A check has found that our parameters differ: take over those of these peers; None: it has not."""
+        if holders is not None:
+            self.takeover.mend(holders)
+            await self.tell_loaded()
 
     def _sites(self) -> dict[PeerID, bytes]:
         return sites_of(map(self._gossip.contact, self._known.peers))
@@ -526,6 +558,10 @@ class Participant:
             # Others may have come to the run since it began here, or have been heard late.
             if self.own.with_others == NO_STATE:
                 self._check_fit()
+            if (holders := await self._check.difference_at_end(late=not self._end.waits(self._now()))) is not None:
+                await self._mend(holders)
+                continue
+            self._gossip.ask(self._check.lacking)
             self._judge(view)
             if not machine.is_busy:
                 trains_on = self._outlook.trains_on
@@ -543,9 +579,7 @@ class Participant:
         match work:
             case Work.AVERAGE_GRADIENTS:
                 self.course.moves.notify()  # a trainer that goes on while gradients are averaged waits until here
-                if (mend_from := await self.swarm_step.average()) is not None:
-                    self.takeover.mend(mend_from)
-                    await self.tell_loaded()
+                await self._mend(await self.swarm_step.average())
             case Work.AVERAGE_STATES:
                 await self.states_average.average()
             case Work.STEP_ALONE:

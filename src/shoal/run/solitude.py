@@ -230,7 +230,10 @@ class Solitude:
         if self.looked_at == name:
             return
         self.looked_at = name
-        led_here = {name.digest, *self._own.lineage.history}
+        lineage = self._own.lineage
+        # A state that is worse than one before it was renamed, as a check found that its parameters are wrong.
+        better = {held.digest for held in lineage.held if held.samples > name.samples}
+        led_here = {name.digest, *lineage.history} - better
         apart = {peer: word.epoch for peer, word in left.items() if word.digest not in led_here}
         self.ended_without = {peer: epoch for peer, epoch in apart.items() if left[peer].ended}
         # Those who are here come to this state, or have come: steps that this peer made alone are theirs, too. Those

@@ -2,7 +2,8 @@
 
 A name says which steps went into a state, not which values came of it. A hook that only one peer has, random numbers in
 a step or a broken memory may change them. So every few epochs each member of a gradient round describes its parameters
-as it joins: by a digest of their bytes, and a sample of their values. From these, every member concludes the same:
+as it joins: by a digest of their bytes, and a sample of their values. At the end of a run the peers tell each other the
+same. From these, every member concludes the same:
 
 - The parameters that the members of most weight hold are the state (see `words`); of equal weights, those of the first
   peer in an order that chance has made.
@@ -189,10 +190,13 @@ class Checks:
         self._in_a_row = self._in_a_row + 1 if wrong else 0
         return wrong and self._in_a_row.bit_count() == 1
 
-    def count_difference(self, verdict: Verdict) -> bool:
-        """Count this verdict. True if it is to be told: for the first, second, fourth, ... difference in a row."""
+    def count_difference(self, verdict: Verdict, *, always: bool = False) -> bool:
+        """Count this verdict. True if it is to be told: for the first, second, fourth, ... difference in a row.
+
+        `always`: for each one, as nobody checks the parameters again.
+        """
         self._told = self._told + 1 if verdict.others else 0
-        return self._told.bit_count() == 1
+        return self._told > 0 if always else self._told.bit_count() == 1
 
     @property
     def again(self) -> bool:
@@ -218,6 +222,7 @@ def check_of(
     on_host: bool = False,
     way: str = "",
     holds: Callable[[], bool] = lambda: True,
+    at_rest: bool = False,
 ) -> Check | None:
     """Describe these parameters, in the state that has this digest as its name.
 
@@ -228,6 +233,7 @@ def check_of(
         on_host: the steps are taken on the CPU, wherever the parameters are.
         way: further settings that they depend on, in words.
         holds: whether the parameters have the values of this state now.
+        at_rest: nothing is trained meanwhile, so that all cores may be used.
 
     Returns:
         None if others came into their place meanwhile.
@@ -236,7 +242,7 @@ def check_of(
     how = sorted({name for group in optimizer.param_groups for name in HOW if group.get(name)})
     about = f"torch {torch.__version__}", torch.backends.cpu.get_cpu_capability(), *devices, *how, way
     words = ", ".join(filter(None, about))
-    both, unseen = blake3(), 0
+    both, unseen = blake3(max_threads=blake3.AUTO if at_rest else 1), 0
     with torch.no_grad():
         for parameter in parameters:
             both.update(view_bytes(parameter.detach().to("cpu").contiguous()))

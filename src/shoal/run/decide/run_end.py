@@ -13,15 +13,15 @@ A peer at a state of which it knows no steps goes by its own word, and so does o
 Without a word of its own it goes by the word of more than half of all sites that it knows (see `words`).
 
 The first peer at the end holds data that the others still need: the last round may have failed for one of them, which
-would then make a last step of its own, and end with other weights. So a peer at the end waits for the others it knows.
-After the last step its members average what differs by design, and only then look who has the last state. A peer that
-took that step from them later, or downloaded the state after it, is not among these: it waits until they tell of the
-average, or are gone.
+would then make a last step of its own, and end with other weights. So a peer at the end waits for the others it knows,
+and compares with them what the last step has left (see `parameter_check`). After the last step its members average what
+differs by design, and only then look who has the last state. A peer that took that step from them later, or downloaded
+the state after it, is not among these: it waits until they tell of the average, or are gone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from shoal.base.peer import PeerID
 from shoal.run.decide.committed import Committed, median_end
@@ -116,13 +116,21 @@ class RunEnd:
         return self._since is None or now - self._since < self._patience_s
 
     def observe(
-        self, epoch: int, view: SwarmView, now: float, *, average_due: bool = False, client: bool = False
+        self,
+        epoch: int,
+        view: SwarmView,
+        now: float,
+        *,
+        average_due: bool = False,
+        unlike: Collection[PeerID] = (),
+        client: bool = False,
     ) -> bool:
         """A peer at this epoch sees the swarm. True if it may leave now, and could not before.
 
         It may leave when all peers that it knows have its state, or when it has waited long enough for them; never
-        while there is a better state than its own. If `average_due`, the last average is not here. Clients have nothing
-        to do with each other: a client waits for peers that can be dialed.
+        while there is a better state than its own. Those that are `unlike` name it, and may hold other parameters. If
+        `average_due`, the last average is not here. Clients have nothing to do with each other: a client waits for
+        peers that can be dialed.
         """
         before = self.over(epoch)
         if not self.reached(epoch):
@@ -131,12 +139,12 @@ class RunEnd:
             self._since = now
         over = self._since is not None and not view.behind
         enough = over and (
-            before or not self.waits(now) or self._all_here(view, average_due=average_due, client=client)
+            before or not self.waits(now) or self._all_here(view, unlike, average_due=average_due, client=client)
         )
         self._over_at = epoch if enough else None
         return self.over(epoch) and not before
 
     @staticmethod
-    def _all_here(view: SwarmView, *, average_due: bool, client: bool) -> bool:
+    def _all_here(view: SwarmView, unlike: Collection[PeerID], *, average_due: bool, client: bool) -> bool:
         others = {peer for peer, word in view.others.items() if word.contact.addresses or not client}
-        return others <= view.together - view.coming and not (average_due and others)
+        return others <= view.together - view.coming.union(unlike) and not (average_due and others)

@@ -161,25 +161,39 @@ class Notices:
             verdict.others,
         )
 
-    def differs(self, epoch: int, verdict: Verdict, me: PeerID, checks: Mapping[PeerID, Check], *, again: bool) -> None:
-        """This peer names the state of this epoch, and holds other parameters than those that it should hold."""
-        kept = verdict.others[me]
+    def differs(
+        self,
+        epoch: int,
+        verdict: Verdict,
+        me: PeerID,
+        checks: Mapping[PeerID, Check],
+        *,
+        again: bool,
+        stays: bool = False,
+    ) -> None:
+        """This peer names the state of this epoch, and holds other parameters than those that it should hold.
+
+        `again`: so it was at the check before. `stays`: the run is over, and nobody gives them.
+        """
+        kept, do = verdict.others[me], "this peer downloads theirs"
+        if stays:
+            do = "nobody gives theirs, so this peer ends with its own: take theirs, from one of their checkpoints"
         if (other := checks[min(kept)]).arithmetic != checks[me].arithmetic:
             self.warn(
                 f"the check of the parameters at epoch {epoch}: ours differ from those of {len(kept)} peers at the "
-                "same state; this peer downloads theirs. They compute otherwise, so steps are rounded otherwise: they "
+                f"same state; {do}. They compute otherwise, so steps are rounded otherwise: they "
                 f"with {other.way!r}, this peer with {checks[me].way!r}. To keep equal parameters, train on machines "
                 "of one kind with equal settings, or with an optimizer that works on each value by itself, such as "
                 "AdamW; or let average_state_every bring them together"
             )
             return
-        if again and checks[me].is_near(other):
+        if again and not stays and checks[me].is_near(other):
             self._differ_by_rounding(epoch)
             return
         alike = "" if kept == verdict.holders else ", which compute as this peer does and the others do not"
         message = (
             f"the check of the parameters at epoch {epoch}: ours differ from those of {len(kept)} peers at the same "
-            f"state{alike}; this peer downloads theirs{_of_a_tie(verdict)}"
+            f"state{alike}; {do}{_of_a_tie(verdict)}"
         )
         if alike:
             message += ". Once this is nothing to worry about, if its state came from a peer that computes otherwise"

@@ -211,11 +211,13 @@ class Farewell(NamedTuple):
     Attributes:
         epoch, digest: of its state.
         ended: whether it had ended the run there, and was one of the peers of this one.
+        parameters: see `Progress.parameters`.
     """
 
     epoch: int
     digest: bytes
     ended: bool
+    parameters: bytes | None = None
 
 
 class _Loss(NamedTuple):
@@ -474,7 +476,8 @@ class SwarmProgress:
         was_here = peer in self._known or peer in self._lost
         ended = was_here and progress.end_epoch is not None and progress.epoch >= progress.end_epoch
         self._lose(peer, progress.time)
-        put_last(self.left, peer, Farewell(progress.epoch, progress.digest, ended), _MAX_REMEMBERED)
+        farewell = Farewell(progress.epoch, progress.digest, ended, progress.parameters)
+        put_last(self.left, peer, farewell, _MAX_REMEMBERED)
         return True
 
     def _last_time(self, peer: PeerID, now: float, *, direct: bool = True) -> float:

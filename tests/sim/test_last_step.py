@@ -353,3 +353,19 @@ def test_one_peer_alone_ends_at_once() -> None:
         await last.leave(last.names)
 
     sim.run(main, seed=12)
+
+
+@pytest.mark.parametrize("wrong", [pytest.param((), marks=pytest.mark.long), (19,)], ids=["all equal", "one is wrong"])
+def test_twenty_peers_compare_themselves_with_sixteen(wrong: Sequence[int]) -> None:
+    """More than are told of everything: who lacks a word asks for it, and who is wrong is mended."""
+
+    async def main() -> None:
+        last = Last(Synchronous(5 * TARGET), 20)
+        await last.end(wrong=wrong)
+        assert last.are_equal
+        assert sum(last.downloads) == len(wrong)
+        assert bool(last.said["p19"]) == bool(wrong)
+        assert last.waited_s < 3.0
+        await last.leave(last.names)
+
+    sim.run(main, seed=13)

@@ -16,7 +16,9 @@ from shoal.averaging.directory import declare_donor
 from shoal.dht import DhtSettings, StorageLimits
 from shoal.events import Warned
 from shoal.sim import SimHost, SimNetwork, Swarm
+from shoal.strategies import Decoupled
 from tests.sim.averaging_kit import SETTINGS, start_core
+from tests.sim.optimizer_kit import Run
 
 MIB = 1 << 20
 PREFIXES = ("one", "two")
@@ -137,3 +139,20 @@ def test_a_donor_that_cannot_be_declared_says_so() -> None:
         await swarm.run_on("donor", donor.core.close)
 
     sim.run(main, seed=4)
+
+
+def test_a_run_declares_no_donors() -> None:
+    """Each fragment of the model did, twice a minute. Peers of a run ask those that say which state they have."""
+
+    async def main() -> None:
+        run = Run(target=1)
+        for name in ("a", "b"):
+            await run.add(name, strategy=Decoupled(4, fragments=2, quorum=2))
+        await sim.sleep(60.0)
+        node = run.trainers["b"].participant.core.node
+        assert await run.swarm.run_on("b", node.get, "run_progress") is not None
+        for name in ("run", "run/1"):
+            assert await run.swarm.run_on("b", node.get, f"{name}_state.all_averagers") is None
+        await run.close()
+
+    sim.run(main, seed=5)

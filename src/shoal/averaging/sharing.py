@@ -56,7 +56,6 @@ class StateSharing:
         self._donor: StateDonor | None = None
         self._tasks = Tasks(self._on_failure)
         self._declaring: asyncio.Task[None] | None = None
-        self._declared = True
 
     def set_priority(self, priority: float) -> None:
         """Have the next declaration say this priority; `declare` tells it at once."""
@@ -71,22 +70,22 @@ class StateSharing:
         """Begin to give the state to every peer that asks. Has no effect if it goes on already.
 
         Args:
-            declared: tell the DHT. False for a peer that only dials: those that it has dialed may ask it.
+            declared: tell the DHT. Without, only peers that know of this one otherwise can ask it.
         """
         if self._donor is None:
             core = self._core
             self._donor = StateDonor(
                 core.endpoint, core.env, self._prefix, self._hold_state, self._state_version, pacer=core.pacer()
             )
-            self._declared = declared
-            self._declaring = self._tasks.spawn(self._declare_loop())
+            self._declaring = self._tasks.spawn(self._declare_loop()) if declared else None
 
     def disable(self) -> None:
         """Stop giving the state at once."""
-        if self._donor is not None and self._declaring is not None:
+        if self._donor is not None:
             self._donor.stop()
+        if self._declaring is not None:
             self._declaring.cancel()
-            self._donor = self._declaring = None
+        self._donor = self._declaring = None
 
     def _on_failure(self, error: BaseException) -> None:
         self._core.env.events.emit(Warned(where=f"state of {self._prefix}", message=f"{type(error).__name__}: {error}"))
@@ -115,7 +114,7 @@ class StateSharing:
 
     async def declare(self) -> None:
         """Tell the DHT now that this peer shares its state, with the present priority; a failure is an event."""
-        if self._donor is None or self._core.client_mode or not self._declared:
+        if self._declaring is None or self._core.client_mode:
             return
         core, prefix = self._core, self._prefix
         expiration = core.env.clock.time() + 2 * self._settings.declare_state_period_s

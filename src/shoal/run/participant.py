@@ -233,7 +233,7 @@ class Participant:
     async def start(self) -> None:
         """Join the run: look where it stands, tell where we stand."""
         self._distrust = self.core.endpoint.trust.heed(lambda: self.own.committed.weights)
-        self._states.sharing.enable(declared=not self.settings.averager.client_mode)
+        self._states.sharing.enable(declared=False)  # others know from our progress which state is here
         self.speed.measure(self._now())
         self.pace.state_changed(self.epoch, self._now())
         for work in self._gossip.start():
@@ -678,7 +678,6 @@ class Participant:
         self.pace.state_changed(self.epoch, self._now())
         self.account.state_changed(tells=not self._gossip.has_twin)  # rounds take only one of the two: that was said
         self._states.sharing.changed()
-        self._states.sharing.set_priority(float(self.own.name.epoch))
         view, _ = self._look()
         self._gossip.announce_state(view, expected=expected)
         self._news.notify()

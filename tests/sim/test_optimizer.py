@@ -24,8 +24,10 @@ from tests.sim.optimizer_kit import Run, backward, gradient, make_optimizer, mod
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("peers", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(
+    ("peers", "dtype"),
+    [*((peers, torch.float64) for peers in range(1, 6)), *((peers, torch.float32) for peers in (1, 3))],
+)
 def test_a_run_equals_one_process_with_all_batches(peers: int, dtype: torch.dtype) -> None:
     """Invariant 7: k epochs of N peers are k steps on the mean gradient of all their batches, to rounding."""
     epochs, batches, size = 4, 2, 3
@@ -293,11 +295,11 @@ def test_a_partition_forks_and_heals_to_the_better_branch() -> None:
         ]
         await sim.sleep(6)
         run.swarm.partition([["p0", "p1"], ["p2", "p3", "p4"]])
-        await sim.sleep(30)
+        await sim.sleep(15)
         sides = [run.swarm.peer("p0").participant.state, run.swarm.peer("p2").participant.state]
         assert sides[0].digest != sides[1].digest
         run.swarm.heal()
-        await sim.sleep(30)
+        await sim.sleep(20)
         best = max(run.swarm.peer(name).participant.epoch for name in names)
         run.announce_end(best + 4)
         await asyncio.wait(tasks)
@@ -367,9 +369,10 @@ def test_a_state_that_nobody_gives_stops_nobody() -> None:
 @pytest.mark.parametrize(
     ("peers", "skew_s"),
     [
-        *((2, each) for each in (-3000.0, -30.0, -12.0, 12.0, 30.0, 3000.0)),
-        *((3, each) for each in (-12.0, 3000.0)),
-        *(pytest.param(3, each, marks=pytest.mark.long(full=True)) for each in (-3000.0, -30.0, 12.0, 30.0)),
+        *((2, each) for each in (-30.0, 12.0, 3000.0)),
+        (3, -12.0),
+        *(pytest.param(2, each, marks=pytest.mark.long(full=True)) for each in (-3000.0, -12.0, 30.0)),
+        *(pytest.param(3, each, marks=pytest.mark.long(full=True)) for each in (-3000.0, -30.0, 12.0, 30.0, 3000.0)),
     ],
 )
 def test_a_clock_that_is_wrong_stops_nobody(peers: int, skew_s: float) -> None:
@@ -424,11 +427,11 @@ def test_who_never_finds_the_others_is_not_waited_for_again_and_again() -> None:
 
         run.swarm.peer("p2").participant._averager.step = nobody  # type: ignore[assignment]
         tasks = [
-            run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.2, until=lambda: loop.time() > 60))
+            run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.2, until=lambda: loop.time() > 35))
             for name in names
         ]
         await asyncio.wait(tasks)
-        assert run.swarm.peer("p0").participant.epoch > 40
+        assert run.swarm.peer("p0").participant.epoch > 20
         assert any("says that it is at our state, but it does not come" in message for message in warned)
         assert not run.warnings, run.warnings
         await run.close()

@@ -111,12 +111,16 @@ class Others:
 
 
 CASES = [
-    pytest.param(name, moment, marks=[] if moment == list(MOMENTS)[1 + fragments] else pytest.mark.long)
-    for name, strategy in STRATEGIES.items()
+    pytest.param(
+        name,
+        moment,
+        marks=[] if number == 1 + fragments else pytest.mark.long(full=(place + number) % 3 > 0),
+    )
+    for place, (name, strategy) in enumerate(STRATEGIES.items())
     for fragments in [strategy.merging.fragments if isinstance(strategy, Merges) else 1]
-    for moment in list(MOMENTS)[: 2 + fragments]
+    for number, moment in enumerate(list(MOMENTS)[: 2 + fragments])
 ]
-"""In the short tests one moment of each strategy."""
+"""In the short tests one moment of each strategy; a third of the others in the sample of the long ones."""
 
 
 @pytest.mark.parametrize(("strategy", "moment"), CASES)

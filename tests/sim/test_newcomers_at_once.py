@@ -302,7 +302,7 @@ def test_who_gives_its_state_too_slowly_is_waited_for_as_long_as_a_claim_in_all_
     soak: Callable[[int, int], int],
 ) -> None:
     """None of them is a lucky one."""
-    for seed in range(soak(16, 100)):
+    for seed in range(soak(6, 100)):
         beside_a_hopeless_donor(15_000.0, seed)
 
 

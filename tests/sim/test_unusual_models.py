@@ -41,20 +41,25 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 LARGE = "20000 small"
 SAMPLE = ("empty group", "empty tensor", "channels_last", "partial statistics")
-"""The rest of the models is trained in all strategies by the long tests."""
+"""Models that every commit trains in all strategies. Of the others it trains each in one, and the sample of the long
+tests in a third of them."""
 
 
-def marks(model: str, *, sample: bool = True) -> list[pytest.MarkDecorator]:
+def marks(model: str, *, sample: bool = True, full: bool = False) -> list[pytest.MarkDecorator]:
     """Of a test of this model."""
     if model == LARGE:
-        return [pytest.mark.long, pytest.mark.timeout(900)]
-    return [] if sample else [pytest.mark.long]
+        return [pytest.mark.long(full=full), pytest.mark.timeout(900)]
+    return [] if sample else [pytest.mark.long(full=full)]
 
 
 CASES = [
-    pytest.param(model, strategy, marks=marks(model, sample=strategy == "synchronous" or model in SAMPLE))
-    for model in (*MODELS, LARGE)
-    for strategy in STRATEGIES
+    pytest.param(
+        model,
+        strategy,
+        marks=marks(model, sample=strategy == "synchronous" or model in SAMPLE, full=(place + number) % 3 > 0),
+    )
+    for place, model in enumerate((*MODELS, LARGE))
+    for number, strategy in enumerate(STRATEGIES)
 ]
 
 

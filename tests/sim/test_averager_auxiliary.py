@@ -142,7 +142,7 @@ def test_assistants_that_call_again_at_once_are_in_the_next_group() -> None:
                     continue
 
         helpers = [asyncio.ensure_future(assist(f"p{peer}")) for peer in range(2, 5)]
-        for turn in range(1, 4):
+        for turn in range(1, 3):
             await sim.sleep(5.0)
             await asyncio.gather(*(trial.step(f"p{peer}") for peer in range(2)))
             await sim.sleep(1.0)

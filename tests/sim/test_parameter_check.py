@@ -213,7 +213,7 @@ def rounded(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 @pytest.mark.parametrize("names", [NAMES[:2], NAMES], ids=len)
 def test_a_step_that_always_differs_is_not_mended_for_ever(names: list[str]) -> None:
-    """A hook on one peer only: the first, second, fourth, eighth check in a row, with what to look for.
+    """A hook on one peer only: the first, second and fourth check in a row, with what to look for.
 
     Each is mended by one download, and by a second one if the donor has stepped meanwhile. Of two peers ties had
     another order each time: either mended, each for the first time.
@@ -224,9 +224,9 @@ def test_a_step_that_always_differs_is_not_mended_for_ever(names: list[str]) -> 
             trainer.participant.training.optimizer.register_step_pre_hook(halved)
 
     async def main() -> None:
-        run, said = await train(names, 41, nothing, hook)
+        run, said = await train(names, 25, nothing, hook)
         downloads = [run.swarm.peer(name).downloads for name in names]
-        assert 2 <= sum(downloads) <= 8
+        assert 2 <= sum(downloads) <= 6  # of seven checks three
         assert sum(map(bool, downloads)) == 1  # always the same one
         assert sum("the step itself differs on one side" in each for each in said) >= 1
 

@@ -75,6 +75,35 @@ def assert_all_in(results: list[tuple[int, int]], epochs: int = 20) -> None:
     assert all(steps >= 0.95 * epochs and not downloads for steps, downloads in results), results
 
 
+@pytest.mark.parametrize(("batches_s", "most"), [((0.02, 0.02), 4.0), ((0.02, 0.021), 3.2)])
+def test_peers_with_short_epochs_waited_for_the_pause_between_two_words(
+    batches_s: tuple[float, float], most: float
+) -> None:
+    """One batch of each is a step. They heard of it when a third one had begun: now a second one has, at most."""
+
+    async def main() -> None:
+        run = Run(target=2, network=SimNetwork(1, latency_s=0.0002))
+        trainers = [await run.add(name) for name in ("a", "b")]
+        await sim.sleep(3.0)
+
+        async def train(epoch: int) -> int:
+            """Train until this epoch; returns the number of batches until then."""
+            works = [
+                run.swarm.run_on(
+                    name, each.train, 1, duration_s=batch_s, until=lambda: len(trainers[0].epochs) >= epoch
+                )
+                for name, each, batch_s in zip(("a", "b"), trainers, batches_s, strict=True)
+            ]
+            await asyncio.gather(*works)
+            return sum(trainer.batches_done for trainer in trainers)
+
+        first = await train(10)  # in which nobody knows yet what a step takes
+        assert await train(50) - first <= 40 * most
+        await run.close()
+
+    sim.run(main, seed=1)
+
+
 @pytest.mark.parametrize(
     ("target", "average_state_every"),
     [(160, 4), *(pytest.param(*each, marks=pytest.mark.long) for each in ((200, 1), (400, 4)))],

@@ -146,6 +146,26 @@ def test_what_changed_while_a_message_was_on_its_way_is_told_when_it_has_arrived
     asyncio.run(main())
 
 
+def test_a_count_that_others_wait_for_waited_for_a_pause() -> None:
+    """Two peers with batches of 20 ms each began a third one before they heard that the first ones were enough."""
+
+    async def main() -> None:
+        swarm = Swarm(peers=2)
+        swarm.gossip.target = 4
+
+        async def calls(**mine: Any) -> int:
+            swarm.called.clear()
+            await swarm.tell(after_s=0.02, **mine)
+            return len(swarm.called)
+
+        await calls(samples=2)
+        # The new state waits for a pause; its counts do not, up to what was given to the last step.
+        told = [await calls(samples=samples, digest=b"e" * 32) for samples in (0, 0, 0, 1, 2, 3, 4)]
+        assert told == [0, 0, 1, 1, 1, 0, 0]
+
+    asyncio.run(main())
+
+
 def test_peers_that_merge_tell_how_far_they_are_near_the_merge_only() -> None:
     """Each of four peers told the others of each batch, in each part of the model: four times what the values took."""
     known = SwarmProgress(ME, {}, ttl_s=20.0)

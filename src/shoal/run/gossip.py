@@ -556,8 +556,8 @@ class ProgressGossip:
 
         The few are told of each change; if peers merge, of their counts only near the next merge. At most one message
         is on its way to each, and a slow one holds up nobody. Changes within `tell_period_s` of the last message wait
-        for its end, unless `now`. Where nothing has changed it is told once a second; of the fragments of a model, all
-        of them together.
+        for its end, unless `now`, or others may wait for our count. Where nothing has changed it is told once a second;
+        of the fragments of a model, all of them together.
         """
         at = asyncio.get_running_loop().time()
         # Another fragment of the model, or the DHT, may have found them: they may be on the other side of a fork here.
@@ -569,14 +569,15 @@ class ProgressGossip:
             return
         mine = self._next_word()
         place, told = _place(mine), self._told_place
-        near = not self._merges or self._countdown.observe(mine, view, self.target, self.rate, at)
+        near = self._countdown.observe(mine, view, self.target, self.rate, at)
         if self._merges and not (near and self._countdown.matters):
             place, told = place[:-1], told[:-1]
         late = self._others_are_late(at)
         silence_s = self._fragment_count * _SILENCE_S
         if place == told and view.peers == self._told_peers and at < self._told_at + silence_s and not late:
             return
-        if not now and at < self._told_at + self._tell_period_s:
+        at_once = now or (near and self._countdown.presses)
+        if not at_once and at < self._told_at + self._tell_period_s:
             self.look_again(self._told_at + self._tell_period_s)
             return
         self._told_at, self._told_place, self._told_peers = at, _place(mine), view.peers

@@ -187,6 +187,15 @@ class Countdown:
         """Near the end: whether our count has changed enough since it was told."""
         return self._left <= max(self._told_left / 2, self._last_batches)
 
+    @property
+    def presses(self) -> bool:
+        """Near the end: whether the others may wait for our count, which matters.
+
+        Not where nothing says what this peer gives to a step; nor again after a count at the estimated end, which may
+        be far too early.
+        """
+        return self.matters and self._gave > 0 and self._told_left > 0
+
     def told(self) -> None:
         """Our count is told."""
         self._told_left = self._left

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 from typing import Any
 
 import pytest
@@ -673,6 +674,41 @@ def test_who_has_nothing_new_to_say_is_quiet(monkeypatch: pytest.MonkeyPatch) ->
         await run.close()
 
     sim.run(main, seed=21)
+
+
+def test_a_look_at_a_swarm_in_which_nothing_has_changed_is_cheap() -> None:
+    """It made 176 calls, as words were made that nobody was told, and questions asked that the others had answered."""
+
+    async def main() -> None:
+        run = Run(target=8)
+        trainers = [await run.add(name) for name in ("a", "b")]
+        await sim.sleep(3.0)
+        await asyncio.gather(
+            *(
+                run.swarm.run_on(name, each.train, 4, duration_s=0.1, until=lambda: len(trainers[0].epochs) >= 5)
+                for name, each in zip(("a", "b"), trainers, strict=True)
+            )
+        )
+        await sim.sleep(0.5)
+        calls = 0
+
+        def count(_frame: object, event: str, _argument: object) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        async def look() -> None:
+            trainers[0].participant._look_and_tell()
+            sys.setprofile(count)
+            try:
+                trainers[0].participant._look_and_tell()
+            finally:
+                sys.setprofile(None)
+
+        await run.swarm.run_on("a", look)
+        assert calls <= 140
+        await run.close()
+
+    sim.run(main, seed=1)
 
 
 def test_short_batches_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,6 +135,7 @@ def test_what_changed_while_a_message_was_on_its_way_is_told_when_it_has_arrived
         gossip.tell(view)
         await asked.get()
         samples[0] = 8
+        view = known.view(gossip._next_word(), 0.0)
         gossip.tell(view, now=True)
         gossip.tell(view, now=True)
         assert heard == [0]

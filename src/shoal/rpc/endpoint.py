@@ -184,6 +184,11 @@ class Endpoint:
         return contact
 
     @property
+    def is_announced(self) -> bool:
+        """Whether others are told an address of ours."""
+        return not self._withheld and bool(self._reached_at or self._transport.addresses)
+
+    @property
     def listens_at(self) -> tuple[Address, ...]:
         """The addresses that are announced to others, unless they are withheld."""
         return tuple(self._transport.addresses)

@@ -567,7 +567,8 @@ class ProgressGossip:
         if len(view.peers) - 1 > FEW:
             self._tell_keepers(view, at)
             return
-        mine = self._next_word()
+        mine = view.mine  # a new word is made when it is told
+        assert mine is not None
         place, told = _place(mine), self._told_place
         near = self._countdown.observe(mine, view, self.target, self.rate, at)
         if self._merges and not (near and self._countdown.matters):

@@ -80,7 +80,7 @@ class Outlook:
     @property
     def is_client(self) -> bool:
         """Whether nobody can dial this peer for this run."""
-        return not self.contact.addresses
+        return self.settings.averager.client_mode or not self.core.endpoint.is_announced
 
     def place(self) -> Progress:
         """This peer's own place in the swarm, as a word without a time. Any thread may ask."""
@@ -127,6 +127,8 @@ class Outlook:
         )
 
     def _claimed(self, seen: SwarmView, now: float) -> SwarmView:
+        if not seen.behind:
+            return seen
         own = self.own.name.key
         steps_first = self.forerunners.steps_first(
             seen,
@@ -144,10 +146,8 @@ class Outlook:
     @property
     def giving(self) -> frozenset[PeerID]:
         """The clients that give their states to this peer: those that have dialed it. A client dials no client."""
-        if self.is_client:
-            return frozenset()
-        connected = self.core.endpoint.connected
-        return frozenset(peer for peer in self.known.clients_before(self.own.name.key) if connected(peer))
+        clients, connected = self.known.clients_before(self.own.name.key), self.core.endpoint.connected
+        return frozenset(filter(connected, clients)) if clients and not self.is_client else frozenset()
 
     @property
     def floor(self) -> StateKey:
@@ -156,14 +156,11 @@ class Outlook:
         It is its own if there is a peer that it has dialed, which can take it, until `go_back`; else the last one that
         it had with others.
         """
-        own, words = self.own, map(self.known.progress_of, self.core.endpoint.peers)
-        if (
-            own.shared
-            or self._given_up == own.name.digest
-            or not any(word is not None and word.contact.addresses for word in words)
-        ):
+        own = self.own
+        if own.shared or self._given_up == own.name.digest:
             return own.floor
-        return own.name.key
+        words = map(self.known.progress_of, self.core.endpoint.peers)
+        return own.name.key if any(word is not None and word.contact.addresses for word in words) else own.floor
 
     def _note_shared(self, claimed: SwarmView) -> None:
         """Another peer that can be dialed says that it has our state: perhaps it has taken it from here."""

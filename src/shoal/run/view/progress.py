@@ -150,6 +150,7 @@ class SwarmView:
         best: the key of the best state.
         others: the last words of the other peers.
         own: of `samples`, what this peer has accumulated.
+        mine: this peer's word, from which the swarm is seen.
         trains: whether this peer has anything accumulated, or is about to: it has a rate.
         ahead: one place has most of the samples (see `SwarmProgress.places`), and contributors at others are at their
             first batch since this state.
@@ -173,6 +174,7 @@ class SwarmView:
     best: StateKey = field(default=NO_STATE, compare=False)
     others: Mapping[PeerID, Progress] = field(default_factory=dict, compare=False)
     own: int = field(default=0, compare=False)
+    mine: Progress | None = field(default=None, compare=False)
     trains: bool = field(default=True, compare=False)
     ahead: bool = False
     contributors: Collection[PeerID] = field(default=(), compare=False)
@@ -854,8 +856,8 @@ class _Seen:
         """See `SwarmView.ahead`."""
         me = self.peers[0]
         own = self.places.get(me, me)
-        place, most = self._first_place, self._known_at[self._first_place]
-        if (ours := self._known_at[own] + mine.samples) >= most:
+        place, most = self._first_place, self._known_at.get(self._first_place, 0)
+        if (ours := self._known_at.get(own, 0) + mine.samples) >= most:
             place, most = own, ours
         if 2 * most <= mine.samples + self._known:
             return False
@@ -960,6 +962,7 @@ class _Seen:
             best=self.best,
             others=self.others,
             own=mine.samples,
+            mine=mine,
             trains=mine.samples > 0 or mine.rate > 0,
             ahead=self._is_ahead(mine),
             contributors=self.contributors,

@@ -196,6 +196,14 @@ def test_a_peer_begins_no_batch_that_would_be_lost(own: int, others: list[int], 
     assert merge_pace(Merging(every=10, overlap=1)).hold_s(own, 1.0, 0) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("own", "others", "news"), [(4, [4, 4], False), (9, [4, 4], True), (4, [13, 13], True), (4, [12, 8], False)]
+)
+def test_a_batch_that_makes_no_merge_due_is_no_reason_to_look(own: int, others: list[int], *, news: bool) -> None:
+    """The swarm was looked at after each of them, for each fragment of the model."""
+    assert waiting(own, others).is_news(own) == news
+
+
 @pytest.mark.parametrize(("at", "hold_s"), [(6.0, 0.0), (8.0, 0.0), (9.0, 1.0), (9.6, 0.4), (10.0, 0.0)])
 def test_by_time_a_peer_begins_no_batch_that_would_be_lost(at: float, hold_s: float) -> None:
     """It waits until the merge is due, if that is nearer than a batch is long."""

@@ -33,7 +33,10 @@ _GRACES = 10
 """By time a peer waits for its trainer for this part of the time between two merges."""
 
 _LOOKS = 50
-"""At least this often a peer that merges looks at the swarm between two merges, and is looked at."""
+"""A peer that merges looks at the swarm this often on a way, or more rarely: when its batches may make a merge due."""
+
+_NEAR = 0.9
+"""A merge is near once this part of what it takes is done."""
 
 _LEAST_GRACE_S = 0.5
 """Processes of a busy machine come this late, however short a merge is."""
@@ -282,7 +285,15 @@ class BatchesPace(MergePace):
 
     def is_news(self, batches: int) -> bool:
         """See `Pace`."""
-        return batches == self._steps or batches % self._between_looks == 0
+        return batches == self._steps or (batches % self._between_looks == 0 and self._is_near(batches))
+
+    def _is_near(self, batches: int) -> bool:
+        """Whether a merge may soon be due, as far as it is known. Before, nothing follows from a batch."""
+        own = self.done(0, batches, 0.0, self.epoch)
+        if self._quorum is not None:
+            return own >= _NEAR * WAY
+        far = own * self._counts + self._known.far + self._strange.far
+        return max(own, far / max(1, self._others + self._counts)) >= _NEAR * WAY
 
     @property
     def _between_looks(self) -> int:

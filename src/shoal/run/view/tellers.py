@@ -22,6 +22,7 @@ from itertools import islice
 from shoal.base.peer import PeerID
 from shoal.protocol.wire import Progress, Standing
 from shoal.run.view.progress import RELAYED_S, SwarmView
+from shoal.strategies.merge_pace import WAY
 
 __all__ = ["FEW", "KEEPERS", "Countdown", "Order", "Relay", "look_s", "silence_s", "write_s"]
 
@@ -142,7 +143,7 @@ class Countdown:
     """
 
     def __init__(self, *, merges: bool = False) -> None:
-        self._slack = _NEAR if merges else 0.0
+        self._merges, self._slack = merges, _NEAR if merges else 0.0
         self._target, self._rate = 1, 0.0
         self._digest, self._began, self._over_since = b"", 0.0, float("inf")
         self._samples = self._batch = self._gave = 0
@@ -160,10 +161,14 @@ class Countdown:
         """
         self._target, self._rate = target, rate
         if mine.digest != self._digest:
-            self._digest, self._began, self._gave = mine.digest, now, self._samples
-            self._samples, self._batch, self._over_since = 0, 0, float("inf")
+            # A merge is due about when a peer has gone its way, however far it went while the last ones failed.
+            self._digest, self._began, self._gave = mine.digest, now, WAY if self._merges else self._samples
+            self._samples, self._over_since = 0, float("inf")
+            self._batch *= self._merges
             self._left = self._told_left = 1.0
-        self._batch = max(self._batch, mine.samples - self._samples)
+        if (more := mine.samples - self._samples) > 0:
+            # Batches differ in size. But peers that merge count them alike, and may look once in several batches.
+            self._batch = min(more, self._batch or more) if self._merges else max(more, self._batch)
         self._samples = max(self._samples, mine.samples)
         done = max(view.samples, rate * (now - self._began)) / self._target
         if self._gave:

@@ -28,7 +28,7 @@ CONTROL = ("progress", "dht", "rounds", "beats", "other")
 """All that is sent for the sake of the values and of states."""
 
 _KINDS = {
-    "progress": ("TellProgress", "ProgressTold", "WhoTrains", "Trainers"),
+    "progress": ("TellProgress", "ProgressTold", "TellChains", "ChainsTold", "WhoTrains", "Trainers"),
     "dht": ("DhtPing", "DhtPong", "DhtFind", "DhtFindReply", "DhtStore", "DhtStoreReply"),
     "rounds": (
         *("JoinAccepted", "JoinRefused", "JoinRedirected", "Begin", "Held", "Report", "Assign", "Commit", "Abort"),

@@ -36,6 +36,7 @@ from shoal.protocol.wire import (
 from shoal.rpc import Endpoint
 from shoal.run.gossip import ProgressGossip
 from shoal.run.participant import Participant
+from shoal.run.post import Post
 from shoal.sim import SimHost, SimNetwork
 from tests.sim.averaging_kit import start_core
 from tests.sim.optimizer_kit import Run
@@ -378,7 +379,7 @@ def test_1400_made_up_records_kept_a_newcomer_beside_the_run(monkeypatch: pytest
     async def main() -> None:
         run, fakes = Run(target=24), [PeerID(hashlib.sha256(b"%d" % number).digest()) for number in range(1400)]
         me, get, asked = run.swarm.identity("new").peer_id, DhtNode.get, list[PeerID]()
-        begin_telling = ProgressGossip._begin_telling
+        begin = Post._begin
 
         async def found(node: DhtNode, key: Any, **options: Any) -> Any:
             real = await get(node, key, **options)
@@ -392,12 +393,12 @@ def test_1400_made_up_records_kept_a_newcomer_beside_the_run(monkeypatch: pytest
                 entries[fake.to_bytes()] = next(iter(real.value.values()))._replace(value=encode(said))
             return real._replace(value=entries)
 
-        def tell(gossip: ProgressGossip, peer: PeerID) -> None:
-            if gossip._core.peer_id == me:
+        def tell(post: Post, peer: PeerID) -> None:
+            if post._core.peer_id == me:
                 asked.append(peer)
-            begin_telling(gossip, peer)
+            begin(post, peer)
 
-        monkeypatch.setattr(ProgressGossip, "_begin_telling", tell)
+        monkeypatch.setattr(Post, "_begin", tell)
         monkeypatch.setattr(DhtNode, "get", found)
         done = asyncio.Event()
         for name in NAMES:

@@ -22,7 +22,7 @@ from shoal.protocol.wire import Contact, Message, TellProgress
 from shoal.rpc import Endpoint
 from shoal.run.decide.agreement import Contributor
 from shoal.run.decide.committed import Committed
-from shoal.run.gossip import ProgressGossip
+from shoal.run.post import Post
 from shoal.run.view import tellers
 from shoal.sim import SimNetwork
 from tests.sim.optimizer_kit import Run, backward
@@ -51,11 +51,11 @@ class Measured(NamedTuple):
 def measure(monkeypatch: pytest.MonkeyPatch, peers: int, latency_s: float) -> Measured:
     """Epochs of a second, to which each peer has five batches; then it waits for the step."""
     told, words, rounds, keepers = [0], [0], list[float](), dict[bytes, set[PeerID]]()
-    tell_one, tell = ProgressGossip._tell_one, Endpoint.tell
+    call, tell = Post._tell, Endpoint.tell
 
-    async def called(gossip: ProgressGossip, peer: PeerID) -> None:
+    async def called(post: Post, peer: PeerID) -> None:
         told[0] += 2
-        await tell_one(gossip, peer)
+        await call(post, peer)
 
     def noted(endpoint: Endpoint, peers: Iterable[PeerID], message: Message) -> list[PeerID]:
         reached = tell(endpoint, peers, message)
@@ -76,7 +76,7 @@ def measure(monkeypatch: pytest.MonkeyPatch, peers: int, latency_s: float) -> Me
 
     monkeypatch.setattr(DhtNode, "store", written)
     monkeypatch.setattr(DhtNode, "get", read)
-    monkeypatch.setattr(ProgressGossip, "_tell_one", called)
+    monkeypatch.setattr(Post, "_tell", called)
     monkeypatch.setattr(Endpoint, "tell", noted)
 
     def note(event: Event) -> None:

@@ -16,8 +16,8 @@ from shoal.base.peer import PeerID
 from shoal.errors import ConfigError, RoundFailed, StateUnavailable
 from shoal.events import Event, LocalValuesRejected, Warned
 from shoal.run.decide.state_name import StateName
-from shoal.run.gossip import ProgressGossip
 from shoal.run.participant import Participant
+from shoal.run.post import Post
 from shoal.sim import SimNetwork
 from tests.sim.averaging_kit import seize
 from tests.sim.optimizer_kit import Run, backward, gradient, make_optimizer, model, reference
@@ -648,13 +648,13 @@ def test_gradients_that_are_not_finite_are_dropped_when_nobody_has_others(peers:
 def test_who_has_nothing_new_to_say_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a second; each answer was taken for news, which was told at once: twenty times a second, for ever."""
     told: list[PeerID] = []
-    tell_one = ProgressGossip._tell_one
+    call = Post._tell
 
-    async def counted(gossip: ProgressGossip, peer: PeerID) -> None:
+    async def counted(post: Post, peer: PeerID) -> None:
         told.append(peer)
-        await tell_one(gossip, peer)
+        await call(post, peer)
 
-    monkeypatch.setattr(ProgressGossip, "_tell_one", counted)
+    monkeypatch.setattr(Post, "_tell", counted)
 
     async def main() -> None:
         run = Run(target=1000)

@@ -273,7 +273,7 @@ def test_a_peer_that_woke_does_not_know_who_came_meanwhile(why: str, monkeypatch
             if why == "another state":
                 gossip.announce_state(swarm.peer("p2").participant.view(), expected=False)
             else:
-                gossip._hear_directly(said, [Standing(swarm.identity("stranger").peer_id, 8, 1.0)])
+                gossip.hear_directly(said, [Standing(swarm.identity("stranger").peer_id, 8, 1.0)])
 
         began = loop.time()
         await swarm.run_on("p2", happens)

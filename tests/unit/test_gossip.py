@@ -83,7 +83,7 @@ def test_nobody_answers_in_anothers_name(speaker: PeerID) -> None:
     gossip = gossip_at(
         known, bus, connected=lambda peer: True, learn=lambda contact: learned.append(contact.peer), call=call
     )
-    asyncio.run(gossip._tell_one(OTHER))
+    asyncio.run(gossip._post.tell(OTHER, 0))
     honest = speaker == OTHER
     assert (known.progress_of(speaker) is not None) == honest
     assert learned == [OTHER] * honest
@@ -102,7 +102,7 @@ def test_an_answer_that_is_read_after_its_peer_was_lost_does_not_bring_it_back()
         return ProgressTold(progress(OTHER, 2.0))
 
     gossip = gossip_at(known, EventBus(), connected=connected.__contains__, learn=lambda contact: None, call=call)
-    asyncio.run(gossip._tell_one(OTHER))
+    asyncio.run(gossip._post.tell(OTHER, 0))
     assert known.peers == ()
 
 
@@ -141,7 +141,7 @@ def test_what_changed_while_a_message_was_on_its_way_is_told_when_it_has_arrived
         assert heard == [0]
         arrive.set()
         await asked.get()
-        await asyncio.gather(*gossip._telling.values())
+        await asyncio.gather(*gossip._post.telling.values())
         assert heard == [0, 8]
 
     asyncio.run(main())
@@ -195,7 +195,7 @@ def test_peers_that_merge_tell_how_far_they_are_near_the_merge_only() -> None:
                 known.heard(msgspec.structs.replace(told, samples=10 * batch, digest=digest), 0.0)
                 gossip._next_word = partial(msgspec.structs.replace, mine)
                 gossip.tell(known.view(mine, 0.0), now=True)
-                await asyncio.gather(*gossip._telling.values())
+                await asyncio.gather(*gossip._post.telling.values())
             assert heard == [0, 900, 960, 980, 990, 1000]
             heard.clear()
 
@@ -246,8 +246,8 @@ class Swarm:
         gossip.saw(enough=enough, target=gossip.target, rate=gossip.rate)
         gossip._next_word = lambda: place
         gossip.tell(self.known.view(place, self.now))
-        while gossip._telling:
-            await asyncio.gather(*gossip._telling.values())
+        while gossip._post.telling:
+            await asyncio.gather(*gossip._post.telling.values())
         return sorted(peer for peer, _ in self.notes)
 
 
@@ -288,7 +288,7 @@ def test_a_peer_that_was_cut_off_counts_without_those_that_it_found_silent(peers
         swarm.called.clear()
         mine, silent = swarm.gossip._next_word(), frozenset(swarm.peers[1:3])
         swarm.gossip.announce_state(swarm.known.view(mine, swarm.now, silent=silent), expected=False)
-        await asyncio.gather(*swarm.gossip._telling.values())
+        await asyncio.gather(*swarm.gossip._post.telling.values())
         assert silent <= set(swarm.called)
 
     asyncio.run(main())

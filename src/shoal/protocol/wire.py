@@ -32,6 +32,7 @@ from shoal.errors import ConfigError
 __all__ = [
     "MAX_DURATION_S",
     "MAX_EPOCH",
+    "MAX_FRAGMENTS",
     "MAX_GROUP_SIZE",
     "MAX_KINDS",
     "MAX_SAMPLES",
@@ -78,6 +79,9 @@ MAX_SAMPLES_OF_STEP = 1 << 36
 MAX_TRAINED = 1 << 18
 """The most trained parameters of a run: a member says of each whether it had a gradient, and all words travel together.
 """
+
+MAX_FRAGMENTS = 64
+"""No model is merged in more fragments."""
 
 Epoch = Annotated[int, msgspec.Meta(ge=0, le=MAX_EPOCH)]
 
@@ -999,6 +1003,68 @@ class TellProgress(Request[ProgressTold], frozen=True):
     run_id: Name
     progress: Progress
     others: Annotated[list[Standing], msgspec.Meta(max_length=4096)] = []
+
+    @property
+    def scope(self) -> str:
+        """The run."""
+        return self.run_id
+
+
+FragmentNumber = Annotated[int, msgspec.Meta(ge=0, le=MAX_FRAGMENTS - 1)]
+"""A fragment of the model, by its place in the order of its tensors."""
+
+
+class Place(Message, frozen=True):
+    """A peer's place in the chain of one fragment of the model: what differs from `Progress` of another fragment.
+
+    Attributes:
+        fragment: which one.
+        epoch: as in `Progress`.
+        digest: as in `Progress`.
+        branch_samples: as in `Progress`.
+        samples: as in `Progress`.
+        end_epoch: as in `Progress`.
+        left: as in `Progress`.
+        others: as in `TellProgress`.
+    """
+
+    fragment: FragmentNumber
+    epoch: Epoch
+    digest: Digest
+    branch_samples: Samples
+    samples: Samples
+    end_epoch: Epoch | None = None
+    left: bool = False
+    others: Annotated[list[Standing], msgspec.Meta(max_length=4096)] = []
+
+
+Places = Annotated[list[Place], msgspec.Meta(max_length=MAX_FRAGMENTS)]
+
+
+class ChainsTold(Message, frozen=True):
+    """The answerer's own progress in the fragments that it was told of.
+
+    Attributes:
+        progress: the answerer's.
+        places: as in `TellChains`.
+    """
+
+    progress: Progress
+    places: Places
+
+
+class TellChains(Request[ChainsTold], frozen=True):
+    """The same as `TellProgress`, of several fragments of the model at once.
+
+    Attributes:
+        run_id: of the first fragment.
+        progress: the caller's, of whichever fragment: what holds for all of them counts.
+        places: in each of the fragments.
+    """
+
+    run_id: Name
+    progress: Progress
+    places: Places
 
     @property
     def scope(self) -> str:

@@ -14,7 +14,6 @@ import math
 from bisect import bisect
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -23,7 +22,6 @@ from msgspec.structs import replace
 
 from shoal.averaging.core import PeerCore
 from shoal.base.bounded import bound, put_last
-from shoal.base.ledger import Ledger
 from shoal.base.peer import PEER_ID_BYTES, PeerID
 from shoal.base.tasks import Changes, in_turns
 from shoal.errors import ClosedError, ConfigError, PeerError, ShoalError
@@ -40,6 +38,7 @@ from shoal.protocol.wire import (
     encode,
 )
 from shoal.rpc import LOOK_S
+from shoal.run.post import CALL_TIMEOUT_S, MOST_DEAF, Post
 from shoal.run.settings import RunSettings
 from shoal.run.view.progress import NO_STATE, StateKey, SwarmProgress, SwarmView
 from shoal.run.view.tellers import FEW, KEEPERS, Countdown, Order, Relay, look_s, silence_s, write_s
@@ -51,14 +50,6 @@ _ALL = 64
 
 _HEARD_AT_ONCE = 128
 """Records of peers that are read in one turn of the loop: the DHT may have 4,096."""
-
-_DEAF_S = 30.0
-"""A peer that could not be told is no keeper for this time."""
-
-_MOST_DEAF = 4096
-
-_CALL_TIMEOUT_S = 3.0
-"""The longest time for a `TellProgress`."""
 
 _LEAVE_S = 1.0
 _SILENCE_S = 1.0
@@ -120,8 +111,11 @@ class ProgressGossip:
         known: where it is noted what others said.
         news: told when something was heard that changes the picture, or it is time to look again.
         next_word: returns where this peer stands now, newer than all that it has told.
+        post: calls others, for all fragments of the model; None: for this one alone.
 
     Attributes:
+        run_id: the name of the run.
+        settings: the settings that must be equal in it.
         enough: as this peer `saw` it last.
         target: the same.
         rate: the same.
@@ -138,8 +132,12 @@ class ProgressGossip:
         news: Changes,
         *,
         next_word: Callable[[], Progress],
+        post: Post | None = None,
     ) -> None:
-        self._core, self._run_id, self._known = core, settings.run_id, known
+        self._core, self._known = core, known
+        self.run_id, self.settings = settings.run_id, settings.fingerprint
+        self._fragment, self._post = settings.fragment, post or Post(core)
+        self._post.add(self._fragment, self)
         self._news, self._next_word = news, next_word
         self._publish_period_s, self._tell_period_s = settings.publish_period_s, settings.tell_period_s
         self._ttl_s = settings.ttl_s
@@ -157,10 +155,6 @@ class ProgressGossip:
         self._told_place: tuple[object, ...] = ()
         self._told_peers: tuple[PeerID, ...] = ()
         self._waking: asyncio.TimerHandle | None = None
-        self._telling: dict[PeerID, asyncio.Task[None]] = {}
-        self._met: set[PeerID] = set()  # peers that were told directly that we are here, or told us so
-        self._deaf = Ledger[PeerID](_DEAF_S, _DEAF_S, free=0)  # peers that could not be told
-        self._why_deaf: dict[PeerID, str] = {}
         self._called, self._tell_again_at = b"", 0.0  # at which state all were told that there is enough, and when next
         self._found_at = self._asked_at = float("-inf")  # the last time that the DHT showed somebody new; and of `ask`
         self._doubts = Changes()  # of what we know: somebody may be there who is not known here
@@ -171,7 +165,6 @@ class ProgressGossip:
         self._renamed_at = float("-inf")
         self._lost: dict[PeerID, None] = {}  # peers whose links were lost: called as soon as there is one again
         self._corrected: dict[PeerID, StateKey] = {}  # peers at worse states, and the one of ours that each was told of
-        self._outdated: set[PeerID] = set()  # peers that are being told something that is over
         self._unreadable: dict[bytes, bool] = {}  # the writers of records that cannot be read
         self._troubles: set[str] = set()  # the kinds of errors that were told, and are not over
         self._undo: list[Callable[[], None]] = []
@@ -180,11 +173,13 @@ class ProgressGossip:
         """Begin to answer; returns what its owner is to run until `close`. Each can be run again if it failed."""
         endpoint = self._core.endpoint
         self._undo = [
-            endpoint.serve(TellProgress, self._told, scope=self._run_id),
-            endpoint.take_notes(TellProgress, self._noted, scope=self._run_id),
-            endpoint.serve(WhoTrains, self._introduce, scope=self._run_id),
+            endpoint.serve(TellProgress, self._told, scope=self.run_id),
+            endpoint.take_notes(TellProgress, self._noted, scope=self.run_id),
+            endpoint.serve(WhoTrains, self._introduce, scope=self.run_id),
             endpoint.on_lost(self._peer_lost),
         ]
+        if not self._fragment:
+            self._post.start(self.run_id)
         if self._merges:  # others that start now may not have written yet, and later it is looked for them rarely
             self._found_at = asyncio.get_running_loop().time()
         self._set_lifetime()
@@ -195,7 +190,9 @@ class ProgressGossip:
         others = [peer for peer in self._known.peers if self._core.endpoint.reachable(peer)]
         with suppress(TimeoutError):
             async with asyncio.timeout(_LEAVE_S):
-                await asyncio.gather(self._publish(), *(self._tell_one(peer) for peer in others[:_ALL]))
+                await asyncio.gather(
+                    self._publish(), *(self._post.tell(peer, self._fragment) for peer in others[:_ALL])
+                )
 
     async def close(self) -> None:
         """Stop answering and telling. Safe to call twice."""
@@ -204,10 +201,7 @@ class ProgressGossip:
         self._undo = []
         if self._waking is not None:
             self._waking.cancel()
-        telling = list(self._telling.values())
-        for task in telling:
-            task.cancel()
-        await asyncio.gather(*telling, return_exceptions=True)
+        await self._post.remove(self._fragment)
 
     def contact(self, peer: PeerID) -> Contact:
         """Return the contact of a peer of the run."""
@@ -219,7 +213,7 @@ class ProgressGossip:
         missing = [peer for peer in self._known.peers if not self._core.endpoint.connected(peer)]
         silent = "no answer yet"
         return {
-            peer: self._why_deaf.get(peer, silent) if self.contact(peer).addresses else "it only dials"
+            peer: self._post.why_deaf.get(peer, silent) if self.contact(peer).addresses else "it only dials"
             for peer in missing
         }
 
@@ -228,27 +222,29 @@ class ProgressGossip:
     def _told(self, peer: PeerID, request: TellProgress) -> ProgressTold:
         # Not a coroutine: what a peer said last must be heard before it is lost.
         self._take(peer, request)
-        return ProgressTold(*self._what_we_know())
+        return ProgressTold(*self.what_we_know())
 
     def _noted(self, peer: PeerID, note: TellProgress) -> None:
         self._take(peer, note)
         at_least = self._before if asyncio.get_running_loop().time() < self._renamed_at + _LATE_S else self._at
         if StateKey.of_peer(note.progress) < at_least and self._corrected.get(peer) != self._at:
             self._corrected[peer] = self._at
-            self._core.endpoint.tell([peer], TellProgress(self._run_id, self._next_word()))
+            self._core.endpoint.tell([peer], TellProgress(self.run_id, self._next_word()))
 
     def _take(self, peer: PeerID, told: TellProgress) -> None:
         if told.progress.contact.peer != peer:
             raise PeerError("progress in another peer's name", peer)
-        self._hear_directly(told.progress, told.others)
+        self.hear_directly(told.progress, told.others)
 
-    def _what_we_know(self) -> tuple[Progress, list[Standing]]:
+    def what_we_know(self) -> tuple[Progress, list[Standing]]:
+        """This peer's progress; and what it has heard of the others, once there is enough."""
         mine = self._next_word()
         return mine, self._known.standings(mine, asyncio.get_running_loop().time()) if self.enough else []
 
-    def _hear_directly(self, progress: Progress, others: Sequence[Standing]) -> None:
+    def hear_directly(self, progress: Progress, others: Sequence[Standing]) -> None:
+        """A peer tells where it stands, and what it has heard of others."""
         if self._core.endpoint.connected(progress.contact.peer):  # else it was lost since it said so
-            self._met.add(progress.contact.peer)
+            self._post.met.add(progress.contact.peer)
             self._hear(progress)
             if self._is_worth_a_read(self._known.lacks(others)):
                 self._doubts.notify()
@@ -264,7 +260,7 @@ class ProgressGossip:
             self._news.notify()
 
     def _peer_lost(self, peer: PeerID, reason: str) -> None:
-        self._met.discard(peer)
+        self._post.met.discard(peer)
         self._corrected.pop(peer, None)
         if self._known.lost(peer, asyncio.get_running_loop().time()):
             put_last(self._lost, peer, None, _ALL)
@@ -274,7 +270,7 @@ class ProgressGossip:
 
     @property
     def _key(self) -> str:
-        return f"{self._run_id}_progress"
+        return f"{self.run_id}_progress"
 
     def announce_state(self, view: SwarmView, *, expected: bool) -> None:
         """Our state has another name: write it to the DHT, and tell it, at once.
@@ -467,13 +463,12 @@ class ProgressGossip:
         self._core.env.rng.shuffle(rest)
         to_ask = first + rest
         for peer in to_ask[:_ASKED_AT_FIRST]:
-            if peer not in self._telling:
-                self._begin_telling(peer)
-        if asked := {self._telling[peer] for peer in to_ask if peer in self._telling}:
+            self._post.begin_once(peer, self._fragment)
+        if asked := {self._post.telling[peer] for peer in to_ask if peer in self._post.telling}:
             await self._first_answers(asked)
         quiet = to_ask[:_ASKED_AT_FIRST]
-        deaf = self._deaf.unforgiven
-        unsure = any(peer in self._telling or peer not in deaf for peer in writers)
+        deaf = self._post.deaf.unforgiven
+        unsure = any(peer in self._post.telling or peer not in deaf for peer in writers)
         if unsure and not any(map(endpoint.connected, writers)):
             await asyncio.sleep(until - loop.time())
             await self._look()
@@ -490,7 +485,7 @@ class ProgressGossip:
         contacts, now = self._core.node.initial_peers, asyncio.get_running_loop().time()
         for contact in contacts:
             self._core.endpoint.learn(contact)
-        return [contact.peer for contact in contacts[:_ASKED_ANEW] if self._deaf.until(contact.peer) <= now]
+        return [contact.peer for contact in contacts[:_ASKED_ANEW] if self._post.deaf.until(contact.peer) <= now]
 
     async def _find_hidden(self, written: Collection[PeerID]) -> None:
         """After a look: has the DHT hidden a peer that we were given, or one that another peer told of?
@@ -507,10 +502,10 @@ class ProgressGossip:
         if asked is None:
             return
         try:
-            known = await self._core.endpoint.call(asked, WhoTrains(self._run_id), timeout_s=_CALL_TIMEOUT_S)
+            known = await self._core.endpoint.call(asked, WhoTrains(self.run_id), timeout_s=CALL_TIMEOUT_S)
         except PeerError as error:
             # Told if this peer stays alone; another one is asked at the next look.
-            put_last(self._why_deaf, asked, error.message, _MOST_DEAF)
+            put_last(self._post.why_deaf, asked, error.message, MOST_DEAF)
             return
         for contact in known.contacts[:_ASKED_ANEW]:
             if contact.peer != self._core.peer_id and self._known.progress_of(contact.peer) is None:
@@ -529,7 +524,7 @@ class ProgressGossip:
         until = began + _FIRST_ANSWER_S
         while asked and loop.time() < until:
             _, asked = await asyncio.wait(asked, timeout=until - loop.time(), return_when=asyncio.FIRST_COMPLETED)
-            if self._met:
+            if self._post.met:
                 until = min(until, began + max(_LEAST_ANSWER_S, 2 * (loop.time() - began)))
 
     async def seek(self) -> None:
@@ -663,10 +658,10 @@ class ProgressGossip:
         others = view.peers[1:]  # in this order
         first = bisect(others, me)
         for peer in (others[first:] + others[:first])[:_ALL]:
-            if peer not in self._met or peer not in before:
-                self._met.add(peer)
-                if peer not in self._telling and self._core.endpoint.reachable(peer):
-                    self._begin_telling(peer)
+            if peer not in self._post.met or peer not in before:
+                self._post.met.add(peer)
+                if self._core.endpoint.reachable(peer):
+                    self._post.begin_once(peer, self._fragment)
 
     def _duties(self, view: SwarmView, digest: bytes, now: float) -> _Duty:
         """Return the keepers of this state's count: contributors, if there are, as the others believe only these."""
@@ -699,17 +694,14 @@ class ProgressGossip:
     def _note(self, peers: Iterable[PeerID], mine: Progress, others: list[Standing]) -> None:
         """Send these a note; a peer without a link is called."""
         peers = [peer for peer in peers if peer != self._core.peer_id]
-        told = set(self._core.endpoint.tell(peers, TellProgress(self._run_id, mine, others)))
+        told = set(self._core.endpoint.tell(peers, TellProgress(self.run_id, mine, others)))
         for peer in peers:
             if peer not in told:
                 self._call(peer)
 
     def _call(self, peer: PeerID) -> None:
         """Tell a peer by a call: it answers where it stands itself."""
-        if peer in self._telling:
-            self._outdated.add(peer)
-        elif self._core.endpoint.reachable(peer):
-            self._begin_telling(peer)
+        self._post.call(peer, self._fragment)
 
     def look_again(self, at: float) -> None:
         """Look at the picture again at this time (local time, seconds), or before."""
@@ -721,37 +713,15 @@ class ProgressGossip:
 
     def _can_keep(self, peer: PeerID, now: float) -> bool:
         contact = self._core.endpoint.contact if peer == self._core.peer_id else self.contact(peer)
-        return bool(contact.addresses) and self._deaf.until(peer) <= now
+        return bool(contact.addresses) and self._post.deaf.until(peer) <= now
 
-    def _begin_telling(self, peer: PeerID) -> None:
-        task = self._telling[peer] = asyncio.get_running_loop().create_task(self._tell_one(peer))
-        task.add_done_callback(partial(self._told_one, peer))
+    def could_not_tell(self, error: BaseException) -> None:
+        """A call has failed for a reason of our own."""
+        self._warn_of("peers could not be told where this one stands", error)
 
-    def _told_one(self, peer: PeerID, task: asyncio.Task[None]) -> None:
-        self._telling.pop(peer, None)
-        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, ClosedError):
-            self._warn_of("peers could not be told where this one stands", error)
-        if peer in self._outdated:
-            self._outdated.discard(peer)
-            if not task.cancelled():
-                self._begin_telling(peer)
-
-    async def _tell_one(self, peer: PeerID) -> None:
-        try:
-            request = TellProgress(self._run_id, *self._what_we_know())
-            told = await self._core.endpoint.call(peer, request, timeout_s=_CALL_TIMEOUT_S)
-        except PeerError as error:
-            self._deaf.failed(peer, asyncio.get_running_loop().time())
-            put_last(self._why_deaf, peer, error.message, _MOST_DEAF)
-            self._duty = self._duty._replace(until=0.0)
-            return
-        self._deaf.forgive(peer)
-        self._why_deaf.pop(peer, None)
-        if told.progress.contact.peer == peer:
-            self._hear_directly(told.progress, told.others)
-        else:
-            reason = "answers in another peer's name"
-            self._core.env.events.emit(PeerDropped(peer=peer, where="progress", reason=reason))
+    def lost_keeper(self) -> None:
+        """A peer could not be told: it keeps no count, and others are chosen."""
+        self._duty = self._duty._replace(until=0.0)
 
 
 def _place(progress: Progress) -> tuple[object, ...]:

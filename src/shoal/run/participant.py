@@ -24,7 +24,7 @@ import msgspec
 from shoal.averaging import TensorLock
 from shoal.averaging.allreduce.segments import RoundMemory
 from shoal.averaging.core import PeerCore
-from shoal.base.clock import Elapsed, ThreadExecutor, own_clock
+from shoal.base.clock import Elapsed, ThreadExecutor
 from shoal.base.peer import PeerID
 from shoal.base.pool import DaemonPool
 from shoal.base.sometimes import sometimes
@@ -49,6 +49,7 @@ from shoal.run.join.own_state import OwnState, Update
 from shoal.run.join.step_feed import StepFeed
 from shoal.run.outlook import Outlook
 from shoal.run.parameter_check import ParameterCheck
+from shoal.run.post import Post
 from shoal.run.report.notices import Notices
 from shoal.run.report.status import Status, status_of
 from shoal.run.rounds import Rounds, gradient_averager, state_averager
@@ -96,6 +97,7 @@ class Participant:
         speed: how fast it trains.
         contribution: counts its samples.
         account: of these samples.
+        post: calls the others, for all fragments.
         model_rank: of the model's beginning, once the others are known: all fragments take it, see `StateName`.
         solitude: says whether this peer is alone, and whether the others have ended the run without it.
         swarm_step: makes the steps of the swarm ready.
@@ -165,7 +167,9 @@ class Participant:
 
         # What it says: its place, its steps, what it holds, and what its user is to know.
         self._told_at = -math.inf
-        self._gossip = gossip = ProgressGossip(core, settings, known, news, next_word=self._next_word)
+        self.post: Post = Post(core) if first is None else first.post
+        gossip = ProgressGossip(core, settings, known, news, next_word=self._next_word, post=self.post)
+        self._gossip = gossip
         self._steps = feed = StepFeed(core, settings.run_id, self._followed_from, (averager, states), notices)
         self._check = check = ParameterCheck(
             core,
@@ -364,11 +368,8 @@ class Participant:
         )
 
     def _next_word(self) -> Progress:
-        """The progress of this peer, to be told to others.
-
-        Its time is our own wall clock, by which our words are ordered; it never goes back.
-        """
-        self._told_at = max(math.nextafter(self._told_at, math.inf), own_clock(self.core.env.clock).time())
+        """The progress of this peer, to be told to others."""
+        self._told_at = self.post.next_time()
         return self.progress()
 
     _last_status: Status | None = None

@@ -26,7 +26,7 @@ MEMBER = wire.Member(CONTACT, True, 1.5e6, b"\xc0")
 HELD = wire.Held(3, 1, b"\x07", 12.5, b"d" * 16)
 COMMIT = wire.Commit(b"r" * 16, [HELD, HELD])
 PROGRESS = wire.Progress(CONTACT, 3, b"d" * 32, 1024, 17, 12.5, 1.7e9, {"lr": "0.1"}, 100)
-PLACE = wire.Place(3, 5, b"e" * 32, 1024, 750, 100, True, [wire.Standing(PEER, 17, 1.7e9)])
+PLACE = wire.Place(3, 5, b"e" * 32, 1024, 750, 100, True, [wire.Standing(PEER, 17, 1.7e9)], b"\xc0")
 TRACE_ENTRY = wire.TraceEntry(7, 0.5, "PeerLost", {"peer": str(PEER), "bytes_sent": 3, "left_out": ["a"], "wide": None})
 
 MESSAGES: list[wire.Message] = [

@@ -66,6 +66,9 @@ Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 CheckDigest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 """16 bytes: BLAKE3 of parameters."""
 
+Parameters = Annotated[bytes, msgspec.Meta(max_length=2048)]
+"""What a peer holds, described as for a check (`run.decide.check.Check`), encoded."""
+
 MAX_EPOCH, MAX_SAMPLES = 2 * 10**7, 1 << 62
 """No peer of a run has taken more swarm steps, or counts more samples: a peer that says so is wrong."""
 
@@ -961,7 +964,7 @@ class Progress(Message, frozen=True):
     left: bool = False
     check: tuple[Epoch, CheckDigest, CheckDigest] | None = None
     alone: bool = False
-    parameters: Annotated[bytes, msgspec.Meta(max_length=2048)] | None = None
+    parameters: Parameters | None = None
 
 
 class Standing(Message, frozen=True):
@@ -1026,6 +1029,7 @@ class Place(Message, frozen=True):
         end_epoch: as in `Progress`.
         left: as in `Progress`.
         others: as in `TellProgress`.
+        parameters: as in `Progress`.
     """
 
     fragment: FragmentNumber
@@ -1036,6 +1040,7 @@ class Place(Message, frozen=True):
     end_epoch: Epoch | None = None
     left: bool = False
     others: Annotated[list[Standing], msgspec.Meta(max_length=4096)] = []
+    parameters: Parameters | None = None
 
 
 Places = Annotated[list[Place], msgspec.Meta(max_length=MAX_FRAGMENTS)]

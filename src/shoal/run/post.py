@@ -204,7 +204,17 @@ class Post:
         """Our word of these fragments."""
         found = {number: self._chains[number].what_we_know() for number in numbers}
         places = [
-            Place(number, said.epoch, said.digest, said.branch_samples, said.samples, said.end_epoch, said.left, others)
+            Place(
+                fragment=number,
+                epoch=said.epoch,
+                digest=said.digest,
+                branch_samples=said.branch_samples,
+                samples=said.samples,
+                end_epoch=said.end_epoch,
+                left=said.left,
+                parameters=said.parameters,
+                others=others,
+            )
             for number, (said, others) in found.items()
         ]
         *_, (last, _) = found.values()  # the newest one
@@ -226,6 +236,7 @@ class Post:
                     settings=dict(chain.settings) if ours else progress.settings,
                     end_epoch=place.end_epoch,
                     left=place.left,
+                    parameters=place.parameters,
                     check=None,
                 )
                 found.append((chain, said, place.others))

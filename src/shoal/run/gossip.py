@@ -42,6 +42,7 @@ from shoal.run.post import CALL_TIMEOUT_S, MOST_DEAF, Post
 from shoal.run.settings import RunSettings
 from shoal.run.view.progress import NO_STATE, StateKey, SwarmProgress, SwarmView
 from shoal.run.view.tellers import FEW, KEEPERS, Countdown, Order, Relay, look_s, silence_s, write_s
+from shoal.strategies.merge_pace import WAY
 
 __all__ = ["ProgressGossip"]
 
@@ -81,6 +82,9 @@ _READ_BY_MERGERS = 4
 
 _LIVES = 1.5
 """A record lives for this number of periods of writing and reading."""
+
+_NEAR_WAY = 9 * WAY // 10
+"""A peer that merges, and is not so far on its way, makes no merge due."""
 
 _LOOKS_AT_STRANGERS = 5
 """Records of peers with other settings are renewed within 4 of them if the peers live."""
@@ -241,23 +245,30 @@ class ProgressGossip:
         mine = self._next_word()
         return mine, self._known.standings(mine, asyncio.get_running_loop().time()) if self.enough else []
 
-    def hear_directly(self, progress: Progress, others: Sequence[Standing]) -> None:
-        """A peer tells where it stands, and what it has heard of others."""
+    def hear_directly(self, progress: Progress, others: Sequence[Standing], *, answers: bool = False) -> None:
+        """A peer tells where it stands, and what it has heard of others; or `answers` with that when it is told."""
         if self._core.endpoint.connected(progress.contact.peer):  # else it was lost since it said so
             self._post.met.add(progress.contact.peer)
-            self._hear(progress)
+            self._hear(progress, answers=answers)
             if self._is_worth_a_read(self._known.lacks(others)):
                 self._doubts.notify()
             now = asyncio.get_running_loop().time()
             if progress.digest != self._complete and self._known.relayed(progress, others, now):
                 self._news.notify()
 
-    def _hear(self, progress: Progress, *, direct: bool = True) -> None:
+    def _hear(self, progress: Progress, *, direct: bool = True, answers: bool = False) -> None:
+        before = self._known.progress_of(progress.contact.peer)
         self._core.endpoint.learn(progress.contact)
         if (contact := self._core.endpoint.dialable(progress.contact)) is not progress.contact:
             progress = replace(progress, contact=contact)
-        if self._known.heard(progress, asyncio.get_running_loop().time(), direct=direct):
+        heard = self._known.heard(progress, asyncio.get_running_loop().time(), direct=direct)
+        if heard and not (self._merges and before is not None and self._only_comes_on(before, progress, answers)):
             self._news.notify()
+
+    @staticmethod
+    def _only_comes_on(before: Progress, now: Progress, answers: bool) -> bool:
+        """Whether a peer that merges is on its way, and makes no merge due; it tells by itself when it soon may."""
+        return _place(before)[:-1] == _place(now)[:-1] and now.samples < (WAY if answers else _NEAR_WAY)
 
     def _peer_lost(self, peer: PeerID, reason: str) -> None:
         self._post.met.discard(peer)
@@ -283,7 +294,9 @@ class ProgressGossip:
         self._before, self._at = self._at, StateKey.of_peer(mine)
         self._renamed_at = asyncio.get_running_loop().time()
         few = len(view.peers) - 1 <= FEW
-        if few or not expected:
+        # The other fragments have many steps, of which those that are connected are told directly.
+        soon = few and (not self._fragment or bool(self.unreached()))
+        if soon or not expected:
             self._to_write.notify()
         if not expected:
             self._doubts.notify()  # others may have come while this peer stood still, and do not know it either
@@ -564,7 +577,7 @@ class ProgressGossip:
             return
         mine = view.mine  # a new word is made when it is told
         assert mine is not None
-        place, told = _place(mine), self._told_place
+        place, told = self._place(mine), self._told_place
         near = self._countdown.observe(mine, view, self.target, self.rate, at)
         if self._merges and not (near and self._countdown.matters):
             place, told = place[:-1], told[:-1]
@@ -576,10 +589,15 @@ class ProgressGossip:
         if not at_once and at < self._told_at + self._tell_period_s:
             self.look_again(self._told_at + self._tell_period_s)
             return
-        self._told_at, self._told_place, self._told_peers = at, _place(mine), view.peers
+        self._told_at, self._told_place, self._told_peers = at, self._place(mine), view.peers
         self._countdown.told()
         for peer in view.peers[1:]:
             self._call(peer)
+
+    def _place(self, mine: Progress) -> tuple[object, ...]:
+        """Our place. If peers merge, how far they go beyond the end of their ways is told with something else."""
+        place = _place(mine)
+        return (*place[:-1], True) if self._merges and self.enough else place
 
     def _others_are_late(self, now: float) -> bool:
         """Whether to tell the others that there is enough: one that does not hear all of us may learn it from us only.

@@ -73,6 +73,10 @@ __all__ = ["Participant"]
 _FEW_PEERS = 32
 """A swarm of at most this many peers is small: each peer knows all others."""
 
+_LOOK_S, _LONGEST_LOOK_S = 1.0, 8.0
+"""The swarm is looked at this long after the last look, if nothing is heard of it: for each fragment of a model that is
+on its way to a merge this number of times as rarely, and no more rarely than that, seconds."""
+
 _AGAIN_S = 1.0
 """Until work is tried again that this machine had no memory for, seconds."""
 
@@ -593,7 +597,12 @@ class Participant:
                 if self.phase is RunPhase.COLLECTING:
                     others = view.together - {self.core.peer_id}
                     self._averager.meet(others, comes=self._companions.before is None)
-                await self._news.after(seen, 1.0)
+                await self._news.after(seen, self._idle_s(view))
+
+    def _idle_s(self, view: SwarmView) -> float:
+        """How long to wait for news: the fragments of a model that are merely on their ways are looked at by turns."""
+        on_its_way = self.phase is RunPhase.COLLECTING and not (view.behind or view.coming or view.refused)
+        return min(self.settings.fragments * _LOOK_S, _LONGEST_LOOK_S) if on_its_way and not self.at_end else _LOOK_S
 
     async def _decide_rank(self) -> None:
         """Let the weights win that were there before ours, if the run has not begun. All fragments have one rank."""

@@ -55,8 +55,8 @@ class Correspondent(Protocol):
     def what_we_know(self) -> tuple[Progress, list[Standing]]:
         """This peer's progress, and what it passes on."""
 
-    def hear_directly(self, progress: Progress, others: Sequence[Standing]) -> None:
-        """A peer says this."""
+    def hear_directly(self, progress: Progress, others: Sequence[Standing], *, answers: bool = False) -> None:
+        """A peer says this, or answers so."""
 
     def could_not_tell(self, error: BaseException) -> None:
         """A call has failed for a reason of our own."""
@@ -188,7 +188,7 @@ class Post:
                 reason = "answers in another peer's name"
                 self._core.env.events.emit(PeerDropped(peer=peer, where="progress", reason=reason))
                 return
-            chain.hear_directly(progress, others)
+            chain.hear_directly(progress, others, answers=True)
 
     # ------------------------------------------------------------------------------------------------------- hearing
 

@@ -314,6 +314,7 @@ class ProgressGossip:
     def announce(self, view: SwarmView) -> None:
         """Tell others at once where we stand: all of them, up to `_ALL`."""
         if len(view.peers) - 1 <= FEW:
+            self._told_place = ()  # also where our word has only more in it than our place
             self.tell(view, now=True)
             return
         others = list(view.peers[1:])

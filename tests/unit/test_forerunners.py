@@ -37,6 +37,7 @@ class Scene:
     def __init__(self, contributors: Collection[PeerID] = PEERS[:4]) -> None:
         self.forerunners, self.committed = Forerunners(ME), committed(contributors)
         self.deaf: set[PeerID] = set()
+        self.counts_samples = True
         self.see(dict.fromkeys(PEERS, OURS))
 
     def see(
@@ -67,6 +68,7 @@ class Scene:
             own=own,
             committed=self.committed,
             held=held,
+            counts_samples=self.counts_samples,
             hears=lambda peer: peer not in self.deaf,
             epoch_s=EPOCH_S,
             now=now,
@@ -101,6 +103,14 @@ def test_a_peer_that_most_left_behind_or_that_has_nothing_follows_at_once() -> N
     assert not Scene((ME, FIRST)).see({ME: OURS, FIRST: THEIRS}, held=1000)
     assert not Scene().see({**HERE, FIRST: THEIRS}, held=0)
     assert not Scene().see({**HERE, FIRST: StateKey.of(11, 640 + 3 * GIVES, b"b" * 32)})
+
+
+def test_thousandths_of_a_way_are_no_samples() -> None:
+    """Peers that merge say how far they are: that was taken for samples, up to twice what they give."""
+    scene, ahead = Scene(), {**HERE, FIRST: StateKey.of(11, 640 + 3 * GIVES, b"b" * 32)}
+    assert scene.see(ahead, claims=2 * GIVES)
+    scene.counts_samples = False
+    assert not scene.see(ahead, claims=2 * GIVES)
 
 
 def test_strangers_and_peers_that_are_not_connected_hold_nobody_back() -> None:

@@ -135,6 +135,7 @@ class Outlook:
             own=own,
             committed=self.own.committed,
             held=self.own.training.pending.held,
+            counts_samples=self.pace.counts_samples,
             hears=self.core.endpoint.connected,
             epoch_s=self.companions.patience_s,
             now=now,

@@ -149,14 +149,12 @@ class StatesAverage:
 
     def _take(self, counts: bytes | None) -> None:
         """Set the parameters to the average (trainer)."""
-        alpha, weights, vector = self._averager.settings.averaging_alpha, self._training.weights, self._averager.vector
-        weights.forget()
+        alpha, vector = self._averager.settings.averaging_alpha, self._averager.vector
         # Also where a batch of another fragment has moved them since; or what was given was something else.
         if self._gave_others or (self._at_end and alpha == 1.0):
             vector.overwrite()
         else:
             vector.apply(alpha)
-        weights.note()
         if self._is_of_what_is_held:
             self._training.discard()
         if counts is not None:

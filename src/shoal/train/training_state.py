@@ -12,7 +12,8 @@ optimizer, and plain values for the rest.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -148,13 +149,16 @@ class TrainingState:
         self.epoch, self.whole = 0, True
         self._ended: tuple[bytes, list[torch.Tensor]] | None = None  # see `end`
 
-    def change_begins(self) -> None:
-        """A step, or an average, begins to change the parameters."""
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """A step, or an average, changes the parameters in this block. `whole`: it was taken to its end."""
         self.whole = False
-
-    def change_ended(self) -> None:
-        """It was taken to its end."""
-        self.whole = True
+        self.weights.forget()
+        try:
+            yield
+            self.whole = True
+        finally:
+            self.weights.note()
 
     def set_epoch(self, epoch: int) -> None:
         """The state is of this epoch, whatever was loaded."""
@@ -363,7 +367,6 @@ class TrainingState:
             absent = self.pending.total.lacking
         own = [parameter.grad for parameter in self.parameters]
         before, self.step_error = self.epoch, None
-        self.weights.forget()
         try:
             if options is not None:
                 self.kept.apply(options)
@@ -376,7 +379,6 @@ class TrainingState:
                 self._after_step(own, taken=self.epoch != before)
             finally:
                 self._after_step(own, taken=self.epoch != before)  # an interrupt may have come in between
-            self.weights.note()
         self.schedule.stepped()
         self.whole = True
 

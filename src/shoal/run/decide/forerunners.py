@@ -65,6 +65,7 @@ class Forerunners:
         own: StateKey,
         committed: Committed,
         held: int,
+        counts_samples: bool,
         hears: Callable[[PeerID], bool],
         epoch_s: float,
         now: float,
@@ -76,6 +77,7 @@ class Forerunners:
             own: the key of our state.
             committed: the last steps that led to it.
             held: the samples that this peer has trained at it.
+            counts_samples: whether peers say how many samples they hold, and not how far they are on their way.
             hears: whether a peer is connected.
             epoch_s: the time that an epoch takes, seconds.
             now: local time, seconds.
@@ -92,15 +94,16 @@ class Forerunners:
         ahead = [peer for peer in weights if peer in view.others and StateKey.of_peer(view.others[peer]) > own]
         if sum(weights[peer] for peer in here) <= sum(weights[peer] for peer in ahead):
             return False
-        samples = sum(self._gives(peer, view, committed, held) for peer in here)
+        says = {peer: view.others[peer].samples for peer in here if peer != self._me} if counts_samples else {}
+        samples = sum(self._gives(peer, committed, held, says.get(peer, 0)) for peer in here)
         if view.best.samples - own.samples >= samples:
             return False
         sometimes("peers make their own step, though another one has gone ahead")
         return True
 
-    def _gives(self, peer: PeerID, view: SwarmView, committed: Committed, held: int) -> float:
+    def _gives(self, peer: PeerID, committed: Committed, held: int, says: int) -> float:
         """About how many samples this contributor gives to the next step from our state."""
-        has = held if peer == self._me else min(view.others[peer].samples, committed.believed.get(peer, 0))
+        has = held if peer == self._me else min(says, committed.believed.get(peer, 0))
         return max(has, committed.samples[peer] / len(committed.steps))
 
     def round_failed(self) -> None:

@@ -226,10 +226,9 @@ class OwnState:
             dealt = (*dealt[1 - _DEALS :], Deal(dealt[-1].number + 1 if dealt else 1, *update.dealt))
         training, epoch, lineage = self.training, self.training.epoch, self.lineage.after(self.name, update.gave)
         passed = self.lineage.after(self.name, 0)  # others may go on from there, with what this peer gave
-        training.change_begins()
         try:
-            update.apply()
-            training.change_ended()
+            with training.changing():
+                update.apply()
         finally:
             forget_casts()
             # Attributes alone: no interrupt comes in between.

@@ -173,6 +173,23 @@ def test_averagings_of_states_are_among_the_steps_that_a_newcomer_takes(codec: C
     sim.run(main, seed=6)
 
 
+def test_an_averaging_that_a_newcomer_takes_counted_as_weights_that_its_program_changed() -> None:
+    """It was told to change weights within the optimizer's step only."""
+    told = list[str]()
+
+    async def main() -> None:
+        scene = Scene(average_state_every=1)
+        await scene.begin()
+        await sim.sleep(10.0)
+        late = await scene.newcomer(
+            events=lambda event: told.append(event.message) if isinstance(event, Warned) else None
+        )
+        await held(scene, late, 60.0)
+
+    sim.run(main, seed=6)
+    assert not [each for each in told if "were changed between" in each]
+
+
 def test_gradients_that_were_sent_with_a_codec_are_taken_as_the_members_took_them() -> None:
     """What is kept is as small as what the members were sent, and becomes the same bits."""
 

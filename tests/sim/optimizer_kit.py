@@ -149,8 +149,9 @@ class Trainer:
                 self.failed_downloads.append(str(error))
 
     async def step(self, participant: Participant) -> None:
-        """Take the update that is ready."""
-        participant.own.step()
+        """Take the update that is ready, under the lock as `Chains` does: a copy of the state may be under way."""
+        async with participant.own.hold():
+            participant.own.step()
         await participant.stepped()
 
     async def finish_epoch(self, epoch: int) -> None:

@@ -258,8 +258,9 @@ class Counted(Trainer):
 
     async def step(self, participant: Participant) -> None:
         """See `Trainer`."""
-        before, anchor = participant.state, [each.detach().clone() for each in participant.training.trained]
-        participant.own.step()
+        async with participant.own.hold():
+            before, anchor = participant.state, [each.detach().clone() for each in participant.training.trained]
+            participant.own.step()
         self.audit.merged(self.fragments.index(participant), before, anchor, participant)
         await participant.stepped()
 

@@ -131,7 +131,8 @@ class _Noting(Trainer):
 
     async def step(self, participant: Any) -> None:
         """See `Trainer`."""
-        participant.own.step()
+        async with participant.own.hold():
+            participant.own.step()
         if participant.epoch == END:
             self.stepped_at = asyncio.get_running_loop().time()
             if self.is_wrong:

@@ -158,7 +158,8 @@ class EvaluatesAtOnce(Evaluating):
     """Has other weights in place as soon as a step is taken, and for a second."""
 
     async def step(self, participant: Participant) -> None:
-        participant.own.step()
+        async with participant.own.hold():
+            participant.own.step()
         if not self.evaluates_s:
             await participant.stepped()
             return

@@ -177,8 +177,7 @@ def test_adamw_made_nan_weights_in_float16_and_the_warning_blamed_the_gradients(
     parameters[0].grad, parameters[1].grad = torch.ones(3).half(), torch.zeros(3).half()
     assert training.accumulate(1)
     training.use_own_mean()
-    with training.changing():
-        training.step()
+    training.step()
     assert parameters[0].isfinite().all()
     assert parameters[1].isnan().all()
     (said,) = told_of_left_out(training, 20)
@@ -773,8 +772,7 @@ def test_a_state_is_offered_without_loss() -> None:
     training = TrainingState(torch.optim.AdamW([parameter], lr=0.1))
     accumulate(training, [parameter], 1.0, 1)
     training.use_own_mean()
-    with training.changing():
-        training.step()
+    training.step()
     assert share(training, StateName.genesis(b""), Committed()).codecs is None
 
 

@@ -144,8 +144,7 @@ def stepped(training: TrainingState) -> None:
         each.grad = torch.ones_like(each)
     assert training.accumulate(2)
     training.use_own_mean()
-    with training.changing():
-        training.step()
+    training.step()
 
 
 def test_a_program_that_clips_weights_after_each_step_could_not_save_nor_give_its_state() -> None:
@@ -215,8 +214,7 @@ def test_local_updates_averaged_the_weights_of_an_evaluation(evaluates: bool, we
     assert training.contribute()[0] == weight
     parameter.data.copy_(own)
     training.use_average(vector)  # type: ignore[arg-type]
-    with training.changing():
-        training.step()
+    training.step()
     assert vector.taken == taken
     assert not training.weights.are_displaced
 

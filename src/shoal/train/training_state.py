@@ -102,8 +102,8 @@ class TrainingState:
         averaged_as: says in words what is averaged: the same on all peers.
         dtypes: of the trained parameters, as the model has them.
         state_tensors: what state averaging averages.
-        raised: the error that the step of the last batch raised, if each batch is stepped from (or an interrupt); None
-            if it did not. What it has moved counts: whoever gave the batch counts it first, and raises this then.
+        raised: the error (or interrupt) of the last batch's own step, where each batch is stepped from; None if there
+            was none. What the step has moved counts. So the caller counts the batch first, and then raises this.
         broken: says which trained parameter was not finite then, since when, and what to do; None if all were finite.
         step_error: the error that the optimizer's step raised, if the last one did; else None.
         whole: whether the last change that was begun here was taken to its end.
@@ -367,20 +367,20 @@ class TrainingState:
             absent = self.pending.total.lacking
         own = [parameter.grad for parameter in self.parameters]
         before, self.step_error = self.epoch, None
-        try:
-            if options is not None:
-                self.kept.apply(options)
-            self._step_from_average(absent, cores)
-        except Exception as error:
-            self.epoch, self.step_error = before, f"{type(error).__name__}: {error}"
-            raise
-        finally:
+        with self.changing():
             try:
-                self._after_step(own, taken=self.epoch != before)
+                if options is not None:
+                    self.kept.apply(options)
+                self._step_from_average(absent, cores)
+            except Exception as error:
+                self.epoch, self.step_error = before, f"{type(error).__name__}: {error}"
+                raise
             finally:
-                self._after_step(own, taken=self.epoch != before)  # an interrupt may have come in between
-        self.schedule.stepped()
-        self.whole = True
+                try:
+                    self._after_step(own, taken=self.epoch != before)
+                finally:
+                    self._after_step(own, taken=self.epoch != before)  # an interrupt may have come in between
+            self.schedule.stepped()
 
     def _step_from_average(self, absent: Collection[int], cores: int) -> None:
         for parameter in self.tensors.frozen:

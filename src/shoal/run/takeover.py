@@ -85,12 +85,13 @@ class Takeover:
         states: the averager of states, whose donors are asked.
         notices: tell the user.
         news: told when a state was withheld.
-        keep: saves our state, which is about to be given up (under `lock`, in the executor); returns where it is kept,
-            or None if nothing is.
+        keep: saves our state, which is about to be given up (under the lock of the parameters, in the executor);
+            returns where it is kept, or None if nothing is.
         first: that of the model's first fragment, if this is of another one: they tell of a loss together.
         took_over: whether the last `run` changed the state.
         why_not: says why the last state was not taken over; empty if none failed.
         downloads: bytes and seconds of each download that was taken over.
+        has_stepped: whether a step was made here, of any fragment of the model; of the first one.
     """
 
     core: PeerCore
@@ -108,6 +109,7 @@ class Takeover:
     took_over: bool = False
     why_not: str = ""
     downloads: list[tuple[int, float]] = field(default_factory=list)
+    has_stepped: bool = False
     _mend_from: frozenset[PeerID] = frozenset()  # the only peers to ask; empty for all
     _misfits: Misfits = field(default_factory=Misfits)
     _tried_with: object = None  # the kinds of our options when a state was refused; None if none was
@@ -125,8 +127,8 @@ class Takeover:
         began, self.took_over, claimed = _now(), False, self.outlook.claimed().best
         try:
             async with self.catch_up.following(self._to_follow):
-                # A state has half of the time, however slowly a step comes. It is asked for also if the steps lead to
-                # less than what was claimed: a peer that takes part, and claims to be further, would hold up this one.
+                # A state has half of the time, however slowly a step comes. We also ask for it if the steps end below
+                # the best claim. Otherwise a liar among the members of the rounds could hold us up.
                 steps = await self._take_steps(began + timeout_s / 2)
                 if (not steps or self.own.name.key < claimed) and not self._holds_up:
                     await self._take_state(began + timeout_s)
@@ -155,6 +157,7 @@ class Takeover:
 
     def stepped(self, peers: int) -> None:
         """A step was taken, by this number of peers."""
+        (self.first or self).has_stepped = True
         if peers > 1 and not self.outlook.known.further(self.own.name.key):
             self.beginning.joined()
 
@@ -169,9 +172,12 @@ class Takeover:
         return stance is Stance.WAITING or (stance is Stance.GIVEN_UP and bool(self.beginning.required))
 
     def stance(self, view: SwarmView) -> Stance:
-        """Whether this peer may go on with its own state, as far as a run that is further is concerned."""
+        """Whether this peer may go on with its own state, as far as a run that is further is concerned.
+
+        A model whose fragments have made steps here is no newcomer, though one of them is at its beginning.
+        """
         known, epoch = self.outlook.known, self.own.name.epoch
-        if epoch > 0:
+        if epoch > 0 or (self.first or self).has_stepped:
             return Stance.FREE
         now, giving = _now(), self._giving()
         further = known.further(self.own.name.key, self.outlook.giving)
@@ -227,7 +233,10 @@ class Takeover:
         Newcomers begin together beside such a donor. One that was not there at their first step takes their state.
         """
         fetch = self._fetch
-        if fetch is None or fetch.intake.missing_bytes is None or giving or _now() < fetch.since + _SLOW_S:
+        if fetch is None or _now() < fetch.since + _SLOW_S:
+            return
+        is_described = fetch.intake.missing_bytes is not None  # else the steps that it gives say nothing of its state
+        if is_described and giving:
             return
         if not fetch.donors.issuperset(further):
             sometimes("a download that comes too slowly makes way for the state of others")
@@ -374,7 +383,7 @@ class Takeover:
                 )
         except TimeoutError:
             self._withheld(view.leaders)
-            self._passed_over = frozenset(fetch.intake.asked)
+            self._passed_over = frozenset(fetch.intake.asked) or fetch.donors
             await self.catch_up.leave()  # from what others offer their steps do not lead on
             raise StateUnavailable("it came too slowly, and others offer theirs") from None
         except StateUnavailable as error:

@@ -12,7 +12,8 @@ import torch
 from shoal import sim
 from shoal.events import Event, Warned
 from shoal.strategies import Decoupled, DiLoCo, LocalSGD, LocalUpdates, Merges, Strategy, StreamingDiLoCo, Synchronous
-from tests.sim.optimizer_kit import Run
+from tests.sim import optimizer_kit
+from tests.sim.optimizer_kit import Run, Trainer
 
 TARGET, END = 24, 4
 STRATEGIES: dict[str, Strategy] = {
@@ -31,6 +32,7 @@ MOMENTS: dict[str, Callable[[Epochs], bool]] = {
     "in the middle": lambda epochs: min(epochs) == 2,
     "before the last step": lambda epochs: min(epochs) == END - 1,
     "between two fragments": lambda epochs: min(epochs) < max(epochs) == END,
+    "between the first merges": lambda epochs: min(epochs) == 0 < max(epochs),
 }
 """When a peer is frozen, by the epochs of the fragments of its model."""
 
@@ -53,7 +55,7 @@ class Others:
         """All train; at this moment some are frozen, and the others come to the end."""
         times_s = batch_s or [0.25 + number / 100 for number in range(len(self.names))]
         for name in self.names:
-            await self.run.add(name, strategy=self._strategy, events=partial(self._note, name))
+            await self.run.add(name, strategy=self._strategy, events=partial(self.note, name))
         await sim.sleep(3.0)
         self.run.announce_end(END)
         swarm = self.run.swarm
@@ -82,9 +84,11 @@ class Others:
 
         self.helping = self.run.swarm.spawn("helper", work())
 
-    def _note(self, name: str, event: Event) -> None:
-        if isinstance(event, Warned) and ("ended without" in event.message or "its steps alone" in event.message):
-            self.said[name].append(event.message)
+    def note(self, name: str, event: Event) -> None:
+        """A peer tells something."""
+        told = event.message if isinstance(event, Warned) else ""
+        if any(words in told for words in ("ended without", "its steps alone")):
+            self.said[name].append(told)
 
     async def leave(self, names: Sequence[str]) -> None:
         """These leave the run, and their programs end."""
@@ -205,3 +209,66 @@ def test_a_peer_that_waits_for_a_quorum_took_the_farewells_of_an_earlier_run_for
         await others.run.close()
 
     sim.run(main, seed=1)
+
+
+@pytest.mark.parametrize("silent_s", [1.5, 20.0])
+@pytest.mark.parametrize("peers", [2, 3])
+def test_a_last_average_that_was_missed_left_other_weights_in_silence(peers: int, silent_s: float) -> None:
+    """A peer is cut off between its last step and the average. It is waited for; who ends without it says so."""
+
+    async def main() -> None:
+        others = Others(LocalUpdates(TARGET), peers, [])
+        swarm = others.run.swarm
+
+        async def life(name: str, number: int) -> None:
+            trainer = swarm.peer(name)
+            await trainer.train(4, duration_s=0.25 + number / 20, until=lambda: False)
+            await others.leave([name])
+
+        for name in others.names:
+            await others.run.add(name, strategy=LocalUpdates(TARGET), events=partial(others.note, name))
+        await sim.sleep(3.0)
+        others.run.announce_end(END)
+        work = [swarm.spawn(name, life(name, number)) for number, name in enumerate(others.names)]
+        last = swarm.peer("p1").participant
+        while last.epoch < END:
+            await sim.sleep(0.005)
+        swarm.stall("p1")
+        await sim.sleep(silent_s)
+        swarm.unstall("p1")
+        await asyncio.gather(*work)
+        differing = [name for name in others.names if others.differs(name)]
+        assert bool(differing) == any(others.said.values()), others.said
+        if silent_s < 15.0:  # as long as peers at the end wait for each other
+            assert not differing
+
+    sim.run(main, seed=1)
+
+
+class Wide(Trainer):
+    """Trains a model of eight parameters."""
+
+    def compute(self, number: int, size: int) -> None:
+        """See `Trainer`."""
+        for parameter in self.parameters:
+            parameter.grad = parameter.detach() + float(self.index + number)
+
+
+def test_a_model_with_a_fragment_at_its_beginning_waited_for_ten_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others had ended and left. It was taken for a newcomer, and told that training begins at epoch 0."""
+
+    def model(dtype: torch.dtype, seed: int, width: int) -> list[torch.nn.Parameter]:
+        return [torch.nn.Parameter(torch.full((width,), float(seed), dtype=dtype)) for _ in range(8)]
+
+    async def main() -> None:
+        others = Others(StreamingDiLoCo(8, fragments=8, overlap=1), 3, ["p0"])
+        others.run = Run(target=TARGET, trainer=Wide)
+        await others.end("between the first merges", batch_s=(1.0, 0.11, 1.02))
+        await others.leave(["p1", "p2"])
+        await sim.sleep(20.0)
+        await others.wake()
+        assert len(others.said["p0"]) == 1
+        await others.leave(["p0"])
+
+    monkeypatch.setattr(optimizer_kit, "model", model)
+    sim.run(main, seed=3)

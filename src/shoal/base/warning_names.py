@@ -13,6 +13,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "ended-alone": (
         "ended without this peer",
         "this peer made its steps alone",
+        "they have other weights than this peer",
     ),
     "client-state": ("have not taken the state of this client",),
     "training-alone": ("training alone",),

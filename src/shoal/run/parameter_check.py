@@ -49,6 +49,7 @@ class _Ends:
         name: of their state.
         said: what each other peer has said, also one that has left; None: nothing of this state yet.
         here: the others at this state that have not left.
+        give: those of them that give their state: nobody has it from a client that is no further.
         lacking: the others that are to say it yet, and count.
         checks: the descriptions, ours among them.
         verdict: what follows from these.
@@ -57,6 +58,7 @@ class _Ends:
     name: StateName
     said: Mapping[PeerID, bytes | None]
     here: frozenset[PeerID]
+    give: frozenset[PeerID]
     lacking: frozenset[PeerID]
     checks: Mapping[PeerID, Check]
     verdict: Verdict
@@ -180,7 +182,7 @@ class ParameterCheck:
     def unlike(
         self, others: Mapping[PeerID, Progress], left: Mapping[PeerID, Farewell], weigh: Weigh, *, client: bool
     ) -> frozenset[PeerID]:
-        """The others at the last state of a run whose parameters may be others than ours; all until ours are known.
+        """The others at the last state of a run that may hold other parameters; all of them until ours are described.
 
         Args:
             others: the last words of the others.
@@ -209,7 +211,8 @@ class ParameterCheck:
             known = {me: own, **{peer: check for peer, check in checks.items() if check is not None}}
             if (verdict := judge(known, weigh, name.digest)) is None:
                 return frozenset()
-            ends = self._ends = _Ends(name, said, here, frozenset(lacking), known, verdict)
+            give = frozenset(peer for peer in here if others[peer].contact.addresses)
+            ends = self._ends = _Ends(name, said, here, give, frozenset(lacking), known, verdict)
         wrong = ends.verdict.others
         return here if me in wrong and self._mends(ends) else here & (ends.lacking | wrong.keys())
 
@@ -220,8 +223,8 @@ class ParameterCheck:
         return ends.lacking if ends is not None and ends.name == self._own.name else frozenset()
 
     def _mends(self, ends: _Ends) -> bool:
-        """Whether ours are to be mended: once, while somebody is here who holds what they should be."""
-        return self._mended != ends.name and not ends.here.isdisjoint(ends.verdict.others[self._core.peer_id])
+        """Whether ours are to be mended: once, while somebody gives what they should be."""
+        return self._mended != ends.name and not ends.give.isdisjoint(ends.verdict.others[self._core.peer_id])
 
     async def difference_at_end(self, *, late: bool) -> frozenset[PeerID] | None:
         """As `difference`, from what the peers at the last state of a run have said: all of them, unless it is late."""

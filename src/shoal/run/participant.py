@@ -1,12 +1,12 @@
 """One peer's part in a run: it watches the swarm, runs the rounds, and serves the trainer. Loop only, no threads.
 
 `PhaseMachine` (see `phases`) decides what is to be done; this shell does it. One task in the loop looks at the swarm
-whenever there is news, and once a second. The trainer asks `decide` at its step, and changes the parameters itself:
-`step`, `download`. A round takes the accumulators when the group begins, also from a trainer that is in the middle of a
-batch: nobody waits for the slowest batch.
+whenever there is news, and once a second. The trainer asks `TrainerTurn.decide` at its step, and changes the parameters
+itself: `OwnState.step`, `TrainerTurn.download`. A round takes the accumulators when the group begins, also from a
+trainer that is in the middle of a batch: nobody waits for the slowest batch.
 
-A state is named by its digest: H(parent digest, round id, verdict). Peers meet under a key that holds their state's
-digest, so gradients of different states are never averaged, and equal digests mean equal histories.
+A state is named by its digest: H(parent digest, round id, verdict, agreement). Peers meet under a key that holds their
+state's digest, so gradients of different states are never averaged, and equal digests mean equal histories.
 """
 
 from __future__ import annotations
@@ -645,6 +645,8 @@ class Participant:
             self._notices.interrupted(self.training.step_error if update.is_step else None)
         elif update.is_step:
             self._advanced(update)
+        elif update.peers == 1:
+            self.solitude.averaged_alone(self.epoch)
         self.course.happened(Event.STEPPED)
         if update.is_step and self.own.name == update.name and self.states_average.follows:
             self.course.machine.happened(Event.STATES_DUE)

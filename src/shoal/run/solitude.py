@@ -212,6 +212,10 @@ class Solitude:
         known = len(self._known.peers)
         self._core.env.events.emit(SteppedAlone(run_id=self._run_id, epoch=epoch, others=known))
 
+    def averaged_alone(self, epoch: int) -> None:
+        """Nobody was left for the last average of the states, at this epoch."""
+        self._epoch = epoch
+
     def took_over(self, epoch: int) -> None:
         """The state of others, of this epoch, was taken over."""
         self._were_here(epoch, self._known.peers)

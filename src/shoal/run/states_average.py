@@ -161,14 +161,18 @@ class StatesAverage:
             self._counts.take(counts)
 
     async def _last_one_failed(self, name: StateName) -> None:
-        """The last average failed: no other one makes up for it, so it is tried again while a member is alive."""
-        view = self._outlook.view()
-        if self._swarm_step.others.intersection(view.peers):
-            if not view.behind and self._outlook.end.waits(asyncio.get_running_loop().time()):
+        """The last average failed: no other one makes up for it, so it is tried again while a member may come back.
+
+        Then what differs by design is this peer's own, and so its state has a name of its own.
+        """
+        view, members, left = self._outlook.view(), self._swarm_step.others, self._outlook.known.left
+        may_come = members.intersection({*view.peers, *self._core.endpoint.silent}) - left.keys()
+        if may_come and self._outlook.end.waits(asyncio.get_running_loop().time()):
+            if not view.behind:
                 sometimes("the last average of the states is tried again")
                 self._course.machine.happened(Event.STATES_DUE)
                 await self._news.next(1.0)
-        elif len(view.peers) > 1:
+        elif members or len(view.peers) > 1:
             sometimes("nobody is left for the last average of the states")
             # Those who followed our last step, or were given a copy, have not what differs by design as it is now.
             last = name.after_last_average_alone(self._core.env.rng.randbytes(16), self._core.peer_id.to_bytes())

@@ -298,9 +298,12 @@ class Notices:
         )
 
     def ended_alone(self, together: int, end: int) -> None:
-        """The run is over, and its steps after the epoch `together` were made by this peer alone."""
+        """The run is over, and this peer made its steps after the epoch `together` alone, or their last average."""
+        alone = f"after epoch {together} this peer made its steps alone"
+        if together == end:
+            alone = "this peer ended without the last average of the states, as nobody was left for it"
         self.warn(
-            f"run {self._run_id!r} ended at epoch {end}, and after epoch {together} this peer made its steps alone. If "
+            f"run {self._run_id!r} ended at epoch {end}, and {alone}. If "
             "the others ended it, too, while this program stood still or was cut off, they have other weights than "
             "this peer: keep those of one of the others, or of their checkpoint"
         )

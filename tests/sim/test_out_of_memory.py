@@ -14,7 +14,7 @@ from shoal import sim
 from shoal.averaging.allreduce.vector import Vector
 from shoal.errors import RoundFailed, is_out_of_memory
 from shoal.events import Event, RoundAborted, Warned
-from shoal.run import parameter_check, participant
+from shoal.run import parameter_check, swarm_step
 from shoal.run.gossip import ProgressGossip
 from shoal.run.join import step_feed
 from shoal.run.participant import Participant
@@ -61,7 +61,7 @@ SITES: dict[str, tuple[Any, str, str]] = {
     "finish": (Vector, "finish", ""),
     "prepare": (TrainingState, "contribute", "its values could not be copied"),
     "check": (parameter_check, "check_of", "the check of this peer's parameters was left out"),
-    "agree": (participant, "agree", "a round or a step was left out"),
+    "agree": (swarm_step, "agree", "a round or a step was left out"),
     "what is said": (optimizer_state, "options_of", "a round or a step was left out"),
     "the step that is told": (step_feed, "of_round", "a step for peers that catch up was left out"),
     "publish": (ProgressGossip, "_publish", "what it tells others, and hears from them, was left out"),
@@ -183,7 +183,7 @@ def test_errors_that_say_that_there_is_no_memory(error: BaseException) -> None:
 
 def test_other_errors_of_the_loop_still_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A defect is not to be hidden by what is done about memory."""
-    fails = Fails(monkeypatch, participant, "agree", RuntimeError("a defect"))
+    fails = Fails(monkeypatch, swarm_step, "agree", RuntimeError("a defect"))
 
     async def main() -> None:
         run = Run(target=8)

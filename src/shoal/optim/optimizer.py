@@ -99,11 +99,12 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         auxiliary: a peer without data: it reduces for the others, takes their steps, and gives newcomers the state.
             Call `step()` in a loop, without a batch: it waits for the next step of the swarm. Others must be able to
             dial it.
-        require_state: what a peer does that has waited for a state for `load_state_timeout`. None: `step` raises
-            `StateUnavailable` if its DHT was given peers, and a run goes on without it; if nobody is further any more
-            it begins at epoch 0, with a warning. True: `step` raises also where no run is known, for peers that only
-            ever join. False: it trains a run of its own beside the others, with a warning; while two peers name a
-            better state it waits longer.
+        require_state: what a peer does that has waited for a state for `load_state_timeout`.
+            None: `step` raises `StateUnavailable` if a run goes on without this peer, and its DHT was given peers. If
+            nobody is further any more, it begins at epoch 0, with a warning.
+            True: `step` raises also where no run is known. It is for peers that only ever join.
+            False: it trains a run of its own beside the others, with a warning. While two peers name a better state,
+            it waits longer.
         verbose: print what goes on (joined, epochs, who is gone and why) to stderr, as
             `logging.getLogger("shoal").setLevel("INFO")` does where a program logs.
         options: further ones, such as `averaging_timeout`, `bandwidth` or `client_mode`, and all arguments of hivemind

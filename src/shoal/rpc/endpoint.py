@@ -4,8 +4,9 @@
   is reached over the link that it made.
 - Each stream has a connection of its own, taken from a small pool, so bulk data never delays a call. Before a stream is
   opened there is a call link, whose heartbeat tells when a silent peer is gone; then all its streams are aborted.
-- A peer's messages are decoded into the declared type before a handler sees them. A message that cannot be decoded, is
-  too long or exceeds a limit costs that peer its connection or an answer of `busy`; it never raises here.
+- A peer's messages are decoded into the declared type before a handler sees them. A frame that is too long or unknown
+  costs that peer its connection. A call whose fields are wrong gets the answer `bad`, one beyond an allowance `busy`.
+  None of them raises here.
 - Loop thread only. After `close` nothing is left: no task, no connection.
 """
 

@@ -265,7 +265,7 @@ class Chains:
     # -------------------------------------------------------------------------------------------------------- the turn
 
     def count(self, samples: int, *, worth: bool) -> None:
-        """A batch was trained, or is of no use if it has gradients at all (under the lock)."""
+        """Count a batch (under the lock). If it has gradients and is not `worth` counting, its samples are dropped."""
         if worth:
             self.first.speed.count(samples)
         elif any(each.grad is not None for each in self._training.trained):

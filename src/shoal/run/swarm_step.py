@@ -165,9 +165,10 @@ class SwarmStep:
             self.notices.absent(given_up)
 
     def _most_weight(self, peer: PeerID) -> float:
-        """The largest weight that a peer may give to the round now: twice what it may by its own count.
+        """The largest weight that a peer may give to the round now.
 
-        It grows with the time since it gave last, of which each member has its own idea.
+        It grows with the time since that peer gave last. Members measure this time differently, so others may give
+        twice as much as we count for them.
         """
         committed, own = self._own.committed, peer == self._me
         steps = self.outlook.witness.steps_since(peer)

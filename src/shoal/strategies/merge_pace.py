@@ -91,11 +91,11 @@ class _Way:
 class MergePace(Pace):
     """The pace of a fragment of the model, which is merged now and then.
 
-    Strangers, that have not contributed to the last merges, count for no more peers than the contributors that are
-    here; the two first ones where none is. All peers count the same ones, and come to a merge together. To a quorum
-    strangers add no more than these do, or what is lacking if these are too few for it. Peers that no round waits for
-    do not count, unless a quorum cannot be had without them: two peers that wait for each other no more would each stay
-    alone otherwise.
+    Strangers have not contributed to the last merges. At most as many of them count as contributors are here. If no
+    contributor is here, the first two strangers count. All peers count the same ones, and come to a merge together. To
+    a quorum strangers add no more than these do, or what is lacking if these are too few for it. Peers that no round
+    waits for do not count, unless a quorum cannot be had without them: two peers that wait for each other no more would
+    each stay alone otherwise.
 
     Args:
         merging: the way in which peers merge.

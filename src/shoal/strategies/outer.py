@@ -160,9 +160,9 @@ class OuterTrainingState(TrainingState):
         Before the last merge of a run they are as many for all fragments as for the one that has fewest. So their last
         merges come together, and all that was trained is in each of them.
         """
-        if self.merging.steps is None or self.pending.in_round or self._way[0] != 1:
+        if self.merging.steps is None or self.pending.in_round or self._merges_left[0] != 1:
             return self._trained.batches
-        ways = [each._way for each in self._local.fragments]  # noqa: SLF001
+        ways = [each._merges_left for each in self._local.fragments]  # noqa: SLF001
         return min(batches if left == 1 else 0 for left, batches in ways if left > 0)
 
     @property
@@ -171,10 +171,10 @@ class OuterTrainingState(TrainingState):
         return self.end_epoch is not None and self.epoch + 1 >= self.end_epoch
 
     @property
-    def _way(self) -> tuple[int, int]:
-        """How many merges this peer has not given to yet until the run ends, and its batches for the next one of them.
+    def _merges_left(self) -> tuple[int, int]:
+        """The merges until the end of the run that this peer has not given to yet, and its batches for the next one.
 
-        0 of them also where the end is not known.
+        There are 0 of them also where the end is not known.
         """
         left = 0 if self.end_epoch is None else self.end_epoch - self.epoch - self.pending.in_round
         return left, (self._later if self.pending.in_round else self._trained).batches

@@ -7,9 +7,10 @@ same. From these, every member concludes the same:
 
 - The parameters that the members of most weight hold are the state (see `words`); of equal weights, those of the first
   peer in an order that chance has made.
-- Where others of half that weight or more are as many, that decides only what nobody knows better. A member knows
-  whether something else than shoal has written to its parameters: such parameters give way (see `Changed`). And of
-  members that differ at one check after the other the same ones take over each time: those that did so the last time.
+- A rival group is as many members that have at least half of that weight. Then the weight does not decide alone.
+  Parameters that something else than shoal has written to give way first (see `Changed`): a member knows that of its
+  own. Of members that differ at one check after the other the same ones take over each time: those that did so the last
+  time.
 - Members with another arithmetic (torch, device, way of computing) than these holders must hold the same within
   `BOUND`, as far as the sample tells.
 - Members of equal arithmetic must hold the same parameters to the bit. Among the holders' own arithmetic these are the

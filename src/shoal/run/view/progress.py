@@ -11,13 +11,13 @@ renewed their record: where the run ends for them, and that their settings diffe
 samples is better. At equal samples the key with the higher epoch is better; at equal epochs the key with the *lower*
 digest. A state of epoch 0 is worse than any other, whatever it says that went into it. The best state of all live peers
 wins: a peer at another state downloads it. Nobody can dial a client, but it gives its state to a peer that it has
-dialed. There a state that only clients hold counts if samples and epoch of the best other one are below it; elsewhere
-it does not, while there are others. A client that is alone with its state takes the best of the others, unless both
-samples and epoch are below its own; or, if it has dialed nobody, below those of the last one that it had with others. A
-state does not count either if its holders were asked for it twice and did not give it; they are asked again after a
-while, ever more rarely. Keys are totally ordered, and the key of a peer that can be dialed only grows. So all peers
-that can see each other end at one state, in whatever order they hear things. See
-`docs/why/decisions/0001-commit-and-fork-rules.md` and 0065.
+dialed. That peer counts the client's state if it has more samples and a later epoch than any state of the others. All
+other peers ignore states that only clients hold, unless there are no others. A client that is alone with its state
+takes the best of the others, unless that one has fewer samples and an earlier epoch than its own. A client that has
+dialed nobody compares with the last state that it had with others instead. A state does not count either if its holders
+were asked for it twice and did not give it; they are asked again after a while, ever more rarely. Keys are totally
+ordered, and the key of a peer that can be dialed only grows. So all peers that can see each other end at one state, in
+whatever order they hear things. See `docs/why/decisions/0001-commit-and-fork-rules.md` and 0065.
 """
 
 from __future__ import annotations
@@ -413,7 +413,7 @@ class SwarmProgress:
     def is_false(self, key: StateKey) -> bool:
         """Whether this names a state at which this peer has been, with other samples, or another epoch, than it has.
 
-        Both follow from the digest (see `optim.state_name`).
+        Both follow from the digest (see `run.decide.state_name`).
         """
         return self._own.get(key.inverted_digest, key) != key
 

@@ -4,9 +4,9 @@ A key costs nothing, and a state is a claim like any other: a stranger can chang
 it likes. So this peer asks who stands for a state:
 
 - **Contributors.** A state is *vouched* for by the peers whose words weigh here (`words.Record`), and by
-  those whose words have weighed here before: two branches that meet after a partition know each other so. If those who
-  stand for it, or for a better one, are no majority, it is one to which the run can have come since they and this peer
-  were last in one step. States of contributors come before others.
+  those whose words have weighed here before: two branches that meet after a partition know each other so. A state may
+  be taken if a majority of them stands for it, or for a better one. Without a majority it may be taken only if the run
+  can have come to it since they and this peer were last in one step. States of contributors come before others.
 - **Strangers** are heeded if the run can have come to their state since this peer's last step with others, as this peer
   has measured it: a newcomer may be the only one that knows a step. Where no contributor is here but this peer, or none
   of them can give a state (all are clients, as this peer is), one that has just begun, or has measured nothing, heeds

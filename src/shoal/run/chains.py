@@ -273,9 +273,11 @@ class Chains:
                 each.contribution.leave_out(samples)
 
     def take_turns(self, timeout_s: float, load_timeout_s: float, *, trained: bool) -> None:
-        """Do what each fragment asks for now: wait for a round, take a step, stand still for a better state.
+        """Do what each fragment asks for now. Without a batch that was `trained` each of them is asked.
 
-        Without a batch that was `trained` there is nothing else to do, and each fragment is asked.
+        The trainer's thread waits here in three places: `TrainerTurn.decide` waits for a round, for a merge that is due
+        soon, and at the end of the run for the others; the lock of the parameters is waited for before a step; and
+        `TrainerTurn.download` waits for a better state.
         """
         behind = []
         for each in self.participants:

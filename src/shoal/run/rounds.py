@@ -10,7 +10,9 @@ from typing import Any
 import msgspec
 import torch
 
-from shoal.averaging import Averager, StepResult
+from shoal.averaging import Averager, StepResult, Strangers
+from shoal.averaging.allreduce.interface import MostWeight
+from shoal.averaging.averager import Apply, Prepare
 from shoal.averaging.core import PeerCore
 from shoal.base.clock import Env
 from shoal.base.peer import PeerID
@@ -103,14 +105,19 @@ class Rounds:
         self._last: Averager | None = None
         self.in_vain = False
 
-    async def run(
+    async def run(  # noqa: PLR0913 (all but one by name)
         self,
         averager: Averager,
         *,
         tag: str,
         hopeless: Callable[[SwarmView], bool],
         expected: Callable[[], frozenset[PeerID]],
-        **options: Any,
+        prepare: Prepare,
+        most_weight: MostWeight,
+        strangers: Strangers,
+        apply: Apply,
+        gather: object = None,
+        way_s: float = 0.0,
     ) -> StepResult | None:
         """One round; None if it failed, or became hopeless before there was a group.
 
@@ -119,7 +126,13 @@ class Rounds:
             tag: of the state; only peers with the same one meet.
             hopeless: whether there is nothing to be had from it any more.
             expected: the peers to wait for.
-            options: for `Averager.step`.
+            prepare: gives the weight and a factor of our values, once there is a group. This and all that follows are
+                as in `Averager.step`.
+            most_weight: says which weight a peer may give.
+            strangers: the peers of which nothing is known yet.
+            apply: takes the averages.
+            gather: what all members get of this one.
+            way_s: the time since the last round, seconds.
         """
         settings = averager.settings
         self.in_vain = False
@@ -133,7 +146,12 @@ class Rounds:
                 allow_retries=False,
                 expected=expected,
                 tag=tag,
-                **options,
+                prepare=prepare,
+                most_weight=most_weight,
+                strangers=strangers,
+                apply=apply,
+                gather=gather,
+                way_s=way_s,
             )
 
         round_ = asyncio.get_running_loop().create_task(step())

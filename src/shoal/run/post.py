@@ -140,12 +140,14 @@ class Post:
             self.begin(peer, number)
 
     async def tell(self, peer: PeerID, number: int) -> None:
-        """The same as `begin`; returns when the peer has been told, or could not be."""
-        self.begin(peer, number)
-        while number in self._due.get(peer, ()) and (task := self.telling.get(peer)) is not None:
-            await asyncio.wait({task})
-        if (task := self.telling.get(peer)) is not None:
-            await asyncio.wait({task})
+        """Tell a peer as this fragment leaves; returns when the peer has been told, or could not be.
+
+        It goes beside a call that is under way: a peer that stands still answers none, and hears this when it wakes.
+        """
+        try:
+            await self._tell_of(peer, [number])
+        except Exception as error:  # noqa: BLE001 (no memory for it: it leaves all the same)
+            self._failed(error)
 
     def _begin(self, peer: PeerID) -> None:
         task = self.telling[peer] = asyncio.get_running_loop().create_task(self._tell(peer))
@@ -154,17 +156,22 @@ class Post:
     def _over(self, peer: PeerID, task: asyncio.Task[None]) -> None:
         self.telling.pop(peer, None)
         self._said.pop(peer, None)
-        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, ClosedError):
-            for chain in self._chains.values():
-                chain.could_not_tell(error)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failed(error)
         if peer in self._due and self._chains and not task.cancelled():
             self._begin(peer)
 
+    def _failed(self, error: BaseException) -> None:
+        for chain in self._chains.values() if not isinstance(error, ClosedError) else ():
+            chain.could_not_tell(error)
+
     async def _tell(self, peer: PeerID) -> None:
         told = self._said[peer] = sorted(number for number in self._due.pop(peer) if number in self._chains)
+        if told:
+            await self._tell_of(peer, told)
+
+    async def _tell_of(self, peer: PeerID, told: Sequence[int]) -> None:
         try:
-            if not told:
-                return
             if len(told) == 1:
                 chain = self._chains[told[0]]
                 request = TellProgress(chain.run_id, *chain.what_we_know())

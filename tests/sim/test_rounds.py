@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from shoal import sim
-from shoal.averaging import Averager, AveragerSettings
+from shoal.averaging import Averager, AveragerSettings, StepResult
 from shoal.averaging.allreduce.round import Outcome
+from shoal.averaging.strangers import NO_STRANGERS
 from shoal.base.clock import Env
 from shoal.base.tasks import Changes
 from shoal.run.rounds import Rounds
@@ -31,6 +32,20 @@ class _Searching:
         await sim.sleep(30)
 
 
+async def searched(rounds: Rounds) -> StepResult | None:
+    """A round that finds no group, until a better state is seen."""
+    return await rounds.run(
+        cast("Averager", _Searching()),
+        tag="",
+        hopeless=lambda view: view.behind,
+        expected=frozenset,
+        prepare=lambda _: (1.0, 1.0),
+        most_weight=lambda _: 1.0,
+        strangers=NO_STRANGERS,
+        apply=lambda _: None,
+    )
+
+
 def test_news_right_after_a_look_are_seen_at_once() -> None:
     """The news of several peers can come in one turn of the loop: the last ones do not wait for the next second."""
 
@@ -47,10 +62,7 @@ def test_news_right_after_a_look_are_seen_at_once() -> None:
             return cast("SwarmView", SimpleNamespace(behind=bool(came_at)))
 
         loop.call_later(0.1, news.notify)
-        result = await Rounds(Env(), look, news).run(
-            cast("Averager", _Searching()), tag="", hopeless=lambda view: view.behind, expected=frozenset
-        )
-        assert result is None
+        assert await searched(Rounds(Env(), look, news)) is None
         return loop.time() - came_at[0]
 
     assert run(main()) < 0.01
@@ -76,9 +88,7 @@ def test_news_during_a_search_make_no_tasks(monkeypatch: pytest.MonkeyPatch) -> 
             looks.append(None)
             return cast("SwarmView", SimpleNamespace(behind=len(looks) == 5))
 
-        await Rounds(Env(), look, news).run(
-            cast("Averager", _Searching()), tag="", hopeless=lambda view: view.behind, expected=frozenset
-        )
+        await searched(Rounds(Env(), look, news))
         return len(made)
 
     assert run(main()) == 1

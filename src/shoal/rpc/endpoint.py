@@ -142,10 +142,7 @@ class Endpoint:
         self._incoming: dict[PeerID, Incoming] = {}  # the last one of each peer; the newest at the end
         self._withheld = False
         self._reached_at: tuple[Address, ...] = ()
-        self._named: tuple[object, Contact] = (
-            None,
-            Contact(self.peer_id),
-        )  # our contact, and the addresses it is made of
+        self._named: tuple[object, Contact] = None, Contact(self.peer_id)  # our contact, and what it is made of
         self._shut_callbacks: list[Callable[[PeerID, tuple[Address, ...]], None]] = []
         self._allowances: dict[str, Allowance] = {}  # by site
         self._all_sites = Account(0.0, -math.inf)
@@ -183,11 +180,6 @@ class Endpoint:
             contact = Contact(self.peer_id, tuple(dict.fromkeys((*reached_at, *listens_at)))[:8])
             self._named = (reached_at, listens_at), contact
         return contact
-
-    @property
-    def is_announced(self) -> bool:
-        """Whether others are told an address of ours."""
-        return not self._withheld and bool(self._reached_at or self._transport.addresses)
 
     @property
     def listens_at(self) -> tuple[Address, ...]:

@@ -25,14 +25,10 @@ class Account:
         self._own, self._speed, self._end = outlook.own, outlook.speed, outlook.end
 
     @property
-    def _at_end(self) -> bool:
-        return self._end.reached(self._own.name.epoch)
-
-    @property
     def held(self) -> int:
         """Samples that are in no step yet, and may still go into one: see `Pending.held`."""
         training = self._own.training
-        over = self._end.over(self._own.name.epoch) if training.averages_parameters else self._at_end
+        over = self._end.over(self._own.name.epoch) if training.averages_parameters else self._outlook.at_end
         return 0 if self._course.is_closed or over else training.pending.held
 
     def settle(self) -> None:
@@ -52,21 +48,22 @@ class Account:
             held=self.held,
             now=self._outlook.loop.time(),
         )
-        if tells and why is not None:
+        if not tells:
+            return
+        if why is not None:
             self._notices.warn(why)
-        if tells:
-            self._tell_dropped()
+        self._tell_dropped()
 
     def left(self) -> None:
         """This peer has left: what it holds is given to nobody any more."""
-        self._tell_dropped(left=0 if self._at_end else self._own.training.pending.held)
+        self._tell_dropped(left=0 if self._outlook.at_end else self._own.training.pending.held)
 
     def _tell_dropped(self, *, left: int = 0) -> None:
         speed, contribution, now = self._speed, self._contribution, self._outlook.loop.time()
         self.settle()
         if contribution.first_dropped(processed=speed.processed, batches=speed.batches):
             self._notices.first_dropped(contribution.in_vain, speed.processed)
-        over = self._at_end or self._course.is_closed
+        over = self._outlook.at_end or self._course.is_closed
         if (much := contribution.much_dropped(processed=speed.processed, now=now, over=over)) is not None:
             last = "merge" if self._outlook.settings.strategy.terms.meets_rarely else "round"
             self._notices.much_dropped(much, self._own.training.why_dropped(), last=last, left=left)

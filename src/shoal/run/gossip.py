@@ -38,11 +38,11 @@ from shoal.protocol.wire import (
     encode,
 )
 from shoal.rpc import LOOK_S
-from shoal.run.post import CALL_TIMEOUT_S, MOST_DEAF, Post
+from shoal.run.post import CALL_TIMEOUT_S, Post
 from shoal.run.settings import RunSettings
 from shoal.run.view.progress import NO_STATE, StateKey, SwarmProgress, SwarmView
 from shoal.run.view.tellers import FEW, KEEPERS, Countdown, Order, Relay, look_s, silence_s, write_s
-from shoal.strategies.merge_pace import WAY
+from shoal.strategies.merge_pace import NEAR_WAY, WAY
 
 __all__ = ["ProgressGossip"]
 
@@ -82,9 +82,6 @@ _READ_BY_MERGERS = 4
 
 _LIVES = 1.5
 """A record lives for this number of periods of writing and reading."""
-
-_NEAR_WAY = 9 * WAY // 10
-"""A peer that merges, and is not so far on its way, makes no merge due."""
 
 _LOOKS_AT_STRANGERS = 5
 """Records of peers with other settings are renewed within 4 of them if the peers live."""
@@ -268,7 +265,7 @@ class ProgressGossip:
     @staticmethod
     def _only_comes_on(before: Progress, now: Progress, answers: bool) -> bool:
         """Whether a peer that merges is on its way, and makes no merge due; it tells by itself when it soon may."""
-        return _place(before)[:-1] == _place(now)[:-1] and now.samples < (WAY if answers else _NEAR_WAY)
+        return _place(before)[:-1] == _place(now)[:-1] and now.samples < (WAY if answers else NEAR_WAY)
 
     def _peer_lost(self, peer: PeerID, reason: str) -> None:
         self._post.met.discard(peer)
@@ -519,7 +516,7 @@ class ProgressGossip:
             known = await self._core.endpoint.call(asked, WhoTrains(self.run_id), timeout_s=CALL_TIMEOUT_S)
         except PeerError as error:
             # Told if this peer stays alone; another one is asked at the next look.
-            put_last(self._post.why_deaf, asked, error.message, MOST_DEAF)
+            self._post.note_reason(asked, error.message)
             return
         for contact in known.contacts[:_ASKED_ANEW]:
             if contact.peer != self._core.peer_id and self._known.progress_of(contact.peer) is None:

@@ -80,7 +80,12 @@ class Outlook:
     @property
     def is_client(self) -> bool:
         """Whether nobody can dial this peer for this run."""
-        return self.settings.averager.client_mode or not self.core.endpoint.is_announced
+        return self.settings.averager.client_mode or not self.core.endpoint.contact.addresses
+
+    @property
+    def at_end(self) -> bool:
+        """Whether this peer's state is at the announced end of the run."""
+        return self.end.reached(self.own.name.epoch)
 
     def place(self) -> Progress:
         """This peer's own place in the swarm, as a word without a time. Any thread may ask."""
@@ -179,7 +184,7 @@ class Outlook:
         own, now, others, refused = self.own, self.loop.time(), claimed.others, claimed.refused
         here = (others[peer] for peer in claimed.together if peer in others and peer not in refused)
         # In a large swarm not all are looked at whenever something is heard.
-        if not self.is_client or any(word.contact.addresses for word in here) or self.end.reached(own.name.epoch):
+        if not self.is_client or any(word.contact.addresses for word in here) or self.at_end:
             self._worse = NO_STATE, now
             return None
         offered = (word for peer, word in others.items() if word.contact.addresses and peer not in refused)

@@ -350,7 +350,7 @@ class Participant:
     @property
     def at_end(self) -> bool:
         """Whether this peer has reached the announced end of the run: it trains no more."""
-        return self._end.reached(self.epoch)
+        return self._outlook.at_end
 
     @property
     def finished(self) -> bool:

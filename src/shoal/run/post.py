@@ -1,7 +1,7 @@
 """How one peer of a run calls the others: one call at a time to each, with the places of all fragments that are due.
 
 The fragments of a model have chains of their own, and the same peers. `ProgressGossip` decides for each fragment when a
-peer is to be told of it. What is due at the same time, or comes due while a call is under way, goes in one call.
+peer is to be told of it. Fragments that are due at the same time, or come due while a call is under way, share a call.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from shoal.protocol.wire import (
     TellProgress,
 )
 
-__all__ = ["CALL_TIMEOUT_S", "MOST_DEAF", "Correspondent", "Post"]
+__all__ = ["CALL_TIMEOUT_S", "Correspondent", "Post"]
 
 _DEAF_S = 30.0
 """A peer that could not be told is no keeper for this time."""
 
-MOST_DEAF = 4096
+_MOST_DEAF = 4096
 
 CALL_TIMEOUT_S = 3.0
 """The longest time for a `TellProgress`."""
@@ -121,6 +121,10 @@ class Post:
         self._word_at = max(math.nextafter(self._word_at, math.inf), own_clock(self._core.env.clock).time())
         return self._word_at
 
+    def note_reason(self, peer: PeerID, reason: str) -> None:
+        """A peer could not be called, for this reason."""
+        put_last(self.why_deaf, peer, reason, _MOST_DEAF)
+
     # ------------------------------------------------------------------------------------------------------- telling
 
     def call(self, peer: PeerID, number: int) -> None:
@@ -184,7 +188,7 @@ class Post:
                 words = self._read(answers)
         except PeerError as error:
             self.deaf.failed(peer, asyncio.get_running_loop().time())
-            put_last(self.why_deaf, peer, error.message, MOST_DEAF)
+            self.note_reason(peer, error.message)
             for each in self._chains.values():
                 each.lost_keeper()
             return

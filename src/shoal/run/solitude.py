@@ -257,7 +257,7 @@ class Solitude:
     @property
     def has_ended(self) -> bool:
         """Whether it was looked how the others have ended."""
-        return self.looked_at == self._own.name and self._outlook.end.reached(self._own.name.epoch)
+        return self.looked_at == self._own.name and self._outlook.at_end
 
     def tell_end(self) -> None:
         """The run is over for all of the model: tell if the others ended it without this peer. Of the first fragment.

@@ -67,13 +67,11 @@ class StatesAverage:
     # --------------------------------------------------------------------------------------------------- when it is due
 
     @property
-    def _at_end(self) -> bool:
-        return self._outlook.end.reached(self._own.name.epoch)
-
-    @property
     def follows(self) -> bool:
         """Whether the step to our state is followed by an average of the states."""
-        return self.follows_last if self._at_end else bool(self._every) and self._own.name.epoch % self._every == 0
+        return (
+            self.follows_last if self._outlook.at_end else bool(self._every) and self._own.name.epoch % self._every == 0
+        )
 
     @property
     def follows_last(self) -> bool:
@@ -110,7 +108,7 @@ class StatesAverage:
                     most_weight=lambda _: 1.0,
                     strangers=self._outlook.attendance.strangers,
                     apply=lambda vector: None,  # the trainer will
-                    gather=self._counts.said() if self._at_end and self._counts else None,
+                    gather=self._counts.said() if self._outlook.at_end and self._counts else None,
                 )
         finally:
             self._course.happened(Event.STATES_OVER)
@@ -121,7 +119,7 @@ class StatesAverage:
             return
         if self._swarm_step.here > me:
             self._failed_at = name
-        if self._at_end:
+        if self._outlook.at_end:
             await self._last_one_failed(name)
 
     def _give(self, name: StateName) -> tuple[float, float]:
@@ -145,13 +143,13 @@ class StatesAverage:
     @property
     def _is_of_what_is_held(self) -> bool:
         """Whether the average of the states is that of what peers have trained after their last step."""
-        return self._at_end and self._training.averages_parameters
+        return self._outlook.at_end and self._training.averages_parameters
 
     def _take(self, counts: bytes | None) -> None:
         """Set the parameters to the average (trainer)."""
         alpha, vector = self._averager.settings.averaging_alpha, self._averager.vector
         # Also where a batch of another fragment has moved them since; or what was given was something else.
-        if self._gave_others or (self._at_end and alpha == 1.0):
+        if self._gave_others or (self._outlook.at_end and alpha == 1.0):
             vector.overwrite()
         else:
             vector.apply(alpha)

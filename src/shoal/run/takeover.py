@@ -164,7 +164,7 @@ class Takeover:
     def may_not_begin(self, view: SwarmView) -> bool:
         """Whether this peer waits for the state of a run that is further than its own beginning."""
         outlook, epoch = self.outlook, self.own.name.epoch
-        on_its_own = epoch > 0 and not (view.behind or view.steps_first or outlook.end.reached(epoch))
+        on_its_own = epoch > 0 and not (view.behind or view.steps_first or outlook.at_end)
         further = outlook.known.further(self.own.name.key, outlook.giving) if on_its_own else {}
         further = {peer: its for peer, its in further.items() if peer not in view.refused}  # that is told by itself
         self.notices.without(further, epoch, self.why_not)
@@ -210,7 +210,7 @@ class Takeover:
     def _left_out_by(self, view: SwarmView) -> Mapping[PeerID, int]:
         """The peers (with their epochs) that went on without this peer for longer than it may wait; mostly none."""
         name, outlook = self.own.name, self.outlook
-        further = {} if outlook.end.reached(name.epoch) else outlook.known.further(name.key)
+        further = {} if outlook.at_end else outlook.known.further(name.key)
         left_out = self.beginning.is_left_out(further, others_here=len(view.together) - 1, now=_now())
         return further if left_out else {}
 

@@ -96,7 +96,7 @@ class TrainerTurn:
     def update_waits(self) -> bool:
         """Whether the trainer is to take the average that is here at a later batch."""
         own, outlook = self._own, self._outlook
-        has_batches = not (outlook.settings.auxiliary or outlook.end.reached(own.name.epoch))
+        has_batches = not (outlook.settings.auxiliary or outlook.at_end)
         return own.update is not None and own.update.is_step and has_batches and own.training.holds_back
 
     # ----------------------------------------------------------------------------------------------------- at its step
@@ -152,9 +152,9 @@ class TrainerTurn:
             self._held_at = self._own.name
 
     def _waits(self) -> bool:
-        epoch, end = self._own.name.epoch, self._outlook.end
+        own, outlook = self._own, self._outlook
         return not self._course.is_over and self._course.machine.trainer_waits(
-            needs_round=self._own.training.waits, at_end=end.reached(epoch), may_leave=end.over(epoch)
+            needs_round=own.training.waits, at_end=outlook.at_end, may_leave=outlook.end.over(own.name.epoch)
         )
 
     async def download(self, timeout_s: float, *, patient: bool = True) -> bool:

@@ -14,7 +14,7 @@ from shoal.protocol.wire import Progress
 from shoal.strategies.merging import Merging
 from shoal.strategies.pace import Pace, SwarmSeen
 
-__all__ = ["WAY", "BatchesPace", "MergePace", "TimePace", "merge_pace"]
+__all__ = ["NEAR_WAY", "WAY", "BatchesPace", "MergePace", "TimePace", "merge_pace"]
 
 WAY = 1000
 """A peer that has trained for long enough since the last merge names this number, or a larger one."""
@@ -35,8 +35,8 @@ _GRACES = 10
 _LOOKS = 50
 """A peer that merges looks at the swarm this often on a way, or more rarely: when its batches may make a merge due."""
 
-_NEAR = 0.9
-"""A merge is near once this part of what it takes is done."""
+NEAR_WAY = 9 * WAY // 10
+"""A merge is near once so much of the way to it is done."""
 
 _LEAST_GRACE_S = 0.5
 """Processes of a busy machine come this late, however short a merge is."""
@@ -291,9 +291,9 @@ class BatchesPace(MergePace):
         """Whether a merge may soon be due, as far as it is known. Before, nothing follows from a batch."""
         own = self.done(0, batches, 0.0, self.epoch)
         if self._quorum is not None:
-            return own >= _NEAR * WAY
+            return own >= NEAR_WAY
         far = own * self._counts + self._known.far + self._strange.far
-        return max(own, far / max(1, self._others + self._counts)) >= _NEAR * WAY
+        return max(own, far / max(1, self._others + self._counts)) >= NEAR_WAY
 
     @property
     def _between_looks(self) -> int:

@@ -17,6 +17,7 @@ import torch
 
 from shoal.base.checks import whole
 from shoal.errors import ConfigError
+from shoal.protocol.wire import MAX_FRAGMENTS
 
 __all__ = ["MEAN", "MOST_QUORUM", "MOST_STEPS", "Merging", "Outer", "nesterov"]
 
@@ -30,7 +31,7 @@ MEAN: Outer = partial(torch.optim.SGD, lr=1.0)
 """The anchor becomes the mean of the peers' parameters."""
 
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
-MOST_STEPS, _MOST_SECONDS, _MOST_FRAGMENTS, MOST_QUORUM = 1_000_000, 7 * 86400.0, 64, 1 << 20
+MOST_STEPS, _MOST_SECONDS, MOST_QUORUM = 1_000_000, 7 * 86400.0, 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,7 @@ class Merging:
                 f"outer must be a function that makes a torch optimizer of parameters, such as "
                 f"functools.partial(torch.optim.SGD, lr=0.7), got {self.outer!r:.80}"
             )
-        whole("fragments", self.fragments, most=_MOST_FRAGMENTS)
+        whole("fragments", self.fragments, most=MAX_FRAGMENTS)
         if self.overlap is not None:
             whole("overlap", self.overlap, least=0, most=MOST_STEPS)
             if self.overlap and steps is not None and self.overlap >= steps:

@@ -103,7 +103,7 @@ class TrainingState:
         dtypes: of the trained parameters, as the model has them.
         state_tensors: what state averaging averages.
         raised: the error (or interrupt) of the last batch's own step, where each batch is stepped from; None if there
-            was none. What the step has moved counts. So the caller counts the batch first, and then raises this.
+            was none. The values that the step has moved count. So the caller counts the batch, and then raises this.
         broken: says which trained parameter was not finite then, since when, and what to do; None if all were finite.
         step_error: the error that the optimizer's step raised, if the last one did; else None.
         whole: whether the last change that was begun here was taken to its end.

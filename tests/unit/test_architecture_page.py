@@ -50,9 +50,10 @@ def test_what_is_not_there_is_found_out() -> None:
 
 
 def test_the_stories_are_counted() -> None:
-    """All five, with their functions in order."""
+    """All six, with their functions in order."""
     told = stories(TEXT)
-    assert list(told) == ["A tensor's round", "A gradient's step", "A merge", "A newcomer", "A checkpoint"]
+    gradients = ["A tensor's round", "A gradient's step", "A merge", "A newcomer", "A checkpoint"]
+    assert list(told) == [*gradients, "A sharded parameter's day"]
     assert told["A tensor's round"][0] == Place("runtime/averager.py", "DecentralizedAverager.step")
     assert told["A gradient's step"][-1] == Place("run/participant.py", "Participant.stepped")
     assert reading_path.docstring_lines("averaging/allreduce/round.py") > 10

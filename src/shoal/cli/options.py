@@ -33,7 +33,6 @@ class WholePath(click.Path):
         super().__init__(path_type=Path, **options)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """See `click.Path`."""
         return super().convert(Path(value).expanduser().absolute(), param, ctx)
 
 
@@ -41,7 +40,6 @@ class Real(click.FloatRange):
     """A finite number within a range: `nan` is within every range of click's."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """As click's, which calls `fail` for anything else."""
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number.", param, ctx)

@@ -93,7 +93,7 @@ class AveragerView:
         return tuple(each for group in self.optimizer.param_groups for each in group["params"])
 
     def load_state_from_peers(self, timeout: float | None = None) -> bool:
-        """As that of the `shoal.Optimizer`."""
+        """Download the best state of the run. True if it is ours now."""
         return self._swarm.load_state_from_peers(timeout=timeout)
 
 

@@ -245,11 +245,11 @@ class Chains:
         return all(each.epoch == each.swarm_epoch and each.phase != behind for each in self._statuses())
 
     def is_elected(self) -> bool:
-        """See `Participant.is_elected`."""
+        """Whether this peer is elected for its state of the first fragment."""
         return self._ask(self.first.is_elected)
 
     def announce_end(self, epoch: int | None) -> None:
-        """See `Participant.announce_end`: all chains end there."""
+        """Tell everybody where the run ends as far as this peer is concerned: all chains end there."""
 
         def announce() -> None:
             for each in self.participants:

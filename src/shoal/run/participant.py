@@ -487,7 +487,7 @@ class Participant:
         return own.name != own.followed or not self.states_average.follows_last
 
     def _unlike(self, others: Mapping[PeerID, Progress]) -> frozenset[PeerID]:
-        """See `ParameterCheck.unlike`; of these others."""
+        """Those of these others that may hold other parameters at the last state of the run."""
         sites = {**self._sites(), **sites_of([self._outlook.contact])}
         weighed = partial(weigh, committed=self.own.committed.weights, sites=sites)
         return self._check.unlike(others, self._known.left, weighed, client=self._outlook.is_client)

@@ -76,7 +76,7 @@ class TrainerTurn:
         return begins or self.enough or self._course.phase is not RunPhase.COLLECTING or self._hold_s() > 0
 
     def _hold_s(self) -> float:
-        """See `Pace.hold_s`; once at each state."""
+        """How long the trainer holds before its next batch, by its pace; once at each state."""
         own = self._own
         if self._held_at == own.name:
             return 0.0

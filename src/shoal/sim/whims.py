@@ -128,7 +128,6 @@ class SlowExecutor:
         self._mischief = mischief
 
     async def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """See `Executor`."""
         before_s, after_s = self._mischief.work_s(), self._mischief.work_s()
         if before_s:
             await asyncio.sleep(before_s)

@@ -68,15 +68,13 @@ class LocalUpdates:
 
     @property
     def terms(self) -> Terms:
-        """See `Strategy`."""
         return Terms(steps_alone=True, goes_on=not self.waits, counted_in=f"epochs of {self.target_batch_size} samples")
 
     def compared(self, training: TrainingState) -> Mapping[str, str]:
-        """See `Strategy`."""
         return {"target_batch_size": f"{self.target_batch_size}"}
 
     def training(self, inner: Inner) -> TrainingState:
-        """See `Strategy`.
+        """The peer steps from each of its batches, and what the round averages is parameters.
 
         Raises:
             ConfigError: the optimizer keeps no statistics of these names.
@@ -85,7 +83,7 @@ class LocalUpdates:
         return LocalTrainingState(*about, average_opt_statistics=self.statistics, waits=self.waits)
 
     def pace(self, fragment: int = 0, first: Pace | None = None) -> Pace:
-        """See `Strategy`.
+        """Peers meet when they have this many samples together.
 
         Raises:
             ConfigError: `target_batch_size` is missing.

@@ -136,7 +136,7 @@ class MergePace(Pace):
 
     @abstractmethod
     def _waits_s(self, batches: int, now: float, epoch: int) -> float:
-        """See `hold_s`, where another batch might be lost."""
+        """How long a trainer holds before its next batch, where that batch might be lost (`hold_s`)."""
 
     @abstractmethod
     def _batch_s(self, now: float) -> float:
@@ -160,11 +160,10 @@ class MergePace(Pace):
         return self._end == epoch + 1
 
     def target(self, view: SwarmSeen) -> int:
-        """See `Pace`."""
         return WAY * (self._counts + self._others)
 
     def rate(self, view: SwarmSeen, batches_per_s: float) -> float:
-        """See `Pace`: the others are taken to be as fast as this peer."""
+        """About how much more all peers name a second later: the others are taken to be as fast as this peer."""
         return self._ways_per_s(batches_per_s) * self.target(view)
 
     @property
@@ -173,7 +172,6 @@ class MergePace(Pace):
         return self._known.count + self._strange.count
 
     def enough(self, view: SwarmSeen) -> bool:
-        """See `Pace`."""
         known, strange, absent = self._known, self._strange, self._absent
         if view.log is not None and view.log is self._log:  # a swarm of a thousand is looked at all the time
             words = view.log[self._taken :]
@@ -213,7 +211,7 @@ class MergePace(Pace):
         return there + min(more, max(there, self._lacking(self._known))) >= self._quorum
 
     def missing(self, own: int, view: SwarmSeen) -> int:
-        """See `Pace`. Peers at other states are not missing: they, or this one, are on the way to the better state."""
+        """Peers at other states are not missing: they, or this one, are on the way to the better state."""
         if self._quorum is None or own < WAY:
             return 0
         return max(0, self._quorum - 1 - sum(map(_trains, view.others.values())))
@@ -221,7 +219,7 @@ class MergePace(Pace):
     # --------------------------------------------------------------------------------------------- waiting for others
 
     def hold_s(self, batches: int, now: float, epoch: int) -> float:
-        """See `Pace`. Once the batches that others have under way may be the last ones, it is the time of a batch.
+        """The time of a batch, once the batches that others have under way may be the last ones; else 0.
 
         So peers of equal speed train equally many batches, and none of them is lost. Else a peer waits in vain for one
         batch at most, as it would lose one at most by going on.
@@ -230,34 +228,30 @@ class MergePace(Pace):
         return self._waits_s(batches, now, epoch) if waits and batches and epoch == self.epoch else 0.0
 
     def grace_s(self, now: float) -> float:
-        """See `Pace`: where peers wait for merges a batch that comes later is lost. It is what the mean batch takes.
+        """The time of the mean batch, where peers wait for merges: a batch that comes later is lost.
 
         It is the same with the last merge of each fragment.
         """
         return self._batch_s(now) if self._waits_for_merges or self._is_last(self.epoch) else 0.0
 
     def patience_s(self) -> float:
-        """See `Pace`. With a quorum it is what merges take: who comes later gives to the next one.
+        """With a quorum it is what merges take: who comes later gives to the next one.
 
         A thousand peers, or peers on lines of long delays, need longer to come together than a merge of them takes.
         """
         return math.inf if self._asked_quorum is None else max(_LEAST_GRACE_S, self._merge_s)
 
     def round_took(self, seconds: float) -> None:
-        """See `Pace`."""
         self._merge_s = (self._merge_s + seconds) / 2
 
     def way_s(self, now: float) -> float:
-        """See `Pace`."""
         return max(0.0, now - self.began)
 
     def state_changed(self, epoch: int, now: float) -> None:
-        """See `Pace`."""
         began = now + self._out_of_place_s(now) if epoch else now
         self.epoch, self.began, self._enough, self._log = epoch, began, False, None
 
     def ends_at(self, epoch: int | None, *, left_behind: bool) -> None:
-        """See `Pace`."""
         self._end = epoch
         self._quorum = 1 if left_behind and self._asked_quorum is not None else self._asked_quorum
 
@@ -276,15 +270,12 @@ class BatchesPace(MergePace):
         self._steps = steps
 
     def done(self, samples: int, batches: int, now: float, epoch: int) -> int:
-        """See `Pace`."""
         return max(0, self._begins_at(epoch) + WAY * batches // self._steps)
 
     def reaches(self, samples: int, batches: int, epoch: int) -> bool:
-        """See `Pace`."""
         return self._reaches(self.done(samples, batches, 0.0, epoch))
 
     def is_news(self, batches: int) -> bool:
-        """See `Pace`."""
         return batches == self._steps or (batches % self._between_looks == 0 and self._is_near(batches))
 
     def _is_near(self, batches: int) -> bool:
@@ -353,7 +344,6 @@ class TimePace(MergePace):
         self._waits = True  # nobody has trained a batch yet, as far as it is known
 
     def done(self, samples: int, batches: int, now: float, epoch: int) -> int:
-        """See `Pace`."""
         if epoch != self.epoch:  # what is known of the time is of the way before: on it, others would merge again
             return min(1, batches)
         # The first batch may come long after the optimizer was made: all first merges would be due then.
@@ -386,16 +376,13 @@ class TimePace(MergePace):
         return None if self._end is None else max(0, self._end - self.epoch)
 
     def reaches(self, samples: int, batches: int, epoch: int) -> bool:
-        """See `Pace`."""
         return self._enough and epoch == self.epoch
 
     def due_s(self, now: float) -> float | None:
-        """See `Pace`."""
         left_s = self.left_s(now)
         return left_s if left_s > 0 else None
 
     def state_changed(self, epoch: int, now: float) -> None:
-        """See `Pace`."""
         self._called = False  # first: other threads ask, and this is of the way before
         super().state_changed(epoch, now)
 

@@ -36,7 +36,6 @@ class Merges:
 
     @property
     def terms(self) -> Terms:
-        """See `Strategy`."""
         merging = self.merging
         return Terms(
             compression=self.compression,
@@ -50,14 +49,12 @@ class Merges:
         )
 
     def compared(self, training: TrainingState) -> Mapping[str, str]:
-        """See `Strategy`. All but the outer optimizer in words, and that one with its options."""
+        """All but the outer optimizer in words, and that one with its options."""
         outer = training.fragments[0].optimizer
         return {"strategy": self.merging.text, OUTER: described(outer)}
 
     def training(self, inner: Inner) -> TrainingState:
-        """See `Strategy`."""
         return LocalSteps(inner.optimizer, inner.scheduler, inner.extra_tensors, self.merging)
 
     def pace(self, fragment: int = 0, first: Pace | None = None) -> Pace:
-        """See `Strategy`."""
         return merge_pace(self.merging, fragment, first)

@@ -136,7 +136,6 @@ class OuterTrainingState(TrainingState):
         return self._local
 
     def why_dropped(self) -> str:
-        """See `TrainingState.why_dropped`."""
         if self.merging.waits:
             return (
                 "a batch that is under way when a merge begins is lost. Raise the strategy's every, or take Decoupled"
@@ -144,7 +143,6 @@ class OuterTrainingState(TrainingState):
         return "it comes too late to merges. Raise the strategy's every"
 
     def ends_at(self, epoch: int | None) -> None:
-        """See `TrainingState.ends_at`."""
         self.end_epoch = epoch
 
     def places(self) -> list[torch.Tensor]:
@@ -224,14 +222,10 @@ class OuterTrainingState(TrainingState):
         return (0.0 if self._strays or weights.are_hidden or weights.are_displaced else weight), 1.0
 
     def counted(self) -> None:
-        """See `TrainingState.counted`."""
         self._counts = True
 
     def given_is_in(self) -> None:
-        """See `TrainingState.given_is_in`.
-
-        It is taken out of what was trained, before that state is taken over: nothing is given twice.
-        """
+        """What was given is taken out of what was trained, before that state is taken over: nothing is given twice."""
         given, self._given, self._counts = self._given, None, True
         if given is None or not self.merging.keeps:
             return
@@ -359,7 +353,6 @@ class OuterTrainingState(TrainingState):
             torch._foreach_copy_([each.detach() for each in self.trained], self._weights())
 
     def export(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """See `TrainingState.export`."""
         self._local.follow_model()
         return super().export()
 
@@ -496,7 +489,6 @@ class LocalSteps(LocalTrainingState):
                 fragment.copy_weights()
 
     def fingerprint_of_model(self) -> bytes:
-        """See `TrainingState.fingerprint_of_model`."""
         if len(self.fragments) == 1:
             return b""
         # Each fragment asks for it, and it takes a while for a large model.
@@ -520,7 +512,7 @@ class LocalSteps(LocalTrainingState):
             fragment.go_back()
 
     def end(self, state: bytes) -> None:
-        """See `TrainingState.end`. What was trained after the last merge is nobody else's, as is the schedule."""
+        """The run is over: what was trained after the last merge is nobody else's, as is the schedule."""
         super().end(state)
         self.go_back()
         self.schedule.go_back()
@@ -538,12 +530,11 @@ class LocalSteps(LocalTrainingState):
         self.weights.note()
 
     def taken_over(self) -> None:
-        """See `TrainingState.taken_over`. The parameters are the anchors, and the schedule stands where the run is."""
+        """The parameters are the anchors now, and the schedule stands where the run is."""
         self.go_back()
         self.schedule.follow(self._run_is_at)
 
     def never_averaged(self, batches: int) -> str | None:
-        """See `TrainingState.never_averaged`."""
         merging, quorum = self.merging, self.merging.quorum or 0
         every = merging.every if merging.steps is None else f"{merging.steps} batches"
         trained = "1 batch was" if batches == 1 else f"{batches} batches were"

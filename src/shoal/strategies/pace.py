@@ -171,20 +171,16 @@ class SamplesPace(Pace):
         self._epoch, self._waits = 0, False
 
     def done(self, samples: int, batches: int, now: float, epoch: int) -> int:
-        """See `Pace`."""
         self._now = now
         return samples
 
     def target(self, view: SwarmSeen) -> int:
-        """See `Pace`."""
         return self._target
 
     def rate(self, view: SwarmSeen, batches_per_s: float) -> float:
-        """See `Pace`."""
         return view.rate
 
     def enough(self, view: SwarmSeen) -> bool:
-        """See `Pace`."""
         self._others = view.samples - view.own
         full = view.samples >= self._target
         self._waits = full and view.ahead and self._now < self._begins_at
@@ -198,14 +194,11 @@ class SamplesPace(Pace):
         return self._began + _SOONER * self._lasted_s
 
     def reaches(self, samples: int, batches: int, epoch: int) -> bool:
-        """See `Pace`."""
         return samples + self._others >= self._target and not self._waits
 
     def due_s(self, now: float) -> float | None:
-        """See `Pace`."""
         return max(0.0, self._begins_at - now) if self._waits else None
 
     def state_changed(self, epoch: int, now: float) -> None:
-        """See `Pace`."""
         self._lasted_s = max(0.0, now - self._began) if epoch == self._epoch + 1 else 0.0
         self._epoch, self._began, self._waits = epoch, now, False

@@ -76,7 +76,6 @@ class Synchronous:
 
     @property
     def terms(self) -> Terms:
-        """See `Strategy`."""
         return Terms(
             compression=self.compression,
             offload=self.offload,
@@ -85,11 +84,9 @@ class Synchronous:
         )
 
     def compared(self, training: TrainingState) -> Mapping[str, str]:
-        """See `Strategy`."""
         return {"target_batch_size": f"{self.target_batch_size}"}
 
     def training(self, inner: Inner) -> TrainingState:
-        """See `Strategy`."""
         options: dict[str, Any] = {
             "unit": self.target_batch_size or 1,
             "late": self.late != "drop",
@@ -104,7 +101,7 @@ class Synchronous:
         )
 
     def pace(self, fragment: int = 0, first: Pace | None = None) -> Pace:
-        """See `Strategy`.
+        """Peers meet when they have this many samples together.
 
         Raises:
             ConfigError: `target_batch_size` is missing.

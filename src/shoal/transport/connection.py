@@ -119,7 +119,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         return self._closing or self._end_reason is not None
 
     async def write(self, *buffers: Buffer) -> None:
-        """See `Connection`. Writers take turns in the order of their calls, and wait while the socket takes no more."""
+        """Writers take turns in the order of their calls, and wait while the socket takes no more."""
         async with self._write_lock:
             if self._in_this_turn >= BUNCH_BYTES // 2:  # a reader that keeps up would let nobody else have the loop
                 self._in_this_turn = 0

@@ -200,7 +200,7 @@ class TcpTransport:
         return len(self._pending)
 
     async def listen(self, acceptor: Acceptor) -> None:
-        """See `Transport`. In client mode this does nothing."""
+        """Start to accept connections; in client mode this does nothing."""
         if self._closed:
             raise ClosedError("this transport is closed")
         if self._client_mode:
@@ -222,7 +222,7 @@ class TcpTransport:
         self._spawn(self._accept(listener, context, certificate, acceptor))
 
     async def dial(self, peer_id: PeerID, addresses: Sequence[Address], *, timeout_s: float) -> TcpConnection:
-        """See `Transport`. If an address leads to nothing within half a second, the next one is tried beside it.
+        """Connect to a peer. If an address leads to nothing within half a second, the next one is tried beside it.
 
         Addresses of other peers are ignored.
         """

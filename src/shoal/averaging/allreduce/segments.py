@@ -217,7 +217,7 @@ class SegmentBuffers(NamedTuple):
         return found
 
     def sizes(self, tile: Tile) -> tuple[int, ...]:
-        """See `Segment.sizes`."""
+        """The number of elements that a tile has of each tensor, of those that are in it."""
         return self.segment.sizes(tile)
 
     @property

@@ -256,11 +256,11 @@ class Vector:
         return schema.tiling(self.layout, shares, tile_bytes, codecs)
 
     def check_tile_bytes(self, tile_bytes: int, members: int) -> None:
-        """See `schema.check_tile_bytes`; also where a round has nothing to code against."""
+        """Raise `ConfigError` if the tiles could be too many for so many members, with the widest of our codecs."""
         schema.check_tile_bytes(self.layout, tile_bytes, members, self._widest_codecs)
 
     def most_members(self, tile_bytes: int) -> int:
-        """See `schema.most_members`; also where a round has nothing to code against."""
+        """The most members of a group that this vector can be divided among, with the widest of our codecs."""
         return schema.most_members(self.layout, tile_bytes, self._widest_codecs)
 
     @property

@@ -853,7 +853,7 @@ class _Seen:
             self._strange += samples - before
 
     def _is_ahead(self, mine: Progress) -> bool:
-        """See `SwarmView.ahead`."""
+        """Whether one place has most of the samples, and contributors at others are at their first batch."""
         me = self.peers[0]
         own = self.places.get(me, me)
         place, most = self._first_place, self._known_at.get(self._first_place, 0)

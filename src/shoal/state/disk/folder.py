@@ -145,10 +145,10 @@ class Tensors(Protocol):
         """In this block values can be read."""
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """See `TensorFile.read`."""
+        """Values of a tensor in the order of its shape, one-dimensional, from `start` up to `stop`."""
 
     def whole(self, name: str) -> torch.Tensor:
-        """See `TensorFile.whole`."""
+        """All of a tensor, in its shape."""
 
 
 class SavedTile(NamedTuple):

@@ -237,11 +237,9 @@ class _InMemory:
         return nullcontext()
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """See `TensorFile.read`."""
         return self._tensors[int(name)].view(-1)[start:stop].clone()
 
     def whole(self, name: str) -> torch.Tensor:
-        """See `TensorFile.whole`."""
         return self._tensors[int(name)].clone()
 
     def bytes_of(self, name: str) -> memoryview:

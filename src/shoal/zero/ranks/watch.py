@@ -102,7 +102,7 @@ class Watch:
         return self.parting.turn(doing, size)
 
     def end_block(self, *, broken: bool) -> None:
-        """See `Parting.end_block`."""
+        """The block has ended, or an error has ended it on this rank."""
         self.parting.end_block(self._store, broken=broken)
 
     @contextlib.contextmanager

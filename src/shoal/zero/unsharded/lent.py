@@ -158,7 +158,6 @@ class Whole(_Guarded, torch.nn.Parameter):
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As a plain one."""
         return self.__deepcopy__({}).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
@@ -171,7 +170,6 @@ class View(_Guarded, torch.Tensor):
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As a plain one."""
         return self.detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
@@ -234,7 +232,6 @@ class Shard(_Lent, DTensor):
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As a plain one."""
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 (torch's own way)
             plain = self.detach().requires_grad_(self.requires_grad)
             return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]

@@ -127,7 +127,6 @@ class Sending(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """See `TorchDispatchMode`."""
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # it makes an operation on rows of it, and what is sent
         if func.namespace != "_c10d_functional":

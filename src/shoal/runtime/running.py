@@ -121,7 +121,7 @@ class RunningPeer:
         self._closers.append(write)
 
     def add_closer(self, closer: Closer) -> Callable[[], None]:
-        """Run `closer` in the loop before the endpoint closes, the last one first. Returns a function that removes it."""
+        """Run `closer` before the endpoint closes, the last one first. Returns a function that removes it."""
         self._closers.append(closer)
 
         def take_back() -> None:

@@ -78,7 +78,7 @@ _SETTINGS = dict.fromkeys(("target", "optimizer", "schedule", "options", "tensor
 
 def progress(peer: PeerID, **changes: Any) -> Progress:
     """A word of ordinary size."""
-    values: dict[str, Any] = {"epoch": 1, "digest": bytes(32), "branch_samples": 10**6, "samples": 100, "rate": 80.0}
+    values: dict[str, Any] = {"epoch": 1, "digest": bytes(32), "branch_samples": 10**6, "done": 100, "rate": 80.0}
     contact = Contact(peer, (Address("192.168.100.100", 40000, peer),))
     return Progress(**(values | {"contact": contact, "time": 1e9, "settings": _SETTINGS} | changes))
 
@@ -319,7 +319,7 @@ class Member:
             epoch=self.swarm.epoch,
             digest=self.swarm.digest,
             branch_samples=self.swarm.epoch,
-            samples=self.samples,
+            done=self.samples,
             rate=BATCH / BATCH_S,
             time=next(self.swarm.times),
             settings=_SETTINGS,
@@ -335,7 +335,7 @@ class Member:
         began = time.process_time()
         now, swarm = self.swarm.loop.time(), self.swarm
         view = self.known.view(self.mine(), now, awaited=swarm.all, before=swarm.before)
-        self.gossip.saw(enough=view.samples >= swarm.target, target=swarm.target, rate=self.gossip.rate)
+        self.gossip.saw(enough=view.done >= swarm.target, target=swarm.target, rate=self.gossip.rate)
         self.gossip.tell(view)
         self.count.cpu_s += time.process_time() - began
         swarm.ready(self, enough=self.gossip.enough)

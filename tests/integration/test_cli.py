@@ -47,7 +47,7 @@ def publish(dht: shoal.DHT, run_id: str, *, epoch: int, samples: int, rate: floa
         epoch=epoch,
         digest=bytes([epoch]) * 32,
         branch_samples=100 * epoch,
-        samples=samples,
+        done=samples,
         rate=rate,
         time=time.time(),
         settings={"target_batch_size": "100"},

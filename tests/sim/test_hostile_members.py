@@ -99,7 +99,7 @@ class Stranger:
     async def _tell(self) -> None:
         while True:
             for victim in self.victims:
-                await self.stranger.say(victim, samples=BATCH)
+                await self.stranger.say(victim, done=BATCH)
             await sim.sleep(0.2)
 
 

@@ -114,7 +114,7 @@ def test_free_keys_reset_the_patience() -> None:
             stranger = await liar(run, f"liar{next(keys)}")
             for _ in range(12):
                 for name in NAMES:
-                    await stranger.say(run.swarm.peer(name).participant, samples=10**12)
+                    await stranger.say(run.swarm.peer(name).participant, done=10**12)
                 await sim.sleep(2.0)
 
         calm, lied = await lied_to(run, lie, 50.0)
@@ -129,10 +129,10 @@ async def claims_and_takes_back(run: Run, name: str, names: Sequence[str]) -> No
     """For 10 s a stranger has 10^12 samples at our state, and takes that back every two seconds."""
     stranger = await liar(run, name)
     for _ in range(5):
-        for claims in ({"samples": 10**12}, {"left": True}):
+        for claims in ({"done": 10**12}, {"left": True}):
             for other in names:
                 await stranger.say(run.swarm.peer(other).participant, **claims)
-            await sim.sleep(1.6 if "samples" in claims else 0.4)
+            await sim.sleep(1.6 if "done" in claims else 0.4)
 
 
 def test_claims_that_are_taken_back_cost_no_more() -> None:

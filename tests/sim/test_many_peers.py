@@ -206,7 +206,7 @@ def steps_of_a_word(peers: int) -> int:
 
         def say(peer: PeerID, samples: int) -> None:
             contact = Contact(peer, (Address("10.9.9.9", 1, peer),))
-            word = replace(mine, contact=contact, samples=samples, time=mine.time + samples)
+            word = replace(mine, contact=contact, done=samples, time=mine.time + samples)
             assert participant._known.heard(word, participant._now())
 
         def look() -> None:

@@ -85,12 +85,12 @@ def test_a_view_of_the_swarm_changes_nothing() -> None:
             return repr([plain, *map(vars, pure)])
 
         before = marks()
-        assert participant.view().samples >= 24, "enough for a round"
+        assert participant.view().done >= 24, "enough for a round"
         assert participant.view() == participant.view()
         assert participant.progress() == participant.progress()
         assert marks() == before
         participant._look()
-        assert participant.turn.enough == (participant.view().samples >= run.target)
+        assert participant.turn.enough == (participant.view().done >= run.target)
         await run.close()
 
     sim.run(main)
@@ -670,7 +670,7 @@ def test_who_has_nothing_new_to_say_is_quiet(monkeypatch: pytest.MonkeyPatch) ->
             first.turn.accumulated()
             await sim.sleep(0.051)
         await sim.sleep(0.1)
-        assert second.view().samples == 8
+        assert second.view().done == 8
         await run.close()
 
     sim.run(main, seed=21)

@@ -381,7 +381,7 @@ def progress(name: bytes, **changes: Any) -> Progress:
         "epoch": 12,
         "digest": b"d" * 32,
         "branch_samples": 3000,
-        "samples": 60,
+        "done": 60,
         "rate": 30.0,
         "time": 1.0,
         "settings": {"target_batch_size": "256"},
@@ -400,7 +400,7 @@ def shown(found: RunStatus) -> str:
 
 def test_status_shows_peers_and_totals() -> None:
     """Shares of the samples, who is elsewhere, who only dials, who is silent."""
-    fast, slow = progress(b"a", rate=60.0, end_epoch=1), progress(b"b", samples=20, rate=30.0, end_epoch=40)
+    fast, slow = progress(b"a", rate=60.0, end_epoch=1), progress(b"b", done=20, rate=30.0, end_epoch=40)
     client = progress(b"c", rate=float("nan"), contact=Contact(PeerID(b"c" * 32)), end_epoch=40)
     late = progress(b"d", epoch=11, digest=b"e" * 32, rate=10.0)
     found = RunStatus("albert", (fast, slow, client, late), frozenset({str(fast.contact.peer), str(late.contact.peer)}))
@@ -430,7 +430,7 @@ def test_status_of_a_run_that_merges_calls_no_thousandths_samples(
 ) -> None:
     """Of merges that are due at a time a peer says only that one is due: before, it has trained a batch, or none."""
     settings = {"strategy": Merging(every=every).text}
-    peers = [progress(name, samples=n, settings=settings) for name, n in ((b"a", 400), (b"b", 1200))]
+    peers = [progress(name, done=n, settings=settings) for name, n in ((b"a", 400), (b"b", 1200))]
     first, second = shown(RunStatus("run", tuple(peers), frozenset())).splitlines()[1:3]
     assert [line.split()[3] for line in (first, second)] == ways
     assert f"epoch 12; {sums_up}, 60.0 samples/s" in shown(RunStatus("run", tuple(peers), frozenset()))

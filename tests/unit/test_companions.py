@@ -22,7 +22,7 @@ def seen(samples: int, coming: Collection[PeerID]) -> SwarmView:
         peers=(ME, SLOW),
         together=frozenset({ME, SLOW}),
         coming=frozenset(coming),
-        samples=samples,
+        done=samples,
         rate=0.0,
         epoch=5,
         behind=False,

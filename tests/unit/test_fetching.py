@@ -21,7 +21,7 @@ from shoal.run.join.fetching import Fetching
 from shoal.run.takeover import Takeover
 from shoal.run.view.progress import SwarmView
 
-VIEW = SwarmView(peers=(), together=frozenset(), coming=frozenset(), samples=0, rate=0.0, epoch=1, behind=True)
+VIEW = SwarmView(peers=(), together=frozenset(), coming=frozenset(), done=0, rate=0.0, epoch=1, behind=True)
 
 
 @pytest.mark.parametrize(("fails", "fetches"), [(False, 9), (True, 3)])

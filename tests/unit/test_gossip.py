@@ -116,7 +116,7 @@ def test_what_changed_while_a_message_was_on_its_way_is_told_when_it_has_arrived
         arrive, asked = asyncio.Event(), asyncio.Queue[int]()
 
         async def call(peer: PeerID, request: TellProgress, timeout_s: float) -> ProgressTold:
-            heard.append(request.progress.samples)
+            heard.append(request.progress.done)
             asked.put_nowait(len(heard))
             await arrive.wait()
             return ProgressTold(progress(OTHER, 2.0))
@@ -130,7 +130,7 @@ def test_what_changed_while_a_message_was_on_its_way_is_told_when_it_has_arrived
             learn=lambda contact: None,
             call=call,
         )
-        gossip._next_word = lambda: msgspec.structs.replace(progress(ME, 1.0), samples=samples[0])
+        gossip._next_word = lambda: msgspec.structs.replace(progress(ME, 1.0), done=samples[0])
         view = known.view(progress(ME, 1.0), 0.0)
         gossip.tell(view)
         await asked.get()
@@ -159,9 +159,9 @@ def test_a_count_that_others_wait_for_waited_for_a_pause() -> None:
             await swarm.tell(after_s=0.02, **mine)
             return len(swarm.called)
 
-        await calls(samples=2)
+        await calls(done=2)
         # The new state waits for a pause; its counts do not, up to what was given to the last step.
-        told = [await calls(samples=samples, digest=b"e" * 32) for samples in (0, 0, 0, 1, 2, 3, 4)]
+        told = [await calls(done=samples, digest=b"e" * 32) for samples in (0, 0, 0, 1, 2, 3, 4)]
         assert told == [0, 0, 1, 1, 1, 0, 0]
 
     asyncio.run(main())
@@ -174,7 +174,7 @@ def test_peers_that_merge_tell_how_far_they_are_near_the_merge_only() -> None:
 
     async def main() -> None:
         async def call(peer: PeerID, request: TellProgress, timeout_s: float) -> ProgressTold:
-            heard.append(request.progress.samples)
+            heard.append(request.progress.done)
             return ProgressTold(progress(OTHER, 2.0))
 
         gossip = gossip_at(
@@ -190,9 +190,9 @@ def test_peers_that_merge_tell_how_far_they_are_near_the_merge_only() -> None:
         gossip.saw(enough=False, target=2000, rate=0.0)
         for number, digest in enumerate([b"d" * 32, b"e" * 32]):  # the first way as any other
             for batch in range(101):
-                mine = msgspec.structs.replace(progress(ME, 1.0), samples=10 * batch, digest=digest)
+                mine = msgspec.structs.replace(progress(ME, 1.0), done=10 * batch, digest=digest)
                 told = progress(OTHER, 1.0 + 101 * number + batch)
-                known.heard(msgspec.structs.replace(told, samples=10 * batch, digest=digest), 0.0)
+                known.heard(msgspec.structs.replace(told, done=10 * batch, digest=digest), 0.0)
                 gossip._next_word = partial(msgspec.structs.replace, mine)
                 gossip.tell(known.view(mine, 0.0), now=True)
                 await asyncio.gather(*gossip._post.telling.values())
@@ -260,19 +260,19 @@ def test_many_tell_two_who_count_and_these_tell_all_when_there_is_enough() -> No
         counted = [bytes([n]) * 32 for n in range(200) if me in keepers(bytes([n]) * 32, swarm.peers)]
         count = sorted(keepers(b"d" * 32, swarm.peers))
         assert me not in count
-        assert await swarm.tell(samples=1) == count
+        assert await swarm.tell(done=1) == count
         assert sorted(swarm.called) == others  # once: they do not know that we are here
-        assert await swarm.tell(samples=2) == count
-        assert await swarm.tell(samples=2) == []
-        assert await swarm.tell(samples=3) == count
+        assert await swarm.tell(done=2) == count
+        assert await swarm.tell(done=2) == []
+        assert await swarm.tell(done=3) == count
         for peer in others:
             swarm.say(peer, digest=counted[0])
-        assert len(await swarm.tell(samples=2, digest=counted[0], after_s=2.0)) == 1  # the other keeper
-        assert await swarm.tell(samples=3, digest=counted[0], enough=True) == others
+        assert len(await swarm.tell(done=2, digest=counted[0], after_s=2.0)) == 1  # the other keeper
+        assert await swarm.tell(done=3, digest=counted[0], enough=True) == others
         assert [len(note.others) for _, note in swarm.notes[-19:]] == [19] * 19
-        assert await swarm.tell(samples=3, digest=counted[0], enough=True) == []
-        await swarm.tell(samples=3, digest=counted[0])  # somebody left, with the samples
-        assert await swarm.tell(samples=4, digest=counted[0], enough=True) == others
+        assert await swarm.tell(done=3, digest=counted[0], enough=True) == []
+        await swarm.tell(done=3, digest=counted[0])  # somebody left, with the samples
+        assert await swarm.tell(done=4, digest=counted[0], enough=True) == others
         assert sorted(swarm.called) == others
 
     asyncio.run(main())
@@ -284,7 +284,7 @@ def test_a_peer_that_was_cut_off_counts_without_those_that_it_found_silent(peers
 
     async def main() -> None:
         swarm = Swarm(peers)
-        await swarm.tell(samples=1)
+        await swarm.tell(done=1)
         swarm.called.clear()
         mine, silent = swarm.gossip._next_word(), frozenset(swarm.peers[1:3])
         swarm.gossip.announce_state(swarm.known.view(mine, swarm.now, silent=silent), expected=False)
@@ -325,14 +325,14 @@ def test_a_peer_that_came_just_after_the_round_began_is_told_of_the_step_by_the_
     async def main() -> None:
         swarm = Swarm()
         me, late, away = swarm.peers[0], swarm.peers[5], swarm.peers[6]
-        await swarm.tell(samples=1)
+        await swarm.tell(done=1)
         view = swarm.known.view(swarm.gossip._next_word(), swarm.now)
         swarm.gossip.announce_state(view, expected=True)  # names where we stand
         before = StateKey.of_peer(swarm.gossip._next_word())
         swarm.say(away, digest=b"w" * 32)  # at a worse state
         members = frozenset(swarm.peers) - {me, late, away}
         for digest in (bytes([number]) * 32 for number in range(200)):
-            await swarm.tell(samples=0, epoch=before.epoch + 1, digest=digest)
+            await swarm.tell(done=0, epoch=before.epoch + 1, digest=digest)
             swarm.notes.clear()
             swarm.gossip._at = before
             view = swarm.known.view(swarm.gossip._next_word(), swarm.now, awaited=members, before=before)
@@ -349,8 +349,8 @@ def test_a_count_is_told_when_it_may_be_the_last_one() -> None:
     async def main() -> None:
         swarm = Swarm()
         for samples in range(1, 11):
-            assert len(await swarm.tell(samples=samples)) == 2  # nothing is known of how long an epoch is
-        told = [len(await swarm.tell(samples=samples, digest=b"e" * 32)) for samples in range(11)]
+            assert len(await swarm.tell(done=samples)) == 2  # nothing is known of how long an epoch is
+        told = [len(await swarm.tell(done=samples, digest=b"e" * 32)) for samples in range(11)]
         assert told == [0] * 9 + [2] * 2
 
     asyncio.run(main())
@@ -361,10 +361,10 @@ def test_counts_beyond_enough_are_not_told() -> None:
 
     async def main() -> None:
         swarm = Swarm()
-        assert len(await swarm.tell(samples=1)) == 2
-        assert await swarm.tell(samples=2, enough=True) == []
-        assert len(await swarm.tell(samples=2, enough=True, after_s=2.0)) == 2  # after a silence all is told
-        assert len(await swarm.tell(samples=3)) == 2  # somebody left, with the samples
+        assert len(await swarm.tell(done=1)) == 2
+        assert await swarm.tell(done=2, enough=True) == []
+        assert len(await swarm.tell(done=2, enough=True, after_s=2.0)) == 2  # after a silence all is told
+        assert len(await swarm.tell(done=3)) == 2  # somebody left, with the samples
 
     asyncio.run(main())
 
@@ -373,7 +373,7 @@ def test_a_long_epoch_has_a_few_counts_near_its_end() -> None:
     """Of 1,000 batches the last hundred were told, and a keeper hears of all peers."""
     known, countdown, told = SwarmProgress(ME, {}, ttl_s=20.0), Countdown(), list[int]()
     for epoch, samples in [(1, 1024), *((2, samples) for samples in range(1, 1025))]:
-        mine = msgspec.structs.replace(progress(ME, 0.0), samples=samples, epoch=epoch, digest=bytes([epoch]) * 32)
+        mine = msgspec.structs.replace(progress(ME, 0.0), done=samples, epoch=epoch, digest=bytes([epoch]) * 32)
         if countdown.observe(mine, view := known.view(mine, 0.0), 10**6, view.rate, 0.0) and countdown.matters:
             countdown.told()
             told += [samples] * (epoch == 2)
@@ -386,10 +386,10 @@ def test_a_peer_without_a_link_is_called() -> None:
     async def main() -> None:
         swarm = Swarm()
         count = keepers(b"d" * 32, swarm.peers)
-        await swarm.tell(samples=1)
+        await swarm.tell(done=1)
         swarm.called.clear()
         swarm.linked.discard(count[0])
-        assert await swarm.tell(samples=2) == [count[1]]
+        assert await swarm.tell(done=2) == [count[1]]
         assert swarm.called == [count[0]]
 
     asyncio.run(main())
@@ -400,10 +400,10 @@ def test_a_peer_that_does_not_know_of_a_step_is_told() -> None:
 
     async def main() -> None:
         swarm = Swarm()
-        await swarm.tell(samples=1)
-        await swarm.tell(samples=0, epoch=6, digest=b"e" * 32)
+        await swarm.tell(done=1)
+        await swarm.tell(done=0, epoch=6, digest=b"e" * 32)
         swarm.gossip.announce_state(swarm.known.view(swarm.gossip._next_word(), swarm.now), expected=True)
-        await swarm.tell(samples=0, epoch=7, digest=b"f" * 32)
+        await swarm.tell(done=0, epoch=7, digest=b"f" * 32)
         swarm.gossip.announce_state(swarm.known.view(swarm.gossip._next_word(), swarm.now), expected=True)
 
         def late(after_s: float, **changes: Any) -> list[PeerID]:
@@ -449,14 +449,14 @@ def test_a_large_state_is_divided_among_keepers_who_tell_each_other() -> None:
         swarm, digest, own, other = kept_by_me()
         colleagues = keepers(digest, other)
         for peer in swarm.peers[1:]:
-            swarm.say(peer, digest=digest, samples=0)
-        await swarm.tell(digest=digest, samples=1, after_s=2.0)
-        swarm.say(own[1], digest=digest, samples=5)
+            swarm.say(peer, digest=digest, done=0)
+        await swarm.tell(digest=digest, done=1, after_s=2.0)
+        swarm.say(own[1], digest=digest, done=5)
         swarm.now += 1.0
-        told = await swarm.tell(digest=digest, samples=1)
+        told = await swarm.tell(digest=digest, done=1)
         assert told == sorted(colleagues)
         assert own[1] in {standing.peer for standing in swarm.notes[0][1].others}
-        told = await swarm.tell(digest=digest, samples=1, enough=True, after_s=0.2)
+        told = await swarm.tell(digest=digest, done=1, enough=True, after_s=0.2)
         assert told == sorted({*own, *colleagues} - {swarm.peers[0]})
 
     asyncio.run(main())
@@ -467,14 +467,14 @@ def test_keepers_of_parts_tell_each_other_sooner_the_nearer_the_end_is() -> None
 
     async def main() -> None:
         swarm, digest, own, other = kept_by_me()
-        await swarm.tell(samples=10)
+        await swarm.tell(done=10)
         for peer in swarm.peers[1:]:
-            swarm.say(peer, digest=digest, samples=0)
-        await swarm.tell(samples=0, digest=digest)
-        swarm.say(own[1], digest=digest, samples=5)
-        await swarm.tell(samples=9, digest=digest, after_s=0.5)  # 200 peers make 100 samples in half a second
-        swarm.say(own[2], digest=digest, samples=5)
-        assert await swarm.tell(samples=9, digest=digest, after_s=0.05) == sorted(keepers(digest, other))
+            swarm.say(peer, digest=digest, done=0)
+        await swarm.tell(done=0, digest=digest)
+        swarm.say(own[1], digest=digest, done=5)
+        await swarm.tell(done=9, digest=digest, after_s=0.5)  # 200 peers make 100 samples in half a second
+        swarm.say(own[2], digest=digest, done=5)
+        assert await swarm.tell(done=9, digest=digest, after_s=0.05) == sorted(keepers(digest, other))
 
     asyncio.run(main())
 
@@ -485,11 +485,11 @@ def test_keepers_of_parts_tell_each_other_what_is_new_and_all_of_it_now_and_then
     async def main() -> None:
         swarm, digest, own, _ = kept_by_me()
         for peer in swarm.peers[1:]:
-            swarm.say(peer, digest=digest, samples=0)
+            swarm.say(peer, digest=digest, done=0)
         counts = []
         for number, after_s in enumerate((2.0, 1.0, 0.2, 0.2, RELAYED_S / 2)):
-            swarm.say(own[1 + number], digest=digest, samples=5)
-            assert await swarm.tell(samples=1, digest=digest, after_s=after_s)
+            swarm.say(own[1 + number], digest=digest, done=5)
+            assert await swarm.tell(done=1, digest=digest, after_s=after_s)
             counts.append(len(swarm.notes[-1][1].others))
         assert counts == [199, 1, 1, 1, 199]
 
@@ -519,8 +519,8 @@ def test_a_slow_epoch_ends_late_and_those_who_count_may_be_silent() -> None:
     known, countdown, merges = SwarmProgress(ME, {}, ttl_s=20.0), Countdown(), Countdown(merges=True)
 
     def near(samples: int, now: float, digest: bytes = b"e" * 32) -> bool:
-        mine = msgspec.structs.replace(progress(ME, now), samples=samples, digest=digest)
-        way = msgspec.structs.replace(mine, samples=200 * samples)
+        mine = msgspec.structs.replace(progress(ME, now), done=samples, digest=digest)
+        way = msgspec.structs.replace(mine, done=200 * samples)
         merges.observe(way, known.view(way, 10 * now), 10_000, 0.0, 10 * now)
         return countdown.observe(mine, view := known.view(mine, now), 100, view.rate, now)
 
@@ -659,7 +659,7 @@ def test_the_only_contributor_keeps_the_count_of_those_that_came_after_it() -> N
             digest = next(each for each in digests if lone not in keepers(each, swarm.peers))
             for peer in swarm.peers[1:]:
                 swarm.say(peer, digest=digest)
-            told = await swarm.tell(samples=1, digest=digest, after_s=2.0)
+            told = await swarm.tell(done=1, digest=digest, after_s=2.0)
             assert lone in told
             assert len(told) == (1 if swarm.peers[0] == keepers(digest, swarm.peers)[0] else 2)
 
@@ -684,9 +684,9 @@ def test_each_part_of_a_large_state_has_keepers_of_its_own(
     async def main() -> None:
         swarm, digest, own, other = kept_by_me()
         for peer in swarm.peers[1:]:
-            swarm.say(peer, digest=digest, samples=0)
+            swarm.say(peer, digest=digest, done=0)
         swarm.known.contributed(frozenset([*own[:of_own], *other[:of_other]]))
-        await swarm.tell(samples=1, digest=digest, after_s=2.0)
+        await swarm.tell(done=1, digest=digest, after_s=2.0)
         duty = swarm.gossip._duty
         assert duty.order.parts == [own, other]
         # A part without contributors has those of the other one.

@@ -87,7 +87,7 @@ class Peer:
         await self.answers.wait()
         if isinstance(request, TellProgress):
             return ProgressTold(progress(peer, 0, 500))
-        places = [msgspec.structs.replace(each, samples=500 + each.fragment) for each in request.places]
+        places = [msgspec.structs.replace(each, done=500 + each.fragment) for each in request.places]
         return ChainsTold(progress(self.answers_as, 0, 0), places)
 
     async def told(self) -> None:
@@ -106,13 +106,13 @@ def test_what_several_fragments_have_to_tell_a_peer_goes_in_one_call() -> None:
             gossip._call(OTHER)
         await peer.told()
         (asked,) = peer.asked
-        assert [(place.fragment, place.epoch, place.samples) for place in asked.places] == [
+        assert [(place.fragment, place.epoch, place.done) for place in asked.places] == [
             (0, 0, 100),
             (1, 1, 101),
             (2, 2, 102),
         ]
         heard = [known.progress_of(OTHER) for known in peer.known]
-        assert [said and (said.epoch, said.samples) for said in heard] == [(0, 500), (1, 501), (2, 502)]
+        assert [said and (said.epoch, said.done) for said in heard] == [(0, 500), (1, 501), (2, 502)]
 
     asyncio.run(main())
 
@@ -157,7 +157,7 @@ def test_a_peer_that_is_told_of_fragments_answers_of_those_that_it_has() -> None
         peer = Peer()
         places = [Place(number, 4, b"d" * 32, 40, 700) for number in (2, 63, 1, 2)]
         answer = peer.served[TellChains](OTHER, TellChains("run", progress(OTHER, 0, 1), places))
-        assert [(place.fragment, place.samples) for place in answer.places] == [(2, 102), (1, 101)]
+        assert [(place.fragment, place.done) for place in answer.places] == [(2, 102), (1, 101)]
         assert [bool(known.peers) for known in peer.known] == [False, True, True]
         assert len(peer.served[TellChains](OTHER, TellChains("run", progress(OTHER, 0, 1), [])).places) == FRAGMENTS
 

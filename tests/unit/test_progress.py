@@ -24,7 +24,7 @@ def said(peer: PeerID, *, client: bool = False, **changes: Any) -> Progress:
         "epoch": 5,
         "digest": DIGESTS[0],
         "branch_samples": 1000,
-        "samples": 10,
+        "done": 10,
         "rate": 2.0,
         "time": 100.0,
         "settings": {},
@@ -60,12 +60,12 @@ def test_states_are_ordered_by_samples_then_epoch_then_lower_digest() -> None:
 
 def test_alone_the_swarm_is_this_peer() -> None:
     """Nobody else: own samples, own rate, nobody to learn from."""
-    seen = view(swarm(), samples=30, rate=1.5)
+    seen = view(swarm(), done=30, rate=1.5)
     assert seen == SwarmView(
         peers=(ME,),
         together=frozenset({ME}),
         coming=frozenset(),
-        samples=30,
+        done=30,
         rate=1.5,
         epoch=5,
         behind=False,
@@ -75,13 +75,13 @@ def test_alone_the_swarm_is_this_peer() -> None:
 def test_who_was_in_our_round_is_together_with_us_until_it_names_another_state() -> None:
     """It says what it said before the round: it is coming, and its samples count when it is here."""
     known, mine, before = swarm(), said(ME, digest=DIGESTS[3], epoch=6), StateKey.of(5, 1000, DIGESTS[0])
-    known.heard(said(ANN, samples=100), 0.0)
+    known.heard(said(ANN, done=100), 0.0)
     seen = known.view(mine, 0.0, awaited=frozenset({ME, ANN, BEN}), before=before)
-    assert (seen.together, seen.coming, seen.samples) == (frozenset({ME, ANN}), frozenset({ANN}), 10)
+    assert (seen.together, seen.coming, seen.done) == (frozenset({ME, ANN}), frozenset({ANN}), 10)
     assert known.view(mine, 0.0).together == {ME}
-    known.heard(said(ANN, digest=DIGESTS[3], epoch=6, samples=20, time=101.0), 1.0)
+    known.heard(said(ANN, digest=DIGESTS[3], epoch=6, done=20, time=101.0), 1.0)
     seen = known.view(mine, 1.0, awaited=frozenset({ANN}), before=before)
-    assert (seen.together, seen.coming, seen.samples) == (frozenset({ME, ANN}), frozenset(), 30)
+    assert (seen.together, seen.coming, seen.done) == (frozenset({ME, ANN}), frozenset(), 30)
 
 
 @pytest.mark.parametrize("other", [{"branch_samples": 1001}, {"digest": b"\x00" * 31 + b"\x01"}, {"epoch": 6}])
@@ -96,13 +96,13 @@ def test_who_names_a_state_after_the_round_that_is_not_ours_is_not_on_its_way(ot
 def test_samples_and_rates_of_one_state_add_up() -> None:
     """Those at other states of the same epoch do not count; negative rates are none."""
     known = swarm()
-    known.heard(said(ANN, samples=100, rate=5.0), 0.0)
-    known.heard(said(BEN, samples=1000, rate=50.0, digest=DIGESTS[3], branch_samples=1), 0.0)
-    known.heard(said(CAT, samples=7, rate=-3.0), 0.0)
+    known.heard(said(ANN, done=100, rate=5.0), 0.0)
+    known.heard(said(BEN, done=1000, rate=50.0, digest=DIGESTS[3], branch_samples=1), 0.0)
+    known.heard(said(CAT, done=7, rate=-3.0), 0.0)
     seen = view(known)
     assert seen.peers == (ME, ANN, BEN, CAT)
     assert seen.together == {ME, ANN, CAT}
-    assert (seen.samples, seen.rate) == (117, 7.0)
+    assert (seen.done, seen.rate) == (117, 7.0)
     assert not seen.behind
 
 
@@ -151,26 +151,26 @@ def test_what_contributors_say_comes_before_what_strangers_say() -> None:
 def test_samples_of_strangers_are_believed_up_to_those_of_contributors() -> None:
     """Before there is any contributor all are; who is not waited for brings none."""
     known = swarm()
-    known.heard(said(ANN, samples=20), 0.0)
-    known.heard(said(BEN, samples=10**12), 0.0)
-    known.heard(said(CAT, samples=5), 0.0)
-    mine = said(ME, samples=10)
-    assert known.view(mine, 0.0).samples == 10**12 + 35
-    assert known.view(mine, 0.0, absent={BEN}).samples == 35
+    known.heard(said(ANN, done=20), 0.0)
+    known.heard(said(BEN, done=10**12), 0.0)
+    known.heard(said(CAT, done=5), 0.0)
+    mine = said(ME, done=10)
+    assert known.view(mine, 0.0).done == 10**12 + 35
+    assert known.view(mine, 0.0, absent={BEN}).done == 35
     known.contributed({ME, ANN})
-    assert known.view(mine, 0.0).samples == 60
-    assert known.view(mine, 0.0, absent={BEN}).samples == 35
+    assert known.view(mine, 0.0).done == 60
+    assert known.view(mine, 0.0, absent={BEN}).done == 35
 
 
 def test_strangers_are_not_believed_what_they_tell_of_others() -> None:
     """Else one that stands at our state could give contributors any number of samples."""
-    known, mine = swarm(), said(ME, samples=10)
-    known.heard(said(ANN, samples=20), 0.0)
+    known, mine = swarm(), said(ME, done=10)
+    known.heard(said(ANN, done=20), 0.0)
     known.contributed({ME, ANN, CAT})
     assert not known.relayed(said(BEN), [Standing(ANN, 10**12, 101.0)], 0.0)
-    assert known.view(mine, 0.0).samples == 30
+    assert known.view(mine, 0.0).done == 30
     assert known.relayed(said(CAT), [Standing(ANN, 25, 101.0)], 0.0)
-    assert known.view(mine, 0.0).samples == 35
+    assert known.view(mine, 0.0).done == 35
 
 
 def test_leaders_are_those_at_the_best_state_only() -> None:
@@ -191,7 +191,7 @@ def test_a_state_that_only_clients_hold_holds_nobody_up() -> None:
     """Nobody can download it: the others go on with theirs, and count the samples that are there for it."""
     known = swarm()
     known.heard(said(ANN, client=True, epoch=6, digest=DIGESTS[1]), 0.0)
-    known.heard(said(BEN, samples=5), 0.0)
+    known.heard(said(BEN, done=5), 0.0)
     seen = view(known)
     assert (seen.behind, seen.epoch, set(seen.together)) == (False, 5, {ME, BEN})
     known.heard(said(BEN, epoch=6, digest=DIGESTS[1], time=101.0), 0.0)
@@ -236,9 +236,9 @@ def test_a_client_that_went_on_alone_comes_back() -> None:
 def test_samples_of_the_future_do_not_count_here() -> None:
     """A peer one epoch ahead accumulates for another step."""
     known = swarm()
-    known.heard(said(ANN, epoch=6, digest=DIGESTS[1], samples=500), 0.0)
-    seen = view(known, samples=3)
-    assert seen.samples == 3
+    known.heard(said(ANN, epoch=6, digest=DIGESTS[1], done=500), 0.0)
+    seen = view(known, done=3)
+    assert seen.done == 3
     assert seen.behind
 
 
@@ -310,13 +310,13 @@ def test_other_settings_are_believed_of_who_is_alive() -> None:
 def test_only_what_is_newer_is_news() -> None:
     """By the speaker's own clock: repeats and latecomers through the DHT change nothing."""
     known = swarm()
-    assert known.heard(said(ANN, time=100.0, samples=1), 0.0)
-    assert not known.heard(said(ANN, time=100.0, samples=2), 1.0)
-    assert not known.heard(said(ANN, time=99.0, samples=3), 1.0)
-    assert known.heard(said(ANN, time=100.5, samples=4), 1.0)
+    assert known.heard(said(ANN, time=100.0, done=1), 0.0)
+    assert not known.heard(said(ANN, time=100.0, done=2), 1.0)
+    assert not known.heard(said(ANN, time=99.0, done=3), 1.0)
+    assert known.heard(said(ANN, time=100.5, done=4), 1.0)
     found = known.progress_of(ANN)
     assert found is not None
-    assert found.samples == 4
+    assert found.done == 4
     assert known.progress_of(BEN) is None
 
 
@@ -353,12 +353,12 @@ def test_silence_ends_a_peer() -> None:
 def test_a_lost_peer_is_gone_at_once() -> None:
     """With its samples and its better state."""
     known = swarm()
-    known.heard(said(ANN, epoch=6, samples=50), 0.0)
+    known.heard(said(ANN, epoch=6, done=50), 0.0)
     assert known.lost(ANN, 0.0)
     assert not known.lost(ANN, 0.0)
     assert not known.lost(BEN, 0.0)
     seen = view(known)
-    assert (seen.peers, seen.behind, seen.samples) == ((ME,), False, 10)
+    assert (seen.peers, seen.behind, seen.done) == ((ME,), False, 10)
 
 
 def test_a_lost_peer_returns_with_news_only() -> None:
@@ -469,7 +469,7 @@ def test_what_others_tell_of_a_peer_counts_until_it_says_something_itself() -> N
     again = [Standing(BEN, 30, 101.0), Standing(BEN, 30, math.inf), Standing(CAT, 5, 101.0)]
     assert not known.relayed(teller, again, 0.0)
     seen = known.view(mine, 0.0)
-    assert (seen.together, seen.samples) == (frozenset({ME, BEN}), 55)
+    assert (seen.together, seen.done) == (frozenset({ME, BEN}), 55)
     assert known.standings(mine, 0.0) == [Standing(BEN, 40, 101.0)]
     assert known.view(mine, 3.1).together == {ME}  # by then it has told so itself
     known.relayed(teller, [Standing(BEN, 40, 1e9)], 4.0)
@@ -525,18 +525,18 @@ def test_the_samples_of_a_peer_that_only_others_hear_count() -> None:
         known.heard(said(peer), 0.0)
     known.contributed({ME, ANN})
     silent = frozenset({CAT})
-    assert known.view(mine, 0.0, silent=silent).samples == 30
+    assert known.view(mine, 0.0, silent=silent).done == 30
     assert known.relayed(said(ANN), [Standing(BEN, 10, 100.0), Standing(CAT, 7, 101.0)], 0.0)
     seen = known.view(mine, 0.0, silent=silent)
-    assert (seen.samples, seen.together) == (37, frozenset({ME, ANN, BEN}))  # nobody waits for it
+    assert (seen.done, seen.together) == (37, frozenset({ME, ANN, BEN}))  # nobody waits for it
     assert not known.relayed(said(BEN), [Standing(DAN, 7, 101.0)], 0.0)  # of no contributor
-    assert known.view(mine, 0.0, silent=silent, absent=[CAT]).samples == 30
-    assert known.view(said(ME, epoch=6, digest=DIGESTS[3]), 0.0, silent=silent).samples == 10  # of another state
-    assert known.view(mine, 3.1, silent=silent).samples == 30  # that was a while ago
+    assert known.view(mine, 0.0, silent=silent, absent=[CAT]).done == 30
+    assert known.view(said(ME, epoch=6, digest=DIGESTS[3]), 0.0, silent=silent).done == 10  # of another state
+    assert known.view(mine, 3.1, silent=silent).done == 30  # that was a while ago
     known.relayed(said(ANN), [Standing(CAT, 7, 102.0)], 4.0)
-    assert known.view(mine, 4.0, silent=silent).samples == 37
+    assert known.view(mine, 4.0, silent=silent).done == 37
     assert known.relayed(said(ANN), [], 4.0)  # it hears it no more either
-    assert known.view(mine, 4.0, silent=silent).samples == 30
+    assert known.view(mine, 4.0, silent=silent).done == 30
 
 
 def test_the_samples_of_unheard_peers_count_for_no_more_than_those_of_contributors() -> None:
@@ -545,7 +545,7 @@ def test_the_samples_of_unheard_peers_count_for_no_more_than_those_of_contributo
     known.heard(said(ANN), 0.0)
     known.contributed({ME, ANN})
     known.relayed(said(ANN), [Standing(DAN, 10**6, 101.0)], 0.0)
-    assert known.view(mine, 0.0).samples == 40
+    assert known.view(mine, 0.0).done == 40
 
 
 def test_a_contributor_told_each_peer_that_all_others_were_somewhere_else() -> None:
@@ -576,14 +576,14 @@ def test_another_epoch_for_the_state_that_all_have_was_a_better_state(known_befo
     if known_before:
         known.view(old, 0.0)
         known.view(mine, 0.0)
-    known.heard(said(ANN, epoch=9, digest=DIGESTS[3], branch_samples=2000, samples=7), 0.1)
+    known.heard(said(ANN, epoch=9, digest=DIGESTS[3], branch_samples=2000, done=7), 0.1)
     known.heard(said(BEN, epoch=9), 0.1)
     known.view(old, 0.1)
     seen = known.view(mine, 0.1)
     assert not seen.behind
     assert not seen.refused
     assert seen.together == {ME, ANN}
-    assert seen.samples == 17
+    assert seen.done == 17
     assert StateKey.of_peer(seen.others[ANN]) == StateKey.of_peer(mine)
     assert StateKey.of_peer(seen.others[BEN]) == StateKey.of_peer(old)
     assert not known.further(StateKey.of_peer(mine))
@@ -607,11 +607,11 @@ def test_what_others_tell_of_a_peer_again_counts_for_longer() -> None:
     known, teller, mine = swarm(), said(ANN), said(ME)
     known.heard(said(BEN), 0.0)
     assert known.relayed(teller, [Standing(BEN, 40, 101.0)], 0.2)
-    assert known.view(mine, 0.2).samples == 50
+    assert known.view(mine, 0.2).done == 50
     assert not known.relayed(teller, [Standing(BEN, 40, 101.0)], 3.0)
     assert not known.relayed(teller, [Standing(BEN, 10, 100.0)], 4.0)  # an older word
-    assert known.view(mine, 5.9).samples == 50
-    assert known.view(mine, 6.1).samples == 20
+    assert known.view(mine, 5.9).done == 50
+    assert known.view(mine, 6.1).done == 20
 
 
 def test_another_optimizer_is_named_before_the_options_that_it_lacks() -> None:
@@ -653,7 +653,7 @@ def test_what_is_kept_of_the_last_look_is_what_a_new_look_sees() -> None:
                 epoch=state.epoch,
                 digest=state.digest,
                 branch_samples=state.branch_samples,
-                samples=rng.randrange(50),
+                done=rng.randrange(50),
                 rate=rng.random(),
                 time=100.0 + now + rng.random(),
             )
@@ -710,12 +710,12 @@ def test_one_place_is_ahead_while_others_are_at_their_first_batch() -> None:
         known.contributed([ME, ANN, BEN, CAT, DAN], places=places)
         counts = {ANN: 4, BEN: 4, CAT: 9, DAN: 8} if places else {ANN: 4, BEN: 0, CAT: 20, DAN: 4}
         for peer, samples in counts.items():
-            known.heard(said(peer, samples=samples), 0.0)
-        assert view(known, samples=4).ahead == (not places), "everybody has named some"
-        assert view(known, samples=0).ahead
-        known.heard(said(BEN, samples=4, time=101.0), 0.0)
-        assert not view(known, samples=0, rate=0.0).ahead
-        assert view(known, samples=0).ahead
-        known.heard(said(ANN, samples=40, time=101.0), 0.0)
-        known.heard(said(BEN, samples=40, time=102.0), 0.0)
-        assert not view(known, samples=0).ahead, "nobody has most"
+            known.heard(said(peer, done=samples), 0.0)
+        assert view(known, done=4).ahead == (not places), "everybody has named some"
+        assert view(known, done=0).ahead
+        known.heard(said(BEN, done=4, time=101.0), 0.0)
+        assert not view(known, done=0, rate=0.0).ahead
+        assert view(known, done=0).ahead
+        known.heard(said(ANN, done=40, time=101.0), 0.0)
+        known.heard(said(BEN, done=40, time=102.0), 0.0)
+        assert not view(known, done=0).ahead, "nobody has most"

@@ -25,7 +25,7 @@ def view(
         peers=(ME,) if alone else (ME, OTHER),
         together=frozenset({ME, OTHER} if together and not alone else {ME}),
         coming=frozenset({OTHER} if coming else ()),
-        samples=0,
+        done=0,
         rate=0.0,
         epoch=5,
         behind=behind,

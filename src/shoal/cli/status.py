@@ -125,7 +125,7 @@ def table_of(found: RunStatus) -> Table:
             Text(peer.contact.peer.short()),
             str(peer.epoch),
             Text(peer.digest.hex()[:8] + ("!" if found.differs(peer) else ""), style="" if best else "yellow"),
-            _way(found, peer.samples) if _merges(found) else _short(peer.samples),
+            _way(found, peer.done) if _merges(found) else _short(peer.done),
             _short(found.rate(peer)),
             f"{found.share(peer):.0%}",
             Text(_reached_by(found, peer)),

@@ -161,7 +161,7 @@ class _Tracking:
             epoch=epoch,
             digest=hashlib.sha256(f"epoch {epoch}".encode()).digest(),
             branch_samples=0,
-            samples=samples,
+            done=samples,
             rate=self.speed.rate,
             time=self._told_at,
             settings=dict(self.settings.fingerprint),
@@ -177,7 +177,7 @@ class _Tracking:
         now = asyncio.get_running_loop().time()
         self.known.expire(now)
         view = self.known.view(self.word(), now)
-        self.gossip.saw(enough=view.samples >= self.target, target=self.target, rate=view.rate)
+        self.gossip.saw(enough=view.done >= self.target, target=self.target, rate=view.rate)
         return view
 
     def epoch_changed(self) -> None:
@@ -303,7 +303,7 @@ class ProgressTracker(Tracked):
                 )
             raise ConfigError(f"the other peers of {self.prefix!r} differ: {mismatch}")
         epoch, others = max(mine.epoch, view.epoch), view.others.values()
-        samples = sum(each.samples for each in others if each.epoch == epoch)
+        samples = sum(each.done for each in others if each.epoch == epoch)
         samples += mine.samples_accumulated if mine.epoch == epoch else 0
         missing = max(0, self.target_batch_size - samples)
         rate = mine.samples_per_second + sum(max(0.0, each.rate) for each in others)

@@ -937,8 +937,8 @@ class Progress(Message, frozen=True):
         epoch: swarm steps in its parameters.
         digest: names its state.
         branch_samples: samples that went into the state.
-        samples: samples accumulated since. If peers merge: how far this one is on its way to the next merge, in
-            thousandths.
+        done: how much of the next step: samples accumulated since; if peers merge, thousandths of the way to the next
+            merge. `strategies.pace.Pace.counts_samples` says which.
         rate: samples per second.
         time: the wall clock of the peer's machine, which it never lets go back. It only orders the peer's own messages.
         settings: values that must be equal in the whole run.
@@ -956,7 +956,7 @@ class Progress(Message, frozen=True):
     epoch: Epoch
     digest: Digest
     branch_samples: Samples
-    samples: Samples
+    done: Samples
     rate: Bandwidth
     time: WallTime
     settings: Settings
@@ -972,12 +972,12 @@ class Standing(Message, frozen=True):
 
     Attributes:
         peer: the other peer.
-        samples: samples that the other one has accumulated.
+        done: as the other one said it in its `Progress`.
         time: when the other one said so, by its own wall clock.
     """
 
     peer: PeerID
-    samples: Samples
+    done: Samples
     time: WallTime
 
 
@@ -1025,7 +1025,7 @@ class Place(Message, frozen=True):
         epoch: as in `Progress`.
         digest: as in `Progress`.
         branch_samples: as in `Progress`.
-        samples: as in `Progress`.
+        done: as in `Progress`.
         end_epoch: as in `Progress`.
         left: as in `Progress`.
         others: as in `TellProgress`.
@@ -1036,7 +1036,7 @@ class Place(Message, frozen=True):
     epoch: Epoch
     digest: Digest
     branch_samples: Samples
-    samples: Samples
+    done: Samples
     end_epoch: Epoch | None = None
     left: bool = False
     others: Annotated[list[Standing], msgspec.Meta(max_length=4096)] = []

@@ -265,7 +265,7 @@ class ProgressGossip:
     @staticmethod
     def _only_comes_on(before: Progress, now: Progress, answers: bool) -> bool:
         """Whether a peer that merges is on its way, and makes no merge due; it tells by itself when it soon may."""
-        return _place(before)[:-1] == _place(now)[:-1] and now.samples < (WAY if answers else NEAR_WAY)
+        return _place(before)[:-1] == _place(now)[:-1] and now.done < (WAY if answers else NEAR_WAY)
 
     def _peer_lost(self, peer: PeerID, reason: str) -> None:
         self._post.met.discard(peer)
@@ -648,19 +648,19 @@ class ProgressGossip:
                 if first:
                     self._relay = Relay()  # so all is said twice
                 else:
-                    words = self._relay.news(words, view.samples, now)
+                    words = self._relay.news(words, view.done, now)
                 self._note([*duty.order.parts[0], *duty.colleagues], mine, words)
             self.look_again(self._tell_again_at)
             return
         self._called = b""  # somebody may have left, with the samples: when there are enough again, it is said at once
-        if duty.colleagues and near and view.samples != self._relay.samples:
+        if duty.colleagues and near and view.done != self._relay.done:
             # The nearer the end, the sooner.
             soon = self._relay.at + min(max(self._tell_period_s / 2, self._countdown.left_s / 2), _SILENCE_S)
             if now < soon:
                 self.look_again(soon)
                 return
             words = self._known.standings(mine, now, told=False)
-            self._note(duty.colleagues, mine, self._relay.news(words, view.samples, now))
+            self._note(duty.colleagues, mine, self._relay.news(words, view.done, now))
 
     def _meet(self, view: SwarmView) -> None:
         """Call each peer that we know of once, the next ones in the order of their names: so a link stands.
@@ -743,7 +743,7 @@ class ProgressGossip:
 def _place(progress: Progress) -> tuple[object, ...]:
     """The part that others act on: all but the time, and the rate, which changes all the time and is for looking at.
 
-    The samples come last.
+    What is done comes last.
     """
     said = progress.end_epoch, progress.left, progress.parameters
-    return progress.digest, progress.branch_samples, *said, progress.samples
+    return progress.digest, progress.branch_samples, *said, progress.done

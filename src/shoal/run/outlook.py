@@ -95,7 +95,7 @@ class Outlook:
             epoch=name.epoch,
             digest=name.digest,
             branch_samples=name.samples,
-            samples=self.pace.done(training.pending.samples, training.batches, self.loop.time(), name.epoch),
+            done=self.pace.done(training.pending.samples, training.batches, self.loop.time(), name.epoch),
             rate=self.speed.rate,
             time=0.0,
             settings=dict(self.settings.fingerprint),

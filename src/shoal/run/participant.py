@@ -414,7 +414,7 @@ class Participant:
             return 0.0
         if (due_s := self.pace.due_s(self._now())) is not None:
             return due_s
-        rate, missing = self.pace.rate(view, self.speed.batches_per_s), self.pace.target(view) - view.samples
+        rate, missing = self.pace.rate(view, self.speed.batches_per_s), self.pace.target(view) - view.done
         return max(0.0, missing / rate) if rate > 0 else None
 
     def left_at(self, peer: PeerID) -> bytes | None:
@@ -513,7 +513,7 @@ class Participant:
         It is told for the first fragment of the model only.
         """
         quorum = 0 if self.settings.fragment else self.settings.strategy.terms.quorum
-        return (self.pace.missing(self._outlook.place().samples, self.view()) if quorum else 0), quorum
+        return (self.pace.missing(self._outlook.place().done, self.view()) if quorum else 0), quorum
 
     def _look_and_tell(self) -> SwarmView:
         view, _ = self._look()

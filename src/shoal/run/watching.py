@@ -41,7 +41,8 @@ class RunStatus:
 
     Attributes:
         run_id: the run's name.
-        peers: the entry of each peer, the best state first: its `epoch`, `samples` for the next step, `contact`.
+        peers: the entry of each peer, the best state first: its `epoch`, `contact`, how much it has
+            `done` of the next step.
         answering: the ids of the peers that gave a sign of life.
     """
 
@@ -88,8 +89,8 @@ class RunStatus:
 
     @property
     def samples(self) -> int:
-        """The samples accumulated for the next step."""
-        return sum(peer.samples for peer in self.together)
+        """The samples accumulated for the next step; if peers merge, how far they are on their way, in thousandths."""
+        return sum(peer.done for peer in self.together)
 
     @staticmethod
     def rate(peer: Progress) -> float:
@@ -136,7 +137,7 @@ class RunStatus:
                     "state_digest": peer.digest.hex(),
                     "differs": self.differs(peer),
                     "branch_samples": peer.branch_samples,
-                    "samples": peer.samples,
+                    "samples": peer.done,
                     "samples_per_s": self.rate(peer),
                     "share": self.share(peer),
                     "alone": peer.alone,

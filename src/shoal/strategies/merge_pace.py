@@ -43,7 +43,7 @@ _LEAST_GRACE_S = 0.5
 
 
 def _trains(said: Progress) -> bool:
-    return said.samples > 0 or said.rate > 0
+    return said.done > 0 or said.rate > 0
 
 
 def _done(view: SwarmSeen, peer: PeerID) -> int | None:
@@ -51,7 +51,7 @@ def _done(view: SwarmSeen, peer: PeerID) -> int | None:
     said = view.others.get(peer)  # None: it was lost
     if said is None or peer not in view.together or not _trains(said):
         return None
-    return 0 if peer in view.coming else min(said.samples, _MOST_WAYS * WAY)
+    return 0 if peer in view.coming else min(said.done, _MOST_WAYS * WAY)
 
 
 class _Way:

@@ -1,7 +1,8 @@
 """When peers meet: how far each of them is on its way to the next step of the swarm, and whether there is enough.
 
-A peer names one whole number in its progress (`Progress.samples`). Only the pace of its strategy knows what is counted:
-samples that were accumulated, or how far the peer is, in thousandths. Pure: no clock, no network.
+A peer names one whole number in its progress (`Progress.done`). The pace of its strategy says what is counted
+(`Pace.counts_samples`): samples that were accumulated, or thousandths of the way to the next merge. Pure: no clock, no
+network.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class SwarmSeen(Protocol):
         together: the peers at this peer's state, and those on their way there; this peer is among them.
         coming: those of `together` that are on their way.
         own: what this peer names.
-        samples: what all peers at this peer's state name together.
+        done: what all peers at this peer's state name together.
         rate: samples per second of all peers of `together`.
         trains: whether this peer trains.
         ahead: one place has most of what is named, and others are at their first batch since this state.
@@ -52,7 +53,7 @@ class SwarmSeen(Protocol):
     @property
     def own(self) -> int: ...
     @property
-    def samples(self) -> int: ...
+    def done(self) -> int: ...
     @property
     def rate(self) -> float: ...
     @property
@@ -71,7 +72,8 @@ class Pace(ABC):
     """One peer's pace. All times are local, in seconds.
 
     Attributes:
-        counts_samples: whether what peers name are samples, so that they can be held to what they have given.
+        counts_samples: the unit of `Progress.done`. True: samples, so peers can be held to what they have given. False:
+            thousandths of the way to the next merge.
     """
 
     counts_samples = True
@@ -181,8 +183,8 @@ class SamplesPace(Pace):
         return view.rate
 
     def enough(self, view: SwarmSeen) -> bool:
-        self._others = view.samples - view.own
-        full = view.samples >= self._target
+        self._others = view.done - view.own
+        full = view.done >= self._target
         self._waits = full and view.ahead and self._now < self._begins_at
         if self._waits:
             sometimes("a step waits for others that are at their first batch")

@@ -77,7 +77,7 @@ class Forerunners:
             own: the key of our state.
             committed: the last steps that led to it.
             held: the samples that this peer has trained at it.
-            counts_samples: whether peers say how many samples they hold, and not how far they are on their way.
+            counts_samples: as in `Pace`: whether what peers say they have done are samples.
             hears: whether a peer is connected.
             epoch_s: the time that an epoch takes, seconds.
             now: local time, seconds.
@@ -94,7 +94,7 @@ class Forerunners:
         ahead = [peer for peer in weights if peer in view.others and StateKey.of_peer(view.others[peer]) > own]
         if sum(weights[peer] for peer in here) <= sum(weights[peer] for peer in ahead):
             return False
-        says = {peer: view.others[peer].samples for peer in here if peer != self._me} if counts_samples else {}
+        says = {peer: view.others[peer].done for peer in here if peer != self._me} if counts_samples else {}
         samples = sum(self._gives(peer, committed, held, says.get(peer, 0)) for peer in here)
         if view.best.samples - own.samples >= samples:
             return False

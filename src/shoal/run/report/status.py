@@ -132,7 +132,7 @@ def status_of(  # noqa: PLR0913 (all but three by name)
         epoch=me.epoch,
         swarm_epoch=view.epoch,
         phase=phase,
-        samples=view.samples,
+        samples=view.done,
         target_batch_size=target,
         eta_s=eta_s,
         peers=tuple(_of_peer(word, view, me) for word in (me, *others)),
@@ -152,7 +152,7 @@ def _of_peer(word: Progress, view: SwarmView, me: Progress) -> PeerStatus:
         role="me" if word is me else role,
         epoch=word.epoch,
         together=word.contact.peer in view.together,
-        samples=word.samples,
+        samples=word.done,
         samples_per_s=word.rate,
     )
 

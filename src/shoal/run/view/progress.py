@@ -141,15 +141,15 @@ class SwarmView:
         together: the peers at this peer's state and the peers on their way there, including this peer. Peers for which
             the run ends at this state belong here only if it ends there for this peer too.
         coming: the peers of `together` that are on their way.
-        samples: accumulated at this peer's state, by all peers there, as far as they can be believed: see
-            `SwarmProgress.view`.
+        done: of the next step, by all peers at this peer's state, as far as they can be believed: see
+            `SwarmProgress.view`. In the unit of `Progress.done`, as `own`.
         rate: samples per second of all peers of `together`.
         epoch: the epoch of the best state.
         behind: the best state is another one than this peer's.
         vouched: the best state is another one than this peer's, and somebody whose word counts is at it.
         best: the key of the best state.
         others: the last words of the other peers.
-        own: of `samples`, what this peer has accumulated.
+        own: of `done`, this peer's part.
         mine: this peer's word, from which the swarm is seen.
         trains: whether this peer has anything accumulated, or is about to: it has a rate.
         ahead: one place has most of the samples (see `SwarmProgress.places`), and contributors at others are at their
@@ -166,7 +166,7 @@ class SwarmView:
     peers: tuple[PeerID, ...]
     together: frozenset[PeerID]
     coming: frozenset[PeerID]
-    samples: int
+    done: int
     rate: float
     epoch: int
     behind: bool
@@ -200,10 +200,10 @@ class _Word(NamedTuple):
 
 
 class _Unheard(NamedTuple):
-    """The samples of peers that do not count here, as another peer at this state told them, and when (local time)."""
+    """What peers have done that do not count here, as another peer at this state told it, and when (local time)."""
 
     key: StateKey
-    samples: dict[PeerID, int]
+    done: dict[PeerID, int]
     at: float
 
 
@@ -348,8 +348,8 @@ class SwarmProgress:
         nobody can silence a peer by speaking in its name. They count as long as we are at the teller's state: else one
         contributor could tell each of us that all others are somewhere else.
 
-        Of peers that we do not hear only the samples count, as those of strangers: the line to them may be bad, while
-        the teller hears them. Else this peer would come late to each round.
+        Of peers that we do not hear only what they have done counts, as that of strangers: the line to them may be bad,
+        while the teller hears them. Else this peer would come late to each round.
         """
         teller = self._as_known(teller)
         is_here = self._key in (None, StateKey.of_peer(teller))
@@ -370,7 +370,7 @@ class SwarmProgress:
                 self._relayed[other.peer] = said, now  # told again: it holds for longer
             if not said.time < other.time < math.inf:
                 continue
-            progress = replace(known.said, samples=other.samples, time=other.time, **at_state)
+            progress = replace(known.said, done=other.done, time=other.time, **at_state)
             self._relayed[other.peer] = progress, now
             news = news or is_here
             if self._seen is not None and is_here:
@@ -437,17 +437,17 @@ class SwarmProgress:
     def _keep_unheard(self, teller: Progress, others: Sequence[Standing], now: float) -> bool:
         """Keep what this peer says of those that do not count here, in place of what it said before. True if news."""
         peer, known, silent = teller.contact.peer, self._known, self._silent
-        samples = {each.peer: each.samples for each in others if each.peer not in known or each.peer in silent}
-        samples.pop(self._me, None)
-        before, told = self._unheard.pop(peer, None), _Unheard(StateKey.of_peer(teller), samples, now)
-        if samples:
+        done = {each.peer: each.done for each in others if each.peer not in known or each.peer in silent}
+        done.pop(self._me, None)
+        before, told = self._unheard.pop(peer, None), _Unheard(StateKey.of_peer(teller), done, now)
+        if done:
             self._unheard[peer] = told
             bound(self._unheard, _MAX_TELLERS)
-        if not samples and before is None:
+        if not done and before is None:
             return False
-        if before is None or (before.key, before.samples) != (told.key, samples) or now - before.at > RELAYED_S:
+        if before is None or (before.key, before.done) != (told.key, done) or now - before.at > RELAYED_S:
             self._seen = None  # else it is told again, and a view need not be made anew
-        return before is None or before.samples != samples
+        return before is None or before.done != done
 
     def lacks(self, others: Iterable[Standing]) -> int:
         """How many peers are not known here that another one told of."""
@@ -463,9 +463,9 @@ class SwarmProgress:
         return progress if counts and self._key in (None, StateKey.of_peer(progress)) else own
 
     def standings(self, mine: Progress, now: float, *, told: bool = True) -> list[Standing]:
-        """The known samples of the peers at the same state as this peer; unless `told`, only by their own words."""
+        """What the peers at the same state as this peer have done; unless `told`, only by their own words."""
         said = [self._said_last(peer, now) if told else own for peer, (own, *_) in self._known.items()]
-        return [Standing(p.contact.peer, p.samples, p.time) for p in said if p.digest == mine.digest]
+        return [Standing(p.contact.peer, p.done, p.time) for p in said if p.digest == mine.digest]
 
     def _left(self, progress: Progress) -> bool:
         peer = progress.contact.peer
@@ -645,7 +645,7 @@ class SwarmProgress:
                 that is before it: it would lose what all have trained.
             awaited: peers that are on their way to this peer's state, unless they have named another state since.
             before: the state that the awaited peers come from.
-            absent: peers that no round waits for; their samples do not count.
+            absent: peers that no round waits for; what they have done does not count.
             silent: peers that do not count now, whatever they said.
             giving: clients that give this peer their states. (For a client `floor` says whether it gives its own.)
         """
@@ -713,9 +713,9 @@ class SwarmProgress:
         }
         unheard: dict[PeerID, int] = {}
         for told in self._unheard.values():
-            for peer, samples in told.samples.items() if told.key == asked.key and now - told.at <= RELAYED_S else ():
+            for peer, done in told.done.items() if told.key == asked.key and now - told.at <= RELAYED_S else ():
                 if peer not in others and peer not in asked.absent:
-                    unheard[peer] = max(samples, unheard.get(peer, 0))
+                    unheard[peer] = max(done, unheard.get(peer, 0))
         return _Seen(
             asked=asked,
             until=min(self._changes_at(now), now + _REFUSED_S if refused else math.inf),
@@ -765,7 +765,7 @@ def _same_state(one: Progress, other: Progress) -> bool:
 
 
 class _Asked(NamedTuple):
-    """The question that `view` is asked, but for this peer's own samples and rate."""
+    """The question that `view` is asked, but for what this peer has done, and its rate."""
 
     digest: bytes
     key: StateKey
@@ -797,7 +797,7 @@ class _Seen:
         others: the last words of all but this peer.
         here: those of them that are at this peer's state.
         coming: those that are on their way to it.
-        unheard: the samples of peers that do not count here, as others told them.
+        unheard: what peers have done that do not count here, as others told it.
         best: the best state.
         vouched: see `SwarmView`.
         vouching: the same.
@@ -831,17 +831,17 @@ class _Seen:
 
     def __post_init__(self) -> None:
         for peer in self.here:
-            self._count(peer, self.others[peer].samples)
+            self._count(peer, self.others[peer].done)
         self._strange += sum(self.unheard.values())
         self._rate = sum(max(0.0, self.others[peer].rate) for peer in (*self.here, *self.coming))
 
-    def _count(self, peer: PeerID, samples: int, before: int = 0) -> None:
-        """Count the samples of a peer, where it had `before`."""
+    def _count(self, peer: PeerID, done: int, before: int = 0) -> None:
+        """Count what a peer has done, where it had `before`."""
         if peer in self.asked.absent:
             return
         if peer in self.contributors:
-            most = self.believed.get(peer, max(samples, before))
-            more = min(samples, most) - min(before, most)
+            most = self.believed.get(peer, max(done, before))
+            more = min(done, most) - min(before, most)
             self._known += more
             place = self.places.get(peer, peer)
             self._known_at[place] += more
@@ -850,26 +850,26 @@ class _Seen:
             elif more < 0 and place == self._first_place:
                 self._first_place = max(self._known_at, key=self._known_at.__getitem__)
         else:
-            self._strange += samples - before
+            self._strange += done - before
 
     def _is_ahead(self, mine: Progress) -> bool:
         """Whether one place has most of the samples, and contributors at others are at their first batch."""
         me = self.peers[0]
         own = self.places.get(me, me)
         place, most = self._first_place, self._known_at.get(self._first_place, 0)
-        if (ours := self._known_at.get(own, 0) + mine.samples) >= most:
+        if (ours := self._known_at.get(own, 0) + mine.done) >= most:
             place, most = own, ours
-        if 2 * most <= mine.samples + self._known:
+        if 2 * most <= mine.done + self._known:
             return False
         return any(self.places.get(each, each) != place for each in self._first_batches(mine))
 
     def _first_batches(self, mine: Progress) -> Iterator[PeerID]:
-        """The contributors at our state that have named no samples yet, and train."""
-        if self.peers[0] in self.contributors and not mine.samples and mine.rate > 0:
+        """The contributors at our state that have done nothing yet, and train."""
+        if self.peers[0] in self.contributors and not mine.done and mine.rate > 0:
             yield self.peers[0]
         for peer in self.here:
             said = self.others[peer]
-            if peer in self.contributors and not said.samples and said.rate > 0 and peer not in self.asked.absent:
+            if peer in self.contributors and not said.done and said.rate > 0 and peer not in self.asked.absent:
                 yield peer
 
     def takes(self, progress: Progress) -> bool:
@@ -893,7 +893,7 @@ class _Seen:
         if is_ours or coming:
             self._rate += max(0.0, progress.rate) - (max(0.0, said.rate) if here or coming else 0.0)
         if is_ours:
-            self._count(peer, progress.samples, said.samples if here else 0)
+            self._count(peer, progress.done, said.done if here else 0)
         if is_ours and not here:
             self.here.add(peer)
             self.coming.discard(peer)
@@ -920,7 +920,7 @@ class _Seen:
         if is_ours:
             self.here.add(peer)
             self._rate += max(0.0, progress.rate)
-            self._count(peer, progress.samples)
+            self._count(peer, progress.done)
             self._together = None
         return True
 
@@ -938,7 +938,7 @@ class _Seen:
         if peer in self.here:
             self.here.discard(peer)
             self._rate -= max(0.0, said.rate)
-            self._count(peer, 0, said.samples)
+            self._count(peer, 0, said.done)
             self._together = None
         return True
 
@@ -948,22 +948,22 @@ class _Seen:
             self._together = frozenset({self.peers[0], *self.here, *self.coming})
         if self._coming is None:
             self._coming = frozenset(self.coming)
-        known, strange = mine.samples + self._known, self._strange
+        known, strange = mine.done + self._known, self._strange
         believed = not self.contributors or (self.auxiliary and self.here.isdisjoint(self.contributors))
         return SwarmView(
             peers=self.peers,
             together=self._together,
             coming=self._coming,
-            samples=known + (strange if believed else min(known, strange)),
+            done=known + (strange if believed else min(known, strange)),
             rate=mine.rate + self._rate,
             epoch=self.best.epoch,
             behind=self.best != self.asked.key,
             vouched=self.vouched,
             best=self.best,
             others=self.others,
-            own=mine.samples,
+            own=mine.done,
             mine=mine,
-            trains=mine.samples > 0 or mine.rate > 0,
+            trains=mine.done > 0 or mine.rate > 0,
             ahead=self._is_ahead(mine),
             contributors=self.contributors,
             absent=self.asked.absent,

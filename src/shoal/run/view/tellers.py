@@ -97,18 +97,18 @@ class Relay:
     reads from another one (`Allowance`), and arrive ever later.
 
     Attributes:
-        samples: of the state, when words were passed on last.
+        done: of the state's next step, when words were passed on last.
         at: when that was, local time, seconds.
     """
 
     def __init__(self) -> None:
-        self.samples, self.at = 0, float("-inf")
+        self.done, self.at = 0, float("-inf")
         self._told: dict[PeerID, float] = {}  # the time of each word
         self._all_at = float("-inf")
 
-    def news(self, words: Sequence[Standing], samples: int, now: float) -> list[Standing]:
+    def news(self, words: Sequence[Standing], done: int, now: float) -> list[Standing]:
         """The words to tell now, of all that are known, which are told then."""
-        self.samples, self.at = samples, now
+        self.done, self.at = done, now
         if now >= self._all_at:
             self._told, self._all_at = {}, now + RELAYED_S / 2
         new = [each for each in words if self._told.get(each.peer) != each.time]
@@ -134,7 +134,7 @@ def look_s(peers: int) -> float:
 class Countdown:
     """An estimate of how near the end of the epoch is, as far as one peer can tell.
 
-    It goes by what it gave to the last step, by what it knows of the others' samples, and by how fast they all are.
+    It goes by what it gave to the last step, by what the others say they have done, and by how fast they all are.
 
     Args:
         merges: peers merge now and then. Nobody waits for the end of a merge's way, and with a quorum it differs from
@@ -146,7 +146,7 @@ class Countdown:
         self._merges, self._slack = merges, _NEAR if merges else 0.0
         self._target, self._rate = 1, 0.0
         self._digest, self._began, self._over_since = b"", 0.0, float("inf")
-        self._samples = self._batch = self._gave = 0
+        self._done = self._batch = self._gave = 0
         self._left = self._told_left = 1.0
 
     def observe(self, mine: Progress, view: SwarmView, target: int, rate: float, now: float) -> bool:
@@ -155,27 +155,27 @@ class Countdown:
         Args:
             mine: this peer's word.
             view: of the swarm.
-            target: samples of a step.
-            rate: samples per second of all peers.
+            target: what all peers have done when a step is due.
+            rate: of that, per second.
             now: local time, seconds.
         """
         self._target, self._rate = target, rate
         if mine.digest != self._digest:
             # A merge is due about when a peer has gone its way, however far it went while the last ones failed.
-            self._digest, self._began, self._gave = mine.digest, now, WAY if self._merges else self._samples
-            self._samples, self._over_since = 0, float("inf")
+            self._digest, self._began, self._gave = mine.digest, now, WAY if self._merges else self._done
+            self._done, self._over_since = 0, float("inf")
             self._batch *= self._merges
             self._left = self._told_left = 1.0
-        if (more := mine.samples - self._samples) > 0:
+        if (more := mine.done - self._done) > 0:
             # Batches differ in size. But peers that merge count them alike, and may look once in several batches.
             self._batch = min(more, self._batch or more) if self._merges else max(more, self._batch)
-        self._samples = max(self._samples, mine.samples)
-        done = max(view.samples, rate * (now - self._began)) / self._target
+        self._done = max(self._done, mine.done)
+        part = max(view.done, rate * (now - self._began)) / self._target
         if self._gave:
-            done = max(done, mine.samples / self._gave)
-            if done >= 1.0:
+            part = max(part, mine.done / self._gave)
+            if part >= 1.0:
                 self._over_since = min(now, self._over_since)
-        self._left = 1.0 - done
+        self._left = 1.0 - part
         return self._left <= max(_NEAR, self._last_batches)
 
     @property

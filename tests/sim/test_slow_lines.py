@@ -17,7 +17,7 @@ NAMES = ("a", "b", "c", "slow")
 
 
 @pytest.mark.parametrize(
-    ("way_s", "line", "announced", "heard", "limit_s"),
+    ("since_last_s", "line", "announced", "heard", "limit_s"),
     [
         (100.0, SLOW, SLOW, True, 26.0),
         (0.0, SLOW, SLOW, False, 20.0),
@@ -28,7 +28,7 @@ NAMES = ("a", "b", "c", "slow")
     ids=["heard", "rounds without a way between", "not announced", "slower than announced", "not worth the time"],
 )
 def test_a_slow_line_that_was_announced_is_heard_where_rounds_are_far_apart(
-    way_s: float, line: float, announced: float | None, heard: bool, limit_s: float
+    since_last_s: float, line: float, announced: float | None, heard: bool, limit_s: float
 ) -> None:
     """500 kB: 20 s on the slow line, 6.7 on the others. Otherwise the round ends as it did, without that member."""
 
@@ -41,7 +41,7 @@ def test_a_slow_line_that_was_announced_is_heard_where_rounds_are_far_apart(
             await trial.add(name, [values], bandwidth=width, **SETTINGS)
         loop = asyncio.get_running_loop()
         began = loop.time()
-        steps = (trial.begin(name, timeout_s=120.0, allow_retries=False, way_s=way_s) for name in NAMES)
+        steps = (trial.begin(name, timeout_s=120.0, allow_retries=False, since_last_s=since_last_s) for name in NAMES)
         results = await asyncio.gather(*steps, return_exceptions=True)
         left_out = [each.outcome.left_out for each in results[:3] if not isinstance(each, BaseException)]
         slow = trial.swarm.peer("slow").core.peer_id

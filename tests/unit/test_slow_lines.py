@@ -9,10 +9,10 @@ import pytest
 from shoal.averaging.allreduce.slow_lines import promised_s
 
 
-def promises(seconds: Sequence[float | None], way_s: float, most_s: float = 1000.0) -> list[float]:
+def promises(seconds: Sequence[float | None], since_last_s: float, most_s: float = 1000.0) -> list[float]:
     """Of members that need so long by their own words; a line that takes 2/3 of a promise sends that many bytes."""
     bandwidths = [None if each is None else 1000.0 / each for each in seconds]
-    found = promised_s([1000.0] * len(seconds), bandwidths, way_s=way_s, margin_s=3.0, most_s=most_s)
+    found = promised_s([1000.0] * len(seconds), bandwidths, since_last_s=since_last_s, margin_s=3.0, most_s=most_s)
     return [round(each, 6) for each in found]
 
 

@@ -180,7 +180,7 @@ class Averager:
         most_weight: MostWeight | None = None,
         strangers: Strangers = NO_STRANGERS,
         tag: str = "",
-        way_s: float = 0.0,
+        since_last_s: float = 0.0,
     ) -> StepResult:
         """Find a group and average once.
 
@@ -198,7 +198,7 @@ class Averager:
                 differently: each is to give no more than all others allow it.
             strangers: the peers of which nothing is known yet.
             tag: only peers with the same tag meet; empty or `@` and some text without dots.
-            way_s: see `RoundOptions`: the time since the last round, seconds.
+            since_last_s: the time since the last round, seconds (`RoundOptions`).
 
         Raises:
             RoundFailed: there is no average; no tensor was touched.
@@ -220,7 +220,7 @@ class Averager:
             raise ClosedError("the averager was shut down")
         request = request or StepRequest(weight=weight, gather=gather)
         prepare = prepare or (lambda _: (request.weight, 1.0))
-        attempt = _Attempt(request, prepare, expected, apply, most_weight, strangers, tag, way_s)
+        attempt = _Attempt(request, prepare, expected, apply, most_weight, strangers, tag, since_last_s)
         self._stepping = asyncio.current_task()
         try:
             return await self._try_until(deadline, attempt, allow_retries)
@@ -412,7 +412,7 @@ class Averager:
             silence_s=settings.silence_s,
             reducer_silence_s=settings.reducer_silence_s,
             spare_s=attempt.strangers.spare_s(formed),
-            way_s=attempt.way_s,
+            since_last_s=attempt.since_last_s,
             most_weight=attempt.most_weight,
         )
         try:
@@ -562,7 +562,7 @@ class _Attempt(msgspec.Struct, frozen=True):
     most_weight: MostWeight | None
     strangers: Strangers
     tag: str
-    way_s: float
+    since_last_s: float
 
 
 async def _finish(round_: Round, group: Group, *, orderly: bool) -> None:

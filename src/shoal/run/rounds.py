@@ -117,7 +117,7 @@ class Rounds:
         strangers: Strangers,
         apply: Apply,
         gather: object = None,
-        way_s: float = 0.0,
+        since_last_s: float = 0.0,
     ) -> StepResult | None:
         """One round; None if it failed, or became hopeless before there was a group.
 
@@ -132,7 +132,7 @@ class Rounds:
             strangers: the peers of which nothing is known yet.
             apply: takes the averages.
             gather: what all members get of this one.
-            way_s: the time since the last round, seconds.
+            since_last_s: the time since the last round, seconds.
         """
         settings = averager.settings
         self.in_vain = False
@@ -151,7 +151,7 @@ class Rounds:
                 strangers=strangers,
                 apply=apply,
                 gather=gather,
-                way_s=way_s,
+                since_last_s=since_last_s,
             )
 
         round_ = asyncio.get_running_loop().create_task(step())

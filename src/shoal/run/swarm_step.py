@@ -102,7 +102,7 @@ class SwarmStep:
         result = await self.rounds.run(
             self.averager,
             tag=name.group_tag,
-            way_s=pace.way_s(self._now()),
+            since_last_s=pace.since_last_s(self._now()),
             gather=said,
             hopeless=lambda view: view.behind or outlook.alone(view),
             expected=self._awaited,

@@ -244,7 +244,7 @@ class MergePace(Pace):
     def round_took(self, seconds: float) -> None:
         self._merge_s = (self._merge_s + seconds) / 2
 
-    def way_s(self, now: float) -> float:
+    def since_last_s(self, now: float) -> float:
         return max(0.0, now - self.began)
 
     def state_changed(self, epoch: int, now: float) -> None:
@@ -305,7 +305,7 @@ class BatchesPace(MergePace):
 
     def _waits_s(self, batches: int, now: float, epoch: int) -> float:
         own = self.done(0, batches, now, epoch)
-        return self.way_s(now) / batches if own >= WAY and self._may_be_due(own) else 0.0
+        return self.since_last_s(now) / batches if own >= WAY and self._may_be_due(own) else 0.0
 
     def _may_be_due(self, own: int) -> bool:
         """Whether a merge is due as soon as each of the others that are on their way has ended a batch or two."""
@@ -316,7 +316,7 @@ class BatchesPace(MergePace):
         return own + self._known.far + self._strange.far + under_way * batch >= WAY * (self._others + self._counts)
 
     def _batch_s(self, now: float) -> float:
-        return self.way_s(now) / self._steps
+        return self.since_last_s(now) / self._steps
 
 
 class TimePace(MergePace):
@@ -398,11 +398,11 @@ class TimePace(MergePace):
 
     def _waits_s(self, batches: int, now: float, epoch: int) -> float:
         counted = batches - (epoch == 0)  # on the first way the clock starts when a batch is over
-        batch_s, left_s = self.way_s(now) / max(1, counted), self.left_s(now)
+        batch_s, left_s = self.since_last_s(now) / max(1, counted), self.left_s(now)
         return left_s if 0 < left_s < _MARGIN * batch_s else 0.0
 
     def _batch_s(self, now: float) -> float:
-        return self.way_s(now) / _GRACES
+        return self.since_last_s(now) / _GRACES
 
     def _out_of_place_s(self, now: float) -> float:
         if self._first is None or math.isinf(self._first.began):

@@ -132,7 +132,7 @@ class Pace(ABC):
         """
         return math.inf
 
-    def way_s(self, now: float) -> float:
+    def since_last_s(self, now: float) -> float:
         """The time since the last step, of which a round may take a part to wait for slow lines; 0 for none."""
         return 0.0
 

@@ -58,8 +58,8 @@ class RoundOptions(msgspec.Struct, frozen=True, kw_only=True):
         spare_s: members that are slower than the others are waited for no longer than this, beyond the time that such a
             round usually needs (twice that of the median member).
         report_s: the longest time between two reports to the coordinator.
-        way_s: the time since the last round, in which members have worked for this one: so that those with slow lines
-            may be worth waiting for (`slow_lines`); 0: members are compared with each other alone.
+        since_last_s: the time since the last round, in which members have worked for this one: so that those with slow
+            lines may be worth waiting for (`slow_lines`); 0: members are compared with each other alone.
         most_weight: a larger weight of a member is refused, and so is an average with far more for each; None: any is
             taken.
     """
@@ -70,7 +70,7 @@ class RoundOptions(msgspec.Struct, frozen=True, kw_only=True):
     reducer_silence_s: float | None = None
     spare_s: float = math.inf
     report_s: float = 1.0
-    way_s: float = 0.0
+    since_last_s: float = 0.0
     most_weight: MostWeight | None = None
 
 

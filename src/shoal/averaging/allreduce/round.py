@@ -222,7 +222,7 @@ class Round:
     def _promises(self, vector: Vector) -> list[float]:
         """How long each member is waited for, by what it has to send and the line that it has announced."""
         members, options = self.members, self._options
-        if options.way_s <= 0:
+        if options.since_last_s <= 0:
             return [0.0] * len(members)
         reduced = [0] * len(members)
         for tile, reducer in zip(self.tiling.tiles, self.tiling.owners, strict=True):
@@ -234,7 +234,7 @@ class Round:
                 for own, member in zip(reduced, members, strict=True)
             ],
             [member.bandwidth for member in members],
-            way_s=options.way_s,
+            since_last_s=options.since_last_s,
             margin_s=options.silence_s,
             most_s=_SHARE * options.timeout_s,
         )

@@ -269,7 +269,7 @@ def test_a_full_line_of_dials_shut_the_way_to_a_live_peer() -> None:
         for _ in range(3):
             await cores.swarm.run_on("p0", dial_ahead, first, second)
             await sim.sleep(8.0)
-        assert not first.endpoint.way_shut(second.peer_id)
+        assert not first.endpoint.route_shut(second.peer_id)
         assert first.endpoint.contact_of(second.peer_id).addresses
         assert second.reachability.shut_out == []
 

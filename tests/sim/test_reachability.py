@@ -222,7 +222,7 @@ def test_a_frozen_peer_is_not_taken_for_one_that_nobody_can_reach() -> None:
         await cores.swarm.spawn("p0", dial_ahead(first, second))
         await sim.sleep(14.0)
         assert first.endpoint.contact_of(second.peer_id).addresses
-        assert not first.endpoint.way_shut(second.peer_id)
+        assert not first.endpoint.route_shut(second.peer_id)
 
     sim.run(main)
 
@@ -239,7 +239,7 @@ def test_a_peer_that_wakes_while_it_is_dialed_is_not_taken_for_one_that_nobody_c
         await sim.sleep(began + 1.5 + 0.5 + 5.0 - 0.015 - asyncio.get_running_loop().time())
         cores.swarm.network.unstall("b")
         await sim.sleep(3.0)
-        assert not a.endpoint.way_shut(b.peer_id)
+        assert not a.endpoint.route_shut(b.peer_id)
         assert a.endpoint.contact_of(b.peer_id).addresses
 
     sim.run(main)
@@ -343,7 +343,7 @@ def test_a_live_peer_whose_way_was_shut_gave_no_state_for_a_minute(refuses: bool
         cores.swarm.network.wall("donor", refuses=refuses)
         await cores.swarm.run_on("newcomer", dial_ahead, newcomer, donor)
         await sim.sleep(10.0)
-        assert newcomer.endpoint.way_shut(donor.peer_id)
+        assert newcomer.endpoint.route_shut(donor.peer_id)
         await cores.swarm.run_on("newcomer", open_stream, newcomer, donor)
 
     sim.run(main)
@@ -361,7 +361,7 @@ def test_a_newcomer_that_can_no_longer_dial_the_only_peer_takes_its_state_all_th
         run.swarm.network.wall("p0")
         run.swarm.spawn("p1", newcomer.train(4, duration_s=1.0, until=lambda: False))
         await sim.sleep(30.0)
-        assert newcomer.participant.core.endpoint.way_shut(first.participant.core.peer_id)
+        assert newcomer.participant.core.endpoint.route_shut(first.participant.core.peer_id)
         assert newcomer.participant.epoch >= first.participant.epoch - 1 > 10
         assert newcomer.epochs[-1][0] > asyncio.get_running_loop().time() - 5.0
 

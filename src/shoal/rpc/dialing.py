@@ -24,7 +24,7 @@ from shoal.rpc.dial_limits import BoundedDials
 from shoal.rpc.framing import Kind, Limits, pack
 from shoal.rpc.lending import Lending
 from shoal.rpc.link import CallLink
-from shoal.rpc.ways import Ways
+from shoal.rpc.routes import Routes
 from shoal.transport.base import Connection, Transport
 
 __all__ = ["Dialer"]
@@ -48,10 +48,10 @@ class Dialer:
         me: how others reach us.
         add_link: makes a call link of a new connection.
         tasks: the endpoint's.
-        on_shut: see `Ways`.
+        on_shut: see `Routes`.
 
     Attributes:
-        ways: to live peers.
+        routes: to live peers.
         dials: makes the connections.
     """
 
@@ -69,7 +69,7 @@ class Dialer:
         self._me_id, self._open, self._limits = transport.peer_id, connections, limits
         self.dials = BoundedDials(transport)
         self.lending = Lending(limits.dial_timeout_s, connections.drop)
-        self.ways = Ways(
+        self.routes = Routes(
             self.dials,
             limits.dial_timeout_s,
             link=connections.link,
@@ -103,7 +103,7 @@ class Dialer:
     def moved(self, contact: Contact) -> None:
         """A peer says that it listens here from now on; nowhere, if it names no address."""
         self._heard.pop(contact.peer, None)
-        self.ways.forget(contact.peer)
+        self.routes.forget(contact.peer)
         self.learn(contact, by_itself=True)
 
     def contact(self, peer: PeerID) -> Contact:
@@ -119,7 +119,7 @@ class Dialer:
 
     def dialable(self, contact: Contact) -> Contact:
         """The same, without addresses if dialing the peer there has failed though it lives."""
-        return Contact(contact.peer) if self.ways.closed(contact.peer, contact.addresses) else contact
+        return Contact(contact.peer) if self.routes.closed(contact.peer, contact.addresses) else contact
 
     def close(self) -> None:
         """Make no connection any more, and use none that is being dialed."""
@@ -188,7 +188,7 @@ class Dialer:
         addresses = self._addresses(peer)
         if not addresses:
             raise PeerUnreachable("no address is known", peer)
-        connection = self._opened(await self.ways.dial(peer, addresses))
+        connection = self._opened(await self.routes.dial(peer, addresses))
         await self._say_hello(connection, lends=True)
         return connection
 
@@ -206,7 +206,7 @@ class Dialer:
         """
         stuck, limit_s = list(self._open.of(peer).links), self._limits.dial_timeout_s
         backoff = Backoff(rng, first_s=0.2, max_s=2.0)
-        while silent() and any(link.stuck for link in stuck) and not self.ways.shut(peer):
+        while silent() and any(link.stuck for link in stuck) and not self.routes.shut(peer):
             await asyncio.sleep(backoff.next_s())
             try:
                 connection = await self.dials.dial(peer, self._addresses(peer), timeout_s=limit_s)
@@ -236,13 +236,13 @@ class Dialer:
 
     async def _dial(self, peer: PeerID) -> Connection:
         addresses = self._addresses(peer)
-        if (not addresses or self.ways.lends(peer)) and (link := self._open.link(peer)) is not None:
+        if (not addresses or self.routes.lends(peer)) and (link := self._open.link(peer)) is not None:
             return await self.lending.borrow(link)
         if not addresses:
             raise PeerUnreachable("no address is known, and it has not dialed us", peer)
-        if self.ways.closed(peer, addresses):
+        if self.routes.closed(peer, addresses):
             raise PeerUnreachable("it lives, but cannot be reached at the address that it announces", peer)
-        return self._opened(await self.ways.dial(peer, addresses))
+        return self._opened(await self.routes.dial(peer, addresses))
 
     def _opened(self, connection: Connection) -> Connection:
         if self._closed:

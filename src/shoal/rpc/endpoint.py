@@ -135,7 +135,7 @@ class Endpoint:
             me=lambda: self.contact,
             add_link=self._add_link,
             tasks=self._tasks,
-            on_shut=self._way_shut,
+            on_shut=self._route_shut,
         )
         self.serve(LendConnection, self._lend)
         self.trust = Trust()
@@ -386,15 +386,15 @@ class Endpoint:
         """The contact, without addresses if dialing that live peer there has failed."""
         return self._dialer.dialable(contact)
 
-    def way_shut(self, peer: PeerID) -> bool:
+    def route_shut(self, peer: PeerID) -> bool:
         """Whether this live peer was dialed twice in vain."""
-        return self._dialer.ways.shut(peer)
+        return self._dialer.routes.shut(peer)
 
-    def on_way_shut(self, callback: Callable[[PeerID, tuple[Address, ...]], None]) -> None:
+    def on_route_shut(self, callback: Callable[[PeerID, tuple[Address, ...]], None]) -> None:
         """Call `callback(peer, addresses)` for each live peer that was dialed at these addresses twice in vain."""
         self._shut_callbacks.append(callback)
 
-    def _way_shut(self, peer: PeerID, addresses: tuple[Address, ...]) -> None:
+    def _route_shut(self, peer: PeerID, addresses: tuple[Address, ...]) -> None:
         for callback in self._shut_callbacks:
             callback(peer, addresses)
 
@@ -703,7 +703,7 @@ class Endpoint:
         if not state.links:
             self.clock.forget(peer)
         if not state.links and not self.closed:
-            self._dialer.ways.forget(peer)
+            self._dialer.routes.forget(peer)
             if not expected:
                 self._peer_lost(peer, THE_PEER_LEFT if state.leaves else error.message)
             elif state.streams and self._dialer.contact(peer).addresses:

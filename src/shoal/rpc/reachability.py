@@ -21,7 +21,7 @@ An answer of yes without one counts as no.
 **The address.** A host that others name, a router's for example, is announced if a peer whose word counts has come in
 there: only that peer knows where it dialed. A stranger's word counts if its connection came to that very address.
 
-**`NoWayIn`.** If a peer finds that it cannot dial another, live peer (`rpc.ways`), it says so. This alone changes
+**`NoWayIn`.** If a peer finds that it cannot dial another, live peer (`rpc.routes`), it says so. This alone changes
 nothing, as anybody can say it: the other peer asks peers of its own choice again, at most every `_LOOK_AGAIN_S`.
 """
 
@@ -134,7 +134,7 @@ class Reachability:
         endpoint.serve(Whereabouts, self._moved)
         endpoint.serve(NoWayIn, self._told_no_way)
         endpoint.serve(Ballast, lambda _peer, _request: Noted())
-        endpoint.on_way_shut(self._way_shut)
+        endpoint.on_route_shut(self._route_shut)
 
     # ----------------------------------------------------------------------------------------------------- for others
 
@@ -314,7 +314,7 @@ class Reachability:
 
     # ------------------------------------------------------------------------------------------- when it turns out so
 
-    def _way_shut(self, peer: PeerID, addresses: tuple[Address, ...]) -> None:
+    def _route_shut(self, peer: PeerID, addresses: tuple[Address, ...]) -> None:
         self._tasks.spawn(self._tell_no_way(peer, addresses))
 
     async def _tell_no_way(self, peer: PeerID, addresses: tuple[Address, ...]) -> None:

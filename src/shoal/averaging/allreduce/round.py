@@ -262,7 +262,7 @@ class Round:
         return Coordinator(
             self.round_id,
             reducers,
-            [member.reduces and not self.endpoint.way_shut(member.contact.peer) for member in self.members],
+            [member.reduces and not self.endpoint.route_shut(member.contact.peer) for member in self.members],
             [member.contributes for member in self.members],
             self.me,
             min_group_size=options.min_group_size,

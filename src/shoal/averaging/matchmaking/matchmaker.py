@@ -491,7 +491,7 @@ class Matchmaker:
 
     def _usable(self, search: _Search, members: Sequence[Member], leader: int) -> list[Member]:
         """The members as a plan takes them: one reduces nothing if this peer has dialed it twice in vain."""
-        able = [each.reduces and not self._endpoint.way_shut(each.contact.peer) for each in members]
+        able = [each.reduces and not self._endpoint.route_shut(each.contact.peer) for each in members]
         proved = [a and not search.precedence.spares(each.contact.peer) for a, each in zip(able, members, strict=True)]
         able = proved if any(proved) else able
         if len(members) > MANY and sum(able) > 1:

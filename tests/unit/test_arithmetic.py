@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from shoal.base.thread_state import ThreadState, way_of
+from shoal.base.thread_state import ThreadState, numerics_of
 from shoal.train.trial import mixes_values
 from tests.odd_torch import ODD
 from tests.unit.optimizer_cases import optimizer_by_name, parameters, shapes_for
@@ -65,10 +65,10 @@ def test_a_fused_step_does_not_mix_and_a_wrapper_is_not_tried() -> None:
 
 def test_the_way_of_a_step_names_what_its_rounding_depends_on() -> None:
     """For people, and to tell peers apart that round otherwise; the processor only where values are mixed."""
-    assert way_of(ThreadState.here(), mixes=False) == ""
-    plain = way_of(ThreadState.here(), mixes=True)
+    assert numerics_of(ThreadState.here(), mixes=False) == ""
+    plain = numerics_of(ThreadState.here(), mixes=True)
     for odd in ("autocast", "deterministic algorithms", "products of less precision", "flushed denormals"):
         with ODD[odd]():
-            assert way_of(ThreadState.here(), mixes=True) != plain
+            assert numerics_of(ThreadState.here(), mixes=True) != plain
     with ODD["two threads"](), ODD["no_grad"]():
-        assert way_of(ThreadState.here(), mixes=True) == plain
+        assert numerics_of(ThreadState.here(), mixes=True) == plain

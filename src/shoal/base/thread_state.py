@@ -22,7 +22,7 @@ import torch
 
 from shoal.base.pool import use_cores
 
-__all__ = ["OWN", "ThreadState", "forget_casts", "way_of"]
+__all__ = ["OWN", "ThreadState", "forget_casts", "numerics_of"]
 
 _HOST = torch.device("cpu")
 _SMALLEST = sys.float_info.min
@@ -101,7 +101,7 @@ def forget_casts() -> None:
     torch.clear_autocast_cache()
 
 
-def way_of(state: ThreadState, *, mixes: bool) -> str:
+def numerics_of(state: ThreadState, *, mixes: bool) -> str:
     """What decides how steps are rounded in a thread of this state, in words; the cores are agreed on, and not in it.
 
     Args:

@@ -145,7 +145,7 @@ class ParameterCheck:
         describe = partial(
             check_of,
             on_host=training.stepper.on_host,
-            way=training.stepper.way,
+            numerics=training.stepper.numerics,
             at_rest=self._is_last(),
             holds=lambda: not weights.are_changed,
         )

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from shoal.base.thread_state import ThreadState, way_of
+from shoal.base.thread_state import ThreadState, numerics_of
 from shoal.errors import ConfigError
 from shoal.train.offload import Offload
 from shoal.train.optimizer_state import OptimizerState
@@ -63,9 +63,9 @@ class Stepper:
         return self.thread.cores if self._mixes else 0
 
     @property
-    def way(self) -> str:
+    def numerics(self) -> str:
         """The settings beside the optimizer's options that its steps depend on here, in words."""
-        return way_of(self.thread, mixes=self._mixes)
+        return numerics_of(self.thread, mixes=self._mixes)
 
     @contextmanager
     def at_work(self) -> Iterator[None]:

@@ -52,7 +52,7 @@ steps, 1.0e-7 after 1,000; in bfloat16 2.0e-5.
 
 _BOUND_16_BITS = 0.01
 _SAMPLE = 256
-_LONGEST_WAY = 160
+_LONGEST_NUMERICS = 160
 _RIVAL = 2
 """What some say of their own parameters counts beside others of up to this multiple of their weight: keys are free."""
 
@@ -69,7 +69,7 @@ class Check(msgspec.Struct, frozen=True, array_like=True):
         digest: of the bytes of all parameters.
         sample: some of their values, at places that follow from the name of the state; float32, one after another.
         bits: of the narrowest dtype among the parameters.
-        way: the settings that its steps depend on, in words, for people.
+        numerics: the settings that its steps depend on, in words, for people.
         changed: whether something else than shoal has written to them since the last check, or since they were taken
             over: see `Changed`.
         followed: whether it held others than it should at the last check, too.
@@ -79,7 +79,7 @@ class Check(msgspec.Struct, frozen=True, array_like=True):
     digest: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     sample: Annotated[bytes, msgspec.Meta(max_length=4 * _SAMPLE)]
     bits: Annotated[int, msgspec.Meta(ge=1, le=64)] = 32
-    way: Annotated[str, msgspec.Meta(max_length=_LONGEST_WAY)] = ""
+    numerics: Annotated[str, msgspec.Meta(max_length=_LONGEST_NUMERICS)] = ""
     changed: Changed = Changed.NOT
     followed: bool = False
 
@@ -221,7 +221,7 @@ def check_of(
     name: bytes,
     *,
     on_host: bool = False,
-    way: str = "",
+    numerics: str = "",
     holds: Callable[[], bool] = lambda: True,
     at_rest: bool = False,
 ) -> Check | None:
@@ -232,7 +232,7 @@ def check_of(
         parameters: in order.
         name: the digest.
         on_host: the steps are taken on the CPU, wherever the parameters are.
-        way: further settings that they depend on, in words.
+        numerics: further settings that they depend on, in words.
         holds: whether the parameters have the values of this state now.
         at_rest: nothing is trained meanwhile, so that all cores may be used.
 
@@ -241,7 +241,7 @@ def check_of(
     """
     devices = sorted({_device(each) for each in ([_HOST] if on_host else [each.device for each in parameters])})
     how = sorted({name for group in optimizer.param_groups for name in HOW if group.get(name)})
-    about = f"torch {torch.__version__}", torch.backends.cpu.get_cpu_capability(), *devices, *how, way
+    about = f"torch {torch.__version__}", torch.backends.cpu.get_cpu_capability(), *devices, *how, numerics
     words = ", ".join(filter(None, about))
     both, unseen = blake3(max_threads=blake3.AUTO if at_rest else 1), 0
     with torch.no_grad():
@@ -259,7 +259,7 @@ def check_of(
         digest=both.digest(16),
         sample=sample,
         bits=min((8 * each.element_size() for each in parameters if each.dtype.is_floating_point), default=32),
-        way=words[:_LONGEST_WAY],
+        numerics=words[:_LONGEST_NUMERICS],
     )
 
 
@@ -279,11 +279,11 @@ def _sample(parameters: Sequence[torch.Tensor], name: bytes) -> bytes:
     return bytes(view_bytes(torch.cat(values))) if values else b""
 
 
-def _arithmetic(optimizer: torch.optim.Optimizer, way: str) -> bytes:
+def _arithmetic(optimizer: torch.optim.Optimizer, numerics: str) -> bytes:
     """Peers with equal values take equal steps, to the bit."""
     how = [[name, repr(group.get(name))] for group in optimizer.param_groups for name in sorted(HOW)]
     forms = [[name, type(value).__name__] for group in optimizer.param_groups for name, value in sorted(group.items())]
-    text = repr((way, how, forms))
+    text = repr((numerics, how, forms))
     return hashlib.sha256(text.encode()).digest()[:8]
 
 

@@ -29,7 +29,7 @@ _DOWNLOADS_TOLD = 4
 _ROUNDS_TOLD, _LONG_ROUND_S, _MUCH_OF_IT = 3, 2.0, 0.5
 """Rounds in a row are told that last at least this long, and take more than this part of the time."""
 
-_WAYS_SHOWN = 3
+_NUMERICS_SHOWN = 3
 _OPTIONS_SHOWN = 4
 _CHANGES_APART = 10
 """Epochs between two warnings of parameters that were changed."""
@@ -182,9 +182,9 @@ class Notices:
             self.warn(
                 f"the check of the parameters at epoch {epoch}: ours differ from those of {len(kept)} peers at the "
                 f"same state; {do}. They compute otherwise, so steps are rounded otherwise: they "
-                f"with {other.way!r}, this peer with {checks[me].way!r}. To keep equal parameters, train on machines "
-                "of one kind with equal settings, or with an optimizer that works on each value by itself, such as "
-                "AdamW; or let average_state_every bring them together"
+                f"with {other.numerics!r}, this peer with {checks[me].numerics!r}. To keep equal parameters, train on "
+                "machines of one kind with equal settings, or with an optimizer that works on each value by itself, "
+                "such as AdamW; or let average_state_every bring them together"
             )
             return
         if again and not stays and checks[me].is_near(other):
@@ -228,12 +228,12 @@ class Notices:
         """These members hold the state to rounding only, as their arithmetic is not that of its holders. Told once."""
         if not self._note("arithmetic", value=True):
             return
-        shown = sorted({*apart, min(verdict.holders)} - {me})[:_WAYS_SHOWN]
-        ways = [f"{peer.short()} with {checks[peer].way!r}" for peer in shown]
-        ways += [f"this peer with {checks[me].way!r}"] if me in checks else []
+        shown = sorted({*apart, min(verdict.holders)} - {me})[:_NUMERICS_SHOWN]
+        found = [f"{peer.short()} with {checks[peer].numerics!r}" for peer in shown]
+        found += [f"this peer with {checks[me].numerics!r}"] if me in checks else []
         self.warn(
             f"the check of the parameters at epoch {epoch}: peers hold equal parameters to rounding only, as they "
-            f"compute their steps otherwise: {', '.join(ways)}. The run goes on, and ends with weights that differ by "
+            f"compute their steps otherwise: {', '.join(found)}. The run goes on, and ends with weights that differ by "
             "as much. To keep equal bits, give all peers equal settings, on machines of one kind"
         )
 

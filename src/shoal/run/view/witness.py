@@ -92,7 +92,7 @@ class Witness:
     def __init__(self, me: PeerID, *, given: Collection[PeerID], begins_s: float, time: Callable[[], float]) -> None:
         self._me, self._given, self._begins_s, self._time = me, frozenset(given), begins_s, time
         self._place = self._together = _BEGINNING
-        self._way: list[_Place] = []
+        self._trail: list[_Place] = []
         self._speed = _Speed()
         self._parts: Mapping[PeerID, float] = {}
         self._met: dict[PeerID, _Met] = {}
@@ -107,7 +107,7 @@ class Witness:
         for peer in gave:  # when is not known here, but since the state before; what this peer itself has held is over
             put_last(self._gave_at, peer, now if peer == self._me else self._place.at, _MAX_REMEMBERED)
         self._place = self._together = _Place(epoch, samples, now)
-        self._way, self._parts = [self._place], _parts_of(weights)
+        self._trail, self._parts = [self._place], _parts_of(weights)
         if epoch:
             self._founders = frozenset()
 
@@ -122,12 +122,12 @@ class Witness:
         """
         now = self._time()
         before, self._place = self._place, _Place(epoch, samples, now)
-        self._way = [*self._way[-_MEASURED:], self._place]
-        first = self._way[0]
+        self._trail = [*self._trail[-_MEASURED:], self._place]
+        first = self._trail[0]
         seconds, speed = now - first.at, self._speed
-        if len(self._way) > 1 and seconds > 0:
+        if len(self._trail) > 1 and seconds > 0:
             speed.step_s = seconds / (epoch - first.epoch)
-        if len(self._way) > _LEAST_STEPS and seconds > 0:
+        if len(self._trail) > _LEAST_STEPS and seconds > 0:
             speed.samples = max(speed.samples, (samples - first.samples) / seconds)
             speed.epochs = max(speed.epochs, (epoch - first.epoch) / seconds)
         if set(gave) <= {self._me}:

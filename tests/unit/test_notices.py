@@ -46,7 +46,7 @@ def test_the_first_peer_with_require_state_is_told_why_it_waits() -> None:
     bus.subscribe(said.append)
     beginning = Beginning(600.0, required=True)
     beginning.judge({}, others_here=0, now=0.0)
-    Notices(bus, "bees").beginning(beginning, behind=False)
+    Notices(bus, "bees").beginning(beginning, offered=False)
     (message,) = [event.message for event in said if isinstance(event, Warned)]
     assert message == (
         "no peer that trains run 'bees' is known, and this one may not begin it (require_state=True): it waits up to "
@@ -61,7 +61,7 @@ def test_a_peer_with_require_state_is_not_told_that_it_will_begin() -> None:
     bus.subscribe(said.append)
     beginning = Beginning(600.0, required=True)
     beginning.judge({OTHER: 7}, others_here=0, now=0.0)
-    Notices(bus, "bees").beginning(beginning, behind=False)
+    Notices(bus, "bees").beginning(beginning, offered=False)
     (message,) = [event.message for event in said if isinstance(event, Warned)]
     assert "up to 600 s (load_state_timeout), before step() raises StateUnavailable (require_state=True)" in message
     assert "epoch 0" not in message

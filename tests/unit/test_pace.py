@@ -162,7 +162,7 @@ def test_fragments_that_were_overdue_are_merged_one_after_another_again_and_end_
         pace.state_changed(2, at)
     assert [pace.due_s(34.0) for pace in paces] == pytest.approx([2.0, 8.0, 6.0, 4.0])
     for pace in paces:
-        pace.ends_at(3, left_behind=False)
+        pace.ends_at(3, others_left=False)
     assert [pace.due_s(34.0) for pace in paces] == pytest.approx([2.0] * 4)
     first.state_changed(3, 36.0)
     assert [pace.done(4, 1, 36.5, 2) for pace in paces[1:]] == [WAY] * 3

@@ -217,13 +217,13 @@ class Outlook:
 
     def alone(self, view: SwarmView) -> bool:
         """Whether nobody is at our state but this peer, and peers that rounds do not wait for. A quorum never is."""
-        if self.settings.strategy.terms.quorum > 1 and not self.left_behind:
+        if self.settings.strategy.terms.quorum > 1 and not self.others_left:
             return False
         others = view.together - {self.core.peer_id}
         return others == self.attendance.given_up(others, self.loop.time())
 
     @property
-    def left_behind(self) -> bool:
+    def others_left(self) -> bool:
         """Whether the others have ended the run, and left: no quorum comes any more."""
         end, known = self.end.epoch, self.known
         if end is None or known.peers:

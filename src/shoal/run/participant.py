@@ -475,7 +475,7 @@ class Participant:
     def _settle_end(self) -> None:
         self._end.settle(self.epoch, self.own.committed, lambda: self._known.ends, self._sites)
         end = self._end.expected(self.epoch, self.training.model_epoch)
-        self.pace.ends_at(end, left_behind=self._outlook.left_behind)
+        self.pace.ends_at(end, others_left=self._outlook.others_left)
         self.training.ends_at(end)
 
     @property

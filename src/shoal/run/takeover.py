@@ -191,8 +191,8 @@ class Takeover:
             giving=giving,
             left=known.left,
         )
-        behind = view.behind or bool(giving) or bool(self._left_out_by(view))  # an error is told by `check_beginning`
-        self.notices.beginning(self.beginning, behind=behind, why_not=self.why_not)
+        offered = view.behind or bool(giving) or bool(self._left_out_by(view))  # an error is told by `check_beginning`
+        self.notices.beginning(self.beginning, offered=offered, why_not=self.why_not)
         return stance
 
     def check_beginning(self, view: SwarmView) -> None:

@@ -251,9 +251,9 @@ class MergePace(Pace):
         began = now + self._out_of_place_s(now) if epoch else now
         self.epoch, self.began, self._enough, self._log = epoch, began, False, None
 
-    def ends_at(self, epoch: int | None, *, left_behind: bool) -> None:
+    def ends_at(self, epoch: int | None, *, others_left: bool) -> None:
         self._end = epoch
-        self._quorum = 1 if left_behind and self._asked_quorum is not None else self._asked_quorum
+        self._quorum = 1 if others_left and self._asked_quorum is not None else self._asked_quorum
 
 
 class BatchesPace(MergePace):

@@ -142,7 +142,7 @@ class Pace(ABC):
     def state_changed(self, epoch: int, now: float) -> None:  # noqa: B027 (not all paces care)
         """This peer has another state, of this epoch, since `now`."""
 
-    def ends_at(self, epoch: int | None, *, left_behind: bool) -> None:  # noqa: B027 (not all paces care)
+    def ends_at(self, epoch: int | None, *, others_left: bool) -> None:  # noqa: B027 (not all paces care)
         """The run ends at this epoch, as far as it is known; None: nobody knows yet.
 
         If the others have ended it and left, this peer goes there alone: no quorum comes any more.

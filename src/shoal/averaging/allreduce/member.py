@@ -572,8 +572,8 @@ class Contributions:
             silent = self._heard[sender] + self.silence_s
             at = passed[place := len(self._delivered[sender])]
             since = self._owned_at[min(place, len(self._owned_at) - 1)]
-            behind = math.inf if at is None else at + (at - since) + self._spare_s
-            limits[sender] = min(silent, max(behind, self._promised(sender, place)))
+            straggles_at = math.inf if at is None else at + (at - since) + self._spare_s
+            limits[sender] = min(silent, max(straggles_at, self._promised(sender, place)))
         return limits
 
     def _promised(self, sender: int, place: int) -> float:

@@ -70,8 +70,8 @@ class StateName(NamedTuple):
             That of the same weights if they are there, else one behind all others.
         """
         known = [(digest[0], digest[1:] == self.digest[1:]) for digest in others if digest[0] < UNDECIDED]
-        behind = 1 + max((rank for rank, _ in known), default=-1)
-        return min((rank for rank, same in known if same), default=min(behind, UNDECIDED - 1))
+        last = 1 + max((rank for rank, _ in known), default=-1)
+        return min((rank for rank, same in known if same), default=min(last, UNDECIDED - 1))
 
     @classmethod
     def of_auxiliary(cls, fingerprint: bytes) -> StateName:

@@ -335,9 +335,9 @@ class Notices:
                 "peers a smaller quorum"
             )
 
-    def beginning(self, beginning: Beginning, *, behind: bool, why_not: str = "") -> None:
-        """A newcomer without the state of the run waits, or begins. Each is told once, and why if it is known."""
-        stance = Stance.FREE if behind else beginning.stance
+    def beginning(self, beginning: Beginning, *, offered: bool, why_not: str = "") -> None:
+        """A newcomer waits for a state, or begins, where none is `offered`. Each is told once, and why if known."""
+        stance = Stance.FREE if offered else beginning.stance
         if not self._note("beginning", stance) or stance is Stance.FREE:
             return
         if not beginning.peers:

@@ -197,11 +197,11 @@ class Witness:
         found = known.keys() - ahead
         # Those who are gone stand for nothing, and parts of different times may be more than the whole.
         total = min(1.0, mine + sum(part.values()))
-        behind_it = 0.0
+        support = 0.0
         for key, peers in groupby(ahead, key=known.__getitem__):
             equal = list(peers)
-            behind_it = sum((part[peer] for peer in equal), behind_it)
-            found |= {peer for peer in equal if 2 * behind_it > total or self._can_be_there(peer, key, now)}
+            support = sum((part[peer] for peer in equal), support)
+            found |= {peer for peer in equal if 2 * support > total or self._can_be_there(peer, key, now)}
         return frozenset(found)
 
     def _is_heeded(self, peer: PeerID, own: StateKey, key: StateKey, now: float) -> bool:

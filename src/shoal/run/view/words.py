@@ -182,11 +182,11 @@ def recorded(gave: Mapping[PeerID, int], most: Mapping[PeerID, float]) -> dict[P
         most: that it was able to give, as far as that is known.
     """
     found = {peer: int(min(samples, most.get(peer, math.inf))) for peer, samples in gave.items()}
-    behind = 0
+    slower = 0
     for samples in sorted(found.values()):
-        if behind and samples > _AHEAD * behind:
-            return {peer: min(each, _AHEAD * behind) for peer, each in found.items()}
-        behind += samples
+        if slower and samples > _AHEAD * slower:
+            return {peer: min(each, _AHEAD * slower) for peer, each in found.items()}
+        slower += samples
     return found
 
 

@@ -97,7 +97,7 @@ class Trainer:
 
     async def _take_turn(self, fragment: Participant) -> bool:
         phase = await fragment.turn.decide(60.0)
-        if phase is RunPhase.STEPPING and not fragment.turn.update_waits:
+        if phase is RunPhase.STEPPING and not fragment.turn.holds_update_back:
             fragment.own.step()
             await fragment.stepped()
         return phase is RunPhase.BEHIND and fragment.turn.waits_for_state

@@ -139,7 +139,7 @@ class Trainer:
         """Do what the participant asks for now."""
         participant = fragment or self.participant
         phase = await participant.turn.decide(60.0)
-        if phase is RunPhase.STEPPING and not participant.turn.update_waits:
+        if phase is RunPhase.STEPPING and not participant.turn.holds_update_back:
             await self.step(participant)
         elif phase is RunPhase.BEHIND and participant.turn.waits_for_state:
             try:

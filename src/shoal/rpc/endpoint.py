@@ -329,7 +329,7 @@ class Endpoint:
         waiting = [self.peer_id]
         while waiting:
             await asyncio.sleep(LOOK_S)
-            waiting = [peer for peer, state in self._open.peers.items() if any(link.waits for link in state.links)]
+            waiting = [peer for peer, state in self._open.peers.items() if any(link.pending for link in state.links)]
             for peer in waiting:
                 self.is_silent(peer)
         self._looking = False

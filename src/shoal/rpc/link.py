@@ -135,7 +135,7 @@ class CallLink:
             self._ask_time()
 
     @property
-    def waits(self) -> bool:
+    def pending(self) -> bool:
         """Whether a call has not been answered yet."""
         return bool(self._waiting)
 

@@ -296,7 +296,7 @@ class Chains:
         phase = self._run(participant.turn.decide(timeout_s), timeout_s)
         if phase is not RunPhase.STEPPING:
             return phase is RunPhase.BEHIND and participant.turn.waits_for_state
-        if participant.turn.update_waits:
+        if participant.turn.holds_update_back:
             return False
         try:
             with self._lock.acquire_in_thread():

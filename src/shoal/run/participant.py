@@ -563,7 +563,7 @@ class Participant:
             # Others may have come to the run since it began here, or have been heard late.
             if self.own.with_others == NO_STATE:
                 self._check_fit()
-            if (holders := await self._check.difference_at_end(late=not self._end.waits(self._now()))) is not None:
+            if (holders := await self._check.difference_at_end(late=not self._end.patient(self._now()))) is not None:
                 await self._mend(holders)
                 continue
             self._gossip.ask(self._check.lacking)

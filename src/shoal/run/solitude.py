@@ -184,7 +184,7 @@ class Solitude:
             if not missing:
                 complete_at = loop.time()
             self.notices.lacks(missing if loop.time() - complete_at >= PATIENCE_S else 0, quorum)
-            self.notices.waits_for(self._here() if loop.time() - searches_since >= PATIENCE_S else ())
+            self.notices.stragglers(self._here() if loop.time() - searches_since >= PATIENCE_S else ())
             if self._in_company():
                 since = loop.time()
             elif loop.time() - since >= PATIENCE_S:

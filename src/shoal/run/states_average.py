@@ -165,7 +165,7 @@ class StatesAverage:
         """
         view, members, left = self._outlook.view(), self._swarm_step.others, self._outlook.known.left
         may_come = members.intersection({*view.peers, *self._core.endpoint.silent}) - left.keys()
-        if may_come and self._outlook.end.waits(asyncio.get_running_loop().time()):
+        if may_come and self._outlook.end.patient(asyncio.get_running_loop().time()):
             if not view.behind:
                 sometimes("the last average of the states is tried again")
                 self._course.machine.happened(Event.STATES_DUE)

@@ -93,7 +93,7 @@ class TrainerTurn:
         return not self._outlook.trains_on or self._fetching.has_news
 
     @property
-    def update_waits(self) -> bool:
+    def holds_update_back(self) -> bool:
         """Whether the trainer is to take the average that is here at a later batch."""
         own, outlook = self._own, self._outlook
         has_batches = not (outlook.settings.auxiliary or outlook.at_end)

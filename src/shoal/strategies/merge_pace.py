@@ -135,7 +135,7 @@ class MergePace(Pace):
         """Whether a merge without a quorum is due, as this peer has come so far."""
 
     @abstractmethod
-    def _waits_s(self, batches: int, now: float, epoch: int) -> float:
+    def _hold_batch_s(self, batches: int, now: float, epoch: int) -> float:
         """How long a trainer holds before its next batch, where that batch might be lost (`hold_s`)."""
 
     @abstractmethod
@@ -225,7 +225,7 @@ class MergePace(Pace):
         batch at most, as it would lose one at most by going on.
         """
         waits = self._waits_for_merges or (self._is_first and self._is_last(epoch))
-        return self._waits_s(batches, now, epoch) if waits and batches and epoch == self.epoch else 0.0
+        return self._hold_batch_s(batches, now, epoch) if waits and batches and epoch == self.epoch else 0.0
 
     def grace_s(self, now: float) -> float:
         """The time of the mean batch, where peers wait for merges: a batch that comes later is lost.
@@ -303,7 +303,7 @@ class BatchesPace(MergePace):
         count = self._others + counts
         return count > 0 and own * counts + self._known.far + self._strange.far >= WAY * count
 
-    def _waits_s(self, batches: int, now: float, epoch: int) -> float:
+    def _hold_batch_s(self, batches: int, now: float, epoch: int) -> float:
         own = self.done(0, batches, now, epoch)
         return self.since_last_s(now) / batches if own >= WAY and self._may_be_due(own) else 0.0
 
@@ -341,14 +341,14 @@ class TimePace(MergePace):
         self.model: list[TimePace] = [] if first is None else first.model
         self.model.append(self)
         self._called = False  # another peer says that it is time
-        self._waits = True  # nobody has trained a batch yet, as far as it is known
+        self._unbegun = True  # nobody has trained a batch yet, as far as it is known
 
     def done(self, samples: int, batches: int, now: float, epoch: int) -> int:
         if epoch != self.epoch:  # what is known of the time is of the way before: on it, others would merge again
             return min(1, batches)
         # The first batch may come long after the optimizer was made: all first merges would be due then.
-        self._waits = self._waits and not batches
-        if self._waits:
+        self._unbegun = self._unbegun and not batches
+        if self._unbegun:
             self.began = now
         # It is not told all the time how late it is: a peer says when it is time, and then it is for all.
         # Before its first batch a peer calls nobody: a merge of nothing fails.
@@ -394,9 +394,9 @@ class TimePace(MergePace):
 
     def _heard(self) -> None:
         self._called = self._called or self._known.there > 0
-        self._waits = self._waits and not (self._known.far or self._strange.far)
+        self._unbegun = self._unbegun and not (self._known.far or self._strange.far)
 
-    def _waits_s(self, batches: int, now: float, epoch: int) -> float:
+    def _hold_batch_s(self, batches: int, now: float, epoch: int) -> float:
         counted = batches - (epoch == 0)  # on the first way the clock starts when a batch is over
         batch_s, left_s = self.since_last_s(now) / max(1, counted), self.left_s(now)
         return left_s if 0 < left_s < _MARGIN * batch_s else 0.0

@@ -170,7 +170,7 @@ class SamplesPace(Pace):
             raise ConfigError(f"target_batch_size must be at least 1, got {target_batch_size}")
         self._target, self._others = target_batch_size, 0
         self._began, self._now, self._lasted_s = math.inf, 0.0, 0.0
-        self._epoch, self._waits = 0, False
+        self._epoch, self._held = 0, False
 
     def done(self, samples: int, batches: int, now: float, epoch: int) -> int:
         self._now = now
@@ -185,10 +185,10 @@ class SamplesPace(Pace):
     def enough(self, view: SwarmSeen) -> bool:
         self._others = view.done - view.own
         full = view.done >= self._target
-        self._waits = full and view.ahead and self._now < self._begins_at
-        if self._waits:
+        self._held = full and view.ahead and self._now < self._begins_at
+        if self._held:
             sometimes("a step waits for others that are at their first batch")
-        return full and not self._waits
+        return full and not self._held
 
     @property
     def _begins_at(self) -> float:
@@ -196,11 +196,11 @@ class SamplesPace(Pace):
         return self._began + _SOONER * self._lasted_s
 
     def reaches(self, samples: int, batches: int, epoch: int) -> bool:
-        return samples + self._others >= self._target and not self._waits
+        return samples + self._others >= self._target and not self._held
 
     def due_s(self, now: float) -> float | None:
-        return max(0.0, self._begins_at - now) if self._waits else None
+        return max(0.0, self._begins_at - now) if self._held else None
 
     def state_changed(self, epoch: int, now: float) -> None:
         self._lasted_s = max(0.0, now - self._began) if epoch == self._epoch + 1 else 0.0
-        self._epoch, self._began, self._waits = epoch, now, False
+        self._epoch, self._began, self._held = epoch, now, False

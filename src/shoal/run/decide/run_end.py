@@ -111,7 +111,7 @@ class RunEnd:
         """Whether a peer at this epoch may leave, by what it saw when it looked last."""
         return self.reached(epoch) and self._over_at == epoch
 
-    def waits(self, now: float) -> bool:
+    def patient(self, now: float) -> bool:
         """Whether this peer has not waited long enough for the others at the end."""
         return self._since is None or now - self._since < self._patience_s
 
@@ -139,7 +139,7 @@ class RunEnd:
             self._since = now
         over = self._since is not None and not view.behind
         enough = over and (
-            before or not self.waits(now) or self._all_here(view, unlike, average_due=average_due, client=client)
+            before or not self.patient(now) or self._all_here(view, unlike, average_due=average_due, client=client)
         )
         self._over_at = epoch if enough else None
         return self.over(epoch) and not before

@@ -172,11 +172,11 @@ class Following:
             coming = self._coming.get(state.digest)
             is_told = coming is not None or state.digest in self._due
             here = any(source.at == state for source in self._sources.values())
-            waits_until = until if is_told else patient_until
+            deadline = until if is_told else patient_until
             late = coming is not None and coming.is_late(until)
-            if late or not (is_told or here) or _now() >= waits_until:
+            if late or not (is_told or here) or _now() >= deadline:
                 return None
-            await self._news.next(min(_LOOK_AGAIN_S, waits_until - _now()))
+            await self._news.next(min(_LOOK_AGAIN_S, deadline - _now()))
         return step
 
     def kept(self, state: StateName) -> Step | None:

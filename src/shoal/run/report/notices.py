@@ -308,9 +308,9 @@ class Notices:
             "this peer: keep those of one of the others, or of their checkpoint"
         )
 
-    def waits_for(self, peers: Collection[PeerID]) -> None:
+    def stragglers(self, peers: Collection[PeerID]) -> None:
         """There are samples for a step, and these peers at our state do not come to a round. Once until they do."""
-        if self._note("waits for", bool(peers)):
+        if self._note("stragglers", bool(peers)):
             self.warn(
                 f"there are enough samples for a step, but {_names(peers)} do not come to a round, though they are at "
                 "our state: this peer waits for them. Look whether their training stands still (py-spy dump), or a "

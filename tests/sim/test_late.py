@@ -149,9 +149,9 @@ class Noted(Trainer):
             self.events.append(("fail", None))
             failed()
 
-        def steps(absent: Collection[int], cores: int) -> None:
+        def steps(unused: Collection[int], cores: int) -> None:
             average = [each.detach().clone() for each in training.accumulators]
-            step(absent, cores)
+            step(unused, cores)
             self.events.append(("take", (average, [each.detach().clone() for each in self.parameters])))
 
         training.accumulate = accumulates  # type: ignore[method-assign]

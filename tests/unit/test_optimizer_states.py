@@ -144,7 +144,7 @@ def test_more_than_8500_parameters_made_a_state_that_cannot_be_given(count: int)
     for index, parameter in enumerate(donor.trained):
         parameter.grad = torch.ones_like(parameter) if index % 2 else None
     assert donor.accumulate(1)
-    assert len(donor.pending.total.absent()) == count // 8
+    assert len(donor.pending.total.unused()) == count // 8
     donor.use_own_mean()
     donor.step()
     assert len(donor.optimizer.state) == count // 2
@@ -157,10 +157,10 @@ def test_more_than_8500_parameters_made_a_state_that_cannot_be_given(count: int)
 
 def test_more_parameters_than_a_round_can_speak_of_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which of them had no gradient would be no word that counts, and each round would fail."""
-    said = Said(Options(1, {}), absent=bytes(MAX_TRAINED // 8))
+    said = Said(Options(1, {}), unused=bytes(MAX_TRAINED // 8))
     assert msgspec.convert(msgspec.to_builtins(said, builtin_types=(bytes,)), Said) == said
     monkeypatch.setattr("shoal.train.shared_tensors.MAX_TRAINED", 5)
-    assert many(5).pending.total.absent() == b"\x1f"
+    assert many(5).pending.total.unused() == b"\x1f"
     with pytest.raises(ConfigError, match="put small ones together"):
         many(6)
 

@@ -269,14 +269,14 @@ def test_more_options_than_can_be_told_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("masks", "absent"),
+    ("masks", "unused"),
     [((b"\x05", b"\x04"), {2}), ((b"\x05", b""), set()), ((b"\x00\x01", b"\xff\xff\x01"), {8}), ((b"\x01",), {0})],
 )
-def test_a_parameter_is_absent_if_nobody_has_a_gradient_of_it(masks: tuple[bytes, ...], absent: set[int]) -> None:
+def test_a_parameter_is_unused_if_nobody_has_a_gradient_of_it(masks: tuple[bytes, ...], unused: set[int]) -> None:
     """A member without a gradient counts as zero if another one has one."""
     options = options_of(groups({"lr": 0.1}))
     gathered = {peer(i): decode_plain(encode(Said(options, mask))) for i, mask in enumerate(masks)}
-    assert agree(gathered, ()).absent == absent
+    assert agree(gathered, ()).unused == unused
 
 
 def test_who_made_a_step_is_part_of_it() -> None:

@@ -108,7 +108,7 @@ def test_bad_values_are_told_by_names(made: Callable[[torch.nn.Module], torch.op
         training.accumulate(1)
         training.accumulators[1].fill_(1.0)
         training.use_accumulators()
-        training.step(absent=set())
+        training.step(unused=set())
     assert training.tensors.frozen_here is not None
     assert training.tensors.frozen_here.startswith("trained parameter stem.bias is frozen here")
 

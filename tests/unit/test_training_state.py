@@ -272,7 +272,7 @@ def test_a_parameter_that_is_frozen_here_and_moved_by_others_is_told(*, by_other
         accumulate(training, [first], 1.0, 4)
         training.accumulators[1].fill_(float(by_others))
         training.use_accumulators()
-        training.step(absent=set() if by_others else {1})
+        training.step(unused=set() if by_others else {1})
         notices.stepped(training)
     assert frozen.tolist() == [-4.0 * by_others] * 2
     assert [message.split(" (")[0] for message in told] == ["trained parameter 1 is frozen here"] * by_others
@@ -911,15 +911,15 @@ def test_a_parameter_without_a_gradient_stays_as_torch_leaves_it() -> None:
     training = TrainingState(torch.optim.AdamW([used, unused, late], lr=0.1, weight_decay=0.5), unit=1)
     used.grad = torch.ones(2)
     assert training.accumulate(1)
-    assert training.pending.total.absent() == b"\x06"
+    assert training.pending.total.unused() == b"\x06"
     late.grad = torch.ones(2)
     assert training.accumulate(1)
     training.use_own_mean()
-    training.step(absent=[1, 2])
+    training.step(unused=[1, 2])
     assert torch.equal(unused.detach(), torch.ones(2))
     assert unused not in training.optimizer.state
     assert not torch.equal(late.detach(), torch.ones(2))
-    assert training.pending.total.absent() == b"\x07"
+    assert training.pending.total.unused() == b"\x07"
 
 
 def test_a_step_is_taken_with_the_options_of_the_round() -> None:

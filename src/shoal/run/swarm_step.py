@@ -193,7 +193,7 @@ class SwarmStep:
         training, end = self._training, self.outlook.end
         word = end.word(self._own.name.epoch, training.model_epoch)
         cores = min(training.stepper.cores, MOST_CORES)
-        return Said(training.options(), training.pending.total.absent(), check, training.pending.samples, word, cores)
+        return Said(training.options(), training.pending.total.unused(), check, training.pending.samples, word, cores)
 
     # --------------------------------------------------------------------------------------------------------- the step
 
@@ -251,7 +251,7 @@ class SwarmStep:
             return None
         if said.samples:  # else its own were no proposal
             self.notices.took_over(others)
-        step = partial(training.step, agreement.options, agreement.absent, agreement.cores)
+        step = partial(training.step, agreement.options, agreement.unused, agreement.cores)
         members = [member.contact.peer for member in outcome.members]
         gave = [each.peer for each in agreement.contributors if each.samples]
         self.outlook.witness.gave(gave)
@@ -283,7 +283,7 @@ class SwarmStep:
             chance = self.outlook.core.env.rng.randbytes(16)
             said = self._said()
             contributors = [Contributor(me, samples, said.end, sites_of([self.outlook.contact])[me])]
-            agreement = Agreement(said.options, said.absent, contributors, said.cores)
+            agreement = Agreement(said.options, said.unused, contributors, said.cores)
             await self.feed.add_alone(name, chance, samples, self.averager.vector, agreement)
         own.steps_alone()
         self.last_round = None  # nobody takes this step with us: for the average of the states none is waited for

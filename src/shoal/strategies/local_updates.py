@@ -224,7 +224,7 @@ class LocalTrainingState(TrainingState):
         self._move_to_average = vector.overwrite if self._gave_others else partial(vector.apply, 1.0)
         self.use_accumulators()
 
-    def _step_from_average(self, absent: Collection[int], cores: int) -> None:
+    def _step_from_average(self, unused: Collection[int], cores: int) -> None:
         self.epoch += 1  # first: what is done to an average half way is not done again
         if self._move_to_average is not None:
             self._move_to_average()

@@ -69,8 +69,8 @@ class LowRankTrainingState(TrainingState):
         self._low.expand(self.accumulators, self.epoch)
         super().use_accumulators()
 
-    def _step_from_average(self, absent: Collection[int], cores: int) -> None:
-        super()._step_from_average(absent, cores)
+    def _step_from_average(self, unused: Collection[int], cores: int) -> None:
+        super()._step_from_average(unused, cores)
         self._low.advance()
 
     def discard(self) -> None:

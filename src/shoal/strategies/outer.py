@@ -247,10 +247,10 @@ class OuterTrainingState(TrainingState):
         self._land = vector.overwrite  # until then the accumulators say what was given
         self.use_accumulators()
 
-    def step(self, options: Options | None = None, absent: Collection[int] | None = None, cores: int = 0) -> None:
+    def step(self, options: Options | None = None, unused: Collection[int] | None = None, cores: int = 0) -> None:
         """Take the merge: see `TrainingState.step`. If it is interrupted, the parameters go back to the anchor."""
         try:
-            super().step(options, absent, cores)
+            super().step(options, unused, cores)
         except BaseException:
             if self._strays:  # now for a program that saves its model, and with what was counted before the next batch
                 self._copy_anchor()
@@ -269,7 +269,7 @@ class OuterTrainingState(TrainingState):
         """
         return self._older and not self._counts
 
-    def _step_from_average(self, absent: Collection[int], cores: int) -> None:
+    def _step_from_average(self, unused: Collection[int], cores: int) -> None:
         own, merging = self._own, self.merging
         if self._is_stale:
             sometimes("a peer misses two merges in a row")

@@ -101,7 +101,7 @@ class GradientSum:
         """The numbers of the parameters that had no gradient."""
         return [index for index, has in enumerate(self.given) if not has]
 
-    def absent(self) -> bytes:
+    def unused(self) -> bytes:
         """The same as bits, the lowest first."""
         mask = bytearray(-(-len(self.given) // 8))
         for index in self.lacking:

@@ -348,7 +348,7 @@ class TrainingState:
         elif taken and self.pending.holds_average:
             self.pending.stepped()
 
-    def step(self, options: Options | None = None, absent: Collection[int] | None = None, cores: int = 0) -> None:
+    def step(self, options: Options | None = None, unused: Collection[int] | None = None, cores: int = 0) -> None:
         """Take the optimizer step from the average that is held, and move the schedule. `.grad` stays the user's.
 
         It may be interrupted: as long as the optimizer has not begun, nothing has changed, and it can be called again.
@@ -357,21 +357,21 @@ class TrainingState:
 
         Args:
             options: of all who take this step; they stay in the parameter groups. None: what the groups hold.
-            absent: the trained parameters that nobody had a gradient of: they stay as torch leaves those without one.
+            unused: the trained parameters that nobody had a gradient of: they stay as torch leaves those without one.
                 None: those without one here.
             cores: that the optimizer uses, so that all round alike; 0: those of the trainer's thread.
         """
         assert self.pending.holds_average
         self.schedule.put_back()
-        if absent is None:
-            absent = self.pending.total.lacking
+        if unused is None:
+            unused = self.pending.total.lacking
         own = [parameter.grad for parameter in self.parameters]
         before, self.step_error = self.epoch, None
         with self.changing():
             try:
                 if options is not None:
                     self.kept.apply(options)
-                self._step_from_average(absent, cores)
+                self._step_from_average(unused, cores)
             except Exception as error:
                 self.epoch, self.step_error = before, f"{type(error).__name__}: {error}"
                 raise
@@ -382,13 +382,13 @@ class TrainingState:
                     self._after_step(own, taken=self.epoch != before)  # an interrupt may have come in between
             self.schedule.stepped()
 
-    def _step_from_average(self, absent: Collection[int], cores: int) -> None:
+    def _step_from_average(self, unused: Collection[int], cores: int) -> None:
         for parameter in self.tensors.frozen:
             parameter.grad = None
         self.stepper.offload.lend()
         for parameter, average in zip(self.trained, self.accumulators, strict=True):
             parameter.grad = _as_gradient(average, parameter.dtype).to(parameter.device)  # it may have been moved since
-        for index in absent:
+        for index in unused:
             # A gradient that came after its peer had joined the round is in the average.
             if index < len(self.trained) and not self.accumulators[index].count_nonzero():
                 self.trained[index].grad = None

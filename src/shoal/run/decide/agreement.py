@@ -44,7 +44,7 @@ class Said(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         options: of its parameter groups.
-        absent: a bit for each trained parameter (that of parameter i is `1 << i % 8` in byte `i // 8`): no batch since
+        unused: a bit for each trained parameter (that of parameter i is `1 << i % 8` in byte `i // 8`): no batch since
             the last step has given it a gradient. Shorter if the rest has.
         check: what the parameters are, if it is time to say so.
         samples: that it has when it begins to look for a group.
@@ -53,7 +53,7 @@ class Said(msgspec.Struct, frozen=True, array_like=True):
     """
 
     options: Options
-    absent: Annotated[bytes, msgspec.Meta(max_length=MAX_TRAINED // 8)] = b""
+    unused: Annotated[bytes, msgspec.Meta(max_length=MAX_TRAINED // 8)] = b""
     check: Check | None = None
     samples: Samples = 0
     end: Epoch | None = None
@@ -98,7 +98,7 @@ class Agreement(msgspec.Struct, frozen=True, array_like=True):
     cores: Cores = 0
 
     @property
-    def absent(self) -> frozenset[int]:
+    def unused(self) -> frozenset[int]:
         """The trained parameters that no member had a gradient of."""
         return _members(self.mask)
 
@@ -143,7 +143,7 @@ def agree(
     options = agreed([(each.options, weights[peer]) for peer, each in trained.items()], mine=mine, last=last)
     # The fewest: no machine is asked for more than it has, unless its word weighs nothing yet.
     cores = min((each.cores for peer, each in trained.items() if each.cores and weights[peer]), default=0)
-    absent = _in_all([each.absent if each is not None else b"" for each in said.values()])
+    unused = _in_all([each.unused if each is not None else b"" for each in said.values()])
     gave = {peer: min(most, int(each.samples * shares[peer])) for peer, each in read.items() if shares.get(peer)}
     counted = shared_out(gave, most)
     made = [
@@ -151,7 +151,7 @@ def agree(
         for peer, each in read.items()
         if peer in shares
     ]
-    return Agreement(options, absent, made, cores)
+    return Agreement(options, unused, made, cores)
 
 
 def said_bytes(members: Iterable[Member]) -> int:

@@ -474,7 +474,7 @@ class CatchUp:
                 self._training.given_is_in()
             vector.overwrite()
             self._training.use_accumulators()
-            self._training.step(agreement.options, agreement.absent, agreement.cores)
+            self._training.step(agreement.options, agreement.unused, agreement.cores)
 
     def _vector(self, averaging: bool) -> Vector:
         """A vector of our own tensors, beside the averager's: that one may be in a round."""

@@ -82,7 +82,7 @@ def test_all_strangers_have_one_account() -> None:
         given_up += attendance.formed(PRESENT, now)
     assert 4.0 <= waited_s <= 4.0 + 0.02 * 200.0 + 1.0 + 10 * 0.3
     assert given_up[0] == (strangers[0], 1)
-    assert attendance.absent(strangers, now) == attendance.given_up(strangers, now) == frozenset(strangers)
+    assert attendance.absent(strangers, now) == attendance.unawaited(strangers, now) == frozenset(strangers)
     assert attendance.absent(PRESENT, now) == frozenset()
     assert attendance.absent(strangers, now + 50.0) == frozenset()
 
@@ -133,7 +133,7 @@ def test_a_peer_that_is_alone_waits_for_a_newcomer_on_a_slow_line() -> None:
         began = now
         while ABSENT in attendance.wait_for(others, now):
             now += 0.5
-        assert attendance.given_up(others, now) == others
+        assert attendance.unawaited(others, now) == others
         attendance.formed({ME}, now)
         waited_s += now - began
         now += 2.0

@@ -21,7 +21,7 @@ def test_a_newcomer_whose_only_donor_died_waits_before_it_begins() -> None:
     assert begins.judge({A: 50}, others_here=0, now=10.0) is Stance.WAITING
     assert begins.judge({}, others_here=0, now=20.0) is Stance.WAITING
     assert begins.judge({}, others_here=0, now=609.9) is Stance.WAITING
-    assert begins.judge({}, others_here=0, now=610.0) is Stance.GIVEN_UP
+    assert begins.judge({}, others_here=0, now=610.0) is Stance.TIMED_OUT
     assert begins.epoch == 50
     assert begins.peers == (A,)
 
@@ -31,7 +31,7 @@ def test_it_waits_as_long_as_two_peers_name_a_later_state() -> None:
     begins = Beginning(600.0)
     assert begins.judge({A: 50, B: 51}, others_here=0, now=0.0) is Stance.WAITING
     assert begins.judge({A: 50, B: 51}, others_here=0, now=10_000.0) is Stance.WAITING
-    assert begins.judge({B: 51}, others_here=0, now=10_001.0) is Stance.GIVEN_UP
+    assert begins.judge({B: 51}, others_here=0, now=10_001.0) is Stance.TIMED_OUT
 
 
 @pytest.mark.parametrize(("here", "stance"), [(0, Stance.WAITING), (1, Stance.WAITING), (2, Stance.FREE)])
@@ -54,7 +54,7 @@ def test_with_require_state_nobody_begins_alone() -> None:
     begins = Beginning(600.0, required=True)
     assert begins.judge({}, others_here=0, now=5.0) is Stance.WAITING
     assert begins.judge({}, others_here=1, now=6.0) is Stance.FREE
-    assert begins.judge({}, others_here=0, now=605.0) is Stance.GIVEN_UP
+    assert begins.judge({}, others_here=0, now=605.0) is Stance.TIMED_OUT
 
 
 def test_what_was_named_before_a_state_was_taken_over_is_forgotten() -> None:

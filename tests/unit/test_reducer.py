@@ -292,7 +292,7 @@ def test_what_a_member_that_is_not_waited_for_has_needed_is_no_measure_for_the_o
     """It was given up after 2 s, that is, 1 s later than usual; one that has left is not compared with the others."""
     reducers = Lateness((1, 2, 3), now=100.0)
     reducers.done((1,), 100.5)
-    reducers.give_up(2, 102.0)
+    reducers.leave_out(2, 102.0)
     reducers.leave(3)
     assert (reducers.usual, reducers.lost_s()) == (101.0, 1.0)
     assert reducers.late(0.9) == {2}

@@ -220,7 +220,7 @@ class Outlook:
         if self.settings.strategy.terms.quorum > 1 and not self.others_left:
             return False
         others = view.together - {self.core.peer_id}
-        return others == self.attendance.given_up(others, self.loop.time())
+        return others == self.attendance.unawaited(others, self.loop.time())
 
     @property
     def others_left(self) -> bool:

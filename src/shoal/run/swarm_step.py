@@ -160,9 +160,9 @@ class SwarmStep:
 
     def _tell_absent(self, members: Collection[PeerID], now: float) -> None:
         """A round has formed, or was waited for in vain: name those that are no longer waited for."""
-        given_up = self.outlook.attendance.formed(members, now)
+        absent = self.outlook.attendance.formed(members, now)
         if not self.gossip.has_twin:  # else they may have come to the other peer of this identity
-            self.notices.absent(given_up)
+            self.notices.absent(absent)
 
     def _most_weight(self, peer: PeerID) -> float:
         """The largest weight that a peer may give to the round now.

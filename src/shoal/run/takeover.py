@@ -169,7 +169,7 @@ class Takeover:
         further = {peer: its for peer, its in further.items() if peer not in view.refused}  # that is told by itself
         self.notices.without(further, epoch, self.why_not)
         stance = self.stance(view)
-        return stance is Stance.WAITING or (stance is Stance.GIVEN_UP and bool(self.beginning.required))
+        return stance is Stance.WAITING or (stance is Stance.TIMED_OUT and bool(self.beginning.required))
 
     def stance(self, view: SwarmView) -> Stance:
         """Whether this peer may go on with its own state, as far as a run that is further is concerned.
@@ -200,7 +200,7 @@ class Takeover:
         begins, epoch = self.beginning, self.own.name.epoch
         if left_out_by := self._left_out_by(view):
             raise StateUnavailable(left_out(left_out_by, epoch, begins.patience_s, self.why_not))
-        if epoch == 0 and begins.required and begins.stance is Stance.GIVEN_UP:
+        if epoch == 0 and begins.required and begins.stance is Stance.TIMED_OUT:
             raise StateUnavailable(
                 f"no peer of the run gave a state within {begins.patience_s:.0f} s (load_state_timeout), and this one "
                 "may not begin by itself (require_state=True): check whether initial_peers lead to the run, or start "

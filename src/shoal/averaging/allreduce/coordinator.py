@@ -221,7 +221,7 @@ class Coordinator:
         tiles = [tile for tile in tiles if not all(tile in rules.held[other] for other in rules.takers)]
         return [LeftOut(member, reason), *self._move(tiles, now), *self._decide()]
 
-    def tick(self, now: float, given_up: Collection[int] = ()) -> list[CoordinatorAction]:
+    def tick(self, now: float, left_out: Collection[int] = ()) -> list[CoordinatorAction]:
         """Leave out members that keep the others waiting, or the coordinator itself if it cannot hear them.
 
         Those of which it waits for no values any more, as a reducer, do not get their time once more as reducers.
@@ -234,7 +234,7 @@ class Coordinator:
             sometimes("a coordinator that hears nobody leaves itself out")
             actions += self.leave_out(self.me, "no progress", now)
         for member in self._owing():
-            stalls = member in given_up or now - self._progress[member] >= self.stall_s
+            stalls = member in left_out or now - self._progress[member] >= self.stall_s
             if stalls and self._may_leave_out(member):
                 actions += self.leave_out(member, "no progress", now)
         actions += self._hurry(now) + self._leave_brief(now)

@@ -30,13 +30,13 @@ class Lateness:
         first: one of so many of them says what is usual; 2: the median.
 
     Attributes:
-        given_up: those that were waited for no longer, and since when. They are not compared any more.
+        left_out: those that were waited for no longer, and since when. They are not compared any more.
     """
 
     def __init__(self, members: Iterable[int], *, now: float, least_s: float = 0.0, first: int = 2) -> None:
         self._members, self._least_s, self._first = set(members), least_s, first
         self._done_at: dict[int, float] = {}
-        self.given_up: dict[int, float] = {}
+        self.left_out: dict[int, float] = {}
         self.begin(now)
 
     def begin(self, now: float) -> None:
@@ -59,13 +59,13 @@ class Lateness:
     def forget(self, member: int) -> None:
         """This one is gone: that is no lateness."""
         self.leave(member)
-        self.given_up.pop(member, None)
+        self.left_out.pop(member, None)
 
-    def give_up(self, member: int, now: float) -> None:
+    def leave_out(self, member: int, now: float) -> None:
         """This one is not waited for any more."""
         if member in self._members:
             self.leave(member)
-            self.given_up[member] = now
+            self.left_out[member] = now
 
     @property
     def usual(self) -> float:
@@ -76,13 +76,13 @@ class Lateness:
         return max(self._anew + 2 * (done[middle] - self._began), self._began + self._least_s)
 
     def lost_s(self, until: float | None = None) -> float:
-        """How much longer than usual was waited until then, or until the last was done or given up, seconds."""
-        last = max([self._began, *self._times(), *self.given_up.values()])
+        """How much longer than usual was waited until then, or until the last was done or left out, seconds."""
+        last = max([self._began, *self._times(), *self.left_out.values()])
         return max(0.0, (last if until is None else until) - self.usual)
 
     def late(self, margin_s: float) -> set[int]:
-        """Those that were done, or given up, later than usual by more than this margin."""
-        ends, limit = {**self.given_up, **self._done_at}, self.usual + margin_s
+        """Those that were done, or left out, later than usual by more than this margin."""
+        ends, limit = {**self.left_out, **self._done_at}, self.usual + margin_s
         return {member for member, at in ends.items() if at > limit}
 
     def _times(self) -> list[float]:

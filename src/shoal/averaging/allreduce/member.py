@@ -255,7 +255,7 @@ class MemberMachine:
     def _replaced(self, member: int, now: float) -> list[Finish]:
         """Others average the tiles of this one. If it is late by what was seen here, it is waited for no longer."""
         contributions = self.contributions
-        self._reducing.give_up(member, now)
+        self._reducing.leave_out(member, now)
         owes = contributions.awaits(member) and now > contributions.lateness.usual
         if owes or member in self._reducing.late(0.0):
             sometimes("a late reducer is replaced")
@@ -369,15 +369,15 @@ class MemberMachine:
         sometimes("a coordinator is lost before its verdict is known here")
         return [blame, AskOthers()]
 
-    def source_lost(self, member: int, absent: PartAbsent | None) -> list[MemberAction]:
+    def source_lost(self, member: int, refusal: PartAbsent | None) -> list[MemberAction]:
         """A member does not give a tile that it was asked for (None: it gives no tile at all)."""
         rules = self.rules
         if (commit := rules.commit) is None:
             self._lost_sources.add(member)
             return []
         actions: list[MemberAction] = []
-        for tile in [absent.tile] if absent is not None else rules.missing():
-            old = absent is not None and absent.attempt != commit.tiles[tile].attempt
+        for tile in [refusal.tile] if refusal is not None else rules.missing():
+            old = refusal is not None and refusal.attempt != commit.tiles[tile].attempt
             # Others may still be giving the tile: only a refusal by the member asked last leaves us without it.
             if rules.held[tile] is None and self._asked.get(tile) == member and not old:
                 actions += self._fetch(tile)
@@ -427,10 +427,10 @@ class MemberMachine:
 
     def give_up(self, reason: str) -> bool:
         """Fail the round here; False if it has succeeded already."""
-        given_up = self.rules.give_up(reason)
-        if given_up and self.me != self.coordinator:
+        failed = self.rules.give_up(reason)
+        if failed and self.me != self.coordinator:
             self.may_learn = False
-        return given_up
+        return failed
 
 
 class Contributions:
@@ -560,7 +560,7 @@ class Contributions:
         """Senders to leave out: silent, or far behind the others."""
         stalled = [sender for sender, limit in self._limits().items() if now >= limit]
         for sender in stalled:
-            self.lateness.give_up(sender, now)
+            self.lateness.leave_out(sender, now)
         return stalled
 
     def _limits(self) -> dict[int, float]:

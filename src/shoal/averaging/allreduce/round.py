@@ -833,8 +833,8 @@ class Round:
             if self._coordinating is not None:
                 # A slow sender may still give its averages, as long as there is time to spare for that.
                 short = options.spare_s < options.silence_s
-                given_up = self.machine.contributions.lateness.given_up if short else ()
-                self._tell(self._coordinating.tick(now, given_up))
+                left_out = self.machine.contributions.lateness.left_out if short else ()
+                self._tell(self._coordinating.tick(now, left_out))
 
     @property
     def _patience_s(self) -> float:

@@ -37,7 +37,7 @@ class Stance(enum.Enum):
 
     FREE = "free"
     WAITING = "waiting"
-    GIVEN_UP = "given up"
+    TIMED_OUT = "timed out"
 
 
 class Beginning:
@@ -160,4 +160,4 @@ class Beginning:
         if others_here and others_here + refused > len(self._named) and not (given and in_time):
             sometimes("newcomers begin together beside a run that does not give its state")
             return Stance.FREE
-        return Stance.WAITING if naming >= 2 or in_time else Stance.GIVEN_UP
+        return Stance.WAITING if naming >= 2 or in_time else Stance.TIMED_OUT

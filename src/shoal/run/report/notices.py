@@ -80,9 +80,9 @@ class Notices:
         before, self._last[what] = self._last.get(what), value
         return value is not None and value is not False and value != before
 
-    def absent(self, given_up: Iterable[tuple[PeerID, int]]) -> None:
+    def absent(self, peers: Iterable[tuple[PeerID, int]]) -> None:
         """Rounds no longer wait for these peers; each comes with the number of rounds that it has missed."""
-        for peer, missed in given_up:
+        for peer, missed in peers:
             self.warn(
                 f"{peer.short()} says that it is at our state, but it does not come ({missed} rounds have waited for "
                 "it, or others like it, in vain): rounds no longer wait. Check whether its batches take longer than "

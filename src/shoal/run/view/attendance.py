@@ -150,7 +150,7 @@ class Attendance:
         late = gone.intersection(peers) if gone else gone  # of a thousand peers, each time
         return late | self.strangers.among(peers) if self._strange.budget.is_spent(now) else late
 
-    def given_up(self, peers: Collection[PeerID], now: float) -> frozenset[PeerID]:
+    def unawaited(self, peers: Collection[PeerID], now: float) -> frozenset[PeerID]:
         """Those among these that no search waits for now: they missed rounds or gave nothing, or they are strangers."""
         spent = self._strange.over(now) or self._strange.budget.is_spent(now)
         gone = self._gone(now).intersection(peers)
@@ -168,12 +168,12 @@ class Attendance:
         late = [peer for peer, since in self._since.items() if peer not in members and now >= since + patience_s / 2]
         for peer in members:
             self._missed.forgive(peer, now)
-        given_up = [(peer, missed) for peer in sorted(late) if (missed := self._missed.failed(peer, now))]
+        newly_absent = [(peer, missed) for peer in sorted(late) if (missed := self._missed.failed(peer, now))]
         self._known.formed(members, now)
         if vain := self._strange.formed(members, now):
             self._vain += 1
             if self._strange.budget.is_spent(now) and self._vain >= self._next_told:
                 self._next_told = 2 * self._vain  # it is told ever more rarely
-                given_up.append((min(vain), self._vain))
+                newly_absent.append((min(vain), self._vain))
         self.search()
-        return given_up
+        return newly_absent

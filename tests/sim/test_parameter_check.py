@@ -349,7 +349,7 @@ def test_a_peer_that_rounds_otherwise_is_told_of_both_ways_and_not_to_test_its_m
     def elsewhere(trainer: Trainer) -> None:
         if trainer.index == 2:
             training = trainer.participant.training
-            elsewhere = type("Elsewhere", (Stepper,), {"way": "another processor"})
+            elsewhere = type("Elsewhere", (Stepper,), {"numerics": "another processor"})
             monkeypatch.setattr(training.stepper, "__class__", elsewhere)
             take = training.optimizer.step
 

@@ -608,7 +608,7 @@ def test_a_schedule_that_cannot_go_back_waits_for_the_run() -> None:
         step(theirs, there)
     values, tensors = there.export()
     here.load(values, [tensor.clone() for tensor in tensors])
-    assert here.schedule.waits == 15
+    assert here.schedule.steps_ahead == 15
     events, told = EventBus(), list[str]()
     events.subscribe(lambda event: told.append(event.message) if isinstance(event, Warned) else None)
     notices, rates = Notices(events, "run"), list[tuple[float, float]]()
@@ -972,4 +972,4 @@ def test_a_schedule_whose_state_cannot_be_copied_is_taken() -> None:
     assert optimizer.param_groups[0]["lr"] == 1.0  # that of the state
     here.resume(1, 1)
     assert here.schedule.error is None
-    assert here.schedule.waits
+    assert here.schedule.steps_ahead

@@ -32,7 +32,7 @@ class RunSchedule:
         scheduler: that is moved; None if there is none.
         error: why it does not follow the steps any more (a `OneCycleLR` has an end): the learning rates stay as they
             are; None if it does.
-        waits: steps of the run for which it waits: the run went back, and it could not.
+        steps_ahead: how many steps it is ahead of the run, and stands still for: the run went back, and it could not.
         was_moved: whether somebody else has moved it, and it was put back.
     """
 
@@ -40,7 +40,7 @@ class RunSchedule:
         self._optimizer, self._stepper, self.scheduler = optimizer, stepper, scheduler
         self._steps, self._first = 0, _copy_of_state(scheduler)
         self.error: str | None = None
-        self.waits, self.was_moved = 0, False
+        self.steps_ahead, self.was_moved = 0, False
         self._resumed_rates: list[float] | None = None  # until the next step: those of a state that had a count
         self._left_at: int | None = self.count  # see `follow`
         self._begins_anew = False  # one that is adopted begins with its own first rates
@@ -96,7 +96,7 @@ class RunSchedule:
             restore_rates(scheduler, self._optimizer.param_groups)
         count, rates = self.count, self._rates()
         self.scheduler, self._steps, self.error = scheduler, 0, None
-        self.waits = 0
+        self.steps_ahead = 0
         self._first = _copy_of_state(scheduler)
         if self._resumed_rates is None:
             self._move(count)
@@ -138,8 +138,8 @@ class RunSchedule:
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
             for count in range(self.count, to):
                 try:
-                    if self.waits:
-                        self.waits -= 1
+                    if self.steps_ahead:
+                        self.steps_ahead -= 1
                     else:
                         advance(self.scheduler)
                 except Exception as error:  # noqa: BLE001 (its end, or the user's own code: the state is whole without)
@@ -151,7 +151,7 @@ class RunSchedule:
     def _restart(self) -> None:
         if self.scheduler is not None:
             if self._first is None:
-                self.waits += self._steps
+                self.steps_ahead += self._steps
                 self._steps = 0
                 return
             try:

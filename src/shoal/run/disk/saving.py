@@ -248,10 +248,10 @@ class Saver:
             if None not in (here, there) and here != there:
                 raise misfit(saved, f"{name} is {there} there and {here} here")
         if (merged := merges(saved.settings)) != merges(settings):
-            ways = ("merge", "average gradients") if merged else ("average gradients", "merge")
+            acts = ("merge", "average gradients") if merged else ("average gradients", "merge")
             raise misfit(
                 saved,
-                f"it is of a run whose peers {ways[0]}, and here they {ways[1]}: its epochs and its optimizer's state "
+                f"it is of a run whose peers {acts[0]}, and here they {acts[1]}: its epochs and its optimizer's state "
                 "are others",
                 do="To begin with its weights, load its model.safetensors into the model, and give",
             )

@@ -269,7 +269,7 @@ class Notices:
                 "its step() does nothing, unless that method was taken before shoal.Optimizer had the schedule (as in "
                 "a list of callbacks). Leave that call out; between it and the next step() the learning rate is wrong"
             )
-        if self._note("schedule waits", value=bool(steps := training.schedule.waits)):
+        if self._note("schedule ahead", value=bool(steps := training.schedule.steps_ahead)):
             self.warn(
                 f"the run went back, and the schedule cannot: it waits for {steps} more steps of the run, and this "
                 "peer's learning rates are not those of the others. Give the schedule state_dict() and "

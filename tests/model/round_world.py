@@ -65,14 +65,15 @@ class Member(MemberMachine):
     def __setstate__(self, state: dict[str, Any]) -> None:
         same = _member(state["me"], state["contributing"])
         self.__dict__.update(same.__dict__, **state)
-        # Who is late makes a difference to later rounds only.
-        self._reducing, self._owed, self.unheard = _NOBODY, Counter[int](), set()
+        # Who is late makes a difference to later rounds only. Who gave an average makes one where somebody lies: here the
+        # look for the giver would fail.
+        self._reducing, self._owed, self.unheard, self._giver = _NOBODY, Counter[int](), set(), {}
 
 
 _NOBODY = Lateness((), now=0.0)
 _SAME = {
     *("contributions", "members", "coordinator", "round_id", "most_weights", "_most_weight", "_able", "_has_brief"),
-    *("_began", "_complete_at", "_promised_s", "_first_reducer", "_reducing", "_owed", "unheard"),
+    *("_began", "_complete_at", "_promised_s", "_first_reducer", "_reducing", "_owed", "unheard", "_giver"),
 }
 
 
@@ -258,20 +259,20 @@ class World:
         if (tile, attempt) in self.finished:
             raise Broken(f"tile {tile} attempt {attempt} was averaged twice")
         self.finished = sorted([*self.finished, (tile, attempt)])
-        self.hold(peer, tile, attempt)
+        self.hold(peer, tile, attempt, peer)
         self.averages += [(tile, attempt, peer, other) for other in PEERS if other != peer and self.contributes[other]]
 
     def obtain(self, tile: int, attempt: int, sender: int, receiver: int) -> None:
         """An average reaches a member."""
         self.averages.remove((tile, attempt, sender, receiver))
-        self.hold(receiver, tile, attempt)
+        self.hold(receiver, tile, attempt, sender)
 
-    def hold(self, peer: int, tile: int, attempt: int) -> None:
+    def hold(self, peer: int, tile: int, attempt: int, giver: int) -> None:
         """The bytes of an average are at a member."""
         member = self.members[peer]
-        if member.rules.wants(tile, attempt):
+        if member.takes(tile, attempt, giver):
             member.rules.expect(tile, attempt)
-            member.averaged(Held(tile, attempt, b"\x07", 3.0, f"{tile}/{attempt}".encode().ljust(16)), 0.0)
+            member.averaged(Held(tile, attempt, b"\x07", 3.0, f"{tile}/{attempt}".encode().ljust(16)), 0.0, giver)
         self.do(peer, [])
 
     def answer(self, tile: int, attempt: int, asked: int, asking: int) -> None:

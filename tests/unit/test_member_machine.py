@@ -127,7 +127,7 @@ def test_a_commit_that_says_of_an_average_what_its_reducer_did_not_say_is_refuse
     """A leader that gives each member another commit forked the names of the state; the digest binds all of it."""
     member = machine([0, 1, 2])
     member.start(0.0)
-    member.averaged(held(0), 0.5)
+    member.averaged(held(0), 0.5, 0)
     lie = Commit(ROUND, [replace(held(0), **said), held(1), held(2)])
     assert not member.fits(lie)
     assert member.obey(lie, 1.0) == []
@@ -135,22 +135,77 @@ def test_a_commit_that_says_of_an_average_what_its_reducer_did_not_say_is_refuse
     assert member.fits(commit(0, 0, 0))
 
 
-def test_a_reducer_that_gave_this_member_another_average_is_named_by_it() -> None:
-    """It hashed what it got: the reducer told others something else. The committed one is fetched from another."""
+def given_another() -> MemberMachine:
+    """A member that was given another average of the last tile than the committed one."""
     member = machine([0, 1, 2])
     member.start(0.0)
     for tile in range(3):
-        member.averaged(replace(held(tile), digest=b"another one 16 b") if tile == 2 else held(tile), 0.5)
+        average = replace(held(tile), digest=b"another one 16 b") if tile == 2 else held(tile)
+        assert member.averaged(average, 0.5, tile)
+    assert member.obey(commit(0, 0, 0), 1.0) == [Ask(2, 0, 2)]
+    return member
+
+
+def test_a_reducer_that_gives_this_member_two_averages_is_named_by_it() -> None:
+    """The committed one is taken from the reducer alone: anybody else may have made it up."""
+    member = given_another()
+    assert not member.takes(2, 0, 0)
+    assert member.takes(2, 0, 2)
+    assert member.averaged(held(2), 1.5, 2)
+    assert member.given(2) == [Blame(2, "gave this peer another average of tile 2 than others", lied=True)]
+    assert member.given(2) == []
+    assert member.phase is MemberPhase.SUCCEEDED
+
+
+def test_an_average_that_its_reducer_has_not_made_is_not_taken() -> None:
+    """A leader committed averages of its own, and each honest reducer was named."""
+    member = given_another()
+    [blame] = member.source_lost(2, PartAbsent(2, 0))
+    assert isinstance(blame, Blame)
+    assert (blame.member, blame.lied) == (0, True)
+    assert member.phase is MemberPhase.FAILED
+
+
+def test_a_disputed_average_whose_reducer_is_gone_is_not_taken() -> None:
+    """Nobody is named: who has lied cannot be known."""
+    member = given_another()
+    assert member.source_lost(2, None) == []
+    assert member.phase is MemberPhase.FAILED
+
+
+@pytest.mark.parametrize("averaged", [True, False])
+@pytest.mark.parametrize("relayed", [True, False])
+def test_a_commit_of_another_average_than_this_member_made_is_a_lie(averaged: bool, relayed: bool) -> None:
+    """Also if it has not made it yet. The leader is named, unless another member told of the commit."""
+    member = machine([0, 1, 2])
+    member.start(0.0)
+    if averaged:
+        member.averaged(replace(held(1), digest=b"another one 16 b"), 0.5, 1)
+    if relayed:
+        member.coordinator_lost("silent")
     actions = member.obey(commit(0, 0, 0), 1.0)
-    assert actions == [Blame(2, "gave this peer another average of tile 2 than others", lied=True), Ask(2, 0, 0)]
-    assert member.unheard == {2}
+    assert [each.member for each in actions if isinstance(each, Blame)] == [0] * (not relayed)
+    assert member.phase is MemberPhase.FAILED
+
+
+def test_an_average_of_a_member_that_does_not_make_it_is_passed_over() -> None:
+    """A member gave others' tiles on its own stream, and their reducers were named."""
+    member = machine([0, 1, 2])
+    member.start(0.0)
+    assert not member.takes(2, 0, 0)
+    assert member.takes(2, 0, 2)
+    member.obey(Assign([2], 0, 0), 0.5)  # another source: both have it
+    assert member.takes(2, 0, 0)
+    assert member.takes(2, 0, 2)
+    assert member.takes(2, 1, 0)  # of an assignment that has not come yet
 
 
 def test_an_older_average_is_no_lie() -> None:
     """An older attempt's average is another one without a lie."""
     member = machine([0, 1, 2])
     member.start(0.0)
-    member.averaged(replace(held(2), digest=b"another one 16 b"), 0.5)
+    member.averaged(held(1), 0.5, 1)
+    member.averaged(replace(held(2), digest=b"another one 16 b"), 0.5, 2)
     assert not [each for each in member.obey(commit(0, 0, 1), 1.0) if isinstance(each, Blame)]
 
 
@@ -194,6 +249,7 @@ def test_what_is_missing_after_the_commit_is_asked_from_one_member_after_another
 def test_a_verdict_that_is_heard_twice_asks_nobody_anew() -> None:
     """Another member relays it first. The first one asked is about to give: a refusal of a second one is no end."""
     member = machine([0, 1, 2], group="attt", me=1)
+    member.averaged(held(1), 0.5, 1)
     (ask,) = [each for each in member.obey(commit(0, 0, 0), 1.0) if isinstance(each, Ask) and each.tile == 2]
     assert member.obey(commit(0, 0, 0), 2.0) == []
     assert member.awaited >= {ask.reducer}
@@ -301,8 +357,8 @@ def test_a_late_reducer_that_was_replaced_is_late_in_the_eyes_of_all() -> None:
     def round_of(*orders: Order, now: float) -> MemberMachine:
         member = machine([0, 1, 2, 3], group="tttt")
         member.start(0.0)
-        member.averaged(held(0), 0.5)
-        member.averaged(held(2), 0.5)
+        member.averaged(held(0), 0.5, 0)
+        member.averaged(held(2), 0.5, 2)
         for order in orders:
             member.obey(order, now)
         return member
@@ -318,7 +374,7 @@ def test_a_late_reducer_that_was_replaced_is_late_in_the_eyes_of_all() -> None:
     slow = machine([0, 1, 2, 3], group="tttt")
     slow.start(0.0)
     for tile, now in ((2, 0.5), (3, 0.5), (0, 6.1)):
-        slow.averaged(held(tile), now)
+        slow.averaged(held(tile), now, tile)
     assert slow.late(5.0, 1.0) == {COORDINATOR}  # nobody else could leave it out
     assert slow.late(5.2, 1.0) == set()
 
@@ -329,7 +385,7 @@ def test_a_coordinator_that_decided_each_round_late_led_for_good() -> None:
     member.start(0.0)
     assert not member.decided_late(100.0)  # it lacks averages itself
     for tile in range(4):
-        member.averaged(held(tile), 2.0)
+        member.averaged(held(tile), 2.0, tile)
     assert not member.decided_late(4.5)
     assert member.decided_late(4.6)
 
@@ -340,7 +396,7 @@ def test_the_values_of_a_late_reducer_are_not_waited_for_once_more() -> None:
         member = machine([0, 1, 2, 3], group="tttt")
         member.start(0.0)
         for tile in (0, 2):
-            member.averaged(held(tile), 0.5)
+            member.averaged(held(tile), 0.5, tile)
         for sender in range(4):
             member.contributions.contributed(1, 0, sender, counts=True, now=0.5)
         assert member.obey(Assign([3], 1, 1), now) == [Average(3, 1)]

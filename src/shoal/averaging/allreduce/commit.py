@@ -112,6 +112,14 @@ class MemberRules:
             return held is None and attempt == self.commit.tiles[tile].attempt
         return attempt >= self.attempt[tile] and (held is None or attempt > held.attempt)
 
+    def averages(self, member: int, tile: int, attempt: int) -> bool:
+        """Return whether this member averages the tile in this attempt, as far as is known here."""
+        return self._owner[tile] == member and self.attempt[tile] == attempt
+
+    def may_give(self, member: int, tile: int, attempt: int) -> bool:
+        """Return whether this member can have an average that nobody has committed yet."""
+        return attempt != self.attempt[tile] or member in (self.reducer[tile], self._owner[tile])
+
     def expect(self, tile: int, attempt: int) -> None:
         """Bytes of this attempt are about to be received into the place of the tile: its old content is void."""
         self.attempt[tile] = max(self.attempt[tile], attempt)
@@ -219,6 +227,7 @@ class CommitRules:
     ) -> None:
         self.round_id, self.min_group_size, self.me = round_id, min_group_size, me
         self.reducer = list(reducers)
+        self._maker = list(reducers)  # of the present attempt: who averages each tile, or has done so
         self.attempt = [0] * len(reducers)
         self.live = set(range(len(contributes)))
         self.held: list[dict[int, Held]] = [{} for _ in contributes]
@@ -271,6 +280,7 @@ class CommitRules:
             self._first.pop(tile, None)
             self.holders.pop(tile, None)
             self._disputed.discard(tile)
+            self._maker[tile] = reducer
         self.attempt[tile], self.reducer[tile] = attempt, reducer
 
     def commit(self) -> None:
@@ -280,32 +290,39 @@ class CommitRules:
             self.verdict = Commit(self.round_id, [self._agreed(tile) for tile in range(len(self.reducer))])
 
     def _agreed(self, tile: int) -> Held:
-        """What most of those hold that are to hold this tile; of two that are equally many what the coordinator holds.
+        """What the coordinator holds of a tile, else what its reducer says of it, else what most of the others hold.
 
-        The digest is also of what is said of the average: so of one digest the coordinator's own word is the true one.
+        If the tile was handed on, the member that averaged it knows best. No number of members outvotes these: keys are
+        free. The digest is also of what is said of the average: so of one digest the coordinator's own word is the true
+        one.
         """
         if tile not in self._disputed:
             return self._first[tile]
         said = [self.held[each][tile] for each in sorted(self.takers)]
-        mine, reducers = (self.held[each].get(tile) for each in (self.me, self.reducer[tile]))
+        knows = [self.me, self.reducer[tile]]
+        if self.reducer[tile] != self._maker[tile]:
+            sometimes("a disputed tile was handed on")
+            knows.insert(0, self._maker[tile])
         counts = Counter(held.digest for held in said)
-        digest = max(
-            counts,
-            key=lambda each: (
-                counts[each],
-                mine is not None and each == mine.digest,
-                reducers is not None and each == reducers.digest,
-            ),
+        digest = next(
+            (word.digest for each in knows if (word := self.held[each].get(tile)) is not None),
+            counts.most_common(1)[0][0],
         )
+        mine = self.held[self.me].get(tile)
         if mine is not None and mine.digest == digest:
             return mine
-        return Counter(held for held in said if held.digest == digest).most_common(1)[0][0]
+        return Counter(held for held in self._words(tile) if held.digest == digest).most_common(1)[0][0]
+
+    def _words(self, tile: int) -> list[Held]:
+        """What was reported of a tile, also by members that are not to hold it, or were left out."""
+        return [held[tile] for held in self.held if tile in held]
 
     def lies(self) -> dict[int, str]:
-        """After the commit: the members whose words contradict those of the others.
+        """After the commit: the members whose words contradict what they gave, or what their average says.
 
-        A member hashes what it gets, and reports that. If a single one reports another average than all others, the
-        reducer may have given it another, or it lies: that one alone knows, and only it says so.
+        A member hashes what it gets, and reports that. If it reports another average than the coordinator holds, the
+        reducer may have given it another, or it lies. How many do so proves nothing: keys are free. The reducer's own
+        report does.
         """
         found: dict[int, str] = {}
         if not isinstance(self.verdict, Commit):
@@ -313,8 +330,7 @@ class CommitRules:
         for tile in sorted(self._disputed):
             reducer, agreed = self.reducer[tile], self.verdict.tiles[tile]
             said = {each: self.held[each][tile] for each in sorted(self.takers)}
-            others = [each for each, held in said.items() if held.digest != agreed.digest]
-            if reducer in others or len(others) > 1:
+            if (own := said.get(reducer)) is not None and own.digest != agreed.digest and reducer == self._maker[tile]:
                 found.setdefault(reducer, f"gave members different averages of tile {tile}")
             if said.get(self.me) == agreed:
                 for each, held in said.items():

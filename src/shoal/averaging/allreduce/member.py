@@ -171,6 +171,8 @@ class MemberMachine:
         self._able = [[each for each in can_give if members[each].contributes == does] for does in (True, False)]
         self._lost_sources: set[int] = set()
         self._asked: dict[int, int] = {}  # after the commit: tile -> the member that was asked for it last
+        self._giver: dict[int, int] = {}  # tile -> the member that gave the average that is held here
+        self._disputed: dict[int, int] = {}  # after the commit: tile -> the member that gave another average of it
 
     @property
     def phase(self) -> MemberPhase:
@@ -246,7 +248,7 @@ class MemberMachine:
                 actions.append(LookAt(member))
             case Commit() if rules.commit is None:
                 actions += self._compare(message)
-                for tile in rules.committed(message):
+                for tile in rules.committed(message) if rules.failed is None else ():
                     actions += self._fetch(tile)
             case Abort() if rules.commit is None:
                 self.give_up(message.reason)
@@ -293,21 +295,41 @@ class MemberMachine:
         )
 
     def _compare(self, commit: Commit) -> list[MemberAction]:
-        """Name the reducers that gave this member another average than the one that is committed."""
-        lied: dict[int, int] = {}
-        for held, due in zip(self.rules.held, commit.tiles, strict=True):
-            reducer = self.rules.reducer[due.tile]
-            if held is not None and held.attempt == due.attempt and held.digest != due.digest and reducer != self.me:
-                lied.setdefault(reducer, due.tile)
-        self.unheard.update(lied)
-        return [
-            Blame(reducer, f"gave this peer another average of tile {tile} than others", lied=True)
-            for reducer, tile in lied.items()
-        ]
+        """Look whether the committed averages are those that this member made, or was given.
 
-    def averaged(self, held: Held, now: float) -> bool:
+        If one is not the average that this member made itself, the coordinator lies. If this member was given another
+        one, its giver lies, or the coordinator: only the giver is asked for the committed one (`given`, `source_lost`).
+        The coordinator itself has chosen by what it holds.
+        """
+        if self.me == self.coordinator:
+            return []
+        for held, due in zip(self.rules.held, commit.tiles, strict=True):
+            differs = held is None or held.digest != due.digest
+            if differs and self.rules.averages(self.me, due.tile, due.attempt):
+                sometimes("another average is committed than its reducer made")
+                actions = self._blame_coordinator(f"committed another average of tile {due.tile} than this peer made")
+                self.give_up(f"committed was another average of tile {due.tile} than this peer made")
+                return actions
+            if differs and held is not None and held.attempt == due.attempt:
+                self._disputed[due.tile] = self._giver[due.tile]
+        return []
+
+    def _blame_coordinator(self, reason: str) -> list[MemberAction]:
+        """Unless it was another member that told of the commit."""
+        return [Blame(self.coordinator, reason, lied=True)] if self.may_learn else []
+
+    def takes(self, tile: int, attempt: int, giver: int) -> bool:
+        """Return whether an average of this attempt would be news, and this member can give it."""
+        rules = self.rules
+        if rules.commit is None:
+            return rules.may_give(giver, tile, attempt) and rules.wants(tile, attempt)
+        return self._disputed.get(tile, giver) == giver and rules.wants(tile, attempt)
+
+    def averaged(self, held: Held, now: float, giver: int) -> bool:
         """This tile was averaged here, or received whole. False if it is not wanted (any more)."""
         news, reducer = self.rules.averaged(held), self._first_reducer[held.tile]
+        if news:
+            self._giver[held.tile] = giver
         if self.rules.complete and self.rules.commit is None:
             self._complete_at = now
         if news and not held.attempt:
@@ -315,6 +337,13 @@ class MemberMachine:
             if not self._owed[reducer]:
                 self._reducing.done((reducer,), now)
         return news
+
+    def given(self, tile: int) -> list[MemberAction]:
+        """A wanted average has come. If its giver gave another one before, it has lied."""
+        if (giver := self._disputed.pop(tile, None)) is None:
+            return []
+        sometimes("a reducer gives a member two averages of one tile")
+        return [Blame(giver, f"gave this peer another average of tile {tile} than others", lied=True)]
 
     def lost_s(self, now: float, waited_s: float) -> float:
         """How long the slowest were waited for, as senders or as reducers, or as those that report, seconds.
@@ -380,17 +409,29 @@ class MemberMachine:
             old = refusal is not None and refusal.attempt != commit.tiles[tile].attempt
             # Others may still be giving the tile: only a refusal by the member asked last leaves us without it.
             if rules.held[tile] is None and self._asked.get(tile) == member and not old:
+                disputed = tile in self._disputed and refusal is not None and rules.failed is None
+                if disputed and rules.averages(member, tile, commit.tiles[tile].attempt):
+                    reason = "committed an average of tile {} that its reducer, {}, says that it has not made"
+                    peer = self.members[member].contact.peer.short()
+                    actions += self._blame_coordinator(reason.format(tile, peer))
                 actions += self._fetch(tile)
         return actions
 
     def _fetch(self, tile: int) -> list[MemberAction]:
-        """After the commit: ask one member after another for a tile that is missing here."""
+        """After the commit: ask one member after another for a tile that is missing here.
+
+        For a disputed one only its giver is asked: anybody else may have made up what was committed.
+        """
         assert self.rules.commit is not None
-        sources: Iterator[int] = self._sources(tile)
+        sources = iter((self._disputed[tile],)) if tile in self._disputed else self._sources(tile)
         if (last := self._asked.get(tile)) is not None:
             sometimes("a committed average is asked for a second time, elsewhere")
             sources = islice(dropwhile(lambda each: each != last, sources), 1, None)
         if (source := next(sources, None)) is None:
+            if tile in self._disputed:
+                giver = self.members[self._disputed[tile]].contact.peer.short()
+                self.give_up(f"committed was another average of tile {tile} than {giver} gave this peer")
+                return []
             sometimes("nobody can give an average that was committed")
             self.give_up("committed, but nobody who holds the averages could be reached")
             return []

@@ -418,8 +418,10 @@ class Round:
                     if attempt or isinstance(action, Ask):  # at first nothing older can come
                         self._free(tile)
                     self._sender_to(member).put(action)
-                case Blame(member, reason, lied):
-                    self._blame(member, reason, lied=lied)
+                case Blame(member, reason, True):
+                    self._lied(member, reason)
+                case Blame(member, reason):
+                    self._blame(member, reason)
                 case CutOff(reason) if self._coordinating is not None:  # it goes on deciding
                     self._tell(self._coordinating.leave_out(self.me, reason, self._loop.time()))
                 case CutOff(reason):
@@ -694,8 +696,8 @@ class Round:
     ) -> None:
         self._lives(reducer)
         if isinstance(message, PartAverage):
-            if await self._tiles.land(sender, stream, message.held, nbytes):
-                self._look_at_machine()
+            if await self._tiles.land(reducer, sender, stream, message.held, nbytes):
+                self._do(self.machine.given(message.held.tile))
             elif self.machine.rules.commit is not None:  # if it is another average than the committed one, ask the next
                 self._do(self.machine.source_lost(reducer, PartAbsent(message.held.tile, message.held.attempt)))
         elif nbytes or not 0 <= message.tile < len(self.machine.rules.reducer):

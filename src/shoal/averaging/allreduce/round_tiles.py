@@ -215,10 +215,10 @@ class RoundTiles:
             held = Held(number, attempt, contributors, self._weights[number, attempt], NO_DIGEST)
             if any(contributors):
                 held = replace(held, digest=await self._work.light(tile, self._divided, tile, held))
-            return held if self._averaged(held) else None
+            return held if self._averaged(held, self._machine.me) else None
 
-    def _averaged(self, held: Held) -> bool:
-        return self._machine.averaged(held, asyncio.get_running_loop().time())
+    def _averaged(self, held: Held, giver: int) -> bool:
+        return self._machine.averaged(held, asyncio.get_running_loop().time(), giver)
 
     def _divided(self, tile: Tile, held: Held) -> bytes:
         return self._digests.of(held, self._vector.finish(tile, held.weight))
@@ -242,10 +242,11 @@ class RoundTiles:
 
     # ----------------------------------------------------------------------------------------------------- averages
 
-    async def land(self, sender: SenderStream, stream: UpStream, held: Held, nbytes: int) -> bool:
+    async def land(self, giver: int, sender: SenderStream, stream: UpStream, held: Held, nbytes: int) -> bool:
         """Receive an average into its place, if it is wanted; its bytes are read in any case.
 
         Args:
+            giver: the member that it comes from.
             sender: the stream that it comes on.
             stream: the same, as it is read.
             held: names the average.
@@ -262,12 +263,12 @@ class RoundTiles:
             raise PeerProtocolError(f"a malformed average of tile {held.tile}", stream.peer_id)
         if not self._machine.is_sound(held):
             raise PeerProtocolError(f"an average of tile {held.tile} with the weight {held.weight:g}", stream.peer_id)
-        if rules.wants(held.tile, held.attempt):
+        if self._machine.takes(held.tile, held.attempt, giver):
             async with self._work.locks[held.tile]:
-                if rules.wants(held.tile, held.attempt):
+                if self._machine.takes(held.tile, held.attempt, giver):
                     rules.expect(held.tile, held.attempt)
                     await self._land_in_place(sender, stream, tile, held, nbytes)
-                    return self._averaged(held)
+                    return self._averaged(held, giver)
         sometimes("an average comes that is held already")
         await stream.readinto(sender.scratch(nbytes))
         return False

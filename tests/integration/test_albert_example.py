@@ -31,6 +31,15 @@ input()
 runpy.run_module(sys.argv.pop(1), run_name="__main__")
 """
 
+ELSEWHERE = """
+import runpy, sys
+from pathlib import Path
+sys.path[:] = [each for each in sys.path if Path(each).resolve() != Path(sys.argv[1])]
+del sys.argv[:2]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs a program where Python does not look into the root of the project."""
+
 
 def command(program: str, **options: object) -> list[str]:
     """One of the example's programs with these options; it begins when it is given a line."""
@@ -41,6 +50,24 @@ def command(program: str, **options: object) -> list[str]:
 def rows(folder: Path) -> list[dict[str, float]]:
     """The lines of its metrics."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(BUSY_S)
+@pytest.mark.parametrize("program", ["run_trainer", "run_training_monitor", "tokenize_text"])
+def test_a_program_is_run_by_its_path(tmp_path: Path, program: str) -> None:
+    """Only `-m examples.albert.run_trainer` worked: "No module named 'examples'" from any other folder."""
+    path = ROOT / "examples" / "albert" / f"{program}.py"
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, str(ROOT), str(path), "--help"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=BUSY_S,
+        check=False,
+    )
+    assert (done.returncode, done.stdout[:6]) == (0, "usage:"), done.stderr
 
 
 @pytest.mark.long

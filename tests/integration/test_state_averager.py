@@ -19,14 +19,15 @@ from tests.integration.workers import LONG_S, until
 class Peer:
     """A model with other values on each peer, an SGD that halves its rate with each epoch, and an averager."""
 
-    def __init__(self, dht: shoal.DHT, seed: int, **options: Any) -> None:
+    def __init__(self, dht: shoal.DHT, seed: int, *, empty: bool = False, **options: Any) -> None:
         self.weight = torch.nn.Parameter(torch.full((3,), float(seed)))
+        groups: list[dict[str, Any]] = [{"params": [self.weight]}, *([{"params": []}] if empty else [])]
         self.averager = shoal.TrainingStateAverager(
             dht=dht,
             prefix="s",
             start=True,
             target_group_size=2,
-            params=[self.weight],
+            params=groups,
             optimizer=partial(torch.optim.SGD, lr=1.0),
             scheduler=lambda opt: torch.optim.lr_scheduler.ExponentialLR(opt, 0.5),
             **options,
@@ -101,10 +102,11 @@ def test_a_failed_round_changes_nothing() -> None:
         assert values(one) == [3.0]
 
 
-def test_a_newcomer_takes_over_the_epoch() -> None:
-    """With parameters and rates; a state of an earlier epoch is not taken."""
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_newcomer_takes_over_the_epoch(*, empty: bool) -> None:
+    """With parameters and rates; a state of an earlier epoch is not taken. An empty group was "out of range"."""
     with two_peers() as (first, second):
-        one, two = Peer(first, 5), Peer(second, 1)
+        one, two = Peer(first, 5, empty=empty), Peer(second, 1, empty=empty)
         one.step(increment_epoch=True)
         until(lambda: two.averager.load_state_from_peers(timeout=LONG_S))
         assert (values(two), two.averager.local_epoch) == ([4.0], 1)

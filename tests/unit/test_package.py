@@ -153,3 +153,13 @@ def test_an_index_can_follow_the_links_of_the_readme() -> None:
     assert [each for each in targets if not each.startswith(("https://", "#"))] == []
     assert f"{urls['Source']}/raw/main/docs/img/report.png" in targets
     assert f"{urls['Source']}/blob/main/docs/why/performance.md#a-storm" in targets
+
+
+def test_the_lowest_torch_is_that_of_all_tests() -> None:
+    """It was said to be 2.6, with which all stages of ZeRO died: no test ran on it."""
+    root = Path(__file__).parents[2]
+    needs = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    (lowest,) = (each.removeprefix("torch>=") for each in needs if each.startswith("torch"))
+    pinned = (root / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    (tested,) = (each.removeprefix("torch==") for each in pinned if each.startswith("torch=="))
+    assert tested.startswith(f"{lowest}.")

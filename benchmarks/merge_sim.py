@@ -49,7 +49,7 @@ from benchmarks.strategies.named import NAMES, named
 from benchmarks.wire_count import CONTROL, Sent, counted
 from shoal.averaging import TensorLock
 from shoal.averaging.core import PeerCore
-from shoal.base.peer import Address, PeerID
+from shoal.base.peer import Address
 from shoal.compression import BlockwiseQuantization
 from shoal.errors import StateUnavailable
 from shoal.events import EpochAdvanced, Event, RoundFinished, StateDownloaded
@@ -107,7 +107,7 @@ def come_late(participant: Participant, rng: random.Random, most_s: float) -> No
     """Let it come late to each merge, by a time of up to `most_s` that is drawn."""
     average = participant.swarm_step.average
 
-    async def averages() -> frozenset[PeerID] | None:
+    async def averages() -> bool:
         await sleep(rng.uniform(0.0, most_s))
         return await average()
 

@@ -15,8 +15,10 @@ import pytest
 import torch
 
 from shoal import sim
+from shoal.base.peer import PeerID
 from shoal.events import Event, Warned
 from shoal.run.decide.check import Check
+from shoal.run.gossip import ProgressGossip
 from shoal.run.parameter_check import ParameterCheck
 from shoal.strategies import Strategy, Synchronous
 from tests.sim.optimizer_kit import Run, Trainer
@@ -295,6 +297,52 @@ def test_a_client_and_an_auxiliary_peer_end_with_the_weights_of_all(kind: str, w
     sim.run(main, seed=9)
 
 
+STAR: dict[int, dict[str, Any]] = {number: {"client_mode": True} for number in (1, 2, 3)}
+"""Three peers that only dial, and one that they dial."""
+
+
+@pytest.mark.parametrize("wrong", [0, 3])
+@pytest.mark.parametrize("strategy", ["drop", pytest.param("LocalSGD", marks=pytest.mark.long)])
+def test_clients_that_met_one_peer_only_took_over_its_wrong_weights(strategy: str, wrong: int) -> None:
+    """Each client saw two peers that differ. They learn of each other, and who is wrong takes what most hold."""
+
+    async def main() -> None:
+        last = Last(STRATEGIES[strategy], 4, of_peers=STAR)
+        await last.end(wrong=[wrong])
+        assert last.are_equal
+        assert last.downloads == [int(number == wrong) for number in range(4)]
+        assert last.waited_s < 3.0
+        assert any("ours differ from those of 3 peers" in each for each in last.said[f"p{wrong}"])
+        await last.leave(last.names)
+
+    sim.run(main, seed=20)
+
+
+def test_a_wrong_peer_between_clients_that_keeps_back_their_words_is_not_followed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It cannot change them, as they are signed. The clients keep what they have, and are told."""
+    real = ProgressGossip._look
+
+    async def look(gossip: ProgressGossip) -> dict[PeerID, float]:
+        return {} if gossip._next_word().parameters else await real(gossip)
+
+    async def main() -> None:
+        last = Last(Synchronous(TARGET), 4, of_peers=STAR)
+        await last.begin(wrong=[0])
+        monkeypatch.setattr(ProgressGossip, "_look", look)
+        first = last.peer("p0").participant._check
+        monkeypatch.setattr(first, "_mends", lambda _: False)
+        async with asyncio.timeout(120.0):
+            await asyncio.gather(*last.work.values())
+        assert last.downloads == [0, 0, 0, 0]
+        assert last.waited_s < PATIENCE_S + 1.0
+        assert all(last.said.values())
+        await last.leave(last.names)
+
+    sim.run(main, seed=21)
+
+
 def test_who_leaves_before_it_says_what_it_holds_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until then it is."""
 
@@ -337,7 +385,7 @@ def test_who_finds_that_it_differs_once_the_others_have_left_is_told(monkeypatch
         await sim.sleep(3.0)
         (said,) = last.said["p2"]
         assert "ours differ from those of 2 peers" in said
-        assert "take theirs, from one of their checkpoints" in said
+        assert "take those that most peers hold, from one of their checkpoints" in said
         await last.leave(["p2"])
 
     sim.run(main, seed=11)

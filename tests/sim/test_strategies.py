@@ -287,8 +287,9 @@ def test_what_is_averaged_at_the_end_of_a_run_moves_no_more(slow: int) -> None:
 def test_a_fragment_that_is_ahead_of_the_end_ends_with_the_others(ahead: int) -> None:
     """Merges of the other one have failed for long. The run went on for ever."""
 
-    async def fails() -> None:
+    async def fails() -> bool:
         await sim.sleep(0.2)
+        return False
 
     async def main() -> None:
         run = Run(target=1)
@@ -465,8 +466,9 @@ def test_a_peer_that_does_not_come_holds_up_no_merge_of_a_quorum() -> None:
             await run.add(name, strategy=Decoupled(4, fragments=1, quorum=2))
         await sim.sleep(3.0)
 
-        async def stays_away() -> None:
+        async def stays_away() -> bool:
             await sim.sleep(0.2)
+            return False
 
         run.trainers["p2"].participant.swarm_step.average = stays_away  # type: ignore[method-assign]
         for name in names:
@@ -623,9 +625,13 @@ def test_a_peer_that_was_away_downloads_the_fragments_that_it_lacks(strategy: Me
         def merged_thrice() -> bool:
             return all(trainer.fragments[0].epoch >= 5 for trainer in trainers[:2])
 
+        async def fails() -> bool:
+            await sim.sleep(1.0)
+            return False
+
         for trainer in trainers[:2]:
             for each in trainer.fragments[1:]:
-                each.swarm_step.average = partial(sim.sleep, 1.0)  # type: ignore[method-assign]  # it is merged no more
+                each.swarm_step.average = fails  # type: ignore[method-assign]  # it is merged no more
         await asyncio.gather(*(run.swarm.run_on(n, train, run.trainers[n], merged_thrice) for n in names[:2]))
         assert away.fragments[0].epoch == 2
         await sim.sleep(away_s + 1.0)
@@ -743,9 +749,9 @@ def test_a_fragment_whose_merge_waits_for_a_peer_ends_behind_the_others(seed: in
         waits = rng.choice(rng.choice(list(run.trainers.values())).fragments)
         average, left_s = waits.swarm_step.average, iter(late_s)
 
-        async def averages() -> None:
+        async def averages() -> bool:
             await sim.sleep(next(left_s, 0.0))
-            await average()
+            return await average()
 
         waits.swarm_step.average = averages  # type: ignore[method-assign]
         trainers = list(run.trainers.values())

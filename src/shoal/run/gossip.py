@@ -308,8 +308,10 @@ class ProgressGossip:
             here = [peer for peer, said in view.others.items() if StateKey.of_peer(said) == self._before]
             self._note([peer for peer in here if peer not in view.together][:_ALL], mine, [])
 
-    def announce(self, view: SwarmView) -> None:
-        """Tell others at once where we stand: all of them, up to `_ALL`."""
+    def announce(self, view: SwarmView, *, written: bool = False) -> None:
+        """Tell others at once where we stand: all of them, up to `_ALL`. `written`: in the DHT, too."""
+        if written:
+            self._to_write.notify()
         if len(view.peers) - 1 <= FEW:
             self._told_place = ()  # also where our word has only more in it than our place
             self.tell(view, now=True)
@@ -321,12 +323,18 @@ class ProgressGossip:
         self._note(others[_ASKED_ANEW:_ALL], self._next_word(), [])
 
     def ask(self, peers: Collection[PeerID]) -> None:
-        """Call these once a second until they have said what we lack. The few are told, and asked so, anyway."""
+        """Call these once a second until they have said what we lack. The few are told, and asked so, anyway.
+
+        A client cannot call a client: what that one has said is in the DHT, under its own signature.
+        """
         now = asyncio.get_running_loop().time()
-        if peers and len(self._known.peers) > FEW and now >= self._asked_at + _SILENCE_S:
-            self._asked_at = now
-            for peer in peers:
-                self._call(peer)
+        if not peers or now < self._asked_at + _SILENCE_S:
+            return
+        self._asked_at = now
+        if not all(map(self._core.endpoint.reachable, peers)):
+            self._doubts.notify()
+        for peer in peers if len(self._known.peers) > FEW else ():
+            self._call(peer)
 
     async def _publish_loop(self) -> None:
         """Write our progress to the DHT: soon after a change of our state, else now and then, not all at one time."""

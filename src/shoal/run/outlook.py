@@ -125,6 +125,7 @@ class Outlook:
             shared=self.own.shared,
             floor=self.floor,
             giving=self.giving,
+            mends=self._mending,
             awaited=self.companions.awaited,
             before=self.companions.before,
             absent=self.attendance.absent(self.known.peers, now),
@@ -154,6 +155,12 @@ class Outlook:
         """The clients that give their states to this peer: those that have dialed it. A client dials no client."""
         clients, connected = self.known.clients_before(self.own.name.key), self.core.endpoint.connected
         return frozenset(filter(connected, clients)) if clients and not self.is_client else frozenset()
+
+    @property
+    def _mending(self) -> frozenset[PeerID]:
+        """The peers whose state is to replace ours, as a check has found it to be wrong, if they can give it."""
+        peers = self.own.mend_from
+        return frozenset(filter(self.core.endpoint.connected, peers)) if peers and not self.is_client else frozenset()
 
     @property
     def floor(self) -> StateKey:

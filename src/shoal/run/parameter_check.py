@@ -49,8 +49,10 @@ class _Ends:
         name: of their state.
         said: what each other peer has said, also one that has left; None: nothing of this state yet.
         here: the others at this state that have not left.
-        give: those of them that give their state: nobody has it from a client that is no further.
+        give: those of them that give us their state: a client gives it to peers that it has dialed. A client takes
+            none as long as it has not heard those that weigh more.
         lacking: the others that are to say it yet, and count.
+        mended: those of them that hold something else, and are waited for until they are mended.
         checks: the descriptions, ours among them.
         verdict: what follows from these.
     """
@@ -60,6 +62,7 @@ class _Ends:
     here: frozenset[PeerID]
     give: frozenset[PeerID]
     lacking: frozenset[PeerID]
+    mended: frozenset[PeerID]
     checks: Mapping[PeerID, Check]
     verdict: Verdict
 
@@ -188,7 +191,7 @@ class ParameterCheck:
             others: the last words of the others.
             left: those of the peers that have left.
             weigh: their words.
-            client: this peer waits for those alone that can be dialed.
+            client: this peer waits for those alone that can be dialed, and where they differ for the words of all.
         """
         name, me = self._own.name, self._core.peer_id
         here = frozenset(peer for peer, word in others.items() if word.digest == name.digest)
@@ -207,14 +210,18 @@ class ParameterCheck:
             heavy = sorted((peer for peer in said if weights.get(peer)), key=lambda peer: (-weights[peer], peer))
             checks = {peer: _read(said[peer]) for peer in heavy[:_COMPARED]}
             lacking = {peer for peer in checks if peer in others and said[peer] is None}
-            lacking -= {peer for peer in lacking if client and not others[peer].contact.addresses}
             known = {me: own, **{peer: check for peer, check in checks.items() if check is not None}}
             if (verdict := judge(known, weigh, name.digest)) is None:
                 return frozenset()
-            give = frozenset(peer for peer in here if others[peer].contact.addresses)
-            ends = self._ends = _Ends(name, said, here, give, frozenset(lacking), known, verdict)
-        wrong = ends.verdict.others
-        return here if me in wrong and self._mends(ends) else here & (ends.lacking | wrong.keys())
+            dialed = {peer for peer, word in others.items() if word.contact.addresses}
+            if client and not verdict.others:  # where some differ, other clients may know which of them are right
+                lacking &= dialed
+            give = here & (dialed if client else {*filter(self._core.endpoint.connected, here), *dialed})
+            if client and sum(map(weights.__getitem__, lacking)) > sum(weights[peer] for peer in verdict.holders):
+                give = frozenset()  # the peer between them may keep back what most of them have said
+            mended = here & (verdict.others.keys() & dialed if client else verdict.others.keys())
+            ends = self._ends = _Ends(name, said, here, give, frozenset(lacking), mended, known, verdict)
+        return here if me in ends.verdict.others and self._mends(ends) else ends.lacking | ends.mended
 
     @property
     def lacking(self) -> frozenset[PeerID]:
@@ -226,13 +233,13 @@ class ParameterCheck:
         """Whether ours are to be mended: once, while somebody gives what they should be."""
         return self._mended != ends.name and not ends.give.isdisjoint(ends.verdict.others[self._core.peer_id])
 
-    async def difference_at_end(self, *, late: bool) -> frozenset[PeerID] | None:
+    async def difference_at_end(self, *, late: bool) -> bool:
         """As `difference`, from what the peers at the last state of a run have said: all of them, unless it is late."""
         ends = self._ends
         if ends is None or ends.name != self._own.name or ends.checks == self._concluded:
-            return None
+            return False
         if not self._is_last() or (ends.lacking and not late):
-            return None
+            return False
         self._concluded = ends.checks
         me = self._core.peer_id
         self._checks.concluded(ends.name.epoch, ends.verdict, ends.checks, me)
@@ -241,10 +248,10 @@ class ParameterCheck:
             self._mended = ends.name
         return await self._conclude(ends.name, ends.checks, ends.verdict, mends=mends, at_end=True)
 
-    async def difference(self, result: StepResult, name: StateName, weigh: Weigh) -> frozenset[PeerID] | None:
-        """The peers whose parameters are to replace ours, if ours differ; None if ours stay.
+    async def difference(self, result: StepResult, name: StateName, weigh: Weigh) -> bool:
+        """Whether our parameters differ, and are to be mended: see `OwnState.mend_from`.
 
-        If ours differ, our state has been renamed: it is worse than that of the others.
+        Then our state has been renamed: it is worse than that of the others.
         """
         me, nbytes = self._core.peer_id, said_bytes(result.outcome.members)
         # Made of the values of all: nobody has known it before, as it may have known the id of the round.
@@ -256,13 +263,13 @@ class ParameterCheck:
 
         checks, verdict = await self._core.env.read(nbytes, judged)
         if verdict is None:
-            return None
+            return False
         mends = self._checks.concluded(name.epoch, verdict, checks, me)
         return await self._conclude(name, checks, verdict, mends=mends)
 
     async def _conclude(
         self, name: StateName, checks: Mapping[PeerID, Check], verdict: Verdict, *, mends: bool, at_end: bool = False
-    ) -> frozenset[PeerID] | None:
+    ) -> bool:
         """Tell what follows, and name our state anew if it is to be mended: see `difference`."""
         me = self._core.peer_id
         if me in checks:
@@ -274,13 +281,13 @@ class ParameterCheck:
         if mends or (at_end and me in verdict.others):
             self._notices.differs(name.epoch, verdict, me, checks, again=self._checks.again, stays=not mends)
         if not mends:
-            return None
+            return False
         async with self._own.hold() as holds:
             if not holds or self._own.name != name:
-                return None  # the next check finds it, too
-            self._own.differs()
+                return False  # the next check finds it, too
+            self._own.differs(verdict.others[me])
             self._own.training.discard()
-        return verdict.others[me]
+        return True
 
     async def close(self) -> None:
         """Look no more."""

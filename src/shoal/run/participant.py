@@ -495,14 +495,9 @@ class Participant:
     def _described(self) -> None:
         """The parameters are described. At the end the others wait for that."""
         if self._is_last_state and not self.course.is_closed:
-            self._gossip.announce(self.view())
+            # A client hears a client through the DHT alone.
+            self._gossip.announce(self.view(), written=self._outlook.is_client)
             self._news.notify()
-
-    async def _mend(self, holders: frozenset[PeerID] | None) -> None:
-        """A check has found that our parameters differ: take over those of these peers; None: it has not."""
-        if holders is not None:
-            self.takeover.mend(holders)
-            await self.tell_loaded()
 
     def _sites(self) -> dict[PeerID, bytes]:
         return sites_of(map(self._gossip.contact, self._known.peers))
@@ -563,8 +558,8 @@ class Participant:
             # Others may have come to the run since it began here, or have been heard late.
             if self.own.with_others == NO_STATE:
                 self._check_fit()
-            if (holders := await self._check.difference_at_end(late=not self._end.patient(self._now()))) is not None:
-                await self._mend(holders)
+            if await self._check.difference_at_end(late=not self._end.patient(self._now())):
+                await self.tell_loaded()
                 continue
             self._gossip.ask(self._check.lacking)
             self._judge(view)
@@ -584,7 +579,8 @@ class Participant:
         match work:
             case Work.AVERAGE_GRADIENTS:
                 self.course.moves.notify()  # a trainer that goes on while gradients are averaged waits until here
-                await self._mend(await self.swarm_step.average())
+                if await self.swarm_step.average():
+                    await self.tell_loaded()
             case Work.AVERAGE_STATES:
                 await self.states_average.average()
             case Work.STEP_ALONE:

@@ -88,11 +88,11 @@ class SwarmStep:
         members = self.others | {self._me} if self.last_round is not None else frozenset()
         return members & self.outlook.view().together
 
-    async def average(self) -> frozenset[PeerID] | None:
+    async def average(self) -> bool:
         """Average the gradients with everybody at our state, and make the step ready.
 
         Returns:
-            The peers whose state is to replace ours, if the check of this round says that our parameters differ.
+            Whether our state has another name, as the check of this round says that our parameters differ.
         """
         outlook, name, pace = self.outlook, self._own.name, self.outlook.pace
         if (grace_s := pace.grace_s(self._now())) and not self.course.turns:
@@ -113,7 +113,7 @@ class SwarmStep:
         )
         if result is None:
             await self._failed()
-            return None
+            return False
         self.last_round = result
         pace.round_took(result.duration_s)
         terms = outlook.settings.strategy.terms
@@ -122,7 +122,7 @@ class SwarmStep:
         members = [member.contact.peer for member in result.outcome.members]
         self._tell_absent(members, self._now() - result.duration_s)
         if self._own.name != name:
-            return None
+            return False
         self._own.is_shared()
         return await self._take_step_of(result, said)
 
@@ -205,7 +205,7 @@ class SwarmStep:
                 self._training.discard()  # a part of it may be here
                 raise
 
-    async def _take_step_of(self, result: StepResult, said: Said) -> frozenset[PeerID] | None:
+    async def _take_step_of(self, result: StepResult, said: Said) -> bool:
         """The step of a round, as all its members take it; not if this peer cannot: then it falls behind.
 
         Returns:
@@ -232,10 +232,10 @@ class SwarmStep:
 
         agreement = await self.outlook.core.env.read(said_bytes(outcome.members), concluded)
         if own.name != name:
-            return None  # another state was taken over meanwhile, and nothing of the round belongs to it
-        if (mend_from := await self.check.difference(result, own.name, weighed)) is not None:
+            return False  # another state was taken over meanwhile, and nothing of the round belongs to it
+        if await self.check.difference(result, own.name, weighed):
             sometimes("a check finds that our parameters differ")
-            return mend_from
+            return True
         if agreement.options is None:
             raise ConfigError(f"no step can be taken: the optimizer's option {said.options.problem()}")
         why = misfit(said.options, agreement.options)
@@ -243,12 +243,12 @@ class SwarmStep:
         if others:
             why = await run(training.why_not, agreement.options)
         if own.name != name:
-            return None  # as above
+            return False  # as above
         if why is not None:
             sometimes("the options of the swarm's step cannot be set here")
             self.notices.warn(f"the swarm's step is not taken here: its options are {why}")
             await self.give_up()
-            return None
+            return False
         if said.samples:  # else its own were no proposal
             self.notices.took_over(others)
         step = partial(training.step, agreement.options, agreement.unused, agreement.cores)
@@ -261,7 +261,7 @@ class SwarmStep:
         own.prepare(step, after, len(members), agreement, gave=int(self._given * outcome.share(me)))
         self.course.happened(Event.AVERAGED)
         await self.feed.add_round(name, result, self.averager.vector, agreement)
-        return None
+        return False
 
     async def step_alone(self) -> None:
         """Make a step of the own mean ready: nobody else at our state takes part in a round."""

@@ -110,7 +110,6 @@ class Takeover:
     why_not: str = ""
     downloads: list[tuple[int, float]] = field(default_factory=list)
     has_stepped: bool = False
-    _mend_from: frozenset[PeerID] = frozenset()  # the only peers to ask; empty for all
     _misfits: Misfits = field(default_factory=Misfits)
     _tried_with: object = None  # the kinds of our options when a state was refused; None if none was
     _fetch: _Fetch | None = None  # the download that is under way
@@ -150,10 +149,6 @@ class Takeover:
             self._tried_with, self._misfits = None, Misfits()
             self.outlook.known.forget_withheld()
             self.outlook.fetching.again()
-
-    def mend(self, peers: frozenset[PeerID]) -> None:
-        """A check found that our parameters differ: take the state of these peers over, whatever others have."""
-        self._mend_from = peers
 
     def stepped(self, peers: int) -> None:
         """A step was taken, by this number of peers."""
@@ -302,7 +297,8 @@ class Takeover:
 
         A peer that says so and does not give its state cannot keep us from asking the others.
         """
-        leaders = [peer for peer in view.leaders if peer in self._mend_from] or self._leaders(view)
+        mend_from = self.own.mend_from
+        leaders = [peer for peer in view.leaders if peer in mend_from] or self._leaders(view)
         useful = self.catch_up.useful_from(view.epoch)
         if not self.outlook.is_client:  # a copy of an epoch before ours is refused, though steps may lead on from it
             useful = max(useful, min(self.own.name.epoch, view.epoch))
@@ -312,7 +308,7 @@ class Takeover:
             )
             for peer in leaders
         ]
-        if not self._mend_from:
+        if not mend_from:
             better = self.outlook.known.better(self.outlook.place(), _now(), self.outlook.giving)
             lower = sorted((peer, key) for peer, key in better.items() if peer not in leaders)
             # Below the leaders, in the order of their samples; those whose state came too slowly are the last.
@@ -343,7 +339,7 @@ class Takeover:
                 await self.core.env.executor.run(training.given_is_in)
             await self._load(prepared, follows=follows)
             self.own.take_over(name, committed, before, history, average=is_average(state.metadata))
-            self.took_over, self._mend_from, self._passed_over = True, frozenset(), frozenset()
+            self.took_over, self._passed_over = True, frozenset()
             self.outlook.state_replaced()
             self.machine.happened(Event.STATES_OVER)
 

@@ -130,7 +130,7 @@ class RunEnd:
         It may leave when all peers that it knows have its state, or when it has waited long enough for them; never
         while there is a better state than its own. Those that are `unlike` name it, and may hold other parameters. If
         `average_due`, the last average is not here. Clients have nothing to do with each other: a client waits for
-        peers that can be dialed.
+        peers that can be dialed, and for those that are `unlike`.
         """
         before = self.over(epoch)
         if not self.reached(epoch):
@@ -147,4 +147,4 @@ class RunEnd:
     @staticmethod
     def _all_here(view: SwarmView, unlike: Collection[PeerID], *, average_due: bool, client: bool) -> bool:
         others = {peer for peer, word in view.others.items() if word.contact.addresses or not client}
-        return others <= view.together - view.coming.union(unlike) and not (average_due and others)
+        return not unlike and others <= view.together - view.coming and not (average_due and others)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from shoal.averaging import TensorLock
 from shoal.averaging.core import PeerCore
+from shoal.base.peer import PeerID
 from shoal.base.thread_state import forget_casts
 from shoal.run.decide.agreement import Agreement, Deal, deal_to
 from shoal.run.decide.committed import Committed
@@ -110,6 +111,7 @@ class OwnState:
         self.floor = NO_STATE
         self.update: Update | None = None
         self.followed: StateName | None = None
+        self._mended: tuple[StateName, frozenset[PeerID]] | None = None  # a state that a check found to be wrong
 
     def _beginning(self) -> StateName:
         training, fingerprint = self.training, self.training.fingerprint()
@@ -245,13 +247,22 @@ class OwnState:
                 self.name, self.committed, update.taken = interrupted, update.committed, True
                 self.lineage = lineage if update.is_step else passed
 
-    def differs(self) -> None:
+    def differs(self, holders: frozenset[PeerID] = frozenset()) -> None:
         """The parameters are not those of this name, or soon will not be (under `lock`): they get a name of their own.
 
         Any proper name of their epoch is better.
+
+        Args:
+            holders: a check has found that these peers hold those of the name.
         """
         self.lineage = self.lineage.after(self.name, 0)
         self.name = self.name.after_difference(self._core.env.rng.randbytes(16), self._core.peer_id.to_bytes())
+        self._mended = self.name, holders
+
+    @property
+    def mend_from(self) -> frozenset[PeerID]:
+        """The only peers whose state is to replace this one, as a check has found it to be wrong; empty: it has not."""
+        return self._mended[1] if self._mended is not None and self._mended[0] == self.name else frozenset()
 
     def take_over(
         self, name: StateName, committed: Committed, before: bytes, history: Sequence[bytes], *, average: bool

@@ -173,11 +173,14 @@ class Notices:
     ) -> None:
         """This peer names the state of this epoch, and holds other parameters than those that it should hold.
 
-        `again`: so it was at the check before. `stays`: the run is over, and nobody gives them.
+        `again`: so it was at the check before. `stays`: the run is over, and nobody gives them who counts for enough.
         """
         kept, do = verdict.others[me], "this peer downloads theirs"
         if stays:
-            do = "nobody gives theirs, so this peer ends with its own: take theirs, from one of their checkpoints"
+            do = (
+                "they do not give theirs, or those that count for more say nothing, so this peer ends with its own: "
+                "take those that most peers hold, from one of their checkpoints"
+            )
         if (other := checks[min(kept)]).arithmetic != checks[me].arithmetic:
             self.warn(
                 f"the check of the parameters at epoch {epoch}: ours differ from those of {len(kept)} peers at the "

@@ -633,6 +633,7 @@ class SwarmProgress:
         absent: Collection[PeerID] = (),
         silent: frozenset[PeerID] = frozenset(),
         giving: frozenset[PeerID] = frozenset(),
+        mends: frozenset[PeerID] = frozenset(),
     ) -> SwarmView:
         """The swarm, seen from a peer that stands at `mine`.
 
@@ -648,6 +649,7 @@ class SwarmProgress:
             absent: peers that no round waits for; what they have done does not count.
             silent: peers that do not count now, whatever they said.
             giving: clients that give this peer their states. (For a client `floor` says whether it gives its own.)
+            mends: peers whose state is to replace this one: it counts though they may be clients that are no further.
         """
         key, dialed = StateKey.of_peer(mine), bool(mine.contact.addresses)
         if key != self._key:
@@ -666,6 +668,7 @@ class SwarmProgress:
             frozenset(absent),
             silent,
             giving,
+            mends,
         )
         seen = self._seen
         if seen is None or seen.asked != asked or now >= seen.until:
@@ -695,6 +698,7 @@ class SwarmProgress:
             most = max(offered)
             lent = (StateKey.of_peer(each) for each in offering[1:] if each.contact.peer in asked.giving)
             offered.update(key for key in lent if most.is_before(key))
+        offered.update(StateKey.of_peer(each) for each in offering[1:] if each.contact.peer in asked.mends)
         vouchers = [asked.key] if asked.key in offered else []
         vouchers += [named[peer] for peer in heeded.vouched if peer in named]
         best = max(offered.intersection(vouchers), default=asked.key)
@@ -779,6 +783,7 @@ class _Asked(NamedTuple):
     absent: frozenset[PeerID]
     silent: frozenset[PeerID]
     giving: frozenset[PeerID]
+    mends: frozenset[PeerID]
 
 
 @dataclass(slots=True)

@@ -762,6 +762,26 @@ def test_first_weights_that_came_after_the_optimizer_had_the_name_of_those_befor
     swarm.shutdown()
 
 
+def test_a_few_first_weights_that_were_written_had_the_name_of_those_before(dht: shoal.DHT) -> None:
+    """Nobody looks at each value: the run went on with unequal weights until the first check."""
+    torch.manual_seed(0)
+    models = [torch.nn.Linear(3, 200) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    swarm, _ = begin(dht, models[0], "few", target=100)
+    before = swarm.collaboration.state
+    for model in models:
+        with torch.no_grad():
+            model.weight[0, 0] = 0.5
+    models[0](torch.ones(TARGET, 3)).square().mean().backward()
+    swarm.step()
+    state = swarm.collaboration.state
+    assert state != before
+    swarm.shutdown()
+    like, _ = begin(dht, models[1], "few", target=100)
+    assert like.collaboration.state == state
+    like.shutdown()
+
+
 @pytest.mark.parametrize(
     "options", [{"strategy": LocalSGD(3)}, {"strategy": Decoupled(3, fragments=2)}, {"use_local_updates": True}]
 )

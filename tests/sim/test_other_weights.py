@@ -236,6 +236,53 @@ def test_peers_that_clip_their_weights_after_each_step_were_warned_for_ever() ->
     sim.run(main, seed=6)
 
 
+@pytest.mark.parametrize("same", [True, False], ids=["on all", "on one"])
+def test_first_weights_that_a_program_has_written_were_lost_without_a_word(same: bool) -> None:
+    """After the optimizer was made, and before the first step. If all write the same, nobody is told anything."""
+
+    async def main() -> None:
+        run, told = Run(target=24), dict[str, list[str]](p0=[], p1=[])
+
+        def note(name: str, event: Event) -> None:
+            if isinstance(event, Warned):
+                told[name].append(event.message)
+
+        for name in told:
+            await run.add(name, events=partial(note, name))
+        await sim.sleep(3.0)
+        first, other = (run.trainers[name].participant for name in told)
+
+        async def write(participant: Participant, factor: float) -> None:
+            async with participant.own.hold():
+                forgotten = participant.own.loading()
+                for each in participant.training.parameters:
+                    each.data.mul_(factor)
+                participant.own.loaded(forgotten, None)
+            await participant.tell_loaded()
+
+        for factor in (0.5, 0.75, 1.25, 1.5):  # until this one has the worse state
+            await write(first, factor)
+            if first.state.key < other.state.key:
+                break
+            await write(first, 1 / factor)
+        if same:
+            await write(other, factor)
+        run.announce_end(2)
+
+        async def loop(name: str) -> None:
+            mine = run.trainers[name]
+            while not mine.finished:
+                await mine.take_batch(4, duration_s=0.2)
+
+        await asyncio.gather(*(run.swarm.run_on(name, loop, name) for name in told))
+        assert run.agree(list(told))
+        assert not told["p1"]
+        assert ["this program has loaded or written" in each for each in told["p0"]] == ([] if same else [True])
+        await run.close()
+
+    sim.run(main, seed=8)
+
+
 class WritesOnce(Trainer):
     """Adds to one of its parameters, once."""
 

@@ -445,7 +445,10 @@ class Chains:
         Before anything was trained the state is `named` by them. Later it has a name of its own, and any state of
         others is better.
         """
-        if not self._training.weights.are_displaced or self._training.weights.are_away:
+        weights = self._training.weights
+        # A write of a few values is known by its count alone. Before the first batch the name tells whether it was one.
+        is_other = weights.are_displaced or (named and weights.are_touched)
+        if not is_other or weights.are_away:
             return False
         forgotten = self._forget()
         self._training.begin_anew()

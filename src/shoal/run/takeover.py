@@ -44,7 +44,7 @@ __all__ = ["Takeover"]
 
 _MOST_DONORS = 256
 _MANY_BATCHES = 10
-"""A peer that loses fewer before the run's first step is not told."""
+"""A peer that loses fewer before the run's first step is not told, unless its program has set its first weights."""
 _MANY_EPOCHS = 3
 """Nor is one that loses fewer which it has trained apart: peers step before they meet, or when a line fails. An epoch
 of peers that merge may have many batches: they are told also of fewer if they lose `_MANY_BATCHES` of their own."""
@@ -412,10 +412,11 @@ class Takeover:
         start together have trained some before they meet.
         """
         own, outlook, speed = self.own, self.outlook, self.outlook.speed
-        if taken.epoch == own.name.epoch == 0 and speed.batches >= _MANY_BATCHES and own.training.pending.samples:
+        samples = own.training.pending.samples if speed.batches >= _MANY_BATCHES else 0
+        if taken.epoch == own.name.epoch == 0 and (samples or own.written == own.name):
             if outlook.settings.fragment:
                 return _nothing
-            return partial(self.notices.begins_anew, own.training.pending.samples)
+            return partial(self.notices.begins_anew, samples, written=own.written == own.name)
         apart = own.apart_from(taken, history)
         if apart is None:
             steps = outlook.witness.steps_since(self.core.peer_id)

@@ -95,6 +95,7 @@ class OwnState:
         is_average: whether the state is an average of states, and not what a step has led to.
         followed: the last state that others have still to average: this peer took their step, or downloaded the state
             to which it led, and is no member of the average.
+        written: the beginning whose weights this program has loaded or written since it was first named; None: none.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class OwnState:
         self.floor = NO_STATE
         self.update: Update | None = None
         self.followed: StateName | None = None
+        self.written: StateName | None = None
         self._mended: tuple[StateName, frozenset[PeerID]] | None = None  # a state that a check found to be wrong
 
     def _beginning(self) -> StateName:
@@ -127,6 +129,7 @@ class OwnState:
             if holds:
                 self.rank = rank
                 self.name = self._ranked(self.name)
+                self.written = self.written and self._ranked(self.written)
 
     def _ranked(self, name: StateName) -> StateName:
         """A beginning gets the rank of this one, if it was named before that was decided."""
@@ -334,6 +337,7 @@ class OwnState:
             name = self._ranked(saved)
         elif saved is None and before.epoch == 0:
             name = self._beginning()
+            self.written = None if name == before else name
         else:
             name = (saved or before).after_loading(self.training.fingerprint())
         if name == before:

@@ -367,12 +367,14 @@ class Notices:
                 beginning.peers,
             )
 
-    def begins_anew(self, samples: int) -> None:
-        """The run begins with the first weights of another peer, and this one has trained its own."""
+    def begins_anew(self, samples: int, *, written: bool = False) -> None:
+        """The run begins with the first weights of another peer; this one has trained its own, or `written` them."""
+        lost = [f"{samples} samples that this peer has trained on its own first weights"] if samples else []
+        lost += ["the weights that this program has loaded or written since it made the optimizer"] if written else []
         self.warn(
-            f"run {self._run_id!r} begins with the first weights of another peer: {samples} samples that this peer has "
-            "trained on its own first weights are lost. Give all peers the same ones, with torch.manual_seed before "
-            "the model is made or with a checkpoint"
+            f"run {self._run_id!r} begins with the first weights of another peer: {' and '.join(lost)} are lost. Give "
+            "all peers the same ones, with torch.manual_seed before the model is made or with a checkpoint that is "
+            "loaded before the optimizer is made"
         )
 
     def gave_up(self, ours: StateName, apart: Apart | None, taken: StateName, kept: object = None) -> None:

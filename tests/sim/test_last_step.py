@@ -194,10 +194,31 @@ def test_one_of_four_whose_last_step_is_wrong_ended_with_other_weights(strategy:
         assert last.are_equal
         assert last.downloads[:3] == [0, 0, 0]
         assert last.waited_s < PATIENCE_S / 2
+        for name in last.names[:3]:  # some had heard of it, and said nothing, as it was mended when they concluded
+            assert sum("held other parameters" in each for each in last.said[name]) >= 1, name
         ours = last.said["p3"]
         assert any("ours differ from those of 3 peers" in each for each in ours)
         sees = written and not last.peer("p3").participant.training.keeps_anchor  # nothing else has the anchor
         assert all(("Something else than shoal" in each) == sees for each in ours)
+        await last.leave(last.names)
+
+    sim.run(main, seed=4)
+
+
+def test_weights_that_were_written_after_the_last_step_were_told_to_be_trained_on() -> None:
+    """The run is over: nobody trains on with anything."""
+
+    async def main() -> None:
+        last, told = Last(Synchronous(TARGET), 2, written=True), list[str]()
+        await last.begin(wrong=[1])
+        events = last.peer("p1").participant.core.env.events
+        events.subscribe(lambda event: told.append(event.message) if isinstance(event, Warned) else None)
+        async with asyncio.timeout(120.0):
+            await asyncio.gather(*last.work.values())
+        (said,) = (each for each in told if "the trained parameters were changed" in each)
+        assert "changed after the last step" in said
+        assert "trains on" not in said
+        assert last.are_equal
         await last.leave(last.names)
 
     sim.run(main, seed=4)
@@ -313,6 +334,8 @@ def test_clients_that_met_one_peer_only_took_over_its_wrong_weights(strategy: st
         assert last.downloads == [int(number == wrong) for number in range(4)]
         assert last.waited_s < 3.0
         assert any("ours differ from those of 3 peers" in each for each in last.said[f"p{wrong}"])
+        met = [name for name in last.names if wrong == 0 or name == "p0"]  # a right client need not hear of another
+        assert all(last.said[name] for name in met)
         await last.leave(last.names)
 
     sim.run(main, seed=20)

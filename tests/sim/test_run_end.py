@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 
 import pytest
 
@@ -72,6 +73,29 @@ def test_a_peer_that_downloads_waits_for_ever_at_the_end(further: Mapping[str, i
         await run.close()
 
     sim.run(main, seed=5)
+
+
+def test_a_second_run_of_one_name_ended_at_once_without_a_word() -> None:
+    """A peer of the first one was still there. Who comes is told what it has, and what to do."""
+
+    async def main() -> None:
+        run, told = Run(target=8), list[str]()
+        await run.add("first")
+        run.announce_end(3)
+        first = run.swarm.peer("first")
+        await run.swarm.run_on("first", partial(first.train, 4, duration_s=0.2, until=lambda: False))
+        second = await run.add(
+            "second", seed=5, events=lambda event: told.append(event.message) if isinstance(event, Warned) else None
+        )
+        run.announce_end(3)
+        await run.swarm.run_on("second", partial(second.train, 4, duration_s=0.2, until=lambda: False))
+        assert second.participant.state == first.participant.state
+        (said,) = (each for each in told if "the run ends here" in each)
+        assert "this peer has made no step of it" in said
+        assert "give another run_id" in said
+        await run.close()
+
+    sim.run(main, seed=6)
 
 
 def test_a_run_goes_on_after_its_end() -> None:

@@ -72,7 +72,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "nothing-merged": ("and none of them was merged",),
     "weights-written": ("the change counts as this peer's own training",),
     "weights-loaded": ("weights were loaded into the model at epoch",),
-    "weights-changed": ("the trained parameters were changed between two",),
+    "weights-changed": ("the trained parameters were changed",),
     "parameters-differ": (": ours differ",),
     "rounding": ("by no more than rounding",),
     "arithmetic": ("compute their steps otherwise",),

@@ -188,12 +188,16 @@ class ProgressGossip:
 
     async def leave(self) -> None:
         """Tell everybody that we take part no more, as our next word says: directly, and in the DHT."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LEAVE_S):
+                await asyncio.gather(self._publish(), self.tell_all())
+
+    async def tell_all(self) -> None:
+        """Tell others where we stand, up to `_ALL`; returns once they know it, or after `_LEAVE_S`."""
         others = [peer for peer in self._known.peers if self._core.endpoint.reachable(peer)]
         with suppress(TimeoutError):
             async with asyncio.timeout(_LEAVE_S):
-                await asyncio.gather(
-                    self._publish(), *(self._post.tell(peer, self._fragment) for peer in others[:_ALL])
-                )
+                await asyncio.gather(*(self._post.tell(peer, self._fragment) for peer in others[:_ALL]))
 
     async def close(self) -> None:
         """Stop answering and telling. Safe to call twice."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -55,6 +55,8 @@ class _Ends:
         mended: those of them that hold something else, and are waited for until they are mended.
         checks: the descriptions, ours among them.
         verdict: what follows from these.
+        first: the first descriptions of the same peers: some may have been mended since.
+        at_first: what follows from those.
     """
 
     name: StateName
@@ -65,6 +67,8 @@ class _Ends:
     mended: frozenset[PeerID]
     checks: Mapping[PeerID, Check]
     verdict: Verdict
+    first: Mapping[PeerID, Check]
+    at_first: Verdict
 
 
 class ParameterCheck:
@@ -79,6 +83,7 @@ class ParameterCheck:
         is_last: whether the run ends with the parameters that are here: then there is a check, too.
         trainer_stands: whether the trainer is at its step.
         described: told when a description is here.
+        tell_all: tells the others where we stand; returns once they know it.
     """
 
     def __init__(
@@ -91,15 +96,19 @@ class ParameterCheck:
         is_last: Callable[[], bool],
         trainer_stands: Callable[[], bool],
         described: Callable[[], None],
+        tell_all: Callable[[], Awaitable[None]],
     ) -> None:
         self._core, self._own, self._notices, self._every = core, own, notices, every
         self._is_last, self._trainer_stands, self._tell = is_last, trainer_stands, described
+        self._tell_all = tell_all
         self._awaited: StateName | None = None  # a round at this state waits for the description
         self._checks = Checks()
         self._described = self._known = 0  # changes up to this look are in what we said of a state, and in its verdict
         self._looking: tuple[StateName, asyncio.Task[Check | None]] | None = None
         self._ends: _Ends | None = None
         self._concluded: Mapping[PeerID, Check] = {}  # at the end, from these
+        self._first: dict[tuple[StateName, PeerID], Check] = {}  # what each said first of the state at the end
+        self._told = set[PeerID]()  # at the end: those that differ, or did
         self._mended: StateName | None = None  # the state that was to be taken over at the end
 
     @property
@@ -211,7 +220,9 @@ class ParameterCheck:
             checks = {peer: _read(said[peer]) for peer in heavy[:_COMPARED]}
             lacking = {peer for peer in checks if peer in others and said[peer] is None}
             known = {me: own, **{peer: check for peer, check in checks.items() if check is not None}}
-            if (verdict := judge(known, weigh, name.digest)) is None:
+            first = {peer: self._first.setdefault((name, peer), check) for peer, check in known.items()}
+            verdict, at_first = judge(known, weigh, name.digest), judge(first, weigh, name.digest)
+            if verdict is None or at_first is None:
                 return frozenset()
             dialed = {peer for peer, word in others.items() if word.contact.addresses}
             if client and not verdict.others:  # where some differ, other clients may know which of them are right
@@ -220,7 +231,9 @@ class ParameterCheck:
             if client and sum(map(weights.__getitem__, lacking)) > sum(weights[peer] for peer in verdict.holders):
                 give = frozenset()  # the peer between them may keep back what most of them have said
             mended = here & (verdict.others.keys() & dialed if client else verdict.others.keys())
-            ends = self._ends = _Ends(name, said, here, give, frozenset(lacking), mended, known, verdict)
+            ends = self._ends = _Ends(
+                name, said, here, give, frozenset(lacking), mended, known, verdict, first, at_first
+            )
         return here if me in ends.verdict.others and self._mends(ends) else ends.lacking | ends.mended
 
     @property
@@ -246,6 +259,10 @@ class ParameterCheck:
         mends = me in ends.verdict.others and self._mends(ends)
         if mends:
             self._mended = ends.name
+        wrong, at_first = ends.verdict.others, ends.at_first
+        if me not in at_first.others and not at_first.others.keys() <= self._told | wrong.keys():  # they were mended
+            self._notices.differ(ends.name.epoch, at_first, ends.first, again=False)
+        self._told |= {*at_first.others, *wrong}
         return await self._conclude(ends.name, ends.checks, ends.verdict, mends=mends, at_end=True)
 
     async def difference(self, result: StepResult, name: StateName, weigh: Weigh) -> bool:
@@ -282,6 +299,8 @@ class ParameterCheck:
             self._notices.differs(name.epoch, verdict, me, checks, again=self._checks.again, stays=not mends)
         if not mends:
             return False
+        if at_end:  # their users are to know it, too: what is said next is of another state
+            await self._tell_all()
         async with self._own.hold() as holds:
             if not holds or self._own.name != name:
                 return False  # the next check finds it, too

@@ -183,6 +183,7 @@ class Participant:
             is_last=lambda: self._is_last_state,
             trainer_stands=lambda: course.turns > 0,
             described=self._described,
+            tell_all=gossip.tell_all,
         )
         self.account = Account(outlook, course, self.contribution, notices)
         self.solitude: Solitude = Solitude(
@@ -467,7 +468,8 @@ class Participant:
             self.solitude.ended()
         if not self.settings.fragment:  # the fragments of a model end together, and it is told once
             # Before its first step the program may not have come to its own word yet.
-            self._notices.ends(self.epoch if self.at_end and self.course.has_asked else None, self._end.said)
+            over = self.at_end and self.course.has_asked
+            self._notices.ends(self.epoch if over else None, self._end.said, stepped=self.takeover.has_stepped)
             if not self.at_end:
                 self._notices.beyond(self.training.model_epoch, self._end.said)
         return view, claimed
@@ -551,7 +553,7 @@ class Participant:
         machine = self.course.machine
         while True:
             self.speed.measure(self._now())
-            self._notices.accumulated(self.training.local)
+            self._notices.accumulated(self.training.local, at_end=self.at_end)
             seen = self._news.count
             self.takeover.look_at_options()
             view, claimed = self._look()

@@ -94,7 +94,7 @@ class Notices:
         """Gradients of this trained parameter were not taken."""
         self._events.emit(LocalValuesRejected(prefix=self._run_id, tensor=tensor, reason=reason))
 
-    def accumulated(self, training: TrainingState) -> None:
+    def accumulated(self, training: TrainingState, *, at_end: bool = False) -> None:
         """Look whether parameters were changed, or batches left out: an event each time, a warning for the first, ...
 
         Where the parameters themselves are the reason, that is told instead, once.
@@ -105,16 +105,22 @@ class Notices:
         if self._tells_of_model and (epoch := changes.at) is not None and epoch >= self._changed_from:
             # What it does after each step is told once: all peers may do so, and if not, the check finds it.
             self._changed_from = epoch + _CHANGES_APART if not changes.are_usual else math.inf
-            between, effect = (
-                ("batches", "the change counts as this peer's own training, and goes into the next average")
-                if training.steps_alone
-                else (
-                    "steps of the swarm",
-                    f"this peer trains on with other weights than the other peers have at epoch {epoch}",
-                )
+            when, effect = (
+                "between two steps of the swarm",
+                f"this peer trains on with other weights than the other peers have at epoch {epoch}",
             )
+            if training.steps_alone:
+                when, effect = (
+                    "between two batches",
+                    "the change counts as this peer's own training, and goes into the next average",
+                )
+            if at_end:
+                when, effect = (
+                    "after the last step",
+                    "this peer ends the run with them, unless the other peers that end it hold something else",
+                )
             self.warn(
-                f"the trained parameters were changed between two {between}, by something else than shoal: {effect}. "
+                f"the trained parameters were changed {when}, by something else than shoal: {effect}. "
                 "After an evaluation with other weights put back exactly those that were there. Change weights within "
                 "the optimizer's step, on all peers (register_step_post_hook). To load a state, call load_state_dict() "
                 "of the shoal.Optimizer after the model's, before the first step"
@@ -477,9 +483,20 @@ class Notices:
             f"went into no step ({much.samples} of {much.computed} samples): {why}"
         )
 
-    def ends(self, epoch: int | None, said: int | None) -> None:
-        """The run ends now, at `epoch` (None: it goes on); `said` is the end that this peer announced. Told once."""
-        if not self._note("end", epoch) or epoch == said:
+    def ends(self, epoch: int | None, said: int | None, *, stepped: bool = True) -> None:
+        """The run ends now, at `epoch` (None: it goes on); `said` is the end that this peer announced. Told once.
+
+        `stepped`: this peer has made a step of it.
+        """
+        if not self._note("end", epoch) or (epoch == said and stepped):
+            return
+        if not stepped:
+            self.warn(
+                f"the run ends here, at epoch {epoch}, and this peer has made no step of it: run {self._run_id!r} was "
+                "over when this peer came, or about to be. It has the state of that run, and trains nothing. To begin "
+                "a new run, give another run_id, and another folder as checkpoint=; to train this one on, announce a "
+                "later end (announce_end) on the peers that are there"
+            )
             return
         own = "this peer announced none" if said is None else f"this peer announced epoch {said}"
         self.warn(

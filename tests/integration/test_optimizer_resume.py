@@ -762,6 +762,31 @@ def test_first_weights_that_came_after_the_optimizer_had_the_name_of_those_befor
     swarm.shutdown()
 
 
+@pytest.mark.parametrize("end", [2, 3], ids=["the end", "on the way"])
+def test_who_lacks_a_quorum_did_not_look_for_the_end_of_the_run(dht: shoal.DHT, tmp_path: Path, end: int) -> None:
+    """The others have ended it, and told nobody whom they had given up. A state on the way is no end."""
+    models, told = [torch.nn.Linear(3, 1) for _ in range(2)], list[str]()
+    models[1].load_state_dict(models[0].state_dict())
+    folder = tmp_path / "its"
+    options: dict[str, Any] = {"run_id": "lacks", "target_batch_size": TARGET, "batch_size_per_step": TARGET}
+    ended = shoal.Optimizer(dht=dht, optimizer=torch.optim.SGD(models[0].parameters(), lr=0.1), **options)
+    train(ended, models[0], 2)
+    state = ended.collaboration.state
+    with shoal.DHT(start=True) as other:
+        late = shoal.Optimizer(
+            dht=other, optimizer=torch.optim.SGD(models[1].parameters(), lr=0.1), checkpoint=folder, **options
+        )
+        ended.save(folder)
+        late.announce_end(end)
+        late._chains.first.solitude.untold = partial(told.append, "lacks")
+        models[1](torch.ones(TARGET, 3)).square().mean().backward()
+        late.step()
+        assert (late.collaboration.state == state) == (end == 2)
+        assert told == ([] if end == 2 else ["lacks"])
+        late.shutdown()
+    ended.shutdown()
+
+
 def test_a_few_first_weights_that_were_written_had_the_name_of_those_before(dht: shoal.DHT) -> None:
     """Nobody looks at each value: the run went on with unequal weights until the first check."""
     torch.manual_seed(0)

@@ -211,6 +211,39 @@ def test_a_peer_that_waits_for_a_quorum_took_the_farewells_of_an_earlier_run_for
     sim.run(main, seed=1)
 
 
+def test_who_lacks_a_quorum_looks_for_the_end_before_it_says_so() -> None:
+    """The others may have given it up, and so told it nothing. It looks once: the disk may be far away."""
+
+    async def main() -> None:
+        run, told = Run(target=TARGET), list[str]()
+
+        def note(event: Event) -> None:
+            if isinstance(event, Warned) and "quorum is" in event.message:
+                told.append(event.message)
+
+        for name in ("p0", "p1"):
+            await run.add(name, strategy=STRATEGIES["Decoupled"], events=note if name == "p1" else None)
+        left = run.trainers["p1"]
+        solitude = left.participant.solitude
+        solitude._has_folder = True
+        run.announce_end(END)
+        run.swarm.spawn("p1", left.train(4, duration_s=0.25, until=lambda: False))
+        await sim.sleep(3.0)
+        run.swarm.crash("p0")
+        async with asyncio.timeout(120.0):
+            while solitude.untold is None:
+                await sim.sleep(1.0)
+        assert not told
+        assert left.participant.ends_at == END
+        solitude.looked_for_end(found=False)
+        await sim.sleep(60.0)
+        assert solitude.untold is None
+        assert len(told) == 1
+        await run.close()
+
+    sim.run(main, seed=1)
+
+
 @pytest.mark.parametrize("silent_s", [1.5, 20.0])
 @pytest.mark.parametrize("peers", [2, 3])
 def test_a_last_average_that_was_missed_left_other_weights_in_silence(peers: int, silent_s: float) -> None:

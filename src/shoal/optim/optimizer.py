@@ -867,12 +867,13 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
 
         Args:
             ends: the digests of the states at which they have ended; none if they have not said it: then any better
-                state of the last epoch is one.
+                state of the run's last epoch is one.
         """
         folder, mine, found = self._saver.folder, self._chains.state, False
         with suppress(ConfigError, OSError, MemoryError):  # there is nothing of use in it, or no room for it here
             saved = folder and self._saver.find(folder, self._chains.first.settings.fingerprint, ends or None)
-            if folder and saved and (ends or (saved.name.epoch == mine.epoch and saved.name.key > mine.key)):
+            last = self._chains.last_epoch
+            if folder and saved and (ends or (saved.name.epoch == last and saved.name.key > mine.key)):
                 with self._lock.acquire_in_thread():
                     self._chains.resume(saved)
                     found = True

@@ -195,7 +195,8 @@ class Chains:
         """The digests of the states (see `state`) at which the others have ended without this peer.
 
         Returns:
-            None if they have not: as a rule. Empty if they may have, as they were lost and said nothing.
+            None if they have not: as a rule. Empty if they may have, as they were lost and said nothing, or a quorum is
+            lacking for long.
         """
 
         def look() -> frozenset[bytes]:
@@ -204,6 +205,11 @@ class Chains:
             return frozenset(_digest_of(end) for end in ends if all(end))
 
         return None if self.first.solitude.untold is None else self._ask(look)
+
+    @property
+    def last_epoch(self) -> int | None:
+        """The epoch at which the run ends, or has ended; None if this peer does not know it."""
+        return self.epoch if self.at_end else self.first.ends_at
 
     def looked_for_end(self, *, found: bool) -> None:
         """Such a state was `found` and taken over, or nobody has it (not under the lock)."""

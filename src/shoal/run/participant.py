@@ -354,6 +354,11 @@ class Participant:
         return self._outlook.at_end
 
     @property
+    def ends_at(self) -> int | None:
+        """The epoch at which the run ends, as far as this peer knows: at least as it has announced itself."""
+        return self._end.said if self._end.epoch is None else self._end.epoch
+
+    @property
     def finished(self) -> bool:
         """Whether this peer is at the end, at the best state that is known here, and the others are too."""
         return self._is_over and self.solitude.looked_at == self.own.name

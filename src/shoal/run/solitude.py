@@ -140,8 +140,8 @@ class Solitude:
         looked_at: the state at the end of the run with which it was looked how the others have ended.
         ended_without: the peers that had ended at another state than this fragment, and left; the epoch of each.
         ended_alone: whether the last steps of this fragment were made alone, and nobody has said how it ended.
-        untold: of the first fragment: tells that the others have ended, or may have, without this peer; None if they
-            have not, or it was told.
+        untold: of the first fragment: tells that the others have ended, or may have, without this peer, or that a
+            quorum is lacking; None if that is not so, or was told.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Solitude:
         self._epoch: int | None = None  # of the last step, if it was taken alone
         self._together: int | None = None  # of the last state that this peer had with others
         self._others = frozenset[PeerID]()  # who were known then
-        self.told = self._told_anew = False
+        self.told = self._told_anew = self._sought_end = False
         self._first, self._has_folder = first or self, has_folder
         self.model: list[Solitude] = [] if first is None else first.model
         """Those of all fragments of the model, the first one first."""
@@ -183,12 +183,24 @@ class Solitude:
             missing, quorum = self._missing()
             if not missing:
                 complete_at = loop.time()
-            self.notices.lacks(missing if loop.time() - complete_at >= PATIENCE_S else 0, quorum)
+            self._lacks(missing if loop.time() - complete_at >= PATIENCE_S else 0, quorum)
             self.notices.stragglers(self._here() if loop.time() - searches_since >= PATIENCE_S else ())
             if self._in_company():
                 since = loop.time()
             elif loop.time() - since >= PATIENCE_S:
                 self._tell()
+
+    def _lacks(self, missing: int, quorum: int) -> None:
+        """A merge lacks these many peers. It is told, once it was looked in the folder whether the run has ended.
+
+        Those who end a run tell nobody whom they have given up: a peer that stood still for long waits for a quorum.
+        """
+        if any(True for _ in self._connected()):
+            self._sought_end = False
+        elif missing and self._has_folder and not self._sought_end:
+            self._sought_end, self.untold = True, partial(self.notices.lacks, missing, quorum)
+        if self.untold is None:
+            self.notices.lacks(missing, quorum)
 
     def _in_company(self) -> bool:
         # A client takes no step alone beside others: it stands still.

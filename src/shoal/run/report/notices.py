@@ -341,7 +341,8 @@ class Notices:
                 f"run {self._run_id!r}: nothing is merged, as the strategy's quorum is {quorum}, and only "
                 f"{quorum - missing} of the peers that train can be seen here. This peer trains on, and gives what it "
                 "has to the first merge. Start more peers, see whether those that run can be reached, or give all "
-                "peers a smaller quorum"
+                "peers a smaller quorum. If they have ended the run while this program stood still or was cut off, "
+                "take their weights, from one of their checkpoints"
             )
 
     def beginning(self, beginning: Beginning, *, offered: bool, why_not: str = "") -> None:

@@ -197,7 +197,7 @@ async def samples(trainers: Sequence[Trainer], seconds: float) -> list[float]:
     return [(new - old) / seconds for new, old in zip(after, before, strict=True)]
 
 
-async def pace_kept(good: Sequence[Trainer], harm: Callable[[], None], *, spent: bool = False) -> float:
+async def pace_kept(good: Sequence[Trainer], harm: Callable[[], object], *, spent: bool = False) -> float:
     """The part of its calm pace that is left, a minute after this harm has begun, to the peer that lost most.
 
     `spent`: what may be lost is spent at once, and the times are a third.
@@ -503,18 +503,21 @@ def test_a_reducer_whose_averages_come_late_to_one_member_alone_is_not_judged_by
     sim.run(main, seed=1)
 
 
-def leads_with(averager: Averager, harm: Callable[[Round], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on it leads whenever the others let it, and does this to each round that it leads."""
+def leads_with(averager: Averager, harm: Callable[[Round], None], monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """From now on it leads whenever the others let it, and does this to each round that it leads; when that was."""
     leads(averager, monkeypatch)
     begin: Any = averager._begin_round
+    led = list[float]()
 
     async def begin_and_harm(group: Any, *rest: Any) -> Any:
         round_ = await begin(group, *rest)
         if group.leads:
+            led.append(asyncio.get_running_loop().time())
             harm(round_)
         return round_
 
     averager._begin_round = begin_and_harm  # type: ignore[method-assign, assignment]
+    return led
 
 
 def says_gone(round_: Round) -> None:
@@ -604,7 +607,7 @@ async def led_by(how: str, honest: int, monkeypatch: pytest.MonkeyPatch) -> None
     trainers = await training(run, honest + 1, heard)
     calm = await speed(trainers[0], 9.0)
     bad, good = trainers[-1].participant, trainers[:-1]
-    leads_with(bad._averager, HARMS.get(how, lambda _: None), monkeypatch)
+    led = leads_with(bad._averager, HARMS.get(how, lambda _: None), monkeypatch)
     if how in PLANS:
         plans(bad._averager, PLANS[how])
     if how == "begins":
@@ -614,6 +617,7 @@ async def led_by(how: str, honest: int, monkeypatch: pytest.MonkeyPatch) -> None
         victim = next(each for each in others if not each._averager._finder.matchmaker._memory.led)
         refuses_one(bad._averager, victim.core.peer_id)
     await speed(trainers[0], 30.0)  # the first rounds
+    first = len(led)
     before = [(each.participant.contribution.contributed, each.batches_done) for each in good]
     later = await speed(trainers[0], 18.0)
     shares = [
@@ -622,7 +626,8 @@ async def led_by(how: str, honest: int, monkeypatch: pytest.MonkeyPatch) -> None
     ]
     me = bad.core.peer_id.short()
     told = [each.message for each in heard if isinstance(each, Warned) and " badly: " in each.message]
-    print(how, honest, calm, later, shares, len(told))
+    print(how, honest, calm, later, shares, len(told), first, len(led))
+    assert len(led) - first <= 0.4 * 18.0 * later, "it leads no more than now and then"
     own = calm * honest / (honest + 1)  # a hostile leader that is shunned gives no samples
     assert later >= 0.8 * own, (calm, later)
     assert min(shares) > 0.8 * max(shares), shares

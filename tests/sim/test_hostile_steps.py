@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from shoal import sim
-from shoal.errors import PeerRefused
+from shoal.errors import PeerError, PeerRefused
 from shoal.events import Event, PeerDropped
 from shoal.optim import Participant
 from shoal.protocol.wire import (
@@ -272,3 +273,36 @@ def test_followers_that_read_slowly_held_a_copy_of_a_step_each(
         sim.run(main, seed=4)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("what", ["wants", "is told"])
+def test_a_follower_that_reads_nothing_has_few_steps_wait_for_it(what: str) -> None:
+    """It is dropped at once when it is to be told of many. One that wants many is read no more, and dropped later."""
+
+    async def main() -> None:
+        run, size = Run(target=1), 14 << 20
+        first = await run.add("p0", strategy=DiLoCo(4))
+        stranger, feed = await liar(run, "liar"), first.participant._steps
+        stream = await stranger.core.endpoint.open(
+            first.participant.core.endpoint.contact, FollowSteps("run"), timeout_s=5.0
+        )
+        assert await stream.recv() is not None
+        header = step_of(stranger, first.participant)
+        with feed._whole():
+            feed._add(Step(replace(header, digest=bytes(32), nbytes=size), bytearray(size)))
+        await stream.send(WantStep(bytes(32)))
+        await sim.sleep(3.0)
+        assert len(feed._followers) == 1
+        for number in range(1, 40):
+            digest = bytes([number]) * 32
+            if what == "wants":
+                with suppress(PeerError):
+                    await stream.send(WantStep(digest))
+            else:
+                feed._add(Step(replace(header, digest=digest, nbytes=1), bytearray(1)))
+        await sim.sleep(3.0)
+        assert sum(len(each._wanted) for each in feed._followers) == (17 if what == "wants" else 0)
+        await sim.sleep(90.0)
+        assert not feed._followers
+
+    sim.run(main, seed=4)

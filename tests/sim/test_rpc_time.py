@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -941,6 +942,31 @@ def test_contacts_are_bounded() -> None:
         assert not a.endpoint.reachable(PeerID(bytes(32)))
         with pytest.raises(PeerUnreachable):
             await a.endpoint.call(PeerID(bytes(32)), Say("x"), timeout_s=1.0)
+
+    on_sim(scenario)
+
+
+class Accepted(NamedTuple):
+    """A connection of which nothing is read."""
+
+    peer_id: PeerID
+    local_host: str = "a"
+    remote_host: str = "b"
+
+
+def test_memory_of_who_has_dialed_us_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys are free."""
+
+    async def nothing(*_: object) -> None: ...
+
+    async def scenario(net: SimNet) -> None:
+        a = await net.peer("a")
+        monkeypatch.setattr(a.endpoint, "_serve_connection", nothing)
+        for i in range(2000):
+            accepted: Any = Accepted(PeerID(i.to_bytes(32, "big")))
+            a.endpoint._accept(accepted)
+        a.endpoint._open.connections.clear()
+        assert len(a.endpoint.came_in(0.0)) == 1024
 
     on_sim(scenario)
 

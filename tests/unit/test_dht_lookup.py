@@ -187,7 +187,7 @@ def test_dead_nodes_are_stepped_over() -> None:
 
 def test_liar_with_endless_contacts_is_cut_short() -> None:
     """A node that names ever nearer, made-up nodes costs a bounded number of queries."""
-    lookup = Lookup(TARGET, OWN, far(399), count=2, max_queries=20)
+    lookup = Lookup(TARGET, OWN, far(399), count=2)
     fakes = iter(reversed(NODES[:399]))
     asked = 0
     while not lookup.done:

@@ -97,6 +97,21 @@ def test_one_silence_is_forgiven_two_in_a_row_are_not() -> None:
     assert not table.failed(peer(1))
 
 
+def test_a_node_makes_up_for_a_call_without_an_answer() -> None:
+    """By a thousand answers, not by millions; and no more debts are remembered than a few thousand."""
+    table = RoutingTable(OWN, bucket_size=4)
+    table.seen(contact(1), 0.0)
+    table.failed(peer(1))
+    for now in range(1023):
+        table.seen(contact(1), float(now))
+    assert table.doubtful(peer(1))
+    table.seen(contact(1), 2000.0)
+    assert not table.doubtful(peer(1))
+    for number in range(5000):
+        table.failed(peer(number))
+    assert sum(table.doubtful(peer(number)) for number in range(5000)) == 4096
+
+
 def test_new_address_of_a_known_node_replaces_the_old() -> None:
     """A node that moved is found where it is now."""
     table = RoutingTable(OWN, bucket_size=4)

@@ -74,6 +74,9 @@ def test_a_site_where_dials_fail_is_left_alone_for_longer_and_longer() -> None:
     assert limits.choose([address("a")], now)
     limits.failed(["a"], now)
     assert limits.left_alone_s("a", now) == 2 * FIRST_PAUSE_S
+    for _ in range(9):
+        limits.failed(["a"], now)
+    assert limits.left_alone_s("a", now) == 960.0, "somebody else may listen there by now"
     limits.prove("a")
     assert limits.choose([address("a")], now)
 

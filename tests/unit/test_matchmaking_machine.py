@@ -401,6 +401,7 @@ def test_a_leader_is_avoided_only_if_the_missing_peer_comes_where_another_one_le
     started = [action for action in play.wait(WINDOW_S) if isinstance(action, Start)]
     assert peer_id(61) in started[0].followers
     assert list(memory.avoided) == ([peer_id(1)] if comes else [])
+    assert all(until <= play.now + 10 * WINDOW_S for until in memory.avoided.values())
     assert not memory.missed
 
 
@@ -1299,6 +1300,17 @@ def test_lost_peer_is_heard_again() -> None:
     play = Play(memory=Memory(lost={peer_id(60): MINE + 100}))
     play.joins(60)
     assert play.memory.lost == {}
+
+
+def test_memory_of_declarations_is_bounded() -> None:
+    """Keys are free: neither the directory, nor peers that ask us, fill the memory."""
+    play = Play()
+    play.settle(*(declared(number) for number in range(60, 5000)))
+    known = play.machine._known
+    for number in range(60, 5000):
+        known.hear(declared(number), 0.0)
+        known.spend(peer_id(number), 0.0)
+    assert [len(each) for each in (known._listed, known._heard, known._spent)] == [1024, 1024, 4096]
 
 
 def test_memory_of_lost_peers_is_bounded() -> None:

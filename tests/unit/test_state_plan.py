@@ -339,6 +339,11 @@ def test_a_busy_donor_is_passed_over_and_asked_again() -> None:
     assert at is not None
     assert 0.1 <= at <= 0.2
     assert who.next(at, 1) == high
+    for _ in range(9):
+        who.busy(high, at)
+    longest = who.ready_at(None)
+    assert longest is not None
+    assert longest - at <= 2.0, "others may have left it soon"
 
 
 def test_turns_come_to_an_end() -> None:

@@ -52,14 +52,18 @@ def contributed(run: Run) -> float:
 Fault = Callable[[Run], AbstractContextManager[None]]
 
 
-def play(fault: Fault, strategy: Strategy | None, seed: int, *, seconds: float) -> None:
-    """Three peers keep four fifths of their pace beside this one, and all four come together again."""
+def play(fault: Fault, strategy: Strategy | None, seed: int, *, seconds: float, part: float = 1 / 3) -> None:
+    """Three peers keep four fifths of their pace beside this one, and all four come together again.
+
+    It does this part of what the three do together.
+    """
 
     async def main() -> None:
         run = Run(target=4 * 3 * BATCH if strategy is None else 1)
         trainers: list[Trainer] = [await run.add(name, strategy=strategy) for name in (*HONEST, "last")]
         for name, trainer in run.trainers.items():
-            run.swarm.spawn(name, trainer.train(BATCH, duration_s=BATCH_S, until=asyncio.Event().is_set))
+            batch_s = BATCH_S if name in HONEST else BATCH_S / (3 * part)
+            run.swarm.spawn(name, trainer.train(BATCH, duration_s=batch_s, until=asyncio.Event().is_set))
         await sim.sleep(12.0)
 
         async def pace(seconds: float) -> float:
@@ -85,6 +89,12 @@ def test_one_peer_that_merges_alone_took_what_all_others_had_trained() -> None:
     """Three peers gave up their 48 samples for its 16 at each merge, and contributed nothing for as long as it did."""
     with reaches("peers make their own step, though another one has gone ahead"):
         play(deaf, DiLoCo(4), 1, seconds=20.0)
+
+
+@pytest.mark.parametrize("part", [0.7, pytest.param(0.9, marks=pytest.mark.long)])
+def test_a_deaf_peer_that_is_nearly_as_fast_as_all_others_took_what_they_had_trained(part: float) -> None:
+    """Its small steps were ahead for a moment before each large one: the three contributed nothing in a minute."""
+    play(deaf, DiLoCo(4), 1, seconds=30.0, part=part)
 
 
 def test_a_deaf_peer_that_rounds_wait_for_took_all_steps() -> None:

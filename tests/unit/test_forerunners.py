@@ -130,6 +130,23 @@ def test_other_branches_and_averages_of_states_are_followed_at_once() -> None:
     assert not Scene().see({**HERE, FIRST: StateKey.of(10, 641, b"b" * 32)})
 
 
+def test_a_peer_that_does_not_come_to_a_better_state_is_not_followed_for_less_than_a_step() -> None:
+    """It never hears of ours, or does not care. Whenever it was ahead, between two steps, all gave up what they had."""
+    scene, ours = Scene(), [StateKey.of(10 + number, 640 + 48 * number, b"a%d" % number * 16) for number in range(4)]
+    alone = [StateKey.of(11 + number, 656 + 16 * number, b"b%d" % number * 16) for number in range(12)]
+
+    def at(own: int, first: int) -> dict[PeerID, StateKey]:
+        return {**dict.fromkeys(PEERS[:3], ours[own]), FIRST: alone[first]}
+
+    scene.see(dict.fromkeys(PEERS, ours[0]), own=ours[0])
+    assert scene.see(at(0, 1), own=ours[0])
+    scene.see(at(1, 1), own=ours[1])
+    assert scene.see(at(1, 4), own=ours[1]), "48 samples were overtaken by 80, where 96 are near"
+    assert not scene.see(at(1, 5), own=ours[1]), "by 96"
+    scene.see({**at(1, 1), FIRST: ours[1]}, own=ours[1])
+    assert not scene.see(at(2, 7), own=ours[2]), "it had come to ours, and this is another branch"
+
+
 def test_samples_that_are_known_count_in_place_of_those_of_the_last_steps() -> None:
     """But of nobody more than is believed of it."""
     ahead = {**HERE, FIRST: StateKey.of(11, 640 + 3 * GIVES, b"b" * 32)}

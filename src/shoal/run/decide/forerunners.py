@@ -6,8 +6,9 @@ state. The others gave up what they had trained, followed it, came late to its n
 
 So a peer does not follow as long as all of this holds:
 
-- The better state came from ours: a peer that is at it was at our state before, and it is of a later epoch. Two
-  branches that meet, and an average of states, are followed at once.
+- The better state is of a later epoch, and a peer that is at it was at our state before; or it has gone on without us
+  before, we have made the better state since, and it did not come to that. Two branches that meet, and an average of
+  states, are followed at once.
 - Of the contributors to the last steps those at our state, this peer included, outweigh those that have gone ahead.
   Only peers that are connected and heard count here. Weights are those of `words`: so no single peer leads the others
   back, and a peer that most have left behind follows them at once.
@@ -46,17 +47,26 @@ class Forerunners:
         self._were_here: set[PeerID] = set()
         self._since: float | None = None
         self._failed = False
+        self._ahead: dict[PeerID, StateKey] = {}  # those that were at better states than ours, and at which
+        self._overtaken: set[PeerID] = (
+            set()
+        )  # of those: we have made a better state since, and they have not come to it
 
     def observe(self, view: SwarmView, *, own: StateKey, now: float) -> None:
         """Take in a look at the swarm from our state `own` (`now`: local time, seconds)."""
         if own.inverted_digest != self._digest:
+            self._overtaken.update(peer for peer, key in self._ahead.items() if key < own)
+            self._overtaken.intersection_update(view.others)
+            self._ahead = {}
             self._digest, self._were_here, self._since, self._failed = own.inverted_digest, set(), None, False
             self._together = frozenset()
         if view.together is not self._together:
             self._together = view.together
             self._were_here |= view.together
-        if view.behind and self._since is None:
-            self._since = now
+            self._overtaken -= view.together
+        if view.behind:
+            self._since = now if self._since is None else self._since
+            self._ahead.update(dict.fromkeys(view.leaders, view.best))
 
     def steps_first(
         self,
@@ -87,7 +97,7 @@ class Forerunners:
         late = self._since is not None and now >= self._since + _EPOCHS * epoch_s
         if late or self._failed or not held or view.best.epoch <= own.epoch:
             return False
-        if self._were_here.isdisjoint(view.leaders):
+        if (self._were_here | self._overtaken).isdisjoint(view.leaders):
             return False
         weights = committed.weights
         here = {peer for peer in view.together.intersection(weights) if peer == self._me or hears(peer)} - view.absent

@@ -4,6 +4,7 @@ Keys are free, so the number of peers that say something proves nothing. A key's
 committed under it, in the last steps that led to the state (see `committed`). So:
 
 - A key that has given to less than three steps since its last long pause weighs nothing, if others have given to more.
+  Nor does one that came to few of the last ten, and to none of the last five: it is gone.
 - No *site* (see `peer.site_of`) weighs more than all others together, but where each of its keys weighs no
   more than one elsewhere: peers of one laboratory, which share an address, count like any others. Of one site alone
   the same holds for its keys. So no key decides anything while others are there.
@@ -121,11 +122,13 @@ class Record:
             sites[peer] = each.site
         needed = min(len(steps) // _PART, max(rounds.values(), default=0))
         regular = {peer: given for peer, given in self.samples.items() if rounds[peer] >= needed}
-        # Those who are shut out of most steps come to a third of them together; one that is gone does not.
+        # Those who are shut out of most steps come to a third of them together, and one that is slow comes now and
+        # then; one that is gone does not.
         often = Counter(each.peer for step in steps for each in step if each.samples)
         rare = {peer for peer in regular if often[peer] < needed}
         if sum(any(each.peer in rare and each.samples for each in step) for step in steps) < needed:
-            regular = {peer: given for peer, given in regular.items() if peer not in rare}
+            came = {each.peer for step in steps[len(steps) // 2 :] for each in step if each.samples}
+            regular = {peer: given for peer, given in regular.items() if peer not in rare or peer in came}
         self.weights = _none_alone(regular, sites)
         self._one = len(set(sites.values())) <= 1
         self.places = {peer: self._place(peer, site) for peer, site in sites.items()}

@@ -6,9 +6,12 @@ Python are counted, and memory, so that the result is the same on each machine: 
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -26,34 +29,46 @@ from shoal.dht import DhtSettings, ValueWithExpiration
 from shoal.dht.crawl import Crawler, Findings
 from shoal.dht.local import Local, Vault
 from shoal.dht.neighbours import Neighbours
+from shoal.dht.service import Service
 from shoal.dht.storage import wire_bytes
 from shoal.dht.validation import CompositeValidator, signed_record
 from shoal.layout import alike, balance
+from shoal.protocol import wire
 from shoal.protocol.identity import Identity
 from shoal.protocol.wire import (
     Assign,
+    Ballast,
     Begin,
     Commit,
     Contact,
+    DhtFind,
     DhtFindReply,
     DhtFound,
+    DhtStore,
     Held,
     Member,
+    NoWayIn,
+    Place,
     Progress,
     Record,
     Report,
+    Request,
     Standing,
+    TellChains,
     TellProgress,
+    Whereabouts,
     decode,
     decode_plain,
     encode,
 )
+from shoal.rpc.reachability import Reachability
 from shoal.run.decide.agreement import Said, agree, checks_of
 from shoal.run.decide.check import Check, judge
 from shoal.run.view.progress import SwarmProgress
 from shoal.run.watching import RunStatus, _decode
 from shoal.train.options import Options
 from tests.cost import Cost, cost_of, most_lines, most_of
+from tests.unit.test_post import OTHER, Peer, progress
 
 ROUND = b"r" * 16
 GROUPS = [16, 1024]
@@ -196,6 +211,92 @@ def others() -> Iterator[tuple[str, Case]]:
     yield "256 other settings", (encode(wrong), partial(swarm.heard, wrong, 1.0))
 
 
+class Served:
+    """What parts of a peer answer, on an endpoint that does nothing else."""
+
+    limits = SimpleNamespace(header_bytes=1 << 20)
+
+    def __init__(self) -> None:
+        self.handlers: dict[type, Callable[..., Any]] = {}
+        self.contact = contact(0)
+
+    def serve(self, kind: type, handler: Callable[..., Any]) -> None:
+        self.handlers[kind] = handler
+
+    def contact_of(self, asker: PeerID) -> Contact:
+        return Contact(asker)
+
+    def moved(self, listens: Contact) -> None:
+        assert listens.addresses
+
+    def on_way_shut(self, _callback: object) -> None:
+        pass
+
+    def answers(self, request: wire.Message) -> Case:
+        """One of them answers this."""
+
+        async def turns() -> None:
+            answer = self.handlers[type(request)](peer(0), request)
+            if inspect.isawaitable(answer):
+                await answer
+
+        return encode(request), lambda: asyncio.run(turns())
+
+
+def to_node() -> Iterator[tuple[str, Case]]:
+    """What a DHT node is asked, and a peer is told of addresses."""
+    served: Any = Served()
+    vault = Vault(peer(9), DhtSettings(), CompositeValidator())
+    neighbours = Neighbours(peer(9), bucket_size=16)
+    for number in range(1, 300):
+        neighbours.alive(contact(number), 1.0)
+    Service(served, Local(peer(9), Env(), DhtSettings(), neighbours, vault))
+    Reachability(served)
+    yield "64 keys", served.answers(DhtFind([number.to_bytes(32, "big") for number in range(64)]))
+    records = [Record(bytes(32), number.to_bytes(2, "big"), b"", 1e9, peer(0)) for number in range(256)]
+    yield "256 records", served.answers(DhtStore(records, bytes(32)))
+    yield "bytes without meaning", served.answers(Ballast(bytes(1 << 18)))
+    yield "8 hosts", served.answers(Whereabouts(contact(0)))
+    yield "8 hosts that lead nowhere", served.answers(NoWayIn(contact(0).addresses))
+
+
+def places(count: int, words: int, *, same: bool = False) -> TellChains:
+    """Of so many fragments, or so often of one, with so many words of others in each."""
+    said = [Place(0 if same else number, 5, b"d" * 32, 100, 4) for number in range(count)]
+    others = [Standing(peer(number), 5, 2.0) for number in range(words)]
+    said = [msgspec.structs.replace(each, others=others) for each in said]
+    return TellChains("run", progress(OTHER, 0, 1), said)
+
+
+def of_chains() -> Iterator[tuple[str, Case]]:
+    """What a peer with 64 fragments is told, each of which has enough, and knows 4,096 others."""
+    for name, told in {
+        "each of 64 fragments": places(64, 32),
+        "one fragment, 64 times": places(64, 32, same=True),
+        "one fragment, with all words": places(1, 2048),
+        "all that fits into a frame": places(64, 300),
+        "nothing": places(0, 0),
+    }.items():
+        asked = Peer(64)
+        first, *rest = asked.known
+        mine = progress(OTHER, 0, 1)
+        for number in range(4096):
+            where = Contact(peer(number), (Address("10.0.0.1", 4000, peer(number)),))
+            first.heard(msgspec.structs.replace(mine, contact=where, digest=bytes(32)), 1.0)
+        for number, known in enumerate(rest, 1):  # as if each had heard it
+            known._known = {
+                peer: word._replace(said=msgspec.structs.replace(word.said, digest=bytes([number]) * 32))
+                for peer, word in first._known.items()
+            }
+        for gossip in asked.gossips:
+            gossip.enough = True
+
+        async def turn(asked: Peer = asked, told: TellChains = told) -> None:
+            assert len(encode(asked.served[TellChains](OTHER, told))) < Served.limits.header_bytes
+
+        yield name, (encode(told), lambda turn=turn: asyncio.run(turn()))  # type: ignore[misc]
+
+
 def contact(number: int) -> Contact:
     """A peer that listens at 8 hosts, which are nobody else's."""
     hosts = [f"fd00::{number:x}:{each}" if each % 2 else f"10.{each}.{number >> 8}.{number & 255}" for each in range(8)]
@@ -208,7 +309,8 @@ def all_cases() -> Iterator[Any]:
         for kind, made in (("report", reports), ("order", orders)):
             for name, case in made(count):
                 yield pytest.param(case, id=f"{kind} of {count}: {name}")
-    for kind, found in (("words", words()), ("checks", checks()), ("message", others())):
+    more = ("words", words()), ("checks", checks()), ("message", others()), ("node", to_node()), ("chains", of_chains())
+    for kind, found in more:
         for name, case in found:
             yield pytest.param(case, id=f"{kind}: {name}")
 
@@ -227,6 +329,30 @@ def test_no_message_costs_more_than_a_moment_and_all_are_linear_in_their_bytes()
         if not is_linear(cost, len(data)):
             wrong.append((name, len(data), cost))
     assert not wrong, "\n".join(map(str, wrong))
+
+
+def is_long(kind: Any) -> bool:
+    """Whether values of this type, by its bounds, are longer than a name or a digest."""
+    match kind:
+        case msgspec.inspect.ListType() | msgspec.inspect.VarTupleType() | msgspec.inspect.DictType():
+            return True
+        case msgspec.inspect.StructType():
+            return any(is_long(field.type) for field in kind.fields)
+        case msgspec.inspect.UnionType():
+            return any(map(is_long, kind.types))
+        case msgspec.inspect.BytesType() | msgspec.inspect.StrType():
+            return kind.max_length is None or kind.max_length > 512
+    return False
+
+
+def test_each_request_that_may_be_long_has_a_case() -> None:
+    """`TellChains` came, and was in no table."""
+    found = {each for each in vars(wire).values() if isinstance(each, type) and issubclass(each, Request)}
+    long = {each.__name__ for each in found if is_long(msgspec.inspect.type_info(each))}
+    assert {"TellProgress", "DhtStore"} <= long
+    data = [param.values[0][0] for param in all_cases()]
+    # The tag of a message comes first, behind the size of the list.
+    assert not {name for name in long if not any(name.encode() in each[: len(name) + 8] for each in data)}
 
 
 def nested(value: object, levels: int) -> object:

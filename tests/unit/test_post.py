@@ -18,7 +18,16 @@ from shoal.base.tasks import Changes
 from shoal.errors import PeerError
 from shoal.events import EventBus
 from shoal.optim import RunSettings
-from shoal.protocol.wire import ChainsTold, Contact, Place, Progress, ProgressTold, TellChains, TellProgress
+from shoal.protocol.wire import (
+    ChainsTold,
+    Contact,
+    Place,
+    Progress,
+    ProgressTold,
+    Standing,
+    TellChains,
+    TellProgress,
+)
 from shoal.run.gossip import ProgressGossip
 from shoal.run.post import Post
 from shoal.run.settings import fragment_settings
@@ -43,11 +52,15 @@ def progress(peer: PeerID, fragment: int, samples: int, time: float = 1.0) -> Pr
 
 
 class Peer:
-    """`ME`, with a gossip for each fragment, and what it asks `OTHER`."""
+    """`ME`, with a gossip for each fragment, and what it asks `OTHER`.
 
-    def __init__(self) -> None:
+    Args:
+        fragments: their number.
+    """
+
+    def __init__(self, fragments: int = FRAGMENTS) -> None:
         self.asked, self.served, self.answers_as = list[Any](), dict[type, Any](), OTHER
-        self.begun, self.answers = asyncio.Event(), asyncio.Event()
+        self.begun, self.answers, self.timeouts = asyncio.Event(), asyncio.Event(), set[float]()
         env = SimpleNamespace(events=EventBus(), clock=SimpleNamespace(time=lambda: 1e9), rng=random.Random(0))
         endpoint: Any = SimpleNamespace(
             call=self._call,
@@ -59,8 +72,8 @@ class Peer:
         )
         self.post = Post(cast(PeerCore, SimpleNamespace(endpoint=endpoint, peer_id=ME, env=env)))
         self.known, self.gossips = list[SwarmProgress](), list[ProgressGossip]()
-        for number in range(FRAGMENTS):
-            settings = fragment_settings(RUN, number, FRAGMENTS)
+        for number in range(fragments):
+            settings = fragment_settings(RUN, number, fragments)
             self.known.append(SwarmProgress(ME, settings.fingerprint, ttl_s=20.0))
             self.gossips.append(
                 ProgressGossip(
@@ -83,6 +96,7 @@ class Peer:
 
     async def _call(self, peer: PeerID, request: Any, timeout_s: float) -> Any:
         self.asked.append(request)
+        self.timeouts.add(timeout_s)
         self.begun.set()
         await self.answers.wait()
         if isinstance(request, TellProgress):
@@ -128,6 +142,7 @@ def test_what_comes_due_during_a_call_goes_in_the_next_one_and_one_fragment_has_
             gossip._call(OTHER)
         await peer.told()
         assert [type(each) for each in peer.asked] == [TellProgress, TellChains]
+        assert peer.timeouts == {3.0}, "who answers none hears the next one soon"
         assert [place.fragment for place in peer.asked[1].places] == [1, 2]
 
     asyncio.run(main())
@@ -160,6 +175,26 @@ def test_a_peer_that_is_told_of_fragments_answers_of_those_that_it_has() -> None
         assert [(place.fragment, place.done) for place in answer.places] == [(2, 102), (1, 101)]
         assert [bool(known.peers) for known in peer.known] == [False, True, True]
         assert len(peer.served[TellChains](OTHER, TellChains("run", progress(OTHER, 0, 1), [])).places) == FRAGMENTS
+
+    asyncio.run(main())
+
+
+def test_words_about_others_have_a_bound_for_all_fragments_together() -> None:
+    """Each place had room for 4,096. 220 bytes had 262,144 of them looked at, and the answer fitted into no frame."""
+
+    async def main() -> None:
+        peer = Peer()
+        others = [Standing(PeerID(number.to_bytes(32, "big")), 1, 1.0) for number in range(1024)]
+        places = [Place(number, 4, b"d" * 32, 40, 700, others=others) for number in range(FRAGMENTS)]
+        with pytest.raises(PeerError, match="more than 2048 words about others"):
+            peer.served[TellChains](OTHER, TellChains("run", progress(OTHER, 0, 1), places))
+        for number, (gossip, known) in enumerate(zip(peer.gossips, peer.known, strict=True)):
+            gossip.enough = True
+            for other in others:
+                said = progress(other.peer, number, 5)
+                known.heard(said, 1.0)
+        answer = peer.served[TellChains](OTHER, TellChains("run", progress(OTHER, 0, 1), []))
+        assert sum(len(place.others) for place in answer.places) == 2048 // FRAGMENTS * FRAGMENTS
 
     asyncio.run(main())
 

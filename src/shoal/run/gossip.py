@@ -241,10 +241,10 @@ class ProgressGossip:
             raise PeerError("progress in another peer's name", peer)
         self.hear_directly(told.progress, told.others)
 
-    def what_we_know(self) -> tuple[Progress, list[Standing]]:
-        """This peer's progress; and what it has heard of the others, once there is enough."""
-        mine = self._next_word()
-        return mine, self._known.standings(mine, asyncio.get_running_loop().time()) if self.enough else []
+    def what_we_know(self, most: int | None = None) -> tuple[Progress, list[Standing]]:
+        """This peer's progress; and what it has heard of the others, once there is enough: so many words at most."""
+        mine, now = self._next_word(), asyncio.get_running_loop().time()
+        return mine, self._known.standings(mine, now, most=most) if self.enough else []
 
     def hear_directly(self, progress: Progress, others: Sequence[Standing], *, answers: bool = False) -> None:
         """A peer tells where it stands, and what it has heard of others; or `answers` with that when it is told."""

@@ -40,6 +40,9 @@ _MOST_DEAF = 4096
 CALL_TIMEOUT_S = 3.0
 """The longest time for a `TellProgress`."""
 
+_MOST_WORDS = 2048
+"""Words about others in one call, of all its fragments together. More would not fit into a frame, and take too long."""
+
 
 class Correspondent(Protocol):
     """The gossip of one fragment, as the post knows it."""
@@ -52,8 +55,8 @@ class Correspondent(Protocol):
     def settings(self) -> Mapping[str, str]:
         """The settings that must be equal in it."""
 
-    def what_we_know(self) -> tuple[Progress, list[Standing]]:
-        """This peer's progress, and what it passes on."""
+    def what_we_know(self, most: int | None = None) -> tuple[Progress, list[Standing]]:
+        """This peer's progress, and what it passes on: so many words at most."""
 
     def hear_directly(self, progress: Progress, others: Sequence[Standing], *, answers: bool = False) -> None:
         """A peer says this, or answers so."""
@@ -206,6 +209,8 @@ class Post:
     def _told(self, peer: PeerID, request: TellChains) -> ChainsTold:
         if request.progress.contact.peer != peer:
             raise PeerError("progress in another peer's name", peer)
+        if sum(len(place.others) for place in request.places) > _MOST_WORDS:
+            raise PeerError(f"more than {_MOST_WORDS} words about others in one call", peer)
         for chain, progress, others in self._read(request):
             chain.hear_directly(progress, others)
         asked = dict.fromkeys(place.fragment for place in request.places if place.fragment in self._chains)
@@ -213,7 +218,8 @@ class Post:
 
     def _word(self, numbers: Sequence[int]) -> tuple[Progress, list[Place]]:
         """Our word of these fragments."""
-        found = {number: self._chains[number].what_we_know() for number in numbers}
+        most = _MOST_WORDS // max(1, len(numbers))
+        found = {number: self._chains[number].what_we_know(most) for number in numbers}
         places = [
             Place(
                 fragment=number,

@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -462,10 +463,16 @@ class SwarmProgress:
         counts = progress.time > own.time and now - at <= RELAYED_S
         return progress if counts and self._key in (None, StateKey.of_peer(progress)) else own
 
-    def standings(self, mine: Progress, now: float, *, told: bool = True) -> list[Standing]:
-        """What the peers at the same state as this peer have done; unless `told`, only by their own words."""
-        said = [self._said_last(peer, now) if told else own for peer, (own, *_) in self._known.items()]
-        return [Standing(p.contact.peer, p.done, p.time) for p in said if p.digest == mine.digest]
+    def standings(self, mine: Progress, now: float, *, told: bool = True, most: int | None = None) -> list[Standing]:
+        """What the peers at the same state as this peer have done: of so many of them at most.
+
+        Unless `told`, only by their own words.
+        """
+        relayed = self._relayed if told else ()
+        known = self._known.items()
+        said = (self._said_last(peer, now) if peer in relayed else word.said for peer, word in known)
+        here = islice((each for each in said if each.digest == mine.digest), most)
+        return [Standing(each.contact.peer, each.done, each.time) for each in here]
 
     def _left(self, progress: Progress) -> bool:
         peer = progress.contact.peer

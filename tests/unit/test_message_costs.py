@@ -229,7 +229,7 @@ class Served:
     def moved(self, listens: Contact) -> None:
         assert listens.addresses
 
-    def on_way_shut(self, _callback: object) -> None:
+    def on_route_shut(self, _callback: object) -> None:
         pass
 
     def answers(self, request: wire.Message) -> Case:

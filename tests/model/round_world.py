@@ -65,8 +65,8 @@ class Member(MemberMachine):
     def __setstate__(self, state: dict[str, Any]) -> None:
         same = _member(state["me"], state["contributing"])
         self.__dict__.update(same.__dict__, **state)
-        # Who is late makes a difference to later rounds only. Who gave an average makes one where somebody lies: here the
-        # look for the giver would fail.
+        # Who is late makes a difference to later rounds only. Who gave an average makes one where somebody lies: here
+        # the look for the giver would fail.
         self._reducing, self._owed, self.unheard, self._giver = _NOBODY, Counter[int](), set(), {}
 
 

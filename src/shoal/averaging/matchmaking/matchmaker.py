@@ -57,7 +57,7 @@ from shoal.errors import (
 )
 from shoal.events import GroupFormed, PeerDropped, Warned
 from shoal.protocol.wire import Begin, Contact, Join, JoinAccepted, JoinRedirected, JoinRefused, Member
-from shoal.rpc import LOOK_S, Endpoint
+from shoal.rpc import Endpoint
 
 __all__ = ["Matchmaker"]
 
@@ -155,7 +155,6 @@ class Matchmaker:
         self._search: _Search | None = None
         self._begun = Changes()
         self._tasks = Tasks(self._on_failure)
-        self._looking: asyncio.Task[None] | None = None
         self._writing: asyncio.Task[None] | None = None
         self._requests = OrderedSet[JoinRequest]()
         self._closed = False
@@ -532,22 +531,11 @@ class Matchmaker:
     def _remember(self, group: Group | None) -> None:
         self._memory.led = group is not None and group.leads
         self._memory.leader = None if group is None or group.leads else group.members[group.coordinator].contact
-        if group is not None and self._looking is None and len(group.members) <= LOOKED_AT:
-            self._looking = self._tasks.spawn(self._look_loop())
-
-    async def _look_loop(self) -> None:
-        """Between searches: look at the peers that the next one would wait for, so that it knows which are silent.
-
-        Members of a large group are not looked at: a silent one is noticed in the search.
-        A follower will ask the leader of the last group first; the leader will wait for its members.
-        """
-        memory = self._memory
-        while not self._closed and (memory.led or memory.leader is not None):
-            awaited = self._companions[1] if memory.leader is None else {memory.leader.peer}
-            for peer in awaited if self._search is None and len(awaited) <= LOOKED_AT else ():
-                self._endpoint.is_silent(peer, soon=memory.led)
-            await asyncio.sleep(LOOK_S)
-        self._looking = None
+        # Between two searches, too, it is known so which of the peers that the next one would wait for are silent. A
+        # follower will ask the leader of the last group first; the leader will wait for its members.
+        awaited = () if group is None or len(group.members) > LOOKED_AT else group.peers
+        leader = self._memory.leader
+        self._endpoint.watch(self, [leader.peer] if awaited and leader else awaited, soon=self._memory.led)
 
     def avoid(self, leader: PeerID, members: int) -> None:
         """Another peer is to lead groups like the last one, which had so many members: see `Memory.avoid`."""
@@ -613,6 +601,7 @@ class Matchmaker:
         if self._closed:
             return
         self._closed = True
+        self._endpoint.watch(self, ())
         self.stop_serving()
         for unsubscribe in self._unsubscribe:
             unsubscribe()

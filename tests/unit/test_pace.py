@@ -12,7 +12,7 @@ from shoal.base.peer import Address, PeerID
 from shoal.protocol.wire import Contact, Progress
 from shoal.run.view.progress import SwarmProgress, SwarmView
 from shoal.strategies import Merging, SamplesPace
-from shoal.strategies.merge_pace import WAY, MergePace, merge_pace
+from shoal.strategies.merge_pace import NEAR_WAY, WAY, MergePace, merge_pace
 
 PEERS = [PeerID(bytes([number]) * 32) for number in range(12)]
 
@@ -77,6 +77,29 @@ def test_peers_that_no_round_waits_for_count_where_a_quorum_lacks_them(present: 
         swarm.heard(said(peer, samples, 1.0), 0.0)
     assert pace.enough(swarm.view(said(PEERS[0], WAY, 0.0), 0.0, absent=absent)) is enough
     assert not pace.enough(swarm.view(said(PEERS[0], 0, 0.0), 0.0, absent=absent))
+
+
+@pytest.mark.parametrize("quorum", [None, 2])
+def test_batches_matter_once_a_merge_is_near(quorum: int | None) -> None:
+    """By this peer's own way, or without a quorum by that of all in the mean: each batch of each fragment was asked."""
+    rng = random.Random(5)
+    for _ in range(300):
+        steps, fragment = rng.randint(1, 150), rng.randrange(4)
+        merging = Merging(every=steps, overlap=None if quorum else 0, quorum=quorum, fragments=4)
+        known, pace = SwarmProgress(PEERS[0], {}, ttl_s=20.0), merge_pace(merging, fragment)
+        pace.state_changed(rng.randrange(2), 0.0)
+        assert pace.near_at == 0  # the others are not known yet
+        others = [rng.randrange(3 * WAY) for _ in range(rng.randrange(4))]
+        for peer, samples in zip(PEERS[1:], others, strict=False):
+            known.heard(said(peer, samples, 1.0), 0.0)
+
+        def is_near(batches: int, pace: MergePace = pace, others: list[int] = others) -> bool:
+            own = pace.done(0, batches, 0.0, pace.epoch)
+            mean = 0.0 if quorum else (own + sum(others)) / (1 + len(others))
+            return max(own, mean) >= NEAR_WAY
+
+        pace.enough(known.view(said(PEERS[0], 0, 0.0), 0.0))
+        assert [batches >= pace.near_at for batches in range(steps)] == [*map(is_near, range(steps))]
 
 
 def test_peers_at_other_states_are_not_missing_for_a_quorum() -> None:

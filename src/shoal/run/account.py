@@ -65,5 +65,5 @@ class Account:
             self._notices.first_dropped(contribution.in_vain, speed.processed)
         over = self._outlook.at_end or self._course.is_closed
         if (much := contribution.much_dropped(processed=speed.processed, now=now, over=over)) is not None:
-            last = "merge" if self._outlook.settings.strategy.terms.meets_rarely else "round"
+            last = "merge" if self._outlook.terms.meets_rarely else "round"
             self._notices.much_dropped(much, self._own.training.why_dropped(), last=last, left=left)

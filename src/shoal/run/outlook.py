@@ -25,6 +25,7 @@ from shoal.run.view.contribution import RateMeter
 from shoal.run.view.progress import NO_STATE, StateKey, SwarmProgress, SwarmView
 from shoal.run.view.witness import Witness
 from shoal.strategies.pace import Pace
+from shoal.strategies.strategy import Terms
 
 __all__ = ["Outlook"]
 
@@ -39,6 +40,7 @@ class Outlook:
     Attributes:
         core: this peer.
         settings: of the run.
+        terms: what the strategy asks of the run.
         pace: how far this peer is on its way to the next step.
         own: its state.
         speed: how fast it trains.
@@ -54,6 +56,7 @@ class Outlook:
 
     core: PeerCore
     settings: RunSettings
+    terms: Terms
     pace: Pace
     own: OwnState
     speed: RateMeter
@@ -220,11 +223,11 @@ class Outlook:
     @property
     def trains_on(self) -> bool:
         """Whether a better state is fetched while the trainer goes on, as nobody waits for anybody."""
-        return self.settings.strategy.terms.waits_for_nobody and self.own.name.epoch > 0
+        return self.terms.waits_for_nobody and self.own.name.epoch > 0
 
     def alone(self, view: SwarmView) -> bool:
         """Whether nobody is at our state but this peer, and peers that rounds do not wait for. A quorum never is."""
-        if self.settings.strategy.terms.quorum > 1 and not self.others_left:
+        if self.terms.quorum > 1 and not self.others_left:
             return False
         others = view.together - {self.core.peer_id}
         return others == self.attendance.unawaited(others, self.loop.time())

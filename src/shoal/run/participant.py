@@ -156,6 +156,7 @@ class Participant:
         self._outlook = outlook = Outlook(
             core=core,
             settings=settings,
+            terms=terms,
             pace=self.pace,
             own=own,
             speed=self.speed,
@@ -514,7 +515,7 @@ class Participant:
 
         It is told for the first fragment of the model only.
         """
-        quorum = 0 if self.settings.fragment else self.settings.strategy.terms.quorum
+        quorum = 0 if self.settings.fragment else self._outlook.terms.quorum
         return (self.pace.missing(self._outlook.place().done, self.view()) if quorum else 0), quorum
 
     def _look_and_tell(self) -> SwarmView:

@@ -116,7 +116,7 @@ class SwarmStep:
             return False
         self.last_round = result
         pace.round_took(result.duration_s)
-        terms = outlook.settings.strategy.terms
+        terms = outlook.terms
         waits = not (terms.goes_on or terms.meets_rarely)
         self.notices.round_took(result.duration_s, self._now(), awaited=waits)
         members = [member.contact.peer for member in result.outcome.members]

@@ -422,7 +422,7 @@ class Takeover:
             steps = outlook.witness.steps_since(self.core.peer_id)
             is_lost = not may_have_led(own.name, taken, len(history), steps)
         else:
-            rarely = outlook.settings.strategy.terms.meets_rarely
+            rarely = outlook.terms.meets_rarely
             is_lost = apart.epochs >= _MANY_EPOCHS
             is_lost |= rarely and apart.own * speed.batches >= _MANY_BATCHES * speed.processed > 0
         all_fragments = self.first or self

@@ -71,9 +71,12 @@ class TrainerTurn:
     @property
     def is_due(self) -> bool:
         """Whether the trainer has something to do or to ask at its step, as far as it is known. Any thread may ask."""
-        rarely = self._outlook.settings.strategy.terms.meets_rarely
-        begins = self._own.name.epoch == 0 and not (rarely and self._course.has_asked)
-        return begins or self.enough or self._course.phase is not RunPhase.COLLECTING or self._hold_s() > 0
+        rarely = self._outlook.terms.meets_rarely
+        if self._course.phase is not RunPhase.COLLECTING:
+            return True
+        if self._own.name.epoch == 0 and not (rarely and self._course.has_asked):
+            return True
+        return self._own.training.batches >= self._pace.near_at and (self.enough or self._hold_s() > 0)
 
     def _hold_s(self) -> float:
         """How long the trainer holds before its next batch, by its pace; once at each state."""

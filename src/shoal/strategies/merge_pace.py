@@ -249,10 +249,11 @@ class MergePace(Pace):
 
     def state_changed(self, epoch: int, now: float) -> None:
         began = now + self._out_of_place_s(now) if epoch else now
-        self.epoch, self.began, self._enough, self._log = epoch, began, False, None
+        self.epoch, self.began, self._enough, self._log, self.near_at = epoch, began, False, None, 0
 
     def ends_at(self, epoch: int | None, *, others_left: bool) -> None:
-        self._end = epoch
+        if epoch != self._end:
+            self._end, self.near_at = epoch, 0
         self._quorum = 1 if others_left and self._asked_quorum is not None else self._asked_quorum
 
 
@@ -276,15 +277,13 @@ class BatchesPace(MergePace):
         return self._reaches(self.done(samples, batches, 0.0, epoch))
 
     def is_news(self, batches: int) -> bool:
-        return batches == self._steps or (batches % self._between_looks == 0 and self._is_near(batches))
+        return batches == self._steps or (batches % self._between_looks == 0 and batches >= self.near_at)
 
-    def _is_near(self, batches: int) -> bool:
-        """Whether a merge may soon be due, as far as it is known. Before, nothing follows from a batch."""
-        own = self.done(0, batches, 0.0, self.epoch)
-        if self._quorum is not None:
-            return own >= NEAR_WAY
-        far = own * self._counts + self._known.far + self._strange.far
-        return max(own, far / max(1, self._others + self._counts)) >= NEAR_WAY
+    def _heard(self) -> None:
+        lacking = NEAR_WAY * (self._others + self._counts) - self._known.far - self._strange.far
+        mean_is_near = self._quorum is None and (self._counts or lacking <= 0)
+        own = min(NEAR_WAY, lacking) if mean_is_near else NEAR_WAY
+        self.near_at = math.ceil((own - self._begins_at(self.epoch)) * self._steps / WAY)
 
     @property
     def _between_looks(self) -> int:

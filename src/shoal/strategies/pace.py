@@ -74,9 +74,11 @@ class Pace(ABC):
     Attributes:
         counts_samples: the unit of `Progress.done`. True: samples, so peers can be held to what they have given. False:
             thousandths of the way to the next merge.
+        near_at: before this number of batches no step is near, as far as it is known, and nothing follows from a batch.
     """
 
     counts_samples = True
+    near_at = 0
 
     @abstractmethod
     def done(self, samples: int, batches: int, now: float, epoch: int) -> int:

@@ -42,7 +42,7 @@ from shoal.run.post import CALL_TIMEOUT_S, Post
 from shoal.run.settings import RunSettings
 from shoal.run.view.progress import NO_STATE, StateKey, SwarmProgress, SwarmView
 from shoal.run.view.tellers import FEW, KEEPERS, Countdown, Order, Relay, look_s, silence_s, write_s
-from shoal.strategies.merge_pace import NEAR_WAY, WAY
+from shoal.strategies.merge_pace import NEAR_WAY
 
 __all__ = ["ProgressGossip"]
 
@@ -112,6 +112,7 @@ class ProgressGossip:
         known: where it is noted what others said.
         news: told when something was heard that changes the picture, or it is time to look again.
         next_word: returns where this peer stands now, newer than all that it has told.
+        is_due: says whether there is enough for the next merge, by all that is known now; asked where peers merge.
         post: calls others, for all fragments of the model; None: for this one alone.
 
     Attributes:
@@ -133,13 +134,14 @@ class ProgressGossip:
         news: Changes,
         *,
         next_word: Callable[[], Progress],
+        is_due: Callable[[], bool] = lambda: False,
         post: Post | None = None,
     ) -> None:
         self._core, self._known = core, known
         self.run_id, self.settings = settings.run_id, settings.fingerprint
         self._fragment, self._post = settings.fragment, post or Post(core)
         self._post.add(self._fragment, self)
-        self._news, self._next_word = news, next_word
+        self._news, self._next_word, self._is_due = news, next_word, is_due
         self._publish_period_s, self._tell_period_s = settings.publish_period_s, settings.tell_period_s
         self._ttl_s = settings.ttl_s
         self._merges = settings.strategy.terms.meets_rarely
@@ -246,30 +248,31 @@ class ProgressGossip:
         mine, now = self._next_word(), asyncio.get_running_loop().time()
         return mine, self._known.standings(mine, now, most=most) if self.enough else []
 
-    def hear_directly(self, progress: Progress, others: Sequence[Standing], *, answers: bool = False) -> None:
-        """A peer tells where it stands, and what it has heard of others; or `answers` with that when it is told."""
+    def hear_directly(self, progress: Progress, others: Sequence[Standing]) -> None:
+        """A peer tells where it stands, and what it has heard of others; or it answers with that when it is told."""
         if self._core.endpoint.connected(progress.contact.peer):  # else it was lost since it said so
             self._post.met.add(progress.contact.peer)
-            self._hear(progress, answers=answers)
+            self._hear(progress)
             if self._is_worth_a_read(self._known.lacks(others)):
                 self._doubts.notify()
             now = asyncio.get_running_loop().time()
             if progress.digest != self._complete and self._known.relayed(progress, others, now):
                 self._news.notify()
 
-    def _hear(self, progress: Progress, *, direct: bool = True, answers: bool = False) -> None:
+    def _hear(self, progress: Progress, *, direct: bool = True) -> None:
         before = self._known.progress_of(progress.contact.peer)
         self._core.endpoint.learn(progress.contact)
         if (contact := self._core.endpoint.dialable(progress.contact)) is not progress.contact:
             progress = replace(progress, contact=contact)
         heard = self._known.heard(progress, asyncio.get_running_loop().time(), direct=direct)
-        if heard and not (self._merges and before is not None and self._only_comes_on(before, progress, answers)):
+        if heard and not (before is not None and self._only_comes_on(before, progress)):
             self._news.notify()
 
-    @staticmethod
-    def _only_comes_on(before: Progress, now: Progress, answers: bool) -> bool:
-        """Whether a peer that merges is on its way, and makes no merge due; it tells by itself when it soon may."""
-        return _place(before)[:-1] == _place(now)[:-1] and now.done < (WAY if answers else NEAR_WAY)
+    def _only_comes_on(self, before: Progress, now: Progress) -> bool:
+        """Whether a peer that merges is on its way, and no merge is due, or is due no more, by its word."""
+        if not self._merges or _place(before)[:-1] != _place(now)[:-1]:
+            return False
+        return now.done < NEAR_WAY or (len(self._known.peers) <= FEW and self._is_due() == self.enough)
 
     def _peer_lost(self, peer: PeerID, reason: str) -> None:
         self._post.met.discard(peer)

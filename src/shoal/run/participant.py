@@ -173,8 +173,9 @@ class Participant:
         # What it says: its place, its steps, what it holds, and what its user is to know.
         self._told_at = -math.inf
         self.post: Post = Post(core) if first is None else first.post
-        gossip = ProgressGossip(core, settings, known, news, next_word=self._next_word, post=self.post)
-        self._gossip = gossip
+        self._gossip = gossip = ProgressGossip(
+            core, settings, known, news, next_word=self._next_word, is_due=self._is_due, post=self.post
+        )
         self._steps = feed = StepFeed(core, settings.run_id, self._followed_from, (averager, states), notices)
         self._check = check = ParameterCheck(
             core,
@@ -510,6 +511,10 @@ class Participant:
     def _sites(self) -> dict[PeerID, bytes]:
         return sites_of(map(self._gossip.contact, self._known.peers))
 
+    def _is_due(self) -> bool:
+        """Whether there is enough for the next step, by all that is known now."""
+        return self.pace.enough(self.view())
+
     def _missing(self) -> tuple[int, int]:
         """How many peers the next merge lacks, though this one is ready for it, and how many it takes.
 
@@ -622,7 +627,7 @@ class Participant:
             self._announce_other_state()
 
     def _situation(self, view: SwarmView, *, must_fetch: bool = False) -> Situation:
-        at_end, may_leave, enough = self.at_end, self.finished, self.pace.enough(view)
+        at_end, may_leave, enough = self.at_end, self.finished, self._gossip.enough  # as of the last look
         return Situation(behind=view.behind, must_fetch=must_fetch, at_end=at_end, may_leave=may_leave, enough=enough)
 
     def _judge(self, view: SwarmView) -> None:

@@ -58,7 +58,7 @@ class Correspondent(Protocol):
     def what_we_know(self, most: int | None = None) -> tuple[Progress, list[Standing]]:
         """This peer's progress, and what it passes on: so many words at most."""
 
-    def hear_directly(self, progress: Progress, others: Sequence[Standing], *, answers: bool = False) -> None:
+    def hear_directly(self, progress: Progress, others: Sequence[Standing]) -> None:
         """A peer says this, or answers so."""
 
     def could_not_tell(self, error: BaseException) -> None:
@@ -202,7 +202,7 @@ class Post:
                 reason = "answers in another peer's name"
                 self._core.env.events.emit(PeerDropped(peer=peer, where="progress", reason=reason))
                 return
-            chain.hear_directly(progress, others, answers=True)
+            chain.hear_directly(progress, others)
 
     # ------------------------------------------------------------------------------------------------------- hearing
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import operator
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -64,13 +65,42 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+def _place(item: pytest.Function, parametrize: pytest.Mark) -> int:
+    """The place of this item's values among those of one `parametrize`."""
+    names, listed = parametrize.args
+    names = [each.strip() for each in names.split(",")] if isinstance(names, str) else names
+    ours = [item.callspec.params[name] for name in names]
+    for place, each in enumerate(listed):
+        values = each.values if isinstance(each, type(pytest.param(0))) else each if len(names) > 1 else (each,)
+        if all(map(operator.is_, values, ours)):
+            return place
+    raise pytest.UsageError(f"{item.nodeid} is marked one_in: give its parametrize lists")
+
+
+def _is_in_sample(item: pytest.Item) -> bool:
+    """Whether every commit plays this case of a test that is marked `one_in(count)`.
+
+    That is so if the places of its values, each in its own list, add up to a multiple of `count`. Each value is in such
+    a case if another list has at least `count` values.
+    """
+    mark = item.get_closest_marker("one_in")
+    if mark is None:
+        return True
+    assert isinstance(item, pytest.Function)
+    return sum(_place(item, each) for each in item.iter_markers("parametrize")) % int(mark.args[0]) == 0
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what `--soak` does, and mark everything in tests/integration as such.
 
-    Several workers (`-n 2`) start the processes of two tests of tests/integration at a time: one of ZeRO, whose ranks
-    talk to each other only, and one of the others. A file of short tests belongs to one worker: to hand out 5,000 tests
-    one by one took a minute.
+    Several workers (`-n 2`) start the processes of two tests of tests/integration at a time: one of ranks, which are
+    forked from a process of their own, and one of the others. A file of short tests belongs to one worker: to hand out
+    5,000 tests one by one took a minute.
     """
+    for item in items:
+        if not _is_in_sample(item):
+            item.add_marker(pytest.mark.long(full=True))
     if named := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"workers (-n 2) give this test other names, with other addresses: {named[0]}")
     if config.getoption("--soak") == "sample":
@@ -85,7 +115,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(method="thread"))
         if integration in item.path.parents:
             item.add_marker(pytest.mark.integration)
-            group = "zero" if item.path.stem.startswith("test_zero") else "peers"
+            group = "ranks" if hasattr(getattr(item, "module", None), "Ranks") else "peers"
         if group is not None:
             item.add_marker(pytest.mark.xdist_group(group))
 

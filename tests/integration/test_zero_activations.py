@@ -38,6 +38,7 @@ STATES = 4 * cases.TOKENS * cases.STATES * 4
 """Bytes of the hidden states between two layers."""
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "how", ["plain", "checkpoints", "checkpoints, on the CPU", "within checkpoints", "within reentrant checkpoints"]
 )
@@ -138,6 +139,7 @@ def test_without_a_process_group() -> None:
         shoal.zero.partition_activations([torch.nn.Linear(2, 2)], nothing)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("narrow", [True, False])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_plan_is_what_ranks_hold(pool: Ranks, tmp_path: Path, stage: int, narrow: bool) -> None:

@@ -41,6 +41,7 @@ def _cases(where: tuple[str, ...], default: tuple[tuple[str, int, str], ...]) ->
     ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize(("where", "stage", "then"), _cases(broken.WHERE, (("interrupt", 2, "a new model"),)))
 def test_an_exception_on_all_ranks(
@@ -54,6 +55,7 @@ def test_an_exception_on_all_ranks(
         assert apart <= 1e-6
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize(
     ("where", "stage", "then"),
@@ -106,6 +108,7 @@ def test_an_optimizer_that_raises_on_one_rank(pool: Ranks, stage: int) -> None:
     assert first[2] == second[2]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("how", ["apart", "signal"])
 def test_ctrl_c_within_a_step_leaves_all_ranks_with_the_same_weights(

@@ -47,6 +47,7 @@ def uninterrupted() -> dict[str, torch.Tensor]:
     return cases.alone(1, "adamw", steps=3, first=4, model=model, optimizer=optimizer)[0]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("count", [4, 3, 2, 1])
 def test_any_number_of_ranks_goes_on(pool: Ranks, saved: Path, stage: int, count: int) -> None:
@@ -95,6 +96,7 @@ def test_the_tiles_of_one_saved_piece_share_no_step_counter(
                 assert torch.allclose(state[name], value, rtol=0, atol=0 if means_are_exact else 1e-6), (path, name)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("consolidated", [False, True])
 @pytest.mark.parametrize("kind", ["laprop", "madgrad", "schedulefreeadamw"])
 def test_what_an_optimizer_keeps_beside_tensors_is_saved(
@@ -106,6 +108,7 @@ def test_what_an_optimizer_keeps_beside_tensors_is_saved(
         assert all(torch.equal(state[name], value) for name, value in wanted.items())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_channels_last_is_kept_and_saved(pool: Ranks, tmp_path: Path, stage: int, dtype: torch.dtype | None) -> None:
@@ -122,6 +125,7 @@ def test_channels_last_is_kept_and_saved(pool: Ranks, tmp_path: Path, stage: int
         }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("how", ["a mapping", "safetensors", "torch.save"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_weights_alone_are_loaded_into_a_sharded_model(pool: Ranks, tmp_path: Path, stage: int, how: str) -> None:

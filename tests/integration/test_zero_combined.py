@@ -58,6 +58,7 @@ def test_gradients_in_files_are_clipped_a_window_at_a_time(pool: Ranks, tmp_path
 
 
 @pytest.mark.long
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("replicas", "count"), [(3, 1), pytest.param(4, 1, marks=pytest.mark.long(full=True)), (3, 2)])
 def test_many_replicas_equal_one_process_to_the_bit(pool: Ranks, stage: int, replicas: int, count: int) -> None:

@@ -71,6 +71,7 @@ def test_no_sync_within_no_sync(pool: Ranks, stage: int) -> None:
     assert pool.play(2, habits.reduced_within_nested_blocks, stage) == [0, 0]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", ["the optimizer clears", "the model clears"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_backward_pass_that_broke_off_is_left_behind(pool: Ranks, stage: int, how: str) -> None:

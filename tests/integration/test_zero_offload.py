@@ -171,6 +171,7 @@ def test_state_that_is_larger_than_the_memory_trains_on(
     assert not all(isinstance(each, dict) for each in run_limited(ranks, store, *size, *limit))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("place", ["cpu", "a folder"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_values_beside_a_device_have_the_same_bits(pool: Ranks, stage: int, place: str, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def pool() -> Iterator[Ranks]:
         yield made
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("model", programs.MODELS)
 @pytest.mark.parametrize(
     ("name", "verdict"),

@@ -98,6 +98,7 @@ def test_what_is_said_of_optimizers_of_whole_tensors_in_stage_3_is_true(pool: Ra
         assert ("use stage 1 or 2" in words) == (name != "Muon")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_hooks_of_parameters_run_in_every_stage(pool: Ranks, stage: int, when: str) -> None:
@@ -169,6 +170,7 @@ def test_a_parameter_that_would_not_be_trained_is_named(pool: Ranks, stage: int)
         assert "LocalError: frozen.weight was frozen when the model was sharded" in unfrozen
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("sync", [True, False])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bfloat16_gradients_are_added_up_in_float32(pool: Ranks, stage: int, sync: bool) -> None:
@@ -182,6 +184,7 @@ def test_float32_values_of_all_that_computes_in_bfloat16(pool: Ranks, stage: int
     assert pool.play(2, programs.wide_values, stage) == [(True, True, True)] * 2
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_what_is_written_into_parameters_counts(pool: Ranks, stage: int, dtype: torch.dtype | None) -> None:
@@ -190,6 +193,7 @@ def test_what_is_written_into_parameters_counts(pool: Ranks, stage: int, dtype: 
         assert found == dict.fromkeys(programs.WRITINGS, True)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("clears", [True, False])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_training_goes_on_after_a_backward_pass_that_broke_off(pool: Ranks, stage: int, clears: bool) -> None:
@@ -209,6 +213,7 @@ def test_gradients_of_stage_1_are_in_memory_once(pool: Ranks, again: bool) -> No
         assert 0 < nbytes <= 4 * len(list(cases.Odd().parameters()))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("bucket_bytes", [1000, 300])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_activation_checkpoints_are_one_backward_pass(pool: Ranks, stage: int, bucket_bytes: int) -> None:
@@ -270,6 +275,7 @@ def test_frozen_parameters_that_an_optimizer_lists(pool: Ranks, stage: int) -> N
         assert changed == {"scale"}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_copies_of_a_model_are_plain_models(pool: Ranks, stage: int, dtype: torch.dtype | None) -> None:
@@ -299,6 +305,7 @@ def test_stage_3_over_other_backends(pool: Ranks) -> None:
     assert all(pool.play(2, programs.many_micro_batches, 3, False, 64, False))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gradients_that_one_rank_clears(pool: Ranks, stage: int, late: bool) -> None:
@@ -317,6 +324,7 @@ def test_an_inner_optimizer_that_raises_on_one_rank(pool: Ranks, stage: int) -> 
     assert second == ("ArithmeticError: no more memory", True)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_graph_from_before_a_step(pool: Ranks, stage: int, dtype: torch.dtype | None) -> None:

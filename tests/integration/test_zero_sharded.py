@@ -60,6 +60,7 @@ def test_stage_3_counts_what_one_rank_did_not_use_as_zero(pool: Ranks) -> None:
         assert once > 0.0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_is_frozen_in_turns_is_trained(pool: Ranks, stage: int, dtype: torch.dtype | None, tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ def test_statistics_in_files(pool: Ranks, tmp_path: Path, share: float | None) -
         assert apart(state, wanted) == 0.0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("share", [None, 0.1])
 def test_bytes_are_those_of_the_law(pool: Ranks, share: float | None, count: int) -> None:
@@ -90,6 +91,7 @@ def test_bytes_are_those_of_the_law(pool: Ranks, share: float | None, count: int
         assert len(set(found.reduced)) > 1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("share", [None, 0.1])
 @pytest.mark.parametrize("kind", ["adamw", "adagrad"])
 def test_checkpoints_go_on(pool: Ranks, tmp_path: Path, kind: str, share: float | None) -> None:

@@ -34,6 +34,7 @@ def distance(states: list[dict[str, torch.Tensor]], wanted: dict[str, torch.Tens
     return max(float((state[name] - value).abs().max()) for state in states for name, value in wanted.items())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
@@ -67,6 +68,7 @@ def test_accumulation_with_every_micro_batch_reduced(pool: Ranks, stage: int) ->
     assert distance([state for state, *_ in found], wanted) < 1e-6
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("count", "kind"), [(2, "sgd"), (3, "adamw"), (4, "sgd")])
 def test_clipping_by_the_norm_of_all_shards(pool: Ranks, stage: int, count: int, kind: str) -> None:
@@ -84,6 +86,7 @@ def rows_of_one(parameters: Iterable[torch.Tensor], ranks: int) -> int:
     return sum(-(-len(each) // ranks) * each[0].numel() for each in parameters)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_memory_and_traffic_are_those_of_the_laws(pool: Ranks, stage: int, count: int) -> None:
@@ -117,6 +120,7 @@ def test_memory_and_traffic_are_those_of_the_laws(pool: Ranks, stage: int, count
     assert all(traffic.steps == cases.STEPS for *_, traffic in found)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("sync", [False, True])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_traffic_of_accumulation(pool: Ranks, stage: int, sync: bool) -> None:
@@ -143,6 +147,7 @@ def test_nothing_is_sent_within_no_sync(pool: Ranks, stage: int) -> None:
         assert "no_sync" in message
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("factor", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_step_with_a_gradient_that_is_not_finite_is_left_out_by_all(pool: Ranks, stage: int, factor: float) -> None:

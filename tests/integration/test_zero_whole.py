@@ -56,6 +56,7 @@ def test_statistics_of_any_shape_go_from_2_ranks_to_4_and_to_plain_torch(
         assert found == {name: [0.0, 0.0, 0.0] for name in names}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_all_else_is_as_with_values(pool: Ranks, tmp_path: Path, stage: int, dtype: torch.dtype | None) -> None:

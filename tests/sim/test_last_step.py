@@ -161,6 +161,7 @@ def forged(said: bytes | None) -> bytes | None:
     return msgspec.msgpack.encode(msgspec.structs.replace(check, digest=bytes(16)))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("peers", [2, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
 def test_all_that_end_equal_lose_no_time_and_say_nothing(strategy: Strategy, peers: int) -> None:
@@ -183,6 +184,7 @@ def test_all_that_end_equal_lose_no_time_and_say_nothing(strategy: Strategy, pee
     assert waited_s[10] < waited_s[0] + 0.3
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("written", [False, True], ids=["computed wrongly", "written to"])
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
 def test_one_of_four_whose_last_step_is_wrong_ended_with_other_weights(strategy: Strategy, written: bool) -> None:

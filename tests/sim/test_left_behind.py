@@ -152,6 +152,7 @@ def test_who_is_left_without_the_others_says_that_its_weights_differ(
     sim.run(main, seed=len(moment))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("strategy", "moment"), CASES)
 @pytest.mark.parametrize("stays", ["p1", "helper"])
 def test_who_is_left_behind_takes_the_last_state_from_a_peer_that_stays(strategy: str, moment: str, stays: str) -> None:

@@ -251,8 +251,7 @@ def test_twenty_keys_that_name_a_third_party_stopped_two_averagers() -> None:
 @pytest.mark.parametrize(
     ("kind", "pests", "averagers", "share"),
     [
-        ("third", 50, 4, 0.6),
-        ("mute", 50, 4, 0.6),
+        *(pytest.param(kind, 50, 4, 0.6, marks=pytest.mark.long(full=True)) for kind in ("third", "mute")),
         *((kind, 20, 2, 0.8) for kind in ("third", "mute", "linked", "takes", "fickle", "rare")),
         ("names", 20, 2, 0.3),  # with some seeds; keys that answer every call have half of the rounds there, too
     ],

@@ -180,6 +180,7 @@ def test_a_clock_that_is_set_back_by_two_hours_costs_nothing(peers: int) -> None
     sim.run(main, seed=43)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("by_s", [HOUR_S, 3 * DAY_S, -3 * DAY_S], ids=["hour", "3 days", "3 days back"])
 @pytest.mark.parametrize(("peers", "which"), [(2, "p0"), (2, "p1"), (3, "p0"), (3, "p1")])
 def test_a_machine_whose_clock_jumps_says_so_and_accuses_nobody(peers: int, which: str, by_s: float) -> None:

@@ -374,7 +374,7 @@ def test_one_file_with_statistics_of_no_parameter_is_loaded(pool: Ranks, saved: 
 
 
 OTHERS: dict[str, tuple[Any, str]] = {
-    "model": (cases.load_into_other_model, "of another model: it has layers.2.1.bias"),
+    "model": (cases.load_into_other_model, "of another model: it has layers.1.1.bias"),
     "groups": (cases.load_into_other_groups, "other parameter groups"),
     "optimizer": (cases.load_into_other_optimizer, "of the optimizer AdamW, and this is SGD"),
 }

@@ -60,20 +60,20 @@ def _refuse(*_: object) -> None:
 def _break(model: Odd, optimizer: ShardedOptimizer, where: str, breaks: bool) -> None:
     """A step in which something raises, if this rank breaks."""
     handles: list[Any] = []
-    middle = model.layers[1]
+    first = model.layers[0]  # its backward pass comes after that of the other layer
 
     def spoil(error: BaseException) -> Callable[..., Any]:
         return lambda _, __, output: Interrupts.apply(output, error)  # type: ignore[no-untyped-call]
 
     register: dict[str, Callable[[], Any]] = {
         "forward": lambda: model.register_forward_hook(_refuse),
-        "a layer": lambda: middle.register_forward_pre_hook(_refuse),
-        "backward": lambda: middle.register_forward_hook(spoil(ArithmeticError("a bad batch"))),
+        "a layer": lambda: model.layers[1].register_forward_pre_hook(_refuse),
+        "backward": lambda: first.register_forward_hook(spoil(ArithmeticError("a bad batch"))),
         "late in backward": lambda: model.embedding.register_forward_hook(spoil(ArithmeticError("a bad batch"))),
-        "a hook": lambda: model.get_parameter("layers.1.1.weight").register_hook(_refuse),  # type: ignore[no-untyped-call]
-        "interrupt": lambda: middle.register_forward_hook(spoil(KeyboardInterrupt())),
-        "behind no_sync": lambda: middle.register_forward_hook(spoil(ArithmeticError("a bad batch"))),
-        "no_sync": lambda: middle.register_forward_hook(spoil(ArithmeticError("a bad batch"))),
+        "a hook": lambda: model.get_parameter("layers.0.1.weight").register_hook(_refuse),  # type: ignore[no-untyped-call]
+        "interrupt": lambda: first.register_forward_hook(spoil(KeyboardInterrupt())),
+        "behind no_sync": lambda: first.register_forward_hook(spoil(ArithmeticError("a bad batch"))),
+        "no_sync": lambda: first.register_forward_hook(spoil(ArithmeticError("a bad batch"))),
     }
     inner = optimizer.inner
     assert isinstance(inner, Breaks)

@@ -99,7 +99,7 @@ def broken_off(stage: int, how: str) -> tuple[float, str]:
         output.register_hook(refuse)  # type: ignore[no-untyped-call]
 
     train(optimizer, model, steps=1)
-    handle = model.layers[1].register_forward_hook(spoil)
+    handle = model.layers[0].register_forward_hook(spoil)
     words = said(lambda: backward(model, 5))
     handle.remove()
     assert "a bad batch" in words, words

@@ -527,7 +527,7 @@ def broken_off(stage: int, clears: bool) -> State:
     """
     with small_buckets():
         model, optimizer = sharded(stage)
-    handle = model.layers[1].register_forward_hook(lambda *each: Breaks.apply(each[-1]))  # type: ignore[no-untyped-call]
+    handle = model.layers[0].register_forward_hook(lambda *each: Breaks.apply(each[-1]))  # type: ignore[no-untyped-call]
     try:
         backward(model, 9, factor=0.0 if not clears else 100.0)
     except ArithmeticError:

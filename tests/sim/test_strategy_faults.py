@@ -412,7 +412,7 @@ def test_two_halves_of_a_swarm_that_went_on_apart_end_with_one_state(
         await weather.end(3, 120.0)
 
     apart = list[bool]()
-    for seed in numbers(soak(2, 25)):
+    for seed in numbers(soak(1, 25)):
         sim.run(main, seed=seed)
     assert any(apart)
 
@@ -462,7 +462,7 @@ def test_a_split_in_the_middle_of_a_merge_of_one_fragment_is_healed(
         await weather.end(3, 120.0)
 
     forked = list[bool]()
-    for seed in numbers(soak(2, 50)):
+    for seed in numbers(soak(1, 50)):
         sim.run(main, seed=seed)
     assert any(forked)
 

@@ -201,6 +201,7 @@ def replay(trainers: Sequence[Noted], *, keeps_late: bool) -> int:
         steps += 1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("durations_s", [[1.0, 1.0], [0.31, 0.45, 0.8]], ids=str)
 @pytest.mark.parametrize("mode", MODES)
 def test_each_batch_goes_into_the_step_that_the_definition_says(mode: str, durations_s: list[float]) -> None:

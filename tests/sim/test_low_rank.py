@@ -40,6 +40,7 @@ def one_process(peers: int, rank: int) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in parameters]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mode", [{}, {"late": True}, {"offload": True}], ids=str)
 @pytest.mark.parametrize("peers", [1, 2, 3])
 def test_a_run_equals_one_process(peers: int, mode: dict[str, Any]) -> None:

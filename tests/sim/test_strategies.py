@@ -81,6 +81,7 @@ def merged(sizes: Sequence[int], every: int, merges: int, options: dict[str, Any
     return [each.detach() for each in anchor]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("strategy", "options"), [(LocalSGD(3), MEAN), (DiLoCo(3), NESTEROV), (DiLoCo(1), NESTEROV)], ids=str
 )

@@ -150,9 +150,14 @@ class Trainer:
 
     async def step(self, participant: Participant) -> None:
         """Take the update that is ready, under the lock as `Chains` does: a copy of the state may be under way."""
-        async with participant.own.hold():
-            participant.own.step()
-        await participant.stepped()
+        try:
+            async with participant.own.hold():
+                participant.own.step()
+        except Exception as error:
+            if not await participant.stepped(error):
+                raise
+        else:
+            await participant.stepped()
 
     async def finish_epoch(self, epoch: int) -> None:
         """Take no more batches until the swarm has made this epoch."""

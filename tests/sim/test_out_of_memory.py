@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -19,7 +19,10 @@ from shoal.run.gossip import ProgressGossip
 from shoal.run.join import step_feed
 from shoal.run.participant import Participant
 from shoal.run.solitude import Solitude
-from shoal.train import optimizer_state
+from shoal.strategies import Decoupled, DiLoCo, LocalSGD, LocalUpdates, Strategy, StreamingDiLoCo, outer
+from shoal.strategies.local_updates import LocalTrainingState
+from shoal.strategies.outer import LocalSteps, OuterTrainingState
+from shoal.train import optimizer_state, training_state
 from shoal.train.gradient_sum import GradientSum
 from shoal.train.training_state import TrainingState
 from tests.sim.optimizer_kit import Run, Trainer
@@ -71,6 +74,8 @@ SITES: dict[str, tuple[Any, str, str]] = {
     "export": (TrainingState, "export", ""),
     "prepare a state": (TrainingState, "prepare", "what others have trained was left out"),
     "load a state": (TrainingState, "take_over", "what others have trained was left out"),
+    "the gradient to step from": (training_state, "_as_gradient", "an average of the swarm was left out"),
+    "the average of the states": (Vector, "apply", "an average of the swarm was left out"),
 }
 
 
@@ -93,7 +98,7 @@ def test_a_machine_without_memory_once_trains_on(site: str, number: int, monkeyp
             await trainer.take_batch(4, duration_s=0.2 if site != "solitude" else 1.0)
 
     async def main() -> None:
-        run = Run(target=24)
+        run = Run(target=24, average_state_every=2 if "states" in site else 0)
         for name in NAMES:
             await run.add(name, check_every=2)
         await sim.sleep(3.0)
@@ -113,6 +118,80 @@ def test_a_machine_without_memory_once_trains_on(site: str, number: int, monkeyp
         await run.close()
 
     sim.run(main, seed=1)
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "Decoupled": Decoupled(4, fragments=2),
+    "LocalUpdates": LocalUpdates(24),
+    "DiLoCo": DiLoCo(3),
+    "LocalSGD": LocalSGD(3),
+    "StreamingDiLoCo": StreamingDiLoCo(4, fragments=2, overlap=1),
+    "LocalUpdates that wait": LocalUpdates(24, waits=True),
+}
+
+LOCAL = {name for name in STRATEGIES if name.startswith("LocalUpdates")}
+MERGING = set(STRATEGIES) - LOCAL
+
+MERGES: dict[str, tuple[Any, str, set[str]]] = {
+    "copy in": (Vector, "copy_in", MERGING | LOCAL),
+    "overwrite": (Vector, "overwrite", MERGING | LOCAL),
+    "apply": (Vector, "apply", LOCAL),
+    "sum": (Vector, "begin_sum", MERGING | LOCAL),
+    "finish": (Vector, "finish", MERGING | LOCAL),
+    "contribute": (OuterTrainingState, "contribute", MERGING),
+    "outer gradient": (OuterTrainingState, "_outer_gradient", {"Decoupled", "StreamingDiLoCo"}),
+    "use average": (OuterTrainingState, "use_average", MERGING),
+    "step from average": (OuterTrainingState, "_step_from_average", MERGING),
+    "step to the average": (LocalTrainingState, "_step_from_average", LOCAL),
+    "parameters that are finite": (outer, "not_finite", MERGING),
+    "outer optimizer": (torch.optim.SGD, "step", MERGING),
+    "after step": (OuterTrainingState, "_after_step", MERGING),
+    "copies that move with the parameters": (LocalSteps, "moving", MERGING),
+}
+
+CASES = [
+    pytest.param(strategy, site, marks=() if strategy in ("Decoupled", "LocalUpdates") else pytest.mark.long)
+    for strategy in STRATEGIES
+    for site, (_, _, reached_by) in MERGES.items()
+    if strategy in reached_by
+]
+
+
+@pytest.mark.parametrize(("strategy", "site"), CASES)
+def test_a_merge_that_finds_no_memory_is_not_taken(strategy: str, site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was raised in the trainer's step, and blamed the optimizer's own; after it, all hold the same bits."""
+    owner, name, _ = MERGES[site]
+    fails = Fails(monkeypatch, owner, name, ERRORS[list(MERGES).index(site) % 3])
+
+    async def loop(run: Run, name: str) -> None:
+        trainer = run.swarm.peer(name)
+        while not trainer.finished:
+            await trainer.take_batch(4, duration_s=0.3)
+
+    async def main() -> None:
+        run = Run(target=1)
+        said = list[str]()
+        for name in NAMES:
+            await run.add(name, strategy=STRATEGIES[strategy], check_every=2, events=partial(_note_warning, said))
+        await sim.sleep(3.0)
+        run.announce_end(EPOCHS)
+        loops = [asyncio.ensure_future(run.swarm.run_on(name, loop, run, name)) for name in NAMES]
+        await until(run, 2)
+        fails.armed = True
+        async with asyncio.timeout(400):
+            await asyncio.gather(*loops)
+        assert fails.times == 1
+        assert run.agree(NAMES)
+        assert run.swarm.peer("p0").participant.epoch == EPOCHS
+        assert not [each for each in said if "own step" in each or "interrupted" in each]
+        await run.close()
+
+    sim.run(main, seed=1)
+
+
+def _note_warning(said: list[str], event: Event) -> None:
+    if isinstance(event, Warned):
+        said.append(event.message)
 
 
 async def until(run: Run, epoch: int) -> None:

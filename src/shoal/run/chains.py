@@ -307,10 +307,11 @@ class Chains:
         try:
             with self._lock.acquire_in_thread():
                 participant.own.step()
-        except Exception:  # of the optimizer: the others are told at once, as the program may end
+        except Exception as error:  # of the optimizer: the others are told at once, as the program may end
+            if not self._run(participant.stepped(error), GRACE_S):
+                raise
+        else:
             self._run(participant.stepped(), GRACE_S)
-            raise
-        self._run(participant.stepped(), GRACE_S)
         return participant.at_end and self._take_turn(participant, timeout_s)  # the last one: wait for the others
 
     async def _catch_up(self, participant: Participant, timeout_s: float) -> None:

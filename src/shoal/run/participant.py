@@ -642,16 +642,33 @@ class Participant:
 
     # ----------------------------------------------------------------------------------------- a state has another name
 
-    async def stepped(self) -> None:
-        """After `own.step`: tell everybody (trainer). Without effect if that was done already."""
-        update = self.own.update
+    async def stepped(self, error: Exception | None = None) -> bool:
+        """After `own.step`: tell everybody (trainer). Without effect if that was done already.
+
+        Args:
+            error: that `own.step` raised.
+
+        Returns:
+            Whether that is dealt with: shoal's own part of the step had no memory, and the step is left out.
+        """
+        update, skipped = self.own.update, False
+        if update is not None and error is not None and is_out_of_memory(error):
+            # The optimizer's own step is the program's, unless it only merges what others have trained.
+            own = update.is_step and self.training.step_error is not None and not self.training.local.steps_alone
+            if skipped := not own:
+                self._notices.skipped("an average of the swarm was", error)
+                if not update.taken:  # nothing has changed: the others go on without us
+                    self.own.drop_update()
+                    await self.swarm_step.give_up()
+                    return True
         if update is None or not update.taken:
-            return
+            return False
         self.own.drop_update()
         self._companions.state_changed(self._now(), step=update.is_step)
         if self.own.name != update.name:
             sometimes("a step of the swarm is interrupted")
-            self._notices.interrupted(self.training.step_error if update.is_step else None)
+            if not skipped:
+                self._notices.interrupted(self.training.step_error if update.is_step else None)
         elif update.is_step:
             self._advanced(update)
         elif update.peers == 1:
@@ -662,6 +679,7 @@ class Participant:
         self._announce_state(expected=self.own.name == update.name and update.peers > 1 and not self.at_end)
         if update.is_step and self.own.name == update.name:
             await self._catch_up.joined()  # last: an interrupted trainer cancels this
+        return skipped
 
     async def tell_loaded(self) -> None:
         """After `own.loaded`: tell everybody (trainer)."""

@@ -23,7 +23,7 @@ from shoal.errors import ConfigError
 from shoal.run.course import Course
 from shoal.run.decide.agreement import MOST_CORES, Agreement, Contributor, Said, agree, said_bytes
 from shoal.run.decide.check import Check
-from shoal.run.decide.phases import Event, RunPhase
+from shoal.run.decide.phases import Event
 from shoal.run.decide.state_name import StateName
 from shoal.run.gossip import ProgressGossip
 from shoal.run.join.step_feed import StepFeed
@@ -310,5 +310,5 @@ class SwarmStep:
         async with self._own.hold() as holds:
             if holds and self._own.update is None:  # if the lock does not come, the next state discards it
                 self._training.discard()
-        if self.course.phase is RunPhase.AVERAGING:
+        if self._own.update is None and self.course.machine.is_busy:
             self.course.happened(Event.MISFIT)

@@ -22,7 +22,7 @@ from shoal.averaging.allreduce.vector import Vector
 from shoal.base.names import known_as, learn
 from shoal.base.sometimes import sometimes
 from shoal.base.thread_state import forget_casts
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, is_out_of_memory
 from shoal.layout import divide_whole
 from shoal.strategies.local_updates import LocalTrainingState
 from shoal.strategies.merging import Merging
@@ -258,8 +258,16 @@ class OuterTrainingState(TrainingState):
         self._strays = False
 
     def _copy_anchor(self) -> None:
-        with torch.no_grad(), self._local.moving(self._own):
-            torch._foreach_copy_(self._own, self._anchor)
+        anchor = [each.detach() for each in self.trained]  # not copied first: there may be no memory for it
+        with torch.no_grad():
+            try:
+                with self._local.moving(self._own):
+                    torch._foreach_copy_(self._own, anchor)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                torch._foreach_copy_(self._own, anchor)
+                self._local.stay_at(self._own)
 
     @property
     def _is_stale(self) -> bool:
@@ -440,6 +448,14 @@ class LocalSteps(LocalTrainingState):
                 kept.copy_(torch.where(moved.isfinite(), moved, each.to(kept)).reshape(kept.shape))
             forget_casts()
             self.weights.note()
+
+    def stay_at(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Weights that the inner optimizer keeps are what these parameters are. It takes no memory."""
+        for each in parameters:
+            for kept in self._copies_of(each):
+                kept.copy_(each.reshape(kept.shape))
+        forget_casts()
+        self.weights.note()
 
     def _copies_of(self, parameter: torch.Tensor) -> list[torch.Tensor]:
         if not self._judged and self.optimizer.state:

@@ -21,7 +21,7 @@ import torch
 from shoal.averaging.allreduce.vector import Vector
 from shoal.base.names import known_as
 from shoal.base.thread_state import forget_casts
-from shoal.errors import ConfigError, StateUnavailable
+from shoal.errors import ConfigError, StateUnavailable, is_out_of_memory
 from shoal.protocol.wire import LAST_EPOCH_TAKEN, encode
 from shoal.train.finite import norm_of, not_finite
 from shoal.train.gradient_sum import GradientSum
@@ -353,7 +353,8 @@ class TrainingState:
 
         It may be interrupted: as long as the optimizer has not begun, nothing has changed, and it can be called again.
         From then on it is over: the average is forgotten, and the epoch counted. If the optimizer raises, the average
-        is forgotten, too, but the epoch does not count.
+        is forgotten, too, but the epoch does not count. Want of memory before the optimizer has begun is raised like an
+        interrupt.
 
         Args:
             options: of all who take this step; they stay in the parameter groups. None: what the groups hold.
@@ -373,7 +374,8 @@ class TrainingState:
                     self.kept.apply(options)
                 self._step_from_average(unused, cores)
             except Exception as error:
-                self.epoch, self.step_error = before, f"{type(error).__name__}: {error}"
+                if self.epoch != before or not is_out_of_memory(error):
+                    self.epoch, self.step_error = before, f"{type(error).__name__}: {error}"
                 raise
             finally:
                 try:

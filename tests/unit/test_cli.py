@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 import shoal.demo
+from shoal.base.extras import install_command
 from shoal.base.peer import Address, Invite, PeerID
 from shoal.cli import main
 from shoal.cli.status import summary_of, table_of
@@ -307,7 +308,7 @@ def test_demo_without_matplotlib_makes_no_picture(
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     _, _, said = run(capsys, "demo", "--headless")
     assert given == [shoal.demo.DemoOptions(headless=True, report=None)]
-    assert said == "no picture is made: it needs matplotlib (pip install 'shoal[demo]')\n"
+    assert said == f"no picture is made: it needs matplotlib ({install_command('demo')})\n"
     run(capsys, "demo", "--report", str(tmp_path))
     assert given[1].report == tmp_path
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.base.extras import install_command
 from shoal.cli import main
 from shoal.protocol.identity import Identity
 
@@ -202,4 +203,4 @@ def test_a_sink_that_cannot_work_is_named_before_the_program_runs(
         ("--prometheus", "4444", "prometheus_client"),
     ):
         said = refused(capsys, option, value, str(program))
-        assert said == (f"shoal: {option} needs {package}, which is not installed: pip install 'shoal[metrics]'\n")
+        assert said == f"shoal: {option} needs {package}, which is not installed: {install_command('metrics')}\n"

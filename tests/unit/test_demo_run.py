@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import replace
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from shoal import events
+from shoal.base.extras import install_command
 from shoal.base.peer import PeerID
 from shoal.demo import messages as say
 from shoal.demo.plan import Director, GiveUp, Kill, Limits, SendHome, StartNewcomer, TellStop
@@ -474,5 +476,5 @@ def test_output_that_cannot_be_written_is_refused_before_anything_starts(tmp_pat
 def test_missing_matplotlib_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With the command that mends it."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'shoal\[demo\]', or give --no-report"):
+    with pytest.raises(ConfigError, match=re.escape(f"{install_command('demo')}, or give --no-report")):
         run_demo(DemoOptions(report=tmp_path))

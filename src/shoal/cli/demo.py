@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from shoal.base.extras import install_command
+
 __all__ = ["demo"]
 
 
@@ -40,7 +42,7 @@ def demo(
 
     if report is None and not no_report:
         if importlib.util.find_spec("matplotlib") is None:
-            click.echo("no picture is made: it needs matplotlib (pip install 'shoal[demo]')", err=True)
+            click.echo(f"no picture is made: it needs matplotlib ({install_command('demo')})", err=True)
         else:
             report = Path("demo-report")
     options = DemoOptions(

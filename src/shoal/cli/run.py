@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from shoal.base.extras import install_command
 from shoal.base.warning_names import named
 from shoal.cli.config_file import config_option
 from shoal.cli.options import Real, WholePath, announced, maddr_of, upload_limit_option
@@ -172,7 +173,7 @@ def _sinks(options: dict[str, Any]) -> list[Callable[[], Any]]:
 
 def _check_package(name: str, package: str) -> None:
     if importlib.util.find_spec(package) is None:
-        raise ConfigError(f"--{name} needs {package}, which is not installed: pip install 'shoal[metrics]'")
+        raise ConfigError(f"--{name} needs {package}, which is not installed: {install_command('metrics')}")
 
 
 def _check_port(name: str, port: int) -> None:

@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from shoal.base.extras import install_command
 from shoal.demo.children import Child, python_module
 from shoal.demo.messages import BaselineConfig, Leave, PeerConfig, Report, Stop, encode
 from shoal.demo.plan import Action, Director, GiveUp, Kill, Limits, SendHome, StartNewcomer, TellStop
@@ -119,7 +120,7 @@ def run_demo(options: DemoOptions, wiring: Wiring | None = None) -> int:
 def _check_outputs(options: DemoOptions) -> None:
     if options.report is not None:
         if importlib.util.find_spec("matplotlib") is None:
-            raise ConfigError("the picture needs matplotlib: pip install 'shoal[demo]', or give --no-report")
+            raise ConfigError(f"the picture needs matplotlib: {install_command('demo')}, or give --no-report")
         try:
             (options.report / "logs").mkdir(parents=True, exist_ok=True)
         except OSError as error:

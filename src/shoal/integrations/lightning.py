@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import default_collate
 
 from shoal.base.checks import whole
+from shoal.base.extras import install_command
 from shoal.base.peer import check_run_id
 from shoal.errors import ConfigError
 from shoal.hivemind.arguments import strategy_of
@@ -50,7 +51,7 @@ try:
     from lightning.pytorch.utilities.model_helpers import is_overridden
 except ImportError as error:
     raise ImportError(
-        f"shoal.integrations.lightning needs lightning 2 ({error}): pip install 'shoal[lightning]'"
+        f"shoal.integrations.lightning needs lightning 2 ({error}): {install_command('lightning')}"
     ) from error
 
 __all__ = ["SwarmCallback", "SwarmStrategy"]

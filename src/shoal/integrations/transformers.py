@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from shoal.base.checks import path, whole
+from shoal.base.extras import install_command
 from shoal.data import PeerSampler
 from shoal.errors import ConfigError
 from shoal.hivemind.arguments import strategy_of
@@ -54,8 +55,8 @@ try:
     from transformers.trainer_utils import has_length
 except ImportError as error:
     raise ImportError(
-        f"shoal.integrations.transformers needs transformers 5 and accelerate ({error}): pip install "
-        "'shoal[transformers]'"
+        f"shoal.integrations.transformers needs transformers 5 and accelerate ({error}): "
+        f"{install_command('transformers')}"
     ) from error
 
 __all__ = ["SwarmCallback", "latest_checkpoint"]

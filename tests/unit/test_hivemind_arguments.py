@@ -604,6 +604,16 @@ def test_a_misspelt_argument_is_no_option() -> None:
         shoal.DHT(start=False, num_worker=4)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize(
+    ("argument", "cure"), [("host_maddrs", "/ip6/::/tcp/PORT listens by"), ("announce_maddrs", "/dns/HOST/tcp/PORT")]
+)
+def test_two_addresses_are_refused_with_the_one_that_does_for_both(argument: str, cure: str) -> None:
+    """The error only counted them."""
+    given: dict[str, Any] = {argument: ["/ip4/0.0.0.0/tcp/4000", "/ip6/::/tcp/4000"]}
+    with pytest.raises(ConfigError, match=f"^{argument} must be one address, got 2: .*{cure}"):
+        shoal.DHT(start=False, **given)
+
+
 @pytest.mark.parametrize("argument", ["host_maddrs", "announce_maddrs"])
 def test_listening_by_quic_too_is_skipped(argument: str, caplog: pytest.LogCaptureFixture) -> None:
     """As hivemind's documentation gives it: TCP and QUIC. Two places by TCP are one too many."""

@@ -34,7 +34,10 @@ def one_place(maddrs: object, argument: str, skip: Callable[[str, str], None]) -
         if text not in places:
             skip(argument, f"shoal speaks TCP only, not {text}")
     if len(places) != 1:
-        raise ConfigError(f"{argument} must be one address, got {len(places)}")
+        cure = "give the one that most peers reach, or a name that has them all: /dns/HOST/tcp/PORT"
+        if argument == "host_maddrs":
+            cure = "/ip6/::/tcp/PORT listens by IPv6 and by IPv4, /ip4/0.0.0.0/tcp/PORT on all interfaces by IPv4"
+        raise ConfigError(f"{argument} must be one address, got {len(places)}: {cure}")
     match places[0].split("/"):
         case ["", "tcp", port] if _is_port(port):
             return None, int(port)

@@ -20,7 +20,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import shoal
 from shoal.base.thread_state import ThreadState
 from shoal.errors import ConfigError
-from shoal.events import Warned
 from shoal.strategies import LocalSGD
 from tests.odd_torch import ODD
 
@@ -182,19 +181,24 @@ def test_a_parameter_of_another_shape_is_named(swarm_of: Any) -> None:
         train(model, swarm)
 
 
-def test_statistics_of_a_step_without_gradients_are_told(swarm_of: Any, dht: shoal.DHT) -> None:
-    """Its counter stays: Adam's first step is 0.074 instead of 0.1."""
-    warned: list[str] = []
-    dht.events.subscribe(lambda event: warned.append(event.message) if isinstance(event, Warned) else None)
-    model = model_of()
-    inner = torch.optim.Adam(model.parameters(), lr=0.1)
-    get_optimizer_state_dict(model, inner)
-    swarm_of(model, lambda _: inner).shutdown()
-    assert [each[:70] for each in warned] == ["the optimizer's statistics are those of one step without gradients, as"]
-    inner.state.clear()
-    train(model, inner)
-    swarm_of(model, lambda _: inner).status()
-    assert len(warned) == 1
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adagrad, torch.optim.RMSprop])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_step_without_gradients_before_the_run_does_not_count(
+    swarm_of: Any, kind: type[torch.optim.Optimizer], *, loaded: bool
+) -> None:
+    """Its counter stayed, and a warning said so: Adam's first step was 0.074 instead of 0.1."""
+    plain, model = model_of(), model_of()
+    alone, inner = kind(plain.parameters(), lr=0.1), kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
+    get_optimizer_state_dict(plain if loaded else model, alone if loaded else inner)
+    swarm = swarm_of(model, lambda _: inner)
+    if loaded:
+        swarm.load_state_dict(alone.state_dict())
+        alone = kind(plain.parameters(), lr=0.1)  # type: ignore[call-arg]
+    assert swarm._training.kept.steps_taken == 0
+    train(model, swarm)
+    train(plain, alone)
+    assert torch.equal(plain.weight, model.weight)
+    assert [float(entry["step"]) for entry in inner.state.values()] == [1, 1]
 
 
 def test_steps_that_a_peer_catches_up_with_compute_as_where_step_was_called_last(swarm_of: Any) -> None:

@@ -32,7 +32,6 @@ NAMES: dict[str, tuple[str, ...]] = {
     "parameter-unused": ("had gradients, and none in the last",),
     "frozen-here": ("is frozen here",),
     "frozen-changed": ("of the model changed since the run began, but not by training",),
-    "step-without-gradients": ("statistics are those of one step without gradients",),
     "best-model": ("load_best_model_at_end=True gives each peer",),
     "ended-early": ("something else ends the training of this peer",),
     "untrained-parameters": ("and no shoal.Optimizer trains them",),

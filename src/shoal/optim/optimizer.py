@@ -38,7 +38,7 @@ from shoal.runtime.thread import GRACE_S, LoopThread
 from shoal.strategies import Inner, Merging, Strategy, TrainingState
 from shoal.strategies.strategy import answer_of
 from shoal.train.batch_rows import rows_of, samples_of
-from shoal.train.blank_statistics import are_asked_for, shown_in, were_stepped_to
+from shoal.train.blank_statistics import are_asked_for, shown_in, without_blank_step
 from shoal.train.gradient_watch import GradientWatch, SpentGradients
 from shoal.train.inner import make_inner, make_scheduler
 from shoal.train.model import TrainedModel, learn_names
@@ -169,6 +169,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         )
         inner, offload = _inner(params, optimizer, model, offload=terms.offload)
         super().__init__(inner.param_groups, dict(inner.defaults))
+        inner.state.update(without_blank_step(inner.state))
         # One set of groups and statistics for both: schedulers and trainers hold on to either optimizer.
         self.param_groups, self.state = inner.param_groups, inner.state
         self.dht, self.run_id, self._inner_groups = dht, run_id, inner.param_groups
@@ -251,7 +252,6 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
         if load_state_compression not in (None, NoCompression()):
             what = f"load_state_compression={load_state_compression!r} has no effect"
             self._warn(f"{what}: a newcomer's weights would differ from the others'; leave it out")
-        self._warn_of_blank_step()
 
     def _warn_of_model(self, model: TrainedModel) -> None:
         """Once, at the first step: another optimizer of the program may be made later."""
@@ -266,13 +266,6 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 f"{len(names)} parameters of the model ({names[0]}, ...) require a gradient, and no shoal.Optimizer "
                 "trains them, so peers do not compare them: freeze what is not to be trained (requires_grad_(False)), "
                 "and a peer with another base is refused; give the rest to the optimizer"
-            )
-
-    def _warn_of_blank_step(self) -> None:
-        if were_stepped_to(self._training.optimizer):
-            self._warn(
-                "the optimizer's statistics are those of one step without gradients, as some libraries take to make "
-                "them: its first steps differ from those of a new one. Clear its `state` before, or make a new one"
             )
 
     # ---------------------------------------------------------------------------------------------------------- status
@@ -737,6 +730,8 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             raise ConfigError(f"state_dict must be what state_dict() gave, got {type(state_dict).__name__}")
         saved = dict(state_dict)
         about = saved.pop("shoal", None)
+        if about is None and isinstance(state := saved.get("state"), Mapping):
+            saved["state"] = without_blank_step(state)
         with self._lock.acquire_in_thread():
             if self._training.weights.are_aside:
                 raise ConfigError(
@@ -751,7 +746,6 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
                 raise ConfigError(f"state_dict does not fit this optimizer: {error}") from error
             self._chains.load(found, optimizer)
             self.state = self._training.optimizer.state
-        self._warn_of_blank_step()
         self._chains.tell_loaded()
 
     @untraced

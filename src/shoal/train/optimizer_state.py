@@ -182,7 +182,9 @@ class OptimizerState:
         entries = [entry for entry in self._optimizer.state.values() if isinstance(entry, dict)]
         counts = [entry["step"] for entry in (*entries, *self._groups) if "step" in entry]
         steps = max((float(each) for each in counts if is_number(each)), default=0.0)
-        return int(steps) if 0 < steps < MAX_SAMPLES_TAKEN else int(bool(self._optimizer.state))
+        if 0 < steps < MAX_SAMPLES_TAKEN:
+            return int(steps)
+        return int(bool(self._optimizer.state) and not (counts and steps == 0))  # statistics may be there before it
 
     @property
     def needs(self) -> str | None:

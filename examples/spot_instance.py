@@ -15,7 +15,7 @@ import torch
 
 import shoal
 
-RUN, EPOCHS, BATCH = "spot", int(os.environ.get("EPOCHS", "400")), 16
+RUN, EPOCHS, BATCH = "spot", int(os.environ.get("EPOCHS", "200")), 16
 
 torch.set_num_threads(1)  # so that several peers fit on one machine
 model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))

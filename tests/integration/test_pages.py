@@ -85,7 +85,7 @@ def last_lines_of_two(folder: Path, code: str) -> list[str]:
 def test_two_peers_run_the_program_of_a_page(tmp_path: Path, code: str, last: str) -> None:
     """With fewer, smaller epochs, which begin when both are there: both end by themselves at one epoch."""
     for printed, shorter in (
-        ("swarm.announce_end(100)", f"{BEGIN}swarm.announce_end(8)"),
+        ("swarm.announce_end(40)", f"{BEGIN}swarm.announce_end(8)"),
         ("target_batch_size=4096", "target_batch_size=512"),
     ):
         assert code.count(printed) == 1

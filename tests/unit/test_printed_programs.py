@@ -7,6 +7,7 @@ pass binds is there after it.
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -138,3 +139,64 @@ def test_programs_join_whoever_they_are_given_and_listen_for_other_machines() ->
 def test_the_look_at_a_program_finds_it(program: str, found: list[str]) -> None:
     """What is read after a loop, at the top and in functions; what was bound before is no mistake."""
     assert unbound_after_loops(program) == found
+
+
+MOST_BATCHES = 13_000
+"""A batch of a toy model takes about 2.5 ms of a processor with all that shoal does: these take half a minute."""
+
+NOT_TOYS = ("examples/albert/run_trainer.py",)  # it trains for as long as its options say
+
+
+def trains(program: str) -> bool:
+    """Whether it has batches, in a loop that goes on until the run is over, or in a Trainer."""
+    return "shoal.DHT(" in program and ("Trainer(" in program or (".finished" in program and ".backward(" in program))
+
+
+def batches_alone(program: str) -> float:
+    """The number of batches that a program computes as it is printed, if it is alone in its run."""
+    tree, known = ast.parse(program), dict[str, ast.AST]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            pairs = [(node.targets[0], node.value)]
+            if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(node.targets[0].elts, node.value.elts, strict=True))
+            known |= {target.id: value for target, value in pairs if isinstance(target, ast.Name)}
+
+    def number(node: ast.AST) -> float:
+        node = known[node.id] if isinstance(node, ast.Name) else node
+        # The last one of `int(os.environ.get("EPOCHS", "300"))`.
+        return float([each.value for each in ast.walk(node) if isinstance(each, ast.Constant)][-1])  # type: ignore[arg-type]
+
+    given: dict[str, float] = {}
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        name = ast.unparse(call.func).split(".")[-1]
+        asked = {each.arg: each.value for each in call.keywords if each.arg is not None}
+        if name in ("announce_end", "Synchronous") and call.args:
+            asked[name] = call.args[0]
+        if name == "DiLoCo":
+            asked = {"between_merges": asked["every"]}
+        for argument, value in asked.items():
+            if argument in NUMBERS:
+                what = NUMBERS[argument]
+                given[what] = min(number(value), given.get(what, math.inf))  # batches to test with are larger
+    return given["steps"] * (given["every"] if "every" in given else given["target"] / given["batch"])
+
+
+NUMBERS = {
+    "announce_end": "steps",
+    "max_steps": "steps",
+    "Synchronous": "target",
+    "target_batch_size": "target",
+    "between_merges": "every",
+    "batch_size_per_step": "batch",
+    "per_device_train_batch_size": "batch",
+    "batch_size": "batch",
+}
+
+
+@pytest.mark.parametrize("place", [place for place, program in PRINTED.items() if trains(program)])
+def test_a_program_as_it_is_printed_ends_within_a_minute(place: str) -> None:
+    """The first one that people run took two, on a machine that was busy: by its batches, and the threads of each."""
+    program = PRINTED[place]
+    assert "torch.set_num_threads(1)" in program or place in NOT_TOYS
+    assert place in NOT_TOYS or batches_alone(program) <= MOST_BATCHES

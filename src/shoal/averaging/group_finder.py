@@ -34,7 +34,8 @@ _TILE_S = 0.25
 """A tile is at most what the slowest member sends in this time, where that is known."""
 
 _LEAST_TILE_BYTES, _SMALL_TILES = 64 << 10, 1024
-"""For this reason no tile is made smaller than this, and there are not many more of them than this."""
+"""For a slow line tiles are made smaller, but not below `_LEAST_TILE_BYTES`, and not below the part of all values (as
+float32) of which there are `_SMALL_TILES`."""
 
 _MOST_REDUCERS = 128
 """A group of more than `MANY` has so many reducers at most: each member has a connection with each of them."""

@@ -162,7 +162,10 @@ class LocalTrainingState(TrainingState):
 
     @property
     def holds_average(self) -> bool:
-        """Whether the last batch counts for nothing, though its gradients were finite."""
+        """Whether the last batch counts for nothing, as this peer had given to a round that it waits for.
+
+        Unlike in `TrainingState`, the round's average may not be here yet.
+        """
         return self._loses
 
     def accumulate(self, batch_size: int) -> bool:

@@ -1,8 +1,11 @@
 """What one peer has trained and no step was taken from yet, on its way through a round. No network, no lock.
 
 Gradients are summed until a round begins. From then on, until its average was stepped from or it has failed, further
-ones are late: they go into a sum of their own, or are dropped. A batch whose gradients are not finite, or too large to
-be summed, is left out.
+ones are late. With a sum of their own (`late`) they are kept in it: they are the first of the next step, or join the
+others if the round fails. Without one they are added to the sum that the round has taken: they count if the round
+fails, and are dropped with that sum if its step is taken. Once the average is here they are not added any more.
+
+A batch whose gradients are not finite, or too large to be summed, is left out.
 """
 
 from __future__ import annotations
@@ -63,7 +66,9 @@ class Pending:
         """Add the gradients of these parameters, the mean over a batch; those without one count as 0.
 
         Returns:
-            Whether they count: not if there are none, if they cannot be summed, or if they come too late.
+            Whether they were added: not if there are none, if they cannot be summed, or if the average of their step is
+            here. That says not yet that they count: with `late=None`, those added while a round is under way count only
+            if that round fails.
         """
         given = [index for index, parameter in enumerate(trained) if parameter.grad is not None]
         chosen = self.late if self.in_round and self.late is not None else self.total

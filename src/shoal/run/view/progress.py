@@ -146,7 +146,8 @@ class SwarmView:
             `SwarmProgress.view`. In the unit of `Progress.done`, as `own`.
         rate: samples per second of all peers of `together`.
         epoch: the epoch of the best state.
-        behind: the best state is another one than this peer's.
+        behind: the best state is another one than this peer's. `Outlook.view_of` makes it False where the trainer goes
+            on all the same.
         vouched: the best state is another one than this peer's, and somebody whose word counts is at it.
         best: the key of the best state.
         others: the last words of the other peers.

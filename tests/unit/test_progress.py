@@ -291,10 +291,10 @@ def test_who_left_before_we_came_is_nobody() -> None:
     """Its farewell is all that is found, whatever its settings were."""
     known = swarm(lr="0.1")
     known.heard(said(ANN, left=True, settings={"lr": "0.2"}), 0.0, direct=False)
-    assert (known.mismatch, known.strangers, known.peers) == (None, 0, ())
+    assert (known.mismatch, known.other_settings, known.peers) == (None, 0, ())
     known.heard(said(ANN, settings={"lr": "0.2"}), 0.0, direct=False)
     known.heard(said(ANN, left=True, time=101.0, settings={"lr": "0.2"}), 1.0, direct=False)
-    assert (known.mismatch, known.strangers) == (None, 0)
+    assert (known.mismatch, known.other_settings) == (None, 0)
 
 
 def test_other_settings_are_believed_of_who_is_alive() -> None:
@@ -302,7 +302,7 @@ def test_other_settings_are_believed_of_who_is_alive() -> None:
     known = swarm(lr="0.1")
     for _ in range(3):
         known.heard(said(ANN, settings={"lr": "0.2"}), 0.0, direct=False)
-    assert (known.mismatch, known.strangers) == (None, 1)
+    assert (known.mismatch, known.other_settings) == (None, 1)
     known.heard(said(ANN, settings={"lr": "0.2"}, time=102.0), 2.0, direct=False)
     assert known.mismatch is not None
 

@@ -83,7 +83,7 @@ _READ_BY_MERGERS = 4
 _LIVES = 1.5
 """A record lives for this number of periods of writing and reading."""
 
-_LOOKS_AT_STRANGERS = 5
+_LOOKS_AT_OTHER_SETTINGS = 5
 """Records of peers with other settings are renewed within 4 of them if the peers live."""
 
 
@@ -398,7 +398,7 @@ class ProgressGossip:
             if looks == 1:
                 await self._ask_who_lives(found)
             await self._find_hidden(found)
-            if not self._known.strangers or self._known.mismatch or looks == _LOOKS_AT_STRANGERS:
+            if not self._known.other_settings or self._known.mismatch or looks == _LOOKS_AT_OTHER_SETTINGS:
                 self.looked.set()
             self._news.notify()
             self._set_lifetime()

@@ -260,7 +260,7 @@ class SwarmProgress:
         self._me, self._settings, self.ttl_s, self._auxiliary = me, dict(settings), ttl_s, auxiliary
         self._known: dict[PeerID, _Word] = {}
         self._alive: set[PeerID] = set()  # of those known
-        self._strangers: dict[PeerID, float] = {}  # peers with other settings: the time of their last word
+        self._other_settings: dict[PeerID, float] = {}  # of each such peer, the time of its last word
         self._lost: dict[PeerID, _Loss] = {}
         self._withheld = Ledger[PeerID](_ASIDE_S, _LONGEST_ASIDE_S)  # by those that did not give their states
         self._relayed: dict[PeerID, tuple[Progress, float]] = {}  # the word of others about known peers
@@ -289,9 +289,9 @@ class SwarmProgress:
         return next(reversed(self.mismatches.values()), None)
 
     @property
-    def strangers(self) -> int:
+    def other_settings(self) -> int:
         """Return how many peers with other settings there are, alive or not."""
-        return len(self._strangers)
+        return len(self._other_settings)
 
     def heard(self, progress: Progress, now: float, *, direct: bool = True) -> bool:
         """A peer told where it stands. True if it was news.
@@ -313,10 +313,10 @@ class SwarmProgress:
             return self._left(progress)
         difference = settings_difference(self._settings, progress.settings)
         if difference is not None:
-            if direct or progress.time > self._strangers.get(peer, math.inf):
+            if direct or progress.time > self._other_settings.get(peer, math.inf):
                 put_last(self.mismatches, peer, difference, _MAX_REMEMBERED)
-            self._strangers.setdefault(peer, progress.time)
-            bound(self._strangers, _MAX_REMEMBERED)
+            self._other_settings.setdefault(peer, progress.time)
+            bound(self._other_settings, _MAX_REMEMBERED)
             return False
         if progress.time <= self._last_time(peer, now, direct=direct):
             return False
@@ -477,7 +477,7 @@ class SwarmProgress:
 
     def _left(self, progress: Progress) -> bool:
         peer = progress.contact.peer
-        self._strangers.pop(peer, None)
+        self._other_settings.pop(peer, None)
         self.mismatches.pop(peer, None)
         if progress.time <= self._last_time(peer, self._now):
             return False
@@ -527,8 +527,8 @@ class SwarmProgress:
             peer: the silent peer.
             said_before: a record that is newer than this (by the peer's own clock) counts all the same.
         """
-        if self._strangers.get(peer, math.inf) < said_before:
-            del self._strangers[peer]
+        if self._other_settings.get(peer, math.inf) < said_before:
+            del self._other_settings[peer]
         if peer in self._known and peer not in self._alive and self._known[peer].said.time < said_before:
             self._lose(peer, self._known[peer].said.time)
 

@@ -293,7 +293,7 @@ def test_a_state_that_comes_while_schedule_free_evaluates_stays(wraps: bool) -> 
     step(newcomer, 0)
     newcomer.weights.evaluate()
     take_over(newcomer, donor)
-    assert newcomer.weights.are_away
+    assert newcomer.weights.are_in_eval_mode
     assert_equal(newcomer, donor)
     newcomer.weights.train()
     assert all(torch.equal(*each) for each in zip(newcomer.parameters, donor.parameters, strict=True))

@@ -216,7 +216,7 @@ def test_local_updates_averaged_the_weights_of_an_evaluation(evaluates: bool, we
     training.use_average(vector)  # type: ignore[arg-type]
     training.step()
     assert vector.taken == taken
-    assert not training.weights.are_displaced
+    assert not training.weights.are_changed_unusually
 
 
 def test_other_memory_is_looked_at_instead() -> None:

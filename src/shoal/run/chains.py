@@ -385,7 +385,7 @@ class Chains:
     def place(self) -> dict[str, Any]:
         """Where the run stands, for a state dict (under the lock)."""
         state, training, merged = self.state, self._training, None
-        displaced = any(each.training.weights.are_displaced for each in self.participants)
+        displaced = any(each.training.weights.are_changed_unusually for each in self.participants)
         if training.keeps_anchor:
             anchors = self.export()
             values = torch.frombuffer(bytearray(encode(anchors.metadata["training"])), dtype=torch.uint8)
@@ -454,8 +454,8 @@ class Chains:
         """
         weights = self._training.weights
         # A write of a few values is known by its count alone. Before the first batch the name tells whether it was one.
-        is_other = weights.are_displaced or (named and weights.are_touched)
-        if not is_other or weights.are_away:
+        is_other = weights.are_changed_unusually or (named and weights.were_written_to)
+        if not is_other or weights.are_in_eval_mode:
             return False
         forgotten = self._forget()
         self._training.begin_anew()
@@ -472,7 +472,7 @@ class Chains:
         Raises:
             ConfigError: it does not fit here; nothing was changed.
         """
-        if self._training.weights.are_away:
+        if self._training.weights.are_in_eval_mode:
             raise ConfigError("the optimizer is in eval mode: call train() before a checkpoint is taken over")
         try:
             states = self._read(saved.name, saved.values, saved.tensors)

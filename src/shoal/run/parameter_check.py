@@ -152,7 +152,7 @@ class ParameterCheck:
         training = self._own.training
         weights = training.weights
         evaluations = weights.evaluations
-        if weights.are_away:
+        if weights.are_in_eval_mode:
             return None
         describe = partial(
             check_of,

@@ -125,7 +125,7 @@ class StatesAverage:
     def _give(self, name: StateName) -> tuple[float, float]:
         """Weight and factor of the parameters as they are now; none if they are not those that are trained."""
         weights = self._training.weights
-        self._gave_others = weights.are_away or weights.are_displaced
+        self._gave_others = weights.are_in_eval_mode or weights.are_changed_unusually
         return float(self._own.name == name and not self._gave_others), 1.0
 
     async def _make_ready(self, name: StateName, result: StepResult) -> None:

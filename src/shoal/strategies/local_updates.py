@@ -198,7 +198,7 @@ class LocalTrainingState(TrainingState):
                 self.kept.own_options(name for name in group if _changed(group[name], was.get(name)))
         except BaseException as error:  # whoever gave the batch counts it first, and raises this then
             # A hook before it may have raised, when nothing has moved, or one after it, when all has.
-            self._stepped = self.weights.are_touched
+            self._stepped = self.weights.were_written_to
             if is_out_of_memory(error) and not self._stepped:
                 raise
             self.raised = error
@@ -215,7 +215,7 @@ class LocalTrainingState(TrainingState):
         They have no weight while other values stand in their place, for an evaluation.
         """
         weight, _ = super().contribute()
-        self._gave_others = self.weights.are_away or self.weights.are_displaced
+        self._gave_others = self.weights.are_in_eval_mode or self.weights.are_changed_unusually
         for each in self._statistics:
             if (kept := each.kept(self.optimizer)) is not None:
                 each.copy.copy_(kept)

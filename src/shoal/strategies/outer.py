@@ -219,7 +219,7 @@ class OuterTrainingState(TrainingState):
             for outer, anchor, own in zip(self.accumulators, self._anchor, self._weights(), strict=True):
                 outer.copy_(anchor).sub_(own.to(outer.device))
         weights = self._local.weights
-        return (0.0 if self._strays or weights.are_hidden or weights.are_displaced else weight), 1.0
+        return (0.0 if self._strays or weights.are_hidden or weights.are_changed_unusually else weight), 1.0
 
     def counted(self) -> None:
         self._counts = True

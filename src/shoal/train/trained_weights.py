@@ -45,11 +45,11 @@ class TrainedWeights:
 
     @property
     def are_aside(self) -> bool:
-        """Whether they were put aside by `evaluate`."""
+        """Whether they were put aside by `evaluate`: then they `are_in_eval_mode`."""
         return self._aside is not None
 
     @property
-    def are_away(self) -> bool:
+    def are_in_eval_mode(self) -> bool:
         """Whether the parameters are those to evaluate with, and no step can be taken (ScheduleFree's `eval`)."""
         modes = [getattr(self._optimizer, "train_mode", None)]
         modes += [group.get("train_mode") for group in self._optimizer.param_groups]
@@ -58,7 +58,7 @@ class TrainedWeights:
     @property
     def are_hidden(self) -> bool:
         """Whether they are not at hand: somebody has called the inner optimizer's own `eval`."""
-        return self.are_away and self._aside is None
+        return self.are_in_eval_mode and self._aside is None
 
     def evaluate(self) -> None:
         """Put the parameters to evaluate with into the place of those to train with, if the optimizer has such."""
@@ -104,7 +104,7 @@ class TrainedWeights:
         return self._aside is None and not self._mark.agrees()
 
     @property
-    def are_displaced(self) -> bool:
+    def are_changed_unusually(self) -> bool:
         """Whether something else than shoal has put other values into the place of the trained parameters.
 
         They are the user's, for an evaluation for example, and not those that the name of the state stands for. Where
@@ -113,8 +113,8 @@ class TrainedWeights:
         return self.are_changed and not self.changes.are_usual
 
     @property
-    def are_touched(self) -> bool:
-        """Whether anything has written to the parameters since `note`, as far as it can be seen."""
+    def were_written_to(self) -> bool:
+        """Whether anything has written to the parameters since `note`, be it the same values."""
         return self._mark.changed() is not Changed.NOT
 
     def agree_with(self, copy: Callable[[int], memoryview]) -> bool:
@@ -130,7 +130,7 @@ class TrainedWeights:
         self._mark.forget()
 
     def note(self) -> None:
-        """The parameters are what they are to be: after whatever else comes they `are_displaced`."""
+        """The parameters are what they are to be: after whatever else comes they `are_changed_unusually`."""
         if self._aside is None:
             self._mark.note()
 

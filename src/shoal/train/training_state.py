@@ -247,7 +247,7 @@ class TrainingState:
         Raises:
             ConfigError: other parameters are to be trained than when the run began, or an option is of no use.
         """
-        if self.weights.are_away:
+        if self.weights.are_in_eval_mode:
             raise ConfigError("the optimizer is in eval mode: call train() of the shoal.Optimizer before step()")
         self.tensors.check()
         self.kept.check_options()

@@ -53,7 +53,7 @@ def share(
     """
     if training.weights.are_hidden:
         raise ConfigError("the optimizer is in eval mode by its own eval(): call eval() of the shoal.Optimizer instead")
-    if training.weights.are_displaced:
+    if training.weights.are_changed_unusually:
         raise StateAway(
             "other values stand in the place of the trained parameters than the last step has left there (averaged "
             "ones, for an evaluation?): put those back first, and change them only within the optimizer's step"

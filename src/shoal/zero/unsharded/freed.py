@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["guard"]
+__all__ = ["keep_readable"]
 
 _PIECE = 1 << 21
 _NO_ACCESS, _READ_WRITE = 0, 3  # of mmap, see its manual page
@@ -61,7 +61,7 @@ def _map(at: int | None, nbytes: int, access: int, kind: int, file: int) -> int:
     return found
 
 
-def guard(managed: Any) -> None:
+def keep_readable(managed: Any) -> None:
     """Let the memory of a whole weight be read while it is freed.
 
     Args:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from shoal.errors import LocalError
 from shoal.zero.parameters import local, present_pass, weakly
 from shoal.zero.ranks.watch import Watch
-from shoal.zero.unsharded.freed import guard
+from shoal.zero.unsharded.freed import keep_readable
 from shoal.zero.unsharded.lent import Loan, Shard, lend, watch_shard
 from shoal.zero.unsharded.rows import Writes
 
@@ -103,7 +103,7 @@ class Unsharded:
         if len(managed.all_gather_outputs) == 1:  # otherwise an extension of FSDP2 has its own memory
             memory = managed.all_gather_outputs[0].untyped_storage()
             lend(managed.unsharded_param, Loan(name, memory, weakly(state._pre_backward)))  # noqa: SLF001
-            guard(managed)
+            keep_readable(managed)
 
     def _hooked(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         """Run what a program has registered (`register_hook`) with the parameter, or with the shard in its place."""

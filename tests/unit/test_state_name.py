@@ -86,7 +86,7 @@ def test_there_is_no_step_beyond_the_last_epoch() -> None:
         {"epoch": MAX_EPOCH + 1},
         {"epoch": -1},
         {"branch_samples": MAX_SAMPLES + 1},
-        {"samples": 1 << 63},
+        {"done": 1 << 63},
         {"end_epoch": MAX_EPOCH + 1},
         {"end_epoch": -1},
     ],

@@ -268,6 +268,17 @@ def optimizer_overhead(content: Mapping[str, Any]) -> list[Row]:
     return rows
 
 
+def many_tensors(content: Mapping[str, Any]) -> list[Row]:
+    """What a small tensor costs in an epoch of one peer, against a step of plain torch."""
+    return [
+        Row(
+            f"{int(count):,} small tensors, {name}: each", each[key] * 1e-6, "s", "plain torch", each["plain_us"] * 1e-6
+        )
+        for count, each in content.items()
+        for name, key in (("a peer alone", "alone_us"), ("two peers", "two_us"))
+    ]
+
+
 def time_to_loss(content: Mapping[str, Any]) -> list[Row]:
     """Seconds until a swarm has learned, and what a step takes beyond the all-reduce; a run may never come there."""
     rows, runs = [], content["runs"]

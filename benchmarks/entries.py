@@ -147,6 +147,13 @@ ENTRIES = (
         quick="--pairs 15 --cases wide",
     ),
     Entry(
+        "many_tensors",
+        "optimizer_overhead --tensors 20_000,200_000",
+        collect.many_tensors,
+        quick="--tensors 2_000",
+        gib=8.0,
+    ),
+    Entry(
         "time_to_loss",
         "optimizer --turns 1 --limit 240",
         collect.time_to_loss,

@@ -15,6 +15,9 @@ gradients and statistics: the worst case for who copies them.
 glibc gives large blocks back to the system as they are freed, and each page of the next ones costs a fault and zeros:
 how many depends on what lies where, and changes from run to run. With ``--keep-memory`` it keeps what is freed, as
 GLIBC_TUNABLES can tell any program.
+
+With ``--tensors 20000,200000`` models of so many small tensors are stepped instead, by plain torch, by a peer alone,
+and by two peers in this process: printed is the processor's time of one peer for an epoch, in microseconds per tensor.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -37,6 +41,7 @@ import shoal
 from shoal.demo.model import Batch
 from shoal.demo.settings import Training
 from shoal.demo.training import make_model
+from shoal.events import EpochAdvanced, Event
 
 KEEP_MEMORY = "glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=1073741824"
 """For GLIBC_TUNABLES: blocks of 32 MiB or less come from the heap, and 1 GiB of it is not given back."""
@@ -219,6 +224,92 @@ def compare(case: Case, accumulate: int, pairs: int) -> dict[str, float]:
     return found
 
 
+SHAPES = ((2, 3), (3,), ())
+EPOCHS = 2
+"""That are measured, after the first one."""
+
+
+def small_tensors(count: int) -> list[torch.nn.Parameter]:
+    """So many of them, with gradients."""
+    found = [torch.nn.Parameter(torch.ones(SHAPES[number % 3])) for number in range(count)]
+    for each in found:
+        each.grad = torch.ones_like(each)
+    return found
+
+
+def plain_us(count: int) -> float:
+    """Microseconds of the processor per tensor for a step of plain torch."""
+    optimizer = torch.optim.AdamW(small_tensors(count))
+    optimizer.step()
+    began = time.process_time()
+    for _ in range(EPOCHS):
+        optimizer.step()
+    return (time.process_time() - began) / EPOCHS / count * 1e6
+
+
+def epoch_us(count: int, peers: int) -> tuple[float, float]:
+    """The same for an epoch of each peer, of one batch, by `shoal.Optimizer`; and its seconds.
+
+    Raises:
+        RuntimeError: not all peers took part in each step that was measured.
+    """
+    first = shoal.DHT(start=True)
+    dhts = [first, *(shoal.DHT([first.invite()], start=True) for _ in range(peers - 1))]
+    steps: list[tuple[int, int, float, float]] = []
+
+    def note(event: Event) -> None:
+        if isinstance(event, EpochAdvanced):
+            steps.append((event.epoch, event.peers, time.process_time(), time.monotonic()))
+
+    def train(dht: shoal.DHT) -> None:
+        optimizer = torch.optim.AdamW(small_tensors(count))
+        swarm = shoal.Optimizer(
+            dht=dht,
+            run_id="tensors",
+            target_batch_size=4 * peers,
+            batch_size_per_step=4,
+            optimizer=optimizer,
+            averaging_timeout=900.0,
+        )
+        with swarm:
+            swarm.announce_end(1 + EPOCHS)
+            while len(swarm.status().peers) < peers:
+                time.sleep(0.1)
+            while not swarm.finished:
+                swarm.step()
+
+    first.events.subscribe(note)
+    try:
+        with ThreadPoolExecutor(peers) as pool:
+            list(pool.map(train, dhts))
+    finally:
+        for dht in dhts[::-1]:
+            dht.shutdown()
+    measured = [each for each in steps if each[0] >= 1]
+    if [each[:2] for each in measured] != [(epoch, peers) for epoch in range(1, 2 + EPOCHS)]:
+        raise RuntimeError(f"{peers} peers took these steps, each with so many peers: {[each[:2] for each in steps]}")
+    (_, _, cpu_began, began), (_, _, cpu_ended, ended) = measured[0], measured[-1]
+    return (cpu_ended - cpu_began) / EPOCHS / peers / count * 1e6, (ended - began) / EPOCHS
+
+
+def many_tensors(counts: list[int]) -> dict[str, dict[str, float]]:
+    """Print and return what each tensor costs."""
+    results = {}
+    for count in counts:
+        results[f"{count}"] = found = {"plain_us": plain_us(count)}
+        print(f"{count:,} tensors: plain torch {found['plain_us']:.1f} us per tensor and step", flush=True)
+        for name, peers in (("alone", 1), ("two peers", 2)):
+            key = "alone" if peers == 1 else "two"
+            found[f"{key}_us"], found[f"{key}_s"] = epoch_us(count, peers)
+            more = found[f"{key}_us"] - found["plain_us"]
+            print(
+                f"  {name}: {found[f'{key}_us']:.1f} us per tensor and epoch, {more:.1f} more than plain torch; "
+                f"{found[f'{key}_s']:.1f} s an epoch",
+                flush=True,
+            )
+    return results
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--pairs", type=int, default=31, help="at least 15")
@@ -226,6 +317,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1, help="torch's threads")
     parser.add_argument("--cases", default=",".join(CASES), help=f"with commas, any of {', '.join(CASES)}")
     parser.add_argument("--keep-memory", action="store_true", help="freed memory is not given back to the system")
+    parser.add_argument("--tensors", metavar="N,...", help="so many small tensors, in place of the cases")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     args = parser.parse_args()
     names = args.cases.split(",")
@@ -235,6 +327,11 @@ def main() -> int:
         again = [sys.executable, "-m", "benchmarks.optimizer_overhead", *sys.argv[1:]]
         os.execve(sys.executable, again, {**os.environ, "GLIBC_TUNABLES": KEEP_MEMORY})
     torch.set_num_threads(args.threads)
+    if args.tensors:
+        counted = many_tensors([int(each) for each in args.tensors.split(",")])
+        if args.json:
+            args.json.write_text(json.dumps(counted, indent=1) + "\n")
+        return 0
     print(f"{args.pairs} pairs, {args.accumulate} micro-batches a step, {args.threads} torch threads")
     results = {}
     for name in names:

@@ -444,7 +444,7 @@ class Coordinator:
             return True
         others = self.rules.takers - {member}
         complete = all(len(self.rules.held[other]) == len(self.rules.reducer) for other in others)
-        return complete or (self._kept() == {member} and self._may_step_aside())
+        return complete or (self._sole_holders() == {member} and self._may_step_aside())
 
     def _owing(self) -> list[int]:
         """Members that keep the others waiting: reducers of tiles that nobody else holds, else members without some."""
@@ -453,15 +453,15 @@ class Coordinator:
             return []
         somewhere = {tile for member in rules.live for tile in rules.held[member]}
         unheld = {reducer for tile, reducer in enumerate(rules.reducer) if tile not in somewhere}
-        if owing := unheld & rules.live or self._kept():
+        if owing := unheld & rules.live or self._sole_holders():
             return sorted(owing)
         return sorted(member for member in rules.takers if len(rules.held[member]) < len(rules.reducer))
 
-    def _kept(self) -> set[int]:
+    def _sole_holders(self) -> set[int]:
         """The members that have tiles which no other member that should hold them holds."""
         rules, takers = self.rules, self.rules.takers
-        kept = _undelivered(rules.reducer, rules.held, takers) & rules.live
-        return kept if len(takers) > 1 else kept - takers  # from the only taker nobody else wants a tile
+        found = _undelivered(rules.reducer, rules.held, takers) & rules.live
+        return found if len(takers) > 1 else found - takers  # from the only taker nobody else wants a tile
 
 
 def _undelivered(reducer: Sequence[int], held: Sequence[Mapping[int, object]], takers: Collection[int]) -> set[int]:

@@ -294,7 +294,7 @@ def test_what_a_member_that_is_not_waited_for_has_needed_is_no_measure_for_the_o
     reducers.done((1,), 100.5)
     reducers.leave_out(2, 102.0)
     reducers.leave(3)
-    assert (reducers.usual, reducers.lost_s()) == (101.0, 1.0)
+    assert (reducers.usual_until, reducers.lost_s()) == (101.0, 1.0)
     assert reducers.late(0.9) == {2}
     assert reducers.late(1.0) == set()
 

@@ -37,20 +37,20 @@ class Brief:
         """This one is not waited for any more when all others have done their part."""
         self.patience_s[member] = 0.0
 
-    def late(self, awaited: Collection[int], now: float, usual: float) -> list[int]:
+    def late(self, awaited: Collection[int], now: float, usual_until: float) -> list[int]:
         """Those to be left out now.
 
         Args:
             awaited: the members that are waited for.
             now: seconds.
-            usual: until then it is usual to wait; but no longer than `LEAST_S` for these alone.
+            usual_until: until then it is usual to wait; but no longer than `LEAST_S` for these alone.
         """
         if self._since is not None:
             self.waited_s += max(0.0, now - self._since)
         if not awaited or not self.patience_s or not self.patience_s.keys() >= set(awaited):
             self._since = None
             return []
-        self._since = max(now, min(usual, now + LEAST_S) if self._since is None else self._since)
+        self._since = max(now, min(usual_until, now + LEAST_S) if self._since is None else self._since)
         if now < self._since:
             return []
         late = sorted(member for member in awaited if self.waited_s >= self.patience_s[member])

@@ -250,7 +250,7 @@ class Coordinator:
         if awaited and awaited <= brief:
             others = {tile for tile, reducer in enumerate(rules.reducer) if reducer not in brief}
             awaited |= {member for member in rules.takers - brief if not rules.held[member].keys() >= others}
-        for member in self.brief.late(awaited, now, self._receiving.usual):
+        for member in self.brief.late(awaited, now, self._receiving.usual_until):
             if len(rules.live) > max(rules.min_group_size, 2):
                 actions += self.leave_out(member, "gave nothing yet, or to the last rounds, and others are done", now)
         return actions
@@ -412,9 +412,9 @@ class Coordinator:
         waiting = _undelivered(rules.reducer, rules.held, takers)
         self._reducing.done(set(rules.reducer) - waiting, now)
         if waiting:
-            return sorted(waiting) if now >= self._reducing.usual + self._margin_s else []
+            return sorted(waiting) if now >= self._reducing.usual_until + self._margin_s else []
         lacking = (each for each in takers if len(rules.held[each]) < len(rules.reducer))
-        return sorted(lacking) if now >= self._receiving.usual + LEAST_S else []
+        return sorted(lacking) if now >= self._receiving.usual_until + LEAST_S else []
 
     @property
     def _compared(self) -> set[int]:

@@ -68,7 +68,7 @@ class Lateness:
             self.left_out[member] = now
 
     @property
-    def usual(self) -> float:
+    def usual_until(self) -> float:
         """Until when it is usual to wait; infinite as long as too few are done."""
         done, middle = self._times(), (len(self._members) - 1) // self._first
         if len(done) <= max(middle, 0):
@@ -78,11 +78,11 @@ class Lateness:
     def lost_s(self, until: float | None = None) -> float:
         """How much longer than usual was waited until then, or until the last was done or left out, seconds."""
         last = max([self._began, *self._times(), *self.left_out.values()])
-        return max(0.0, (last if until is None else until) - self.usual)
+        return max(0.0, (last if until is None else until) - self.usual_until)
 
     def late(self, margin_s: float) -> set[int]:
         """Those that were done, or left out, later than usual by more than this margin."""
-        ends, limit = {**self.left_out, **self._done_at}, self.usual + margin_s
+        ends, limit = {**self.left_out, **self._done_at}, self.usual_until + margin_s
         return {member for member, at in ends.items() if at > limit}
 
     def _times(self) -> list[float]:

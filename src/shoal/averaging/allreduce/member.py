@@ -258,7 +258,7 @@ class MemberMachine:
         """Others average the tiles of this one. If it is late by what was seen here, it is waited for no longer."""
         contributions = self.contributions
         self._reducing.leave_out(member, now)
-        owes = contributions.awaits(member) and now > contributions.lateness.usual
+        owes = contributions.awaits(member) and now > contributions.lateness.usual_until
         if owes or member in self._reducing.late(0.0):
             sometimes("a late reducer is replaced")
             contributions.brief.add(member)
@@ -580,7 +580,7 @@ class Contributions:
         """Leave out those that are waited for briefly, if it is time. Returns the tiles that are ready now."""
         if not self.brief.patience_s:
             return []
-        late = self.brief.late(set().union(*self._waiting.values()), now, self.lateness.usual)
+        late = self.brief.late(set().union(*self._waiting.values()), now, self.lateness.usual_until)
         return [finish for member in late for finish in self.exclude(member)]
 
     def exclude(self, sender: int) -> list[Finish]:

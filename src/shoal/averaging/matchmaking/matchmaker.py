@@ -224,6 +224,7 @@ class Matchmaker:
         )
         self._idled, self._turned_away = machine.idled, machine.turned_away
         search = self._search = _Search(group_key, member, machine, loop.create_future(), precedence)
+        self._watch()
         self._begun.notify()
         try:
             self._feed(search, None)
@@ -235,6 +236,7 @@ class Matchmaker:
             raise
         finally:
             self._search = None
+            self._watch()
             self._end(search)
             del search  # an error's traceback holds this frame, and the search's result holds the error
         self._companions = (group_key, frozenset(group.peers))
@@ -531,11 +533,19 @@ class Matchmaker:
     def _remember(self, group: Group | None) -> None:
         self._memory.led = group is not None and group.leads
         self._memory.leader = None if group is None or group.leads else group.members[group.coordinator].contact
-        # Between two searches, too, it is known so which of the peers that the next one would wait for are silent. A
-        # follower will ask the leader of the last group first; the leader will wait for its members.
-        awaited = () if group is None or len(group.members) > LOOKED_AT else group.peers
-        leader = self._memory.leader
-        self._endpoint.watch(self, [leader.peer] if awaited and leader else awaited, soon=self._memory.led)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Between two searches: have the peers looked at that the next one will wait for, to know which are silent.
+
+        A follower will ask the leader of the last group first; the leader will wait for its members. Those of a large
+        group are not looked at: a silent one is noticed in the search.
+        """
+        memory, awaited = self._memory, self._companions[1] if self._memory.led else frozenset[PeerID]()
+        if memory.leader is not None:
+            awaited = frozenset((memory.leader.peer,))
+        looked_at = not self._closed and self._search is None and len(self._companions[1]) <= LOOKED_AT
+        self._endpoint.watch(self, awaited if looked_at else (), soon=memory.led)
 
     def avoid(self, leader: PeerID, members: int) -> None:
         """Another peer is to lead groups like the last one, which had so many members: see `Memory.avoid`."""

@@ -12,7 +12,6 @@ from benchmarks.merge_sim import Scene
 from benchmarks.wire_count import counted
 from shoal import sim
 from shoal.dht import DhtNode
-from shoal.rpc import Endpoint
 from shoal.run.participant import Participant
 
 PEERS, EVERY, BATCHES, BATCH_S = 2, 50, 100, 0.1
@@ -66,18 +65,16 @@ def costs(fragments: int) -> Costs:
 
     with pytest.MonkeyPatch.context() as patch:
         found.count(patch, Participant, "_look", "looks")
-        found.count(patch, Endpoint, "is_silent", "looks at peers")
         found.count(patch, DhtNode, "store", "records")
         sim.run(main, seed=3)
     return found
 
 
 def test_eight_fragments_cost_little_more_than_one() -> None:
-    """Each looked, watched and wrote as if it were a run of its own: 67 looks for a merge, and a record in the DHT."""
+    """Each looked and wrote as if it were a run of its own: 67 looks for each merge, and a record in the DHT."""
     one, many = costs(1), costs(8)
     assert many["merges"] >= 7 * one["merges"] > 0
     assert many["looks"] <= 18 * many["merges"]
-    assert many["looks at peers"] <= 3 * one["looks at peers"]
     assert many["words"] <= 14 * many["merges"]
     assert many["bytes of words"] <= 3 * one["bytes of words"]
     assert many["records"] <= one["records"]

@@ -16,7 +16,7 @@ import asyncio
 import logging
 import math
 import statistics
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import nullcontext, suppress
 from itertools import takewhile
 from typing import Any, NamedTuple, TypeVar
@@ -156,7 +156,6 @@ class Endpoint:
         )
         self._linking_anew: set[PeerID] = set()
         self._looking = False
-        self._watched: dict[object, tuple[Collection[PeerID], bool]] = {}  # by who watches them, and whether `soon`
         self._linked_callbacks: list[Callable[[PeerID], None]] = []
         self._lost_callbacks: list[Callable[[PeerID, str], None]] = []
         self.closed = False
@@ -325,29 +324,14 @@ class Endpoint:
             return True
         return bool(links)
 
-    def watch(self, owner: object, peers: Collection[PeerID], *, soon: bool = False) -> None:
-        """Look at these peers for `owner`, in place of those before, until it watches none: see `is_silent`."""
-        if not peers:
-            self._watched.pop(owner, None)
-            return
-        self._watched[owner] = peers, soon
-        self._keep_looking()
-
-    def _keep_looking(self) -> None:
-        if not self._looking:
-            self._looking = True
-            self._tasks.spawn(self._look_loop())
-
     async def _look_loop(self) -> None:
-        """Look at peers that have not answered a call yet, or are watched, as long as there are any."""
-        looks = {self.peer_id: False}
-        while looks:
+        """Look at peers that have not answered a call yet, as long as there are any."""
+        waiting = [self.peer_id]
+        while waiting:
             await asyncio.sleep(LOOK_S)
-            looks = {peer: False for peer, at in self._open.peers.items() if any(link.pending for link in at.links)}
-            for peers, soon in self._watched.values():
-                looks.update((peer, soon or looks.get(peer, False)) for peer in peers)
-            for peer, soon in looks.items():
-                self.is_silent(peer, soon=soon)
+            waiting = [peer for peer, state in self._open.peers.items() if any(link.pending for link in state.links)]
+            for peer in waiting:
+                self.is_silent(peer)
         self._looking = False
 
     def _fell_silent(self, peer: PeerID, waited_s: float) -> None:
@@ -474,7 +458,9 @@ class Endpoint:
         method, packed = tag_of(type(request)), encode(request)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        self._keep_looking()
+        if not self._looking:
+            self._looking = True
+            self._tasks.spawn(self._look_loop())
         while True:
             link = self._open.link(peer) or await self._dialer.link(peer, max(deadline - loop.time(), 0.0))
             with suppress(LinkRetired):  # it was idle, and closed while the call was on its way: the next one is fresh

@@ -57,7 +57,7 @@ from shoal.errors import (
 )
 from shoal.events import GroupFormed, PeerDropped, Warned
 from shoal.protocol.wire import Begin, Contact, Join, JoinAccepted, JoinRedirected, JoinRefused, Member
-from shoal.rpc import Endpoint
+from shoal.rpc import LOOK_S, Endpoint
 
 __all__ = ["Matchmaker"]
 
@@ -155,6 +155,7 @@ class Matchmaker:
         self._search: _Search | None = None
         self._begun = Changes()
         self._tasks = Tasks(self._on_failure)
+        self._looking: asyncio.Task[None] | None = None
         self._writing: asyncio.Task[None] | None = None
         self._requests = OrderedSet[JoinRequest]()
         self._closed = False
@@ -224,7 +225,6 @@ class Matchmaker:
         )
         self._idled, self._turned_away = machine.idled, machine.turned_away
         search = self._search = _Search(group_key, member, machine, loop.create_future(), precedence)
-        self._watch()
         self._begun.notify()
         try:
             self._feed(search, None)
@@ -236,7 +236,6 @@ class Matchmaker:
             raise
         finally:
             self._search = None
-            self._watch()
             self._end(search)
             del search  # an error's traceback holds this frame, and the search's result holds the error
         self._companions = (group_key, frozenset(group.peers))
@@ -533,19 +532,22 @@ class Matchmaker:
     def _remember(self, group: Group | None) -> None:
         self._memory.led = group is not None and group.leads
         self._memory.leader = None if group is None or group.leads else group.members[group.coordinator].contact
-        self._watch()
+        if group is not None and self._looking is None and len(group.members) <= LOOKED_AT:
+            self._looking = self._tasks.spawn(self._look_loop())
 
-    def _watch(self) -> None:
-        """Between two searches: have the peers looked at that the next one will wait for, to know which are silent.
+    async def _look_loop(self) -> None:
+        """Between searches: look at the peers that the next one would wait for, so that it knows which are silent.
 
-        A follower will ask the leader of the last group first; the leader will wait for its members. Those of a large
-        group are not looked at: a silent one is noticed in the search.
+        Members of a large group are not looked at: a silent one is noticed in the search.
+        A follower will ask the leader of the last group first; the leader will wait for its members.
         """
-        memory, awaited = self._memory, self._companions[1] if self._memory.led else frozenset[PeerID]()
-        if memory.leader is not None:
-            awaited = frozenset((memory.leader.peer,))
-        looked_at = not self._closed and self._search is None and len(self._companions[1]) <= LOOKED_AT
-        self._endpoint.watch(self, awaited if looked_at else (), soon=memory.led)
+        memory = self._memory
+        while not self._closed and (memory.led or memory.leader is not None):
+            awaited = self._companions[1] if memory.leader is None else {memory.leader.peer}
+            for peer in awaited if self._search is None and len(awaited) <= LOOKED_AT else ():
+                self._endpoint.is_silent(peer, soon=memory.led)
+            await asyncio.sleep(LOOK_S)
+        self._looking = None
 
     def avoid(self, leader: PeerID, members: int) -> None:
         """Another peer is to lead groups like the last one, which had so many members: see `Memory.avoid`."""
@@ -611,7 +613,6 @@ class Matchmaker:
         if self._closed:
             return
         self._closed = True
-        self._endpoint.watch(self, ())
         self.stop_serving()
         for unsubscribe in self._unsubscribe:
             unsubscribe()

@@ -239,7 +239,7 @@ def test_an_error_of_the_inner_optimizer_counts_as_an_epoch_without_a_step(other
             await run.swarm.run_on("p1", trainers[1].take_turn)
             await train_until(run, epoch=3)
             assert run.agree(["p0", "p1"])
-            assert trainer.downloads == 1
+            assert trainer.downloads <= 2  # the other may not have stepped yet: then its state before comes first
             gave = [each.participant.own.lineage.contributed for each in trainers]
             assert sum(gave) == participant.state.samples  # also what was in the step that it did not take
         else:

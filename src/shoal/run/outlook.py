@@ -8,6 +8,7 @@ peers at its state make their own step (see `forerunners`). Both change nothing;
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from shoal.averaging.core import PeerCore
@@ -122,13 +123,14 @@ class Outlook:
         return self._claimed(self._seen(now), now)
 
     def _seen(self, now: float) -> SwarmView:
+        mends = self.own.mend_from
         return self.known.view(
             self.place(),
             now,
             shared=self.own.shared,
             floor=self.floor,
             giving=self.giving,
-            mends=self._mending,
+            mends=self._connected(mends) if mends else mends,
             awaited=self.companions.awaited,
             before=self.companions.before,
             absent=self.attendance.absent(self.known.peers, now),
@@ -156,14 +158,12 @@ class Outlook:
     @property
     def giving(self) -> frozenset[PeerID]:
         """The clients that give their states to this peer: those that have dialed it. A client dials no client."""
-        clients, connected = self.known.clients_before(self.own.name.key), self.core.endpoint.connected
-        return frozenset(filter(connected, clients)) if clients and not self.is_client else frozenset()
+        clients = self.known.clients_before(self.own.name.key)
+        return self._connected(clients) if clients else frozenset()
 
-    @property
-    def _mending(self) -> frozenset[PeerID]:
-        """The peers whose state is to replace ours, as a check has found it to be wrong, if they can give it."""
-        peers = self.own.mend_from
-        return frozenset(filter(self.core.endpoint.connected, peers)) if peers and not self.is_client else frozenset()
+    def _connected(self, peers: Iterable[PeerID]) -> frozenset[PeerID]:
+        """Those of these peers that can give a state to this one though they may be clients."""
+        return frozenset() if self.is_client else frozenset(filter(self.core.endpoint.connected, peers))
 
     @property
     def floor(self) -> StateKey:

@@ -6,6 +6,7 @@ peak is counted, as no code touches much more than it allocates.
 
 from __future__ import annotations
 
+import gc
 import sys
 import tracemalloc
 from collections.abc import Callable, Coroutine, Iterator
@@ -51,6 +52,7 @@ def cost_of(work: Callable[[], object], *, memory: bool = True) -> Cost:
         return count
 
     before = sys.gettrace()
+    gc.disable()  # what other tests have left would be taken down within this work, by code of its own
     if memory:
         tracemalloc.start()
     sys.settrace(count)
@@ -60,6 +62,7 @@ def cost_of(work: Callable[[], object], *, memory: bool = True) -> Cost:
         pass
     finally:
         sys.settrace(before)
+        gc.enable()
         _, peak = tracemalloc.get_traced_memory()  # 0 where none is traced
         tracemalloc.stop()
     return Cost(lines, peak)

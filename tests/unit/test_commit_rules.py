@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from shoal.averaging.allreduce.commit import Average, MemberRules
+import pytest
+from msgspec.structs import replace
+
+from shoal.averaging.allreduce.commit import Average, CommitRules, MemberRules
 from shoal.averaging.allreduce.coordinator import Coordinator, CoordinatorAction, Send
 from shoal.protocol.wire import Abort, Assign, Commit, Held, Report
 
@@ -65,6 +68,38 @@ def test_a_dead_auxiliary_reducer_is_replaced_for_those_who_lack_its_tiles() -> 
     }
     assert {(tiles, attempt) for _, tiles, attempt, _ in told} == {((1,), 0), ((2,), 1)}
     assert {member for member, *_ in told} == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("mine", "committed", "named"),
+    [(True, b"c" * 16, {1}), (False, b"r" * 16, set())],
+    ids=["the coordinator holds it", "the coordinator is auxiliary"],
+)
+def test_a_disputed_average_is_that_of_the_coordinator_or_of_its_reducer(
+    committed: bytes, named: set[int], *, mine: bool
+) -> None:
+    """Most members were believed, and a reducer was named because two others said so."""
+    rules = CommitRules(ROUND, [1], [mine, True, True, True, True], min_group_size=2, me=0)
+    for member, digest in enumerate((b"c", b"r", b"m", b"m", b"m")):
+        if member or mine:
+            rules.holds(member, replace(held(0), digest=digest * 16))
+    rules.commit()
+    assert isinstance(rules.verdict, Commit)
+    assert rules.verdict.tiles[0].digest == committed
+    assert rules.lies().keys() == named
+
+
+def test_of_a_tile_that_was_handed_on_the_member_that_averaged_it_knows_best() -> None:
+    """The coordinator may have got it from a member that lies. It names nobody: the first one may lie, too."""
+    rules = CommitRules(ROUND, [1], [True] * 4, min_group_size=2, me=0)
+    rules.holds(1, replace(held(0), digest=b"r" * 16))
+    rules.assign(0, 0, 2)
+    for member in (0, 2, 3):
+        rules.holds(member, replace(held(0), digest=b"l" * 16))
+    rules.commit()
+    assert isinstance(rules.verdict, Commit)
+    assert rules.verdict.tiles[0].digest == b"r" * 16
+    assert rules.lies() == {}
 
 
 def test_an_auxiliary_member_sends_and_asks_for_nothing() -> None:

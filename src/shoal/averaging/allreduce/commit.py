@@ -301,7 +301,6 @@ class CommitRules:
         said = [self.held[each][tile] for each in sorted(self.takers)]
         knows = [self.me, self.reducer[tile]]
         if self.reducer[tile] != self._maker[tile]:
-            sometimes("a disputed tile was handed on")
             knows.insert(0, self._maker[tile])
         counts = Counter(held.digest for held in said)
         digest = next(

@@ -758,7 +758,7 @@ class ProgressGossip:
 def _place(progress: Progress) -> tuple[object, ...]:
     """The part that others act on: all but the time, and the rate, which changes all the time and is for looking at.
 
-    What is done comes last.
+    The field `done` comes last.
     """
     said = progress.end_epoch, progress.left, progress.parameters
     return progress.digest, progress.branch_samples, *said, progress.done

@@ -235,7 +235,7 @@ class MergePace(Pace):
         return self._batch_s(now) if self._waits_for_merges or self._is_last(self.epoch) else 0.0
 
     def patience_s(self) -> float:
-        """With a quorum it is what merges take: who comes later gives to the next one.
+        """With a quorum it is the time that merges take: a peer that comes later gives to the next one.
 
         A thousand peers, or peers on lines of long delays, need longer to come together than a merge of them takes.
         """

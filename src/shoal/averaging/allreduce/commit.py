@@ -298,23 +298,19 @@ class CommitRules:
         """
         if tile not in self._disputed:
             return self._first[tile]
-        said = [self.held[each][tile] for each in sorted(self.takers)]
         knows = [self.me, self.reducer[tile]]
         if self.reducer[tile] != self._maker[tile]:
             knows.insert(0, self._maker[tile])
-        counts = Counter(held.digest for held in said)
-        digest = next(
-            (word.digest for each in knows if (word := self.held[each].get(tile)) is not None),
-            counts.most_common(1)[0][0],
-        )
+        if (word := next((self.held[each][tile] for each in knows if tile in self.held[each]), None)) is not None:
+            digest = word.digest
+        else:
+            counts = Counter(self.held[each][tile].digest for each in sorted(self.takers))
+            digest = counts.most_common(1)[0][0]
         mine = self.held[self.me].get(tile)
         if mine is not None and mine.digest == digest:
             return mine
-        return Counter(held for held in self._words(tile) if held.digest == digest).most_common(1)[0][0]
-
-    def _words(self, tile: int) -> list[Held]:
-        """What was reported of a tile, also by members that are not to hold it, or were left out."""
-        return [held[tile] for held in self.held if tile in held]
+        reported = (held[tile] for held in self.held if tile in held)  # by members that were left out, too
+        return Counter(held for held in reported if held.digest == digest).most_common(1)[0][0]
 
     def lies(self) -> dict[int, str]:
         """After the commit: the members whose words contradict what they gave, or what their average says.

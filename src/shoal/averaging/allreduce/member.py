@@ -307,8 +307,9 @@ class MemberMachine:
             differs = held is None or held.digest != due.digest
             if differs and self.rules.averages(self.me, due.tile, due.attempt):
                 sometimes("another average is committed than its reducer made")
-                actions = self._blame_coordinator(f"committed another average of tile {due.tile} than this peer made")
-                self.give_up(f"committed was another average of tile {due.tile} than this peer made")
+                other = f"another average of tile {due.tile} than this peer made"
+                actions = self._blame_coordinator(f"committed {other}")
+                self.give_up(f"committed was {other}")
                 return actions
             if differs and held is not None and held.attempt == due.attempt:
                 self._disputed[due.tile] = self._giver[due.tile]

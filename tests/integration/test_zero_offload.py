@@ -61,7 +61,7 @@ def test_state_in_files_changes_no_bit(
             assert (moved > 0) == (stage > 1 or dtype is not None)
             assert less.gradients == 0 or stage < 3
             exactly = moved + memory.state - less.state + memory.parameters - less.parameters
-            assert less.offloaded == (exactly if stage < 3 else pytest.approx(exactly, rel=0.05))  # FSDP2 fills up rows
+            assert less.offloaded == (exactly if stage < 3 else pytest.approx(exactly, rel=0.1))  # FSDP2 fills up rows
 
 
 @pytest.mark.parametrize("stage", [1, 3])

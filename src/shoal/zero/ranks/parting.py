@@ -35,7 +35,7 @@ _PARTED = "shoal.zero/parted"
 _STUCK_BEATS = 2
 """How long a collective of the program's own may take in a block that another rank has left by an error."""
 _ENDED, _BROKE = "the end of a block", "an error in a block"
-_OWN = tuple(f"{Path(str(file)).parents[up]}/" for file, up in ((__file__, 1), (torch.__file__, 0), (json.__file__, 1)))
+_OWN = tuple(f"{Path(str(file)).parents[up]}/" for file, up in ((__file__, 2), (torch.__file__, 0), (json.__file__, 1)))
 """Folders of modules that are not the program's: of shoal, torch and Python."""
 
 

@@ -255,10 +255,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            finite, absent = self._agree(options)
+            finite, used = self._agree(options)
             if finite or not self._skip_nonfinite:
                 self._settle()
-                self.carrier.hand_over(absent, self.inner)
+                self.carrier.hand_over(used, self.inner)
                 self._step_inner(options)
                 self.collectives.traffic.steps += 1
             else:
@@ -345,7 +345,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return any(isinstance(each, DTensor) for group in self.param_groups for each in group["params"])
 
     def _agree(self, options: Mapping[str, Any]) -> tuple[bool, list[bool]]:
-        """Whether the gradients of all ranks are finite; and which parameters got none on any rank.
+        """Whether the gradients of all ranks are finite; and for each parameter whether any rank got one.
 
         One all-reduce, which also tells whether a rank cannot step, and whether all have the same settings.
         """
@@ -359,10 +359,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         except LocalError as error:
             problem = error
         lines = [*self._passes(), described([*self.param_groups, options])] if problem is None else []
-        infinite, *present = self._meet(
-            "step", problem, lines, written, [not finite, *(not each for each in self.reduction.absent())]
-        )
-        return not infinite, [not each for each in present]
+        infinite, *used = self._meet("step", problem, lines, written, [not finite, *self.reduction.used()])
+        return not infinite, list(map(bool, used))
 
     def _check_unfrozen(self) -> None:
         """Raise `LocalError` if a parameter has gradients now, and no optimizer steps it."""
@@ -398,7 +396,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         number = zlib.crc32(f"{known}\n{written}".encode())
         refused = 0 if problem is None else 1 + isinstance(problem, ConfigError)
         if flags is None:
-            flags = [False] * (1 + len(self.reduction.absent()))
+            flags = [False] * (1 + len(self.reduction.used()))
         found = torch.tensor([refused, number, -number, *flags], dtype=torch.int64, device=self._device)
         self._all_reduce(found, dist.ReduceOp.MAX)
         refused, most, least, *told = found.tolist()

@@ -122,16 +122,16 @@ class FlatEngine:
         values = tile.of(flat(value, self.orders()[tile.name])).clone()
         return values if tile.name in self.tables.of else like(values, self.own[tile])
 
-    def hand_over(self, absent: Sequence[bool], inner: torch.optim.Optimizer) -> None:
+    def hand_over(self, used: Sequence[bool], inner: torch.optim.Optimizer) -> None:
         """The optimizer finds no gradient where no rank had any.
 
         Args:
-            absent: for each parameter whether it was absent on all ranks.
+            used: for each parameter whether any rank has a gradient of it.
             inner: the optimizer.
         """
-        nowhere = {name for name, gone in zip(self._parameters, absent, strict=True) if gone}
+        unused = {name for name, has in zip(self._parameters, used, strict=True) if not has}
         for tile, values in self.own.items():
-            if tile.name in nowhere:
+            if tile.name in unused:
                 values.grad = None
         for table in self.tables.of.values():
             table.expect(inner)

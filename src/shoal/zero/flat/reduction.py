@@ -548,9 +548,9 @@ class Reduction:
         self._check_gradients()
         return not self._totals or bool(torch.stack(self._totals).isfinite().all())
 
-    def absent(self) -> list[bool]:
-        """Whether it got no gradient on this rank since it was cleared, for each parameter."""
-        return [name not in self._arrivals for name in self._holders]
+    def used(self) -> list[bool]:
+        """Whether it got a gradient on this rank since it was cleared, for each parameter."""
+        return [name in self._arrivals for name in self._holders]
 
     def reduced(self) -> Mapping[str, int]:
         """The number of passes in which each parameter's gradient was reduced, since it was cleared."""

@@ -453,18 +453,18 @@ class FsdpEngine:
         """Whether all of them are."""
         return all(bool(gradient.sum().isfinite()) for gradient in self.gradients())
 
-    def absent(self) -> list[bool]:
-        """Whether no backward pass here has used it, for each parameter."""
-        return [not self._unsharded.used(name) for name in self._shards]
+    def used(self) -> list[bool]:
+        """Whether a backward pass here has used it, for each parameter."""
+        return [self._unsharded.used(name) for name in self._shards]
 
     def reduced(self) -> Mapping[str, int]:
         """The number of backward passes whose gradients each shard has, since it was cleared."""
         return {name: self._unsharded.passes(name) for name in self._shards}
 
-    def hand_over(self, absent: Sequence[bool], _: torch.optim.Optimizer) -> None:
+    def hand_over(self, used: Sequence[bool], _: torch.optim.Optimizer) -> None:
         """Gradients are the parameters' own; a parameter that no rank has used has none, though FSDP2 made zeros."""
-        for shard, unused in zip(self._shards.values(), absent, strict=True):
-            if unused:
+        for shard, has in zip(self._shards.values(), used, strict=True):
+            if not has:
                 shard.grad = None
 
     def adopt(self, stepped: Iterable[torch.Tensor] | None = None) -> None:

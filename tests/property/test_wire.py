@@ -24,7 +24,7 @@ CONTACT = wire.Contact(PEER, ADDRESSES)
 RECORD = wire.Record(b"k" * 32, b"sub", b"value", 1.7e9, PEER, b"s" * 64)
 MEMBER = wire.Member(CONTACT, True, 1.5e6, b"\xc0")
 HELD = wire.Held(3, 1, b"\x07", 12.5, b"d" * 16)
-COMMIT = wire.Commit(b"r" * 16, [HELD, HELD])
+COMMIT = wire.Commit(b"r" * 16, [HELD, HELD], b"s" * 64)
 PROGRESS = wire.Progress(CONTACT, 3, b"d" * 32, 1024, 17, 12.5, 1.7e9, {"lr": "0.1"}, 100)
 PLACE = wire.Place(3, 5, b"e" * 32, 1024, 750, 100, True, [wire.Standing(PEER, 17, 1.7e9)], b"\xc0")
 TRACE_ENTRY = wire.TraceEntry(7, 0.5, "PeerLost", {"peer": str(PEER), "bytes_sent": 3, "left_out": ["a"], "wide": None})
@@ -75,6 +75,7 @@ MESSAGES: list[wire.Message] = [
     wire.PartRequest(1, 0),
     wire.PartAverage(HELD),
     wire.PartAbsent(1, 0),
+    wire.CommitDigest(b"d" * 32, b"s" * 64),
     wire.Reduce(b"r" * 16),
     wire.Verdict(COMMIT, may_learn=True),
     wire.Verdict(None, may_learn=False),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,10 +11,12 @@ import torch
 
 from shoal.averaging.allreduce.interface import is_weight
 from shoal.averaging.allreduce.round import Outcome, Round, RoundOptions, RoundTable
+from shoal.averaging.allreduce.signed import SignedCommits
 from shoal.averaging.allreduce.vector import Vector, describe
 from shoal.averaging.group import Group
 from shoal.base.peer import PeerID
 from shoal.compression import CompressionBase, NoCompression
+from shoal.protocol.identity import Identity
 from shoal.protocol.wire import Abort, Assign, Commit, Gone, Leave, Member, Opening, Report
 from shoal.rpc import Stream
 from tests.sim.rpc_kit import Peer, SimNet
@@ -59,7 +61,7 @@ class RoundPeer:
         """Start one."""
         peer = await net.peer(name, client_mode=client)
         vector = Vector([tensor], describe([tensor], [codec or NoCompression()]))
-        made = cls(peer, RoundTable(peer.endpoint), vector, auxiliary, client)
+        made = cls(peer, RoundTable(peer.endpoint, net.swarm.identity(name)), vector, auxiliary, client)
         peer.endpoint.serve_stream(OpenControl, made._take)
         return made
 
@@ -92,6 +94,7 @@ class RoundPeer:
         options: RoundOptions = OPTIONS,
         round_id: bytes = ROUND,
         tile_bytes: int = 1024,
+        on_lie: Callable[[PeerID], None] = lambda _: None,
     ) -> Round:
         """Its round; the first of the group decides. An auxiliary member's has weight 0, and reads no tensor."""
         if self.auxiliary:
@@ -108,13 +111,20 @@ class RoundPeer:
             controls=self.controls,
             on_release=lambda: None,
         )
-        return Round(self.table, formed, self.vector, weight=weight, options=options)
+        return Round(self.table, formed, self.vector, weight=weight, options=options, on_lie=on_lie)
 
     def release(self) -> None:
         """The round is over: control streams may end."""
         self._released.set()
         self._released = asyncio.Event()
         self.controls = {}
+
+
+def signed_by(leader: Identity, message: Any) -> Any:
+    """A commit that this leader of a group of three or more has signed; any other message as it is."""
+    if not isinstance(message, Commit):
+        return message
+    return SignedCommits(leader, message.round_id, leader.peer_id, 3).signed(message)
 
 
 async def gather_group(group: Sequence[RoundPeer]) -> None:

@@ -15,7 +15,7 @@ from shoal.errors import RoundFailed
 from shoal.events import PeerDropped, Warned
 from shoal.protocol.wire import Abort, Commit, Held, PartAverage, PartData, Reduce, Report
 from shoal.sim import sleep
-from tests.sim.round_kit import OPTIONS, ROUND, RoundPeer, gather_group
+from tests.sim.round_kit import OPTIONS, ROUND, RoundPeer, gather_group, signed_by
 from tests.sim.rpc_kit import SimNet, on_sim, together
 
 P = ParamSpec("P")
@@ -83,7 +83,12 @@ class HandCoordinator:
     @property
     def commit(self) -> Commit:
         """The verdict that the reports allow."""
-        return Commit(ROUND, self.held)
+        return self.signed(self.held)
+
+    def signed(self, held: list[Held]) -> Commit:
+        """The coordinator's commit of these averages."""
+        commit: Commit = signed_by(self.a.table.identity, Commit(ROUND, held))
+        return commit
 
     async def close(self) -> None:
         """End the rounds."""
@@ -223,7 +228,7 @@ def test_a_commit_of_other_bytes_is_fetched_or_given_up() -> None:
     async def scenario(net: SimNet) -> None:
         trial = await HandCoordinator.begin(net)
         [held] = trial.held
-        other = Commit(ROUND, [Held(0, 0, held.contributors, held.weight, b"?" * 16)])
+        other = trial.signed([Held(0, 0, held.contributors, held.weight, b"?" * 16)])
         for member in (trial.b, trial.c):
             await trial.tell(member, other)
         failures = await together(*trial.running)

@@ -18,7 +18,7 @@ from shoal.errors import RoundFailed
 from shoal.events import PeerDropped
 from shoal.protocol import wire
 from shoal.protocol.wire import Abort, Assign, Commit, Held, PartAverage, encode
-from tests.sim.round_kit import ROUND, RoundPeer, gather_group
+from tests.sim.round_kit import ROUND, RoundPeer, gather_group, signed_by
 from tests.sim.rpc_kit import SimNet, on_sim
 
 NUMEL = 600
@@ -114,7 +114,8 @@ def commits_otherwise(leader: Round, victim: int, **said: Any) -> None:
 
     def lying(message: Any) -> None:
         if isinstance(message, Commit):
-            message = Commit(message.round_id, [replace(held, **said) for held in message.tiles])
+            other = Commit(message.round_id, [replace(held, **said) for held in message.tiles])
+            message = signed_by(leader._table.identity, other)
         put(message)
 
     leader._to_say[victim].put_nowait = lying  # type: ignore[method-assign, assignment]
@@ -149,7 +150,7 @@ def test_a_leader_that_takes_its_commit_back_is_named(second: Any) -> None:
             def lying(message: Any) -> None:
                 put(message)
                 if isinstance(message, Commit):
-                    put(second)
+                    put(signed_by(rounds[0]._table.identity, second))
 
             rounds[0]._to_say[1].put_nowait = lying  # type: ignore[method-assign, assignment]
 
@@ -233,7 +234,9 @@ def test_an_order_that_has_no_place_in_the_round_costs_its_leader_the_round(orde
 
     async def scenario(net: SimNet) -> None:
         group = await members(net)
-        ends = await played(group, lambda rounds: rounds[0]._to_say[1].put_nowait(order))
+        ends = await played(
+            group, lambda rounds: rounds[0]._to_say[1].put_nowait(signed_by(rounds[0]._table.identity, order))
+        )
         assert isinstance(ends[2], Outcome)
         assert named(group[1]) == {group[0].peer.peer_id}
         assert group[0].peer.peer_id not in named(group[2])

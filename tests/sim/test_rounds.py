@@ -109,7 +109,8 @@ def test_a_round_that_is_cancelled_in_the_moment_of_its_success_has_succeeded(wh
         assert rounds[who].machine.rules.succeeded
         others = [end for end in ends if isinstance(end, Outcome)]
         assert len(others) == 2
-        assert others[0].commit == others[1].commit == rounds[who].machine.rules.commit
+        assert (commit := rounds[who].machine.rules.commit) is not None
+        assert others[0].commit == others[1].commit == commit.unsigned
         await asyncio.gather(*(each.close() for each in rounds))
         for each in group:
             each.vector.overwrite()

@@ -140,3 +140,14 @@ def test_for_a_plan_that_is_slow_the_leader_alone_is_to_blame() -> None:
     (warning,) = rounds.warnings
     assert warning.startswith(f"{A.short()} led 2 groups badly")
     assert "divided the work so that it takes far longer" in warning
+
+
+def test_a_leader_whose_lie_is_proved_leads_nothing_for_the_longest_pause() -> None:
+    """The first time, and it may be a member of rounds that succeed."""
+    rounds = Rounds()
+    rounds.conduct.was_lied_to(A, rounds.now)
+    rounds.play()
+    assert rounds.shut_out() == (NOBODY, frozenset({A}), NOBODY)
+    assert "told its members different verdicts" in rounds.warnings[0]
+    rounds.now = 64 * WINDOW_S
+    assert rounds.shut_out() == (NOBODY, NOBODY, NOBODY)

@@ -56,6 +56,20 @@ def test_a_failure_that_costs_too_much_begins_a_pause_at_once() -> None:
     assert ledger.until(PEER) == 10 * COST_S
 
 
+def test_who_fails_on_purpose_is_not_forgiven_before_the_longest_pause_is_over() -> None:
+    """However well it does meanwhile."""
+    ledger = Ledger[PeerID](4 * WINDOW_S, 64 * WINDOW_S)
+    ledger.condemn(PEER, 10.0)
+    ends = 10.0 + 64 * WINDOW_S
+    ledger.forgive(PEER, ends - 1)
+    assert ledger.pausing(ends - 1) == {PEER}
+    assert ledger.pausing(ends) == frozenset()
+    ledger.condemn(PEER, ends)
+    assert ledger.until(PEER) == ends + 64 * WINDOW_S
+    ledger.forgive(PEER, ends + 64 * WINDOW_S)
+    assert not ledger.unforgiven
+
+
 def test_a_budget_is_paid_for_all_and_comes_back_slowly() -> None:
     """The time that is lost brings nothing back itself, and nobody saves up more than there was at first."""
     budget = Budget(4.0, 0.1)

@@ -122,7 +122,7 @@ def test_a_text_comes_from_a_function() -> None:
 def test_a_constant_is_added_by_its_name() -> None:
     """Its value and its docstring come from the module; one without a docstring is refused."""
     page = "<!-- generated: constants -->\n| `shoal.protocol.wire.PROTOCOL_VERSION` |\n<!-- end -->\n"
-    assert "| `shoal.protocol.wire.PROTOCOL_VERSION` | 3 | The version spoken by this code. |" in filled(page)
+    assert "| `shoal.protocol.wire.PROTOCOL_VERSION` | 4 | The version spoken by this code. |" in filled(page)
     with pytest.raises(KeyError, match="_UNEXPLAINED_S"):
         list(constants([f"{__name__}._UNEXPLAINED_S"]))
 

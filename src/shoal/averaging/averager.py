@@ -424,6 +424,7 @@ class Averager:
                 options=options,
                 brief_s=self.conduct.brief_s(group.peers, attempt.strangers, formed),
                 bad_lines=self.conduct.bad_lines.pausing(formed),
+                on_lie=lambda leader: self.conduct.was_lied_to(leader, loop.time()),
             )
         except ConfigError as error:
             leader = group.members[group.coordinator].contact.peer

@@ -178,6 +178,16 @@ class Conduct:
             strangers.budget.pay(cost_s, now)
         self._led_badly(leader, cost_s, now)
 
+    def was_lied_to(self, leader: PeerID, now: float) -> None:
+        """This leader has signed two different commits of one round: nobody does that by chance."""
+        self.bad_leaders.condemn(leader, now)
+        self._warn(
+            f"{leader.short()} has lied: it led a round of averaging, and told its members different verdicts, as its "
+            "signatures prove. It leads no group here for a long time. If it is no peer of yours, leave it out; if it "
+            "is yours, stop it and look who uses its key",
+            leader,
+        )
+
     def _led_badly(self, leader: PeerID, cost_s: float, now: float) -> None:
         if times := self.bad_leaders.failed(leader, now, cost_s):
             groups = "a group" if times == 1 else f"{times} groups"

@@ -147,7 +147,7 @@ class PeerCore:
         if self._rounds is None:
             from shoal.averaging.allreduce.round import RoundTable  # noqa: PLC0415 (a peer without tensors does without torch)
 
-            self._rounds = RoundTable(self.endpoint)
+            self._rounds = RoundTable(self.endpoint, self.identity)
         return self._rounds
 
     def pacer(self) -> Pacer:

@@ -69,6 +69,11 @@ class Ledger(Generic[K]):
         put_last(self._failed, who, _Record(weight, pause, until, forgivable), _MAX_REMEMBERED)
         return int(weight) if begins or costly else 0
 
+    def condemn(self, who: K, now: float) -> None:
+        """Somebody has failed others on purpose: the longest pause begins, and it is not forgiven before its end."""
+        weight, until = self._failed.get(who, _Record()).weight + 1, now + self._longest
+        put_last(self._failed, who, _Record(weight, self._longest, until, until), _MAX_REMEMBERED)
+
     def forgive(self, who: K, now: float = math.inf) -> None:
         """Somebody did what it should; without a time what it has cost does not matter."""
         if who in self._failed and now >= self._failed[who].forgivable:

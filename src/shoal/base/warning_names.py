@@ -62,6 +62,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "state-not-taken": ("is not taken in place of ours",),
     "does-not-come": ("but it does not come",),
     "bad-leader": ("badly: it brought them to no average",),
+    "lying-leader": ("told its members different verdicts",),
     "waited-in-vain": ("which has given nothing to this run yet",),
     "kept-waiting": ("rounds waiting, and gave nothing to them",),
     "gave-to-others": ("came to others in time, and not to this peer",),

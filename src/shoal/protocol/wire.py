@@ -49,10 +49,10 @@ __all__ = [
     "encode_plain",
 ]
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """The version spoken by this code."""
 
-PROTOCOL_VERSIONS = (3, 3)
+PROTOCOL_VERSIONS = (4, 4)
 """The lowest and the highest version that this code can speak; negotiated when a connection is made."""
 
 R = TypeVar("R")
@@ -774,10 +774,18 @@ class Commit(Message, frozen=True):
     Attributes:
         round_id: the round.
         tiles: one entry for each tile, in order.
+        signature: the coordinator's, with the context `commit`, over the round's id and the digest of the commit as
+            `CommitDigest` has it. Empty in a group of two, where a member has nobody to compare its commit with.
     """
 
     round_id: RoundID
     tiles: Annotated[list[Held], msgspec.Meta(max_length=MAX_TILES)]
+    signature: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
+
+    @property
+    def unsigned(self) -> Commit:
+        """What it says. A coordinator can make several signatures of it, so none is part of a name or of a digest."""
+        return Commit(self.round_id, self.tiles)
 
 
 class Abort(Message, frozen=True):
@@ -889,7 +897,22 @@ class PartAbsent(Message, frozen=True):
     attempt: Attempt
 
 
-class Reduce(Opening[PartData | PartRequest, PartAverage | PartAbsent], frozen=True):
+class CommitDigest(Message, frozen=True):
+    """In a group of three or more a member ends its stream to a reducer with it, after a round that succeeded.
+
+    A reducer whose commit is another one answers with its own digest: the two signatures prove that the coordinator has
+    lied. A member that sends a wrong signature breaks the protocol.
+
+    Attributes:
+        digest: BLAKE3 of the encoded `Commit`, with an empty signature.
+        signature: of the `Commit`.
+    """
+
+    digest: Digest
+    signature: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
+
+
+class Reduce(Opening[PartData | PartRequest | CommitDigest, PartAverage | PartAbsent | CommitDigest], frozen=True):
     """Each member opens it to each reducer when the round begins, and when another reducer or source is named.
 
     Attributes:

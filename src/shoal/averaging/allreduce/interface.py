@@ -78,7 +78,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """A round that succeeded.
 
     Attributes:
-        commit: the verdict; its digests name the averages.
+        commit: the verdict, without its signature; its digests name the averages.
         members: the group, in order.
         contributors: members that count in every tile.
         left_out: members that had values and are missing in at least one tile; never an auxiliary member.
@@ -101,7 +101,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         everywhere = {i for i in range(len(members)) if mask >> i & 1}
         missing = {i for i, member in enumerate(members) if member.contributes and i not in everywhere}
         return cls(
-            commit=commit,
+            commit=commit.unsigned,
             members=tuple(members),
             weight=fmean(held.weight for held in commit.tiles),
             contributors=tuple(peers[i] for i in sorted(everywhere)),

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import MappingProxyType
@@ -37,8 +37,9 @@ from shoal.averaging.allreduce.lateness import LEAST_S
 from shoal.averaging.allreduce.member import AskOthers, Blame, CutOff, Finish, LookAt, MemberAction, MemberMachine
 from shoal.averaging.allreduce.round_tiles import RoundTiles
 from shoal.averaging.allreduce.segments import common_reference
+from shoal.averaging.allreduce.signed import SignedCommits
 from shoal.averaging.allreduce.slow_lines import promised_s
-from shoal.averaging.allreduce.streams import DownStream, ReducerStream, SenderStream, UpStream
+from shoal.averaging.allreduce.streams import Answer, DownStream, ReducerStream, SenderStream, UpStream
 from shoal.averaging.allreduce.vector import Vector
 from shoal.averaging.group import ControlStream, Group
 from shoal.base.bounded import put_last
@@ -50,12 +51,14 @@ from shoal.base.tasks import Changes, Tasks
 from shoal.errors import ConfigError, PeerError, PeerProtocolError, PeerRefused, RoundFailed
 from shoal.events import PeerDropped, Warned
 from shoal.layout import Tiling
+from shoal.protocol.identity import Identity
 from shoal.protocol.wire import (
     MAX_GROUP_SIZE,
     Abort,
     AskVerdict,
     Assign,
     Commit,
+    CommitDigest,
     Contact,
     Held,
     Leave,
@@ -143,6 +146,7 @@ class Round:
             the averages all the same.
         bad_lines: this member waits for no values and averages of these by the lines between them, unless that is more
             than half of all others: then its own line may be the bad one.
+        on_lie: called, with the coordinator, if its signatures prove that it has told members different commits.
 
     Attributes:
         machine: this member's part, without input and output.
@@ -161,6 +165,7 @@ class Round:
         options: RoundOptions,
         brief_s: Mapping[PeerID, float] = MappingProxyType({}),
         bad_lines: Collection[PeerID] = (),
+        on_lie: Callable[[PeerID], None] = lambda _: None,
     ) -> None:
         self.endpoint, self.env = table.endpoint, table.endpoint.env
         self.round_id, self.members = group.round_id, list(group.members)
@@ -168,7 +173,9 @@ class Round:
         self.tiling = _cut(group, vector, weight)
         self.terms = blake3(encode(group.begin)).digest(length=16)
         reducers = self.tiling.owners
-        self._table, self._options = table, options
+        self._table, self._options, self._on_lie = table, options, on_lie
+        leader = self.members[self.coordinator].contact.peer
+        self._commits = SignedCommits(table.identity, self.round_id, leader, len(self.members))
         self._loop, self._over, self._closed = asyncio.get_running_loop(), False, False
         self._promised_s = self._promises(vector)
         self._index = {member.contact.peer: index for index, member in enumerate(self.members)}
@@ -389,7 +396,7 @@ class Round:
         """The coordinator says something (or another member relays its commit). False if that cannot be said."""
         if self._closed:
             return True
-        if not self.machine.fits(message):
+        if not self.machine.fits(message) or not self._commits.takes(message):
             return False
         self._sign.set()
         if isinstance(message, Abort) and self._coordinating is None and self._gives:
@@ -445,9 +452,10 @@ class Round:
                 case Replaced(member):
                     self._blame(member, "nobody gets its averages: others average its tiles")
                 case Send(member, message) if member == self.me:
-                    self._loop.call_soon(self._obey_myself, message)  # not at once: what follows may call this again
+                    signed = self._commits.signed(message)
+                    self._loop.call_soon(self._obey_myself, signed)  # not at once: what follows may call this again
                 case Send(member, message) if member in self._to_say:
-                    self._to_say[member].put_nowait(message)
+                    self._to_say[member].put_nowait(self._commits.signed(message))
                     if isinstance(message, Commit | Abort):
                         self._to_say[member].put_nowait(None)
 
@@ -692,10 +700,12 @@ class Round:
                 self._do(self.machine.source_lost(reducer, None))
 
     async def _answered(
-        self, reducer: int, sender: SenderStream, stream: UpStream, message: PartAverage | PartAbsent, nbytes: int
+        self, reducer: int, sender: SenderStream, stream: UpStream, message: Answer, nbytes: int
     ) -> None:
         self._lives(reducer)
-        if isinstance(message, PartAverage):
+        if isinstance(message, CommitDigest):
+            self._compare(message, nbytes, stream.peer_id)
+        elif isinstance(message, PartAverage):
             if await self._tiles.land(reducer, sender, stream, message.held, nbytes):
                 self._do(self.machine.given(message.held.tile))
             elif self.machine.rules.commit is not None:  # if it is another average than the committed one, ask the next
@@ -734,6 +744,8 @@ class Round:
                 self._lives(sender)
                 if isinstance(message, PartData):
                     self._do(await self._tiles.add(message, nbytes, sender, stream.peer_id, served.read))
+                elif isinstance(message, CommitDigest):
+                    await self._told_commit(stream, message, nbytes)
                 else:
                     self._requested(served, message, nbytes)
             served.close()
@@ -764,6 +776,31 @@ class Round:
             served.refuse(tile, message.attempt)
         # otherwise it is made here, and given to everybody when it is done
 
+    async def _told_commit(self, stream: DownStream, told: CommitDigest, nbytes: int) -> None:
+        """A member that has ended its round tells us its commit. If it is not ours, it is to have the proof, too."""
+        if not self._done.done():
+            sometimes("a member tells its commit before its reducer has one")
+            await asyncio.wait((self._done,))
+        if (mine := self._compare(told, nbytes, stream.peer_id)) is not None:
+            await stream.send(mine)
+
+    def _compare(self, told: CommitDigest, nbytes: int, teller: PeerID) -> CommitDigest | None:
+        """Look whether another member has got our commit. If the leader has lied: what that member is to know of ours.
+
+        Raises:
+            PeerProtocolError: it says what the leader has not said.
+        """
+        if nbytes:
+            raise PeerProtocolError("a digest of a commit with a payload", teller)
+        commit, known = self.machine.rules.commit, self._commits.proved
+        if commit is None or not self._commits.prove_a_lie(commit, told, teller):
+            return None
+        if not known:
+            sometimes("a coordinator has signed two commits of one round")
+            self._blame(self.coordinator, "has signed two different commits of one round", lied=True)
+            self._on_lie(self.members[self.coordinator].contact.peer)
+        return self._commits.told(commit)
+
     @property
     def _moved_bytes(self) -> int:
         """Bytes of values and averages, sent and received so far."""
@@ -782,7 +819,9 @@ class Round:
 
     async def _end_data(self) -> None:
         """End our streams in order, and give the others a moment to end theirs."""
-        await asyncio.gather(*(sender.finish() for sender in self._senders.values()))
+        commit = self.machine.rules.commit
+        told = self._commits.told(commit) if commit is not None else None
+        await asyncio.gather(*(sender.finish(told) for sender in self._senders.values()))
         try:
             async with asyncio.timeout(_FAREWELL_S):
                 await self._settled()
@@ -923,10 +962,11 @@ class RoundTable:
 
     Args:
         endpoint: the endpoint of this peer; several averagers share one table.
+        identity: signs what this peer commits.
     """
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self.endpoint = endpoint
+    def __init__(self, endpoint: Endpoint, identity: Identity) -> None:
+        self.endpoint, self.identity = endpoint, identity
         self._rounds: dict[bytes, Round] = {}
         self._begun, self._early = Changes(), 0
         self._verdicts: dict[bytes, Commit] = {}

@@ -13,19 +13,20 @@ from collections.abc import Awaitable, Callable
 from shoal.averaging.allreduce.commit import Ask, Contribute
 from shoal.base.tasks import Changes
 from shoal.errors import PeerError, PeerUnreachable
-from shoal.protocol.wire import Contact, PartAbsent, PartAverage, PartData, PartRequest, Reduce
+from shoal.protocol.wire import CommitDigest, Contact, PartAbsent, PartAverage, PartData, PartRequest, Reduce
 from shoal.rpc import Endpoint, Stream
 from shoal.transport.base import Buffer
 
-__all__ = ["DownStream", "ReducerStream", "SenderStream", "UpStream"]
+__all__ = ["Answer", "DownStream", "ReducerStream", "SenderStream", "UpStream"]
 
 _OPEN_TIMEOUT_S = 10.0
 _FAREWELL_S = 1.0
 """The longest time for our streams of values to end in order."""
 
-UpStream = Stream[PartData | PartRequest, PartAverage | PartAbsent]
-DownStream = Stream[PartAverage | PartAbsent, PartData | PartRequest]
-Receive = Callable[["SenderStream", UpStream, PartAverage | PartAbsent, int], Awaitable[None]]
+Answer = PartAverage | PartAbsent | CommitDigest
+UpStream = Stream[PartData | PartRequest | CommitDigest, Answer]
+DownStream = Stream[Answer, PartData | PartRequest | CommitDigest]
+Receive = Callable[["SenderStream", UpStream, Answer, int], Awaitable[None]]
 
 
 class SenderStream:
@@ -147,13 +148,15 @@ class SenderStream:
             self._answered = True
             await receive(self, stream, *received)
 
-    async def finish(self) -> None:
-        """The round is over: end the stream in order, so that its connection can be used again."""
+    async def finish(self, commit: CommitDigest | None) -> None:
+        """The round is over: tell our commit, and end the stream in order, so that its connection can be used again."""
         if self._stream is None or self.done or self._reader is None:
             return
         self._due.clear()  # nobody waits for it any more, and nothing may be sent after the end
         try:
             async with asyncio.timeout(_FAREWELL_S):
+                if commit is not None:
+                    await self._stream.send(commit)
                 await self._stream.end()
                 await asyncio.wait([self._reader])
         except (PeerError, TimeoutError):

@@ -215,7 +215,8 @@ class World:
         """Every step from here: (method, whether it must happen sooner or later, arguments)."""
         rules, decides = self.coordinator.rules, self.alive[COORDINATOR]
         yield from (("finish", True, work) for work in self.averaging)
-        yield from (("obtain", True, average) for average in self.averages)
+        members = [self.members.look(peer) for peer in PEERS]
+        yield from (("obtain", True, each) for each in self.averages if not members[each[3]].is_ahead(*each[:2]))
         yield from (("answer", True, ask) for ask in self.asks if self.alive[ask[2]])
         lost = {(sender, receiver) for *_, sender, receiver in (*self.averages, *self.asks) if not self.alive[sender]}
         yield from (("stream_breaks", True, pair) for pair in sorted(lost))

@@ -13,6 +13,7 @@ from blake3 import blake3
 from msgspec.structs import replace
 
 from shoal.averaging.allreduce.round import Outcome, Round
+from shoal.averaging.allreduce.vector import NO_DIGEST
 from shoal.base.peer import PeerID
 from shoal.errors import RoundFailed
 from shoal.events import PeerDropped
@@ -104,6 +105,38 @@ def test_a_reducer_that_gives_one_member_other_bytes_is_named_by_it(where: int, 
         else:
             assert {liar} in accused
             assert all(names <= {liar} for names in accused)
+
+    on_sim(scenario)
+
+
+def gives_what_nobody_assigned(liar: Round) -> None:
+    """Before each average it gives one of a tile of the leader, under an attempt that nobody has heard of."""
+    tiles = liar._tiles
+    serve = liar._serve
+
+    async def serving(stream: Any, sender: int) -> None:
+        send = stream.send
+
+        async def sending(message: Any, data: Any = None) -> None:
+            held = replace(message.held, tile=0, attempt=1, digest=NO_DIGEST)
+            await send(PartAverage(replace(held, digest=tiles._digests.of(held, data))), data)
+            await send(message, data)
+
+        stream.send = sending
+        await serve(stream, sender)
+
+    liar._serve = serving  # type: ignore[method-assign]
+
+
+def test_an_average_of_an_attempt_that_nobody_assigned_voided_the_one_that_was_held() -> None:
+    """Its receiver reported a tile that nobody knew, and was left out. Now the liar's stream waits, and it is."""
+
+    async def scenario(net: SimNet) -> None:
+        group = await members(net)
+        ends = await played(group, lambda rounds: gives_what_nobody_assigned(rounds[1]))
+        assert all(isinstance(end, Outcome) for end in ends)
+        assert named(group[0]) == {group[1].peer.peer_id}
+        assert bits(group[0]) == bits(group[1]) == bits(group[2])
 
     on_sim(scenario)
 

@@ -116,9 +116,9 @@ class MemberRules:
         """Return whether this member averages the tile in this attempt, as far as is known here."""
         return self._owner[tile] == member and self.attempt[tile] == attempt
 
-    def may_give(self, member: int, tile: int, attempt: int) -> bool:
+    def may_give(self, member: int, tile: int) -> bool:
         """Return whether this member can have an average that nobody has committed yet."""
-        return attempt != self.attempt[tile] or member in (self.reducer[tile], self._owner[tile])
+        return member in (self.reducer[tile], self._owner[tile])
 
     def expect(self, tile: int, attempt: int) -> None:
         """Bytes of this attempt are about to be received into the place of the tile: its old content is void."""

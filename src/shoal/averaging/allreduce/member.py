@@ -319,11 +319,15 @@ class MemberMachine:
         """Unless it was another member that told of the commit."""
         return [Blame(self.coordinator, reason, lied=True)] if self.may_learn else []
 
+    def is_ahead(self, tile: int, attempt: int) -> bool:
+        """Return whether this attempt is not known here, and may become so."""
+        return attempt > self.rules.attempt[tile] and not self.decided
+
     def takes(self, tile: int, attempt: int, giver: int) -> bool:
         """Return whether an average of this attempt would be news, and this member can give it."""
         rules = self.rules
         if rules.commit is None:
-            return rules.may_give(giver, tile, attempt) and rules.wants(tile, attempt)
+            return rules.may_give(giver, tile) and rules.wants(tile, attempt)
         return self._disputed.get(tile, giver) == giver and rules.wants(tile, attempt)
 
     def averaged(self, held: Held, now: float, giver: int) -> bool:

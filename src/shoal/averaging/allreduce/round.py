@@ -56,7 +56,6 @@ from shoal.protocol.wire import (
     MAX_GROUP_SIZE,
     Abort,
     AskVerdict,
-    Assign,
     Commit,
     CommitDigest,
     Contact,
@@ -402,8 +401,7 @@ class Round:
         if isinstance(message, Abort) and self._coordinating is None and self._gives:
             self._led_badly = True
         self._do(self.machine.obey(message, self._loop.time()))
-        if isinstance(message, Assign):
-            self._tiles.assigned()
+        self._tiles.heard()
         return True
 
     def _obey_myself(self, message: Order) -> None:

@@ -102,7 +102,7 @@ class RoundTiles:
         self._work, self._digests = TileWork(vector, executor, len(tiles)), TileDigests(machine.round_id)
         self._weights: dict[Work, float] = {}
         self._begun: dict[Work, asyncio.Event] = {}
-        self._assignments = Changes()
+        self._orders = Changes()
         self._over = False
 
     def named(self, number: int, attempt: int, sender: PeerID) -> Tile:
@@ -171,9 +171,7 @@ class RoundTiles:
         if nbytes != (self._vector.encoded_bytes(tile) if weight > 0 else 0):
             raise PeerProtocolError(f"{nbytes} bytes for tile {message.tile}", peer)
         rules, contributions = self._machine.rules, self._machine.contributions
-        while message.attempt > rules.attempt[message.tile] and not self._over:
-            sometimes("values come for an attempt that their reducer has not heard of")
-            await self._assignments.next()  # the sender heard of the new attempt before us
+        await self._assigned(*work)
         data = await read(nbytes)
         if not contributions.expects(*work, sender):
             return []
@@ -229,14 +227,20 @@ class RoundTiles:
         if len(weights) > 1 and weights[-1][0] > OUTWEIGHS * (others := sum(weight for weight, _ in weights[:-1])):
             self.outweighing = weights[-1][1], weights[-1][0], others
 
-    def assigned(self) -> None:
-        """The coordinator has assigned something: tasks that wait for an attempt look again."""
-        self._assignments.notify()
+    async def _assigned(self, number: int, attempt: int) -> None:
+        """Wait until the attempt is known here: the sender may have heard of it before us, or made it up."""
+        while self._machine.is_ahead(number, attempt) and not self._over:
+            sometimes("a member sends something of an attempt that is not known here yet")
+            await self._orders.next()
+
+    def heard(self) -> None:
+        """The coordinator has said something: tasks that wait for an attempt look again."""
+        self._orders.notify()
 
     def stop(self) -> None:
         """Wake all tasks that wait."""
         self._over = True
-        self._assignments.notify()
+        self._orders.notify()
         for begun in self._begun.values():
             begun.set()
 
@@ -263,6 +267,7 @@ class RoundTiles:
             raise PeerProtocolError(f"a malformed average of tile {held.tile}", stream.peer_id)
         if not self._machine.is_sound(held):
             raise PeerProtocolError(f"an average of tile {held.tile} with the weight {held.weight:g}", stream.peer_id)
+        await self._assigned(held.tile, held.attempt)
         if self._machine.takes(held.tile, held.attempt, giver):
             async with self._work.locks[held.tile]:
                 if self._machine.takes(held.tile, held.attempt, giver):

@@ -17,7 +17,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 
-from shoal.averaging.allreduce.commit import Ask, Average, MemberRules
+from shoal.averaging.allreduce.commit import Ask, Average, MemberRules, Order
 from shoal.averaging.allreduce.coordinator import Coordinator, CoordinatorAction, Send
 from shoal.averaging.allreduce.lateness import Lateness
 from shoal.averaging.allreduce.member import Contributions, Finish, MemberAction, MemberMachine
@@ -107,7 +107,7 @@ class Decider(Coordinator):
 
 _OF_TIME = {
     *("brief", "stall_s", "_allowed_s", "_margin_s", "_began", "_ticked", "_progress", "_heard", "_moved_bytes"),
-    *("_reducing", "_receiving", "_given_at", "_named_at"),
+    *("_reducing", "_receiving", "_given_at", "_named_at", "_words", "_is_signed"),
 }
 
 
@@ -310,7 +310,7 @@ class World:
 
     def obey(self, peer: int) -> None:
         """A member reads the coordinator's next message."""
-        message: Assign | Gone | Commit | Abort = self.control[peer].pop(0)
+        message: Order = self.control[peer].pop(0)
         member = self.members[peer]
         if isinstance(message, Assign) and not member.decided:
             assert member.fits(message), "an honest word is taken for a lie"

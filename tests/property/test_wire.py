@@ -65,6 +65,8 @@ MESSAGES: list[wire.Message] = [
     HELD,
     wire.Report([HELD], [1], 12345),
     wire.Report(),
+    wire.Report([HELD], signature=b"s" * 64),
+    wire.Shown(2, wire.Report([HELD], signature=b"s" * 64)),
     wire.Assign([1, 2], 1, 0),
     wire.Gone(2),
     COMMIT,

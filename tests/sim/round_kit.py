@@ -11,13 +11,13 @@ import torch
 
 from shoal.averaging.allreduce.interface import is_weight
 from shoal.averaging.allreduce.round import Outcome, Round, RoundOptions, RoundTable
-from shoal.averaging.allreduce.signed import SignedCommits
+from shoal.averaging.allreduce.signed import SignedWords
 from shoal.averaging.allreduce.vector import Vector, describe
 from shoal.averaging.group import Group
 from shoal.base.peer import PeerID
 from shoal.compression import CompressionBase, NoCompression
 from shoal.protocol.identity import Identity
-from shoal.protocol.wire import Abort, Assign, Commit, Gone, Leave, Member, Opening, Report
+from shoal.protocol.wire import Abort, Assign, Commit, Gone, Leave, Member, Opening, Report, Shown
 from shoal.rpc import Stream
 from tests.sim.rpc_kit import Peer, SimNet
 
@@ -25,7 +25,7 @@ ROUND = b"round of a test!"
 OPTIONS = RoundOptions(silence_s=2.0, timeout_s=60.0)
 
 
-class OpenControl(Opening[Report | Leave, Assign | Gone | Commit | Abort], frozen=True):
+class OpenControl(Opening[Report | Leave, Assign | Gone | Shown | Commit | Abort], frozen=True):
     """Stands for the stream of a join."""
 
 
@@ -124,7 +124,7 @@ def signed_by(leader: Identity, message: Any) -> Any:
     """A commit that this leader of a group of three or more has signed; any other message as it is."""
     if not isinstance(message, Commit):
         return message
-    return SignedCommits(leader, message.round_id, leader.peer_id, 3).signed(message)
+    return SignedWords(leader, message.round_id, [leader.peer_id] * 3, 0).signed(message)
 
 
 async def gather_group(group: Sequence[RoundPeer]) -> None:

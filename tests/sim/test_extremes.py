@@ -34,10 +34,12 @@ from tests.sim.test_lying_members import members, named, played
 from tests.wire_extremes import extremes, replaced
 
 HELD = [wire.Held(tile, 0, b"\x07", 3.0, b"d" * 16) for tile in range(3)]
-LED = [wire.Assign([0], 1, 1), wire.Gone(2), wire.Commit(ROUND, HELD), wire.Abort(ROUND, "no")]
+SHOWN = wire.Shown(2, wire.Report([HELD[2]], signature=b"s" * 64))
+LED = [wire.Assign([0], 1, 1), wire.Gone(2), SHOWN, wire.Commit(ROUND, HELD, b"s" * 64), wire.Abort(ROUND, "no")]
+TOLD = wire.CommitDigest(b"d" * 32, b"s" * 64)
 REPORTED = [wire.Report([HELD[1]], [2], 100)]
-SENT = [wire.PartData(0, 0, 1.0), wire.PartRequest(0, 0)]
-GIVEN = [wire.PartAverage(HELD[2]), wire.PartAbsent(2, 0)]
+SENT = [wire.PartData(0, 0, 1.0), wire.PartRequest(0, 0), TOLD]
+GIVEN = [wire.PartAverage(HELD[2]), wire.PartAbsent(2, 0), TOLD]
 
 OTHERS = 20_000
 """Lines of a turn that do not depend on the message: 5,000 are the most that was seen."""
@@ -68,6 +70,7 @@ def led(rounds: list[Round], data: msgspec.Raw) -> None:
 def reported(rounds: list[Round], data: msgspec.Raw) -> None:
     """The second member reports it to the leader."""
     rounds[1].machine.report = lambda moved_bytes: data  # type: ignore[method-assign, assignment, return-value]
+    rounds[1].machine.has_made = lambda report: False  # type: ignore[method-assign]
 
 
 def sent(rounds: list[Round], data: msgspec.Raw) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -18,12 +20,23 @@ from shoal.base.peer import PeerID
 from shoal.errors import RoundFailed
 from shoal.events import PeerDropped
 from shoal.protocol import wire
-from shoal.protocol.wire import Abort, Assign, Commit, Held, PartAverage, encode
+from shoal.protocol.wire import Abort, Assign, Commit, Held, PartAverage, Report, Shown, encode
 from tests.sim.round_kit import ROUND, RoundPeer, gather_group, signed_by
 from tests.sim.rpc_kit import SimNet, on_sim
+from tests.situations import reaches
 
 NUMEL = 600
 SLICES = [200, 200, 200]
+
+
+async def group_of(net: SimNet, word: str) -> list[RoundPeer]:
+    """A letter for each member: `t` contributes and reduces, `c` only dials, `a` is auxiliary; the first decides."""
+    group = [
+        await RoundPeer.make(net, f"p{i}", torch.full((NUMEL,), float(i)), auxiliary=kind == "a", client=kind == "c")
+        for i, kind in enumerate(word)
+    ]
+    await gather_group(group)
+    return group
 
 
 async def members(net: SimNet, names: Sequence[str] = ("p0", "p1", "p2")) -> list[RoundPeer]:
@@ -34,14 +47,18 @@ async def members(net: SimNet, names: Sequence[str] = ("p0", "p1", "p2")) -> lis
 
 
 async def played(
-    group: Sequence[RoundPeer], twist: Callable[[list[Round]], None], **options: Any
+    group: Sequence[RoundPeer],
+    twist: Callable[[list[Round]], None],
+    *,
+    shares: Sequence[int] = SLICES,
+    **options: Any,
 ) -> list[Outcome | RoundFailed]:
     """One round, of which `twist` makes a member lie; what each member ends with."""
-    rounds = [each.round(group, SLICES, **options) for each in group]
+    rounds = [each.round(group, shares, **options) for each in group]
     twist(rounds)
     ends = await asyncio.gather(*(round_.run() for round_ in rounds), return_exceptions=True)
     for each, end in zip(group, ends, strict=True):
-        if isinstance(end, Outcome):
+        if isinstance(end, Outcome) and not each.auxiliary:
             each.vector.overwrite()
     await asyncio.gather(*(round_.close() for round_ in rounds))
     for each in group:
@@ -83,28 +100,138 @@ def gives_each_other_bytes(liar: Round, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["under the same digest", "once", "always"])
 @pytest.mark.parametrize("where", [1, 2])
-def test_a_reducer_that_gives_one_member_other_bytes_is_named_by_it(where: int, how: str) -> None:
+@pytest.mark.parametrize("group", ["ttt", "tttt", "aattt", "ttac"])
+def test_a_reducer_that_gives_one_member_other_bytes_is_named_by_it(group: str, where: int, how: str) -> None:
     """The cheated one takes the average that all others have. Nobody names it.
 
-    If the reducer stays with its lie, the cheated one cannot know whether it or the leader lies: it takes nothing.
+    If the reducer stayed with its lie, the cheated one took nothing, and named the leader, which was honest.
     """
 
     async def scenario(net: SimNet) -> None:
+        made = await group_of(net, group)
+        shares = [0] * len(group)
+        shares[where] = NUMEL
+        ends = await played(made, lambda rounds: gives_each_other_bytes(rounds[where], how), shares=shares)
+        assert all(isinstance(end, Outcome) for end in ends)
+        takers = [each for each, kind in zip(made, group, strict=True) if kind != "a"]
+        assert len({bits(each) for each in takers}) == 1
+        liar = made[where].peer.peer_id
+        accused = [named(each) for index, each in enumerate(made) if index != where]
+        assert {liar} in accused
+        assert all(names <= {liar} for names in accused)
+
+    on_sim(scenario)
+
+
+@pytest.mark.parametrize("how", ["under the same digest", "once", "always"])
+def test_a_leader_that_gives_one_member_other_bytes_is_named_by_it(how: str) -> None:
+    """The cheated one asks it alone, as what it commits is its own word. If it stays with its lie, the round fails."""
+
+    async def scenario(net: SimNet) -> None:
         group = await members(net)
-        before = [bits(each) for each in group]
-        ends = await played(group, lambda rounds: gives_each_other_bytes(rounds[where], how))
-        failed = {index for index, end in enumerate(ends) if not isinstance(end, Outcome)}
-        assert failed == ({3 - where} if how == "always" else set())
-        assert {bits(each) for index, each in enumerate(group) if index not in failed} == {bits(group[where])}
-        assert all(bits(group[index]) == before[index] for index in failed)
-        assert group[where].vector.tensors[0].tolist() == [1.0] * NUMEL
-        liar, leader = group[where].peer.peer_id, group[0].peer.peer_id
-        accused = [named(each) for index, each in enumerate(group) if index != where]
-        if how == "always":
-            assert all(names <= {leader} for names in accused)
-        else:
-            assert {liar} in accused
-            assert all(names <= {liar} for names in accused)
+        plan = reaches("a reducer gives a member two averages of one tile") if how == "once" else nullcontext()
+        with plan:
+            ends = await played(group, lambda rounds: gives_each_other_bytes(rounds[0], how), shares=[NUMEL, 0, 0])
+        failed = [index for index, end in enumerate(ends) if not isinstance(end, Outcome)]
+        assert len(failed) == (how == "always")
+        assert len({bits(each) for index, each in enumerate(group) if index not in failed}) == 1
+        accused = [named(each) for each in group[1:]]
+        assert sorted(accused, key=len) == [set(), {group[0].peer.peer_id}]
+
+    on_sim(scenario)
+
+
+def cheats(liar: Round, victim: int) -> None:
+    """It gives this member averages of its own, and stays with them."""
+    average, serve, asker = liar._tiles.average, liar._serve, ContextVar[int]("asker")
+
+    async def lying(number: int) -> Any:
+        found = await average(number)
+        if asker.get() != victim or found is None or not isinstance(message := found[0], PartAverage):
+            return found
+        wrong = bytearray(torch.full((NUMEL // 3,), 7.0).numpy().tobytes())
+        return PartAverage(replace(message.held, digest=liar._tiles._digests.of(message.held, wrong))), wrong
+
+    async def serving(stream: Any, sender: int) -> None:
+        asker.set(sender)
+        await serve(stream, sender)
+
+    liar._tiles.average, liar._serve = lying, serving  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("victim", [0, 2, 3], ids=["the leader", "a reducer", "a client"])
+def test_each_member_that_a_reducer_cheats_has_the_average_of_all_others(victim: int) -> None:
+    """The victim names it; nobody else is named by anybody. Its average was committed if the leader was the victim."""
+
+    async def scenario(net: SimNet) -> None:
+        group = await group_of(net, "tttc")
+        ends = await played(group, lambda rounds: cheats(rounds[1], victim), shares=[*SLICES, 0])
+        assert all(isinstance(end, Outcome) and len(end.contributors) == 4 for end in ends)
+        assert [each.vector.tensors[0].tolist() for each in group] == [[1.5] * NUMEL] * 4
+        liar = group[1].peer.peer_id
+        assert [named(each) for each in group] == [{liar} if place == victim else set() for place in range(4)]
+
+    on_sim(scenario)
+
+
+def reports(liar: Round, change: Callable[[Held], Held]) -> None:
+    """It reports something else of the first tile of the second member than it holds."""
+    report, first = liar.machine.report, liar.machine.rules.reducer.index(1)
+
+    def lying(moved_bytes: int) -> Any:
+        honest = report(moved_bytes)
+        return replace(honest, held=[change(held) if held.tile == first else held for held in honest.held])
+
+    liar.machine.report = lying  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("how", ["another average", "a false signature"])
+def test_a_reducer_that_signs_what_it_did_not_give_reduces_no_more(how: str) -> None:
+    """The leader names it, and has the tile averaged anew; its values count all the same."""
+
+    async def scenario(net: SimNet) -> None:
+        group = await members(net)
+
+        def twist(rounds: list[Round]) -> None:
+            if how == "another average":
+                reports(rounds[1], lambda held: replace(held, digest=b"another one 16 b"))
+            else:
+                gives_each_other_bytes(rounds[1], "always")
+                rounds[1]._words.signed_report = lambda report: report  # type: ignore[method-assign]
+
+        ends = await played(group, twist)
+        assert all(isinstance(end, Outcome) and len(end.contributors) == 3 for end in ends)
+        assert [each.vector.tensors[0].tolist() for each in group] == [[1.0] * NUMEL] * 3
+        assert named(group[0]) == {group[1].peer.peer_id}
+        assert named(group[2]) <= {group[1].peer.peer_id}
+
+    on_sim(scenario)
+
+
+def test_a_member_that_reports_another_average_than_it_was_given_has_nobody_named() -> None:
+    """It is shown what the reducer has signed; that is what it knows already."""
+
+    async def scenario(net: SimNet) -> None:
+        group = await members(net)
+        ends = await played(
+            group, lambda rounds: reports(rounds[2], lambda held: replace(held, digest=b"another one 16 b"))
+        )
+        assert all(isinstance(end, Outcome) for end in ends)
+        assert len({bits(each) for each in group}) == 1
+        assert [named(each) for each in group] == [set()] * 3
+
+    on_sim(scenario)
+
+
+def test_a_leader_that_shows_what_the_reducer_has_not_signed_is_named() -> None:
+    """And its word is worth nothing."""
+
+    async def scenario(net: SimNet) -> None:
+        group = await members(net)
+        false = Shown(1, Report([Held(1, 0, b"\x07", 3.0, b"d" * 16)], signature=b"s" * 64))
+        await played(group, lambda rounds: rounds[0]._to_say[2].put_nowait(false))
+        assert named(group[2]) == {group[0].peer.peer_id}
+        assert named(group[1]) <= {group[2].peer.peer_id}
 
     on_sim(scenario)
 

@@ -21,9 +21,9 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.wire import Commit, CommitDigest, Held, PartAverage, Report
 from shoal.strategies import DiLoCo, Strategy
 from tests.sim.optimizer_kit import Run, Trainer
-from tests.sim.round_kit import ROUND, RoundPeer, gather_group, signed_by
+from tests.sim.round_kit import ROUND, RoundPeer, signed_by
 from tests.sim.rpc_kit import SimNet, on_sim
-from tests.sim.test_lying_members import bits, named
+from tests.sim.test_lying_members import bits, group_of, named
 from tests.situations import reaches
 
 NUMEL = 600
@@ -75,18 +75,8 @@ def two_commits(leader: Round, victims: Collection[int]) -> None:
 
     for victim in victims:
         says(victim)
-    leader._commits.told = lambda _: None  # type: ignore[method-assign, assignment] # it helps nobody to compare
+    leader._words.told = lambda _: None  # type: ignore[method-assign, assignment] # it helps nobody to compare
     leader._compare = lambda *_: None  # type: ignore[method-assign]
-
-
-async def group_of(net: SimNet, word: str) -> list[RoundPeer]:
-    """A letter for each member: `t` contributes and reduces, `c` only dials, `a` is auxiliary; the first decides."""
-    group = [
-        await RoundPeer.make(net, f"p{i}", torch.full((NUMEL,), float(i)), auxiliary=kind == "a", client=kind == "c")
-        for i, kind in enumerate(word)
-    ]
-    await gather_group(group)
-    return group
 
 
 def shares(group: Sequence[RoundPeer]) -> list[int]:
@@ -230,7 +220,7 @@ def test_a_member_that_tells_a_commit_that_nobody_signed_is_named(how: str) -> N
         }
         signer, round_id = said[how]
         false = CommitDigest(digest, signer.sign(b"commit", round_id + digest))
-        rounds[2]._commits.told = lambda _: false  # type: ignore[method-assign, assignment]
+        rounds[2]._words.told = lambda _: false  # type: ignore[method-assign, assignment]
         await ends_of(group, rounds)
         assert len({bits(each) for each in group}) == 1
         assert [named(each) for place, each in enumerate(group) if place != 2] == [{liar.peer_id}] * 3
@@ -246,7 +236,7 @@ def test_a_group_of_two_signs_nothing_and_tells_nothing() -> None:
         rounds = [each.round(group, shares(group)) for each in group]
         await ends_of(group, rounds)
         assert [round_.machine.rules.commit.signature for round_ in rounds if round_.machine.rules.commit] == [b""] * 2
-        assert [round_._commits._told for round_ in rounds] == [None, None]
+        assert [round_._words._told for round_ in rounds] == [None, None]
 
     on_sim(scenario)
 

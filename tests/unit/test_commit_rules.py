@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import pytest
 from msgspec.structs import replace
 
-from shoal.averaging.allreduce.commit import Average, CommitRules, MemberRules
-from shoal.averaging.allreduce.coordinator import Coordinator, CoordinatorAction, Send
-from shoal.protocol.wire import Abort, Assign, Commit, Held, Report
+from shoal.averaging.allreduce.commit import Average, MemberRules
+from shoal.averaging.allreduce.coordinator import Coordinator, CoordinatorAction, LeftOut, Lied, Send
+from shoal.protocol.wire import Abort, Assign, Commit, Held, Report, Shown
 
 ROUND = b"r" * 16
+
+T = TypeVar("T")
 
 
 def coordinator(reducers: list[int], contributes: list[bool], *, min_group_size: int = 2) -> Coordinator:
@@ -70,36 +74,105 @@ def test_a_dead_auxiliary_reducer_is_replaced_for_those_who_lack_its_tiles() -> 
     assert {member for member, *_ in told} == {0, 1, 2}
 
 
-@pytest.mark.parametrize(
-    ("mine", "committed", "named"),
-    [(True, b"c" * 16, {1}), (False, b"r" * 16, set())],
-    ids=["the coordinator holds it", "the coordinator is auxiliary"],
-)
-def test_a_disputed_average_is_that_of_the_coordinator_or_of_its_reducer(
-    committed: bytes, named: set[int], *, mine: bool
-) -> None:
-    """Most members were believed, and a reducer was named because two others said so."""
-    rules = CommitRules(ROUND, [1], [mine, True, True, True, True], min_group_size=2, me=0)
-    for member, digest in enumerate((b"c", b"r", b"m", b"m", b"m")):
-        if member or mine:
-            rules.holds(member, replace(held(0), digest=digest * 16))
-    rules.commit()
-    assert isinstance(rules.verdict, Commit)
-    assert rules.verdict.tiles[0].digest == committed
-    assert rules.lies().keys() == named
+def other(tile: int, letter: str, attempt: int = 0) -> Held:
+    """Another average, of that name."""
+    return replace(held(tile, attempt), digest=letter.encode() * 16)
 
 
-def test_of_a_tile_that_was_handed_on_the_member_that_averaged_it_knows_best() -> None:
-    """The coordinator may have got it from a member that lies. It names nobody: the first one may lie, too."""
-    rules = CommitRules(ROUND, [1], [True] * 4, min_group_size=2, me=0)
-    rules.holds(1, replace(held(0), digest=b"r" * 16))
-    rules.assign(0, 0, 2)
-    for member in (0, 2, 3):
-        rules.holds(member, replace(held(0), digest=b"l" * 16))
-    rules.commit()
-    assert isinstance(rules.verdict, Commit)
-    assert rules.verdict.tiles[0].digest == b"r" * 16
-    assert rules.lies() == {}
+def said(actions: list[CoordinatorAction], kind: type[T]) -> list[T]:
+    """What the coordinator tells the members, of one kind."""
+    return [send.message for send in sends(actions) if isinstance(send.message, kind)]
+
+
+def test_of_a_disputed_average_the_word_of_its_maker_counts() -> None:
+    """Most members were believed, and a reducer was named because two others said so. They are shown its word."""
+    rules = coordinator([1], [False, True, True, True, True])
+    word = Report([other(0, "r")], signature=b"s" * 64)
+    rules.reported(1, replace(word, moved_bytes=9), 1.0)
+    for member in (2, 3):
+        rules.reported(member, Report([other(0, "m")]), 1.0)
+    told = rules.reported(4, Report([other(0, "r")]), 1.0)
+    assert [commit.tiles for commit in said(told, Commit)] == [[other(0, "r")]] * 5
+    assert [each.member for each in sends(told) if each.message == Shown(1, word)] == [2, 3]
+    assert not [action for action in told if isinstance(action, Lied)]
+
+
+def test_nothing_is_committed_before_the_maker_of_a_disputed_average_has_said_what_it_made() -> None:
+    """It is auxiliary, and not waited for otherwise. If it says nothing, another member averages the tile anew."""
+    rules = coordinator([2, 2], [True, True, False])
+    rules.reported(0, Report([held(0), held(1)]), 1.0)
+    assert rules.reported(1, Report([other(0, "v"), held(1)]), 1.0) == []
+    for now in range(2, 5):
+        rules.reported(2, Report(), float(now))
+        assert rules.tick(float(now)) == []
+    told = rules.tick(5.0)
+    assert [action.member for action in told if isinstance(action, LeftOut)] == [2]
+    assert {(tuple(each.tiles), each.attempt) for each in said(told, Assign)} == {((0,), 1)}
+
+
+@pytest.mark.parametrize("signs", [True, False])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_reducer_that_reports_another_average_than_it_gave_reduces_no_more(*, signs: bool, first: bool) -> None:
+    """Or that has not signed its report. Its tiles are averaged anew; it stays a member, and gives its values."""
+    every = [True] * 3
+    asked = list[tuple[int, Report]]()
+
+    def is_signed(member: int, report: Report) -> bool:
+        asked.append((member, report))
+        return signs
+
+    rules = Coordinator(ROUND, [1, 1], every, every, 0, min_group_size=2, stall_s=5.0, now=0.0, is_signed=is_signed)
+    mine = Report([other(0, "a" if signs else "b"), held(1)])
+    reports = [(0, mine), (1, Report([other(0, "b"), held(1)])), (2, Report([other(0, "c"), held(1)]))]
+    told = [action for each in (reports if first else reports[::-1]) for action in rules.reported(*each, 1.0)]
+    assert {action.member for action in told if isinstance(action, Lied)} == {1}
+    assert {tuple(each.tiles) for each in said(told, Assign) if each.attempt} == {(0,)}
+    assert rules.rules.live == {0, 1, 2}
+    assert asked == [(1, reports[1][1])]
+    assert rules.rules.verdict is None
+
+
+def test_a_report_is_checked_once_however_many_dispute_it() -> None:
+    """A member could have a long one hashed for each word of its own."""
+    asked, tiles, every = list[int](), range(50), [True] * 3
+
+    def is_signed(member: int, _: Report) -> bool:
+        asked.append(member)
+        return True
+
+    reducers = [1] * len(tiles)
+    rules = Coordinator(ROUND, reducers, every, every, 0, min_group_size=2, stall_s=5.0, now=0.0, is_signed=is_signed)
+    rules.reported(1, Report([held(tile) for tile in tiles]), 1.0)
+    for tile in tiles:
+        rules.reported(2, Report([other(tile, "v")]), 1.0)
+    told = rules.reported(0, Report([held(tile) for tile in tiles]), 1.0)
+    assert asked == [1]
+    assert [each.member for each in sends(told) if isinstance(each.message, Shown)] == [2]
+    assert said(told, Commit)
+
+
+def test_an_average_that_nobody_but_its_maker_has_got_is_made_anew() -> None:
+    """It was handed on, and the others have it from a member that lies; or the maker does. Nobody is named."""
+    rules = coordinator([1], [True] * 4)
+    rules.reported(1, Report([other(0, "r")]), 1.0)
+    rules.rules.assign(0, 0, 2)
+    rules._source[0][0] = 2
+    told = [action for member in (0, 2, 3) for action in rules.reported(member, Report([other(0, "l")]), 1.0)]
+    assert said(told, Assign) == [Assign([0], 1, 2)] * 4
+    assert not [action for action in told if isinstance(action, Lied)]
+
+
+def test_a_disputed_average_of_a_member_that_is_gone_is_made_anew() -> None:
+    """It has said nothing of it: nobody knows which of the two it made. Most members were believed."""
+    rules = coordinator([3], [True] * 4)
+    rules.reported(0, Report([held(0)]), 1.0)
+    assert said(rules.leave_out(3, "lost", 2.0), Assign) == [Assign([0], 0, 0)] * 3
+    assert said(rules.reported(1, Report([other(0, "v")]), 3.0), Assign) == [Assign([0], 1, 1)] * 3
+    first, second = held(0, 1), other(0, "w", 1)
+    rules.reported(1, Report([first]), 4.0)
+    rules.reported(0, Report([first]), 4.0)
+    told = rules.reported(2, Report([second]), 4.0)
+    assert [commit.tiles for commit in said(told, Commit)] == [[first]] * 4
 
 
 def test_an_auxiliary_member_sends_and_asks_for_nothing() -> None:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from shoal.averaging.allreduce.commit import Ask, Average, Contribute, Order
 from shoal.averaging.allreduce.member import AskOthers, Blame, Finish, LookAt, MemberMachine, MemberPhase
 from shoal.base.peer import PeerID
-from shoal.protocol.wire import Abort, Assign, Commit, Contact, Gone, Held, Member, PartAbsent, Report
+from shoal.protocol.wire import Abort, Assign, Commit, Contact, Gone, Held, Member, PartAbsent, Report, Shown
 
 ROUND = b"r" * 16
 COORDINATOR = 0
@@ -173,10 +173,48 @@ def test_a_disputed_average_whose_reducer_is_gone_is_not_taken() -> None:
     assert member.phase is MemberPhase.FAILED
 
 
+@pytest.mark.parametrize("giver", [2, 0])
+def test_an_average_that_its_reducer_has_signed_is_taken_from_anybody(giver: int) -> None:
+    """The reducer is named if it gave this member another one itself. A member that passed one on may be honest."""
+    member = machine([0, 1, 2], group="tttt")
+    member.start(0.0)
+    if giver != 2:
+        member.obey(Assign([2], 0, giver), 0.5)
+    for tile in range(3):
+        average = replace(held(tile), digest=b"another one 16 b") if tile == 2 else held(tile)
+        assert member.averaged(average, 0.5, giver if tile == 2 else tile)
+    member.obey(Shown(2, Report([held(0, 7), held(2)])), 1.0)
+    blames = [Blame(2, "gave this peer another average of tile 2 than it has signed", lied=True)] * (giver == 2)
+    *named, ask = member.obey(commit(0, 0, 0), 1.0)
+    assert named == blames
+    assert isinstance(ask, Ask)
+    assert all(member.takes(2, 0, each) for each in (0, 2, 3))
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        Shown(0, Report([held(2)])),  # it does not average this tile
+        Shown(2, Report([held(2, 1)])),  # of another attempt
+        Shown(2, Report([replace(held(2), digest=b"yet another one ")])),  # not the committed one
+    ],
+)
+def test_a_signed_word_that_does_not_fit_the_commit_proves_nothing(shown: Shown) -> None:
+    """The reducer alone is asked, as if nothing had been shown; the leader is named if that does not give it."""
+    member = machine([0, 1, 2])
+    member.start(0.0)
+    member.averaged(held(1), 0.5, 1)
+    member.averaged(replace(held(2), digest=b"another one 16 b"), 0.5, 2)
+    assert member.fits(shown)
+    assert member.obey(shown, 1.0) == []
+    assert Ask(2, 0, 2) in member.obey(commit(0, 0, 0), 1.0)
+    assert [each.member for each in member.source_lost(2, PartAbsent(2, 0)) if isinstance(each, Blame)] == [0]
+
+
 @pytest.mark.parametrize("averaged", [True, False])
 @pytest.mark.parametrize("relayed", [True, False])
 def test_a_commit_of_another_average_than_this_member_made_is_a_lie(averaged: bool, relayed: bool) -> None:
-    """Also if it has not made it yet. The leader is named, unless another member told of the commit."""
+    """Also if it has not made it yet, and if another member tells of the commit: it is signed."""
     member = machine([0, 1, 2])
     member.start(0.0)
     if averaged:
@@ -184,7 +222,7 @@ def test_a_commit_of_another_average_than_this_member_made_is_a_lie(averaged: bo
     if relayed:
         member.coordinator_lost("silent")
     actions = member.obey(commit(0, 0, 0), 1.0)
-    assert [each.member for each in actions if isinstance(each, Blame)] == [0] * (not relayed)
+    assert [each.member for each in actions if isinstance(each, Blame)] == [0]
     assert member.phase is MemberPhase.FAILED
 
 
@@ -197,7 +235,8 @@ def test_an_average_of_a_member_that_does_not_make_it_is_passed_over() -> None:
     member.obey(Assign([2], 0, 0), 0.5)  # another source: both have it
     assert member.takes(2, 0, 0)
     assert member.takes(2, 0, 2)
-    assert member.takes(2, 1, 0)  # of an assignment that has not come yet
+    assert member.is_ahead(2, 1)  # of an assignment that has not come yet
+    assert not member.is_ahead(2, 0)
 
 
 def test_an_older_average_is_no_lie() -> None:

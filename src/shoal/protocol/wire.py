@@ -744,11 +744,28 @@ class Report(Message, frozen=True):
         held: averages that are newly held.
         lost: members that this one cannot get averages from.
         moved_bytes: bytes sent and received in this round so far. They show that a slow member is at work.
+        signature: in a group of three or more, if the member has made one of these averages itself: with the context
+            `report`, over the round's id and the BLAKE3 digest of the encoded list `held`. Else empty.
     """
 
     held: Annotated[list[Held], msgspec.Meta(max_length=MAX_TILES)] = []
     lost: Annotated[list[MemberIndex], msgspec.Meta(max_length=MAX_GROUP_SIZE)] = []
     moved_bytes: Count = 0
+    signature: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
+
+
+class Shown(Message, frozen=True):
+    """The coordinator shows a member, before the commit, what a reducer has signed of its averages.
+
+    It does so where the member has reported another average of one of these tiles.
+
+    Attributes:
+        member: the reducer.
+        report: its report, as far as it is signed.
+    """
+
+    member: MemberIndex
+    report: Report
 
 
 class Assign(Message, frozen=True):
@@ -815,7 +832,9 @@ class Leave(Message, frozen=True):
 
 
 class Join(
-    Opening[Report | Leave, JoinAccepted | JoinRefused | JoinRedirected | Begin | Assign | Gone | Commit | Abort],
+    Opening[
+        Report | Leave, JoinAccepted | JoinRefused | JoinRedirected | Begin | Assign | Gone | Shown | Commit | Abort
+    ],
     frozen=True,
 ):
     """A searching peer asks an earlier one to lead it. After `Begin` the same stream carries the round's control.

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shoal.base.sometimes import sometimes
-from shoal.protocol.wire import Abort, Assign, Commit, Gone, Held
+from shoal.protocol.wire import Abort, Assign, Commit, Gone, Held, Shown
 
 __all__ = ["Ask", "Average", "CommitRules", "Contribute", "MemberRules", "Order", "TileAction"]
 
@@ -55,7 +55,7 @@ class Average(NamedTuple):
     attempt: int
 
 
-Order = Assign | Gone | Commit | Abort
+Order = Assign | Gone | Shown | Commit | Abort
 """The messages of the coordinator."""
 
 TileAction = Contribute | Ask | Average
@@ -209,10 +209,13 @@ class CommitRules:
 
     Attributes:
         reducer: of each tile, now.
+        maker: of each tile: the member that averages it in the present attempt, or has done so.
         attempt: of each tile, now.
         live: the members that are not left out.
         held: for each member, what it has reported of the current attempts, by tile.
         holders: the same, by tile: the members that have reported it, the first one first.
+        disputed: the tiles of which members report different averages, under the present attempt.
+        unknown: those of them of which the maker has not said what it made.
         verdict: set once, and never changed.
     """
 
@@ -227,14 +230,15 @@ class CommitRules:
     ) -> None:
         self.round_id, self.min_group_size, self.me = round_id, min_group_size, me
         self.reducer = list(reducers)
-        self._maker = list(reducers)  # of the present attempt: who averages each tile, or has done so
+        self.maker = list(reducers)
         self.attempt = [0] * len(reducers)
         self.live = set(range(len(contributes)))
         self.held: list[dict[int, Held]] = [{} for _ in contributes]
         self.holders: dict[int, list[int]] = {}
         self.verdict: Commit | Abort | None = None
         self._first: dict[int, Held] = {}  # tile -> what was reported of it first, under its present attempt
-        self._disputed: set[int] = set()  # tiles of which something else was reported, too
+        self.disputed: set[int] = set()
+        self.unknown: set[int] = set()
         self._takers = {member for member, values in enumerate(contributes) if values}
 
     @property
@@ -258,7 +262,9 @@ class CommitRules:
             self.holders.setdefault(tile, []).append(member)
         self.held[member][tile] = held
         if self._first.setdefault(tile, held) != held:
-            self._disputed.add(tile)
+            self.disputed.add(tile)
+        if tile in self.disputed:
+            (self.unknown.discard if tile in self.held[self.maker[tile]] else self.unknown.add)(tile)
         return True
 
     def leave_out(self, member: int) -> None:
@@ -279,33 +285,39 @@ class CommitRules:
                 held.pop(tile, None)
             self._first.pop(tile, None)
             self.holders.pop(tile, None)
-            self._disputed.discard(tile)
-            self._maker[tile] = reducer
+            self.disputed.discard(tile)
+            self.unknown.discard(tile)
+            self.maker[tile] = reducer
         self.attempt[tile], self.reducer[tile] = attempt, reducer
 
+    def distrust(self, tile: int) -> None:
+        """What its maker has said of this tile does not count."""
+        del self.held[self.maker[tile]][tile]
+        self.unknown.add(tile)
+
+    @property
+    def may_commit(self) -> bool:
+        """Return whether there is no verdict yet, and every taker holds the current attempt of every tile.
+
+        And of those of which they hold different averages it is known what was made.
+        """
+        complete = self.takers and all(len(self.held[each]) == len(self.reducer) for each in self.takers)
+        return bool(complete) and self.verdict is None and not self.unknown
+
     def commit(self) -> None:
-        """Commit if every taker holds the current attempt of every tile, and there is no verdict yet."""
-        takers = self.takers
-        if self.verdict is None and takers and all(len(self.held[each]) == len(self.reducer) for each in takers):
+        """Commit, if it may."""
+        if self.may_commit:
             self.verdict = Commit(self.round_id, [self._agreed(tile) for tile in range(len(self.reducer))])
 
     def _agreed(self, tile: int) -> Held:
-        """What the coordinator holds of a tile, else what its reducer says of it, else what most of the others hold.
+        """What is committed of a tile: if it is disputed, the average that its maker says that it made.
 
-        If the tile was handed on, the member that averaged it knows best. No number of members outvotes these: keys are
-        free. The digest is also of what is said of the average: so of one digest the coordinator's own word is the true
-        one.
+        No number of members outvotes that: keys are free. The digest is also of what is said of the average: so of one
+        digest the coordinator's own word is the true one.
         """
-        if tile not in self._disputed:
+        if tile not in self.disputed:
             return self._first[tile]
-        knows = [self.me, self.reducer[tile]]
-        if self.reducer[tile] != self._maker[tile]:
-            knows.insert(0, self._maker[tile])
-        if (word := next((self.held[each][tile] for each in knows if tile in self.held[each]), None)) is not None:
-            digest = word.digest
-        else:
-            counts = Counter(self.held[each][tile].digest for each in sorted(self.takers))
-            digest = counts.most_common(1)[0][0]
+        digest = self.held[self.maker[tile]][tile].digest
         mine = self.held[self.me].get(tile)
         if mine is not None and mine.digest == digest:
             return mine
@@ -313,24 +325,21 @@ class CommitRules:
         return Counter(held for held in reported if held.digest == digest).most_common(1)[0][0]
 
     def lies(self) -> dict[int, str]:
-        """After the commit: the members whose words contradict what they gave, or what their average says.
+        """After the commit: the members that say of an average that the coordinator holds what it does not say.
 
-        A member hashes what it gets, and reports that. If it reports another average than the coordinator holds, the
-        reducer may have given it another, or it lies. How many do so proves nothing: keys are free. The reducer's own
-        report does.
+        A member hashes what it gets, and reports that. If it reports another average, its reducer may have given it
+        another, or it lies.
         """
         found: dict[int, str] = {}
         if not isinstance(self.verdict, Commit):
             return found
-        for tile in sorted(self._disputed):
-            reducer, agreed = self.reducer[tile], self.verdict.tiles[tile]
-            said = {each: self.held[each][tile] for each in sorted(self.takers)}
-            if (own := said.get(reducer)) is not None and own.digest != agreed.digest and reducer == self._maker[tile]:
-                found.setdefault(reducer, f"gave members different averages of tile {tile}")
-            if said.get(self.me) == agreed:
-                for each, held in said.items():
-                    if held.digest == agreed.digest and held != agreed:
-                        found.setdefault(each, f"said of tile {tile} what its average does not")
+        for tile in sorted(self.disputed):
+            agreed = self.verdict.tiles[tile]
+            if self.held[self.me].get(tile) != agreed:
+                continue
+            for each in sorted(self.takers):
+                if (held := self.held[each][tile]).digest == agreed.digest and held != agreed:
+                    found.setdefault(each, f"said of tile {tile} what its average does not")
         return found
 
     def abort(self, reason: str) -> None:

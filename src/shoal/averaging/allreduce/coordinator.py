@@ -21,16 +21,19 @@ a `Send` to its own index.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from shoal.averaging.allreduce.brief import Brief
 from shoal.averaging.allreduce.commit import CommitRules, Order
 from shoal.averaging.allreduce.lateness import LEAST_S, Lateness
 from shoal.base.sometimes import sometimes
-from shoal.protocol.wire import Abort, Assign, Commit, Gone, Report
+from shoal.protocol.wire import Abort, Assign, Commit, Gone, Report, Shown
 
 __all__ = [
     "COORDINATOR_TRANSITIONS",
@@ -52,6 +55,19 @@ class Send(NamedTuple):
 
     member: int
     message: Order
+
+
+@dataclass(slots=True)
+class _Word:
+    """A report in which a member tells of averages that it made.
+
+    Attributes:
+        report: the report.
+        is_signed: whether that member has signed it; None until it matters.
+    """
+
+    report: Report
+    is_signed: bool | None = None
 
 
 class LeftOut(NamedTuple):
@@ -113,6 +129,7 @@ class Coordinator:
         now: time at the beginning.
         brief_s: see `Brief.patience_s`.
         allowed_s: reducers may wait so long for members with slow lines (`slow_lines`).
+        is_signed: whether a member has signed its report; asked only where members report different averages.
 
     Attributes:
         brief: the members that are waited for briefly.
@@ -133,13 +150,15 @@ class Coordinator:
         margin_s: float | None = None,
         brief_s: Mapping[int, float] = MappingProxyType({}),
         allowed_s: float = 0.0,
+        is_signed: Callable[[int, Report], bool] = lambda member, report: True,
     ) -> None:
         self.brief = Brief(brief_s)
         self.rules = CommitRules(round_id, reducers, contributes, min_group_size=min_group_size, me=me)
         self.me, self.stall_s, self._allowed_s = me, stall_s, allowed_s
         self._margin_s = stall_s / 2 if margin_s is None else margin_s
         self.reduces = list(reduces)
-        self._told = False
+        self._told, self._is_signed = False, is_signed
+        self._words: dict[int, _Word] = {}  # tile -> in which its maker has told of it
         self._unreachable: dict[int, set[int]] = {}  # per member: those it gets no tiles from
         self._source: list[dict[int, int]] = [{} for _ in reduces]  # per member: tile -> source other than the reducer
         self._moved: list[int] = []  # tiles that have got another reducer since the last report
@@ -175,7 +194,7 @@ class Coordinator:
         Reports cost their sender little, so only what is new in them is looked at: for the member all tiles from the
         reducers that it newly lost, for the others the tiles that it newly holds.
         """
-        rules, given, lost = self.rules, list[int](), set[int]()
+        rules, given, lost, word = self.rules, list[int](), set[int](), _Word(report)
         self._heard[member] = now
         if rules.verdict is not None or member not in rules.live:
             sometimes("a report comes too late to count")
@@ -184,6 +203,8 @@ class Coordinator:
             if rules.holds(member, held):
                 self._progress[member] = now
                 given.append(held.tile)
+                if member == rules.maker[held.tile] and member != self.me:
+                    self._words[held.tile] = word
                 if member != rules.reducer[held.tile]:
                     self._given_at.setdefault(held.tile, now)
         if len(rules.held[member]) == len(rules.reducer):
@@ -200,7 +221,41 @@ class Coordinator:
         moved, self._moved = self._moved, []
         for other in sorted(self._unreachable.keys() & rules.live) if given or moved else ():
             actions += self._help(other, now, moved) + self._help(other, now, given, (member,))
-        return actions + self._decide() + (self._leave_brief(now) if given or lost else [])
+        gone = [tile for tile in given if tile in rules.unknown and rules.maker[tile] not in rules.live]
+        actions += self._move(gone, now) + self._settle(now) + self._decide()
+        return actions + (self._leave_brief(now) if given or lost else [])
+
+    def _settle(self, now: float) -> list[CoordinatorAction]:
+        """Of a tile of which members hold different averages that one is committed which its maker says that it made.
+
+        If it has not signed that, or nobody else has got it, the tile is averaged anew, and not by this maker.
+        """
+        rules, void, lies = self.rules, list[int](), dict[int, str]()
+        for tile in sorted(rules.disputed) if rules.may_commit else ():
+            maker, word = rules.maker[tile], self._words.get(tile)
+            if word is None:  # it was made here
+                continue
+            said, mine = rules.held[maker][tile].digest, rules.held[self.me].get(tile)
+            if not self._is_right(maker, word):
+                lies.setdefault(maker, "has not signed its reports")
+            elif any(
+                tile in held and held[tile].digest == said for held in rules.held if held is not rules.held[maker]
+            ):
+                continue
+            elif mine is not None and tile not in self._source[self.me]:
+                lies.setdefault(maker, f"gave this peer another average of tile {tile} than it has signed")
+            sometimes("a disputed tile is averaged anew")
+            self.reduces[maker] = False
+            self._reducing.leave(maker)
+            rules.distrust(tile)
+            void.append(tile)
+        return [*(Lied(maker, lie) for maker, lie in lies.items()), *self._move(void, now)]
+
+    def _is_right(self, maker: int, word: _Word) -> bool:
+        """Return whether the maker has signed this word."""
+        if word.is_signed is None:
+            word.is_signed = self._is_signed(maker, word.report)
+        return word.is_signed
 
     def gone(self, member: int, reason: str, now: float) -> list[CoordinatorAction]:
         """As `leave_out`, and the others are told, because only the coordinator has a connection with every member."""
@@ -219,7 +274,8 @@ class Coordinator:
         self._receiving.leave(member)
         tiles = [tile for tile, reducer in enumerate(rules.reducer) if reducer == member]
         tiles = [tile for tile in tiles if not all(tile in rules.held[other] for other in rules.takers)]
-        return [LeftOut(member, reason), *self._move(tiles, now), *self._decide()]
+        tiles += [tile for tile in sorted(rules.unknown.difference(tiles)) if rules.maker[tile] == member]
+        return [LeftOut(member, reason), *self._move(tiles, now), *self._settle(now), *self._decide()]
 
     def tick(self, now: float, left_out: Collection[int] = ()) -> list[CoordinatorAction]:
         """Leave out members that keep the others waiting, or the coordinator itself if it cannot hear them.
@@ -269,7 +325,20 @@ class Coordinator:
             return []
         self._told = True
         lied = [Lied(member, reason) for member, reason in self.rules.lies().items()]
-        return [*lied, *(Send(member, verdict) for member in range(len(self.reduces)))]
+        shown = self._shown(verdict) if isinstance(verdict, Commit) else ()
+        return [*lied, *shown, *(Send(member, verdict) for member in range(len(self.reduces)))]
+
+    def _shown(self, commit: Commit) -> Collection[Send]:
+        """Show those that hold other averages than are committed what the makers of these have signed."""
+        rules, shown = self.rules, dict[tuple[int, int], Send]()
+        for tile in sorted(rules.disputed):
+            digest, word, maker = commit.tiles[tile].digest, self._words.get(tile), rules.maker[tile]
+            for member, held in enumerate(rules.held):
+                differs = tile in held and held[tile].digest != digest
+                if word is not None and differs and member != maker:
+                    report = replace(word.report, lost=[], moved_bytes=0)
+                    shown.setdefault((member, id(word)), Send(member, Shown(maker, report)))
+        return shown.values()
 
     # ------------------------------------------------------------------------------------------------- other reducers
 
@@ -294,7 +363,7 @@ class Coordinator:
             sometimes("the last member that can reduce is lost")
             return None, 0
         holders = [member for member in able if tile in rules.held[member]]
-        if holders:
+        if holders and tile not in rules.unknown:
             sometimes("a reducer is lost, and another member holds its tile")
             return holders[tile % len(holders)], rules.attempt[tile]
         sometimes("a tile is averaged again by another member")
@@ -307,6 +376,7 @@ class Coordinator:
         for tile in tiles:
             if attempt > self.rules.attempt[tile]:
                 self._given_at.pop(tile, None)
+                self._words.pop(tile, None)
             for source, named_at in zip(self._source, self._named_at, strict=True):
                 source.pop(tile, None)
                 named_at[tile] = now
@@ -455,7 +525,8 @@ class Coordinator:
         unheld = {reducer for tile, reducer in enumerate(rules.reducer) if tile not in somewhere}
         if owing := unheld & rules.live or self._sole_holders():
             return sorted(owing)
-        return sorted(member for member in rules.takers if len(rules.held[member]) < len(rules.reducer))
+        lacking = sorted(member for member in rules.takers if len(rules.held[member]) < len(rules.reducer))
+        return lacking or sorted({rules.maker[tile] for tile in rules.unknown} & rules.live)
 
     def _sole_holders(self) -> set[int]:
         """The members that have tiles which no other member that should hold them holds."""

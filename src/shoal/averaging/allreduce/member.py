@@ -23,7 +23,7 @@ from shoal.averaging.allreduce.commit import Ask, Average, Contribute, MemberRul
 from shoal.averaging.allreduce.interface import MostWeight, any_weight, is_sound
 from shoal.averaging.allreduce.lateness import LEAST_S, Lateness
 from shoal.base.sometimes import sometimes
-from shoal.protocol.wire import Abort, Assign, Commit, Gone, Held, Member, PartAbsent, Report
+from shoal.protocol.wire import Abort, Assign, Commit, Gone, Held, Member, PartAbsent, Report, Shown
 
 __all__ = [
     "MEMBER_TRANSITIONS",
@@ -172,6 +172,7 @@ class MemberMachine:
         self._lost_sources: set[int] = set()
         self._asked: dict[int, int] = {}  # after the commit: tile -> the member that was asked for it last
         self._giver: dict[int, int] = {}  # tile -> the member that gave the average that is held here
+        self._words: dict[int, Held] = {}  # tile -> the average of it that its maker has signed, where we have another
         self._disputed: dict[int, int] = {}  # after the commit: tile -> the member that gave another average of it
 
     @property
@@ -244,6 +245,8 @@ class MemberMachine:
                         self.unheard.add(sources[action.tile])
                     if isinstance(action, Average):
                         actions += self.contributions.own(action.tile, action.attempt, now)
+            case Shown():
+                self._note(message)
             case Gone(member) if self.me != self.coordinator:  # it knows
                 actions.append(LookAt(member))
             case Commit() if rules.commit is None:
@@ -253,6 +256,12 @@ class MemberMachine:
             case Abort() if rules.commit is None:
                 self.give_up(message.reason)
         return actions
+
+    def _note(self, shown: Shown) -> None:
+        """A reducer has signed these averages. Of those that it has made its word counts."""
+        for held in shown.report.held:
+            if held.tile < len(self.rules.held) and self.rules.averages(shown.member, held.tile, held.attempt):
+                self._words[held.tile] = held
 
     def _replaced(self, member: int, now: float) -> list[Finish]:
         """Others average the tiles of this one. If it is late by what was seen here, it is waited for no longer."""
@@ -280,7 +289,7 @@ class MemberMachine:
             case Assign(numbers, attempt, reducer):
                 known = 0 <= reducer < members and attempt <= members and all(0 <= tile < tiles for tile in numbers)
                 return known and self.rules.may_assign(message)
-            case Gone(member):
+            case Gone(member) | Shown(member):
                 return 0 <= member < members
             case Abort():
                 return message.round_id == self.round_id
@@ -298,26 +307,27 @@ class MemberMachine:
         """Look whether the committed averages are those that this member made, or was given.
 
         If one is not the average that this member made itself, the coordinator lies. If this member was given another
-        one, its giver lies, or the coordinator: only the giver is asked for the committed one (`given`, `source_lost`).
-        The coordinator itself has chosen by what it holds.
+        one than its maker has signed, and by the maker, that lies, and anybody is asked for the committed one. If
+        nothing signed was shown, the giver lies, or the coordinator: only the giver is asked (`given`, `source_lost`).
         """
-        if self.me == self.coordinator:
-            return []
-        for held, due in zip(self.rules.held, commit.tiles, strict=True):
+        rules, actions = self.rules, list[MemberAction]()
+        for held, due in zip(rules.held, commit.tiles, strict=True):
             differs = held is None or held.digest != due.digest
-            if differs and self.rules.averages(self.me, due.tile, due.attempt):
+            if differs and rules.averages(self.me, due.tile, due.attempt):
                 sometimes("another average is committed than its reducer made")
                 other = f"another average of tile {due.tile} than this peer made"
-                actions = self._blame_coordinator(f"committed {other}")
+                actions.append(Blame(self.coordinator, f"committed {other}", lied=True))
                 self.give_up(f"committed was {other}")
                 return actions
             if differs and held is not None and held.attempt == due.attempt:
-                self._disputed[due.tile] = self._giver[due.tile]
-        return []
-
-    def _blame_coordinator(self, reason: str) -> list[MemberAction]:
-        """Unless it was another member that told of the commit."""
-        return [Blame(self.coordinator, reason, lied=True)] if self.may_learn else []
+                giver, word = self._giver[due.tile], self._words.get(due.tile)
+                if word is None or (word.attempt, word.digest) != (due.attempt, due.digest):
+                    self._disputed[due.tile] = giver
+                elif rules.averages(giver, due.tile, due.attempt):
+                    sometimes("a reducer has signed another average than it gave to a member")
+                    lie = f"gave this peer another average of tile {due.tile} than it has signed"
+                    actions.append(Blame(giver, lie, lied=True))
+        return actions
 
     def is_ahead(self, tile: int, attempt: int) -> bool:
         """Return whether this attempt is not known here, and may become so."""
@@ -418,7 +428,7 @@ class MemberMachine:
                 if disputed and rules.averages(member, tile, commit.tiles[tile].attempt):
                     reason = "committed an average of tile {} that its reducer, {}, says that it has not made"
                     peer = self.members[member].contact.peer.short()
-                    actions += self._blame_coordinator(reason.format(tile, peer))
+                    actions.append(Blame(self.coordinator, reason.format(tile, peer), lied=True))
                 actions += self._fetch(tile)
         return actions
 
@@ -470,6 +480,10 @@ class MemberMachine:
         """The news for the coordinator; without any it tells the bytes that were moved."""
         lost, self._lost_sources = self._lost_sources, set()
         return Report(self.rules.take_report(), sorted(lost), moved_bytes)
+
+    def has_made(self, report: Report) -> bool:
+        """Return whether this member has made an average that it reports."""
+        return any(self._giver.get(held.tile) == self.me for held in report.held)
 
     def give_up(self, reason: str) -> bool:
         """Fail the round here; False if it has succeeded already."""

@@ -37,7 +37,7 @@ from shoal.averaging.allreduce.lateness import LEAST_S
 from shoal.averaging.allreduce.member import AskOthers, Blame, CutOff, Finish, LookAt, MemberAction, MemberMachine
 from shoal.averaging.allreduce.round_tiles import RoundTiles
 from shoal.averaging.allreduce.segments import common_reference
-from shoal.averaging.allreduce.signed import SignedCommits
+from shoal.averaging.allreduce.signed import SignedWords
 from shoal.averaging.allreduce.slow_lines import promised_s
 from shoal.averaging.allreduce.streams import Answer, DownStream, ReducerStream, SenderStream, UpStream
 from shoal.averaging.allreduce.vector import Vector
@@ -173,8 +173,8 @@ class Round:
         self.terms = blake3(encode(group.begin)).digest(length=16)
         reducers = self.tiling.owners
         self._table, self._options, self._on_lie = table, options, on_lie
-        leader = self.members[self.coordinator].contact.peer
-        self._commits = SignedCommits(table.identity, self.round_id, leader, len(self.members))
+        peers = [member.contact.peer for member in self.members]
+        self._words = SignedWords(table.identity, self.round_id, peers, self.coordinator)
         self._loop, self._over, self._closed = asyncio.get_running_loop(), False, False
         self._promised_s = self._promises(vector)
         self._index = {member.contact.peer: index for index, member in enumerate(self.members)}
@@ -277,6 +277,7 @@ class Round:
             margin_s=self._margin_s,
             brief_s=self._brief_s,
             allowed_s=max(self._promised_s),
+            is_signed=self._words.has_signed,
         )
 
     # ----------------------------------------------------------------------------------------------------- one round
@@ -395,7 +396,7 @@ class Round:
         """The coordinator says something (or another member relays its commit). False if that cannot be said."""
         if self._closed:
             return True
-        if not self.machine.fits(message) or not self._commits.takes(message):
+        if not self.machine.fits(message) or not self._words.takes(message):
             return False
         self._sign.set()
         if isinstance(message, Abort) and self._coordinating is None and self._gives:
@@ -450,10 +451,10 @@ class Round:
                 case Replaced(member):
                     self._blame(member, "nobody gets its averages: others average its tiles")
                 case Send(member, message) if member == self.me:
-                    signed = self._commits.signed(message)
+                    signed = self._words.signed(message)
                     self._loop.call_soon(self._obey_myself, signed)  # not at once: what follows may call this again
                 case Send(member, message) if member in self._to_say:
-                    self._to_say[member].put_nowait(self._commits.signed(message))
+                    self._to_say[member].put_nowait(self._words.signed(message))
                     if isinstance(message, Commit | Abort):
                         self._to_say[member].put_nowait(None)
 
@@ -790,14 +791,14 @@ class Round:
         """
         if nbytes:
             raise PeerProtocolError("a digest of a commit with a payload", teller)
-        commit, known = self.machine.rules.commit, self._commits.proved
-        if commit is None or not self._commits.prove_a_lie(commit, told, teller):
+        commit, known = self.machine.rules.commit, self._words.proved
+        if commit is None or not self._words.prove_a_lie(commit, told, teller):
             return None
         if not known:
             sometimes("a coordinator has signed two commits of one round")
             self._blame(self.coordinator, "has signed two different commits of one round", lied=True)
             self._on_lie(self.members[self.coordinator].contact.peer)
-        return self._commits.told(commit)
+        return self._words.told(commit)
 
     @property
     def _moved_bytes(self) -> int:
@@ -818,7 +819,7 @@ class Round:
     async def _end_data(self) -> None:
         """End our streams in order, and give the others a moment to end theirs."""
         commit = self.machine.rules.commit
-        told = self._commits.told(commit) if commit is not None else None
+        told = self._words.told(commit) if commit is not None else None
         await asyncio.gather(*(sender.finish(told) for sender in self._senders.values()))
         try:
             async with asyncio.timeout(_FAREWELL_S):
@@ -847,6 +848,8 @@ class Round:
             if self._coordinating is not None:
                 self._tell(self._coordinating.reported(self.me, report, self._loop.time()))
                 continue
+            if self.machine.has_made(report):
+                report = self._words.signed_report(report)
             try:
                 await self._control[self.coordinator].send(report)  # news that come meanwhile go into the next one
             except PeerError as error:

@@ -1,12 +1,19 @@
-"""The coordinator's signature on its commit: two different commits of one round that it has signed prove its lie.
+"""What members of a round sign, so that what they say to one can be shown to another.
 
-A coordinator that reduces can give one member other averages of its tiles, and the commit that fits them. Each member
-sees nothing wrong. So members tell each other their commits once the round is over (`CommitDigest`). Who only says that
-it got another one proves nothing; the coordinator's signature does. In a group of two nobody signs, as there is nobody
-to compare with.
+The coordinator signs its commit. If it reduces, it can give one member other averages of its tiles, and the commit that
+fits them: each member sees nothing wrong. So members tell each other their commits once the round is over
+(`CommitDigest`), and two different commits that the coordinator has signed prove its lie.
+
+A reducer signs its reports of averages that it has made. If it gives one member another average than the others, that
+member gets another commit than it expects. The coordinator shows it what the reducer has signed (`Shown`): so the
+member knows which of the two lies.
+
+In a group of two nobody signs, as there is nobody to compare with.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from blake3 import blake3
 from msgspec.structs import replace
@@ -15,53 +22,69 @@ from shoal.averaging.allreduce.commit import Order
 from shoal.base.peer import PeerID
 from shoal.errors import PeerProtocolError
 from shoal.protocol.identity import Identity, verify
-from shoal.protocol.wire import Commit, CommitDigest, encode
+from shoal.protocol.wire import Commit, CommitDigest, Report, Shown, encode
 
-__all__ = ["SignedCommits"]
+__all__ = ["SignedWords"]
 
-_CONTEXT = b"commit"
+_COMMIT, _REPORT = b"commit", b"report"
 
 
-class SignedCommits:
+class SignedWords:
     """What one member of a round signs, and takes for signed.
 
     Args:
         identity: the member's.
-        round_id: the id of the round. It is signed, too: what a coordinator has committed in another round proves
-            nothing here.
-        coordinator: decides the round.
-        members: how many there are.
+        round_id: the id of the round. It is signed, too: what somebody has signed in another round proves nothing here.
+        members: the group.
+        coordinator: its index.
 
     Attributes:
         proved: whether the coordinator has signed two commits of this round.
     """
 
-    def __init__(self, identity: Identity, round_id: bytes, coordinator: PeerID, members: int) -> None:
-        self._identity, self._round_id, self._coordinator = identity, round_id, coordinator
-        self._in_use, self._leads = members > 2, identity.peer_id == coordinator
+    def __init__(self, identity: Identity, round_id: bytes, members: Sequence[PeerID], coordinator: int) -> None:
+        self._identity, self._round_id, self._members, self._coordinator = identity, round_id, members, coordinator
+        self._in_use, self._leads = len(members) > 2, identity.peer_id == members[coordinator]
         self._signed: Commit | None = None
         self._told: CommitDigest | None = None
         self.proved = False
+
+    # ------------------------------------------------------------------------------------------------------- reports
+
+    def signed_report(self, report: Report) -> Report:
+        """A report of averages that this member has made."""
+        if not self._in_use:
+            return report
+        return replace(report, signature=self._identity.sign(_REPORT, self._round_id + _digest(report.held)))
+
+    def has_signed(self, member: int, report: Report) -> bool:
+        """Return whether this member has signed this report; in a group of two no report is signed."""
+        return not self._in_use or self._is_signed(member, _REPORT, _digest(report.held), report.signature)
+
+    # ------------------------------------------------------------------------------------------------------- commits
 
     def signed(self, message: Order) -> Order:
         """What the coordinator says, as it sends it to everybody."""
         if not self._in_use or not isinstance(message, Commit):
             return message
         if self._signed is None:
-            signature = self._identity.sign(_CONTEXT, self._round_id + _digest(message))
+            signature = self._identity.sign(_COMMIT, self._round_id + _digest(message.unsigned))
             self._signed = replace(message, signature=signature)
         return self._signed
 
     def takes(self, message: Order) -> bool:
-        """Return whether it is no commit, or one that the coordinator has signed, whoever tells it."""
-        if not self._in_use or self._leads or not isinstance(message, Commit):
-            return True
-        return self._is_signed(_digest(message), message.signature)
+        """Return whether what must be signed in this message is signed, whoever tells it."""
+        match message:
+            case Shown(member, report):
+                return self.has_signed(member, report)
+            case Commit() if self._in_use and not self._leads:
+                return self._is_signed(self._coordinator, _COMMIT, _digest(message.unsigned), message.signature)
+        return True
 
     def told(self, commit: Commit) -> CommitDigest | None:
         """What the others are told of the commit that this member has taken; None in a group of two."""
         if self._told is None and self._in_use:
-            self._told = CommitDigest(_digest(commit), commit.signature)
+            self._told = CommitDigest(_digest(commit.unsigned), commit.signature)
         return self._told
 
     def prove_a_lie(self, commit: Commit, other: CommitDigest, teller: PeerID) -> bool:
@@ -72,14 +95,14 @@ class SignedCommits:
         """
         if (mine := self.told(commit)) is not None and other.digest == mine.digest:
             return False
-        if not self.proved and not self._is_signed(other.digest, other.signature):
+        if not self.proved and not self._is_signed(self._coordinator, _COMMIT, other.digest, other.signature):
             raise PeerProtocolError("a commit that its coordinator has not signed", teller)
         self.proved = True
         return True
 
-    def _is_signed(self, digest: bytes, signature: bytes) -> bool:
-        return verify(self._coordinator, _CONTEXT, self._round_id + digest, signature)
+    def _is_signed(self, member: int, context: bytes, digest: bytes, signature: bytes) -> bool:
+        return verify(self._members[member], context, self._round_id + digest, signature)
 
 
-def _digest(commit: Commit) -> bytes:
-    return blake3(encode(commit.unsigned)).digest()
+def _digest(said: object) -> bytes:
+    return blake3(encode(said)).digest()

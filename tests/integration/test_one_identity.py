@@ -1,8 +1,11 @@
-"""Two programs with one key file, the second one invited by the first: an error. Both trained alone in silence."""
+"""Two programs with one key: an error for one that the other has invited; else a neighbour tells both."""
 
 from __future__ import annotations
 
+import shutil
 import socket
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 
 import shoal
 from shoal.base.peer import Address
+from shoal.events import Event, Warned
 
 
 def free_port(*hosts: str) -> int:
@@ -52,3 +56,23 @@ def test_a_peer_that_starts_again_with_its_own_invite_begins_a_network(tmp_path:
     every = f"/ip4/0.0.0.0/tcp/{port}"
     with shoal.DHT(Address("127.0.0.2", port, own), host_maddrs=every, identity_path=key, start=True) as again:
         assert again.peer_id == own, "it is reached there, and it is itself"
+
+
+@pytest.mark.parametrize("client_mode", [False, True])
+def test_two_programs_with_copies_of_one_key_were_not_told(tmp_path: Path, *, client_mode: bool) -> None:
+    """They are on two machines, and know nothing of each other. A peer that both are connected with tells them."""
+    key, copy = tmp_path / "peer.key", tmp_path / "copy.key"
+    with shoal.DHT(start=True) as hub, shoal.DHT(hub.invite(), identity_path=key) as first:
+        shutil.copy(key, copy)
+        with shoal.DHT(hub.invite(), identity_path=copy, client_mode=client_mode) as second:
+            told = [threading.Event(), threading.Event()]
+            for dht, heard in zip((first, second), told, strict=True):
+                dht.events.subscribe(into(heard))
+                dht.run_in_background()
+            assert all(heard.wait(20.0) for heard in told)
+
+
+def into(heard: threading.Event) -> Callable[[Event], None]:
+    """A subscriber that sets this once it is told that another process has the same identity."""
+    said = "another process has this peer's identity"
+    return lambda event: heard.set() if isinstance(event, Warned) and said in event.message else None

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from shoal import sim
-from shoal.events import Event, Warned
 from shoal.run.decide.phases import RunPhase
 from shoal.sim import SimNetwork
 from tests.sim.optimizer_kit import Run, Trainer
@@ -270,36 +269,3 @@ def test_peers_of_unequal_paces_stay_together_on_a_grid(
     grid = [*itertools.product([2, 3, 5, 8], [0.1, 1.0, 5.0])]
     for peers, epochs_to_move in grid[: soak(2, len(grid))]:
         check_grid(peers, epochs_to_move, average_state_every, soak(20, 40))
-
-
-@pytest.mark.parametrize("batch_s", [0.3, 1.0])
-def test_a_peer_with_a_twin_was_told_that_its_batches_are_short_enough_and_what_else_to_check(batch_s: float) -> None:
-    """That another peer has its identity is the reason. Each is told so once: as what was seen, or as what may be."""
-    told = list[str]()
-
-    def note(event: Event) -> None:
-        if isinstance(event, Warned):
-            told.append(event.message)
-
-    async def main() -> None:
-        run, loop = Run(target=24), asyncio.get_running_loop()
-        identity = run.swarm.identity
-        run.swarm.identity = lambda name: identity("p1" if name == "p2" else name)  # type: ignore[method-assign]
-        names = ["p0", "p1", "p2"]
-        for name in names:
-            await run.add(name, events=note)
-        trainers = [run.swarm.peer(name) for name in names]
-        await asyncio.gather(
-            *(
-                run.swarm.run_on(name, trainer.train, 4, duration_s=batch_s, until=lambda: loop.time() > 40.0)
-                for name, trainer in zip(names, trainers, strict=True)
-            )
-        )
-        assert any(trainer.participant.contribution.contributed == 0 for trainer in trainers)
-        await run.close()
-
-    sim.run(main, seed=5)
-    # Until it knows of its twin, a peer sees only that the third one comes to rounds of the other.
-    assert len([message for message in told if "the same identity" in message]) == 2
-    assert len([message for message in told if "it does not come" in message]) <= 1
-    assert len(told) <= 3

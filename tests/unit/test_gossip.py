@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import math
 import random
 from collections import Counter
 from functools import partial
@@ -23,7 +22,7 @@ from shoal.base.tasks import Changes
 from shoal.errors import ClosedError, PeerTimeout
 from shoal.events import EventBus, PeerDropped, Warned
 from shoal.optim import RunSettings
-from shoal.protocol.wire import Contact, Progress, ProgressTold, TellProgress, decode, encode
+from shoal.protocol.wire import Contact, Progress, ProgressTold, TellProgress, decode
 from shoal.run.gossip import ProgressGossip
 from shoal.run.settings import fragment_settings
 from shoal.run.view.progress import RELAYED_S, StateKey, SwarmProgress
@@ -532,38 +531,6 @@ def test_a_slow_epoch_ends_late_and_those_who_count_may_be_silent() -> None:
     assert merges.is_late(5.5)
     assert not near(0, 2.0, b"f" * 32)
     assert not countdown.is_late(3.0)
-
-
-@pytest.mark.parametrize(
-    ("times", "told"),
-    [([2.0, 2.0, 2.0], 0), ([0.5, 0.9, 1.0], 0), ([2.0, 3.0, 4.0], 1), ([2.0, 0.5, 3.0], 1), ([math.inf, math.nan], 0)],
-)
-def test_two_live_peers_with_one_identity_train_without_a_word(times: list[float], told: int) -> None:
-    """One of them took part, the other trained alone, told that its batches are long. We wrote at 1.0 last."""
-    events = list[object]()
-    bus = EventBus()
-    bus.subscribe(events.append)
-    gossip = gossip_at(SwarmProgress(ME, {}, ttl_s=20.0), bus)
-
-    async def store(*_: object) -> None:
-        """Nothing goes wrong."""
-
-    async def look() -> None:
-        gossip._core.node = cast(Any, SimpleNamespace(store=store, get=get))
-        await gossip._publish()
-        for _ in times:
-            await gossip._look()
-
-    read = iter(times)
-
-    async def get(*_: object, **__: object) -> object:
-        entry = SimpleNamespace(value=encode(progress(ME, next(read))))
-        return SimpleNamespace(value={ME.to_bytes(): entry})
-
-    asyncio.run(look())
-    warned = [event.message for event in events if isinstance(event, Warned)]
-    assert len(warned) == told
-    assert all("identity_path" in message for message in warned)
 
 
 class NoDht:

@@ -509,6 +509,8 @@ class Averager:
         self._warn(f"{type(error).__name__}: {error}")
 
     def _warn(self, message: str, *about: PeerID) -> None:
+        if about and self.core.endpoint.has_twin:
+            return  # what these lack may have gone to the other process of this peer
         self.core.env.events.emit(Warned(where=f"averager {self.prefix}", message=message, about=about))
 
     async def leave(self, grace_s: float) -> None:

@@ -436,9 +436,11 @@ class Beat(Message, frozen=True):
 
     Attributes:
         time: the wall clock of the sender's machine, seconds.
+        twin: the sender is connected with two processes that have the key of the peer that is asked.
     """
 
     time: WallTime
+    twin: bool = False
 
 
 class BeatReply(Message, frozen=True):
@@ -447,10 +449,12 @@ class BeatReply(Message, frozen=True):
     Attributes:
         asked: the time in the `Beat`.
         time: the network's time as the answerer knows it, seconds; None while it is joining and does not know it.
+        process: names the process that answers, among all that have its key.
     """
 
     asked: WallTime
     time: WallTime | None
+    process: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
 
 
 class Bye(Message, frozen=True):

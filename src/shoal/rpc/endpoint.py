@@ -54,6 +54,7 @@ from shoal.rpc.rhythm import LOOK_S, Rhythm
 from shoal.rpc.serving import Services, tag_of
 from shoal.rpc.stream import Stream
 from shoal.rpc.trust import Trust
+from shoal.rpc.twins import Twins
 from shoal.transport.base import Connection, Transport
 
 __all__ = ["Endpoint"]
@@ -118,6 +119,8 @@ class Endpoint:
     Attributes:
         clock: our machine's wall clock, and the network's.
         trust: the peers whose word counts on what we cannot see ourselves.
+        twins: the processes of the peers that we are connected with.
+        has_twin: whether a peer is connected with another process that has our identity; it was said.
         closed: whether `close` was called.
     """
 
@@ -138,7 +141,7 @@ class Endpoint:
             on_shut=self._route_shut,
         )
         self.serve(LendConnection, self._lend)
-        self.trust = Trust()
+        self.trust, self.twins, self.has_twin = Trust(), Twins(), False
         self._incoming: dict[PeerID, Incoming] = {}  # the last one of each peer; the newest at the end
         self._withheld = False
         self._reached_at: tuple[Address, ...] = ()
@@ -639,6 +642,24 @@ class Endpoint:
             self._jumps = self.clock.jumps
             for peer in self.peers:
                 self.ask(peer)
+
+    def process_told(self, peer: PeerID, process: bytes, asked_at: float) -> None:
+        """A process has answered that has this peer's key, and was asked at this time of the loop (for `CallLink`)."""
+        now = asyncio.get_running_loop().time()
+        if self.twins.answered(peer, process, asked_at=asked_at, now=now):
+            for link in [*self._open.of(peer).links]:
+                link.ask()
+
+    def twin_told(self, teller: PeerID) -> None:
+        """A peer is connected with two processes that have our identity (for `CallLink`)."""
+        if not self.has_twin:
+            self.has_twin = True
+            message = (
+                f"another process has this peer's identity ({self.peer_id.short()}), as {teller.short()} says, which "
+                "is connected with both. What is sent to one of them may reach the other, so only one of them can take "
+                "part. End one; give each an identity file of its own (identity_path), or none"
+            )
+            self.env.events.emit(Warned(where="DHT", message=message))
 
     def clock_told(self, link: CallLink, offset_s: float) -> None:
         """A link has measured how far the peer's clock is ahead of our own (for `CallLink`)."""

@@ -75,7 +75,8 @@ class CallLink:
         self.connection = connection
         self.serving = 0
         self._asked_time_at = 0.0
-        self._asked: dict[float, int] = {}  # the times of our own clock at which we asked; its jumps before each
+        # The times of our own clock at which we asked; its jumps before each, and the loop's time.
+        self._asked: dict[float, tuple[int, float]] = {}
         self._endpoint, self._open, self._services, self._tasks = endpoint, connections, services, tasks
         self._limits: Limits = endpoint.limits
         self._loop = asyncio.get_running_loop()
@@ -121,8 +122,8 @@ class CallLink:
         self._asked_time_at, clock = self._loop.time(), self._endpoint.clock
         clock.time()  # notices a jump
         asked = clock.own.time()
-        put_last(self._asked, asked, clock.jumps, _MOST_ASKED)
-        self.post(Beat(asked))
+        put_last(self._asked, asked, (clock.jumps, self._asked_time_at), _MOST_ASKED)
+        self.post(Beat(asked, self._endpoint.twins.has(self.peer_id)))
 
     def used(self) -> None:
         """The link is not idle: a call was served, or a stream began or ended beside it."""
@@ -282,22 +283,31 @@ class CallLink:
             case Failure(id=number, code=code, text=text):
                 if (waiting := self._waiting.get(number)) and not waiting.done():
                     waiting.set_exception(PeerRefused(text or code, self.peer_id, code=code))
-            case Beat(time=asked):
-                clock = self._endpoint.clock
-                self.post(BeatReply(asked, clock.time() if clock.settled else None))
-            case BeatReply(asked=asked, time=theirs):
-                self._compare_clocks(asked, theirs)
+            case Beat():
+                self._answer_beat(message)
+            case BeatReply():
+                self._take_beat(message)
             case Bye():
                 self._said_bye = message
                 self._lose(PeerUnreachable(THE_PEER_LEFT if message.leaving else "idle link closed", self.peer_id))
 
-    def _compare_clocks(self, asked: float, theirs: float | None) -> None:
+    def _answer_beat(self, beat: Beat) -> None:
+        clock, process = self._endpoint.clock, self._endpoint.twins.process
+        self.post(BeatReply(beat.time, clock.time() if clock.settled else None, process))
+        if beat.twin:
+            self._endpoint.twin_told(self.peer_id)
+
+    def _take_beat(self, reply: BeatReply) -> None:
+        jumps, asked_at = self._asked.pop(reply.asked, (None, -math.inf))
+        self._endpoint.process_told(self.peer_id, reply.process, asked_at)
+        if jumps is not None and reply.time is not None:  # None: it is joining, and does not know
+            self._compare_clocks(reply.asked, reply.time, jumps)
+
+    def _compare_clocks(self, asked: float, theirs: float, jumps: int) -> None:
         """Compare clocks. Differences below the time of the answer do not count: either side may have stood still."""
-        if theirs is None:  # it is joining, and does not know
-            return
         clock = self._endpoint.clock
         clock.time()
-        if self._asked.pop(asked, None) != clock.jumps:
+        if jumps != clock.jumps:
             return  # our own clock has jumped meanwhile: the two times are not comparable
         now = clock.own.time()
         offset_s, error_s = theirs - (asked + now) / 2, abs(now - asked) / 2

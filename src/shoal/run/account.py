@@ -35,8 +35,8 @@ class Account:
         """Count what is in our state now, and what was in vain."""
         self._contribution.settle(self._own.lineage.contributed, self._speed.processed, self.held)
 
-    def state_changed(self, *, tells: bool) -> None:
-        """Our state has another name: see what was lost with the one before, and tell it if it `tells`."""
+    def state_changed(self) -> None:
+        """Our state has another name: see what was lost with the one before, and tell it."""
         own, speed = self._own, self._speed
         gave = {*own.committed.gave} - {self._outlook.core.peer_id}
         why = self._contribution.state_changed(
@@ -48,9 +48,7 @@ class Account:
             held=self.held,
             now=self._outlook.loop.time(),
         )
-        if not tells:
-            return
-        if why is not None:
+        if why is not None and not self._outlook.core.endpoint.has_twin:
             self._notices.warn(why)
         self._tell_dropped()
 
@@ -64,6 +62,8 @@ class Account:
         if contribution.first_dropped(processed=speed.processed, batches=speed.batches):
             self._notices.first_dropped(contribution.in_vain, speed.processed)
         over = self._outlook.at_end or self._course.is_closed
+        if self._outlook.core.endpoint.has_twin:  # rounds take only one of the two: that was said
+            return
         if (much := contribution.much_dropped(processed=speed.processed, now=now, over=over)) is not None:
             last = "merge" if self._outlook.terms.meets_rarely else "round"
             self._notices.much_dropped(much, self._own.training.why_dropped(), last=last, left=left)

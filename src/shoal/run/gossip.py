@@ -121,7 +121,6 @@ class ProgressGossip:
         enough: as this peer `saw` it last.
         target: the same.
         rate: the same.
-        has_twin: whether another peer trains the run under this peer's identity; it was said.
         looked: set when the run's progress has been read from the DHT, and this peer knows which of its
             writers live.
     """
@@ -149,7 +148,7 @@ class ProgressGossip:
         self._fragment_count = settings.fragments
         self._read_rarely = self._fragment_count * (_READ_BY_MERGERS if self._merges else 1)
         self.looked = asyncio.Event()
-        self.enough = self.has_twin = False
+        self.enough = False
         self._to_write = Changes()  # of our progress, that are to be in the DHT soon
         self.target, self.rate, self._countdown = 1, 0.0, Countdown(merges=self._merges)
         self._duty = _Duty(b"", frozenset(), (), 0.0, Order(b"", []), [], [])
@@ -161,7 +160,6 @@ class ProgressGossip:
         self._called, self._tell_again_at = b"", 0.0  # at which state all were told that there is enough, and when next
         self._found_at = self._asked_at = float("-inf")  # the last time that the DHT showed somebody new; and of `ask`
         self._doubts = Changes()  # of what we know: somebody may be there who is not known here
-        self._written = self._twin_wrote = float("-inf")  # in our name: when we, and another peer, wrote last
         self._complete = b""  # the state of which we know that there is enough, and that everybody is here
         self._relay = Relay()
         self._at = self._before = NO_STATE  # our state, and the one before
@@ -360,7 +358,6 @@ class ProgressGossip:
 
     async def _publish(self) -> None:
         core, mine = self._core, self._next_word()
-        self._written = mine.time
         with self._warning_once("its progress could not be written to the DHT: newcomers may not find this peer"):
             expiration, told = core.env.clock.time() + self._known.ttl_s, encode(mine)
             try:
@@ -429,9 +426,7 @@ class ProgressGossip:
             async for subkey, entry in in_turns(entries.items(), _HEARD_AT_ONCE):
                 with self._dropped_if_bad(subkey):
                     progress = decode(entry.value, Progress)
-                    if progress.contact.peer == self._core.peer_id:
-                        self._look_for_twin(progress)
-                    elif progress.contact.peer == subkey:
+                    if progress.contact.peer == subkey != self._core.peer_id:
                         known = self._known.progress_of(progress.contact.peer) is not None
                         self._hear(progress, direct=False)
                         found_new += not known and self._known.progress_of(progress.contact.peer) is not None
@@ -456,22 +451,6 @@ class ProgressGossip:
                 bound(self._unreadable, _ALL)
                 reason = f"its progress in the DHT cannot be read: {error}"
                 self._core.env.events.emit(PeerDropped(peer=PeerID(subkey), where="progress", reason=reason))
-
-    def _look_for_twin(self, progress: Progress) -> None:
-        """Say so, once, if another live peer writes in our name: it does so again and again.
-
-        One word is not enough: an earlier process of this peer, before the clock was set back, may have left it.
-        """
-        if progress.left or not max(self._written, self._twin_wrote) < progress.time < math.inf:
-            return
-        if self._twin_wrote > float("-inf") and not self.has_twin:
-            self.has_twin = True
-            message = (
-                f"another peer has the same identity ({self._core.peer_id.short()}) and trains this run too: only one "
-                "of them can take part. Give each peer an identity file of its own (identity_path), or none"
-            )
-            self._core.env.events.emit(Warned(where="optimizer", message=message))
-        self._twin_wrote = progress.time
 
     async def _ask_who_lives(self, written: Mapping[PeerID, float]) -> None:
         """Tell the peers that have written that we are here, as their run may be over.

@@ -715,7 +715,7 @@ class Participant:
     def _announce_state(self, *, expected: bool = False) -> None:
         """The state has another name: donors offer the new one, the others are told now, unless they expect it."""
         self.pace.state_changed(self.epoch, self._now())
-        self.account.state_changed(tells=not self._gossip.has_twin)  # rounds take only one of the two: that was said
+        self.account.state_changed()
         self._states.sharing.changed()
         view, _ = self._look()
         self._gossip.announce_state(view, expected=expected)

@@ -184,7 +184,8 @@ class Solitude:
             if not missing:
                 complete_at = loop.time()
             self._lacks(missing if loop.time() - complete_at >= PATIENCE_S else 0, quorum)
-            self.notices.stragglers(self._here() if loop.time() - searches_since >= PATIENCE_S else ())
+            if not self._core.endpoint.has_twin:  # else they may have come to the other process of this peer
+                self.notices.stragglers(self._here() if loop.time() - searches_since >= PATIENCE_S else ())
             if self._in_company():
                 since = loop.time()
             elif loop.time() - since >= PATIENCE_S:

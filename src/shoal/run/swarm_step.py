@@ -161,7 +161,7 @@ class SwarmStep:
     def _tell_absent(self, members: Collection[PeerID], now: float) -> None:
         """A round has formed, or was waited for in vain: name those that are no longer waited for."""
         absent = self.outlook.attendance.formed(members, now)
-        if not self.gossip.has_twin:  # else they may have come to the other peer of this identity
+        if not self.averager.core.endpoint.has_twin:  # else they may have come to the other process of this peer
             self.notices.absent(absent)
 
     def _most_weight(self, peer: PeerID) -> float:

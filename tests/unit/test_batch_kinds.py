@@ -144,7 +144,7 @@ def test_layers_that_get_a_batch_in_the_wrong_dimension() -> None:
 
     found = counted(Model(inside, net=encoder(), head=head()), {"x": rows, "labels": torch.ones(STEPS)})
     assert isinstance(found, str)
-    assert "batch_first=False" in found
+    assert "has the batch second" in found
     assert "batch_size_per_step" in found
 
 

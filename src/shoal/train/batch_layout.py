@@ -2,7 +2,8 @@
 
 Rows are counted along the first dimension of what a model is given. Recurrent layers and attention have their batch in
 the second one unless `batch_first` is set, and take one sample without a batch, as convolutions and linear layers do.
-A model may also be given one sample without a batch, and make a batch of one of it. Only the layers know. So in the
+A model may also be given one sample without a batch, and make a batch of one of it. A cell (`GRUCell`) is given one
+step of all sequences at a time, cut out of either dimension. Only the layers know. So in the
 first call with tensors of so many dimensions hooks look at what such layers are given. A layer speaks for the model if
 its tensor has the sizes of one that the model was given. What was found holds for all calls of that kind, and the hooks
 are gone: a compiled model never has them, and its outputs are asked instead.
@@ -60,10 +61,24 @@ class _Seen(NamedTuple):
         return (*before, *after) if size == 1 else None
 
 
+class _Cell(NamedTuple):
+    """What a cell was given in one step of a loop.
+
+    Attributes:
+        layer: its name.
+        batch: its rows; 0 for a step of one sample, without a batch.
+        has_state: whether it was given a state of the steps before, too.
+    """
+
+    layer: str
+    batch: int
+    has_state: bool
+
+
 class _Looks(NamedTuple):
     """What was seen in a call, and the hooks that look."""
 
-    seen: list[_Seen | str]
+    seen: list[_Seen | _Cell | str]
     hooks: list[RemovableHandle]
 
 
@@ -110,7 +125,7 @@ class BatchLayout:
             return
         seen, hooks = self._looks[threading.get_ident()] = _Looks([], [])
         for name, layer in model.named_modules():
-            if not isinstance(layer, (*_SEQUENCES, _ConvNd, nn.Linear)):
+            if not isinstance(layer, (*_SEQUENCES, nn.RNNCellBase, _ConvNd, nn.Linear)):
                 continue
             look = _Look(seen, _named(name, layer))
             if layer is model:
@@ -134,7 +149,7 @@ class BatchLayout:
         elif len(self._found) >= _MOST_KINDS:
             found = None
         else:
-            layers = _possible(self._model(), given) if seen is None else seen
+            layers: Sequence[_Seen | _Cell | str] = _possible(self._model(), given) if seen is None else seen
             outputs = list(tensors_in(output))
             lone = [tensor for each in (*args, *kwargs.values()) for tensor in _lone(each)]
             found, is_sure = _judged(layers, given, lone, outputs, is_seen=seen is not None)
@@ -148,7 +163,7 @@ class BatchLayout:
             return found.why
         return 1 if found.tensor is None else given[found.tensor].size(1)
 
-    def end(self) -> list[_Seen | str] | None:
+    def end(self) -> list[_Seen | _Cell | str] | None:
         """The call that goes on in this thread is over: look at no layer any more.
 
         Returns:
@@ -156,7 +171,7 @@ class BatchLayout:
         """
         return self._end(threading.get_ident())
 
-    def _end(self, thread: int) -> list[_Seen | str] | None:
+    def _end(self, thread: int) -> list[_Seen | _Cell | str] | None:
         if (looks := self._looks.pop(thread, None)) is None:
             return None
         for hook in looks.hooks:
@@ -172,12 +187,17 @@ class BatchLayout:
 class _Look:
     """The hook of a layer. In a copy of the model, and in other threads than the call's, it does nothing."""
 
-    def __init__(self, seen: list[_Seen | str] | None = None, name: str = "") -> None:
+    def __init__(self, seen: list[_Seen | _Cell | str] | None = None, name: str = "") -> None:
         self._into, self._name, self._thread = seen, name, threading.get_ident()
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = next(iter((*args, *kwargs.values())), None)
         if self._into is None or not isinstance(given, torch.Tensor) or self._thread != threading.get_ident():
+            return
+        if isinstance(layer, nn.RNNCellBase):
+            sizes = sizes_of(given)
+            has_state = any(each is not None for each in (*args[1:], kwargs.get("hx")))
+            self._into.append(_Cell(self._name, sizes[0] if len(sizes) > 1 else 0, has_state))
             return
         seen = looked(_seen_by, layer, self._name, given)
         self._into += [] if seen is None else [seen]
@@ -219,11 +239,12 @@ def _is_compiled(model: nn.Module) -> bool:
 def _possible(model: nn.Module | None, given: Sequence[torch.Tensor]) -> list[_Seen]:
     """What the first layer may have been given that has its batch in the second dimension: nobody has looked."""
     for name, layer in () if model is None else model.named_modules():
-        if isinstance(layer, _SEQUENCES) and not layer.batch_first:
+        is_cell = isinstance(layer, nn.RNNCellBase)
+        if is_cell or (isinstance(layer, _SEQUENCES) and not layer.batch_first):
             return [
                 _Seen(_named(name, layer), sizes_of(each), batch=1, sequence=True, mixes=True)
                 for each in given
-                if each.ndim > 1
+                if each.ndim > (2 if is_cell and each.is_floating_point() else 1)  # a cell may be given one step
             ]
     return []
 
@@ -248,7 +269,7 @@ def _lone(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _judged(
-    seen: Sequence[_Seen | str],
+    seen: Sequence[_Seen | _Cell | str],
     given: Sequence[torch.Tensor],
     lone: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
@@ -256,9 +277,13 @@ def _judged(
     is_seen: bool,
 ) -> tuple[_Found | None, bool]:
     """What the layers say of the batch, and whether other sizes would say the same."""
+    cells: dict[str, list[_Cell]] = {}
     for each in seen:
         if isinstance(each, str):
             return _Found(why=each), False
+        if isinstance(each, _Cell):
+            cells.setdefault(each.layer, []).append(each)
+            continue
         place = next((number for number, tensor in enumerate(given) if _is_batch(each, sizes_of(tensor))), None)
         if place is None:
             rows = next((sizes_of(tensor)[0] for tensor in lone if _is_one(each, tensor)), None)
@@ -273,9 +298,48 @@ def _judged(
             return None, True  # one result for each row
         if by_outputs == {batch} or (is_seen and steps not in by_outputs | by_given):
             return _Found(place), True
-        why = f"{each.layer} has batch_first=False, and it is not clear whether a batch has {steps} samples or {batch}"
+        why = f"{each.layer} has the batch second, and it is not clear whether a batch has {steps} samples or {batch}"
         return _Found(why=why), True
-    return None, True
+    judged = [_judged_cell(steps, given, lone, outputs) for steps in cells.values()]
+    return next((each for each in judged if each != (None, True)), (None, True))
+
+
+def _judged_cell(
+    calls: Sequence[_Cell],
+    given: Sequence[torch.Tensor],
+    lone: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+) -> tuple[_Found | None, bool]:
+    """What a cell says of the batch: it has as many rows as one dimension of what the model was given."""
+    layer, batch = calls[0].layer, max(each.batch for each in calls)  # sequences that have ended may be left out
+    has_state, shapes = any(each.has_state for each in calls), list(map(sizes_of, given))
+    if any(sizes[:2] == (batch, batch) for sizes in shapes):
+        return None, False
+    first = [sizes for sizes in shapes if sizes[:1] == (batch,)]
+    place = next((number for number, sizes in enumerate(shapes) if sizes[1:2] == (batch,)), None)
+    if first and (place is None or max(map(len, first)) >= len(shapes[place])):
+        return None, True
+    if place is not None:
+        steps, _ = sizes = shapes[place][:2]
+        by_outputs, by_given = (_rows_beside(sizes, tensors) for tensors in (outputs, given))
+        # Without a state, the parts that it was given may as well be samples.
+        is_clear = has_state or len(calls) == 1
+        if is_clear and (by_outputs == {batch} or steps not in by_outputs | by_given):
+            return _Found(place), True
+        why = f"{layer} was given {batch} rows, and it is not clear whether a batch has {steps} samples or {batch}"
+        return _Found(why=why), True
+    rows = max((sizes[0] for tensor in lone if (sizes := sizes_of(tensor))), default=0)
+    if batch > 1:
+        if not rows or batch % rows == 0:
+            return None, True
+    elif not has_state or rows < 2 or any(len(calls) == math.prod(sizes[:2]) for sizes in shapes if len(sizes) > 2):
+        return None, True  # a loop over the samples
+    elif len(calls) == rows:
+        return _judged_one(_Seen(layer, (rows,), 1 if batch else None, sequence=True, mixes=True), rows, outputs), True
+    why = (
+        f"{layer} was given {batch or 1} rows in {len(calls)} steps, and it is not clear which of {rows} rows they are"
+    )
+    return _Found(why=why), True
 
 
 def _judged_one(seen: _Seen, rows: int, outputs: Sequence[torch.Tensor]) -> _Found:

@@ -202,6 +202,100 @@ def test_time_first_data_was_counted_by_its_steps(
     assert samples == [12, 12, 12]
 
 
+class Skips(Module):
+    """Leaves out every second of its batches, as users do whose loss is not finite."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(48, **options)
+        self.losses: list[torch.Tensor] = []
+
+    def train_dataloader(self) -> torch.utils.data.DataLoader[Any]:
+        return torch.utils.data.DataLoader(self.dataset(), batch_size=BATCH)
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> Any:
+        loss = (self.layer(batch[0]) - batch[0].sum(1, keepdim=True)).square().mean()
+        if batch_idx % 2:
+            return None
+        self.losses.append(loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.layer.parameters(), lr=1e-2)
+
+
+class SkipsByHand(Skips):
+    """The same by hand: it steps from two batches together, whether Lightning or torch goes backward."""
+
+    def __init__(self, *, raw: bool, steps_always: bool) -> None:
+        super().__init__(by_hand=True)
+        self.raw, self.steps_always = raw, steps_always
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        optimizer = self.optimizers()
+        if loss is not None:
+            loss.backward() if self.raw else self.manual_backward(loss)
+        if self.steps_always or batch_idx == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+
+@pytest.mark.parametrize("sized", [False, True])
+@pytest.mark.parametrize(
+    ("made", "accumulate"),
+    [
+        (Skips, 1),
+        (Skips, 2),
+        (Skips, 3),
+        (lambda: SkipsByHand(raw=False, steps_always=True), 1),
+        (lambda: SkipsByHand(raw=True, steps_always=True), 1),
+        (lambda: SkipsByHand(raw=True, steps_always=False), 1),
+    ],
+)
+def test_batches_whose_training_step_returned_none_were_counted(
+    dht: shoal.DHT, tmp_path: Path, made: Any, accumulate: int, *, sized: bool
+) -> None:
+    """They have no gradient, so they are no samples: a pass of six batches has three that count."""
+    options: dict[str, Any] = {"batch_size": lambda batch: len(batch[0])} if sized else {}
+    swarm, samples = SwarmCallback(dht=dht, run_id="run", target_batch_size=8, **options), list[int]()
+    dht.events.subscribe(lambda event: samples.append(event.samples) if isinstance(event, EpochAdvanced) else None)
+    module: Skips = made()
+    trainer = trainer_of(
+        tmp_path,
+        swarm,
+        max_epochs=2,
+        accumulate_grad_batches=accumulate,
+        enable_checkpointing=False,
+        limit_val_batches=0,
+    )
+    trainer.fit(module)
+    assert swarm.optimizer is not None
+    by_hand = not getattr(module, "steps_always", True)
+    expected = [16, 24] if by_hand else {1: [8] * 6, 2: [8] * 6, 3: [16, 8] * 2}[accumulate]
+    assert samples == expected
+    assert swarm.optimizer.collaboration.contribution.contributed == sum(expected)
+    assert 8 * len(module.losses) == 48
+
+
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_the_gradient_beside_batches_that_were_left_out_is_the_mean_of_the_others(
+    dht: shoal.DHT, tmp_path: Path, accumulate: int
+) -> None:
+    """Lightning divides by the number of batches that are accumulated: the swarm's step was smaller by that."""
+    swarm = SwarmCallback(dht=dht, run_id="run", target_batch_size=24)
+    module, plain = Skips(), Skips()
+    options: dict[str, Any] = {"enable_checkpointing": False, "limit_val_batches": 0}
+    trainer_of(tmp_path, swarm, max_steps=1, accumulate_grad_batches=accumulate, **options).fit(module)
+    optimizer = plain.configure_optimizers()
+    (inputs,) = plain.dataset()[:]
+    chosen = inputs.unflatten(0, (-1, BATCH))[::2].flatten(0, 1)
+    (plain.layer(chosen) - chosen.sum(1, keepdim=True)).square().mean().backward()
+    optimizer.step()
+    for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+
+
 def test_one_peer_evaluates_and_the_result_is_logged(dht: shoal.DHT, tmp_path: Path) -> None:
     """In the mode to evaluate, without gradients; afterwards each part of the module is in the mode that it had."""
     module, seen = Module(), list[tuple[bool, bool]]()

@@ -43,6 +43,7 @@ from shoal.optim import Optimizer
 from shoal.runtime.dht import DHT
 from shoal.train.batch_layout import BatchLayout, looked
 from shoal.train.batch_rows import rows_in
+from shoal.train.gradient_watch import SpentGradients
 
 try:
     from lightning.pytorch import Callback
@@ -148,8 +149,10 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self._samples = self._batch = self._parts = 0  # since the last step; of this batch; batches since then
+        # Since the last step; of this batch; batches since then. Those without a backward pass are none of them.
+        self._samples = self._batch = self._parts = 0
         self._given: tuple[Any, int | str] | None = None  # a batch that is not counted yet, and its rows
+        self._spent: SpentGradients | None = None  # the gradients that were there before it
         self._layout: BatchLayout | None = None
         self._stepped = False  # within this batch, as far as Lightning is concerned: its scaler may skip the step
         self._loss: Any = 0.0
@@ -232,25 +235,35 @@ class SwarmCallback(Callback):  # type: ignore[misc]
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Look at the layers, which say where the batch is once they have it: then the samples are counted."""
-        self._parts += 1
+        self._batch = 0
+        self._spent = None if pl_module.automatic_optimization else SpentGradients(self._trained())
         if self._batch_size is not None:
-            self._counted(whole("batch_size(batch)", self._batch_size(batch)))
+            self._given = batch, whole("batch_size(batch)", self._batch_size(batch))
             return
         collate = getattr(trainer.train_dataloader, "collate_fn", None)
         self._given = batch, rows_in(batch, collated=collate is default_collate)
         if self._layout is not None:
             looked(self._layout.begins, [batch], {})
 
+    def _trained(self) -> list[torch.Tensor]:
+        return [each for group in self._swarm().param_groups for each in group["params"]]
+
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """The layers have had the batch."""
         self._count()
+
+    def _count_by_hand(self) -> None:
+        """Count them if a module that optimizes by hand has called `loss.backward()`, which Lightning does not see."""
+        is_new = self._spent is not None and not self._spent.are_there()
+        if is_new and any(each.grad is not None for each in self._trained()):
+            self._count()
 
     def _count(self) -> None:
         """Count the samples of the batch, once."""
         if self._given is None:
             return
         (batch, rows), self._given = self._given, None
-        if self._layout is not None:
+        if self._layout is not None and self._batch_size is None:
             rows = looked(self._layout.rows, rows, [batch], {}, None)
         if not isinstance(rows, int):
             why = rows.replace("the model was given", "it has")
@@ -261,16 +274,15 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         self._counted(rows)
 
     def _counted(self, samples: int) -> None:
-        self._batch, self._samples = samples, self._samples + samples
+        self._batch, self._samples, self._parts = samples, self._samples + samples, self._parts + 1
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """The last batches of a pass may be fewer than are accumulated, and Lightning divides by that number."""
         self._stepped, wanted = True, trainer.accumulate_grad_batches
         if pl_module.automatic_optimization and 0 < self._parts < wanted:
-            for group in self._swarm().param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(wanted / self._parts)
+            for parameter in self._trained():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(wanted / self._parts)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         ours, *given = args
@@ -279,15 +291,21 @@ class SwarmCallback(Callback):  # type: ignore[misc]
             with torch.enable_grad():
                 loss = closure()
             kwargs = {**kwargs, "closure": lambda: loss}
-        self._count()
+        self._count_by_hand()
         samples = self._samples or self._batch  # a module that steps by hand may do so twice in a batch
         self._samples = 0
-        return (ours,), {"batch_size": samples, **kwargs}
+        if not samples:  # no batch since the last step had a backward pass: there is nothing to count
+            for parameter in self._trained():
+                parameter.grad = None
+        return (ours,), {"batch_size": samples or 1, **kwargs}
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Evaluate in turn, log, and stop with the run."""
         swarm = self._swarm()
-        self._count()
+        self._count_by_hand()
+        self._given = None
+        if self._layout is not None:
+            self._layout.end()
         if self._stepped:
             self._samples, self._parts, self._stepped = 0, 0, False
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
@@ -305,7 +323,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
                 self._logged["swarm_loss"] = mean
         self._logged |= evaluated(self._evaluation)
         for name, value in self._logged.items():
-            self.log(name, float(value), batch_size=self._batch, prog_bar=name.startswith("swarm_"))
+            self.log(name, float(value), batch_size=self._batch or 1, prog_bar=name.startswith("swarm_"))
         if swarm.finished:
             trainer.should_stop = True
 

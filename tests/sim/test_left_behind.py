@@ -152,6 +152,32 @@ def test_who_is_left_without_the_others_says_that_its_weights_differ(
     sim.run(main, seed=len(moment))
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(name, marks=[] if name in {"drop", "LocalSGD"} else pytest.mark.long)
+        for name, strategy in STRATEGIES.items()
+        if not strategy.terms.quorum  # it would wait for the others
+    ],
+)
+def test_who_outlived_others_with_whom_it_had_no_step_was_told_that_it_trains_alone(strategy: str) -> None:
+    """They are lost at the end, and say nothing. That the run has ended was told only after a step with them."""
+
+    async def main() -> None:
+        others = Others(STRATEGIES[strategy], 3, ["p2"])
+        await others.end("at the beginning")
+        for name in ("p0", "p1"):
+            others.run.swarm.crash(name)
+        await sim.sleep(3.0)
+        await others.wake()
+        assert others.differs("p2")
+        (said,) = others.said["p2"]
+        assert f"ended at epoch {END}, and after epoch 0 this peer made its steps alone" in said
+        await others.leave(["p2"])
+
+    sim.run(main, seed=1)
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("strategy", "moment"), CASES)
 @pytest.mark.parametrize("stays", ["p1", "helper"])

@@ -137,6 +137,7 @@ class Solitude:
     Attributes:
         notices: of the first fragment: how the run ended is told once for the model.
         told: whether it was said, and no step was taken with others since.
+        met: whether others of the run were here at any time.
         looked_at: the state at the end of the run with which it was looked how the others have ended.
         ended_without: the peers that had ended at another state than this fragment, and left; the epoch of each.
         ended_alone: whether the last steps of this fragment were made alone, and nobody has said how it ended.
@@ -162,6 +163,7 @@ class Solitude:
         self._epoch: int | None = None  # of the last step, if it was taken alone
         self._together: int | None = None  # of the last state that this peer had with others
         self._others = frozenset[PeerID]()  # who were known then
+        self.met = False
         self.told = self._told_anew = self._sought_end = False
         self._first, self._has_folder = first or self, has_folder
         self.model: list[Solitude] = [] if first is None else first.model
@@ -186,6 +188,7 @@ class Solitude:
             self._lacks(missing if loop.time() - complete_at >= PATIENCE_S else 0, quorum)
             if not self._core.endpoint.has_twin:  # else they may have come to the other process of this peer
                 self.notices.stragglers(self._here() if loop.time() - searches_since >= PATIENCE_S else ())
+            self.met = self.met or any(True for _ in self._connected())
             if self._in_company():
                 since = loop.time()
             elif loop.time() - since >= PATIENCE_S:
@@ -234,7 +237,7 @@ class Solitude:
         self._were_here(epoch, self._known.peers)
 
     def _were_here(self, epoch: int, others: Collection[PeerID]) -> None:
-        self._epoch, self._together, self._others = None, epoch, frozenset(others)
+        self._epoch, self._together, self._others, self.met = None, epoch, frozenset(others), True
 
     def ended(self) -> None:
         """This fragment is at the end of the run, and waits for nobody: look how the others have ended, once.
@@ -281,7 +284,7 @@ class Solitude:
         alone, end, self.untold = [each.together for each in self.model if each.ended_alone], self._own.name.epoch, None
         if without:
             self.untold = partial(self.notices.ended_without, without, end)
-        elif alone and self._together is not None:
+        elif alone and any(each.met for each in self.model):
             self.untold = partial(self.notices.ended_alone, min(alone), end)
         elif alone:
             self._tell()  # unless that was told

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +103,8 @@ def test_workers_of_other_batch_sizes_go_through_the_epochs_and_a_watcher_sees_t
         def work(one: shoal.ProgressTracker, size: int) -> None:
             mine = one.local_progress
             one.report_local_progress(mine.epoch, mine.samples_accumulated + size)
-            if one.ready_to_update_epoch:
-                with one.pause_updates():
+            with one.pause_updates():  # else the client may go on between two looks: its epoch is not that of the run
+                if one.ready_to_update_epoch:
                     seen = one.global_progress
                     assert seen.epoch > mine.epoch or seen.samples_accumulated >= TARGET
                     one.update_epoch(max(seen.epoch, mine.epoch + 1))
@@ -119,6 +121,30 @@ def test_workers_of_other_batch_sizes_go_through_the_epochs_and_a_watcher_sees_t
             until(lambda one=one: one.global_epoch == 3)
         assert watcher.own_epoch == 0
         assert watcher.ready_to_update_epoch, "the others are further"
+
+
+class OfTheLoop(dict[Any, Any]):
+    """The last words of others, which the loop changes as it hears more."""
+
+    def values(self) -> Any:
+        asyncio.get_running_loop()
+        return super().values()
+
+
+def test_the_words_of_others_were_counted_in_another_thread_while_more_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum was of words that did not hold at one time, or a dictionary had changed its size."""
+    with two_peers() as (first, second):
+        one, two = tracker(first), tracker(second)
+        two.report_local_progress(0, 30)
+        until(sees(one, 0, 30))
+        look = one._core().look
+
+        def looked() -> Any:
+            view = look()
+            return replace(view, others=OfTheLoop(view.others))
+
+        monkeypatch.setattr(one._core(), "look", looked)
+        assert one.global_progress.samples_accumulated == 30
 
 
 def test_clients_are_counted() -> None:

@@ -291,18 +291,19 @@ class ProgressTracker(Tracked):
     def _now(self) -> GlobalTrainingProgress:
         tracking = self._core()
 
-        async def look() -> SwarmView:
-            return tracking.look()
+        async def look() -> tuple[SwarmView, list[Progress]]:
+            view = tracking.look()
+            return view, [*view.others.values()]  # the loop goes on to change what it has seen
 
-        view, mine = self.dht.loop_thread.run(look(), GRACE_S), self.local_progress
-        if not view.others and (mismatch := tracking.known.mismatch) is not None:
+        (view, others), mine = self.dht.loop_thread.run(look(), GRACE_S), self.local_progress
+        if not others and (mismatch := tracking.known.mismatch) is not None:
             if not mismatch.startswith("target_batch_size "):  # the one setting that trackers have
                 mismatch += (
                     ". That is a run of shoal.Optimizer, in which a tracker takes no part: look at it with "
                     f"shoal.read_run(dht, {self.prefix!r}), or with `tracker` and `status()` of a peer's own optimizer"
                 )
             raise ConfigError(f"the other peers of {self.prefix!r} differ: {mismatch}")
-        epoch, others = max(mine.epoch, view.epoch), view.others.values()
+        epoch = max(mine.epoch, view.epoch)
         samples = sum(each.done for each in others if each.epoch == epoch)
         samples += mine.samples_accumulated if mine.epoch == epoch else 0
         missing = max(0, self.target_batch_size - samples)

@@ -152,3 +152,14 @@ def test_who_does_not_come_while_most_wait_for_an_epoch_has_missed_the_round() -
     for patience_s, most_s in ((0.1, 1.0), (60.0, 15.0)):
         attendance.search(patience_s)
         assert attendance.patience_s == most_s
+
+
+def test_who_goes_to_another_state_while_a_search_waits_for_it_has_missed_the_round() -> None:
+    """It was not expected any more when the group began: each round waited for it, and none counted."""
+    attendance = Attendance(15.0)
+    attendance.formed(ALL, -30.0)
+    for began, given_up in [(0.0, []), (100.0, [(ABSENT, 2)])]:
+        attendance.search(2.0)
+        assert attendance.wait_for(ALL, began) == ALL
+        assert attendance.wait_for(PRESENT, began + 1.0) == PRESENT
+        assert attendance.formed(PRESENT, began + 1.5) == given_up

@@ -37,7 +37,7 @@ class Scene:
     def __init__(self, contributors: Collection[PeerID] = PEERS[:4]) -> None:
         self.forerunners, self.committed = Forerunners(ME), committed(contributors)
         self.deaf: set[PeerID] = set()
-        self.counts_samples = True
+        self.target: int | None = 1
         self.see(dict.fromkeys(PEERS, OURS))
 
     def see(
@@ -68,7 +68,7 @@ class Scene:
             own=own,
             committed=self.committed,
             held=held,
-            counts_samples=self.counts_samples,
+            target=self.target,
             hears=lambda peer: peer not in self.deaf,
             epoch_s=EPOCH_S,
             now=now,
@@ -109,7 +109,7 @@ def test_thousandths_of_a_way_are_no_samples() -> None:
     """Peers that merge say how far they are: that was taken for samples, up to twice what they give."""
     scene, ahead = Scene(), {**HERE, FIRST: StateKey.of(11, 640 + 3 * GIVES, b"b" * 32)}
     assert scene.see(ahead, claims=2 * GIVES)
-    scene.counts_samples = False
+    scene.target = None
     assert not scene.see(ahead, claims=2 * GIVES)
 
 
@@ -144,7 +144,31 @@ def test_a_peer_that_does_not_come_to_a_better_state_is_not_followed_for_less_th
     assert scene.see(at(1, 4), own=ours[1]), "48 samples were overtaken by 80, where 96 are near"
     assert not scene.see(at(1, 5), own=ours[1]), "by 96"
     scene.see({**at(1, 1), FIRST: ours[1]}, own=ours[1])
-    assert not scene.see(at(2, 7), own=ours[2]), "it had come to ours, and this is another branch"
+    assert scene.see(at(2, 7), own=ours[2], held=0), "it had come to ours, and has left it again"
+    assert not scene.see(at(3, 9), own=ours[3]), "it was ahead after two steps of ours"
+
+
+def test_a_step_takes_the_samples_that_it_waits_for() -> None:
+    """Three peers that have 36 of 48 samples followed one that made 48 alone, as less than 48 were known of theirs."""
+    scene, lead = Scene(), 4 * GIVES
+    scene.target = lead
+    ahead = {**HERE, FIRST: StateKey.of(11, 640 + lead, b"b" * 32)}
+    assert scene.see(ahead)
+    assert not scene.see({**HERE, FIRST: StateKey.of(12, 640 + lead + 1, b"c" * 32)})
+    scene.target = None
+    assert not scene.see(ahead)
+    scene.target, scene.deaf = lead, {SECOND, THIRD}
+    scene.committed = committed([ME])
+    assert not scene.see(ahead, held=3 * GIVES), "one peer alone may never have as many"
+
+
+def test_of_two_states_with_as_many_samples_that_of_most_peers_is_not_left() -> None:
+    """Of equal states the digest decides: half of the steps of most peers were given up for those of one."""
+    scene, ours = Scene(), StateKey.of(11, 688, b"z" * 32)
+    scene.see({**dict.fromkeys(PEERS[:3], ours), FIRST: OURS}, own=ours)
+    equal = StateKey.of(11, 688, b"b" * 32)
+    assert equal > ours
+    assert scene.see({**dict.fromkeys(PEERS[:3], ours), FIRST: equal}, own=ours)
 
 
 def test_samples_that_are_known_count_in_place_of_those_of_the_last_steps() -> None:

@@ -138,7 +138,7 @@ class Outlook:
         )
 
     def _claimed(self, seen: SwarmView, now: float) -> SwarmView:
-        if not seen.behind:
+        if not seen.behind or self.at_end:  # at the end no step of ours comes any more
             return seen
         own = self.own.name.key
         steps_first = self.forerunners.steps_first(
@@ -146,7 +146,7 @@ class Outlook:
             own=own,
             committed=self.own.committed,
             held=self.own.training.pending.held,
-            counts_samples=self.pace.counts_samples,
+            target=self.pace.target(seen) if self.pace.counts_samples else None,
             hears=self.core.endpoint.connected,
             epoch_s=self.companions.patience_s,
             now=now,

@@ -6,15 +6,16 @@ state. The others gave up what they had trained, followed it, came late to its n
 
 So a peer does not follow as long as all of this holds:
 
-- The better state is of a later epoch, and a peer that is at it was at our state before; or it has gone on without us
-  before, we have made the better state since, and it did not come to that. Two branches that meet, and an average of
-  states, are followed at once.
+- A peer that is at the better state left this branch: it was at our state, the better one is of a later epoch, and this
+  peer has samples to give; or it was at our last state, and is still ahead after our step from there; or it was at one
+  of our states before, we have made a better one since, and it did not come to that. Two branches that meet, and an
+  average of states, are followed at once.
 - Of the contributors to the last steps those at our state, this peer included, outweigh those that have gone ahead.
   Only peers that are connected and heard count here. Weights are those of `words`: so no single peer leads the others
   back, and a peer that most have left behind follows them at once.
 - By what they gave to the last steps, or have now, these peers' own step takes more samples than the better state is
-  ahead of ours. If it comes, theirs is the better state.
-- This peer has samples to give.
+  ahead of ours. If it comes, theirs is the better state. Where a step waits for a number of samples, it takes that many
+  at least, if several peers are here, and have them within the time below.
 - No round at our state has failed since a better state was named, and twice the time of an epoch has not passed.
 """
 
@@ -47,26 +48,28 @@ class Forerunners:
         self._were_here: set[PeerID] = set()
         self._since: float | None = None
         self._failed = False
-        self._ahead: dict[PeerID, StateKey] = {}  # those that were at better states than ours, and at which
-        self._overtaken: set[PeerID] = (
+        self._pursued: set[PeerID] = set()  # were at our last state, and were still ahead after our step from there
+        self._apart: set[PeerID] = (
             set()
-        )  # of those: we have made a better state since, and they have not come to it
+        )  # were at a state of ours, and have not come to a better one that we made since
 
     def observe(self, view: SwarmView, *, own: StateKey, now: float) -> None:
         """Take in a look at the swarm from our state `own` (`now`: local time, seconds)."""
         if own.inverted_digest != self._digest:
-            self._overtaken.update(peer for peer, key in self._ahead.items() if key < own)
-            self._overtaken.intersection_update(view.others)
-            self._ahead = {}
+            said = {peer: StateKey.of_peer(word) for peer, word in view.others.items()}
+            left = (self._were_here | self._pursued) & said.keys()
+            further = {peer for peer in left if said[peer].samples > own.samples}
+            self._apart = self._apart & said.keys() | (left - further)
+            self._pursued = further - self._pursued
             self._digest, self._were_here, self._since, self._failed = own.inverted_digest, set(), None, False
             self._together = frozenset()
         if view.together is not self._together:
             self._together = view.together
             self._were_here |= view.together
-            self._overtaken -= view.together
-        if view.behind:
-            self._since = now if self._since is None else self._since
-            self._ahead.update(dict.fromkeys(view.leaders, view.best))
+            self._apart -= view.together
+            self._pursued -= view.together
+        if view.behind and self._since is None:
+            self._since = now
 
     def steps_first(
         self,
@@ -75,7 +78,7 @@ class Forerunners:
         own: StateKey,
         committed: Committed,
         held: int,
-        counts_samples: bool,
+        target: int | None,
         hears: Callable[[PeerID], bool],
         epoch_s: float,
         now: float,
@@ -87,7 +90,8 @@ class Forerunners:
             own: the key of our state.
             committed: the last steps that led to it.
             held: the samples that this peer has trained at it.
-            counts_samples: as in `Pace`: whether what peers say they have done are samples.
+            target: the samples of all peers at a state that a step waits for; None: their number does not matter, and
+                what peers say they have done are no samples.
             hears: whether a peer is connected.
             epoch_s: the time that an epoch takes, seconds.
             now: local time, seconds.
@@ -95,18 +99,22 @@ class Forerunners:
         if not view.behind or own.inverted_digest != self._digest:  # at a new state nobody was seen yet
             return False
         late = self._since is not None and now >= self._since + _EPOCHS * epoch_s
-        if late or self._failed or not held or view.best.epoch <= own.epoch:
+        if late or self._failed:
             return False
-        if (self._were_here | self._overtaken).isdisjoint(view.leaders):
+        left = self._apart | self._pursued
+        if held and view.best.epoch > own.epoch:
+            left |= self._were_here
+        if left.isdisjoint(view.leaders):
             return False
         weights = committed.weights
         here = {peer for peer in view.together.intersection(weights) if peer == self._me or hears(peer)} - view.absent
         ahead = [peer for peer in weights if peer in view.others and StateKey.of_peer(view.others[peer]) > own]
         if sum(weights[peer] for peer in here) <= sum(weights[peer] for peer in ahead):
             return False
-        says = {peer: view.others[peer].done for peer in here if peer != self._me} if counts_samples else {}
+        says = {peer: view.others[peer].done for peer in here if peer != self._me} if target is not None else {}
         samples = sum(self._gives(peer, committed, held, says.get(peer, 0)) for peer in here)
-        if view.best.samples - own.samples >= samples:
+        lead, full = view.best.samples - own.samples, target if target is not None and len(here) > 1 else 0
+        if lead >= samples and lead > min(full, _EPOCHS * samples):
             return False
         sometimes("peers make their own step, though another one has gone ahead")
         return True

@@ -5,7 +5,8 @@ Each round would wait a whole window for it. So once a peer has missed two round
 for four windows. Then one round waits for it again. After each further miss the pause is twice as long. The peer is in
 a round again as soon as it comes to one.
 
-A peer missed a round only if the round waited for it, for at least half of the time that it may take. A group may form
+A peer missed a round only if the round waited for it, for at least half of the time that it may take. Whether it is
+still at our state when the group begins does not matter: it may have made a step alone meanwhile. A group may form
 at once without an expected peer, because its leader has not heard yet that the peer is here. The peer comes to the next
 round, if that waits for it. Once most peers are in the group it waits for the others no longer than an epoch takes:
 nobody gives more than that by coming later.
@@ -137,7 +138,8 @@ class Attendance:
         known = present - strangers
         self._strange.wait(strangers, now)
         self._known.wait(known, now)
-        self._since = {peer: self._since.get(peer, now) for peer in known}
+        for peer in known:
+            self._since.setdefault(peer, now)
         if self._strange.over(now, LEAST_S):
             strangers = frozenset()
         if self._known.over(now, WORTH_S):

@@ -67,18 +67,28 @@ def test_a_site_where_dials_fail_is_left_alone_for_longer_and_longer() -> None:
     limits, now = DialLimits(), 100.0
     for _ in range(FAILURES):
         assert limits.choose([address("a")], now)
-        limits.failed(["a"], now)
+        limits.failed(["a"], now, now)
     assert not limits.choose([address("a")], now)
     assert limits.left_alone_s("a", now) == FIRST_PAUSE_S
     now += FIRST_PAUSE_S
     assert limits.choose([address("a")], now)
-    limits.failed(["a"], now)
+    limits.failed(["a"], now, now)
     assert limits.left_alone_s("a", now) == 2 * FIRST_PAUSE_S
     for _ in range(9):
-        limits.failed(["a"], now)
+        now += limits.left_alone_s("a", now)
+        limits.failed(["a"], now, now)
     assert limits.left_alone_s("a", now) == 960.0, "somebody else may listen there by now"
     limits.prove("a")
     assert limits.choose([address("a")], now)
+
+
+def test_dials_that_fail_together_are_one_failure_more() -> None:
+    """A busy machine had 64 dials to a host under way, and all came too late: it dialed nobody there for 16 minutes."""
+    limits = DialLimits()
+    limits.prove("a")
+    for _ in range(MOST_PER_SITE):
+        limits.failed(["a"], 95.0, 100.0)
+    assert limits.left_alone_s("a", 100.0) == FIRST_PAUSE_S
 
 
 def test_a_proved_site_at_which_all_dials_fail_is_proved_no_more() -> None:
@@ -87,7 +97,7 @@ def test_a_proved_site_at_which_all_dials_fail_is_proved_no_more() -> None:
     limits.prove("a")
     for number in range(FAILURES_WHERE_PROVED):
         assert limits.is_proved("a"), number
-        limits.failed(["a"], 0.0)
+        limits.failed(["a"], 0.0, 0.0)
     assert not limits.is_proved("a")
     assert not limits.choose([address("a")], 1.0)
 

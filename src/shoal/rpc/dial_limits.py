@@ -14,6 +14,7 @@ Pure bookkeeping: `BoundedDials` waits and dials.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -39,7 +40,9 @@ FAILURES, FAILURES_WHERE_PROVED = 4, 32
 """After so many dials in a row that have failed, a site is left alone, or is no longer proved."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 15.0, 960.0
-"""It is left alone for so long, and at each further failure for twice as long."""
+"""It is left alone for so long, and at each further failure for twice as long.
+
+Dials that were under way together fail together, where a machine stands still for a while: that is one failure more."""
 
 _REMEMBERED = 4096
 
@@ -49,12 +52,12 @@ class NotDialed(PeerUnreachable):
 
 
 class _Site:
-    """What is known of a site: failures since the last success, and until when it is left alone."""
+    """What is known of a site: failures since the last success, and from when until when it is left alone."""
 
-    __slots__ = ("alone_until", "failures", "pause_s")
+    __slots__ = ("alone_from", "alone_until", "failures", "pause_s")
 
     def __init__(self) -> None:
-        self.failures, self.alone_until, self.pause_s = 0, 0.0, FIRST_PAUSE_S
+        self.failures, self.alone_from, self.alone_until, self.pause_s = 0, -math.inf, 0.0, FIRST_PAUSE_S
 
 
 class DialLimits:
@@ -105,16 +108,16 @@ class DialLimits:
         self._under_way -= Counter(set(sites))
         self._unproved -= unproved
 
-    def failed(self, sites: Iterable[str], now: float) -> None:
-        """Nobody proved itself at any of these sites."""
+    def failed(self, sites: Iterable[str], began: float, now: float) -> None:
+        """Nobody proved itself at any of these sites, in a dial that began then (local time, seconds)."""
         for site in set(sites):
             known = self._sites.get(site) or _Site()
             known.failures += 1
             put_last(self._sites, site, known, _REMEMBERED)
             if known.failures >= FAILURES_WHERE_PROVED:
                 self._proved.pop(site, None)
-            if known.failures >= FAILURES and not self.is_proved(site):
-                known.alone_until = now + known.pause_s
+            if known.failures >= FAILURES and not self.is_proved(site) and began >= known.alone_from:
+                known.alone_from, known.alone_until = now, now + known.pause_s
                 known.pause_s = min(2 * known.pause_s, LONGEST_PAUSE_S)
 
 
@@ -169,11 +172,12 @@ class BoundedDials:
             await self._ended.after(seen, max(0.0, deadline - loop.time()))
             if loop.time() >= deadline:
                 raise NotDialed("too many other dials are under way", peer)
+        began = loop.time()
         try:
             connection = await self._transport.dial(peer, chosen, timeout_s=max(0.0, deadline - loop.time()))
         except PeerError:
             if not only_to_see:
-                limits.failed(sites, loop.time())
+                limits.failed(sites, began, loop.time())
             raise
         finally:
             limits.end(sites, unproved)

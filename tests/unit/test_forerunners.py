@@ -51,7 +51,7 @@ class Scene:
     ) -> bool:
         """Whether this peer stays, where the others are at these states, after a look at them."""
         view = self.view(at, own, claims)
-        self.forerunners.observe(view, own=own, now=now)
+        self.forerunners.observe(view, own=own, committed=self.committed, now=now)
         return self.stays(view, own=own, held=held, now=now)
 
     def view(self, at: dict[PeerID, StateKey], own: StateKey = OURS, claims: int = 0) -> SwarmView:
@@ -169,6 +169,16 @@ def test_of_two_states_with_as_many_samples_that_of_most_peers_is_not_left() -> 
     equal = StateKey.of(11, 688, b"b" * 32)
     assert equal > ours
     assert scene.see({**dict.fromkeys(PEERS[:3], ours), FIRST: equal}, own=ours)
+
+
+def test_of_two_halves_that_step_apart_each_follows_the_better_one() -> None:
+    """After steps of its own each half has all weight at its state: neither would ever follow."""
+    scene, own = Scene(), StateKey.of(11, 672, b"h" * 32)
+    apart = {ME: own, SECOND: own, THIRD: OURS, FIRST: OURS}
+    scene.see(apart, own=own)
+    scene.committed = committed([ME, SECOND])
+    better = StateKey.of(12, 690, b"o" * 32)
+    assert not scene.see({**apart, THIRD: better, FIRST: better}, own=own)
 
 
 def test_samples_that_are_known_count_in_place_of_those_of_the_last_steps() -> None:

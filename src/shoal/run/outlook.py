@@ -112,7 +112,7 @@ class Outlook:
         self._note_contributors()
         self.known.expire(now)
         seen = self._seen(now)
-        self.forerunners.observe(seen, own=self.own.name.key, now=now)
+        self.forerunners.observe(seen, own=self.own.name.key, committed=self.own.committed, now=now)
         claimed = self._claimed(seen, now)
         self._note_shared(claimed)
         return claimed

@@ -8,7 +8,8 @@ So a peer does not follow as long as all of this holds:
 
 - A peer that is at the better state left this branch: it was at our state, the better one is of a later epoch, and this
   peer has samples to give; or it was at our last state, and is still ahead after our step from there; or it was at one
-  of our states before, we have made a better one since, and it did not come to that. Two branches that meet, and an
+  of our states before, we have made a better one since, and it did not come to that. The last two only if those that
+  took our step outweighed those that did not: of two parts of a swarm never both go on. Two branches that meet, and an
   average of states, are followed at once.
 - Of the contributors to the last steps those at our state, this peer included, outweigh those that have gone ahead.
   Only peers that are connected and heard count here. Weights are those of `words`: so no single peer leads the others
@@ -21,7 +22,7 @@ So a peer does not follow as long as all of this holds:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 from shoal.base.peer import PeerID
 from shoal.base.sometimes import sometimes
@@ -46,6 +47,7 @@ class Forerunners:
         self._digest = b""
         self._together: frozenset[PeerID] = frozenset()
         self._were_here: set[PeerID] = set()
+        self._weights: Mapping[PeerID, int] = {}  # of the contributors to the last steps to our state
         self._since: float | None = None
         self._failed = False
         self._pursued: set[PeerID] = set()  # were at our last state, and were still ahead after our step from there
@@ -53,14 +55,17 @@ class Forerunners:
             set()
         )  # were at a state of ours, and have not come to a better one that we made since
 
-    def observe(self, view: SwarmView, *, own: StateKey, now: float) -> None:
-        """Take in a look at the swarm from our state `own` (`now`: local time, seconds)."""
+    def observe(self, view: SwarmView, *, own: StateKey, committed: Committed, now: float) -> None:
+        """Take in a look at the swarm from our state `own`, to which these steps led (`now`: local time, seconds)."""
         if own.inverted_digest != self._digest:
             said = {peer: StateKey.of_peer(word) for peer, word in view.others.items()}
-            left = (self._were_here | self._pursued) & said.keys()
+            left = ((self._were_here | self._pursued) & said.keys()) - view.together
+            if _weight(self._weights, view.together) <= _weight(self._weights, left):
+                left = set()
             further = {peer for peer in left if said[peer].samples > own.samples}
             self._apart = self._apart & said.keys() | (left - further)
             self._pursued = further - self._pursued
+            self._weights = committed.weights
             self._digest, self._were_here, self._since, self._failed = own.inverted_digest, set(), None, False
             self._together = frozenset()
         if view.together is not self._together:
@@ -109,7 +114,7 @@ class Forerunners:
         weights = committed.weights
         here = {peer for peer in view.together.intersection(weights) if peer == self._me or hears(peer)} - view.absent
         ahead = [peer for peer in weights if peer in view.others and StateKey.of_peer(view.others[peer]) > own]
-        if sum(weights[peer] for peer in here) <= sum(weights[peer] for peer in ahead):
+        if _weight(weights, here) <= _weight(weights, ahead):
             return False
         says = {peer: view.others[peer].done for peer in here if peer != self._me} if target is not None else {}
         samples = sum(self._gives(peer, committed, held, says.get(peer, 0)) for peer in here)
@@ -127,3 +132,7 @@ class Forerunners:
     def round_failed(self) -> None:
         """A round at our state has failed: if a better state is known, it is followed now."""
         self._failed = self._since is not None
+
+
+def _weight(weights: Mapping[PeerID, int], peers: Iterable[PeerID]) -> int:
+    return sum(weights.get(peer, 0) for peer in peers)

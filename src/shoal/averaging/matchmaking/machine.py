@@ -45,6 +45,7 @@ from shoal.averaging.matchmaking import events
 from shoal.averaging.matchmaking.config import SETTLE_MAX_S, SETTLE_S, MatchmakingConfig
 from shoal.averaging.matchmaking.declarations import DirectoryPoller, KnownDeclarations, Memory
 from shoal.averaging.matchmaking.events import TRANSITIONS, Answer, Declaration, Precedence, SearchPhase
+from shoal.base.ledger import WORTH_S
 from shoal.base.peer import PeerID
 from shoal.base.sometimes import sometimes
 from shoal.protocol.wire import Begin, Contact, JoinAccepted, JoinRedirected, JoinRefused, Member
@@ -649,13 +650,19 @@ class GroupMachine:
     def _may_be_on_its_way(self, now: float) -> bool:
         """Whether an expected peer that leads badly may be about to join, as the others have only just come.
 
-        It may be honest: it was frozen once, or cut off. It knows nothing of its fault, and is sent on to us.
+        It may be honest: it was frozen once, or cut off. It knows nothing of its fault, and is sent on to us. And those
+        that its groups have lacked get some time to come to this one, though nobody expects them any more: else nothing
+        would be known of either.
         """
-        if self._expected is None or not self._poller.awaits_followers(now):
+        if self._expected is None:
             return False
-        expected = self._all_expected()
-        awaited = (expected & (self._shunned | self._avoided)) - self._declined - {self._me} - self._followers.keys()
-        return bool(self._not_gone(awaited, among=len(expected)))
+        expected, awaited = self._all_expected(), set[PeerID]()
+        if self._poller.awaits_followers(now):
+            awaited |= expected & (self._shunned | self._avoided)
+        if now < self.joined_at + WORTH_S:
+            awaited |= self._missed
+        awaited -= self._declined | {self._me} | self._followers.keys()
+        return bool(self._not_gone(frozenset(awaited), among=len(expected)))
 
     def _not_gone(self, peers: frozenset[PeerID], *, among: int) -> frozenset[PeerID]:
         looks = bool(self._followers) or among <= LOOKED_AT  # to look at a peer is to ask it, or to dial it

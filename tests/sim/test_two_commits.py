@@ -16,12 +16,13 @@ from msgspec.structs import replace
 from shoal import sim
 from shoal.averaging.allreduce.round import Outcome, Round
 from shoal.base.peer import PeerID
+from shoal.errors import RoundFailed
 from shoal.events import Event, PeerDropped
 from shoal.protocol.identity import Identity
 from shoal.protocol.wire import Commit, CommitDigest, Held, PartAverage, Report
 from shoal.strategies import DiLoCo, Strategy
 from tests.sim.optimizer_kit import Run, Trainer
-from tests.sim.round_kit import ROUND, RoundPeer, signed_by
+from tests.sim.round_kit import OPTIONS, ROUND, RoundPeer, signed_by
 from tests.sim.rpc_kit import SimNet, on_sim
 from tests.sim.test_lying_members import bits, group_of, named
 from tests.situations import reaches
@@ -291,3 +292,36 @@ def test_each_step_under_a_leader_with_two_commits_had_two_states(
         await run.close()
 
     sim.run(main, seed=1)
+
+
+@pytest.mark.parametrize("streams", ["open", "ended"])
+def test_a_commit_of_an_average_that_nobody_made_stopped_its_members_for_the_whole_round(streams: str) -> None:
+    """Its leader answers no request, and its line lives: the member waited for it until the round's time was over."""
+
+    async def scenario(net: SimNet) -> None:
+        group = await group_of(net, "tttt")
+        rounds = [each.round(group, shares(group)) for each in group]
+        leader, put = rounds[0], rounds[0]._to_say[2].put_nowait
+
+        def saying(message: Any) -> None:
+            if isinstance(message, Commit):
+                made_up = replace(message.tiles[0], attempt=1, digest=b"z" * 16)
+                message = signed_by(leader._table.identity, Commit(message.round_id, [made_up, *message.tiles[1:]]))
+                if streams == "ended":
+                    for stream in list(leader._serving):
+                        stream.abort()
+            put(message)
+
+        leader._to_say[2].put_nowait = saying  # type: ignore[method-assign, assignment]
+        leader._requested = lambda *_: None  # type: ignore[method-assign]
+        begin = asyncio.get_running_loop().time()
+        with pytest.raises(RoundFailed, match="nobody who holds the averages"):
+            await asyncio.gather(*(round_.run() for round_ in rounds[:2]), rounds[3].run(), rounds[2].run())
+        assert asyncio.get_running_loop().time() - begin < 2 * OPTIONS.silence_s
+        assert rounds[2].seen.led_badly
+        assert named(group[2]) == {group[0].peer.peer_id}
+        await asyncio.gather(*(round_.close() for round_ in rounds))
+        for each in group:
+            each.release()
+
+    on_sim(scenario)

@@ -276,12 +276,14 @@ def test_what_is_missing_after_the_commit_is_asked_from_one_member_after_another
     member = machine([2], me=1, group="tttac")
     member.start(0.0)
     assert member.obey(commit(0), 1.0) == [Ask(0, 0, 0)]
-    assert member.awaited == {0}
+    assert set(member.awaited) == {0}
     assert member.source_lost(2, None) == []  # it was not asked
     assert member.source_lost(0, PartAbsent(0, 1)) == []  # an answer from before the commit
     assert member.source_lost(0, PartAbsent(0, 0)) == [Ask(0, 0, 2)]
     assert member.source_lost(2, None) == [Ask(0, 0, 3)]
-    assert member.source_lost(3, None) == []
+    (blame,) = member.source_lost(3, None)
+    assert isinstance(blame, Blame)
+    assert blame.member == COORDINATOR  # it says that it has none of what it has committed
     assert member.rules.failed == "committed, but nobody who holds the averages could be reached"
 
 
@@ -291,7 +293,7 @@ def test_a_verdict_that_is_heard_twice_asks_nobody_anew() -> None:
     member.averaged(held(1), 0.5, 1)
     (ask,) = [each for each in member.obey(commit(0, 0, 0), 1.0) if isinstance(each, Ask) and each.tile == 2]
     assert member.obey(commit(0, 0, 0), 2.0) == []
-    assert member.awaited >= {ask.reducer}
+    assert ask.reducer in member.awaited
     assert member.phase is MemberPhase.FETCHING
 
 
@@ -452,3 +454,56 @@ def test_a_reducer_with_more_to_spare_waited_longer_for_a_sender_than_the_coordi
             member.contributions.contributed(1, 0, sender, counts=True, now=1.0)
         assert member.obey(Assign([3], 1, 2), now) == [*finishes, Contribute(3, 1, 2)]
         assert member.unheard == ({3} if finishes else set())
+
+
+def test_an_order_that_names_a_tile_twice_made_its_reducer_count_its_own_values_twice() -> None:
+    """The coordinator that says so lies."""
+    member = machine([0, 1, 2])
+    member.start(0.0)
+    assert not member.fits(Assign([2, 2], 1, 1))
+    assert member.fits(Assign([0, 2], 1, 1))
+
+
+def test_an_order_that_came_again_made_a_reducer_forget_the_values_that_it_had() -> None:
+    """It has begun to average the tile: it goes on."""
+    member = machine([0, 1, 2])
+    member.start(0.0)
+    assert member.obey(Assign([2], 1, 1), 1.0) == [Average(2, 1)]
+    member.contributions.contributed(2, 1, 0, counts=True, now=1.5)
+    assert member.obey(Assign([2], 1, 1), 2.0) == []
+    assert not member.contributions.expects(2, 1, 0)
+
+
+def test_a_reducer_that_is_named_a_source_averages_nothing_anew() -> None:
+    """An honest coordinator names it only if it holds the average: one attempt is averaged once."""
+    member = machine([0, 1, 2])
+    member.start(0.0)
+    assert member.obey(Assign([2], 0, 1), 1.0) == []
+    assert not member.contributions.expects(2, 0, 0)
+
+
+def test_a_coordinator_that_named_two_sources_in_turn_had_a_tile_asked_for_without_end() -> None:
+    """Each source is asked once in an attempt."""
+    member = machine([0, 0, 2], group="tttt")
+    member.start(0.0)
+    assert member.obey(Assign([0], 0, 2), 1.0) == [Ask(0, 0, 2)]
+    assert member.obey(Assign([0], 0, 3), 1.0) == [Ask(0, 0, 3)]
+    for source in (2, 3, 2, 3):
+        assert member.obey(Assign([0], 0, source), 1.0) == []
+
+
+@pytest.mark.parametrize(("group", "refuses", "blamed"), [("tttt", 2, True), ("ttat", 2, False)])
+def test_a_commit_that_nobody_can_give_is_the_coordinators_fault(group: str, refuses: int, *, blamed: bool) -> None:
+    """It says that each member that contributes held each average. An auxiliary one need not."""
+    member = machine([0], me=1, group=group)
+    member.start(0.0)
+    asked = member.obey(commit(0), 1.0)
+    actions: list[Any] = []
+    while asked:
+        (ask,) = asked
+        assert isinstance(ask, Ask)
+        actions = member.source_lost(ask.reducer, PartAbsent(0, 0) if ask.reducer == refuses else None)
+        asked = [action for action in actions if isinstance(action, Ask)]
+    assert member.phase is MemberPhase.FAILED
+    assert member.committed_in_vain == blamed
+    assert [action.member for action in actions if isinstance(action, Blame)] == ([COORDINATOR] if blamed else [])

@@ -78,6 +78,7 @@ class MemberRules:
         self.reducer = list(reducers)
         self._owner = list(reducers)  # of the present attempt, as far as it is known here
         self.replaced: set[int] = set()
+        self._named: dict[int, set[int]] = {}  # tile -> members named as its source under the present attempt
         self.attempt = [0] * len(reducers)
         self.held: list[Held | None] = [None] * len(reducers)
         self.commit: Commit | None = None
@@ -158,12 +159,18 @@ class MemberRules:
             if raised:
                 self.replaced.add(self._owner[tile])
                 self._owner[tile] = assign.reducer
+                self._named.pop(tile, None)
+            elif assign.reducer in (named := self._named.setdefault(tile, set())):
+                continue  # once is enough: else a tile could be asked for as often as the coordinator likes
+            else:
+                named.add(assign.reducer)
             self.attempt[tile], self.reducer[tile] = assign.attempt, assign.reducer
             if (held := self.held[tile]) is not None and held.attempt >= assign.attempt:
                 continue
             self.held[tile] = None
             if assign.reducer == self.me:
-                actions.append(Average(tile, assign.attempt))
+                if raised:  # else it holds the average, or the coordinator lies: one attempt is averaged once
+                    actions.append(Average(tile, assign.attempt))
             elif self.contributes:
                 action = Contribute if raised else Ask
                 actions.append(action(tile, assign.attempt, assign.reducer))

@@ -39,6 +39,8 @@ __all__ = [
     "Work",
 ]
 
+_IN_VAIN = "committed averages that nobody gives"
+
 Work = tuple[int, int]
 """(tile, attempt)."""
 
@@ -127,6 +129,7 @@ class MemberMachine:
         contributions: of the tiles that are owned here.
         unheard: the members whose values or averages did not come here in time; those that are gone are not among them.
         may_learn: whether the verdict can still come from the coordinator.
+        committed_in_vain: whether the round has failed as an average was committed that others say they do not have.
     """
 
     def __init__(  # noqa: PLR0913 (half of them by name)
@@ -162,7 +165,7 @@ class MemberMachine:
         others = set(reducers) - {me} - brief_s.keys()
         self._promised_s = max(promised_s, default=0.0)
         self._reducing = Lateness(others, now=now, least_s=self._promised_s)
-        self.may_learn = True
+        self.may_learn, self.committed_in_vain = True, False
         self._began, self._complete_at = now, math.inf
         self.unheard: set[int] = set()
         self.round_id, self.members = round_id, members
@@ -171,6 +174,7 @@ class MemberMachine:
         self._able = [[each for each in can_give if members[each].contributes == does] for does in (True, False)]
         self._lost_sources: set[int] = set()
         self._asked: dict[int, int] = {}  # after the commit: tile -> the member that was asked for it last
+        self._has_refusals = False  # after the commit: of averages that the commit says all members held
         self._giver: dict[int, int] = {}  # tile -> the member that gave the average that is held here
         self._words: dict[int, Held] = {}  # tile -> the average of it that its maker has signed, where we have another
         self._disputed: dict[int, int] = {}  # after the commit: tile -> the member that gave another average of it
@@ -204,9 +208,9 @@ class MemberMachine:
         return bool(self._lost_sources) or (bool(self.rules.unreported) and self.rules.complete)
 
     @property
-    def awaited(self) -> set[int]:
-        """After the commit: the members that were asked for averages which are still missing."""
-        return {self._asked[tile] for tile in self.rules.missing() if tile in self._asked}
+    def awaited(self) -> Counter[int]:
+        """After the commit: the members that were asked for averages, and how many of these are still missing."""
+        return Counter(self._asked[tile] for tile in self.rules.missing() if tile in self._asked)
 
     # -------------------------------------------------------------------------------------------------------- events
 
@@ -288,7 +292,7 @@ class MemberMachine:
         match message:
             case Assign(numbers, attempt, reducer):
                 known = 0 <= reducer < members and attempt <= members and all(0 <= tile < tiles for tile in numbers)
-                return known and self.rules.may_assign(message)
+                return known and len(set(numbers)) == len(numbers) and self.rules.may_assign(message)
             case Gone(member) | Shown(member):
                 return 0 <= member < members
             case Abort():
@@ -420,6 +424,7 @@ class MemberMachine:
             self._lost_sources.add(member)
             return []
         actions: list[MemberAction] = []
+        self._has_refusals |= refusal is not None and self.members[member].contributes
         for tile in [refusal.tile] if refusal is not None else rules.missing():
             old = refusal is not None and refusal.attempt != commit.tiles[tile].attempt
             # Others may still be giving the tile: only a refusal by the member asked last leaves us without it.
@@ -449,7 +454,8 @@ class MemberMachine:
                 return []
             sometimes("nobody can give an average that was committed")
             self.give_up("committed, but nobody who holds the averages could be reached")
-            return []
+            self.committed_in_vain = self._has_refusals
+            return [Blame(self.coordinator, _IN_VAIN, lied=True)] if self._has_refusals else []
         self._asked[tile] = source
         return [Ask(tile, self.rules.commit.tiles[tile].attempt, source)]
 

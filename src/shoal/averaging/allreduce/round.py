@@ -373,7 +373,7 @@ class Round:
             waited_s=waited_s,
             lost_s=self.machine.lost_s(self._ended or self._began, waited_s),
             reduced=peers(set(self.machine.rules.reducer)),
-            led_badly=self._led_badly or self._word_was_false,
+            led_badly=self._led_badly or self._word_was_false or self.machine.committed_in_vain,
             decided_late=self.machine.decided_late(self._ended or self._began),
         )
 
@@ -913,18 +913,42 @@ class Round:
         that it asked for averages.
         """
         others = set(self._control)
-        while not self._done.done():
-            committed = self.machine.rules.commit is not None
-            for index in sorted(self.machine.awaited if committed else others | self._looked_at.keys() - {self.me}):
+        while self.machine.rules.commit is None and not self._done.done():
+            for index in sorted(others | self._looked_at.keys() - {self.me}):
                 peer = self.members[index].contact.peer
                 if not self._done.done() and self.endpoint.is_silent(peer):
-                    if committed:
-                        sometimes("a member falls silent that was asked for a committed average")
-                        self._do(self.machine.source_lost(index, None))
-                    else:
-                        sometimes("a member falls silent in a round")
-                        others.discard(index)
-                        self._peer_lost(peer, "silent")
+                    sometimes("a member falls silent in a round")
+                    others.discard(index)
+                    self._peer_lost(peer, "silent")
+            await asyncio.sleep(_LOOK_S)
+        await self._look_at_sources()
+
+    async def _look_at_sources(self) -> None:
+        """After the commit: stop waiting for members that are silent, or give none of the averages that they have.
+
+        An average may take as long as the round has taken until its verdict: no longer.
+        """
+        committed_at = self._loop.time()
+        patience_s = self._options.silence_s + committed_at - self._began
+        missing: dict[int, tuple[int, float]] = {}
+        while not self._done.done():
+            now, awaited = self._loop.time(), self.machine.awaited
+            missing = {
+                index: missing[index] if index in missing and missing[index][0] == count else (count, now)
+                for index, count in awaited.items()
+            }
+            for index, (_, since) in sorted(missing.items()):
+                if self._done.done():
+                    return
+                if self.endpoint.is_silent(self.members[index].contact.peer):
+                    sometimes("a member falls silent that was asked for a committed average")
+                elif now > since + patience_s:
+                    sometimes("a member gives nothing that was asked for a committed average")
+                    self._blame(index, "was asked for averages that are committed, and gives none", lied=True)
+                    self._led_badly |= index == self.coordinator and self._gives
+                else:
+                    continue
+                self._do(self.machine.source_lost(index, None))
             await asyncio.sleep(_LOOK_S)
 
     def _failed(self, error: BaseException) -> None:

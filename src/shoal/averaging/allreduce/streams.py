@@ -7,10 +7,11 @@ averages that it lacks; averages come back on it, each as soon as it is done, so
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 
 from shoal.averaging.allreduce.commit import Ask, Contribute
+from shoal.base.ordered import OrderedSet
 from shoal.base.tasks import Changes
 from shoal.errors import PeerError, PeerUnreachable
 from shoal.protocol.wire import CommitDigest, Contact, PartAbsent, PartAverage, PartData, PartRequest, Reduce
@@ -53,8 +54,8 @@ class SenderStream:
         values: Callable[[int, int], tuple[PartData, Buffer | None] | None],
     ) -> None:
         self._endpoint, self._contact, self._opening, self._values = endpoint, contact, opening, values
-        self._due: deque[Contribute | Ask] = deque()
-        self._said: list[Contribute | Ask] = []  # before the first answer
+        # Each once, in order: however often a coordinator names us a source, no more is remembered.
+        self._due, self._said = OrderedDict[Contribute | Ask, None](), OrderedSet[Contribute | Ask]()
         self._answered = False
         self._changed = Changes()
         self._stream: UpStream | None = None
@@ -71,7 +72,7 @@ class SenderStream:
 
     def put(self, action: Contribute | Ask) -> None:
         """Send this next."""
-        self._due.append(action)
+        self._due.setdefault(action)
         self._changed.notify()
 
     def scratch(self, nbytes: int) -> memoryview:
@@ -104,7 +105,7 @@ class SenderStream:
                 if self.retired or self._answered:
                     raise
                 self._endpoint.drop_idle(self._contact.peer)
-                self._due.extendleft(reversed(self._said))
+                self._due = OrderedDict.fromkeys((*self._said, *self._due))
                 await self._use(receive)
         finally:
             self.done = True
@@ -126,9 +127,9 @@ class SenderStream:
         reader.add_done_callback(lambda _: self._changed.notify())
         while not reader.done():
             if self._due:
-                action = self._due.popleft()
+                action, _ = self._due.popitem(last=False)
                 if not self._answered:
-                    self._said.append(action)
+                    self._said.add(action)  # before the first answer
                 await self._send(stream, action)
             else:
                 await self._changed.next()

@@ -141,7 +141,7 @@ class Endpoint:
             on_shut=self._route_shut,
         )
         self.serve(LendConnection, self._lend)
-        self.trust, self.twins, self.has_twin = Trust(), Twins(), False
+        self.trust, self.twins, self.has_twin = Trust(), Twins(env.rng), False
         self._incoming: dict[PeerID, Incoming] = {}  # the last one of each peer; the newest at the end
         self._withheld = False
         self._reached_at: tuple[Address, ...] = ()

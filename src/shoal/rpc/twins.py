@@ -7,7 +7,7 @@ earlier one answers a question that was asked after the later one was heard.
 
 from __future__ import annotations
 
-import os
+import random
 
 from shoal.base.bounded import put_last
 from shoal.base.peer import PeerID
@@ -30,12 +30,17 @@ class _Lives:
 class Twins:
     """The processes of the peers that this one is connected with. Times are the loop's.
 
+    Args:
+        rng: source of the name. It stays as it is, so that no jitter depends on who asks for a name first.
+
     Attributes:
-        process: the name of this process. It is only ever compared, so no story of a simulation depends on it.
+        process: the name of this process.
     """
 
-    def __init__(self) -> None:
-        self.process = os.urandom(8)
+    def __init__(self, rng: random.Random) -> None:
+        ours = random.Random()
+        ours.setstate(rng.getstate())
+        self.process = ours.randbytes(8)
         self._lives: dict[PeerID, _Lives] = {}
 
     def answered(self, peer: PeerID, process: bytes, *, asked_at: float, now: float) -> bool:

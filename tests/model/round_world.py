@@ -107,7 +107,7 @@ class Decider(Coordinator):
 
 _OF_TIME = {
     *("brief", "stall_s", "_allowed_s", "_margin_s", "_began", "_ticked", "_progress", "_heard", "_moved_bytes"),
-    *("_reducing", "_receiving", "_given_at", "_named_at", "_words", "_is_signed"),
+    *("_reducing", "_receiving", "_given_at", "_named_at", "_words", "_is_signed", "_unsaid_at"),
 }
 
 

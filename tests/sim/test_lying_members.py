@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
+from itertools import count
 from typing import Any
 
 import pytest
@@ -170,6 +171,34 @@ def test_each_member_that_a_reducer_cheats_has_the_average_of_all_others(victim:
         assert [each.vector.tensors[0].tolist() for each in group] == [[1.5] * NUMEL] * 4
         liar = group[1].peer.peer_id
         assert [named(each) for each in group] == [{liar} if place == victim else set() for place in range(4)]
+
+    on_sim(scenario)
+
+
+@pytest.mark.parametrize("group", ["tattt", "aatt"])
+def test_a_reducer_that_does_not_say_which_average_it_made_is_named(group: str) -> None:
+    """It is auxiliary, and reports only that it moves bytes. The leader was named, and the round failed at its end."""
+
+    async def scenario(net: SimNet) -> None:
+        made = await group_of(net, group)
+
+        def twist(rounds: list[Round]) -> None:
+            cheats(rounds[1], 2)
+            moved = count(1)
+
+            def report(moved_bytes: int) -> Report:
+                return Report(moved_bytes=moved_bytes + next(moved))
+
+            rounds[1].machine.report = report  # type: ignore[method-assign]
+
+        with reaches("the maker of a disputed tile does not say what it made"):
+            ends = await played(made, twist, shares=[*SLICES, *([0] * (len(group) - 3))])
+        assert all(isinstance(end, Outcome) for end in ends)
+        assert asyncio.get_running_loop().time() < 5.0
+        takers = [each for each, kind in zip(made, group, strict=True) if kind != "a"]
+        assert len({bits(each) for each in takers}) == 1
+        assert named(made[0]) == {made[1].peer.peer_id}
+        assert all(named(each) <= {made[1].peer.peer_id} for each in takers)
 
     on_sim(scenario)
 

@@ -110,6 +110,39 @@ def test_nothing_is_committed_before_the_maker_of_a_disputed_average_has_said_wh
     assert {(tuple(each.tiles), each.attempt) for each in said(told, Assign)} == {((0,), 1)}
 
 
+@pytest.mark.parametrize("says", ["nothing", "the same again"])
+def test_a_maker_that_does_not_say_which_of_two_averages_it_made_is_not_waited_for(says: str) -> None:
+    """The bytes that it moves put it off for ever, up to the end of the round. Now its tile is averaged anew."""
+    rules = coordinator([2, 2], [True, True, False])
+    rules.reported(0, Report([held(0), held(1)]), 1.0)
+    rules.reported(1, Report([other(0, "v"), held(1)]), 1.0)
+    for now in (2.0, 3.0, 4.0):
+        again = [held(1)] if says == "the same again" else []
+        rules.reported(2, Report(again, moved_bytes=int(now)), now)
+        assert rules.tick(now) == []
+    told = rules.tick(4.5)
+    assert [action.member for action in told if isinstance(action, Lied)] == [2]
+    assert said(told, Assign) == [Assign([0], 1, 1)] * 3
+    assert rules.rules.live == {0, 1, 2}
+
+
+def test_a_maker_has_the_margin_to_say_what_it_made_once_all_others_have_their_averages() -> None:
+    """A slow line brings their values, and its word later. A coordinator that stood still has not read it yet."""
+    rules = coordinator([2, 2], [True, True, False])
+    for member in (0, 1):
+        rules.reported(member, Report([other(0, "uv"[member])]), 1.0)
+    for now in (2.0, 3.0, 4.0):
+        for member in (0, 1, 2):
+            rules.reported(member, Report(moved_bytes=int(now)), now)
+        assert rules.tick(now) == []
+    for member in (0, 1):
+        rules.reported(member, Report([held(1)]), 4.5)
+    assert rules.tick(5.0) == []
+    rules.reported(2, Report(moved_bytes=9), 6.0)
+    assert rules.tick(8.0) == []
+    assert said(rules.reported(2, Report([other(0, "u"), held(1)]), 8.1), Commit)
+
+
 @pytest.mark.parametrize("signs", [True, False])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_reducer_that_reports_another_average_than_it_gave_reduces_no_more(*, signs: bool, first: bool) -> None:

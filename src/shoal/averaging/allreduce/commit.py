@@ -299,17 +299,19 @@ class CommitRules:
 
     def distrust(self, tile: int) -> None:
         """What its maker has said of this tile does not count."""
-        del self.held[self.maker[tile]][tile]
+        self.held[self.maker[tile]].pop(tile, None)
         self.unknown.add(tile)
 
     @property
-    def may_commit(self) -> bool:
-        """Return whether there is no verdict yet, and every taker holds the current attempt of every tile.
-
-        And of those of which they hold different averages it is known what was made.
-        """
+    def complete(self) -> bool:
+        """Return whether there is no verdict yet, and every taker holds the current attempt of every tile."""
         complete = self.takers and all(len(self.held[each]) == len(self.reducer) for each in self.takers)
-        return bool(complete) and self.verdict is None and not self.unknown
+        return bool(complete) and self.verdict is None
+
+    @property
+    def may_commit(self) -> bool:
+        """Return whether it is `complete`, and of each disputed tile it is known what was made."""
+        return self.complete and not self.unknown
 
     def commit(self) -> None:
         """Commit, if it may."""

@@ -10,9 +10,10 @@ A member is left out
 - when it is far slower than the others (`Lateness`, and `Coordinator.slow`);
 - when it is waited for briefly, and nobody else is any more (`Brief`).
 
-The tiles that it owned get another reducer. If only the line between two members is bad, none of them is left out: the
-one that lacks tiles gets another source for them, and a reducer that nobody can get tiles from owns none any more. The
-coordinator may be the slow one. Then it leaves itself out as a member, and goes on deciding.
+The tiles that it owned get another reducer. So does a tile of which members hold different averages, if its maker does
+not say which it made. If only the line between two members is bad, none of them is left out: the one that lacks tiles
+gets another source for them, and a reducer that nobody can get tiles from owns none any more. The coordinator may be
+the slow one. Then it leaves itself out as a member, and goes on deciding.
 
 The coordinator is also a member. It learns about itself through `reported` as about others; its messages to itself are
 a `Send` to its own index.
@@ -21,6 +22,7 @@ a `Send` to its own index.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -111,7 +113,10 @@ COORDINATOR_TRANSITIONS: Mapping[tuple[CoordinatorPhase, str, CoordinatorPhase],
         (_DECIDING, "give_up", _ABORTED): "its own time is over, or its caller cancels",
     }
 )
-"""Every change of the coordinator's phase, by method of `Coordinator` (`gone` and `tick` use `leave_out`), and when."""
+"""Every change of the coordinator's phase, by method of `Coordinator` (`gone` and `tick` use `leave_out`), and when.
+
+`tick` may also abort as `reported` does, where no member is left that can average a tile.
+"""
 
 
 class Coordinator:
@@ -166,6 +171,7 @@ class Coordinator:
         self._named_at: list[dict[int, float]] = [{} for _ in reduces]  # per member: tile -> when its source was named
         self._moved_bytes = [0] * len(reduces)
         self._turn, self._ticked = me, now
+        self._unsaid_at = math.inf  # since when only words about disputed tiles are waited for
         self.begin(now)
 
     @property
@@ -245,11 +251,33 @@ class Coordinator:
             elif mine is not None and tile not in self._source[self.me]:
                 lies.setdefault(maker, f"gave this peer another average of tile {tile} than it has signed")
             sometimes("a disputed tile is averaged anew")
+            void.append(tile)
+        return self._void(void, lies, now)
+
+    def _void(self, tiles: Sequence[int], lies: Mapping[int, str], now: float) -> list[CoordinatorAction]:
+        """Have others average these tiles anew. What their makers have said of them does not count."""
+        for tile in tiles:
+            maker = self.rules.maker[tile]
             self.reduces[maker] = False
             self._reducing.leave(maker)
-            rules.distrust(tile)
-            void.append(tile)
-        return [*(Lied(maker, lie) for maker, lie in lies.items()), *self._move(void, now)]
+            self.rules.distrust(tile)
+        return [*(Lied(maker, lie) for maker, lie in lies.items()), *self._move(tiles, now)]
+
+    def _leave_unsaid(self, now: float) -> list[CoordinatorAction]:
+        """Wait no longer for makers of disputed tiles that say only late what they made, or never.
+
+        They have the margin of a reducer, once nothing else is waited for: then no values delay their words any more.
+        The bytes that they move meanwhile help nobody.
+        """
+        rules = self.rules
+        self._unsaid_at = min(self._unsaid_at, now) if rules.unknown and rules.complete else math.inf
+        if now < self._unsaid_at + self._margin_s:
+            return []
+        tiles = [tile for tile in sorted(rules.unknown) if rules.maker[tile] != self.me]
+        if tiles:
+            sometimes("the maker of a disputed tile does not say what it made")
+        lies = {rules.maker[tile]: f"gave averages of tile {tile}, and does not say which it made" for tile in tiles}
+        return self._void(tiles, lies, now) + self._decide()
 
     def _is_right(self, maker: int, word: _Word) -> bool:
         """Return whether the maker has signed this word."""
@@ -283,7 +311,8 @@ class Coordinator:
         Those of which it waits for no values any more, as a reducer, do not get their time once more as reducers.
         """
         if now - self._ticked > self.stall_s / 4:
-            self._heard = [now] * len(self.reduces)  # this peer itself stood still: that is no sign of a bad line
+            # This peer itself stood still: reports that are not read yet are no sign of a bad line, nor of a lie.
+            self._heard, self._unsaid_at = [now] * len(self.reduces), math.inf
         self._ticked = now
         actions = list[CoordinatorAction]()
         if self._cannot_hear(now):
@@ -293,7 +322,7 @@ class Coordinator:
             stalls = member in left_out or now - self._progress[member] >= self.stall_s
             if stalls and self._may_leave_out(member):
                 actions += self.leave_out(member, "no progress", now)
-        actions += self._hurry(now) + self._leave_brief(now)
+        actions += self._hurry(now) + self._leave_brief(now) + self._leave_unsaid(now)
         for member in self.slow(now):
             sometimes("a member is left out because it is slow")
             actions += self.leave_out(member, "far slower than the others", now)

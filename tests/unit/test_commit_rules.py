@@ -143,6 +143,17 @@ def test_a_maker_has_the_margin_to_say_what_it_made_once_all_others_have_their_a
     assert said(rules.reported(2, Report([other(0, "u"), held(1)]), 8.1), Commit)
 
 
+@pytest.mark.parametrize("says", ["the same", "another one"])
+def test_a_second_report_of_a_tile_is_no_progress(says: str) -> None:
+    """A member that owed averages put off its end with it."""
+    rules = coordinator([1, 1], [True] * 3)
+    for now in range(1, 5):
+        rules.reported(1, Report([held(0) if says == "the same" else other(0, str(now))]), float(now))
+        rules.reported(0, Report([held(0)], moved_bytes=now), float(now))
+        assert not [action for action in rules.tick(float(now)) if isinstance(action, LeftOut)]
+    assert [action.member for action in rules.tick(6.0) if isinstance(action, LeftOut)] == [1]
+
+
 @pytest.mark.parametrize("signs", [True, False])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_reducer_that_reports_another_average_than_it_gave_reduces_no_more(*, signs: bool, first: bool) -> None:

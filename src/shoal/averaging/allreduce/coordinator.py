@@ -198,7 +198,8 @@ class Coordinator:
         """A member reported the tiles that it newly holds, and the reducers that it cannot get tiles from.
 
         Reports cost their sender little, so only what is new in them is looked at: for the member all tiles from the
-        reducers that it newly lost, for the others the tiles that it newly holds.
+        reducers that it newly lost, for the others the tiles that it newly holds. What a member says once more of an
+        attempt is not new, whatever it says: an honest member has one average of each.
         """
         rules, given, lost, word = self.rules, list[int](), set[int](), _Word(report)
         self._heard[member] = now
@@ -206,7 +207,7 @@ class Coordinator:
             sometimes("a report comes too late to count")
             return []
         for held in report.held:
-            if rules.holds(member, held):
+            if held.tile not in rules.held[member] and rules.holds(member, held):
                 self._progress[member] = now
                 given.append(held.tile)
                 if member == rules.maker[held.tile] and member != self.me:

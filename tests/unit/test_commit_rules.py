@@ -206,6 +206,17 @@ def test_an_average_that_nobody_but_its_maker_has_got_is_made_anew() -> None:
     assert not [action for action in told if isinstance(action, Lied)]
 
 
+def test_what_another_source_of_a_lost_reducer_gave_is_not_laid_to_the_reducer() -> None:
+    """It had reported its tile, and was lost. The one that took its place said something else, and gave it here."""
+    rules = coordinator([1], [True] * 4)
+    rules.reported(1, Report([other(0, "r")]), 1.0)
+    rules.reported(2, Report([other(0, "l")]), 1.0)
+    assert said(rules.leave_out(1, "lost", 2.0), Assign) == [Assign([0], 0, 2)] * 3
+    told = [action for member in (0, 3) for action in rules.reported(member, Report([other(0, "l")]), 3.0)]
+    assert said(told, Assign) == [Assign([0], 1, 2)] * 3
+    assert not [action for action in told if isinstance(action, Lied)]
+
+
 def test_a_disputed_average_of_a_member_that_is_gone_is_made_anew() -> None:
     """It has said nothing of it: nobody knows which of the two it made. Most members were believed."""
     rules = coordinator([3], [True] * 4)

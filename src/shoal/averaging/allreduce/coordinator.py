@@ -249,7 +249,7 @@ class Coordinator:
                 tile in held and held[tile].digest == said for held in rules.held if held is not rules.held[maker]
             ):
                 continue
-            elif mine is not None and tile not in self._source[self.me]:
+            elif mine is not None and self._source[self.me].get(tile, rules.reducer[tile]) == maker:
                 lies.setdefault(maker, f"gave this peer another average of tile {tile} than it has signed")
             sometimes("a disputed tile is averaged anew")
             void.append(tile)

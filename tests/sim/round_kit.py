@@ -120,11 +120,11 @@ class RoundPeer:
         self.controls = {}
 
 
-def signed_by(leader: Identity, message: Any) -> Any:
-    """A commit that this leader of a group of three or more has signed; any other message as it is."""
+def signed_by(leader: Identity, round_: Round, message: Any) -> Any:
+    """A commit that this leader of a round of three or more has signed; any other message as it is."""
     if not isinstance(message, Commit):
         return message
-    return SignedWords(leader, message.round_id, [leader.peer_id] * 3, 0).signed(message)
+    return SignedWords(leader, round_.begun, [leader.peer_id] * 3, 0).signed(message)
 
 
 async def gather_group(group: Sequence[RoundPeer]) -> None:
@@ -138,7 +138,9 @@ async def gather_group(group: Sequence[RoundPeer]) -> None:
 async def run_round(group: Sequence[RoundPeer], shares: Sequence[int], **options: Any) -> list[Outcome]:
     """One whole round of all, applied and closed."""
     await gather_group(group)
-    rounds = [each.round(group, shares, **options) for each in group]
+    # The same peers may have another round: then under another id.
+    round_id = bytes([len(group[0].table._used)]) + ROUND[1:]
+    rounds = [each.round(group, shares, round_id=round_id, **options) for each in group]
     outcomes = await asyncio.gather(*(round_.run() for round_ in rounds))
     for each in group:
         if not each.auxiliary:

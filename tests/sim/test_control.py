@@ -87,7 +87,7 @@ class HandCoordinator:
 
     def signed(self, held: list[Held]) -> Commit:
         """The coordinator's commit of these averages."""
-        commit: Commit = signed_by(self.a.table.identity, Commit(ROUND, held))
+        commit: Commit = signed_by(self.a.table.identity, self.rounds[0], Commit(ROUND, held))
         return commit
 
     async def close(self) -> None:

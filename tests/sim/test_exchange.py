@@ -521,7 +521,7 @@ def test_absurd_orders_do_not_stop_a_member(order: Message) -> None:
         await gather_group([a, b, c])
         round_ = b.round([a, b, c], [0, 200, 0], options=RoundOptions(timeout_s=8.0))
         running = asyncio.create_task(round_.run())
-        await a.controls[b.peer.peer_id].send(signed_by(a.table.identity, order))
+        await a.controls[b.peer.peer_id].send(signed_by(a.table.identity, round_, order))
         with pytest.raises(RoundFailed, match="the coordinator was lost") as failure:
             async with asyncio.timeout(2.0):
                 await running
@@ -630,7 +630,7 @@ def test_after_the_commit_only_who_was_asked_can_leave_a_member_without() -> Non
         round_ = Round(b.table, group, b.vector, weight=1.0, options=options)
         running = asyncio.create_task(round_.run())
         await sleep(1.0)
-        assert round_.obey(signed_by(net.swarm.identity("a"), Commit(ROUND, averages)))
+        assert round_.obey(signed_by(net.swarm.identity("a"), round_, Commit(ROUND, averages)))
         await sleep(0.5)
         net.swarm.crash("c")
         outcome = await running

@@ -304,7 +304,7 @@ def commits_otherwise(leader: Round, victim: int, **said: Any) -> None:
     def lying(message: Any) -> None:
         if isinstance(message, Commit):
             other = Commit(message.round_id, [replace(held, **said) for held in message.tiles])
-            message = signed_by(leader._table.identity, other)
+            message = signed_by(leader._table.identity, leader, other)
         put(message)
 
     leader._to_say[victim].put_nowait = lying  # type: ignore[method-assign, assignment]
@@ -339,7 +339,7 @@ def test_a_leader_that_takes_its_commit_back_is_named(second: Any) -> None:
             def lying(message: Any) -> None:
                 put(message)
                 if isinstance(message, Commit):
-                    put(signed_by(rounds[0]._table.identity, second))
+                    put(signed_by(rounds[0]._table.identity, rounds[0], second))
 
             rounds[0]._to_say[1].put_nowait = lying  # type: ignore[method-assign, assignment]
 
@@ -423,9 +423,11 @@ def test_an_order_that_has_no_place_in_the_round_costs_its_leader_the_round(orde
 
     async def scenario(net: SimNet) -> None:
         group = await members(net)
-        ends = await played(
-            group, lambda rounds: rounds[0]._to_say[1].put_nowait(signed_by(rounds[0]._table.identity, order))
-        )
+
+        def twist(rounds: list[Round]) -> None:
+            rounds[0]._to_say[1].put_nowait(signed_by(rounds[0]._table.identity, rounds[0], order))
+
+        ends = await played(group, twist)
         assert isinstance(ends[2], Outcome)
         assert named(group[1]) == {group[0].peer.peer_id}
         assert group[0].peer.peer_id not in named(group[2])

@@ -22,7 +22,7 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.wire import Commit, CommitDigest, Held, PartAverage, Report
 from shoal.strategies import DiLoCo, Strategy
 from tests.sim.optimizer_kit import Run, Trainer
-from tests.sim.round_kit import OPTIONS, ROUND, RoundPeer, signed_by
+from tests.sim.round_kit import OPTIONS, ROUND, RoundPeer, gather_group, signed_by
 from tests.sim.rpc_kit import SimNet, on_sim
 from tests.sim.test_lying_members import bits, group_of, named
 from tests.situations import reaches
@@ -67,9 +67,8 @@ def two_commits(leader: Round, victims: Collection[int]) -> None:
 
         def saying(message: Any) -> None:
             if isinstance(message, Commit):
-                message = signed_by(
-                    leader._table.identity, Commit(message.round_id, [other(held, 1) for held in message.tiles])
-                )
+                lie = Commit(message.round_id, [other(held, 1) for held in message.tiles])
+                message = signed_by(leader._table.identity, leader, lie)
             put(message)
 
         leader._to_say[victim].put_nowait = saying  # type: ignore[method-assign, assignment]
@@ -194,10 +193,10 @@ def test_a_commit_that_another_member_relays_is_taken_only_with_the_leaders_sign
         group = await group_of(net, "ttt")
         rounds = [each.round(group, shares(group)) for each in group]
         made = Commit(ROUND, [Held(tile, 0, b"\x07", 3.0, b"d" * 16) for tile in range(3)])
-        for forged in (made, replace(made, signature=b"s" * 64), signed_by(rounds[2]._table.identity, made)):
+        for forged in (made, replace(made, signature=b"s" * 64), signed_by(rounds[2]._table.identity, rounds[2], made)):
             assert rounds[1].machine.fits(forged)
             assert not rounds[1].obey(forged)
-        assert rounds[1].obey(signed_by(rounds[0]._table.identity, made))
+        assert rounds[1].obey(signed_by(rounds[0]._table.identity, rounds[0], made))
         await asyncio.gather(*(round_.close(orderly=False) for round_ in rounds))
         for each in group:
             each.release()
@@ -214,17 +213,78 @@ def test_a_member_that_tells_a_commit_that_nobody_signed_is_named(how: str) -> N
         rounds = [each.round(group, shares(group)) for each in group]
         leader, liar = (net.swarm.identity(name) for name in ("p0", "p2"))
         digest = b"d" * 32
+        begun = rounds[0].begun
         said: dict[str, tuple[Identity, bytes]] = {
-            "made up": (Identity.ephemeral(), ROUND),
-            "of another round": (leader, b"another round id"),
-            "of a member": (liar, ROUND),
+            "made up": (Identity.ephemeral(), begun),
+            "of another round": (leader, b"d" * 32),
+            "of a member": (liar, begun),
         }
-        signer, round_id = said[how]
-        false = CommitDigest(digest, signer.sign(b"commit", round_id + digest))
+        signer, signed = said[how]
+        false = CommitDigest(digest, signer.sign(b"commit", signed + digest))
         rounds[2]._words.told = lambda _: false  # type: ignore[method-assign, assignment]
         await ends_of(group, rounds)
         assert len({bits(each) for each in group}) == 1
         assert [named(each) for place, each in enumerate(group) if place != 2] == [{liar.peer_id}] * 3
+
+    on_sim(scenario)
+
+
+def test_a_leader_that_used_a_round_id_twice_had_an_honest_member_named() -> None:
+    """It showed in the second round what the member had signed in the first one. Now nobody takes part in that one."""
+
+    async def scenario(net: SimNet) -> None:
+        group = await group_of(net, "ttt")
+        leader = group[0].peer.peer_id
+        await ends_of(group, [each.round(group, shares(group)) for each in group])
+        await gather_group(group)
+        before = [bits(each) for each in group]
+        group[0].table._used.clear()  # its own table does not hold it back
+        rounds = [each.round(group, shares(group)) for each in group]
+        with reaches("the id of a round is used again"):
+            ends = await asyncio.gather(*(round_.run() for round_ in rounds), return_exceptions=True)
+        assert all(isinstance(end, RoundFailed) for end in ends)
+        assert [named(each) for each in group[1:]] == [{leader}] * 2
+        assert [round_.seen.led_badly for round_ in rounds[1:]] == [True] * 2
+        assert [bits(each) for each in group] == before
+        for round_ in rounds:
+            await round_.close(orderly=False)
+        for each in group:
+            each.release()
+
+    on_sim(scenario)
+
+
+def test_who_copies_the_id_of_a_round_has_nobody_named() -> None:
+    """A member hears the id as its leader begins, and could be the first to use it at a peer that is in both rounds."""
+
+    async def scenario(net: SimNet) -> None:
+        group = await group_of(net, "ttt")
+        round_ = group[1].round(group, shares(group))
+        group[1].table._used[ROUND] = group[2].peer.peer_id
+        with pytest.raises(RoundFailed, match="its id was used before"):
+            await round_.run()
+        assert not named(group[1])
+        await round_.close(orderly=False)
+        for each in group:
+            each.release()
+
+    on_sim(scenario)
+
+
+def test_what_is_signed_in_one_round_is_worth_nothing_in_another_with_its_id() -> None:
+    """The two differ in what a member gives to all, say."""
+
+    async def scenario(net: SimNet) -> None:
+        group = await group_of(net, "ttt")
+        first, second = (group[1].round(group, [200, 400 - each, each]) for each in (200, 0))
+        assert first.round_id == second.round_id
+        report = first._words.signed_report(Report([Held(1, 0, b"\x07", 3.0, b"d" * 16)]))
+        assert first._words.has_signed(1, report)
+        assert not second._words.has_signed(1, report)
+        for round_ in (first, second):
+            await round_.close(orderly=False)
+        for each in group:
+            each.release()
 
     on_sim(scenario)
 
@@ -306,7 +366,9 @@ def test_a_commit_of_an_average_that_nobody_made_stopped_its_members_for_the_who
         def saying(message: Any) -> None:
             if isinstance(message, Commit):
                 made_up = replace(message.tiles[0], attempt=1, digest=b"z" * 16)
-                message = signed_by(leader._table.identity, Commit(message.round_id, [made_up, *message.tiles[1:]]))
+                message = signed_by(
+                    leader._table.identity, leader, Commit(message.round_id, [made_up, *message.tiles[1:]])
+                )
                 if streams == "ended":
                     for stream in list(leader._serving):
                         stream.abort()

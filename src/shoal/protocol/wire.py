@@ -749,7 +749,7 @@ class Report(Message, frozen=True):
         lost: members that this one cannot get averages from.
         moved_bytes: bytes sent and received in this round so far. They show that a slow member is at work.
         signature: in a group of three or more, if the member has made one of these averages itself: with the context
-            `report`, over the round's id and the BLAKE3 digest of the encoded list `held`. Else empty.
+            `report`, over the BLAKE3 digests of the round's encoded `Begin` and of the encoded list `held`. Else empty.
     """
 
     held: Annotated[list[Held], msgspec.Meta(max_length=MAX_TILES)] = []
@@ -795,8 +795,9 @@ class Commit(Message, frozen=True):
     Attributes:
         round_id: the round.
         tiles: one entry for each tile, in order.
-        signature: the coordinator's, with the context `commit`, over the round's id and the digest of the commit as
-            `CommitDigest` has it. Empty in a group of two, where a member has nobody to compare its commit with.
+        signature: the coordinator's, with the context `commit`, over the BLAKE3 digest of the round's encoded `Begin`
+            and the digest of the commit as `CommitDigest` has it. Empty in a group of two, where a member has nobody to
+            compare its commit with.
     """
 
     round_id: RoundID

@@ -102,6 +102,9 @@ together send the coordinator so many a second."""
 _TICKS_PER_S = 1000
 """Who is late is looked at twice in `LEAST_S`; in a large group more rarely: for so many members a second."""
 
+_REMEMBERED_IDS = 4096
+"""The number of rounds whose ids are remembered: this peer takes part in no other round with one of them."""
+
 _REMEMBERED_VERDICTS = 64
 """The number of rounds whose verdicts are remembered."""
 
@@ -149,6 +152,8 @@ class Round:
 
     Attributes:
         machine: this member's part, without input and output.
+        begun: the digest of the message with which the leader began the round.
+        terms: its first bytes, by which two members find that they were told different things.
 
     Raises:
         ConfigError: the group's shares and tiles do not fit the tensors, or the weight cannot be used.
@@ -170,11 +175,12 @@ class Round:
         self.round_id, self.members = group.round_id, list(group.members)
         self.me, self.coordinator = group.my_index, group.coordinator
         self.tiling = _cut(group, vector, weight)
-        self.terms = blake3(encode(group.begin)).digest(length=16)
+        self.begun = blake3(encode(group.begin)).digest()
+        self.terms = self.begun[:16]
         reducers = self.tiling.owners
         self._table, self._options, self._on_lie = table, options, on_lie
         peers = [member.contact.peer for member in self.members]
-        self._words = SignedWords(table.identity, self.round_id, peers, self.coordinator)
+        self._words = SignedWords(table.identity, self.begun, peers, self.coordinator)
         self._loop, self._over, self._closed = asyncio.get_running_loop(), False, False
         self._promised_s = self._promises(vector)
         self._index = {member.contact.peer: index for index, member in enumerate(self.members)}
@@ -294,7 +300,13 @@ class Round:
         if not any(member.contributes for member in self.members):
             self.give_up("all members of the group are auxiliary: nobody has values to average")
             raise self._failure()
-        self._table.add(self)
+        leader = self.members[self.coordinator].contact.peer
+        if (first := self._table.add(self, leader)) is not None:
+            sometimes("the id of a round is used again")
+            if first == leader:  # else one of the two has the id from the other
+                self._lied(self.coordinator, "has begun another round with this id before")
+            self.give_up("its id was used before")
+            raise self._failure()
         self._begin_control()
         self._do(self.machine.start(self._loop.time(), self._bad_lines))
         self._reporting.spawn(self._report_loop())
@@ -994,18 +1006,29 @@ class RoundTable:
         self.endpoint, self.identity = endpoint, identity
         self._rounds: dict[bytes, Round] = {}
         self._begun, self._early = Changes(), 0
+        self._used: dict[bytes, PeerID] = {}
         self._verdicts: dict[bytes, Commit] = {}
         endpoint.serve_stream(Reduce, self._serve)
         endpoint.serve(AskVerdict, self._answer)
 
-    def add(self, round_: Round) -> None:
-        """A round has begun here."""
+    def add(self, round_: Round, leader: PeerID) -> PeerID | None:
+        """A round of this leader begins here.
+
+        Returns:
+            Who led another round with the same id: then this one must not begin, as what was signed in the other one
+            could be shown in it. None if there was no such round.
+        """
+        if (first := self._used.get(round_.round_id)) is not None:
+            return first
+        put_last(self._used, round_.round_id, leader, _REMEMBERED_IDS)
         self._rounds[round_.round_id] = round_
         self._begun.notify()
+        return None
 
     def remove(self, round_: Round) -> None:
         """A round is over; its verdict stays known for a while."""
-        self._rounds.pop(round_.round_id, None)
+        if self._rounds.get(round_.round_id) is round_:
+            del self._rounds[round_.round_id]
         if round_.machine.rules.commit is not None:
             put_last(self._verdicts, round_.round_id, round_.machine.rules.commit, _REMEMBERED_VERDICTS)
 

@@ -34,7 +34,8 @@ class SignedWords:
 
     Args:
         identity: the member's.
-        round_id: the id of the round. It is signed, too: what somebody has signed in another round proves nothing here.
+        begun: the digest of the round's `Begin`, 32 bytes. It is signed, too: what somebody has signed in another round
+            proves nothing here, even if its leader gives both rounds one id.
         members: the group.
         coordinator: its index.
 
@@ -42,8 +43,8 @@ class SignedWords:
         proved: whether the coordinator has signed two commits of this round.
     """
 
-    def __init__(self, identity: Identity, round_id: bytes, members: Sequence[PeerID], coordinator: int) -> None:
-        self._identity, self._round_id, self._members, self._coordinator = identity, round_id, members, coordinator
+    def __init__(self, identity: Identity, begun: bytes, members: Sequence[PeerID], coordinator: int) -> None:
+        self._identity, self._begun, self._members, self._coordinator = identity, begun, members, coordinator
         self._in_use, self._leads = len(members) > 2, identity.peer_id == members[coordinator]
         self._signed: Commit | None = None
         self._told: CommitDigest | None = None
@@ -55,7 +56,7 @@ class SignedWords:
         """A report of averages that this member has made."""
         if not self._in_use:
             return report
-        return replace(report, signature=self._identity.sign(_REPORT, self._round_id + _digest(report.held)))
+        return replace(report, signature=self._identity.sign(_REPORT, self._begun + _digest(report.held)))
 
     def has_signed(self, member: int, report: Report) -> bool:
         """Return whether this member has signed this report; in a group of two no report is signed."""
@@ -68,7 +69,7 @@ class SignedWords:
         if not self._in_use or not isinstance(message, Commit):
             return message
         if self._signed is None:
-            signature = self._identity.sign(_COMMIT, self._round_id + _digest(message.unsigned))
+            signature = self._identity.sign(_COMMIT, self._begun + _digest(message.unsigned))
             self._signed = replace(message, signature=signature)
         return self._signed
 
@@ -101,7 +102,7 @@ class SignedWords:
         return True
 
     def _is_signed(self, member: int, context: bytes, digest: bytes, signature: bytes) -> bool:
-        return verify(self._members[member], context, self._round_id + digest, signature)
+        return verify(self._members[member], context, self._begun + digest, signature)
 
 
 def _digest(said: object) -> bytes:

@@ -11,9 +11,12 @@ import torch
 
 from shoal import sim
 from shoal.averaging import Averager
-from shoal.averaging.allreduce.round import Outcome
+from shoal.averaging.allreduce.round import Outcome, Round
+from shoal.averaging.allreduce.streams import SenderStream
 from shoal.averaging.matchmaking.machine import GroupMachine
+from shoal.base.peer import PeerID
 from shoal.errors import RoundFailed
+from shoal.events import Event, Warned
 from shoal.strategies import DiLoCo, Strategy
 from tests.sim.averaging_kit import SETTINGS, Trial
 from tests.sim.optimizer_kit import Run, Trainer
@@ -78,6 +81,69 @@ def test_a_member_that_gives_nothing_is_not_waited_for_in_each_round(strategy: S
         gives_nothing(idle.participant._averager, first)
         await sim.sleep(60.0)
         assert await steps(60.0) > 2 * 0.6 * calm * (count - 1) / count
+
+    sim.run(main, seed=1)
+
+
+@pytest.mark.parametrize("what", ["its values", "its answers", "control"])
+def test_a_member_that_does_not_end_its_streams_is_not_waited_for_in_each_round(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each round of all others took 1.1 s in place of 0.2 s, for ever, and nobody was named."""
+
+    async def main() -> None:
+        run, warned = Run(target=4 * BATCH, dtype=torch.float32), dict[str, set[PeerID]]()
+        finish, serve, say = SenderStream.finish, Round._serve, Round._say_no_more
+        evil: PeerID | None = None
+
+        async def finish_late(sender: SenderStream, commit: Any) -> None:
+            if sender._endpoint.peer_id == evil and sender._reader is not None:
+                await asyncio.wait([sender._reader])
+            await finish(sender, commit)
+
+        async def serve_on(round_: Round, stream: Any, sender: int) -> None:
+            await serve(round_, stream, sender)
+            if round_.endpoint.peer_id == evil:
+                await sim.sleep(30.0)
+
+        async def say_on(round_: Round) -> None:
+            if round_.endpoint.peer_id == evil:
+                await sim.sleep(30.0)
+            await say(round_)
+
+        trainers = dict[str, Trainer]()
+        for name in ("p0", "p1", "p2", "p3"):
+
+            def note(event: Event, name: str = name) -> None:
+                if isinstance(event, Warned):
+                    warned.setdefault(name, set()).update(event.about)
+
+            trainers[name] = await run.add(name, events=note)
+        for name, trainer in trainers.items():
+            run.swarm.spawn(name, trainer.train(BATCH, duration_s=0.2, until=asyncio.Event().is_set))
+        await sim.sleep(5.0)
+        first = trainers["p0"]
+
+        async def steps() -> int:
+            before = first.participant.epoch
+            await sim.sleep(4.0)
+            return first.participant.epoch - before
+
+        calm = await steps()
+        follower = next(
+            n for n, t in trainers.items() if n != "p0" and not t.participant._averager._finder.matchmaker._memory.led
+        )
+        evil = trainers[follower].participant.core.peer_id
+        way: tuple[type, str, Any] = {
+            "its values": (SenderStream, "finish", finish_late),
+            "its answers": (Round, "_serve", serve_on),
+            "control": (Round, "_say_no_more", say_on),
+        }[what]
+        monkeypatch.setattr(*way)
+        await sim.sleep(4.0)
+        assert await steps() > 0.6 * calm
+        if what != "control":
+            assert warned["p0"] == {evil}
 
     sim.run(main, seed=1)
 

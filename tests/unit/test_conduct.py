@@ -71,6 +71,45 @@ def test_a_member_that_was_waited_for_and_gave_nothing_is_idle(how: str) -> None
     assert "gave nothing" in rounds.warnings[0]
 
 
+def test_a_member_that_does_not_end_its_streams_is_idle() -> None:
+    """It gives what it should. But each round waited a second for it, and nobody was named."""
+    rounds = Rounds()
+    for _ in range(2):
+        rounds.play()
+        rounds.conduct.ended(frozenset({B}), 1.0, rounds.now)
+    assert rounds.shut_out() == (frozenset({B}), NOBODY, NOBODY)
+    assert "did not end its streams" in rounds.warnings[0]
+    rounds.now += 10.0  # in its pause nobody waits for it, and it is not forgiven as long as it goes on so
+    for _ in range(2):
+        rounds.conduct.ended(frozenset({B}), 0.0, rounds.now)
+        rounds.play()
+    assert rounds.conduct.idle.unforgiven == {B}
+    rounds.conduct.ended(NOBODY, 0.0, rounds.now)
+    rounds.play()
+    assert rounds.conduct.idle.unforgiven == NOBODY
+
+
+def test_streams_that_nobody_waited_for_cost_nobody_anything() -> None:
+    """A member with a slow line may fetch averages until the next round needs the memory."""
+    rounds = Rounds()
+    for _ in range(4):
+        rounds.play()
+        rounds.conduct.ended(frozenset({B}), 0.0, rounds.now)
+    rounds.play(late=frozenset({B}), gave=frozenset({A, C}))
+    rounds.conduct.ended(frozenset({B}), 1.0, rounds.now)  # it is one failure, not two
+    assert rounds.shut_out() == (NOBODY, NOBODY, NOBODY)
+
+
+def test_open_streams_are_paid_for() -> None:
+    """Keys are free: many could take turns."""
+    rounds, strangers = Rounds(), Strangers({A, C}, Budget(5.0, 0.0), Budget(5.0, 0.0))
+    assert strangers.others is not None
+    rounds.conduct._strangers = strangers
+    rounds.conduct.ended(frozenset({B}), 1.0, rounds.now)
+    rounds.conduct.ended(frozenset({A}), 2.0, rounds.now)
+    assert (strangers.budget.left_s(rounds.now), strangers.others.left_s(rounds.now)) == (4.0, 3.0)
+
+
 def test_a_member_that_gave_to_others_has_a_bad_line_to_us() -> None:
     """It may lead: it does nothing wrong."""
     rounds = Rounds()

@@ -12,6 +12,7 @@ groups mix and all peers come to the global average in a logarithmic number of r
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
@@ -133,6 +134,7 @@ class Averager:
         self._stepping: asyncio.Task[Any] | None = None
         self._outweighing: dict[PeerID, None] = {}  # those that were told
         self._finishing: asyncio.Task[None] | None = None  # of the last round
+        self._finished_at = self._searched_at = -math.inf
         self._closing: asyncio.Task[None] | None = None
         self._last_round: Round | None = None
         self._tasks = Tasks(self._on_failure)
@@ -269,6 +271,7 @@ class Averager:
     async def _try_once(self, attempt: _Attempt, deadline: float) -> StepResult | None:
         """One round; None if the step was told to begin later, before there was a group."""
         loop, events = asyncio.get_running_loop(), self.core.env.events
+        self._searched_at = loop.time()
         try:
             group = await self._finder.find(
                 attempt.request,
@@ -359,14 +362,16 @@ class Averager:
         outcome: Outcome | None = None
         try:
             outcome = await round_.run()
+            # Not after the averages are applied, which may take long: the others wait for our streams to end.
+            self._finishing = self._tasks.spawn(self._finish(round_, group, orderly=True))
             if not self.settings.auxiliary:
                 async with self._tensors(deadline, group.round_id, "the average was agreed on, but not applied: "):
                     with _fails_without_memory("the average was agreed on, but not applied in full", group.round_id):
                         await shielded(self._apply(attempt.apply))
             return outcome
         finally:
-            # Gives the group's streams back when nothing of the round reads them any more.
-            self._finishing = self._tasks.spawn(_finish(round_, group, orderly=outcome is not None))
+            if outcome is None:
+                self._finishing = self._tasks.spawn(self._finish(round_, group, orderly=False))
             self._last_round = round_
             self._tell_outweighing(round_)
             if self._still_s() < still_s + _STILL_S:  # else the others may have left us, not we them
@@ -438,6 +443,17 @@ class Averager:
         weight, scale = prepare(group)
         return weight, self.vector.copy_in(scale, weight)
 
+    async def _finish(self, round_: Round, group: Group, *, orderly: bool) -> None:
+        """Give the group's streams back when nothing of the round reads them any more."""
+        try:
+            if orderly:
+                await round_.end_streams(group.release)
+            else:
+                await round_.close(orderly=False)
+        finally:
+            group.release()
+            self._finished_at = asyncio.get_running_loop().time()
+
     async def release(self) -> None:
         """Close the last round, which gave its averages to members that were left out: its memory is free then.
 
@@ -462,6 +478,8 @@ class Averager:
         try:
             if finishing is not None:
                 await asyncio.wait([finishing])  # `_on_failure` tells its errors
+            now = asyncio.get_running_loop().time()
+            self.conduct.ended(round_.kept, self._finished_at - self._searched_at, now)
             await round_.close(orderly=False)
         finally:
             self._closing = None
@@ -566,16 +584,6 @@ class _Attempt(msgspec.Struct, frozen=True):
     strangers: Strangers
     tag: str
     since_last_s: float
-
-
-async def _finish(round_: Round, group: Group, *, orderly: bool) -> None:
-    try:
-        if orderly:
-            await round_.end_streams()
-        else:
-            await round_.close(orderly=False)
-    finally:
-        group.release()
 
 
 def _read_all(packed: Sequence[bytes]) -> list[Any]:

@@ -29,8 +29,8 @@ class Conduct:
         warn: called with what the user is told, and the peer that it names.
 
     Attributes:
-        idle: the members that keep rounds waiting and give nothing. While their pause lasts they lead no group of this
-            peer, and it waits for nothing of theirs.
+        idle: the members that keep rounds waiting and give nothing, or do not end their streams. While their pause
+            lasts they lead no group of this peer, and it waits for nothing of theirs.
         bad_leaders: the peers that lead groups, and bring their rounds to no end, or far too late. While their pause
             lasts they lead no group of this peer; they may be members.
         bad_lines: the members whose values or averages do not come here, and come to others. While their pause lasts
@@ -43,6 +43,8 @@ class Conduct:
         # The others can do without it in this role: half of a window is too much to lose for the first time, too.
         self.bad_leaders = Ledger[PeerID](*pauses, costly_s=window_s / 2)
         self._window_s, self._warn = window_s, warn
+        # Of the last round: those that were late, those that had not ended their streams, and who was a stranger.
+        self._late, self._kept, self._strangers = frozenset[PeerID](), frozenset[PeerID](), NO_STRANGERS
         self._helpers: dict[PeerID, None] = {}  # that have reduced for us, and have no values with which to prove it
 
     def precedence(self, strangers: Strangers, now: float) -> Precedence:
@@ -104,6 +106,7 @@ class Conduct:
             unfair: the leader has planned it so that it is slow: nobody else is to blame for what came late.
         """
         seen, cost_s = round_.seen, now - began
+        self._late, self._strangers = frozenset(), strangers
         leader = round_.members[round_.coordinator].contact.peer
         if unfair:
             self.led_badly(leader, cost_s, now, strangers)
@@ -116,7 +119,8 @@ class Conduct:
             # One without values of its own gives the averages of its tiles.
             reduced = seen.reduced - self.idle.pausing(now)
         late, unheard = seen.late | (seen.unheard - gave), (seen.unheard & gave) - seen.late
-        for peer in (gave | reduced) - late:
+        self._late = late
+        for peer in (gave | reduced) - late - self._kept:
             self.idle.forgive(peer, now)
         for peer in gave - unheard - seen.bad_lines:
             self.bad_lines.forgive(peer, now)
@@ -136,12 +140,29 @@ class Conduct:
         elif outcome is not None:
             self.bad_leaders.forgive(leader, now)
 
+    def ended(self, kept: frozenset[PeerID], cost_s: float, now: float) -> None:
+        """The next round begins: nobody waits any more for the streams of the last one.
+
+        Args:
+            kept: the members that had not ended theirs in the time that there was.
+            cost_s: how long the next round, or the search for its group, has waited for that. Nobody is to blame if it
+                did not.
+            now: seconds.
+        """
+        idle = self.idle.pausing(now)
+        to_blame = kept - idle - self._late if cost_s > 0 else frozenset[PeerID]()
+        self._kept = to_blame | (kept & idle)  # what they give to the next round does not make up for that
+        if to_blame:
+            self._strangers.pay(min(self._strangers.among(to_blame) or to_blame), cost_s, now)
+            self._note_idle(to_blame, cost_s, now)
+
     def _note_idle(self, late: Collection[PeerID], cost_s: float, now: float) -> None:
         for peer in sorted(late):
             if times := self.idle.failed(peer, now, cost_s):
                 self._warn(
-                    f"{peer.short()} kept {times} rounds waiting, and gave nothing to them, or too late: the next ones "
-                    "go on without it. Check its line (`shoal doctor INVITE` there), and whether its process hangs",
+                    f"{peer.short()} kept {times} rounds waiting, and gave nothing to them, or too late, or did not "
+                    "end its streams after them: the next ones go on without it. Check its line (`shoal doctor INVITE` "
+                    "there), and whether its process hangs",
                     peer,
                 )
 

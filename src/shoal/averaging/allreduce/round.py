@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -154,6 +155,7 @@ class Round:
         machine: this member's part, without input and output.
         begun: the digest of the message with which the leader began the round.
         terms: its first bytes, by which two members find that they were told different things.
+        kept: the members that had not ended their streams when `end_streams` stopped waiting for them.
 
     Raises:
         ConfigError: the group's shares and tiles do not fit the tensors, or the weight cannot be used.
@@ -209,7 +211,10 @@ class Round:
         self._senders: dict[int, SenderStream] = {}
         self._reducing: dict[int, ReducerStream] = {}
         self._serving = OrderedSet[DownStream]()
-        self._served = Changes()
+        self._ended_one = Changes()
+        # The streams of data, and of control, with each member that have not ended.
+        self._open, self._talking = Counter[int](), Counter[int]()
+        self.kept = frozenset[PeerID]()
         self._moved_before = 0  # on streams that are over
         # Tasks that are over are not kept: their errors know this round, and memory in cycles is freed late.
         self._tasks, self._talks, self._reporting = (Tasks(self._failed) for _ in range(3))
@@ -330,13 +335,17 @@ class Round:
         await shielded(self._tiles.settle(commit))
         return Outcome.of(commit, self.members, self.tiling.owners)
 
-    async def end_streams(self) -> None:
+    async def end_streams(self, and_then: Callable[[], None] = lambda: None) -> None:
         """The verdict is known: end our streams, so that their connections can be used again.
 
         A round that succeeded goes on giving its averages to members that were left out, by streams of their own.
+
+        Args:
+            and_then: called once the streams of the group have ended; those of data may need longer.
         """
-        if self.machine.rules.succeeded:
-            await asyncio.gather(self._end_control(), self._end_data())
+        if not self.machine.rules.succeeded:
+            return
+        await asyncio.gather(self._end_control(and_then), self._end_data())
 
     async def close(self, *, orderly: bool = True) -> None:
         """Stop serving this round; afterwards nothing of it touches the vector. Safe to call twice.
@@ -534,11 +543,15 @@ class Round:
 
     def _begin_control(self) -> None:
         if self._coordinating is None:
-            self._talks.spawn(self._obey_coordinator(self._control[self.coordinator]))
+            self._keeps(
+                self._talking,
+                self.coordinator,
+                self._talks.spawn(self._obey_coordinator(self._control[self.coordinator])),
+            )
             return
         for member, stream in self._control.items():
-            self._talks.spawn(self._hear(member, stream))
-            self._talks.spawn(self._talk(member, stream))
+            self._keeps(self._talking, member, self._talks.spawn(self._hear(member, stream)))
+            self._keeps(self._talking, member, self._talks.spawn(self._talk(member, stream)))
         for member in sorted(set(range(len(self.members))) - self._control.keys() - {self.me}):
             self._control_lost(member, "it has no control stream")
 
@@ -653,20 +666,54 @@ class Round:
             may_learn[contact.peer] = verdict.may_learn
             await asyncio.sleep(_ASK_PAUSE_S)
 
-    async def _end_control(self) -> None:
+    async def _end_control(self, and_then: Callable[[], None]) -> None:
         """All was said: end the streams in order."""
+        if self._coordinating is None:
+            self._keeps(self._talking, self.coordinator, self._talks.spawn(self._say_no_more()))
+        await self._farewell(self._talking)
+        if self._talks and self._coordinating is None:
+            self._control[self.coordinator].abort()
+        # A member that does not take the verdict in this time asks the others for it.
+        await self._talks.cancel()  # the group's streams are read by nobody from now on
+        and_then()
+
+    async def _say_no_more(self) -> None:
+        await self._reporting.cancel()  # it may be about to send
+        stream = self._control[self.coordinator]
         try:
-            async with asyncio.timeout(_FAREWELL_S):
-                if self._coordinating is None:
-                    await self._reporting.cancel()  # it may be about to send
-                    await self._control[self.coordinator].end()
-                await self._talks.wait()
-        except (PeerError, TimeoutError):
-            # A member that does not take the verdict in this time asks the others for it.
-            if self._coordinating is None:
-                self._control[self.coordinator].abort()
-        finally:
-            await self._talks.cancel()  # the group's streams are read by nobody from now on
+            await stream.end()
+        except PeerError:
+            stream.abort()
+
+    async def _end_data(self) -> None:
+        """End our streams in order. Those that others leave open are served until `close`: nobody waits for them."""
+        commit = self.machine.rules.commit
+        told = self._words.told(commit) if commit is not None else None
+        for reducer, sender in self._senders.items():
+            self._keeps(self._open, reducer, self._tasks.spawn(sender.finish(told)))
+        await self._farewell(self._open)
+
+    async def _farewell(self, streams: Counter[int]) -> None:
+        """Give the others a moment to end these, and note who does not; who is waited for briefly has no longer."""
+        most_s, began = min(_FAREWELL_S, self._options.spare_s), self._loop.time()
+        briefs = {member: min(most_s, patience_s) for member, patience_s in self._brief_s.items()}
+        for until_s in sorted({most_s, *briefs.values()}):
+            others = {member for member, patience_s in briefs.items() if patience_s < until_s}
+            while not streams.keys() <= others and (left_s := began + until_s - self._loop.time()) > 0:
+                await self._ended_one.next(left_s)
+        self.kept |= {self.members[member].contact.peer for member in streams}
+
+    def _keeps(self, streams: Counter[int], member: int, task: asyncio.Task[None]) -> None:
+        """One of these streams with this member is open until this task ends."""
+        streams[member] += 1
+        task.add_done_callback(lambda _: self._has_ended(streams, member))
+
+    def _has_ended(self, streams: Counter[int], member: int) -> None:
+        """One of these streams with this member is over."""
+        streams[member] -= 1
+        if not streams[member]:
+            del streams[member]
+        self._ended_one.notify()
 
     # ------------------------------------------------------------------------------------------ values and averages
 
@@ -745,6 +792,7 @@ class Round:
             self._moved_before += older.moved_bytes
         self._reducing[sender] = served
         self._serving.add(stream)
+        self._open[sender] += 1
         for tile, held in enumerate(self.machine.rules.held):
             if held is not None and self.machine.rules.reducer[tile] == self.me:
                 served.offer(tile)
@@ -771,7 +819,7 @@ class Round:
         finally:
             pump.cancel()
             self._serving.discard(stream)
-            self._served.notify()
+            self._has_ended(self._open, sender)
 
     def _requested(self, served: ReducerStream, message: PartRequest, nbytes: int) -> None:
         tile = message.tile
@@ -828,21 +876,10 @@ class Round:
         for stream in list(self._serving):
             stream.abort()
 
-    async def _end_data(self) -> None:
-        """End our streams in order, and give the others a moment to end theirs."""
-        commit = self.machine.rules.commit
-        told = self._words.told(commit) if commit is not None else None
-        await asyncio.gather(*(sender.finish(told) for sender in self._senders.values()))
-        try:
-            async with asyncio.timeout(_FAREWELL_S):
-                await self._settled()
-        except TimeoutError:
-            pass  # a member that still wants something asks another one
-
     async def _settled(self) -> None:
         """Wait until no stream is served: then, without the round's tasks, nothing uses the vector any more."""
         while self._serving:
-            await self._served.next()
+            await self._ended_one.next()
 
     # ----------------------------------------------------------------------------------------------------------- loops
 

@@ -394,7 +394,7 @@ def test_a_newcomer_on_a_line_of_8_kb_a_second_takes_part() -> None:
         assert scene.run.agree(names)
         await scene.run.close()
 
-    sim.run(main, seed=13)
+    sim.run(main, seed=15)
 
 
 class SlowStream:

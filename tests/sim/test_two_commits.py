@@ -354,8 +354,17 @@ def test_each_step_under_a_leader_with_two_commits_had_two_states(
     sim.run(main, seed=1)
 
 
-@pytest.mark.parametrize("streams", ["open", "ended"])
-def test_a_commit_of_an_average_that_nobody_made_stopped_its_members_for_the_whole_round(streams: str) -> None:
+@pytest.mark.parametrize(
+    ("line", "situations"),
+    [
+        ("open", ["a member gives nothing that was asked for a committed average"]),
+        ("ended", []),
+        ("silent", ["a member falls silent that was asked for a committed average"]),
+    ],
+)
+def test_a_commit_of_an_average_that_nobody_made_stopped_its_members_for_the_whole_round(
+    line: str, situations: Sequence[str]
+) -> None:
     """Its leader answers no request, and its line lives: the member waited for it until the round's time was over."""
 
     async def scenario(net: SimNet) -> None:
@@ -369,19 +378,22 @@ def test_a_commit_of_an_average_that_nobody_made_stopped_its_members_for_the_who
                 message = signed_by(
                     leader._table.identity, leader, Commit(message.round_id, [made_up, *message.tiles[1:]])
                 )
-                if streams == "ended":
+                if line == "ended":
                     for stream in list(leader._serving):
                         stream.abort()
+                if line == "silent":
+                    asyncio.get_running_loop().call_later(0.01, net.swarm.network.stall, "p0")
             put(message)
 
         leader._to_say[2].put_nowait = saying  # type: ignore[method-assign, assignment]
         leader._requested = lambda *_: None  # type: ignore[method-assign]
         begin = asyncio.get_running_loop().time()
-        with pytest.raises(RoundFailed, match="nobody who holds the averages"):
+        with reaches(*situations), pytest.raises(RoundFailed, match="nobody who holds the averages"):
             await asyncio.gather(*(round_.run() for round_ in rounds[:2]), rounds[3].run(), rounds[2].run())
         assert asyncio.get_running_loop().time() - begin < 2 * OPTIONS.silence_s
         assert rounds[2].seen.led_badly
         assert named(group[2]) == {group[0].peer.peer_id}
+        net.swarm.network.unstall("p0")
         await asyncio.gather(*(round_.close() for round_ in rounds))
         for each in group:
             each.release()

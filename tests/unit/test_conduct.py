@@ -31,9 +31,8 @@ class Rounds:
         """One round, in which this was seen; by default all three gave and own parts."""
         given: dict[str, Any] = {"late": NOBODY, "unheard": NOBODY, "bad_lines": NOBODY, "reduced": ALL}
         given |= {"hurried": NOBODY, "waited_s": 0.0, "lost_s": 0.0}
-        members = [SimpleNamespace(contact=SimpleNamespace(peer=peer)) for peer in (A, B, C)]
         all_seen = Seen(**{**given, "led_badly": False, "decided_late": False, **seen})
-        round_: Any = SimpleNamespace(seen=all_seen, members=members, coordinator=0)
+        round_: Any = SimpleNamespace(seen=all_seen, leader=A)
         in_part = {A: Fraction(1, 2)} if A in gave else {A: Fraction(0)}
         outcome: Any = SimpleNamespace(contributors=sorted(gave - {A}), counted_in_part=in_part)
         outcome = outcome if succeeds else None

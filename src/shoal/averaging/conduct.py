@@ -107,7 +107,7 @@ class Conduct:
         """
         seen, cost_s = round_.seen, now - began
         self._late, self._strangers = frozenset(), strangers
-        leader = round_.members[round_.coordinator].contact.peer
+        leader = round_.leader
         if unfair:
             self.led_badly(leader, cost_s, now, strangers)
             return

@@ -160,9 +160,10 @@ class MemberRules:
                 self.replaced.add(self._owner[tile])
                 self._owner[tile] = assign.reducer
                 self._named.pop(tile, None)
-            elif assign.reducer in (named := self._named.setdefault(tile, set())):
-                continue  # once is enough: else a tile could be asked for as often as the coordinator likes
             else:
+                named = self._named.setdefault(tile, set())
+                if assign.reducer in named:
+                    continue  # once is enough: else a tile could be asked for as often as the coordinator likes
                 named.add(assign.reducer)
             self.attempt[tile], self.reducer[tile] = assign.attempt, assign.reducer
             if (held := self.held[tile]) is not None and held.attempt >= assign.attempt:
@@ -271,7 +272,10 @@ class CommitRules:
         if self._first.setdefault(tile, held) != held:
             self.disputed.add(tile)
         if tile in self.disputed:
-            (self.unknown.discard if tile in self.held[self.maker[tile]] else self.unknown.add)(tile)
+            if tile in self.held[self.maker[tile]]:
+                self.unknown.discard(tile)
+            else:
+                self.unknown.add(tile)
         return True
 
     def leave_out(self, member: int) -> None:

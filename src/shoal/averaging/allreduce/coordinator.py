@@ -198,8 +198,8 @@ class Coordinator:
         """A member reported the tiles that it newly holds, and the reducers that it cannot get tiles from.
 
         Reports cost their sender little, so only what is new in them is looked at: for the member all tiles from the
-        reducers that it newly lost, for the others the tiles that it newly holds. What a member says once more of an
-        attempt is not new, whatever it says: an honest member has one average of each.
+        reducers that it newly lost, for the others the tiles that it newly holds. A second word of
+        a member about an attempt is not new, whatever it says: an honest member has one average of each.
         """
         rules, given, lost, word = self.rules, list[int](), set[int](), _Word(report)
         self._heard[member] = now
@@ -256,7 +256,7 @@ class Coordinator:
         return self._void(void, lies, now)
 
     def _void(self, tiles: Sequence[int], lies: Mapping[int, str], now: float) -> list[CoordinatorAction]:
-        """Have others average these tiles anew. What their makers have said of them does not count."""
+        """Have others average these tiles anew. The words of their makers about them do not count."""
         for tile in tiles:
             maker = self.rules.maker[tile]
             self.reduces[maker] = False

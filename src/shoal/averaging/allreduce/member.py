@@ -39,8 +39,6 @@ __all__ = [
     "Work",
 ]
 
-_IN_VAIN = "committed averages that nobody gives"
-
 Work = tuple[int, int]
 """(tile, attempt)."""
 
@@ -455,7 +453,9 @@ class MemberMachine:
             sometimes("nobody can give an average that was committed")
             self.give_up("committed, but nobody who holds the averages could be reached")
             self.committed_in_vain = self._has_refusals
-            return [Blame(self.coordinator, _IN_VAIN, lied=True)] if self._has_refusals else []
+            if not self._has_refusals:
+                return []
+            return [Blame(self.coordinator, "committed averages that nobody gives", lied=True)]
         self._asked[tile] = source
         return [Ask(tile, self.rules.commit.tiles[tile].attempt, source)]
 

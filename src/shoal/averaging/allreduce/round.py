@@ -257,6 +257,11 @@ class Round:
         )
 
     @property
+    def leader(self) -> PeerID:
+        """The peer that decides the round."""
+        return self.members[self.coordinator].contact.peer
+
+    @property
     def _stall_s(self) -> float:
         """A reducer may wait this long for a silent sender before it goes on without."""
         return (self._options.reducer_silence_s or 2 * self._options.silence_s) + 2 * self._options.report_s
@@ -305,10 +310,9 @@ class Round:
         if not any(member.contributes for member in self.members):
             self.give_up("all members of the group are auxiliary: nobody has values to average")
             raise self._failure()
-        leader = self.members[self.coordinator].contact.peer
-        if (first := self._table.add(self, leader)) is not None:
+        if (first := self._table.add(self)) is not None:
             sometimes("the id of a round is used again")
-            if first == leader:  # else one of the two has the id from the other
+            if first == self.leader:  # else one of the two has the id from the other
                 self._lied(self.coordinator, "has begun another round with this id before")
             self.give_up("its id was used before")
             raise self._failure()
@@ -694,7 +698,7 @@ class Round:
         await self._farewell(self._open)
 
     async def _farewell(self, streams: Counter[int]) -> None:
-        """Give the others a moment to end these, and note who does not; who is waited for briefly has no longer."""
+        """Give the others a moment to end these, or less if they are waited for briefly; note those that do not."""
         most_s, began = min(_FAREWELL_S, self._options.spare_s), self._loop.time()
         briefs = {member: min(most_s, patience_s) for member, patience_s in self._brief_s.items()}
         for until_s in sorted({most_s, *briefs.values()}):
@@ -857,7 +861,7 @@ class Round:
         if not known:
             sometimes("a coordinator has signed two commits of one round")
             self._blame(self.coordinator, "has signed two different commits of one round", lied=True)
-            self._on_lie(self.members[self.coordinator].contact.peer)
+            self._on_lie(self.leader)
         return self._words.told(commit)
 
     @property
@@ -977,8 +981,7 @@ class Round:
 
         An average may take as long as the round has taken until its verdict: no longer.
         """
-        committed_at = self._loop.time()
-        patience_s = self._options.silence_s + committed_at - self._began
+        patience_s = self._options.silence_s + (self._loop.time() - self._began)
         missing: dict[int, tuple[int, float]] = {}
         while not self._done.done():
             now, awaited = self._loop.time(), self.machine.awaited
@@ -1048,8 +1051,8 @@ class RoundTable:
         endpoint.serve_stream(Reduce, self._serve)
         endpoint.serve(AskVerdict, self._answer)
 
-    def add(self, round_: Round, leader: PeerID) -> PeerID | None:
-        """A round of this leader begins here.
+    def add(self, round_: Round) -> PeerID | None:
+        """A round begins here.
 
         Returns:
             Who led another round with the same id: then this one must not begin, as what was signed in the other one
@@ -1057,7 +1060,7 @@ class RoundTable:
         """
         if (first := self._used.get(round_.round_id)) is not None:
             return first
-        put_last(self._used, round_.round_id, leader, _REMEMBERED_IDS)
+        put_last(self._used, round_.round_id, round_.leader, _REMEMBERED_IDS)
         self._rounds[round_.round_id] = round_
         self._begun.notify()
         return None

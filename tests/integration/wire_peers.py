@@ -19,7 +19,7 @@ from shoal.base.peer import Address, PeerID
 from shoal.protocol.identity import Identity
 from shoal.transport.certificate import client_context, server_context
 
-VERSION = 3
+VERSION = 4
 """Of the protocol that these peers speak."""
 
 

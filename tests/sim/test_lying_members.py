@@ -203,9 +203,9 @@ def test_a_reducer_that_does_not_say_which_average_it_made_is_named(group: str) 
     on_sim(scenario)
 
 
-def reports(liar: Round, change: Callable[[Held], Held]) -> None:
-    """It reports something else of the first tile of the second member than it holds."""
-    report, first = liar.machine.report, liar.machine.rules.reducer.index(1)
+def reports(liar: Round, change: Callable[[Held], Held], first: int = 1) -> None:
+    """It reports something else of the first tile of this member (the second one) than it holds."""
+    report, first = liar.machine.report, liar.machine.rules.reducer.index(first)
 
     def lying(moved_bytes: int) -> Any:
         honest = report(moved_bytes)
@@ -248,6 +248,59 @@ def test_a_member_that_reports_another_average_than_it_was_given_has_nobody_name
         assert all(isinstance(end, Outcome) for end in ends)
         assert len({bits(each) for each in group}) == 1
         assert [named(each) for each in group] == [set()] * 3
+
+    on_sim(scenario)
+
+
+def test_a_leader_whose_reducers_lie_was_named_by_the_only_trainer() -> None:
+    """It has most reducers replaced. Each has signed another average than it gave, and the trainer is shown that."""
+
+    async def scenario(net: SimNet) -> None:
+        group = await group_of(net, "aaat")
+        seen = list[Any]()
+
+        def twist(rounds: list[Round]) -> None:
+            for liar in (1, 2):
+                reports(rounds[liar], lambda held: replace(held, digest=b"another one 16 b"), first=liar)
+            seen.append(rounds[3])
+
+        ends = await played(group, twist, shares=[*SLICES, 0])
+        assert isinstance(ends[3], Outcome)
+        assert named(group[3]) == {group[1].peer.peer_id, group[2].peer.peer_id}
+        assert not seen[0].seen.led_badly
+
+    on_sim(scenario)
+
+
+def test_what_a_reducer_has_signed_is_checked_once() -> None:
+    """However often the leader shows it."""
+
+    async def scenario(net: SimNet) -> None:
+        group = await members(net)
+        checked = list[Any]()
+
+        def twist(rounds: list[Round]) -> None:
+            report = rounds[1].machine.report
+
+            def telling(moved_bytes: int) -> Report:
+                found = report(moved_bytes)
+                if rounds[1].machine.has_made(found):
+                    for _ in range(100):
+                        rounds[0]._to_say[2].put_nowait(Shown(1, rounds[1]._words.signed_report(found)))
+                return found
+
+            rounds[1].machine.report = telling  # type: ignore[method-assign]
+            takes = rounds[2]._words.takes
+
+            def checking(message: Any) -> bool:
+                checked.append(message)
+                return takes(message)
+
+            rounds[2]._words.takes = checking  # type: ignore[method-assign]
+
+        await played(group, twist)
+        assert sum(isinstance(each, Shown) for each in checked) == 1
+        assert named(group[2]) == set()
 
     on_sim(scenario)
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from types import MappingProxyType
 from typing import NamedTuple
@@ -66,10 +66,12 @@ class _Word:
     Attributes:
         report: the report.
         is_signed: whether that member has signed it; None until it matters.
+        shown: the members that it was shown.
     """
 
     report: Report
     is_signed: bool | None = None
+    shown: set[int] = field(default_factory=set)
 
 
 class LeftOut(NamedTuple):
@@ -256,13 +258,27 @@ class Coordinator:
         return self._void(void, lies, now)
 
     def _void(self, tiles: Sequence[int], lies: Mapping[int, str], now: float) -> list[CoordinatorAction]:
-        """Have others average these tiles anew. The words of their makers about them do not count."""
+        """Have others average these tiles anew. The words of their makers about them do not count.
+
+        What a maker has signed is shown to those that it gave something else: so they know why it is replaced.
+        """
+        shown = list[Send]()
         for tile in tiles:
             maker = self.rules.maker[tile]
+            if (word := self._words.get(tile)) is not None and self._is_right(maker, word):
+                shown += self._show(tile, word, self.rules.held[maker][tile].digest)
             self.reduces[maker] = False
             self._reducing.leave(maker)
             self.rules.distrust(tile)
-        return [*(Lied(maker, lie) for maker, lie in lies.items()), *self._move(tiles, now)]
+        return [*(Lied(maker, lie) for maker, lie in lies.items()), *shown, *self._move(tiles, now)]
+
+    def _show(self, tile: int, word: _Word, digest: bytes) -> list[Send]:
+        """Show those that hold another average of a tile than this one the word of its maker, each of them once."""
+        rules, report = self.rules, replace(word.report, lost=[], moved_bytes=0)
+        differ = {member for member, held in enumerate(rules.held) if tile in held and held[tile].digest != digest}
+        differ -= word.shown | {rules.maker[tile]}
+        word.shown |= differ
+        return [Send(member, Shown(rules.maker[tile], report)) for member in sorted(differ)]
 
     def _leave_unsaid(self, now: float) -> list[CoordinatorAction]:
         """Wait no longer for makers of disputed tiles that say only late what they made, or never.
@@ -355,20 +371,11 @@ class Coordinator:
             return []
         self._told = True
         lied = [Lied(member, reason) for member, reason in self.rules.lies().items()]
-        shown = self._shown(verdict) if isinstance(verdict, Commit) else ()
+        shown = list[Send]()
+        if isinstance(verdict, Commit):
+            for tile in sorted(self.rules.disputed & self._words.keys()):
+                shown += self._show(tile, self._words[tile], verdict.tiles[tile].digest)
         return [*lied, *shown, *(Send(member, verdict) for member in range(len(self.reduces)))]
-
-    def _shown(self, commit: Commit) -> Collection[Send]:
-        """Show those that hold other averages than are committed what the makers of these have signed."""
-        rules, shown = self.rules, dict[tuple[int, int], Send]()
-        for tile in sorted(rules.disputed):
-            digest, word, maker = commit.tiles[tile].digest, self._words.get(tile), rules.maker[tile]
-            for member, held in enumerate(rules.held):
-                differs = tile in held and held[tile].digest != digest
-                if word is not None and differs and member != maker:
-                    report = replace(word.report, lost=[], moved_bytes=0)
-                    shown.setdefault((member, id(word)), Send(member, Shown(maker, report)))
-        return shown.values()
 
     # ------------------------------------------------------------------------------------------------- other reducers
 

@@ -126,6 +126,7 @@ class MemberMachine:
         rules: what is held, and the verdict.
         contributions: of the tiles that are owned here.
         unheard: the members whose values or averages did not come here in time; those that are gone are not among them.
+        liars: the reducers that gave this member another average than they have signed.
         may_learn: whether the verdict can still come from the coordinator.
         committed_in_vain: whether the round has failed as an average was committed that others say they do not have.
     """
@@ -166,6 +167,7 @@ class MemberMachine:
         self.may_learn, self.committed_in_vain = True, False
         self._began, self._complete_at = now, math.inf
         self.unheard: set[int] = set()
+        self.liars: set[int] = set()
         self.round_id, self.members = round_id, members
         # Contributors, and auxiliary members, that can be asked for averages.
         can_give = [index for index, member in enumerate(members) if member.reduces and index != me]
@@ -247,8 +249,8 @@ class MemberMachine:
                         self.unheard.add(sources[action.tile])
                     if isinstance(action, Average):
                         actions += self.contributions.own(action.tile, action.attempt, now)
-            case Shown():
-                self._note(message)
+            case Shown(maker):
+                actions += self._note(maker, self._unknown_words(message))
             case Gone(member) if self.me != self.coordinator:  # it knows
                 actions.append(LookAt(member))
             case Commit() if rules.commit is None:
@@ -259,11 +261,36 @@ class MemberMachine:
                 self.give_up(message.reason)
         return actions
 
-    def _note(self, shown: Shown) -> None:
-        """A reducer has signed these averages. Of those that it has made its word counts."""
-        for held in shown.report.held:
-            if held.tile < len(self.rules.held) and self.rules.averages(shown.member, held.tile, held.attempt):
-                self._words[held.tile] = held
+    def is_new(self, shown: Shown) -> bool:
+        """Return whether this tells of an average that was made here what is not known yet."""
+        return bool(self._unknown_words(shown))
+
+    def _unknown_words(self, shown: Shown) -> list[Held]:
+        """What is said of the present attempts that this reducer has made. Of others its word does not count."""
+        rules, words = self.rules, self._words
+        return [
+            said
+            for said in shown.report.held
+            if said.tile < len(rules.held)
+            and rules.averages(shown.member, said.tile, said.attempt)
+            and ((word := words.get(said.tile)) is None or word.attempt != said.attempt)
+        ]
+
+    def _note(self, maker: int, words: Iterable[Held]) -> list[Blame]:
+        """A reducer has signed these words about averages that it has made. If it gave another one here, it lied."""
+        lies = list[Blame]()
+        for said in words:
+            tile, held = said.tile, self.rules.held[said.tile]
+            self._words[tile] = said
+            if held is None or held.attempt != said.attempt or self._giver[tile] != maker:
+                continue
+            if held.digest != said.digest:
+                sometimes("a reducer has signed another average than it gave to a member")
+                self.liars.add(maker)
+                lies.append(
+                    Blame(maker, f"gave this peer another average of tile {tile} than it has signed", lied=True)
+                )
+        return lies
 
     def _replaced(self, member: int, now: float) -> list[Finish]:
         """Others average the tiles of this one. If it is late by what was seen here, it is waited for no longer."""
@@ -308,9 +335,9 @@ class MemberMachine:
     def _compare(self, commit: Commit) -> list[MemberAction]:
         """Look whether the committed averages are those that this member made, or was given.
 
-        If one is not the average that this member made itself, the coordinator lies. If this member was given another
-        one than its maker has signed, and by the maker, that lies, and anybody is asked for the committed one. If
-        nothing signed was shown, the giver lies, or the coordinator: only the giver is asked (`given`, `source_lost`).
+        If one is not the average that this member made itself, the coordinator lies. If its maker has signed it,
+        anybody is asked for it. If nothing signed was shown, the giver of another one lies, or the coordinator: only
+        the giver is asked (`given`, `source_lost`).
         """
         rules, actions = self.rules, list[MemberAction]()
         for held, due in zip(rules.held, commit.tiles, strict=True):
@@ -322,13 +349,9 @@ class MemberMachine:
                 self.give_up(f"committed was {other}")
                 return actions
             if differs and held is not None and held.attempt == due.attempt:
-                giver, word = self._giver[due.tile], self._words.get(due.tile)
+                word = self._words.get(due.tile)
                 if word is None or (word.attempt, word.digest) != (due.attempt, due.digest):
-                    self._disputed[due.tile] = giver
-                elif rules.averages(giver, due.tile, due.attempt):
-                    sometimes("a reducer has signed another average than it gave to a member")
-                    lie = f"gave this peer another average of tile {due.tile} than it has signed"
-                    actions.append(Blame(giver, lie, lied=True))
+                    self._disputed[due.tile] = self._giver[due.tile]
         return actions
 
     def is_ahead(self, tile: int, attempt: int) -> bool:

@@ -68,6 +68,7 @@ from shoal.protocol.wire import (
     PartRequest,
     Reduce,
     Report,
+    Shown,
     Verdict,
     encode,
 )
@@ -404,8 +405,11 @@ class Round:
 
     @property
     def _word_was_false(self) -> bool:
-        """Whether members that the coordinator called gone were there, or it had most reducers replaced."""
-        replaced = self.machine.rules.replaced
+        """Whether members that the coordinator called gone were there, or it had most reducers replaced for no reason.
+
+        That a reducer lied is a reason.
+        """
+        replaced = self.machine.rules.replaced - self.machine.liars
         reducers = set(self.tiling.owners)
         return self._coordinating is None and (
             any(self._looked_at.values()) or (len(replaced) > 1 and 2 * len(replaced) > len(reducers))
@@ -421,7 +425,11 @@ class Round:
         """The coordinator says something (or another member relays its commit). False if that cannot be said."""
         if self._closed:
             return True
-        if not self.machine.fits(message) or not self._words.takes(message):
+        if not self.machine.fits(message):
+            return False
+        if isinstance(message, Shown) and not self.machine.is_new(message):
+            return True  # there is nothing to check
+        if not self._words.takes(message):
             return False
         self._sign.set()
         if isinstance(message, Abort) and self._coordinating is None and self._gives:

@@ -176,7 +176,7 @@ def test_a_connection_to_a_peer_outweighs_all_that_say_no() -> None:
         first = await cores.add("p0")
         liars = Liars(cores, 5, False, says_no)
         await liars.join()
-        first.endpoint.trust.heed(lambda: {core.peer_id for _, core in liars.found})
+        first.endpoint.trust.add_contributors(lambda: {core.peer_id for _, core in liars.found})
         await cores.add("p1")  # it dials the first
         await liars.tell(first)
         await sim.sleep(10.0)

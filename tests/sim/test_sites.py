@@ -109,7 +109,7 @@ def test_five_hosts_that_lie_set_the_time_of_three_honest_peers(domain: str) -> 
         cores = Cores()
         honest = [await cores.add(f"p{number}") for number in range(3)]
         if not domain:  # the first was given nobody, and is in a run with the others
-            honest[0].endpoint.trust.heed(lambda: {core.peer_id for core in honest[1:]})
+            honest[0].endpoint.trust.add_contributors(lambda: {core.peer_id for core in honest[1:]})
         liars = [await cores.add(f"h{number}{domain}") for number in range(5)]
         for core in liars:
             core.endpoint.clock.ahead_s = 36_000.0

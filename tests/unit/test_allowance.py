@@ -68,11 +68,11 @@ def test_a_host_is_forgotten_when_a_new_one_would_be_no_better_off() -> None:
     """Not before: whoever comes again at once has spent what it has spent."""
     host = Allowance(500.0, 0.0)
     host.add("link", 0.0)
-    assert not host.is_over(100.0)
+    assert not host.is_unused(100.0)
     host.spend("link", 1.0, 500.0, 100.0)
     host.remove("link")
-    assert not host.is_over(101.0)
-    assert host.is_over(109.0)
+    assert not host.is_unused(101.0)
+    assert host.is_unused(109.0)
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,7 @@ def test_what_is_fit_is_taken_by_a_round(value: float, samples: int) -> None:
     training, _ = state((3,), unit=64)
     training.accumulators[0].fill_(value / samples)
     total = training.pending.total
-    total.samples, total.bound, total.is_over = samples, math.inf, False
+    total.samples, total.bound, total.is_spent = samples, math.inf, False
     weight, scale = training.contribute()
     vector = Vector(training.accumulators, describe(training.accumulators, [NoCompression()]))
     if vector.copy_in(scale, weight) is not None:

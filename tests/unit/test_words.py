@@ -10,7 +10,7 @@ from shoal.base.peer import Address, PeerID
 from shoal.protocol.wire import Contact
 from shoal.run.decide.agreement import Contributor
 from shoal.run.decide.committed import Committed
-from shoal.run.view.words import Record, heaviest, heeds, may_give, recorded, shared_out, sites_of, weigh
+from shoal.run.view.words import Record, believes, heaviest, may_give, recorded, shared_out, sites_of, weigh
 
 
 def peer(number: int) -> PeerID:
@@ -224,12 +224,12 @@ def test_a_fast_machine_was_clamped_beside_a_slow_one(ratio: int) -> None:
 def test_one_stranger_with_other_settings_ended_a_founders_program() -> None:
     """Who is asked to join gives way to those that are there; a founder, and one with a state of the run, does not."""
     nothing: dict[PeerID, int] = {}
-    assert not heeds([A], committed=nothing, given=(), begun=False), "it founds the run"
-    assert not heeds([A], committed={B: 7}, given=(), begun=True)
-    assert not heeds([A], committed={B: 7}, given={C}, begun=True)
-    assert heeds([A], committed=nothing, given={C}, begun=False), "it was invited, and nobody else is there"
-    assert heeds([A, B], committed={B: 7}, given=(), begun=True), "a contributor to its own state"
-    assert heeds([A], committed=nothing, given={A}, begun=True), "its user has named it"
-    assert not heeds([A], committed={A: 9, B: 10, C: 10}, given=(), begun=True), "one of three contributors"
-    assert heeds([A, B], committed={A: 9, B: 10, C: 10}, given=(), begun=True)
-    assert not heeds([], committed={B: 7}, given={A}, begun=True)
+    assert not believes([A], committed=nothing, given=(), begun=False), "it founds the run"
+    assert not believes([A], committed={B: 7}, given=(), begun=True)
+    assert not believes([A], committed={B: 7}, given={C}, begun=True)
+    assert believes([A], committed=nothing, given={C}, begun=False), "it was invited, and nobody else is there"
+    assert believes([A, B], committed={B: 7}, given=(), begun=True), "a contributor to its own state"
+    assert believes([A], committed=nothing, given={A}, begun=True), "its user has named it"
+    assert not believes([A], committed={A: 9, B: 10, C: 10}, given=(), begun=True), "one of three contributors"
+    assert believes([A, B], committed={A: 9, B: 10, C: 10}, given=(), begun=True)
+    assert not believes([], committed={B: 7}, given={A}, begun=True)

@@ -455,7 +455,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
 
     def _step(self, closure: Callable[[], Any] | None, batch_size: int | None) -> Any:
         _check_mode("step() was called")
-        self._training.stepper.heed_thread()
+        self._training.stepper.compute_as_here()
         check_closure(closure)
         if self._inner_groups is not self._training.optimizer.param_groups:
             raise ConfigError(

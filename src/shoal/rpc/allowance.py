@@ -84,7 +84,7 @@ class Allowance:
         """A link is gone."""
         self._links.pop(link, None)
 
-    def is_over(self, now: float) -> bool:
+    def is_unused(self, now: float) -> bool:
         """Whether no link shares this allowance, and a new one would have no more in it."""
         return not self._links and now - self._all.at > 2 * _BURST_S
 

@@ -624,7 +624,7 @@ class Endpoint:
         now = asyncio.get_running_loop().time()
         if now >= self._swept_at + _SWEEP_S:  # the leader of a large group gets a thousand links within a second
             self._swept_at = now
-            for each in [each for each, allowance in self._allowances.items() if allowance.is_over(now)]:
+            for each in [each for each, allowance in self._allowances.items() if allowance.is_unused(now)]:
                 del self._allowances[each]
         if (allowance := self._allowances.get(site)) is None:
             allowance = self._allowances[site] = Allowance(self.limits.calls_per_host_s, now)

@@ -43,7 +43,7 @@ class Trust:
         """This peer has met these in an earlier life."""
         self._remembered.update(peers)
 
-    def heed(self, contributors: Callable[[], Collection[PeerID]]) -> Callable[[], None]:
+    def add_contributors(self, contributors: Callable[[], Collection[PeerID]]) -> Callable[[], None]:
         """Count the peers that this returns as contributors, as long as it does. Returns a function that ends it."""
         self._contributors.append(contributors)
 

@@ -64,7 +64,7 @@ from shoal.run.view.companions import Companions
 from shoal.run.view.contribution import Contribution, RateMeter
 from shoal.run.view.progress import NO_STATE, StateKey, SwarmProgress, SwarmView
 from shoal.run.view.witness import Witness
-from shoal.run.view.words import heeds, sites_of, weigh
+from shoal.run.view.words import believes, sites_of, weigh
 from shoal.strategies.pace import Pace
 from shoal.train.training_state import TrainingState
 
@@ -243,7 +243,7 @@ class Participant:
 
     async def start(self) -> None:
         """Join the run: look where it stands, tell where we stand."""
-        self._distrust = self.core.endpoint.trust.heed(lambda: self.own.committed.weights)
+        self._distrust = self.core.endpoint.trust.add_contributors(lambda: self.own.committed.weights)
         self._states.sharing.enable(declared=False)  # others know from our progress which state is here
         self.speed.measure(self._now())
         self.pace.state_changed(self.epoch, self._now())
@@ -288,7 +288,7 @@ class Participant:
         if not known.mismatches or self.view().peers != (self.core.peer_id,):
             return
         given = self.core.endpoint.trust.given
-        if heeds(known.mismatches, committed=own.committed.weights, given=given, begun=own.name.epoch > 0):
+        if believes(known.mismatches, committed=own.committed.weights, given=given, begun=own.name.epoch > 0):
             raise ConfigError(f"this run is trained with other settings: {known.mismatch}")
         # Else it is told if this peer stays alone.
 

@@ -117,7 +117,7 @@ class OuterTrainingState(TrainingState):
         self._trained = SampleCount([each for group in groups for each in group["params"] if each.requires_grad])
         self._later = SampleCount([])
         super().__init__(outer, None, extra_tensors, pending=Pending(self._trained, self._later))
-        self.stepper.is_beside(local.stepper)
+        self.stepper.compute_as(local.stepper)
         self.weights.are_private()  # nothing but shoal has the anchor
         self._model_of = {id(each): of_model for each, of_model in zip(anchor, own, strict=True)}
         self._own = [self._model_of[id(each)] for each in self.trained]

@@ -31,7 +31,7 @@ class GradientSum:
         samples: that are in the sum.
         bound: no value of the sum is larger, by the norms of what was added; infinite if one was not known.
         given: for each parameter, whether it had a gradient.
-        is_over: the values of the tensors mean nothing any more: the next gradients take their place.
+        is_spent: the values of the tensors mean nothing any more: the next gradients take their place.
     """
 
     def __init__(self, trained: Sequence[torch.Tensor], unit: int, device: torch.device | None = None) -> None:
@@ -39,7 +39,7 @@ class GradientSum:
         self.tensors = [
             torch.zeros(each.shape, dtype=_sum_dtype(each), device=device or each.device) for each in trained
         ]
-        self.samples, self.bound, self.given, self.is_over = 0, 0.0, [False] * len(trained), False
+        self.samples, self.bound, self.given, self.is_spent = 0, 0.0, [False] * len(trained), False
 
     def add(self, given: Sequence[int], samples: int, norm: float = math.inf) -> None:
         """Add the gradients of the parameters with these numbers: their mean over so many samples.
@@ -61,9 +61,9 @@ class GradientSum:
         gradients = [gradient for index in given if (gradient := self._trained[index].grad) is not None]
         share = samples / self.unit
         with torch.no_grad():
-            if self.is_over and any(p.grad is None or p.grad.layout is not torch.strided for p in self._trained):
+            if self.is_spent and any(p.grad is None or p.grad.layout is not torch.strided for p in self._trained):
                 self.clear()
-            if self.is_over:
+            if self.is_spent:
                 for tensor, gradient in zip(tensors, gradients, strict=True):
                     if (tensor.dtype, tensor.device) == (gradient.dtype, gradient.device):
                         torch.mul(gradient, share, out=tensor)  # goes through the memory once
@@ -83,7 +83,7 @@ class GradientSum:
             return
         other.forget()  # first: nothing counts twice if an interrupt comes in between
         with torch.no_grad():
-            if self.is_over:
+            if self.is_spent:
                 torch._foreach_copy_(self.tensors, other.tensors)
             else:
                 torch._foreach_add_(self.tensors, other.tensors)
@@ -91,7 +91,7 @@ class GradientSum:
         self._count(given, samples)
 
     def _count(self, given: Sequence[int], samples: int) -> None:
-        self.is_over = False
+        self.is_spent = False
         for index in given:
             self.given[index] = True
         self.samples += samples
@@ -110,18 +110,18 @@ class GradientSum:
 
     def unfit(self) -> int | None:
         """The parameter whose sum cannot be averaged; None if all can. Stricter than a round is."""
-        if self.is_over:
+        if self.is_spent:
             return None
         return first_beyond(self.tensors, lambda dtype: LARGEST[dtype] / (2 * self.unit), self.bound)
 
     def clear(self) -> None:
         """Set all values to 0."""
         torch._foreach_zero_(self.tensors)
-        self.is_over = False
+        self.is_spent = False
 
     def forget(self) -> None:
         """Begin anew. The values stay until the next gradients come."""
-        self.samples, self.bound, self.given, self.is_over = 0, 0.0, [False] * len(self.tensors), True
+        self.samples, self.bound, self.given, self.is_spent = 0, 0.0, [False] * len(self.tensors), True
 
 
 class SampleCount(GradientSum):

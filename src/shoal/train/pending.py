@@ -90,7 +90,7 @@ class Pending:
 
     def give(self) -> tuple[float, float]:
         """They go into a round now: the weight of their mean, and the factor that makes it from the sum."""
-        if self.total.is_over:  # nothing to contribute, but what is copied must be numbers
+        if self.total.is_spent:  # nothing to contribute, but what is copied must be numbers
             self.total.clear()
         self.in_round = True
         return float(self.samples), self.total.unit / self.samples if self.samples else 0.0

@@ -42,20 +42,20 @@ class Stepper:
         self._beside: Stepper | None = None
         self.steps, self.is_stepping = 0, False
         self.kept_back: str | None = None
-        self.heed_thread()
+        self.compute_as_here()
 
-    def heed_thread(self) -> None:
-        """The trainer calls: all that works here computes as in this thread from now on, in any thread."""
-        self._heeded = ThreadState.here()
+    def compute_as_here(self) -> None:
+        """All that works here computes with the settings of this thread from now on (trainer), in whatever thread."""
+        self._as_in = ThreadState.here()
 
-    def is_beside(self, other: Stepper) -> None:
-        """Heed the thread that the other one heeds. Nothing is recorded here, whatever the trainer's loop does."""
+    def compute_as(self, other: Stepper) -> None:
+        """Compute with the settings that the other one has at the time, but record no gradients."""
         self._beside = other
 
     @property
     def thread(self) -> ThreadState:
         """The state of the thread in which the trainer has called last."""
-        return self._heeded if self._beside is None else self._beside.thread._replace(gradients=False)
+        return self._as_in if self._beside is None else self._beside.thread._replace(gradients=False)
 
     @property
     def cores(self) -> int:

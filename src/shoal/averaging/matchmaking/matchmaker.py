@@ -96,7 +96,7 @@ class _Search:
         reading: reads the directory.
         nudging: the nudges, by peer.
         timer: wakes the machine.
-        over: nothing happens in this search any more.
+        ended: nothing happens in this search any more.
     """
 
     group_key: str
@@ -111,7 +111,7 @@ class _Search:
     reading: asyncio.Task[None] | None = None
     nudging: dict[PeerID, asyncio.Task[None]] = field(default_factory=dict)
     timer: asyncio.TimerHandle | None = None
-    over: bool = False
+    ended: bool = False
 
     def fail(self, error: BaseException) -> None:
         """The search cannot go on; `form_group` raises `error`."""
@@ -263,7 +263,7 @@ class Matchmaker:
 
     def _feed(self, search: _Search, event: events.Event | None) -> None:
         """Hand an event (None: the begin of the search) to the machine, and carry out its actions."""
-        if search.over:
+        if search.ended:
             return
         loop, machine = asyncio.get_running_loop(), search.machine
         now = loop.time()
@@ -578,10 +578,10 @@ class Matchmaker:
 
     def _end(self, search: _Search) -> None:
         """The search is over: stop everything, and tell those that wait for us. Safe to call twice."""
-        if search.over:
+        if search.ended:
             return
         self._feed(search, events.Cancel())
-        search.over = True
+        search.ended = True
         if search.timer is not None:
             search.timer.cancel()
         for task in (search.reading, *search.nudging.values()):

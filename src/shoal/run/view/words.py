@@ -38,8 +38,8 @@ __all__ = [
     "SITE_BYTES",
     "Record",
     "Weigh",
+    "believes",
     "heaviest",
-    "heeds",
     "may_give",
     "recorded",
     "shared_out",
@@ -241,7 +241,7 @@ def weigh(
     return {peer: _VOICE // keys[sites.get(peer, b"")] + 1 for peer in peers}
 
 
-def heeds(
+def believes(
     peers: Collection[PeerID], *, committed: Mapping[PeerID, int], given: Collection[PeerID], begun: bool
 ) -> bool:
     """Whether a peer believes these, the only others that there are, that a run has other settings than its own.

@@ -226,18 +226,20 @@ class Skips(Module):
 class SkipsByHand(Skips):
     """The same by hand: it steps from two batches together, whether Lightning or torch goes backward."""
 
-    def __init__(self, *, raw: bool, steps_always: bool) -> None:
+    def __init__(self, *, raw: bool, steps_always: bool, keeps_zeros: bool = False) -> None:
         super().__init__(by_hand=True)
-        self.raw, self.steps_always = raw, steps_always
+        self.raw, self.steps_always, self.keeps_zeros = raw, steps_always, keeps_zeros
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
         optimizer = self.optimizers()
+        if self.keeps_zeros:
+            optimizer.zero_grad(set_to_none=False)
+        loss = super().training_step(batch, batch_idx)
         if loss is not None:
             loss.backward() if self.raw else self.manual_backward(loss)
         if self.steps_always or batch_idx == 2:
             optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=not self.keeps_zeros)
         return loss
 
 
@@ -251,6 +253,7 @@ class SkipsByHand(Skips):
         (lambda: SkipsByHand(raw=False, steps_always=True), 1),
         (lambda: SkipsByHand(raw=True, steps_always=True), 1),
         (lambda: SkipsByHand(raw=True, steps_always=False), 1),
+        (lambda: SkipsByHand(raw=True, steps_always=True, keeps_zeros=True), 1),
     ],
 )
 def test_batches_whose_training_step_returned_none_were_counted(

@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.data import default_collate
+from torch.utils.hooks import RemovableHandle
 
 from shoal.base.checks import whole
 from shoal.base.extras import install_command
@@ -43,7 +45,6 @@ from shoal.optim import Optimizer
 from shoal.runtime.dht import DHT
 from shoal.train.batch_layout import BatchLayout, looked
 from shoal.train.batch_rows import rows_in
-from shoal.train.gradient_watch import SpentGradients
 
 try:
     from lightning.pytorch import Callback
@@ -143,6 +144,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         self._batch_size, self._evaluate, self._evaluate_every = batch_size, evaluate, evaluate_every
         self._evaluation: Evaluation | None = None
         self.optimizer: Optimizer | None = None
+        self._hook: RemovableHandle | None = None
         self._module: Any = None
         self._max_steps: int | None = None
         self._mean = SharedMean(dht, f"{run_id}_loss")
@@ -152,7 +154,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         # Since the last step; of this batch; batches since then. Those without a backward pass are none of them.
         self._samples = self._batch = self._parts = 0
         self._given: tuple[Any, int | str] | None = None  # a batch that is not counted yet, and its rows
-        self._spent: SpentGradients | None = None  # the gradients that were there before it
+        self._had_backward = False  # it, if its module optimizes by hand
         self._layout: BatchLayout | None = None
         self._stepped = False  # within this batch, as far as Lightning is concerned: its scaler may skip the step
         self._loss: Any = 0.0
@@ -185,6 +187,8 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         if before is not None and pl_module is self._module and not self.optimizer.local_epoch:
             self.optimizer.load_state_dict(before.state_dict())  # this fit goes on where the last one ended
         self._module = pl_module
+        if not pl_module.automatic_optimization:
+            self._hook = register_multi_grad_hook(self._trained(), self._note_backward, mode="any")
         self._evaluation = evaluation_of(self.optimizer, pl_module, self._evaluate, self._evaluate_every)
         self.optimizer.samples_are_given()
         self.optimizer.register_step_pre_hook(self._before_step)
@@ -224,6 +228,9 @@ class SwarmCallback(Callback):  # type: ignore[misc]
             trainer.fit_loop.epoch_loop.max_steps, self._max_steps = self._max_steps, None
         if self._layout is not None:
             self._layout.close()
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
         if self.optimizer is not None:
             leave(self.optimizer, end)
 
@@ -235,8 +242,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Look at the layers, which say where the batch is once they have it: then the samples are counted."""
-        self._batch = 0
-        self._spent = None if pl_module.automatic_optimization else SpentGradients(self._trained())
+        self._batch, self._had_backward = 0, False
         if self._batch_size is not None:
             self._given = batch, whole("batch_size(batch)", self._batch_size(batch))
             return
@@ -254,9 +260,11 @@ class SwarmCallback(Callback):  # type: ignore[misc]
 
     def _count_by_hand(self) -> None:
         """Count them if a module that optimizes by hand has called `loss.backward()`, which Lightning does not see."""
-        is_new = self._spent is not None and not self._spent.are_there()
-        if is_new and any(each.grad is not None for each in self._trained()):
+        if self._had_backward:
             self._count()
+
+    def _note_backward(self, _gradient: torch.Tensor) -> None:
+        self._had_backward = True
 
     def _count(self) -> None:
         """Count the samples of the batch, once."""

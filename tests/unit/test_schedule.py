@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -398,3 +399,19 @@ def test_a_state_that_others_download_has_no_step_of_a_bound_method() -> None:
     assert optimizer.param_groups[0]["lr"] == 4.0
     step(training)
     assert optimizer.param_groups[0]["lr"] == 2.0
+
+
+def test_a_step_does_not_make_python_show_warnings_again() -> None:
+    """Each step forgot which ones it had shown: a trainer's user saw that of the DataLoader once in each pass."""
+    training, optimizer, watch = begin()
+    schedule = warm_up(optimizer)
+    training.schedule.adopt(watch.find())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        training.resume(3, 3)  # moves it before the first step
+        step(training)
+        for _ in range(3):
+            warnings.warn("of somebody else", stacklevel=1)
+            step(training)
+    assert schedule.last_epoch == 7
+    assert [str(each.message) for each in said] == ["of somebody else"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from shoal.runtime.control import StepControl
 from shoal.runtime.dht import DHT
 from shoal.train.inner import make_inner, make_scheduler
 from shoal.train.offload import Offload
-from shoal.train.schedule import tell_rates
+from shoal.train.schedule import advance, tell_rates
 
 __all__ = ["TrainingStateAverager"]
 
@@ -227,12 +226,9 @@ class TrainingStateAverager(TrainingAverager):
             return None
 
     def _move_schedule(self) -> None:
-        with warnings.catch_warnings():
-            # After a download it moves before this peer's first own step.
-            warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
-            while self.scheduler is not None and self._scheduled < self._epoch:
-                self._scheduled += 1
-                self.scheduler.step()
+        while self.scheduler is not None and self._scheduled < self._epoch:
+            self._scheduled += 1
+            advance(self.scheduler)
 
     def get_current_state(self) -> tuple[Any, ...]:
         """The state that others download from here, with the epoch."""

@@ -7,7 +7,6 @@ schedules of torch that a trainer steps, too.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -133,9 +132,7 @@ class RunSchedule:
         self.put_back()
         if self.scheduler is None or self.error is not None:
             return
-        with warnings.catch_warnings(), self._stepper.thread.in_force():
-            # A peer that starts from a downloaded state moves its schedule before its first own step.
-            warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
+        with self._stepper.thread.in_force():
             for count in range(self.count, to):
                 try:
                     if self.steps_ahead:

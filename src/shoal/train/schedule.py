@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -75,7 +76,19 @@ def follow(scheduler: Scheduler) -> None:
 
 
 def advance(scheduler: Scheduler) -> None:
-    """Move it by one step from where we left it."""
+    """Move it by one step from where we left it.
+
+    After a download that is before this peer's first own step, of which torch warns: it is right here.
+    """
+    if getattr(getattr(scheduler, "optimizer", None), "_opt_called", False):
+        _advance(scheduler)
+        return
+    with warnings.catch_warnings():  # not at each step: Python then shows every warning again that it has shown once
+        warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
+        _advance(scheduler)
+
+
+def _advance(scheduler: Scheduler) -> None:
     if _is_followed(scheduler):
         put_back(scheduler)
         try:

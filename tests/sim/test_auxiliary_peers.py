@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shoal import sim
+from shoal.events import Event, Warned
 from tests.sim.optimizer_kit import Run, Trainer, reference
 
 BATCH = 4
@@ -62,6 +63,24 @@ def test_it_takes_the_steps_of_the_others_and_changes_none() -> None:
 
     for got, want in zip(sim.run(main, seed=1), reference(2, epochs, 1, BATCH, torch.float64), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+def test_a_helper_that_announces_no_end_was_warned_of_that_of_the_trainers() -> None:
+    """It ends with them, without a word: that is what it is there for."""
+
+    async def main() -> None:
+        run, told = Run(target=2 * BATCH), list[Event]()
+        trainer, aux = await run.add("p0"), await helper(run, events=told.append)
+        await sim.sleep(3.0)
+        trainer.participant.announce_end(3)
+        await run.swarm.run_on("p0", partial(trainer.train, BATCH, duration_s=0.2, until=lambda: False))
+        while not aux.participant.finished:
+            await sim.sleep(0.1)
+        assert aux.participant.epoch == 3
+        assert not [each for each in told if isinstance(each, Warned)]
+        await run.close()
+
+    sim.run(main, seed=1)
 
 
 @pytest.mark.long

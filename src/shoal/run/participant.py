@@ -476,7 +476,9 @@ class Participant:
         if not self.settings.fragment:  # the fragments of a model end together, and it is told once
             # Before its first step the program may not have come to its own word yet.
             over = self.at_end and self.course.has_asked
-            self._notices.ends(self.epoch if over else None, self._end.said, stepped=self.takeover.has_stepped)
+            # A helper that announces none follows the trainers: their end is the one that it expects.
+            said = self.epoch if self.settings.auxiliary and self._end.said is None else self._end.said
+            self._notices.ends(self.epoch if over else None, said, stepped=self.takeover.has_stepped)
             if not self.at_end:
                 self._notices.beyond(self.training.model_epoch, self._end.said)
         return view, claimed

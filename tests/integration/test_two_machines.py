@@ -16,7 +16,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from _pytest.mark import ParameterSet
 
 import shoal
 from shoal.cli.new import text_of
@@ -24,6 +23,7 @@ from tests.integration.forks import LIBRARIES
 from tests.integration.routers import Routers, why_not
 from tests.integration.test_pages import HIVEMIND, LOOP, ROOT, checkpoints, program, python_blocks
 from tests.integration.workers import Talk, environment
+from tests.unit.test_printed_programs import printed
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
@@ -39,19 +39,24 @@ class Program:
         code: makes the text of the program, or names its file.
         run_id: the run that its invite names.
         needs: a package that it imports, of an extra.
-        first: its arguments on the first machine, and
-        second: those before the invite on the second one.
-        launcher: a module that runs it, with its arguments.
+        first: the command on the first machine, as the pages print it; `train.py` is the program.
+        second: that of the second one, with the invite of the first one in place of INVITE.
         averages: it waits for the other peer by itself, and has no `shoal.Optimizer`.
     """
 
     code: Callable[[], str | Path]
     run_id: str
     needs: str = "torch"
-    first: tuple[str, ...] = ()
-    second: tuple[str, ...] = ()
-    launcher: tuple[str, ...] = ()
+    first: str = "python train.py"
+    second: str = "python train.py INVITE"
     averages: bool = False
+
+
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "python": (),
+    "torchrun": ("-m", "torch.distributed.run"),
+    "shoal": ("-m", "shoal.cli"),
+}
 
 
 def block(page: str, word: str) -> Callable[[], str]:
@@ -64,25 +69,54 @@ def example(name: str) -> Callable[[], Path]:
     return lambda: ROOT / "examples" / name
 
 
-TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-TINY = [f"--{name}={value}" for name, value in {"hidden": 16, "heads": 1, "layers": 1, "embedding": 8}.items()]
-ALBERT = ("--data", "../data", *TINY)
+def with_lines_of(page: str, kind: str, word: str) -> str:
+    """The program of the loop, with the lines of a page in place of those from `dht =` on."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    blocks: list[str] = re.findall(rf"^```{kind}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (lines,) = (each for each in blocks if word in each)
+    if kind == "diff":
+        lines = "".join(line[1:] for line in lines.splitlines(keepends=True) if not line.startswith("-"))
+    code = program(LOOP)
+    return code[: code.index("dht = ")] + lines
+
+
+helper = partial(with_lines_of, "docs/how-to/meet.md", "py", "auxiliary")
+MONITOR = example("albert/run_training_monitor.py")
+
+GROUP = "torchrun --standalone --nproc-per-node 2"
+TINY = " ".join(f"--{name} {value}" for name, value in {"hidden": 16, "heads": 1, "layers": 1, "embedding": 8}.items())
+ALBERT = f"python train.py --data ../data {TINY}"
 
 PROGRAMS = {
+    "README": Program(partial(with_lines_of, "README.md", "diff", "shoal.DHT("), "my-run"),
     "loop": Program(partial(program, LOOP), "my-run"),
     "from hivemind": Program(partial(program, HIVEMIND), "my-run"),
     "checkpoints": Program(checkpoints, "my-run"),
     "trainer": Program(partial(program, "docs/start/trainer.md"), "my-trainer", needs="accelerate"),
     "lightning": Program(partial(program, "docs/start/lightning.md"), "my-module", needs="lightning"),
     "accelerate": Program(partial(program, "docs/how-to/accelerate.md"), "my-loop", needs="accelerate"),
-    "group": Program(partial(program, "docs/start/several-gpus.md"), "my-groups", launcher=TORCHRUN),
+    "shoal run": Program(
+        partial(program, LOOP), "my-run", first="shoal run train.py", second="shoal run --invite INVITE train.py"
+    ),
+    "group": Program(
+        partial(program, "docs/start/several-gpus.md"),
+        "my-groups",
+        first=f"{GROUP} train.py",
+        second=f"{GROUP} train.py INVITE",
+    ),
+    "group, shoal run": Program(
+        partial(program, "docs/start/several-gpus.md"),
+        "my-groups",
+        first=f"{GROUP} -m shoal.cli run train.py",
+        second=f"{GROUP} -m shoal.cli run --invite INVITE train.py",
+    ),
     **{
-        word: Program(block(f"docs/how-to/{page}.md", word), "", averages=True)
+        word: Program(block(f"docs/how-to/{page}.md", f"shoal.{word}("), "", averages=True)
         for page, word in (
-            ("averager", "shoal.DecentralizedAverager("),
-            ("own-steps", "shoal.GradientAverager(model"),
-            ("own-steps", "shoal.ProgressTracker("),
-            ("own-steps", "shoal.TrainingAverager("),
+            ("averager", "DecentralizedAverager"),
+            ("own-steps", "GradientAverager"),
+            ("own-steps", "ProgressTracker"),
+            ("own-steps", "TrainingAverager"),
         )
     },
     "strategies": Program(block("docs/how-to/strategies.md", "DiLoCo"), "home-run"),
@@ -93,42 +127,31 @@ PROGRAMS = {
     "plain_loop": Program(example("plain_loop.py"), "plain-loop"),
     "digits_cnn": Program(example("digits_cnn.py"), "digits", needs="sklearn"),
     "lora": Program(example("lora.py"), "lora", needs="peft"),
-    "spot_instance": Program(example("spot_instance.py"), "spot", first=("one",), second=("two",)),
+    "spot_instance": Program(
+        example("spot_instance.py"), "spot", first="python train.py one", second="python train.py two INVITE"
+    ),
     "albert": Program(
         example("albert/run_trainer.py"),
         "albert",
         needs="pytorch_optimizer",
         first=ALBERT,
-        second=(*ALBERT, "--peers"),
+        second=f"{ALBERT} --peers INVITE",
     ),
 }
 
 
-TRAIN_ELSEWHERE = {"from hivemind", "checkpoints", "trainer", "lightning", "accelerate", "group", "plain_loop"}
-TRAIN_ELSEWHERE |= {"digits_cnn", "new plain", "new trainer", "new lightning", "lora", "albert"}
-"""Programs that two peers on one machine run in full, in the same sample or by default. How they enter the network is
-the same line in all of them (tests/unit/test_printed_programs.py)."""
-
-
-def cases(turn: int, way: str, *more: object) -> list[ParameterSet]:
-    """All programs, on one of three networks: in the sample of long tests those that run nowhere else there, once."""
-    sample = [name for name in PROGRAMS if name not in TRAIN_ELSEWHERE][turn::3]
-    return [
-        pytest.param(name, *more, id=f"{name}, {way}", marks=() if name in sample else pytest.mark.long(full=True))
-        for name in PROGRAMS
-    ]
-
-
-def start(net: Routers, place: int | str | None, folder: Path, made: Program, epochs: int, *arguments: str) -> Talk:
-    """The program, at this place, in a folder of its own."""
+def start(net: Routers, place: int | str | None, folder: Path, made: Program, epochs: int, command: str) -> Talk:
+    """The program, at this place, in a folder of its own; with 0 epochs it runs to its own end."""
     folder.mkdir()
     code, library = made.code(), {"accelerate": "transformers", "peft": "transformers"}.get(made.needs, made.needs)
     if isinstance(code, str):
         (folder / "train.py").write_text(code, encoding="utf-8")
-    file = code if isinstance(code, Path) else "train.py"
-    early = ["tests.integration.run_on_two", str(epochs), str(file), *arguments]
+    tool, *words = command.split()
+    at = words.index("train.py")
+    early = ["-m", "tests.integration.run_on_two", str(epochs)] if epochs else []
+    words[at : at + 1] = [*early, str(code) if isinstance(code, Path) else "train.py"]
     return Talk(
-        [sys.executable, "-m", *made.launcher, *(["-m", *early] if made.launcher else early)],
+        [sys.executable, *COMMANDS[tool], *words],
         cwd=folder,
         network=net.path(place),
         library=library if library in LIBRARIES else None,
@@ -152,17 +175,17 @@ def invite_in(talk: Talk) -> shoal.Invite:
 
 def meet(net: Routers, place: int | str, folder: Path, made: Program, epochs: int) -> tuple[shoal.Invite, shoal.Invite]:
     """Both machines run the program to its end, and train together. Their invites."""
-    with start(net, None, folder / "first", made, epochs, *made.first) as first:
+    with start(net, None, folder / "first", made, epochs, made.first) as first:
         invite = invite_in(first)
-        with start(net, place, folder / "second", made, epochs, *made.second, str(invite)) as second:
+        with start(net, place, folder / "second", made, epochs, made.second.replace("INVITE", str(invite))) as second:
             its = invite_in(second)
             said = [talk.rest(BUSY_S) for talk in (first, second)]
             errors = [talk.errors() for talk in (first, second)]
             assert [talk.wait() for talk in (first, second)] == [0, 0], errors
     assert not [each for each in errors if "Traceback" in each], errors
-    if not made.averages:
-        for lines in said:
-            assert "2 peers together\n" in lines, (said, errors)
+    for lines in said:
+        assert any("peers together" not in line for line in lines), "it says nothing of what it did"
+        assert made.averages or "2 peers together\n" in lines, (said, errors)
     return invite, its
 
 
@@ -175,7 +198,7 @@ def prepare(folder: Path, made: Program) -> None:
     """Skip what cannot run here, and make the data of the example that needs some."""
     if find_spec(made.needs) is None:
         pytest.skip(f"needs {made.needs}")
-    if made.first == ALBERT:
+    if made.first.startswith(ALBERT):
         texts = sorted(map(str, (ROOT / "docs").glob("*/*.md")))
         command = [sys.executable, "examples/albert/tokenize_text.py", "--output", str(folder / "data")]
         command += ["--length", "23", "--text", *texts]
@@ -254,34 +277,34 @@ def test_a_peer_listens_where_it_joins() -> None:
 
 def test_readme_runs_unchanged_on_a_second_machine_behind_a_router(tmp_path: Path) -> None:
     """By default it listened for its own machine only; so the program ended where it printed its invite."""
-    run_behind_a_router(tmp_path, "loop")
+    run_behind_a_router(tmp_path, "README")
+
+
+WAYS: dict[str, Callable[[Path, str], None]] = {
+    "one network": partial(run_on_one_network, default_route=False),
+    "one network, a route": partial(run_on_one_network, default_route=True),
+    "router": run_behind_a_router,
+}
+"""On one network the machines have a way to the outside, or none. Behind a router the second one is a client."""
 
 
 @pytest.mark.long
+@pytest.mark.one_in(len(WAYS))
 @pytest.mark.timeout(2 * BUSY_S)
-@pytest.mark.parametrize(
-    ("name", "default_route"), [*cases(0, "one network", False), *cases(1, "one network, a route", True)]
-)
-def test_the_program_runs_unchanged_on_a_second_machine(tmp_path: Path, name: str, *, default_route: bool) -> None:
-    """Of one network, with a way to the outside or without."""
-    run_on_one_network(tmp_path, name, default_route=default_route)
+@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize("name", list(PROGRAMS))
+def test_the_program_runs_unchanged_on_a_second_machine(tmp_path: Path, name: str, way: str) -> None:
+    """Every commit runs each program on one of the networks."""
+    WAYS[way](tmp_path, name)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(2 * BUSY_S)
-@pytest.mark.parametrize("name", cases(2, "router"))
-def test_the_program_runs_unchanged_behind_a_router(tmp_path: Path, name: str) -> None:
-    """As a client."""
-    run_behind_a_router(tmp_path, name)
-
-
-def helper() -> str:
-    """The program of the loop with the lines of the helper in place of those from `dht =` on."""
-    page = (ROOT / "docs" / "how-to" / "meet.md").read_text(encoding="utf-8")
-    blocks: list[str] = re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    (lines,) = (each for each in blocks if "auxiliary" in each)
-    code = program(LOOP)
-    return code[: code.index("dht = ")] + lines
+def test_every_printed_program_is_among_them() -> None:
+    """Each block of a page, example and template that makes a peer; a block may stand in a program with others."""
+    makes: list[Callable[[], str | Path]] = [*(made.code for made in PROGRAMS.values()), helper, MONITOR]
+    ours = [each() for each in makes]
+    texts = [each if isinstance(each, str) else each.read_text(encoding="utf-8") for each in ours]
+    missing = [place for place, code in printed() if "shoal.DHT(" in code and not any(code in text for text in texts)]
+    assert missing == []
 
 
 @pytest.mark.long
@@ -289,13 +312,15 @@ def helper() -> str:
 def test_two_helpers_let_clients_train_together(tmp_path: Path) -> None:
     """The third way to meet, word for word: two homes behind routers, two machines that all can reach."""
     helps, trains = replace(PROGRAMS["loop"], code=helper), PROGRAMS["loop"]
-    with Routers(2, machines=1) as net, start(net, None, tmp_path / "a", helps, 0) as one:
+    with Routers(2, machines=1) as net, start(net, None, tmp_path / "a", helps, 0, helps.first) as one:
         invite = invite_in(one)
-        with start(net, "machine0", tmp_path / "b", helps, 0, str(invite)) as two:
-            invites = [str(invite), str(invite_in(two))]
+        with start(net, "machine0", tmp_path / "b", helps, 0, f"python train.py {invite}") as two:
+            joins = f"python train.py {invite} {invite_in(two)}"
+            with Talk([*SHOAL, "status", str(invite)], network=net.path(0)) as looks:
+                assert "run 'my-run': 2 peers at epoch 0" in looks.rest()[-1], looks.errors()
             with (
-                start(net, 0, tmp_path / "c", trains, 4, *invites) as first,
-                start(net, 1, tmp_path / "d", trains, 4, *invites) as second,
+                start(net, 0, tmp_path / "c", trains, 4, joins) as first,
+                start(net, 1, tmp_path / "d", trains, 4, joins) as second,
             ):
                 said = [talk.rest(BUSY_S) for talk in (first, second, one, two)]
                 errors = [talk.errors() for talk in (first, second, one, two)]
@@ -307,3 +332,27 @@ def test_two_helpers_let_clients_train_together(tmp_path: Path) -> None:
     assert ends[0] == ends[1], said
     assert all(int(lines[-1].split()[0]) >= 2 for lines in said[:2]), said
     assert all("could not connect to this one" in each for each in errors[:2])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2 * BUSY_S)
+def test_a_monitor_watches_trainers_on_two_other_machines(tmp_path: Path) -> None:
+    """As the page of examples/albert prints it: trainers join by the monitor's invite. One is behind a router."""
+    trains = PROGRAMS["albert"]
+    prepare(tmp_path, trains)
+    with (
+        Routers(1, machines=1) as net,
+        start(net, None, tmp_path / "a", replace(trains, code=MONITOR), 0, f"{ALBERT} --patience 2") as monitor,
+    ):
+        joins = trains.second.replace("INVITE", str(invite_in(monitor)))
+        with (
+            start(net, "machine0", tmp_path / "b", trains, 12, joins) as first,
+            start(net, 0, tmp_path / "c", trains, 12, joins) as second,
+        ):
+            said = [talk.rest(BUSY_S) for talk in (first, second, monitor)]
+            errors = [talk.errors() for talk in (first, second, monitor)]
+            assert [talk.wait() for talk in (first, second, monitor)] == [0, 0, 0], errors
+    assert not [each for each in errors if "Traceback" in each], errors
+    assert all(lines[-1] == "2 peers together\n" for lines in said[:2]), said
+    assert any("peers 2, " in line for line in said[2]), said
+    assert said[2][-1].startswith("no trainers for 2 s"), said

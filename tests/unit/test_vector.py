@@ -128,6 +128,15 @@ def test_what_cannot_be_averaged_is_named(tensor: object, reason: str) -> None:
 # -------------------------------------------------------------------------------------------------------------- copy in
 
 
+@pytest.mark.parametrize("numel", [0, 1, 8])
+def test_a_tensor_that_was_resized_is_named(numel: int) -> None:
+    """It raised an error of torch, and with one element its value was taken for all."""
+    vector = vector_of([torch.ones(2), torch.ones(4)])
+    vector.tensors[1].resize_(numel)
+    with pytest.raises(ConfigError, match=rf"averaged_tensors\[1\] has {numel} elements now, and had 4"):
+        vector.copy_in()
+
+
 def test_copies_are_copies() -> None:
     """What the user does to the tensors after `copy_in` does not show, and nothing of the round shows in them."""
     tensor = values(1, 100)

@@ -154,13 +154,21 @@ class Vector:
         Returns:
             The index of the first tensor with a value that cannot be counted with this `weight`, because it is not
             finite or too large to be summed; None if all can.
+
+        Raises:
+            ConfigError: a tensor has another size than it had at the beginning.
         """
         self.forget(weight)
         bad: int | None = None
         with torch.no_grad():
             for index, tensor in enumerate(self.tensors):
-                if tensor.numel():
-                    copied = self._view(index, result=False)
+                copied = self._view(index, result=False)
+                if tensor.numel() != copied.numel():
+                    raise ConfigError(
+                        f"averaged_tensors[{index}] has {tensor.numel()} elements now, and had {copied.numel()} when "
+                        "the averager was made: make another averager for tensors of another size"
+                    )
+                if copied.numel():
                     copied.copy_(tensor.detach().reshape(-1))
                     if scale != 1.0:
                         copied.mul_(scale)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import pytest
 
 from shoal import sim
+from shoal.averaging.allreduce.round import Round
 from shoal.errors import RoundFailed
+from shoal.protocol.wire import Report
 from shoal.strategies import Decoupled, DiLoCo, LocalSGD, LocalUpdates, Strategy, StreamingDiLoCo, Synchronous
 from tests.sim.optimizer_kit import Run, Trainer
 from tests.sim.test_forerunners import BATCH, BATCH_S, HONEST, Fault, deaf
 from tests.sim.test_hostile_members import each_round, leads_with, refuses_one
+from tests.situations import reaches
 
 STRATEGIES: dict[str, Strategy] = {
     "synchronous": Synchronous(48),
@@ -61,10 +65,45 @@ def refuses(run: Run) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def calls_gone(run: Run, *, at_once: bool) -> Iterator[None]:
+    """The last peer leads whenever it may, and says that one honest peer is gone: at once, or once it holds a tile."""
+    victim = run.trainers[HONEST[0]].participant.core.peer_id
+
+    def lie(round_: Round) -> None:
+        loop, index, coordinator = (
+            asyncio.get_running_loop(),
+            round_._index.get(victim),
+            cast(Any, round_._coordinating),
+        )
+        reported = coordinator.reported
+
+        def say() -> None:
+            round_._do(round_.machine.contributions.exclude(cast(int, index)))
+            round_._tell(coordinator.gone(index, "a lie", loop.time()))
+
+        def say_first(member: int, report: Report, now: float) -> Any:
+            if report.held:
+                say()
+            return reported(member, report, now)
+
+        if index is not None and at_once:
+            loop.call_soon(say)
+        elif index is not None:
+            coordinator.reported = say_first
+
+    with pytest.MonkeyPatch.context() as patch:
+        for fragment in run.trainers["last"].fragments:
+            leads_with(fragment._averager, lie, patch)
+        yield
+
+
 FAULTS: dict[str, Fault] = {
     "deaf": deaf,
     "silent": silent,
     "stalled": stalled,
+    "calls gone": partial(calls_gone, at_once=True),
+    "calls gone later": partial(calls_gone, at_once=False),
 }
 
 
@@ -102,6 +141,42 @@ def kept(fault: Fault, strategy: Strategy, seed: int) -> float:
 def test_the_victim_of_a_leader_that_refuses_it_came_to_no_merge_of_fragments() -> None:
     """The others gave its leader up on trial, and began without it: it was on its way to the merge, not yet due."""
     assert kept(refuses, STRATEGIES["stream"], 2) >= 0.8
+
+
+def test_a_leader_that_called_one_honest_peer_gone_divided_the_others() -> None:
+    """They let it lead no more, and that peer did: it kept a tenth of its pace."""
+    with reaches("a member that the coordinator calls gone is there"):
+        assert kept(FAULTS["calls gone"], STRATEGIES["diloco"], 1) >= 0.8
+
+
+@pytest.mark.long
+def test_an_honest_leader_that_has_lost_one_member_in_a_round_leads_on() -> None:
+    """All others saw that this member was there: that is forgiven, and nobody avoids the leader."""
+
+    async def main() -> None:
+        run = Run(target=1)
+        trainers = [await run.add(name, strategy=STRATEGIES["synchronous"]) for name in (*HONEST, "last")]
+        averagers = [trainer.participant._averager for trainer in trainers]
+        for name, trainer in run.trainers.items():
+            run.swarm.spawn(name, trainer.train(BATCH, duration_s=BATCH_S, until=asyncio.Event().is_set))
+        await sim.sleep(12.0)
+        lost = list[bool]()
+
+        def lose(round_: Round) -> None:
+            if round_._coordinating is not None and not lost:
+                lost.append(True)
+                asyncio.get_running_loop().call_later(0.02, min(round_._control.items())[1].abort)
+
+        for averager in averagers:
+            each_round(averager, lose)
+        await sim.sleep(10.0)
+        now = asyncio.get_running_loop().time()
+        blamed = [averager.conduct.bad_leaders.unforgiven for averager in averagers]
+        assert sum(map(bool, blamed)) >= 2
+        assert not any(averager.conduct.bad_leaders.pausing(now) for averager in averagers)
+        assert not any(averager._finder.matchmaker._memory.avoided for averager in averagers)
+
+    sim.run(main, seed=1)
 
 
 @pytest.mark.long

@@ -152,10 +152,10 @@ def join(
     return JoinRequested(contact, expiration, reduces and not client, contributes)
 
 
-def following(number: int = 1, **options: Any) -> Play:
-    """A machine that follows this peer."""
+def following(number: int = 1, *, ahead_s: float = 0.0, **options: Any) -> Play:
+    """A machine that follows this peer, which has declared itself so much earlier."""
     play = Play(**options)
-    play.settle(declared(number))
+    play.settle(declared(number, MINE - ahead_s))
     play.hear(Answered(peer_id(number), JoinAccepted()))
     assert play.machine.phase is SearchPhase.FOLLOWING
     return play
@@ -423,6 +423,26 @@ def test_a_leader_that_is_avoided_does_not_take_our_followers() -> None:
     play.joins(60)
     assert AskToLead not in kinds(play.wait(2.0))
     assert Start((peer_id(60), peer_id(61))) in [*play.joins(61), *play.wait(3.0)]
+
+
+@pytest.mark.parametrize(
+    ("members", "shuns", "avoids"),
+    [((1, ME), False, True), (None, False, True), ((1, 60, ME), False, False), ((1, ME), True, False)],
+    ids=["begins", "holds back", "most come", "shuns"],
+)
+def test_a_leader_to_which_the_others_did_not_come_kept_one_peer_for_itself(
+    members: tuple[int, ...] | None, shuns: bool, avoids: bool
+) -> None:
+    """It had lied to the others alone. Each search was over before half of a window, so it was never judged."""
+    memory, avoided = Memory(), list[list[PeerID]]()
+    others = frozenset(map(peer_id, (1, 60, 61)))
+    for _ in range(2):
+        shunned = frozenset({peer_id(61)}) if shuns else frozenset()
+        play = following(1, ahead_s=2.0, memory=memory, expected=lambda: others, shunned=shunned)
+        play.wait(0.3 * WINDOW_S)
+        play.hear(Cancel() if members is None else Answered(peer_id(1), begun_with(*members)))
+        avoided.append(list(memory.avoided))
+    assert avoided == [[], [peer_id(1)] if avoids else []]
 
 
 def test_half_of_the_peers_lead_in_any_case() -> None:

@@ -97,6 +97,24 @@ def test_a_false_gone_of_everybody_halved_the_share_of_honest_peers() -> None:
     assert member.contributions.expects(1, 0, 2)
 
 
+@pytest.mark.parametrize(
+    ("untold", "counted", "lost", "is_left_out"),
+    [(1, 7, False, True), (0, 7, False, False), (1, 5, False, False), (1, 7, True, False)],
+    ids=["left out", "told", "slow", "lost"],
+)
+def test_a_member_did_not_know_that_its_leader_had_left_it_out(
+    untold: int, counted: int, lost: bool, is_left_out: bool
+) -> None:
+    """Others average its tile, and it was not told; the other reducers count it, and the leader's words come here."""
+    member = machine([1, 0, 2])
+    member.start(0.0)
+    if lost:
+        member.coordinator_lost("its stream ended")
+    mine = replace(held(0, untold), contributors=b"\x05")
+    member.obey(Commit(ROUND, [mine, held(1), replace(held(2), contributors=bytes([counted]))]), 1.0)
+    assert member.left_out is is_left_out
+
+
 @pytest.mark.parametrize("reducer", [0, 1, 2])
 def test_an_assign_storm_of_a_leader_ends_where_all_others_have_been_replaced(reducer: int) -> None:
     """A leader may have values sent again only as often as members can fail; each loses its tiles once."""

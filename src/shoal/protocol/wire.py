@@ -966,6 +966,8 @@ class Verdict(Message, frozen=True):
 class AskVerdict(Request[Verdict], frozen=True):
     """A member that lost the coordinator, and does not know the verdict, asks every other member for it.
 
+    A member that the coordinator calls gone is asked, too, as a sign that it is there.
+
     Attributes:
         round_id: the round.
     """

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from shoal.averaging.allreduce.brief import Brief
 from shoal.averaging.allreduce.commit import Ask, Average, Contribute, MemberRules, Order, TileAction
-from shoal.averaging.allreduce.interface import MostWeight, any_weight, is_sound
+from shoal.averaging.allreduce.interface import MostWeight, any_weight, has_member, is_sound
 from shoal.averaging.allreduce.lateness import LEAST_S, Lateness
 from shoal.base.sometimes import sometimes
 from shoal.protocol.wire import Abort, Assign, Commit, Gone, Held, Member, PartAbsent, Report, Shown
@@ -129,6 +129,7 @@ class MemberMachine:
         liars: the reducers that gave this member another average than they have signed.
         may_learn: whether the verdict can still come from the coordinator.
         committed_in_vain: whether the round has failed as an average was committed that others say they do not have.
+        left_out: whether the coordinator has left this member out, and nobody else has, see `_is_left_out`.
     """
 
     def __init__(  # noqa: PLR0913 (half of them by name)
@@ -164,7 +165,7 @@ class MemberMachine:
         others = set(reducers) - {me} - brief_s.keys()
         self._promised_s = max(promised_s, default=0.0)
         self._reducing = Lateness(others, now=now, least_s=self._promised_s)
-        self.may_learn, self.committed_in_vain = True, False
+        self.may_learn, self.committed_in_vain, self.left_out = True, False, False
         self._began, self._complete_at = now, math.inf
         self.unheard: set[int] = set()
         self.liars: set[int] = set()
@@ -254,6 +255,7 @@ class MemberMachine:
             case Gone(member) if self.me != self.coordinator:  # it knows
                 actions.append(LookAt(member))
             case Commit() if rules.commit is None:
+                self.left_out = self._is_left_out(message)
                 actions += self._compare(message)
                 for tile in rules.committed(message) if rules.failed is None else ():
                     actions += self._fetch(tile)
@@ -331,6 +333,21 @@ class MemberMachine:
                 for held, due in zip(self.rules.held, message.tiles, strict=True)
             )
         )
+
+    def _is_left_out(self, commit: Commit) -> bool:
+        """Whether the coordinator has left out this member, whose values came to most others in time.
+
+        It had tiles averaged anew, and told that to the others alone. An honest one does that to a member that is slow,
+        or that it has lost: but then its words do not come here either.
+        """
+        rules, me, counts = self.rules, self.me, list[bool]()
+        told = [due for due in commit.tiles if due.attempt <= rules.attempt[due.tile]]
+        if len(told) == len(commit.tiles) or not self.may_learn:
+            return False
+        for due in told:
+            if not any(rules.averages(each, due.tile, due.attempt) for each in (me, self.coordinator)):
+                counts.append(has_member(due.contributors, me))
+        return 2 * sum(counts) > len(counts)
 
     def _compare(self, commit: Commit) -> list[MemberAction]:
         """Look whether the committed averages are those that this member made, or was given.

@@ -24,7 +24,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -383,8 +383,10 @@ class Round:
         def peers(members: Iterable[int]) -> frozenset[PeerID]:
             return frozenset(self.members[member].contact.peer for member in members)
 
-        # Where the round fails here alone, our own line may be the bad one: then only a lost coordinator counts.
+        # Where the round fails here alone, our own line may be the bad one: then only a lost coordinator counts. And
+        # nobody is to blame for what comes late where the coordinator has not told all members the same.
         judges = self._coordinating is not None or self.machine.rules.succeeded
+        judges = judges and not self._word_was_false
         unheard = self.machine.unheard if judges else set()
         late = self._late | (self.machine.late(self._margin_s, self._options.report_s) if judges else set())
         briefs = [self.machine.contributions.brief, *([] if (c := self._coordinating) is None else [c.brief])]
@@ -405,14 +407,16 @@ class Round:
 
     @property
     def _word_was_false(self) -> bool:
-        """Whether members that the coordinator called gone were there, or it had most reducers replaced for no reason.
+        """Whether members that the coordinator called gone, or left out, were there, or it had most reducers replaced.
 
-        That a reducer lied is a reason.
+        Those that have lied are replaced for a reason.
         """
         replaced = self.machine.rules.replaced - self.machine.liars
         reducers = set(self.tiling.owners)
         return self._coordinating is None and (
-            any(self._looked_at.values()) or (len(replaced) > 1 and 2 * len(replaced) > len(reducers))
+            (self.machine.left_out and self._gives)
+            or any(self._looked_at.values())
+            or (len(replaced) > 1 and 2 * len(replaced) > len(reducers))
         )
 
     @property
@@ -493,18 +497,31 @@ class Round:
 
     def _called_gone(self, member: int) -> None:
         """The coordinator says that a member is gone. It may have a bad line, or lie: we see for ourselves."""
-        peer = self.members[member].contact.peer
-        if member == self.me or self.endpoint.connected(peer):
-            self._looked_at.setdefault(member, member == self.me)
+        if member in self._looked_at:
+            return  # said twice
+        if member == self.me:
+            self._looked_at[member] = True
+            return
+        if self.endpoint.connected(self.members[member].contact.peer):
+            self._looked_at[member] = False
+            self._tasks.spawn(self._look_at(member))
             return
         # We may never have had a connection with it, whose end would tell.
         self._blame(member, "gone: the coordinator has lost it")
         self._do(self.machine.member_lost(member))
 
+    async def _look_at(self, member: int) -> None:
+        """Ask a member that the coordinator calls gone: it may have given us all that it has to give."""
+        contact = self.members[member].contact
+        with suppress(PeerError):
+            verdict = await self.endpoint.call(contact, AskVerdict(self.round_id), timeout_s=_ASK_TIMEOUT_S)
+            if verdict.may_learn or verdict.commit is not None:  # else it has given up itself
+                self._lives(member)
+
     def _lives(self, member: int) -> None:
-        """A member has just given us something."""
+        """A member has just given us something, or answered."""
         if member in self._looked_at:
-            sometimes("a member that the coordinator calls gone gives values")
+            sometimes("a member that the coordinator calls gone is there")
             self._looked_at[member] = True
 
     def _look_at_machine(self) -> None:

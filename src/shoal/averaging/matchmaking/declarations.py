@@ -81,6 +81,7 @@ class Memory:
             Each time adds one, and each group halves it.
         avoided: the leaders that are to lead no group of ours, as others come to other groups and not to theirs, and
             until when (loop time).
+        vain_s: the leaders that we have followed lately while half of the others did not, and for how long (seconds).
     """
 
     lost: dict[PeerID, float] = field(default_factory=dict)
@@ -91,6 +92,7 @@ class Memory:
     led: bool = False
     stranded: dict[PeerID, float] = field(default_factory=dict)
     avoided: dict[PeerID, float] = field(default_factory=dict)
+    vain_s: dict[PeerID, float] = field(default_factory=dict)
 
     @property
     def missed(self) -> frozenset[PeerID]:
@@ -112,6 +114,12 @@ class Memory:
             times = self.stranded.pop(peer, 0.0) / 2 + (peer in missing)
             if times > _FORGOTTEN:
                 put_last(self.stranded, peer, times, _MAX_STRANDED)
+
+    def followed_in_vain(self, leader: PeerID, seconds: float) -> float:
+        """Note that we have followed this leader while half of the others did not; returns for how long in all."""
+        vain_s = self.vain_s.pop(leader, 0.0) + seconds
+        put_last(self.vain_s, leader, vain_s, _MAX_STRANDED)
+        return vain_s
 
     def lose(self, peer: PeerID, expiration: float) -> None:
         """Note that declarations of this peer up to `expiration` are dead."""

@@ -197,6 +197,7 @@ class GroupMachine:
         self._mismatches: dict[PeerID, str] = {}
         self._lost_now: set[PeerID] = set()  # in this search
         self._sent_on: set[PeerID] = set()  # to the leader that we follow
+        self._hoped_for: set[PeerID] = set()  # the expected peers, while we followed a leader
         self._asked_hidden: list[PeerID] = []  # beside the directory, in this search
         self._asked_hidden_at = -math.inf
         self._trouble: tuple[str, tuple[PeerID, ...]] = ("nobody else is looking for one", ())
@@ -322,6 +323,23 @@ class GroupMachine:
             self._shun(peer)
             self.idled.append(peer)
 
+    def _followed_alone(self, leader: PeerID, members: Collection[PeerID]) -> None:
+        """Was this leader followed for long, and did half of the others not come to its group of these members?
+
+        It may have lied to them alone. That proves nothing, so it is avoided. Whoever shuns a peer knows why others do
+        not come.
+        """
+        hoped_for = self._not_gone(frozenset(self._hoped_for - {self._me, leader}), among=len(self._hoped_for))
+        came = 1 + len(hoped_for.intersection(members))
+        if 2 * came > 1 + len(hoped_for) or self._hoped_for & (self._shunned | self._avoided):
+            self._memory.vain_s.pop(leader, None)
+        elif self._memory.followed_in_vain(leader, self._now - self._followed_at) >= self._config.window_s / 2:
+            sometimes("a peer avoids a leader to which half of the others do not come")
+            self._avoid(leader, len(hoped_for) + 2)
+
+    def _avoid(self, leader: PeerID, members: int) -> None:
+        self._memory.avoid(leader, self._now + AVOIDED_WINDOWS * self._config.window_s, members)
+
     def _judge_last_leader(self, members: Collection[PeerID]) -> None:
         """Another peer leads, and these are its group. Are those there that were missing in the groups before?"""
         leader = self._on_trial
@@ -330,7 +348,7 @@ class GroupMachine:
         self._memory.stranded.clear()
         if leader != self.leader and self._missed.intersection(members):
             sometimes("a peer comes to a group that another peer leads than before")
-            self._memory.avoid(leader, self._now + AVOIDED_WINDOWS * self._config.window_s, len(members))
+            self._avoid(leader, len(members))
 
     def _shun(self, peer: PeerID) -> None:
         self._shunned.add(peer)
@@ -437,6 +455,7 @@ class GroupMachine:
             case Begin() as begin if self.phase is SearchPhase.FOLLOWING:
                 members = {member.contact.peer for member in begin.members}
                 self._memory.followed(members, self._sent_on | (self._expected_members() or frozenset()))
+                self._followed_alone(peer, members)
                 self._judge_last_leader(members)
                 self._change_phase(SearchPhase.OVER)
                 self._out += [events.Enter(begin), *self._poller.withdraw()]
@@ -524,6 +543,7 @@ class GroupMachine:
         else:
             # Look at the other followers: if our leader is silent, the next one is not to wait for silent ones as well.
             expected = self._all_expected()
+            self._hoped_for |= expected
             for other in expected - {self._me, peer} if len(expected) <= LOOKED_AT else ():
                 self._is_silent(other, True)
             if self._is_silent(peer, False):
@@ -743,6 +763,8 @@ class GroupMachine:
 
     def _give_up(self, reason: str) -> None:
         if self._leader is not None:
+            if self.phase is SearchPhase.FOLLOWING:
+                self._followed_alone(self._leader.peer, ())
             self._out.append(events.LeaveLeader(self._leader.peer))
         self._refuse_followers(
             "not-looking" if self._followers.reduces else "no-reducer", f"the leader gave up: {reason}"

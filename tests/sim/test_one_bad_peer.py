@@ -11,9 +11,10 @@ from typing import Any, cast
 import pytest
 
 from shoal import sim
+from shoal.averaging.allreduce.coordinator import Send
 from shoal.averaging.allreduce.round import Round
 from shoal.errors import RoundFailed
-from shoal.protocol.wire import Report
+from shoal.protocol.wire import Gone, Report
 from shoal.strategies import Decoupled, DiLoCo, LocalSGD, LocalUpdates, Strategy, StreamingDiLoCo, Synchronous
 from tests.sim.optimizer_kit import Run, Trainer
 from tests.sim.test_forerunners import BATCH, BATCH_S, HONEST, Fault, deaf
@@ -66,30 +67,39 @@ def refuses(run: Run) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def calls_gone(run: Run, *, at_once: bool) -> Iterator[None]:
-    """The last peer leads whenever it may, and says that one honest peer is gone: at once, or once it holds a tile."""
+def calls_gone(run: Run, *, at_once: bool = True, says: bool = True, leaves_out: bool = True) -> Iterator[None]:
+    """The last peer leads whenever it may, and says that one honest peer is gone, or leaves it out, or both.
+
+    It does so at once, or once it holds a tile.
+    """
     victim = run.trainers[HONEST[0]].participant.core.peer_id
 
     def lie(round_: Round) -> None:
-        loop, index, coordinator = (
+        loop, coordinator, index = (
             asyncio.get_running_loop(),
-            round_._index.get(victim),
             cast(Any, round_._coordinating),
+            round_._index.get(victim),
         )
-        reported = coordinator.reported
+        if index is None:
+            return
+        reported, gone = coordinator.reported, Gone(index)
 
         def say() -> None:
-            round_._do(round_.machine.contributions.exclude(cast(int, index)))
-            round_._tell(coordinator.gone(index, "a lie", loop.time()))
+            if leaves_out:
+                round_._do(round_.machine.contributions.exclude(index))
+                round_._tell(coordinator.leave_out(index, "a lie", loop.time()))
+            if says and coordinator.rules.verdict is None:
+                round_._tell([Send(other, gone) for other in sorted(coordinator.rules.live - {index})])
 
         def say_first(member: int, report: Report, now: float) -> Any:
             if report.held:
+                coordinator.reported = reported
                 say()
             return reported(member, report, now)
 
-        if index is not None and at_once:
+        if at_once:
             loop.call_soon(say)
-        elif index is not None:
+        else:
             coordinator.reported = say_first
 
     with pytest.MonkeyPatch.context() as patch:
@@ -102,8 +112,10 @@ FAULTS: dict[str, Fault] = {
     "deaf": deaf,
     "silent": silent,
     "stalled": stalled,
-    "calls gone": partial(calls_gone, at_once=True),
+    "calls gone": calls_gone,
     "calls gone later": partial(calls_gone, at_once=False),
+    "only calls gone": partial(calls_gone, leaves_out=False),
+    "only leaves out": partial(calls_gone, says=False),
 }
 
 
@@ -147,6 +159,12 @@ def test_a_leader_that_called_one_honest_peer_gone_divided_the_others() -> None:
     """They let it lead no more, and that peer did: it kept a tenth of its pace."""
     with reaches("a member that the coordinator calls gone is there"):
         assert kept(FAULTS["calls gone"], STRATEGIES["diloco"], 1) >= 0.8
+
+
+def test_a_peer_that_was_told_no_lie_followed_the_liar_alone() -> None:
+    """The others left the liar, which had done the peer no harm. It was in none of their groups any more."""
+    with reaches("a peer avoids a leader to which half of the others do not come"):
+        assert kept(FAULTS["only calls gone"], STRATEGIES["synchronous"], 1) >= 0.8
 
 
 @pytest.mark.long

@@ -7,6 +7,7 @@ Python are counted, and memory, so that the result is the same on each machine: 
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -303,8 +304,13 @@ def contact(number: int) -> Contact:
     return Contact(peer(number), tuple(Address(host, 4000, peer(number)) for host in hosts))
 
 
-def all_cases() -> Iterator[Any]:
-    """All of them, with their names."""
+@functools.cache
+def all_cases() -> list[Any]:
+    """All of them, with their names: to make them takes seconds."""
+    return list(_all_cases())
+
+
+def _all_cases() -> Iterator[Any]:
     for count in GROUPS:
         for kind, made in (("report", reports), ("order", orders)):
             for name, case in made(count):

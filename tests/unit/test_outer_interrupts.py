@@ -114,7 +114,7 @@ def check(make: Callable[[], Scene], codes: list[CodeType], work: Callable[[Scen
 
     What it finds at its next batch is checked; before that a checkpoint, which holds the anchor, loads.
     """
-    whole = make()
+    whole, other = make(), make()
     before = whole.look()
     work(whole)
     after = whole.look()
@@ -124,7 +124,7 @@ def check(make: Callable[[], Scene], codes: list[CodeType], work: Callable[[Scen
         if fragment.whole:
             assert any(alike(scene.anchor, each[0]) for each in (before, after)), f"half an anchor {where}"
         values, tensors = fragment.export()
-        make().fragment.load(values, [each.clone() for each in tensors])
+        other.fragment.load(values, [each.clone() for each in tensors])
         weight, _ = fragment.contribute()
         if weight:
             assert any(alike(scene.parameters, each[1]) for each in (before, after)), f"half is given {where}"

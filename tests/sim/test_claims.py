@@ -33,10 +33,10 @@ async def with_a_fourth(run: Run, heard: list[Event], end_s: float, *, client: b
     for name in NAMES:
         await run.add(name, events=heard.append)
         run.swarm.spawn(name, run.swarm.peer(name).train(5, duration_s=0.5, until=until(end_s)))
-    await sim.sleep(6.0)
+    await sim.sleep(4.0)
     fourth = await run.add("liar", client_mode=client)
     run.swarm.spawn("liar", fourth.train(1, duration_s=0.5, until=until(end_s)))
-    await sim.sleep(12.0)
+    await sim.sleep(8.0)
     first = run.swarm.peer("p0").participant
     assert fourth.participant.core.peer_id in first.own.committed.weights
     return fourth
@@ -51,9 +51,9 @@ def test_a_contributor_that_claims_10_to_the_12_made_the_steps_small() -> None:
         pace: Any = liar.participant.pace
         pace.done = lambda *_: 10**12
         began = asyncio.get_running_loop().time()
-        await sim.sleep(20.0)
+        await sim.sleep(11.0)
         samples = [count for at, _, count, _ in run.swarm.peer("p0").epochs if at > began + 3.0]
-        assert len(samples) >= 7
+        assert len(samples) >= 4
         assert min(samples) >= 24, samples
         await run.close()
 
@@ -77,13 +77,13 @@ def test_a_weight_above_what_a_peer_can_give_is_refused_and_blames_the_sender(cl
         lying.swarm_step._contribute = lie
         first: Participant = run.swarm.peer("p0").participant
         began, before = asyncio.get_running_loop().time(), first.epoch
-        await sim.sleep(20.0)
+        await sim.sleep(12.0)
         me = lying.core.peer_id
         reasons = {each.reason for each in heard if isinstance(each, PeerDropped) and each.peer == me}
         told = "weight 1e+09, which is more than the" if client else "average of tile 0 with the weight 1e+09"
         assert any(told in reason for reason in reasons), reasons
         assert not [each for each in heard if isinstance(each, PeerDropped) and each.peer != me]
-        assert first.epoch >= before + 5
+        assert first.epoch >= before + 3
         since = [each for step in first.own.committed.steps[before - first.epoch + 1 :] for each in step]
         assert not [each for each in since if each.peer == me and each.samples]
         samples = [count for at, _, count, _ in run.swarm.peer("p0").epochs if at > began]
@@ -124,12 +124,12 @@ def test_a_contributor_that_names_other_epochs_for_the_digest_of_all_split_the_r
         for name in (*NAMES, "liar"):
             await run.add(name, events=heard.append)
             run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.5, until=until(75.0)))
-        await sim.sleep(15.0)
+        await sim.sleep(9.0)
         first = run.swarm.peer("p0").participant
 
         async def pace() -> int:
             before = first.contribution.contributed
-            await sim.sleep(25.0)
+            await sim.sleep(15.0)
             return first.contribution.contributed - before
 
         calm = await pace()
@@ -241,7 +241,7 @@ def test_a_liar_took_64_times_the_most_of_the_last_merges() -> None:
         for name in (*NAMES, "liar"):
             await run.add(name, events=heard.append, strategy=strategy, client_mode=name == "liar")
             run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.5, until=until(60.0)))
-        await sim.sleep(15.0)
+        await sim.sleep(10.0)
         lying: Any = run.swarm.peer("liar").participant
         first: Participant = run.swarm.peer("p0").participant
         contribute, before = lying.swarm_step._contribute, first.epoch
@@ -252,7 +252,7 @@ def test_a_liar_took_64_times_the_most_of_the_last_merges() -> None:
             return 300 * weight, factor
 
         lying.swarm_step._contribute = lie
-        await sim.sleep(20.0)
+        await sim.sleep(14.0)
         refused = {each.peer for each in heard if isinstance(each, PeerDropped) and each.reason.startswith("weight")}
         assert refused == {lying.core.peer_id}
         assert first.epoch >= before + 4
@@ -335,7 +335,7 @@ def test_one_key_without_work_takes_the_weight_of_a_run(keys: int, monkeypatch: 
         for name in honest:
             await run.add(name, events=heard.append)
             trains.append(run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.5, until=until(80.0))))
-        await sim.sleep(15.0)
+        await sim.sleep(8.0)
         for name in liars:
             liar = await run.add(name)
 
@@ -346,13 +346,13 @@ def test_one_key_without_work_takes_the_weight_of_a_run(keys: int, monkeypatch: 
             monkeypatch.setattr(liar, "compute", zeros)
             trains.append(run.swarm.spawn(name, liar.train(10**6, duration_s=0.5, until=until(80.0))))
         first: Participant = run.swarm.peer("p0").participant
-        await sim.sleep(20.0)
+        await sim.sleep(14.0)
         before = {name: run.swarm.peer(name).participant.contribution.contributed for name in honest}
         epoch = first.epoch
-        await sim.sleep(15.0)
+        await sim.sleep(10.0)
         gave = [run.swarm.peer(name).participant.contribution.contributed - before[name] for name in honest]
         assert min(gave) >= 4 * 0.8 * (first.epoch - epoch), (gave, first.epoch - epoch)
-        assert min(gave) > 0.4 * 15.0 * 4 / 0.5, gave
+        assert min(gave) > 0.4 * 10.0 * 4 / 0.5, gave
         weights = first.own.committed.weights
         assert keys > 1 or mine <= weights.keys()
         assert sum(weights.get(peer, 0) for peer in mine) < sum(weights.values()) / 2

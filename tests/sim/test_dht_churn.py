@@ -44,7 +44,7 @@ def test_new_nodes_get_the_keys_they_should_hold() -> None:
     async def main() -> None:
         swarm = new_swarm()
         old = await grow(swarm, 10, settings=ONLY_REPAIR)
-        writers = await store_many(swarm, 40, 3000)
+        writers = await store_many(swarm, 20, 3000)
         await grow(swarm, 20, settings=ONLY_REPAIR)
         await sleep(5.0)
         everybody = list(swarm.peers.values())
@@ -63,8 +63,8 @@ def test_lost_copies_are_made_again_by_those_that_are_left() -> None:
 
     async def main() -> None:
         swarm = new_swarm()
-        await grow(swarm, 64, settings=ONLY_REPAIR, limits=QUIET)
-        writers = await store_many(swarm, 40, 3000)
+        await grow(swarm, 32, settings=ONLY_REPAIR, limits=QUIET)
+        writers = await store_many(swarm, 20, 3000)
         rng = random.Random(2)
         for _ in range(3):
             names = list(swarm.peers)
@@ -84,10 +84,10 @@ def test_machines_that_vanish_without_a_word_are_replaced_too() -> None:
 
     async def main() -> None:
         swarm = new_swarm()
-        await grow(swarm, 30, settings=ONLY_REPAIR, limits=QUIET)
-        writers = await store_many(swarm, 30, 3000)
+        await grow(swarm, 24, settings=ONLY_REPAIR, limits=QUIET)
+        writers = await store_many(swarm, 15, 3000)
         rng = random.Random(3)
-        for name in rng.sample(list(swarm.peers), 15):
+        for name in rng.sample(list(swarm.peers), 12):
             swarm.vanish(name)
         await sleep(90.0)
         assert await missing(swarm, writers, rng) == []
@@ -101,8 +101,8 @@ def test_records_survive_steady_churn() -> None:
 
     async def main() -> None:
         swarm = new_swarm()
-        await grow(swarm, 16, settings=BRISK, limits=QUIET)
-        writers = await store_many(swarm, 30, 3000)
+        await grow(swarm, 12, settings=BRISK, limits=QUIET)
+        writers = await store_many(swarm, 15, 3000)
         rng = random.Random(1)
         founders = list(swarm.peers)
         rng.shuffle(founders)
@@ -123,16 +123,16 @@ def test_two_halves_of_a_parted_network_grow_together_again() -> None:
 
     async def main() -> None:
         swarm = new_swarm()
-        await grow(swarm, 16, settings=BRISK, limits=QUIET)
+        await grow(swarm, 10, settings=BRISK, limits=QUIET)
         names = list(swarm.peers)
         left, right = names[::2], names[1::2]
-        before = await store_many(swarm, 16, 3000)
+        before = await store_many(swarm, 10, 3000)
         swarm.partition([left, right])
         await sleep(60.0)
         rng = random.Random(4)
         for half in (left, right):
             nodes = [swarm.peer(name) for name in half]
-            assert nodes[0].dht.neighbours == 7
+            assert nodes[0].dht.neighbours == 4
             for key in before:
                 assert await get(swarm, rng.choice(nodes), key) is not None
         here, there = swarm.peer(left[0]), swarm.peer(right[0])
@@ -157,7 +157,7 @@ def test_writer_brings_its_record_back_when_all_who_held_it_are_gone() -> None:
 
     async def main() -> None:
         swarm = new_swarm()
-        nodes = await grow(swarm, 25, settings=BRISK)
+        nodes = await grow(swarm, 20, settings=BRISK)
         writer = nearest(nodes, "key")[-1]
         assert await store(swarm, writer, "key", "mine", 3000)
         for each in holders(swarm, "key"):

@@ -91,7 +91,6 @@ def test_a_newcomer_that_is_killed_in_its_download_stays_with_the_donors(
     async def main() -> None:
         scene = Scene(6.0, 3 * MIB)
         await scene.begin()
-        await sim.sleep(10.0)
         came = scene.loop.time()
         killed = asyncio.Event()
 

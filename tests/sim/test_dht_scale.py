@@ -38,13 +38,13 @@ def check_found(row: Row) -> None:
 
 @pytest.mark.long
 def test_hops_grow_like_a_logarithm() -> None:
-    """From a hundred to three hundred nodes, with k = 8."""
-    check_growth([measure(nodes, records=10, lookups=100, seed=1, repair=False) for nodes in (100, 300)])
+    """From sixty nodes to two hundred, with k = 8."""
+    check_growth([measure(nodes, records=10, lookups=100, seed=1, repair=False) for nodes in (60, 200)])
 
 
 def test_records_survive_the_crash_of_half_the_nodes_twice() -> None:
     """With k = 8; in between the survivors give each other what they hold."""
-    check_found(measure(120, records=150, lookups=10, seed=2))
+    check_found(measure(64, records=75, lookups=10, seed=2))
 
 
 @pytest.mark.long(full=True)

@@ -412,7 +412,7 @@ class Weather:
         for name in swarm.peers:
             swarm.slow(name, 1.0)
 
-    async def check_fairness(self, calm_s: float = 30.0) -> None:
+    async def check_fairness(self, calm_s: float = 20.0) -> None:
         """After so long a calm, merges take the batches of each peer for as long again: it drops three in ten at most.
 
         A merge may come without a peer whose batch takes longer than half of the time between two merges.
@@ -436,15 +436,15 @@ class Weather:
                     assert given, told
                     assert lost <= 0.3 * (given + lost), told
 
-    async def end(self, merges: int, patience_s: float) -> None:
-        """No more faults; the run ends after so many more merges. All have equal parameters then.
+    async def end(self, merges: int, patience_s: float, *, calm_s: float = 30.0) -> None:
+        """No more faults, for so long; the run ends after so many more merges. All have equal parameters then.
 
         Raises:
             AssertionError: they have not; or one of the other promises was broken.
         """
         swarm = self.run.swarm
         self.calm()
-        await sim.sleep(30.0)  # a state that a silent peer has named is waited for 20 s
+        await sim.sleep(calm_s)  # a state that a silent peer has named is waited for 20 s
         trainers = [trainer for trainer in swarm.peers.values() if isinstance(trainer, Counted)]
         last = max(fragment.epoch for trainer in trainers for fragment in trainer.fragments)
         for trainer in trainers:

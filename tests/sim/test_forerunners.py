@@ -64,7 +64,7 @@ def play(fault: Fault, strategy: Strategy | None, seed: int, *, seconds: float, 
         for name, trainer in run.trainers.items():
             batch_s = BATCH_S if name in HONEST else BATCH_S / (3 * part)
             run.swarm.spawn(name, trainer.train(BATCH, duration_s=batch_s, until=asyncio.Event().is_set))
-        await sim.sleep(12.0)
+        await sim.sleep(8.0)
 
         async def pace(seconds: float) -> float:
             before = contributed(run)
@@ -74,7 +74,7 @@ def play(fault: Fault, strategy: Strategy | None, seed: int, *, seconds: float, 
         calm = await pace(8.0)
         with fault(run):
             assert await pace(seconds) >= 0.8 * calm
-        await sim.sleep(12.0)
+        await sim.sleep(8.0)
         assert await pace(8.0) >= 0.8 * calm
 
         def together() -> bool:
@@ -94,7 +94,7 @@ def play(fault: Fault, strategy: Strategy | None, seed: int, *, seconds: float, 
 def test_one_peer_that_merges_alone_took_what_all_others_had_trained() -> None:
     """Three peers gave up their 48 samples for its 16 at each merge, and contributed nothing for as long as it did."""
     with reaches("peers make their own step, though another one has gone ahead"):
-        play(deaf, DiLoCo(4), 1, seconds=20.0)
+        play(deaf, DiLoCo(4), 1, seconds=14.0)
 
 
 @pytest.mark.parametrize("part", [0.7, pytest.param(0.9, marks=pytest.mark.long)])
@@ -110,7 +110,7 @@ def test_a_deaf_peer_that_rounds_wait_for_took_all_steps(strategy: Strategy | No
 
     No such round counted as one that it had missed, as it was not at the state any more when the group began.
     """
-    play(deaf, strategy, 1, seconds=30.0, part=part)
+    play(deaf, strategy, 1, seconds=18.0, part=part)
 
 
 STRATEGIES = [

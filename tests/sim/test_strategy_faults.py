@@ -100,7 +100,7 @@ def test_a_peer_that_lost_the_verdict_gives_the_same_batches_again(strategy: Mer
         assert counted or not in_part
         # The others are where they should be.
         assert not any(fragment.takeover.downloads for fragment in trainer.fragments[:-1])
-        await weather.end(3, 60.0)
+        await weather.end(3, 60.0, calm_s=5.0)
 
     sim.run(main, seed=1)
 
@@ -247,6 +247,20 @@ STRATEGIES = {
     "Decoupled with top-k": Case(Decoupled(4, fragments=2, quorum=2), codec=_TOP),
 }
 
+FULL = pytest.mark.long(full=True)
+SAMPLE = (
+    "LocalSGD in seconds",
+    "LocalSGD with top-k",
+    "DiLoCo in seconds",
+    "DiLoCo with AdamW",
+    "SparseLoCo",
+    "StreamingDiLoCo that mixes",
+    "StreamingDiLoCo in seconds",
+    "Decoupled with momentum",
+    "Decoupled with extra tensors",
+)
+"""Each way to merge, to count time, to send and to average more, once: others are in tests of one seed."""
+
 
 def weather(name: str, seed: int, faults: int = 8) -> None:
     """A run with so many faults, drawn from the seed; and how long its trainers stood still for a fragment."""
@@ -351,7 +365,7 @@ def test_what_a_peer_gave_to_merges_that_are_given_up_stays_contributed(name: st
             assert asyncio.get_running_loop().time() < limit
             await sim.sleep(0.01)
             fell = any(fragment.own.lineage.contributed < gave[fragment] for fragment in fragments)
-        await weather.end(3, 120.0)
+        await weather.end(3, 120.0, calm_s=5.0)
 
     sim.run(main, seed=3)
 
@@ -392,7 +406,7 @@ def test_a_newcomer_that_followed_the_losing_side_takes_the_better_state_at_once
 
 @pytest.mark.long
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("name", ["StreamingDiLoCo that keeps", "Decoupled"])
+@pytest.mark.parametrize("name", [pytest.param("StreamingDiLoCo that keeps", marks=FULL), "Decoupled"])
 def test_two_halves_of_a_swarm_that_went_on_apart_end_with_one_state(
     name: str, soak: Callable[[int, int], int], numbers: Callable[[int], Sequence[int]]
 ) -> None:
@@ -445,7 +459,7 @@ async def split(weather: Weather) -> bool:
 
 @pytest.mark.long
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("name", ["StreamingDiLoCo that keeps", "Decoupled"])
+@pytest.mark.parametrize("name", ["StreamingDiLoCo that keeps", pytest.param("Decoupled", marks=FULL)])
 def test_a_split_in_the_middle_of_a_merge_of_one_fragment_is_healed(
     name: str, soak: Callable[[int, int], int], numbers: Callable[[int], Sequence[int]]
 ) -> None:
@@ -487,7 +501,13 @@ def test_a_peer_trains_for_nothing_after_faults() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("name", ["LocalSGD", "DiLoCo in seconds", "StreamingDiLoCo that keeps", "Decoupled"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("DiLoCo in seconds", "StreamingDiLoCo that keeps"),
+        *(pytest.param(each, marks=FULL) for each in ("LocalSGD", "Decoupled")),
+    ],
+)
 def test_no_peer_trains_for_nothing_in_many_runs(
     name: str, soak: Callable[[int, int], int], numbers: Callable[[int], Sequence[int]]
 ) -> None:
@@ -498,7 +518,7 @@ def test_no_peer_trains_for_nothing_in_many_runs(
 
 @pytest.mark.long
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", [each if each in SAMPLE else pytest.param(each, marks=FULL) for each in STRATEGIES])
 def test_they_do_so_in_many_runs(
     name: str, soak: Callable[[int, int], int], numbers: Callable[[int], Sequence[int]]
 ) -> None:
@@ -599,7 +619,7 @@ def test_a_peer_that_gets_into_no_merge_does_not_make_merges_more_frequent() -> 
             await run.add(name, strategy=DiLoCo(8, MEAN))
             run.swarm.spawn(name, run.swarm.peer(name).train(BATCH, duration_s=0.5, until=lambda: False))
         first, misses = run.swarm.peer("p0").participant, run.swarm.peer("p2")
-        await sim.sleep(15.0)
+        await sim.sleep(8.0)
 
         async def fails(*args: Any) -> Round:
             raise RoundFailed("as it always does here")

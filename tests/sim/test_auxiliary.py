@@ -474,6 +474,7 @@ def test_an_auxiliary_coordinator_dies(after_s: float, word: str) -> None:
     on_sim(scenario, bandwidth_bytes_s=SLOW_BYTES_S)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("after_s", MOMENTS_S)
 @pytest.mark.parametrize(("word", "victim"), [("tta", 1), ("att", 2), ("ttta", 2), ("acc", 1)])
 def test_a_contributor_dies_while_an_auxiliary_member_reduces(word: str, victim: int, after_s: float) -> None:

@@ -124,7 +124,7 @@ def test_free_keys_that_join_groups_and_send_nothing_slowed_all_for_good(
         calm = await speed(trainers[0], 15.0)
         attacking = asyncio.get_running_loop().create_task(attack(run, trainers, every_s))
         await sim.sleep(15.0)  # the patience that is there at first is spent in the first rounds
-        hurt = await speed(trainers[0], 40.0 if every_s > 1.0 else float(soak(40, 300)))
+        hurt = await speed(trainers[0], 30.0 if every_s > 1.0 else float(soak(30, 300)))
         attacking.cancel()
         assert hurt >= 0.8 * calm, (calm, hurt)
 
@@ -240,10 +240,10 @@ def in_turns(keys: Sequence[Trainer]) -> list[Callable[[bytes], bool]]:
 @pytest.mark.long
 @pytest.mark.timeout(360)
 def test_contributors_that_stall_in_turns_do_not_stop_the_others() -> None:
-    """Another one of eight keys gave nothing in each round. Each was forgiven in time: a tenth of the pace was left."""
+    """Another one of five keys gave nothing in each round. Each was forgiven in time: a tenth of the pace was left."""
 
     async def main() -> None:
-        good, keys = await contributors(3, 8)
+        good, keys = await contributors(3, 5)
 
         def stall() -> None:
             for each, is_turn in zip(keys, in_turns(keys), strict=True):
@@ -362,7 +362,7 @@ def blamed(honest: Sequence[Trainer], heard: Sequence[Event]) -> list[str]:
     return [each for each in told if any(f"{name} led" in each or f"{name} kept" in each for name in names)]
 
 
-@pytest.mark.parametrize("spent", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("spent", [True, pytest.param(False, marks=pytest.mark.long(full=True))])
 def test_one_of_those_that_saw_a_late_reducer_alone_judged_it_and_the_swarm_was_divided(spent: bool) -> None:
     """One honest peer of three went on with it, in groups of two, at a third of its pace."""
 
@@ -379,8 +379,9 @@ def test_one_of_those_that_saw_a_late_reducer_alone_judged_it_and_the_swarm_was_
     ("honest", "keys", "spent"),
     [
         (3, 1, True),
-        pytest.param(3, 1, False, marks=pytest.mark.long),
-        pytest.param(4, 6, False, marks=[pytest.mark.long, pytest.mark.timeout(360)]),
+        pytest.param(3, 1, False, marks=pytest.mark.long(full=True)),
+        pytest.param(4, 6, False, marks=[pytest.mark.long(full=True), pytest.mark.timeout(360)]),
+        pytest.param(3, 3, False, marks=pytest.mark.long),
     ],
 )
 def test_late_reports_divided_the_swarm_and_were_no_lateness_if_most_were_late(
@@ -420,7 +421,7 @@ def test_a_peer_on_a_slow_line_keeps_its_share() -> None:
     sim.run(main, seed=1)
 
 
-@pytest.mark.parametrize("spent", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("spent", [True, pytest.param(False, marks=pytest.mark.long(full=True))])
 def test_a_leader_that_decided_each_round_late_led_for_good(spent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It gave all in time, and its verdict 4 s later: a third of the pace was left, and nobody else was let lead."""
 
@@ -440,7 +441,7 @@ def test_a_leader_that_decided_each_round_late_led_for_good(spent: bool, monkeyp
     sim.run(main, seed=1)
 
 
-@pytest.mark.parametrize("attacked", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("attacked", [False, pytest.param(True, marks=pytest.mark.long(full=True))])
 def test_a_newcomer_of_equal_speed_was_left_out_while_nothing_was_left_for_strangers(attacked: bool) -> None:
     """It was milliseconds later than the others, in searches and rounds: it got in 50 s later, under attack never."""
 
@@ -464,11 +465,11 @@ def test_a_newcomer_of_equal_speed_was_left_out_while_nothing_was_left_for_stran
 @pytest.mark.long
 @pytest.mark.timeout(360)
 def test_reducers_that_give_their_averages_late_in_turns_leave_half_of_the_pace() -> None:
-    """Each round waited for another one of six keys, and then for its values: a third of the pace was left."""
+    """Each round waited for another one of three keys, and then for its values: a third of the pace was left."""
 
     async def main() -> None:
         heard = list[Event]()
-        good, keys = await contributors(4, 6, heard)
+        good, keys = await contributors(3, 3, heard)
 
         def give_late() -> None:
             for each, is_turn in zip(keys, in_turns(keys), strict=True):
@@ -480,7 +481,7 @@ def test_reducers_that_give_their_averages_late_in_turns_leave_half_of_the_pace(
     sim.run(main, seed=1)
 
 
-@pytest.mark.parametrize("spent", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("spent", [True, pytest.param(False, marks=pytest.mark.long(full=True))])
 def test_a_reducer_whose_averages_come_late_to_one_member_alone_is_not_judged_by_the_others(spent: bool) -> None:
     """That line alone is bad: the member takes the averages from a third one, and the others wait for nobody."""
 
@@ -645,17 +646,16 @@ async def led_by(how: str, honest: int, monkeypatch: pytest.MonkeyPatch) -> None
 )
 def test_a_hostile_leader_loses_its_turn_and_is_named(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its word was taken for a fact: a false `Gone` halved the shares of all others, who blamed each other."""
-    sim.run(lambda: led_by(how, 4, monkeypatch), seed=1)
+    sim.run(lambda: led_by(how, 3, monkeypatch), seed=1)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "honest"),
     [
-        *((how, 4) for how in HARMS),
-        ("begins", 8),
-        *(pytest.param(how, 4, marks=pytest.mark.long(full=True)) for how in ("begins", "one")),
-        *(pytest.param(how, 8, marks=pytest.mark.long(full=True)) for how in (*HARMS, "one")),
+        *((how, 4) for how in (*HARMS, "begins") if how != "gone"),  # as above
+        *(pytest.param(how, 4, marks=pytest.mark.long(full=True)) for how in ("gone", "one")),
+        *(pytest.param(how, 8, marks=pytest.mark.long(full=True)) for how in (*HARMS, "begins", "one")),
     ],
 )
 def test_no_hostile_leader_slows_the_others_down(how: str, honest: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ def test_a_misfit_costs_two_downloads_and_names_the_key(monkeypatch: pytest.Monk
 
         def train(name: str) -> Any:
             trainer = run.swarm.peer(name)
-            return run.swarm.run_on(name, trainer.train, 4, duration_s=0.5, until=lambda: loop.time() > 120)
+            return run.swarm.run_on(name, trainer.train, 4, duration_s=0.5, until=lambda: loop.time() > 60)
 
         running = [asyncio.create_task(train(name)) for name in names[:2]]
         await sim.sleep(10.0)

@@ -27,7 +27,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 @pytest.mark.parametrize(
     ("peers", "dtype"),
-    [*((peers, torch.float64) for peers in range(1, 6)), *((peers, torch.float32) for peers in (1, 3))],
+    [*((peers, torch.float64) for peers in (1, 3, 5)), (2, torch.float32)],
 )
 def test_a_run_equals_one_process_with_all_batches(peers: int, dtype: torch.dtype) -> None:
     """Invariant 7: k epochs of N peers are k steps on the mean gradient of all their batches, to rounding."""
@@ -173,7 +173,7 @@ def test_unequal_peers_train_and_a_late_one_downloads_the_state() -> None:
             )
             for i, name in enumerate(names)
         }
-        await sim.sleep(15)
+        await sim.sleep(10)
         before = run.swarm.peer("p0").participant.epoch
         assert before >= 3
         late = await run.add("late", seed=99)
@@ -393,12 +393,12 @@ def test_a_clock_that_is_wrong_stops_nobody(peers: int, skew_s: float) -> None:
             await run.add(name, skew_s=skew_s if name == names[-1] else 0.0, events=note)
         await asyncio.gather(
             *(
-                run.swarm.run_on(name, run.swarm.peer(name).train, 4, duration_s=0.25, until=lambda: loop.time() > 30)
+                run.swarm.run_on(name, run.swarm.peer(name).train, 4, duration_s=0.25, until=lambda: loop.time() > 18)
                 for name in names
             )
         )
         for name in names:
-            assert run.swarm.peer(name).participant.epoch > 20
+            assert run.swarm.peer(name).participant.epoch > 12
             assert run.swarm.peer(name).downloads == 0
         assert len(warned) == 1
         assert f"{abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} that of the network" in warned[0]
@@ -633,11 +633,11 @@ def test_gradients_that_are_not_finite_are_dropped_when_nobody_has_others(peers:
             training.pending.total.bound = torch.inf
             for accumulator in training.accumulators:
                 accumulator[0, 0] = torch.nan
-            await trainer.train(4, duration_s=0.2, until=lambda: loop.time() > 15)
+            await trainer.train(4, duration_s=0.2, until=lambda: loop.time() > 9)
 
         await asyncio.gather(*(run.swarm.run_on(name, train, name) for name in names))
         assert {event.prefix for event in dropped} >= {"run"}
-        assert min(run.swarm.peer(name).participant.epoch for name in names) > 10
+        assert min(run.swarm.peer(name).participant.epoch for name in names) > 6
         assert all(p.isfinite().all() for name in names for p in run.swarm.peer(name).parameters)
         assert not run.warnings, run.warnings
         await run.close()
@@ -806,6 +806,7 @@ def test_a_run_with_other_settings_is_refused_by_name() -> None:
     sim.run(main, seed=7)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("average_state_every", [0, 4])
 @pytest.mark.parametrize("end", [6, 8])
 def test_extra_tensors_are_equal_on_all_at_the_end_of_a_run(average_state_every: int, end: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any
 
@@ -28,7 +28,7 @@ from shoal.train.training_state import TrainingState
 from tests.sim.optimizer_kit import Run, Trainer
 
 NAMES = ["p0", "p1", "p2"]
-EPOCHS = 6
+EPOCHS = 5
 
 ERRORS: list[BaseException] = [
     RuntimeError(
@@ -149,12 +149,22 @@ MERGES: dict[str, tuple[Any, str, set[str]]] = {
     "copies that move with the parameters": (LocalSteps, "moving", MERGING),
 }
 
+
+def _marks(strategy: str, site: str, number: int) -> Sequence[pytest.MarkDecorator]:
+    reached_by = MERGES[site][2]
+    if strategy == "LocalUpdates" or (strategy == "Decoupled" and not reached_by & LOCAL):
+        return ()
+    return [pytest.mark.long(full=number % 4 > 0)]
+
+
 CASES = [
-    pytest.param(strategy, site, marks=() if strategy in ("Decoupled", "LocalUpdates") else pytest.mark.long)
-    for strategy in STRATEGIES
-    for site, (_, _, reached_by) in MERGES.items()
-    if strategy in reached_by
+    pytest.param(strategy, site, marks=_marks(strategy, site, number + place))
+    for number, strategy in enumerate(STRATEGIES)
+    for place, site in enumerate(MERGES)
+    if strategy in MERGES[site][2]
 ]
+"""In each commit a site that strategies of both kinds reach once, and each other one; a quarter of the others in the
+sample of the long tests."""
 
 
 @pytest.mark.parametrize(("strategy", "site"), CASES)
@@ -238,7 +248,7 @@ def test_a_step_that_is_followed_raises_for_want_of_memory(monkeypatch: pytest.M
                 assert fails.times == 1
 
         loops = [asyncio.ensure_future(run.swarm.run_on(name, loop, name)) for name in NAMES]
-        await until(run, 4)
+        await until(run, 3)
         fails.armed = True
         await asyncio.gather(*loops)
         assert fails.times == 1

@@ -193,8 +193,7 @@ def test_of_two_peers_the_one_whose_weights_were_changed_kept_them_and_gave_them
         assert sum("They say that something else than shoal has written to theirs" in each for each in said) == 1
         assert not any("look at both sides" in each for each in said)
 
-    for seed in (2, 3):
-        sim.run(main, seed=seed)
+    sim.run(main, seed=2 + wrong)
 
 
 def halved(optimizer: torch.optim.Optimizer, *_: object) -> None:

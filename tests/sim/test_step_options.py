@@ -144,7 +144,7 @@ def test_four_free_keys_with_few_samples_set_no_rate_and_no_parameters() -> None
             liar = await run.add(name, check_every=2)
             liar.participant.training.schedule.scheduler = None
             tasks.append(run.swarm.spawn(name, lies(liar)))
-        while honest[0].participant.epoch < 30:
+        while honest[0].participant.epoch < 20:
             await sim.sleep(0.5)
         stop.set()
         await asyncio.wait(tasks, timeout=60.0)

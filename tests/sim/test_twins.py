@@ -130,7 +130,7 @@ def test_two_trainers_with_one_identity_are_told_so_and_nothing_else(
             is_client = client_mode and name == "b"
             note = into(told.get(name, []))
             trainer = await run.add(name, events=note, client_mode=is_client, skew_s=skew_s * (number == 2))
-            work = run.swarm.run_on(name, trainer.train, 4, duration_s=batch_s, until=lambda: loop.time() > 40.0)
+            work = run.swarm.run_on(name, trainer.train, 4, duration_s=batch_s, until=lambda: loop.time() > 26.0)
             training.append(asyncio.ensure_future(work))
             if number:
                 await sim.sleep(apart_s)

@@ -222,7 +222,7 @@ def test_the_others_know_and_agree_whatever_happens(
 ) -> None:
     """Killed, stopped, slow or bad; one or two; in any role; at any moment."""
     found: dict[str, list[Played]] = defaultdict(list)
-    for number in numbers(soak(8, 100)):
+    for number in numbers(soak(4, 100)):
         try:
             played = play(workers, cases_of(number))
             print(number, played, flush=True)

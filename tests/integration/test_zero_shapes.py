@@ -58,7 +58,7 @@ def test_odd_parameters_live_on(pool: Ranks, tmp_path: Path, stages: tuple[int, 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_very_many_small_parameters(pool: Ranks, tmp_path: Path, stage: int, soak: Callable[[int, int], int]) -> None:
     """A mixture of experts has 20,000."""
-    many = soak(500, 20_000)
+    many = soak(250, 20_000)
     assert pool.play(2, shapes.lived, ["many small"], stage, str(tmp_path), many)[0] == {"many small": ("", 0.0)}
     found = pool.play(3, shapes.went_on, ["many small"], 5 - stage, str(tmp_path), many)
     assert found[0] == {"many small": ("", 0.0, True)}

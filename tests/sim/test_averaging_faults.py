@@ -180,8 +180,8 @@ def test_agreement_under_random_faults() -> None:
 def test_agreement_under_many_random_faults(
     soak: Callable[[int, int], int], numbers: Callable[[int], Sequence[int]]
 ) -> None:
-    """80 plans in every CI run, 10,000 in the full soak; `--shard I/N` plays every Nth of them."""
-    played = numbers(soak(80, 10_000))
+    """40 plans in every CI run, 10,000 in the full soak; `--shard I/N` plays every Nth of them."""
+    played = numbers(soak(40, 10_000))
     for number in played:
         play(number)
     print(f"{len(played)} plans were played")

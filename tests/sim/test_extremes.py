@@ -148,7 +148,7 @@ def test_every_extreme_in_a_round_is_refused_by_name(role: str, soak: Callable[[
     """All of them."""
 
     async def scenario(net: SimNet) -> None:
-        for number, case in enumerate(some(cases(ROLES[role][0]), soak(60, 10_000))):
+        for number, case in enumerate(some(cases(ROLES[role][0]), soak(24, 10_000))):
             await play(net, role, case, number)
 
     on_sim(scenario)

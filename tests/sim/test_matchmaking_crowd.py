@@ -211,7 +211,7 @@ async def die_at(victim: str, at_s: float, *, visible_after_s: float) -> tuple[s
     return f"{phase}{' with followers' if leads else ''}", result, took_s
 
 
-@pytest.mark.parametrize("victims", [1, pytest.param(5, marks=pytest.mark.long)])
+@pytest.mark.parametrize("victims", [1, pytest.param(5, marks=pytest.mark.long(full=True))])
 @pytest.mark.parametrize("visible_after_s", [0.0, 0.1])
 def test_any_peer_dies_at_any_moment(visible_after_s: float, victims: int) -> None:
     """Every 10 ms of a search, one or each of five peers: the others end in one group, soon, in whatever phase it was.

@@ -209,6 +209,7 @@ def test_newcomers_whose_only_donor_dies_begin_at_epoch_0_at_once_if_they_are_th
     sim.run(main, seed=1)
 
 
+@pytest.mark.long(full=True)  # the sample has three newcomers, above
 @pytest.mark.parametrize(("newcomers", "download_s"), CROWDS)
 def test_newcomers_wait_for_a_donor_that_died(
     newcomers: int, download_s: float, soak: Callable[[int, int], int]
@@ -302,7 +303,7 @@ def test_who_gives_its_state_too_slowly_is_waited_for_as_long_as_a_claim_in_all_
     soak: Callable[[int, int], int],
 ) -> None:
     """None of them is a lucky one."""
-    for seed in range(soak(6, 100)):
+    for seed in range(soak(2, 100)):
         beside_a_hopeless_donor(15_000.0, seed)
 
 

@@ -83,7 +83,7 @@ def test_stopped_at_any_moment_is_not_dead(who: str, duration_s: float, soak: Ca
         assert sim.run(stop_and_go(WHO[who], 0.013 * moment, duration_s), seed=moment) == [], moment
 
 
-@pytest.mark.parametrize("duration_s", [12.0, pytest.param(1800.0, marks=pytest.mark.long)])
+@pytest.mark.parametrize("duration_s", [12.0, pytest.param(1800.0, marks=pytest.mark.long(full=True))])
 def test_a_newcomer_that_was_stopped_during_its_download_goes_on(duration_s: float) -> None:
     """It has its state afterwards, from the same donor or another one."""
 
@@ -110,7 +110,7 @@ def test_a_newcomer_that_was_stopped_during_its_download_goes_on(duration_s: flo
     sim.run(main, seed=52)
 
 
-@pytest.mark.parametrize("duration_s", [12.0, pytest.param(1800.0, marks=pytest.mark.long)])
+@pytest.mark.parametrize("duration_s", [12.0, pytest.param(1800.0, marks=pytest.mark.long(full=True))])
 def test_a_peer_that_was_stopped_while_it_leaves_has_left_when_it_wakes(duration_s: float) -> None:
     """Nothing of it waits for ever."""
 

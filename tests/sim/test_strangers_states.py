@@ -217,7 +217,7 @@ def test_a_stranger_stands_there_the_longer_the_more_there_is_to_lose(names: lis
     "slower",
     [
         pytest.param(0, id="the first part is slower"),
-        pytest.param(1, id="the second part is slower", marks=pytest.mark.long),
+        pytest.param(1, id="the second part is slower", marks=pytest.mark.long(full=True)),
     ],
 )
 def test_two_parts_of_a_swarm_that_meet_again_go_on_from_more_samples(slower: int) -> None:

@@ -600,7 +600,7 @@ def test_a_quorum_waits_for_as_long_as_others_come() -> None:
     sim.run(main, seed=4)
 
 
-@pytest.mark.parametrize("away_s", [120.0, pytest.param(3600.0, marks=pytest.mark.long)])
+@pytest.mark.parametrize("away_s", [120.0, pytest.param(3600.0, marks=pytest.mark.long(full=True))])
 @pytest.mark.parametrize("strategy", [Decoupled(6, fragments=2, quorum=2), StreamingDiLoCo(6, 2, 2)], ids=str)
 def test_a_peer_that_was_away_downloads_the_fragments_that_it_lacks(strategy: Merges, away_s: float) -> None:
     """And no bytes of the others, though it was away for longer than others keep the steps."""

@@ -39,7 +39,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "StreamingDiLoCo": {"strategy": StreamingDiLoCo(4, fragments=2, overlap=1)},
     "Decoupled": {"strategy": Decoupled(4, fragments=2, quorum=2)},
 }
-LARGE = "10000 small"
+LARGE = "3000 small"
 SAMPLE = ("empty group", "empty tensor", "channels_last", "partial statistics")
 """Models that every commit trains in every other strategy. Of the others it trains each in one, and the sample of the
 long tests in a third of them."""

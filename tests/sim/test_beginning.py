@@ -284,13 +284,13 @@ def test_a_slow_peer_whose_batches_count_for_nothing_is_told_so(epochs: float) -
         warned = warnings_of(slow)
         await sim.sleep(3.0)
         for name in names:
-            run.swarm.spawn(name, run.swarm.peer(name).train(2, duration_s=0.25, until=until(60.0)))
-        await run.swarm.run_on("slow", slow.train, 2, duration_s=1.25 * epochs, until=until(60.0))
+            run.swarm.spawn(name, run.swarm.peer(name).train(2, duration_s=0.25, until=until(42.0)))
+        await run.swarm.run_on("slow", slow.train, 2, duration_s=1.25 * epochs, until=until(42.0))
         contribution = slow.participant.contribution
         (told,) = (message for message in warned if "samples that this peer computed" in message)
         assert "over before the batch is done. Give this peer smaller batches" in told
         fast_epochs = run.swarm.peer("p0").participant.epoch
-        assert 57.0 / fast_epochs == pytest.approx(1.25, rel=0.1)  # so the batches were as long as that
+        assert 39.0 / fast_epochs == pytest.approx(1.25, rel=0.1)  # so the batches were as long as that
         total = contribution.contributed + contribution.dropped + slow.participant.training.pending.samples
         assert total >= slow.participant.speed.processed - 4
         fast = run.swarm.peer("p0").participant.contribution

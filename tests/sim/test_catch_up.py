@@ -38,7 +38,7 @@ class Scene:
     Args:
         download_s: how long the newcomer's line takes for the state, if there is nothing else on it.
         state_bytes: size of what no gradient has of the state.
-        batch_s: how long each batch takes; an epoch is five.
+        batch_s: how long half of a batch takes; an epoch is five of these.
         run: options of the run.
     """
 
@@ -66,7 +66,7 @@ class Scene:
     def train(self, name: str) -> None:
         """This one trains until the end."""
         trainer = self.run.swarm.peer(name)
-        work = trainer.train(2, duration_s=self.batch_s, until=lambda: self.loop.time() > self.until)
+        work = trainer.train(4, duration_s=2 * self.batch_s, until=lambda: self.loop.time() > self.until)
         self.tasks[name] = self.run.swarm.spawn(name, work)
 
     async def newcomer(self, name: str = "late", **changes: Any) -> Trainer:

@@ -24,7 +24,7 @@ from shoal.sim.loop import world_time
 from shoal.transport.base import Connection
 from tests.sim.optimizer_kit import Run
 
-PEERS, BATCH, BATCH_S, BATCHES = 4, 4, 0.2, 5
+PEERS, BATCH, BATCH_S, BATCHES = 4, 4, 0.33, 3
 
 
 class Storm:

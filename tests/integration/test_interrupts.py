@@ -14,10 +14,10 @@ from tests.integration.workers import Talk
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(each, marks=pytest.mark.long(full=True)) for each in (2, 3))])
 def test_one_ctrl_c_can_disable_a_peer_for_good(seed: int, soak: Callable[[int, int], int]) -> None:
     """Interrupted at any microsecond of any call, the same objects go on; no lock is kept, states agree."""
-    count = soak(25, 1250)
+    count = soak(50, 1250)
     with Talk([sys.executable, "-m", "tests.integration.interrupts", str(count), str(seed)]) as talk:
         found: dict[str, Any] = json.loads(talk.line(3000.0))
         assert talk.wait() == 0, talk.errors()

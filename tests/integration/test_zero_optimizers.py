@@ -54,7 +54,7 @@ def test_an_optimizer_is_refused_or_trains_as_on_one_process(
 ) -> None:
     """SGDP and AdamS trained in stages 1 and 2, and Gravity in stage 3, and differed without a word."""
     of = of_torch if name in TORCH_NAMES else of_others
-    for found in pool.play(2, programs.verdicts, of, name, model, soak(4, 50)):
+    for found in pool.play(2, programs.verdicts, of, name, model, soak(8, 50)):
         wanted = {"equal"} if isinstance(verdict, Unit) and name not in UNSAVED else {"refused"}
         assert set(found[:2]) == wanted or (name in OF_ITS_COURSE and set(found[:2]) == {"refused"})
         if verdict == RANDOM:

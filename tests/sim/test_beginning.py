@@ -205,6 +205,7 @@ def cannot_take(*_: object) -> Any:
     raise StateUnavailable("the state does not fit here: it is too square")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("at", ["donor", "late"])
 @pytest.mark.parametrize("allowed", [False, True])
 def test_a_peer_that_cannot_be_given_a_state_trains_to_the_end_as_if_all_were_well(

@@ -267,6 +267,7 @@ def replay(trainers: Sequence[Lockstep], *, waits: bool) -> int:
             made[peer][1].step()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("durations_s", [[1.0, 1.0], [0.31, 0.4, 0.7]], ids=str)
 @pytest.mark.parametrize("mode", [LOCAL, WAITS], ids=["goes on", "waits"])
 def test_a_peer_that_waits_keeps_the_batch_that_was_under_way(mode: dict[str, Any], durations_s: list[float]) -> None:

@@ -231,12 +231,12 @@ def test_two_parts_of_a_swarm_that_meet_again_go_on_from_more_samples(slower: in
         swarm.run.swarm.partition(parts)
         for name in swarm.names:
             swarm.train(name, 100.0, 4 if name in parts[slower] else 8)
-        await sim.sleep(40.0)
+        await sim.sleep(26.0)
         first, second = (swarm.of(part[0]).participant for part in parts)
         assert not first.own.committed.samples.keys() & second.own.committed.samples.keys()
         most = max(first.state.samples, second.state.samples)
         swarm.run.swarm.heal()
-        await sim.sleep(25.0)
+        await sim.sleep(15.0)
         found = [swarm.of(name).participant for name in swarm.names]
         assert max(each.epoch for each in found) <= min(each.epoch for each in found) + 1
         assert all(each.state.samples > most for each in found)

@@ -488,6 +488,7 @@ BEGINNINGS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.one_in(2)
 @BEGINNINGS
 @pytest.mark.parametrize("seeds", [(0, 1), (1, 0)])
 def test_a_newcomer_takes_the_first_weights_of_those_that_were_there(

@@ -272,7 +272,7 @@ def test_who_lacks_a_quorum_looks_for_the_end_before_it_says_so() -> None:
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("silent_s", [1.5, 20.0])
+@pytest.mark.parametrize("silent_s", [20.0, 1.5])
 @pytest.mark.parametrize("peers", [2, 3])
 def test_a_last_average_that_was_missed_left_other_weights_in_silence(peers: int, silent_s: float) -> None:
     """A peer is cut off between its last step and the average. It is waited for; who ends without it says so."""

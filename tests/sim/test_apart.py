@@ -162,7 +162,7 @@ def test_a_branch_of_two_peers_that_lost_against_three_was_told_nothing() -> Non
         told = {name: list[str]() for name in names}
         for name in names:
             await run.add(name, **warnings_of(told[name]))
-            await train(run, name, 60.0)
+            await train(run, name, 60.0, 1.0)
         await sim.sleep(5.0)
         run.swarm.partition([["a", "b"], ["c", "d", "e"]])
         await sim.sleep(8.0)

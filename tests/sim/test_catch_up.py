@@ -374,7 +374,7 @@ def test_a_newcomer_on_a_line_of_8_kb_a_second_takes_part() -> None:
     """Its state comes from one of three donors, beside all other traffic, in minutes; it never had one."""
 
     async def main() -> None:
-        scene = Scene(MIB / 8 / 8e3, MIB // 8, batch_s=1.0)
+        scene = Scene(MIB / 16 / 8e3, MIB // 16, batch_s=1.0)
         await scene.begin()
         late = await scene.newcomer()
         await scene.first_epoch(late, 300.0)

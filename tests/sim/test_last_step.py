@@ -337,8 +337,7 @@ def test_clients_that_met_one_peer_only_took_over_its_wrong_weights(strategy: st
         assert last.downloads == [int(number == wrong) for number in range(4)]
         assert last.waited_s < 3.0
         assert any("ours differ from those of 3 peers" in each for each in last.said[f"p{wrong}"])
-        met = [name for name in last.names if wrong == 0 or name == "p0"]  # a right client need not hear of another
-        assert all(last.said[name] for name in met)
+        assert last.said["p0"]  # a right client need not hear of one that is mended before
         await last.leave(last.names)
 
     sim.run(main, seed=20)

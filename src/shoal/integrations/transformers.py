@@ -213,7 +213,8 @@ class SwarmCallback(TrainerCallback):
         if not self._trains:
             raise ConfigError("callbacks=[swarm] is missing: give the SwarmCallback to the Trainer, too")
         samples = self._rows.take(
-            "Give the SwarmCallback batch_size=lambda inputs: len(inputs['input_ids']), or its like"
+            "Give the SwarmCallback batch_size=lambda inputs: len(inputs['input_ids']), or what else says how many "
+            "samples a batch has: of sequences packed into one row, their number"
         )
         self._since_log += samples
         return args, {**kwargs, "batch_size": samples}

@@ -299,6 +299,107 @@ def test_the_gradient_beside_batches_that_were_left_out_is_the_mean_of_the_other
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
 
 
+class Habits(Module):
+    """Notes how many samples are in the gradients of its steps.
+
+    Args:
+        habit: what it does with a batch by hand; None: as usual.
+        every: the batches of which its `optimizer_step` steps from one; 0: it calls the closure before each step.
+    """
+
+    def __init__(self, habit: Any = None, every: int = 1) -> None:
+        super().__init__(48, by_hand=habit is not None)
+        self.habit, self.every, self.true = habit, every, 0
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> Any:
+        return self.habit(self, batch[0], batch_idx) if self.habit else self.loss(batch[0])
+
+    def loss(self, inputs: torch.Tensor) -> Any:
+        return (self.layer(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+
+    def steps(self, inputs: torch.Tensor) -> None:
+        self.optimizers().step()
+        self.true += len(inputs)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if self.every and (batch_idx + 1) % self.every == 0:
+            optimizer.step(closure=optimizer_closure)
+            self.true += BATCH
+            return
+        optimizer_closure()
+        if not self.every and batch_idx % 2 == 0:
+            optimizer.step()
+            self.true += BATCH
+
+
+def clears_after(module: Habits, inputs: Any, number: int) -> None:
+    """By `zero_grad`, in the place of a step on each third batch; sometimes to zeros."""
+    module.manual_backward(module.loss(inputs))
+    if number % 3:
+        module.steps(inputs)
+    module.optimizers().zero_grad(set_to_none=number < 3)
+
+
+def clears_before(module: Habits, inputs: Any, number: int) -> None:
+    """By `zero_grad` at the beginning of a batch; it does not step from each third one."""
+    module.optimizers().zero_grad()
+    module.manual_backward(module.loss(inputs))
+    if number % 3:
+        module.steps(inputs)
+
+
+def sums(module: Habits, inputs: Any, number: int) -> None:
+    """Two losses of each half of the batch, and one step."""
+    module.optimizers().zero_grad()
+    for part in inputs.split(4):
+        module.manual_backward(module.loss(part) / 2)
+        module.loss(part).backward()
+    module.steps(inputs)
+
+
+def steps_from_parts(passes: int, size: int) -> Any:
+    """As PPO does."""
+
+    def habit(module: Habits, inputs: Any, number: int) -> None:
+        for part in inputs.repeat(passes, 1).split(size):
+            module.optimizers().zero_grad()
+            module.manual_backward(module.loss(part))
+            module.steps(part)
+
+    return habit
+
+
+@pytest.mark.parametrize(
+    ("options", "true"),
+    [
+        ({"every": 2}, 24),
+        ({"every": 4}, 8),
+        ({"every": 0}, 24),
+        ({"habit": clears_after}, 32),
+        ({"habit": clears_before}, 32),
+        ({"habit": sums}, 48),
+        ({"habit": steps_from_parts(1, 2)}, 48),
+        ({"habit": steps_from_parts(4, 4)}, 192),
+    ],
+)
+@pytest.mark.parametrize("sized", [False, True])
+def test_samples_whose_gradients_were_thrown_away_were_counted(
+    dht: shoal.DHT, tmp_path: Path, options: dict[str, Any], true: int, *, sized: bool
+) -> None:
+    """Those that are in the gradients of steps count. Whether a step has a part of a batch is asked for."""
+    several = {48: 2, 192: 4}.get(true) if options.get("habit") is not sums else None
+    given: dict[str, Any] = {"batch_size": lambda batch: several or len(batch[0])} if sized else {}
+    swarm, module = SwarmCallback(dht=dht, run_id="run", target_batch_size=1, **given), Habits(**options)
+    trainer = trainer_of(tmp_path, swarm, max_epochs=1, enable_checkpointing=False, limit_val_batches=0)
+    if several and not sized:
+        with pytest.raises(ConfigError, match=r"several steps .* batch_size=lambda batch: .* how many each step has"):
+            trainer.fit(module)
+        return
+    trainer.fit(module)
+    assert swarm.optimizer is not None
+    assert (module.true, swarm.optimizer.collaboration.contribution.contributed) == (true, true)
+
+
 def test_one_peer_evaluates_and_the_result_is_logged(dht: shoal.DHT, tmp_path: Path) -> None:
     """In the mode to evaluate, without gradients; afterwards each part of the module is in the mode that it had."""
     module, seen = Module(), list[tuple[bool, bool]]()

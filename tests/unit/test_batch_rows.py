@@ -382,3 +382,51 @@ def test_a_backward_pass_that_raised_is_forgotten_beside_one_that_goes_on() -> N
     back(train(net, 16))
     assert rows.take() == 16
     assert not rows._under_way
+
+
+def test_a_told_batch_whose_gradients_come_in_a_thread_of_torchs() -> None:
+    """As on a GPU: what the layers were given in the loop's thread says where the batch is."""
+    layer = torch.nn.LSTM(3, 5)
+    rows = BatchRows(layer, list(layer.parameters()), by_batch=True)
+    for count in (4, 6):
+        batch = torch.ones(7, count, 3)
+        rows.begin_batch(batch)
+        assert rows.samples_of_batch == 0
+        loss = layer(batch)[0][-1].sum()
+        other = threading.Thread(target=back, args=[loss])
+        other.start()
+        other.join()
+        assert rows.samples_of_batch == count
+        assert rows.take() == count
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_told_batches_whose_gradients_are_written_by_hand(to_none: bool) -> None:
+    """`torch.autograd.grad`, then `.grad = ...`, as gradient surgery does; what is cleared again does not count."""
+    net = torch.nn.Linear(4, 3)
+    rows = BatchRows(net, list(net.parameters()), by_batch=True)
+    for count in (5, 6, 7):
+        rows.begin_batch(torch.ones(count, 4))
+        for parameter, gradient in zip(
+            net.parameters(), torch.autograd.grad(train(net, count), list(net.parameters())), strict=True
+        ):
+            parameter.grad = gradient if count == 5 or parameter.grad is None else parameter.grad + gradient
+        if count == 5:
+            net.zero_grad(set_to_none=to_none)
+    assert rows.take() == 13
+
+
+def test_a_told_batch_without_a_backward_pass() -> None:
+    """Gradients that were counted before, or are zeros, count nothing; those of no told batch are asked for."""
+    net = torch.nn.Linear(4, 3)
+    rows = BatchRows(net, list(net.parameters()), by_batch=True)
+    back(train(net, 5))
+    with pytest.raises(ConfigError, match="batch_size is missing"):
+        rows.take()
+    net.zero_grad()
+    rows.begin_batch(torch.ones(6, 4))
+    back(train(net, 6))
+    assert rows.take() == 6
+    rows.begin_batch(torch.ones(7, 4))
+    assert rows.take() == 1
+    assert net.weight.grad is None

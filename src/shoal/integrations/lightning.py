@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.data import default_collate
-from torch.utils.hooks import RemovableHandle
 
 from shoal.base.checks import whole
 from shoal.base.extras import install_command
@@ -43,8 +41,7 @@ from shoal.integrations.trainers import (
 )
 from shoal.optim import Optimizer
 from shoal.runtime.dht import DHT
-from shoal.train.batch_layout import BatchLayout, looked
-from shoal.train.batch_rows import rows_in
+from shoal.train.batch_rows import BatchRows
 
 try:
     from lightning.pytorch import Callback
@@ -79,7 +76,8 @@ class SwarmCallback(Callback):  # type: ignore[misc]
     - `Trainer(max_steps=...)` is the number of steps of the swarm: the run ends there (`Optimizer.announce_end`). All
       peers give the same. Without it the run goes on, and this peer leaves it after `max_epochs` passes of its own.
     - A schedule that `configure_optimizers` returns must have `"interval": "step"`: it counts steps of the swarm.
-    - Each batch counts with the samples that it has, those that are accumulated too.
+    - Each batch counts with the samples that it has, those that are accumulated too. One whose gradients are cleared
+      before a step does not count.
     - `trainer.global_step`, and all that counts it (`val_check_interval`, `every_n_train_steps`, loggers), counts steps
       of this peer.
     - `fit` downloads the state of the others before the first batch, also after a checkpoint was loaded (`ckpt_path`).
@@ -94,8 +92,9 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         dht: this peer, started.
         run_id: names the run; all its peers give the same.
         target_batch_size: samples of the whole swarm in one step; left out with a `strategy` that merges.
-        batch_size: says how many samples a batch has; None: the rows that its tensors have in common, along the
-            dimension in which the layers have the batch.
+        batch_size: says how many samples a batch has; where the module takes several steps from one batch, which needs
+            this, how many each step has. None: the rows that its tensors have in common, along the dimension in which
+            the layers have the batch.
         evaluate: evaluates the module, and returns a loss or numbers by name. One peer of the run calls it, and all get
             the result: see `shoal.integrations.evaluation.Evaluation`. The module is in its mode to evaluate, without
             gradients. None: nothing is evaluated besides what the Trainer does.
@@ -144,19 +143,13 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         self._batch_size, self._evaluate, self._evaluate_every = batch_size, evaluate, evaluate_every
         self._evaluation: Evaluation | None = None
         self.optimizer: Optimizer | None = None
-        self._hook: RemovableHandle | None = None
+        self._rows: BatchRows | None = None
         self._module: Any = None
         self._max_steps: int | None = None
         self._mean = SharedMean(dht, f"{run_id}_loss")
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        # Since the last step; of this batch; batches since then. Those without a backward pass are none of them.
-        self._samples = self._batch = self._parts = 0
-        self._given: tuple[Any, int | str] | None = None  # a batch that is not counted yet, and its rows
-        self._had_backward = False  # it, if its module optimizes by hand
-        self._layout: BatchLayout | None = None
-        self._stepped = False  # within this batch, as far as Lightning is concerned: its scaler may skip the step
         self._loss: Any = 0.0
         self._losses = 0
         self._logged: dict[str, float] = {}
@@ -173,7 +166,6 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         inner, schedule = _configured(trainer, pl_module)
         before, self.optimizer = self.optimizer, None
         self._begin_anew()
-        self._layout = BatchLayout(pl_module)
         extra = self._options.get("extra_tensors", ())
         options = {**self._options, "extra_tensors": extra(pl_module) if callable(extra) else extra}
         self.optimizer = Optimizer(
@@ -187,10 +179,10 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         if before is not None and pl_module is self._module and not self.optimizer.local_epoch:
             self.optimizer.load_state_dict(before.state_dict())  # this fit goes on where the last one ended
         self._module = pl_module
-        if not pl_module.automatic_optimization:
-            self._hook = register_multi_grad_hook(self._trained(), self._note_backward, mode="any")
         self._evaluation = evaluation_of(self.optimizer, pl_module, self._evaluate, self._evaluate_every)
         self.optimizer.samples_are_given()
+        trained = [each for each in self._trained() if each.requires_grad]
+        self._rows = BatchRows(pl_module, trained, rows=self._batch_size and _rows_by(self._batch_size), by_batch=True)
         self.optimizer.register_step_pre_hook(self._before_step)
         trainer.strategy.optimizers = [self.optimizer]
         if trainer.max_steps > 0:
@@ -226,11 +218,8 @@ class SwarmCallback(Callback):  # type: ignore[misc]
             if ends and self.optimizer is not None:
                 end = epochs_of(self.optimizer.strategy, self._max_steps)
             trainer.fit_loop.epoch_loop.max_steps, self._max_steps = self._max_steps, None
-        if self._layout is not None:
-            self._layout.close()
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        if self._rows is not None:
+            self._rows.close()
         if self.optimizer is not None:
             leave(self.optimizer, end)
 
@@ -238,59 +227,27 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         assert self.optimizer is not None
         return self.optimizer
 
+    def _counted(self) -> BatchRows:
+        assert self._rows is not None
+        return self._rows
+
     # --------------------------------------------------------------------------------------------------------- batches
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Look at the layers, which say where the batch is once they have it: then the samples are counted."""
-        self._batch, self._had_backward = 0, False
-        if self._batch_size is not None:
-            self._given = batch, whole("batch_size(batch)", self._batch_size(batch))
-            return
         collate = getattr(trainer.train_dataloader, "collate_fn", None)
-        self._given = batch, rows_in(batch, collated=collate is default_collate)
-        if self._layout is not None:
-            looked(self._layout.begins, [batch], {})
+        self._counted().begin_batch(batch, collated=collate is default_collate)
 
     def _trained(self) -> list[torch.Tensor]:
         return [each for group in self._swarm().param_groups for each in group["params"]]
 
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        """The layers have had the batch."""
-        self._count()
-
-    def _count_by_hand(self) -> None:
-        """Count them if a module that optimizes by hand has called `loss.backward()`, which Lightning does not see."""
-        if self._had_backward:
-            self._count()
-
-    def _note_backward(self, _gradient: torch.Tensor) -> None:
-        self._had_backward = True
-
-    def _count(self) -> None:
-        """Count the samples of the batch, once."""
-        if self._given is None:
-            return
-        (batch, rows), self._given = self._given, None
-        if self._layout is not None and self._batch_size is None:
-            rows = looked(self._layout.rows, rows, [batch], {}, None)
-        if not isinstance(rows, int):
-            why = rows.replace("the model was given", "it has")
-            raise ConfigError(
-                f"the number of samples of a batch is not known ({why}): give the SwarmCallback "
-                "batch_size=lambda batch: ..."
-            )
-        self._counted(rows)
-
-    def _counted(self, samples: int) -> None:
-        self._batch, self._samples, self._parts = samples, self._samples + samples, self._parts + 1
-
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """The last batches of a pass may be fewer than are accumulated, and Lightning divides by that number."""
-        self._stepped, wanted = True, trainer.accumulate_grad_batches
-        if pl_module.automatic_optimization and 0 < self._parts < wanted:
+        parts, wanted = self._counted().batches, trainer.accumulate_grad_batches
+        if pl_module.automatic_optimization and 0 < parts < wanted:
             for parameter in self._trained():
                 if parameter.grad is not None:
-                    parameter.grad.mul_(wanted / self._parts)
+                    parameter.grad.mul_(wanted / parts)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         ours, *given = args
@@ -299,30 +256,22 @@ class SwarmCallback(Callback):  # type: ignore[misc]
             with torch.enable_grad():
                 loss = closure()
             kwargs = {**kwargs, "closure": lambda: loss}
-        self._count_by_hand()
-        samples = self._samples or self._batch  # a module that steps by hand may do so twice in a batch
-        self._samples = 0
-        if not samples:  # no batch since the last step had a backward pass: there is nothing to count
-            for parameter in self._trained():
-                parameter.grad = None
-        return (ours,), {"batch_size": samples or 1, **kwargs}
+        samples = self._counted().take(
+            "Give the SwarmCallback batch_size=lambda batch: ..., which says how many samples a batch has; where the "
+            "module takes several steps from it, how many each step has"
+        )
+        return (ours,), {"batch_size": samples, **kwargs}
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Evaluate in turn, log, and stop with the run."""
-        swarm = self._swarm()
-        self._count_by_hand()
-        self._given = None
-        if self._layout is not None:
-            self._layout.end()
-        if self._stepped:
-            self._samples, self._parts, self._stepped = 0, 0, False
+        swarm, samples = self._swarm(), self._counted().samples_of_batch
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor):
             scale = (
                 trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
             )  # Lightning divides by it
-            self._loss = self._loss + loss.detach().float().mean() * (self._batch * scale)
-            self._losses += self._batch
+            self._loss = self._loss + loss.detach().float().mean() * (samples * scale)
+            self._losses += samples
         if swarm.local_epoch != self._logged.get("swarm_epoch"):
             self._logged = {**self._logged, "swarm_epoch": swarm.local_epoch, **of_all(swarm)}
             mean = self._mean.exchange(float(self._loss) / self._losses if self._losses else None, self._losses)
@@ -331,7 +280,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
                 self._logged["swarm_loss"] = mean
         self._logged |= evaluated(self._evaluation)
         for name, value in self._logged.items():
-            self.log(name, float(value), batch_size=self._batch or 1, prog_bar=name.startswith("swarm_"))
+            self.log(name, float(value), batch_size=samples or 1, prog_bar=name.startswith("swarm_"))
         if swarm.finished:
             trainer.should_stop = True
 
@@ -481,6 +430,10 @@ def _configured(trainer: Any, module: Any) -> tuple[torch.optim.Optimizer, Any]:
                 f"{config.frequency} steps of the swarm, and leave 'frequency' out"
             )
     return inner, config.scheduler
+
+
+def _rows_by(batch_size: Callable[[Any], int]) -> Callable[[Sequence[Any], Mapping[str, Any]], int]:
+    return lambda args, _: whole("batch_size(batch)", batch_size(*args))
 
 
 def _draw_own_numbers(dht: DHT, step: int) -> None:

@@ -133,7 +133,14 @@ class BatchLayout:
             else:
                 hooks.append(layer.register_forward_pre_hook(look, with_kwargs=True))
 
-    def rows(self, counted: int | str, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> int | str:
+    def rows(
+        self,
+        counted: int | str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        output: Any,
+        thread: int | None = None,
+    ) -> int | str:
         """The samples of a call that is over.
 
         Args:
@@ -141,8 +148,9 @@ class BatchLayout:
             args: what the model was given by position.
             kwargs: what it was given by name.
             output: what it returned.
+            thread: in which it began; None: this one.
         """
-        seen, kind = self.end(), _kind_of(args, kwargs)
+        seen, kind = self.end(thread), _kind_of(args, kwargs)
         given = list(tensors_in([*args, *kwargs.values()]))
         if kind in self._found:
             found = self._found[kind]
@@ -163,16 +171,13 @@ class BatchLayout:
             return found.why
         return 1 if found.tensor is None else given[found.tensor].size(1)
 
-    def end(self) -> list[_Seen | _Cell | str] | None:
-        """The call that goes on in this thread is over: look at no layer any more.
+    def end(self, thread: int | None = None) -> list[_Seen | _Cell | str] | None:
+        """The call that goes on in a thread (None: this one) is over: look at no layer any more.
 
         Returns:
             What was seen in it; None if it was not looked at.
         """
-        return self._end(threading.get_ident())
-
-    def _end(self, thread: int) -> list[_Seen | _Cell | str] | None:
-        if (looks := self._looks.pop(thread, None)) is None:
+        if (looks := self._looks.pop(threading.get_ident() if thread is None else thread, None)) is None:
             return None
         for hook in looks.hooks:
             hook.remove()
@@ -181,7 +186,7 @@ class BatchLayout:
     def close(self) -> None:
         """Look at no layer any more, for whatever call."""
         for thread in list(self._looks):
-            self._end(thread)
+            self.end(thread)
 
 
 class _Look:

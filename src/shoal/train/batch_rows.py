@@ -13,6 +13,8 @@ Samples are counted right or not at all. Where rows and samples may be two thing
 - A size that is given otherwise is compared with what was counted, and a warning names both if they differ. Samples
   need not be rows: tokens, frames, or two calls for each sample are no mistake.
 - If the gradients were cleared since, nothing counts that came before: a `GradScaler` may have left its step out.
+- A Trainer that hands out its batches, and calls no model as a whole (Lightning's), tells each one (`begin_batch`).
+  That is one call then, to which all backward passes until the next one belong.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from shoal.base.checks import whole
 from shoal.base.nested import tensors_in, within
+from shoal.base.untraced import untraced
 from shoal.errors import ConfigError
 from shoal.protocol.wire import MAX_SAMPLES_OF_STEP
 from shoal.train.batch_layout import BatchLayout, alike, looked, sizes_of
@@ -49,6 +52,7 @@ _NO_CALL = (
     "the gradients did not come from calls of the model as it was given (model(...)): another method than forward, or "
     "a copy of the model, is not seen. Give as model= what you call (the compiled model, too)"
 )
+_AGAIN = "several steps were taken from one batch, and each of them may be from all of its samples, or from a part"
 _SEVERAL = (
     "one backward pass went through several calls of the model that were given other tensors, and these may be several "
     "batches, or parts of one"
@@ -65,6 +69,7 @@ class BatchRows:
         rows: says how many samples a call has that was given these arguments, by position and by name, or why that is
             not known.
         fixed: the samples of each step, as the optimizer was given them: the count only checks that.
+        by_batch: whether `begin_batch` tells each batch. Then calls of the model say nothing.
     """
 
     def __init__(
@@ -75,8 +80,12 @@ class BatchRows:
         one_batch: bool = False,
         rows: Callable[[Sequence[Any], Mapping[str, Any]], int | str] | None = None,
         fixed: int | None = None,
+        by_batch: bool = False,
     ) -> None:
         self._trained, self._one_batch, self._rows, self._fixed = trained, one_batch, rows, fixed
+        self._by_batch = by_batch
+        self._told_batch: tuple[Any, int | str, int] | None = None  # without a backward pass; its rows, its thread
+        self._batch: _Call | None = None  # once it has one
         self._checked, self._told = 0, False
         self._layout = BatchLayout(model)
         self._under_way: dict[int, list[_Call]] = {}  # the calls that a backward pass has come to, by its number
@@ -84,15 +93,22 @@ class BatchRows:
         self._clear()
         me = weakref.ref(self)
 
+        @untraced
         def added(_parameter: torch.Tensor) -> None:
             if (rows := me()) is not None:
                 rows._added.add(torch._C._current_graph_task_id())  # noqa: SLF001 (as torch's own hooks do)
 
-        self._hooks = [
-            model.register_forward_pre_hook(_BeforeForward(me), with_kwargs=True),
-            model.register_forward_hook(_AfterForward(me), with_kwargs=True),
-            *(parameter.register_post_accumulate_grad_hook(added) for parameter in trained),  # type: ignore[no-untyped-call]
-        ]
+        @untraced
+        def before(_gradient: torch.Tensor) -> None:
+            if (rows := me()) is not None:
+                rows.before_adding()
+
+        self._hooks = [parameter.register_post_accumulate_grad_hook(added) for parameter in trained]  # type: ignore[no-untyped-call]
+        if by_batch:
+            self._hooks += [parameter.register_hook(before) for parameter in trained]  # type: ignore[no-untyped-call]
+        else:
+            self._hooks.append(model.register_forward_pre_hook(_BeforeForward(me), with_kwargs=True))
+            self._hooks.append(model.register_forward_hook(_AfterForward(me), with_kwargs=True))
 
     def _clear(self) -> None:
         self._why: str | None = None
@@ -103,6 +119,38 @@ class BatchRows:
         self._known = set[_Call]()
         self._mark: TensorMark | None = None  # the gradient that the last of them left
         self._added.clear()
+
+    def begin_batch(self, batch: Any, *, collated: bool = False) -> None:
+        """A batch comes. All backward passes until the next one are about it, and it counts once in each step.
+
+        Args:
+            batch: what a training step is given.
+            collated: see `rows_in`.
+        """
+        self._under_way.clear()  # those of the batches before are over, or have raised
+        counted = rows_in(batch, collated=collated) if self._rows is None else self._rows([batch], {})
+        self._told_batch, self._batch = (batch, counted, threading.get_ident()), None
+        self.begins([batch], {})
+
+    def before_adding(self) -> None:
+        """A backward pass is about to add to the gradient of a trained parameter."""
+        if self._told_batch is not None:
+            (batch, counted, thread), self._told_batch = self._told_batch, None
+            if self._rows is None:  # only now the layers have had it; on a GPU this is a thread of torch's
+                counted = looked(self._layout.rows, counted, [batch], {}, None, thread)
+            self._batch = _Call(counted, (), -1, (), 0)
+        if self._batch is not None and torch._C._current_graph_task_id() not in self._under_way:  # noqa: SLF001
+            self.coming(self._batch)
+
+    @property
+    def batches(self) -> int:
+        """Backward passes that count in the next step; with `begin_batch`: batches."""
+        return len(self._batches)
+
+    @property
+    def samples_of_batch(self) -> int:
+        """Those of the batch that was told last, once it had a backward pass; 0 if they are not known."""
+        return 0 if self._batch is None or isinstance(self._batch.rows, str) else self._batch.rows
 
     def begins(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """The model is about to be called."""
@@ -151,11 +199,16 @@ class BatchRows:
             Variable._execution_engine.queue_callback(partial(self.ended, now))  # noqa: SLF001
         self._under_way[now].append(call)
 
+    @untraced
     def ended(self, number: int) -> None:
         """This backward pass is over."""
         calls = self._under_way.pop(number, [])
-        if not calls or not self._added:
+        if not calls or not (self._added or self._by_batch):
             return  # it has only computed a gradient for the loss (`torch.autograd.grad`)
+        # Of a told batch that may be what the user writes to .grad: whether somebody has, the next look tells.
+        gradients = (each.grad for each in self._trained if self._added and each.grad is not None)
+        gradient = next(gradients, None)
+        self._mark = None if gradient is None else TensorMark(gradient)
         self._added.clear()
         if (new := [call for call in dict.fromkeys(calls) if call not in self._known]) and self._why is None:
             key = number if new[0].within == -1 else new[0].within
@@ -165,12 +218,12 @@ class BatchRows:
             self._known.update(new)
             self._batches[-1] += new
             self._why = self._why_not(self._batches[-1])
-        gradient = next((each.grad for each in self._trained if each.grad is not None), None)
-        self._mark = None if gradient is None else TensorMark(gradient)
 
     def _why_not(self, batch: Sequence[_Call]) -> str | None:
         """Why the rows of a batch are not known; None if they are those of its first call."""
         first = batch[0]
+        if first.taken:
+            return _AGAIN
         for each in batch:
             if isinstance(each.rows, str):
                 return each.rows
@@ -187,7 +240,7 @@ class BatchRows:
         if not self._known and not self._added:
             return
         gradients = [gradient for each in self._trained if (gradient := each.grad) is not None]
-        if gradients and (self._mark is None or self._mark.is_of(gradients[0])):
+        if gradients and self._mark is not None and self._mark.is_of(gradients[0]):
             return  # nobody has written to them
         values = (each if each.layout is torch.strided else each.coalesce().values() for each in gradients)
         if not any(bool(each.count_nonzero()) for each in values):
@@ -216,10 +269,14 @@ class BatchRows:
         Raises:
             ConfigError: it is not known, or none; the count stays.
         """
+        self._forget_cleared()
+        if self._by_batch and not (self._known or self._added or self._why):
+            # They were counted before, or are zeros: there was no backward pass since.
+            for each in self._trained:
+                each.grad = None
         if all(each.grad is None for each in self._trained):
             self.forget()
             return 1
-        self._forget_cleared()
         self._without_call(set())
         if self._why is None and not self._known:
             self._why = _NO_CALL
@@ -228,6 +285,8 @@ class BatchRows:
         if self._why is not None:
             raise ConfigError(f"batch_size is missing: {self._why}. {cure}")
         samples = self._samples
+        for batch in self._batches:
+            batch[0].taken = self._by_batch and self._rows is None
         self.forget()
         return samples
 
@@ -289,6 +348,7 @@ class _Call:
         units: what else may be counted: the rows of each sample, and their rows, of the tensor of most dimensions.
         tokens: elements of its largest tensor of whole numbers.
         thread: in which it was made.
+        taken: whether a step has counted it, and another one may not.
     """
 
     rows: int | str
@@ -297,6 +357,7 @@ class _Call:
     units: tuple[int, ...]
     tokens: int
     thread: int = dataclasses.field(default_factory=threading.get_ident)
+    taken: bool = False
 
     def like(self, other: _Call) -> bool:
         """Whether both were given the same tensors."""

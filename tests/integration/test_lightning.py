@@ -658,6 +658,11 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
         "BackboneFinetuning of the Trainer .* unfreezes layers",
     ),
     "averages": ({"callbacks": [EMAWeightAveraging()]}, Module, "EMAWeightAveraging of the Trainer .* evaluate a copy"),
+    "averages of each peer at the end": (
+        {"callbacks": [EMAWeightAveraging()], "limit_val_batches": 0},
+        Module,
+        "EMAWeightAveraging of the Trainer .* evaluate a copy",
+    ),
     "two": ({}, TwoOptimizers, "returned 2 optimizers, and a run trains with one"),
     "passes": ({}, lambda: Module(schedule={}), r"\{'scheduler': ..., 'interval': 'step'\}"),
     "frequency": ({}, lambda: Module(schedule={"interval": "step", "frequency": 2}), "'frequency': 2"),

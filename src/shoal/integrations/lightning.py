@@ -345,7 +345,7 @@ def _check_trainer(trainer: Any, module: Any, *, clips_batches: bool) -> None:
     several = not isinstance(trainer.strategy, SingleDeviceStrategy)
     steps = trainer.max_steps > 0
     tries = [type(each).__name__ for each in trainer.callbacks if type(each).__name__ in _TRIES]
-    swaps = (StochasticWeightAveraging, *([WeightAveraging] if trainer.enable_validation else []))
+    swaps = (StochasticWeightAveraging, WeightAveraging)
     others = [type(each).__name__ for each in trainer.callbacks if isinstance(each, swaps)]
     thaws = [type(each).__name__ for each in trainer.callbacks if isinstance(each, BaseFinetuning)]
     refused = {
@@ -375,7 +375,7 @@ def _check_trainer(trainer: Any, module: Any, *, clips_batches: bool) -> None:
         ),
         f"callbacks with {' and '.join(others)}": (
             bool(others),
-            "it puts averages into the module, and newcomers would download them: average and evaluate a copy",
+            "it puts averages of this peer into the module, which others do not have: average and evaluate a copy",
         ),
         f"callbacks with {' and '.join(thaws)}": (
             bool(thaws),

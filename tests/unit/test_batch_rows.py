@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
@@ -24,6 +25,7 @@ class Net(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.net = torch.nn.Linear(4, 3)
+        self.back = torch.nn.Linear(3, 4)  # has a part in no call
         self.holder = torch.nn.Parameter(torch.empty(0))  # models read their device from it
         self.scale = torch.nn.Parameter(torch.ones(()))
         self.unused = torch.nn.Parameter(torch.ones(()))
@@ -81,13 +83,120 @@ def test_a_pass_without_backward_counts_nothing() -> None:
     assert rows.take() == 16
 
 
+def slope(net: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Of the outputs, as a loss may use it."""
+    x.requires_grad_()
+    (found,) = torch.autograd.grad([net(x).sum()], [x], create_graph=True)
+    return found
+
+
+def along(net: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The same in forward mode."""
+    with forward_ad.dual_level():
+        found: torch.Tensor = forward_ad.unpack_dual(net(forward_ad.make_dual(x, x))).tangent  # type: ignore[no-untyped-call]
+    return found
+
+
+def raised(net: Net, x: torch.Tensor) -> torch.Tensor:
+    """A layer apart, after a call that failed."""
+    with pytest.raises(RuntimeError, match="shapes"):
+        net(x[:, :2])
+    result: torch.Tensor = net.net(x)
+    return result
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        pytest.param(slope, id="a residual of a PINN: 64 points beside 4 counted 4"),
+        pytest.param(lambda net, x: slope(net.net, x), id="a residual of a layer"),
+        pytest.param(
+            along,
+            id="a derivative in forward mode",
+            marks=pytest.mark.filterwarnings("ignore:.*jit.script:DeprecationWarning"),  # torch's own use of it
+        ),
+        pytest.param(lambda net, x: torch.func.vmap(net)(x), id="vmap of the model"),
+        pytest.param(lambda net, x: torch.func.vmap(torch.func.grad(lambda row: net(row).sum()))(x), id="vmap of grad"),
+        pytest.param(lambda net, x: net.net(x), id="a layer"),
+        pytest.param(lambda net, x: torch.func.vmap(net.net)(x), id="vmap of a layer"),
+        pytest.param(raised, id="a layer, after a call that failed"),
+    ],
+)
+def test_a_call_does_not_vouch_for_other_data_in_its_backward_pass(beside: Callable[..., torch.Tensor]) -> None:
+    """Its rows were counted alone, in silence: 5 of 25."""
+    net, rows = made()
+    for first in (True, False):
+        early = train(net, 5) if first else 0
+        other = beside(net, torch.ones(20, 4)).square().mean()
+        back(other + (early if first else train(net, 5)))
+        with pytest.raises(ConfigError, match="batch_size is missing"):
+            rows.take()
+        rows.forget()
+        net.zero_grad()
+    back(train(net, 3))
+    assert rows.take() == 3
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        pytest.param(lambda net, x: (slope(net, x), net(x)), id="a penalty on the slope at the same rows"),
+        pytest.param(lambda net, x: (net(x), net.net(x)), id="a layer, of the same rows"),
+        pytest.param(lambda net, x: (net.back(net(x)),), id="a layer, of the output"),
+        pytest.param(lambda net, x: (net(net.back(x[:, :3])),), id="a layer, of which the model is given the output"),
+        pytest.param(lambda net, x: (net(x), *net.parameters()), id="a penalty on the weights"),
+        pytest.param(lambda net, x: (net(x), net.net(net.net.weight)), id="a layer, of weights"),
+        pytest.param(lambda net, x: (net(x), [net.net(torch.ones(20, 4))])[:1], id="a metric of a layer"),
+    ],
+)
+def test_what_belongs_to_the_batch_of_a_call_adds_nothing(loss: Callable[..., tuple[torch.Tensor, ...]]) -> None:
+    """There is one batch of 5 in each."""
+    net, rows = made()
+    for _ in range(2):
+        x = torch.ones(5, 4)
+        back(torch.stack([each.square().sum() for each in loss(net, x)]).sum())
+        assert rows.take() == 5
+        net.zero_grad()
+
+
 def test_a_gradient_for_the_loss_counts_nothing() -> None:
-    """A penalty on gradients differentiates a pass before the backward pass does: it is one batch."""
+    """A direction to disturb a batch in (as in adversarial training) is of no batch that is trained on."""
     net, rows = made()
     x = torch.ones(9, 4, requires_grad=True)
-    (slope,) = torch.autograd.grad([net(x).sum()], [x], create_graph=True)
-    back(train(net, 5) + slope.square().mean())
+    torch.autograd.grad([net(x).sum()], [x])
+    back(train(net, 5))
     assert rows.take() == 5
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_layers_are_looked_at_for_as_long_as_one_is_called_apart(apart: bool) -> None:
+    """The hooks of a plain loop go after 100 steps."""
+    net, rows = made()
+    for step in range(101):
+        assert net.net._forward_hooks or (step == 100 and not apart)
+        back(train(net, 5) + (net.net(torch.ones(20, 4)).mean() if apart else 0))
+        if apart:
+            with pytest.raises(ConfigError, match="a layer"):
+                rows.take()
+            rows.forget()
+        else:
+            assert rows.take() == 5
+        net.zero_grad()
+
+
+def test_layers_of_a_compiled_model_are_left_alone() -> None:
+    """Nothing tells where its call begins, and dynamo may leave out a layer: that was no call apart from the model."""
+    layer = torch.nn.Linear(4, 3)
+    layer.forward = torch.compiler.disable(layer.forward)  # type: ignore[method-assign, no-untyped-call]
+    net = torch.nn.Sequential(layer)
+    rows = BatchRows(net, list(net.parameters()))
+    compiled: Any = torch.compile(net, backend="eager")
+    for _ in range(2):
+        back(train(compiled, 6))
+        assert rows.take() == 6
+    rows.close()
+    assert layer._forward_hooks  # without them, all would be compiled once more
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.base.nested import tensors_in, within
 
-__all__ = ["BatchLayout", "alike", "looked", "sizes_of"]
+__all__ = ["BatchLayout", "alike", "has_compiled", "looked", "sizes_of"]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -121,7 +121,7 @@ class BatchLayout:
         """The model is about to be called: look at its layers, if nothing is known of such a call."""
         self.end()
         model, kind = self._model(), _kind_of(args, kwargs)
-        if model is None or kind in self._found or len(self._found) >= _MOST_KINDS or _is_compiled(model):
+        if model is None or kind in self._found or len(self._found) >= _MOST_KINDS or has_compiled(model):
             return
         seen, hooks = self._looks[threading.get_ident()] = _Looks([], [])
         for name, layer in model.named_modules():
@@ -233,7 +233,7 @@ def _kind_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(each.ndim for each in tensors_in([*args, *kwargs.values()]))
 
 
-def _is_compiled(model: nn.Module) -> bool:
+def has_compiled(model: nn.Module) -> bool:
     """Whether a hook in it would become a part of what was compiled."""
     return any(
         type(each).__name__ == "OptimizedModule" or each._compiled_call_impl is not None  # noqa: SLF001 (no other way)

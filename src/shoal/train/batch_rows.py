@@ -3,6 +3,9 @@
 Loops that own the call of `step`, such as Accelerate's, leave no place for the size of a batch. So each call of the
 model is noted with its rows, and counts once the backward pass of *its output* has added to the gradient of a trained
 parameter. A pass that nobody differentiates (a metric, a rollout) counts nothing, in whatever mode the model is.
+A loss may also be made of derivatives of the model. Its gradient need not come through the output, so a call whose
+derivative can be differentiated (`create_graph=True`, `torch.func`) has a part in each backward pass that follows.
+Layers that are given data apart from the model make the number unknown (`shoal.train.batch_parts`).
 
 Samples are counted right or not at all. Where rows and samples may be two things, or a gradient came from elsewhere,
 `take` raises `ConfigError`: a guess could be wrong by a factor, and then so is the weight of this peer.
@@ -25,10 +28,12 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.autograd import Variable
+from torch._C import _functorch
+from torch.autograd import Variable, forward_ad
 from torch.nn.utils.rnn import PackedSequence
 
 from shoal.base.checks import whole
@@ -37,26 +42,29 @@ from shoal.base.untraced import untraced
 from shoal.errors import ConfigError
 from shoal.protocol.wire import MAX_SAMPLES_OF_STEP
 from shoal.train.batch_layout import BatchLayout, alike, looked, sizes_of
+from shoal.train.batch_parts import BatchParts
 from shoal.train.gradient_watch import TensorMark
 
 __all__ = ["BatchRows", "rows_in", "rows_of", "samples_of"]
 
 _CHECKED = 100
-"""So many steps are looked at whose size the optimizer was given for good. Then they cost nothing."""
+"""So many steps are looked at for what a loop of their kind does not do: it costs nothing afterwards."""
 
 _FLAT = ("position_ids", "cu_seq_lens_q", "cu_seqlens", "seq_idx")
 """Who gives one row and one of these has laid several sequences end to end."""
 
 _CURE = "Give the size to step(), or batch_size_per_step to the optimizer"
 _NO_CALL = (
-    "the gradients did not come from calls of the model as it was given (model(...)): another method than forward, or "
-    "a copy of the model, is not seen. Give as model= what you call (the compiled model, too)"
+    "not all gradients came from calls of the model as it was given (model(...)): another method than forward, a "
+    "layer, a copy of the model, or a loss of derivatives alone, is not seen. Give as model= what you call (the "
+    "compiled model, too)"
 )
 _AGAIN = "several steps were taken from one batch, and each of them may be from all of its samples, or from a part"
 _SEVERAL = (
     "one backward pass went through several calls of the model that were given other tensors, and these may be several "
     "batches, or parts of one"
 )
+_TRANSFORMED = "a transform of torch.func called the model, and hides how many samples it is given"
 
 
 class BatchRows:
@@ -87,11 +95,11 @@ class BatchRows:
         self._told_batch: tuple[Any, int | str, int] | None = None  # without a backward pass; its rows, its thread
         self._batch: _Call | None = None  # once it has one
         self._checked, self._told = 0, False
-        self._layout = BatchLayout(model)
+        self._layout, me = BatchLayout(model), weakref.ref(self)
+        self._parts = BatchParts(model, [] if by_batch else trained, _AfterLayer(me))
         self._under_way: dict[int, list[_Call]] = {}  # the calls that a backward pass has come to, by its number
         self._added: set[int] = set()  # backward passes that have added to a gradient, and are not counted yet
         self._clear()
-        me = weakref.ref(self)
 
         @untraced
         def added(_parameter: torch.Tensor) -> None:
@@ -108,15 +116,14 @@ class BatchRows:
             self._hooks += [parameter.register_hook(before) for parameter in trained]  # type: ignore[no-untyped-call]
         else:
             self._hooks.append(model.register_forward_pre_hook(_BeforeForward(me), with_kwargs=True))
-            self._hooks.append(model.register_forward_hook(_AfterForward(me), with_kwargs=True))
+            self._hooks.append(model.register_forward_hook(_AfterForward(me), with_kwargs=True, always_call=True))
 
     def _clear(self) -> None:
         self._why: str | None = None
-        self._key, self._batches = (
-            -1,
-            list[list[_Call]](),
-        )  # those of each backward pass; and the number of the last one
+        self._key = -1  # the number of the last backward pass
+        self._batches = list[list[_Call]]()  # the calls of each
         self._known = set[_Call]()
+        self._derived = list[_Call]()  # those whose derivatives a backward pass may go through, and not the output
         self._mark: TensorMark | None = None  # the gradient that the last of them left
         self._added.clear()
 
@@ -138,7 +145,7 @@ class BatchRows:
             (batch, counted, thread), self._told_batch = self._told_batch, None
             if self._rows is None:  # only now the layers have had it; on a GPU this is a thread of torch's
                 counted = looked(self._layout.rows, counted, [batch], {}, None, thread)
-            self._batch = _Call(counted, (), -1, (), 0)
+            self._batch = _Call(counted, -1)
         if self._batch is not None and torch._C._current_graph_task_id() not in self._under_way:  # noqa: SLF001
             self.coming(self._batch)
 
@@ -154,11 +161,13 @@ class BatchRows:
 
     def begins(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """The model is about to be called."""
-        if self._rows is None and torch.is_grad_enabled():
+        self._parts.begins()
+        if self._rows is None and torch.is_grad_enabled() and not _is_transformed():
             looked(self._layout.begins, args, kwargs)
 
     def called(self, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
-        """The model was called."""
+        """The model was called; without an output if it has raised."""
+        self._parts.ends()
         outputs: list[torch.Tensor] | str = looked(_differentiable, output) if torch.is_grad_enabled() else []
         if not outputs:
             self._layout.end()
@@ -173,13 +182,16 @@ class BatchRows:
             self._layout.end()
             return
         counted: int | str
-        if self._rows is None:
+        if _is_transformed():
+            counted = _TRANSFORMED
+        elif self._rows is None:
             counted = looked(self._layout.rows, rows_of_call(args, kwargs), args, kwargs, output)
         else:
             counted = self._rows(args, kwargs)
-        given = looked(_given, args, kwargs)
-        marks, units = ((), ((), 0)) if isinstance(given, str) else given
-        call, me = _Call(counted, marks, within, *units), weakref.ref(self)
+        looked(self._parts.join, args, kwargs)
+        call, me = _Call(counted, within, *_given(args, kwargs)), weakref.ref(self)
+        if counted == _TRANSFORMED or forward_ad._current_level >= 0:  # noqa: SLF001 (it has no public name)
+            self._derived.append(call)
 
         def coming(_gradient: torch.Tensor) -> None:
             if (rows := me()) is not None:
@@ -188,9 +200,28 @@ class BatchRows:
         for each in outputs:
             each.register_hook(coming)  # type: ignore[no-untyped-call]
 
+    def layer_called(self, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
+        """A layer of the model was called."""
+        if not self._parts.is_apart():
+            return
+        if isinstance(outputs := looked(_differentiable, output), str):
+            return
+        if isinstance(numbers := looked(self._parts.add, args, kwargs, outputs), str) or not numbers:
+            return
+        call, me = _Call(_NO_CALL, -1, *_given(args, kwargs), is_layer=True), weakref.ref(self)
+
+        def coming(number: int, _gradient: torch.Tensor) -> None:
+            if (rows := me()) is not None and rows._parts.has(number):  # noqa: SLF001 (its own)
+                rows.coming(call)
+
+        for number, each in zip(numbers, outputs, strict=False):
+            each.register_hook(partial(coming, number))  # type: ignore[no-untyped-call]
+
     def coming(self, call: _Call) -> None:
         """A backward pass has come to the output of this call."""
         now = torch._C._current_graph_task_id()  # noqa: SLF001
+        if torch.is_grad_enabled():  # create_graph=True
+            self._derived.append(call)
         if now not in self._under_way:
             if not self._under_way:
                 self._forget_cleared()
@@ -210,13 +241,15 @@ class BatchRows:
         gradient = next(gradients, None)
         self._mark = None if gradient is None else TensorMark(gradient)
         self._added.clear()
-        if (new := [call for call in dict.fromkeys(calls) if call not in self._known]) and self._why is None:
+        new = [call for call in dict.fromkeys(calls + self._derived) if call not in self._known]
+        if new and self._why is None:
             key = number if new[0].within == -1 else new[0].within
             if key != self._key:
                 self._key = key
                 self._batches.append([])
             self._known.update(new)
             self._batches[-1] += new
+            self._batches[-1].sort(key=_is_layer)  # they come last
             self._why = self._why_not(self._batches[-1])
 
     def _why_not(self, batch: Sequence[_Call]) -> str | None:
@@ -225,6 +258,8 @@ class BatchRows:
         if first.taken:
             return _AGAIN
         for each in batch:
+            if each.is_layer and any(each.has_of(other) for other in batch if not other.is_layer):
+                continue
             if isinstance(each.rows, str):
                 return each.rows
             if not first.like(each) and each is not first and (not self._one_batch or first.rows != each.rows):
@@ -298,7 +333,7 @@ class BatchRows:
             may_be_pairs: whether each sample may have several backward passes, as in a GAN.
         """
         found = None if self._told else self._difference(given, may_be_pairs=may_be_pairs)
-        self._told, self._checked = self._told or found is not None, self._checked + 1
+        self._told = self._told or found is not None
         self.forget()
         if self._fixed is not None and (self._told or self._checked >= _CHECKED):
             self.close()
@@ -326,36 +361,41 @@ class BatchRows:
         )
 
     def forget(self) -> None:
-        """The size was given otherwise."""
+        """Count the next step: this one was taken, or its size was given otherwise."""
+        self._checked += 1
+        self._parts.clear(last=self._checked >= _CHECKED)
         self._under_way.clear()
         self._clear()
 
     def close(self) -> None:
         """Count no more."""
         self._layout.close()
+        self._parts.close()
         for hook in self._hooks:
             hook.remove()
 
 
 @dataclasses.dataclass(eq=False)
 class _Call:
-    """One call of the model.
+    """One call of the model, or of a layer apart from it.
 
     Attributes:
         rows: of what it was given, or why they are not known.
-        given: the tensors.
         within: the number of the backward pass that made it, to compute an activation once more; else -1.
+        given: the tensors.
         units: what else may be counted: the rows of each sample, and their rows, of the tensor of most dimensions.
         tokens: elements of its largest tensor of whole numbers.
+        is_layer: whether it was a layer.
         thread: in which it was made.
         taken: whether a step has counted it, and another one may not.
     """
 
     rows: int | str
-    given: tuple[TensorMark, ...]
     within: int
-    units: tuple[int, ...]
-    tokens: int
+    given: tuple[TensorMark, ...] = ()
+    units: tuple[int, ...] = ()
+    tokens: int = 0
+    is_layer: bool = False
     thread: int = dataclasses.field(default_factory=threading.get_ident)
     taken: bool = False
 
@@ -363,6 +403,13 @@ class _Call:
         """Whether both were given the same tensors."""
         same = len(self.given) == len(other.given) > 0
         return same and all(mine.equals(theirs) for mine, theirs in zip(self.given, other.given, strict=True))
+
+    def has_of(self, other: _Call) -> bool:
+        """Whether all that it was given was given to the other one, too."""
+        return len(self.given) > 0 and all(any(mine.equals(theirs) for theirs in other.given) for mine in self.given)
+
+
+_is_layer = attrgetter("is_layer")
 
 
 class _Hook:
@@ -394,6 +441,12 @@ class _AfterForward(_Hook):
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if (rows := None if self._counts is None else self._counts()) is not None:
             rows.called(args, kwargs, output)
+
+
+class _AfterLayer(_Hook):
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if not torch.compiler.is_compiling() and self._counts is not None and (rows := self._counts()) is not None:
+            rows.layer_called(args, kwargs, output)
 
 
 def rows_of(
@@ -479,15 +532,29 @@ def _counts(given: Any, *, collated: bool) -> Iterator[int | str]:
 
 
 def _differentiable(output: Any) -> list[torch.Tensor]:
-    return [each for each in tensors_in(output) if each.requires_grad]
+    return [each for each in map(_unwrapped, tensors_in(output)) if each.requires_grad]
 
 
-def _given(
-    args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[tuple[TensorMark, ...], tuple[tuple[int, ...], int]]:
-    """The tensors of a call, and what may be counted in the place of its rows."""
-    tensors = list(tensors_in([*args, *kwargs.values()]))
-    return tuple(map(TensorMark, tensors)), _units(tensors)
+def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that autograd sees: transforms of `torch.func` wrap it, each in a layer of its own."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def _is_transformed() -> bool:
+    """Whether a transform of `torch.func` calls the model: `vmap` gives it one sample at a time."""
+    return _functorch.peek_interpreter_stack() is not None
+
+
+def _given(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[TensorMark, ...], tuple[int, ...], int]:
+    """The tensors of a call, and what may be counted in the place of its rows; nothing if that cannot be looked at."""
+
+    def look() -> tuple[tuple[TensorMark, ...], tuple[int, ...], int]:
+        tensors = list(tensors_in([*args, *kwargs.values()]))
+        return tuple(map(TensorMark, tensors)), *_units(tensors)
+
+    return ((), (), 0) if isinstance(found := looked(look), str) else found
 
 
 def _units(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], int]:

@@ -129,6 +129,7 @@ def test_a_call_does_not_vouch_for_other_data_in_its_backward_pass(beside: Calla
         early = train(net, 5) if first else 0
         other = beside(net, torch.ones(20, 4)).square().mean()
         back(other + (early if first else train(net, 5)))
+        assert not net.net._forward_pre_hooks  # a look at a call is over with the call
         with pytest.raises(ConfigError, match="batch_size is missing"):
             rows.take()
         rows.forget()
@@ -182,6 +183,45 @@ def test_layers_are_looked_at_for_as_long_as_one_is_called_apart(apart: bool) ->
         else:
             assert rows.take() == 5
         net.zero_grad()
+
+
+def test_a_model_that_calls_itself_calls_its_layers() -> None:
+    """The inner call is over, and the outer one goes on: its layers are not called apart."""
+
+    class Twice(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor, inner: bool = False) -> torch.Tensor:
+            result: torch.Tensor = self.net(x) if inner else self(x, inner=True) + self.net(torch.ones(1, 4))
+            return result
+
+    net = Twice()
+    rows, x = BatchRows(net, list(net.parameters())), torch.ones(5, 4)
+    back(net(x).sum())
+    assert rows.take() == 5
+    back(net(x).sum() + net.net(torch.ones(20, 4)).sum())
+    with pytest.raises(ConfigError, match="a layer"):
+        rows.take()
+
+
+def test_a_call_that_was_interrupted_is_over_with_the_step() -> None:
+    """In a notebook: all that followed seemed to be within that call, and a layer apart went uncounted."""
+    net, rows = made()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    hook = net.net.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train(net, 5)
+    hook.remove()
+    back(train(net, 5))
+    assert rows.take() == 5
+    back(train(net, 5) + net.net(torch.ones(20, 4)).mean())
+    with pytest.raises(ConfigError, match="a layer"):
+        rows.take()
 
 
 def test_layers_of_a_compiled_model_are_left_alone() -> None:

@@ -66,7 +66,7 @@ class BatchParts:
 
     def is_apart(self) -> bool:
         """Whether a layer that is called now is called apart from the model."""
-        if self._calls or not self._hooks or not torch.is_grad_enabled():
+        if self._calls or not self._hooks:
             return False
         # An activation checkpoint calls layers within the backward pass, to compute once more what a call has computed.
         return torch._C._current_graph_task_id() == -1  # noqa: SLF001 (as torch's own hooks do)

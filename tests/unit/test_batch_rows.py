@@ -16,7 +16,8 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import ConfigError
-from shoal.train.batch_rows import BatchRows, rows_in, rows_of, samples_of
+from shoal.train.batch_rows import BatchRows, rows_of, samples_of
+from shoal.train.rows import rows_in
 
 
 class Net(torch.nn.Module):

@@ -26,7 +26,7 @@ import dataclasses
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -34,24 +34,21 @@ from typing import Any
 import torch
 from torch._C import _functorch
 from torch.autograd import Variable, forward_ad
-from torch.nn.utils.rnn import PackedSequence
 
 from shoal.base.checks import whole
-from shoal.base.nested import tensors_in, within
+from shoal.base.nested import tensors_in
 from shoal.base.untraced import untraced
 from shoal.errors import ConfigError
 from shoal.protocol.wire import MAX_SAMPLES_OF_STEP
-from shoal.train.batch_layout import BatchLayout, alike, looked, sizes_of
+from shoal.train.batch_layout import BatchLayout, looked, sizes_of
 from shoal.train.batch_parts import BatchParts
 from shoal.train.gradient_watch import TensorMark
+from shoal.train.rows import rows_in, rows_of_call
 
-__all__ = ["BatchRows", "rows_in", "rows_of", "samples_of"]
+__all__ = ["BatchRows", "rows_of", "samples_of"]
 
 _CHECKED = 100
 """So many steps are looked at for what a loop of their kind does not do: it costs nothing afterwards."""
-
-_FLAT = ("position_ids", "cu_seq_lens_q", "cu_seqlens", "seq_idx")
-"""Who gives one row and one of these has laid several sequences end to end."""
 
 _CURE = "Give the size to step(), or batch_size_per_step to the optimizer"
 _NO_CALL = (
@@ -482,55 +479,6 @@ def samples_of(
     return samples
 
 
-# ---------------------------------------------------------------------------------------------------- rows of a batch
-
-
-def rows_of_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | str:
-    """The rows of what a model was given; or why they are not known."""
-    return rows_in({**dict(enumerate(args)), **kwargs})
-
-
-def rows_in(batch: Any, *, collated: bool = False) -> int | str:
-    """The samples of a batch: the rows that its tensors have in common; or why they are not known.
-
-    Args:
-        batch: a tensor, or tensors in mappings, lists, tuples and dataclasses.
-        collated: whether its lists hold the fields of samples, as torch's `default_collate` makes them. Otherwise a
-            list of tensors of one sort may as well hold one tensor for each sample.
-    """
-    return looked(_rows_in, batch, collated=collated)
-
-
-def _rows_in(batch: Any, *, collated: bool) -> int | str:
-    counts = list(_counts(batch, collated=collated))
-    whole = [count for count in counts if isinstance(count, int)]
-    if len(set(whole)) > 1 and (labels := _labels(batch)) is not None and whole.count(labels) > 1:
-        return labels  # one for each sample: other tensors may have parts of samples in their rows
-    if len(set(whole)) > 1:
-        sizes = ", ".join(map(str, sorted(set(whole))))
-        return f"the tensors that the model was given have different numbers of rows ({sizes})"
-    if not whole:
-        return next((count for count in counts if isinstance(count, str)), "the model was given no tensor with rows")
-    if whole[0] == 1 and any(name in each for each in _mappings(batch) for name in _FLAT):
-        return "the model was given one row, in which several sequences may lie end to end"
-    return whole[0]
-
-
-def _counts(given: Any, *, collated: bool) -> Iterator[int | str]:
-    if isinstance(given, torch.Tensor):
-        if given.ndim:
-            yield given.size(0)
-    elif isinstance(given, PackedSequence):
-        yield int(given.batch_sizes[0])
-    elif isinstance(given, list | tuple) and given and all(isinstance(each, Mapping) for each in given):
-        yield len(given)
-    elif isinstance(given, list | tuple) and not collated and not hasattr(given, "_fields") and alike(given):
-        yield "the model was given a list of tensors, which may be one for each sample"
-    else:
-        for each in within(given):
-            yield from _counts(each, collated=collated)
-
-
 def _differentiable(output: Any) -> list[torch.Tensor]:
     return [each for each in map(_unwrapped, tensors_in(output)) if each.requires_grad]
 
@@ -564,16 +512,3 @@ def _units(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], int]:
     depth = len(shape) if any(is_whole) else len(shape) - 1
     units = tuple(math.prod(shape[: each + 1]) for each in range(1, depth))
     return units, max((each.numel() for each in tensors if each.ndim > 1 and not each.is_floating_point()), default=0)
-
-
-def _labels(batch: Any) -> int | None:
-    for each in _mappings(batch):
-        if isinstance(labels := each.get("labels"), torch.Tensor) and labels.ndim:
-            return labels.size(0)
-    return None
-
-
-def _mappings(batch: Any) -> Iterator[Mapping[Any, Any]]:
-    if isinstance(batch, Mapping):
-        yield batch
-        yield from (each for each in batch.values() if isinstance(each, Mapping))

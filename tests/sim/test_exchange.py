@@ -223,7 +223,7 @@ def test_closing_a_round_ends_whatever_waits_in_it() -> None:
         for member in (a, b, c):
             member.release()
         await sleep(1.0)
-        assert not a.peer.endpoint._open.has_streams(b.peer.peer_id)
+        assert not a.peer.endpoint._open.matters(b.peer.peer_id)
         assert not a.peer.seen(Warned)
         again = await speak(b, a)
         with pytest.raises(PeerRefused, match="no such round"):

@@ -55,6 +55,7 @@ def gossip_at(
 ) -> ProgressGossip:
     """Of `ME`, on an endpoint that does this."""
     endpoint.setdefault("dialable", lambda contact: contact)
+    endpoint.setdefault("is_mute", lambda peer: False)
     endpoint.setdefault("contact", progress(ME, 1.0).contact)
     env = SimpleNamespace(events=bus, clock=SimpleNamespace(time=lambda: 1e9), rng=random.Random(0))
     core: Any = SimpleNamespace(endpoint=SimpleNamespace(**endpoint), peer_id=ME, env=env)

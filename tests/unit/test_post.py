@@ -68,6 +68,7 @@ class Peer:
             connected=lambda peer: True,
             reachable=lambda peer: True,
             dialable=lambda contact: contact,
+            is_mute=lambda peer: False,
             learn=lambda contact: None,
         )
         self.post = Post(cast(PeerCore, SimpleNamespace(endpoint=endpoint, peer_id=ME, env=env)))

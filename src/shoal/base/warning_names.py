@@ -112,7 +112,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "last-state": ("the last state was not saved",),
     "evaluation-not-stored": ("could not be stored",),
     "metrics": ("metrics were not taken by",),
-    "same-identity": ("another process has this peer's identity",),
+    "same-identity": ("another process has this peer's identity", "two processes have the identity of"),
     "cannot-be-dialed": ("could not connect to this one at",),
     "no-address": ("listening at",),
     "accumulators": ("gradients are added to those that the last step has averaged already",),

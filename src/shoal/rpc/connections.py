@@ -26,9 +26,23 @@ class PeerState:
         accepted: connections for the streams that the peer opens, also while they wait for the next stream.
         received_before: bytes that came on connections that have ended since.
         leaves: whether the peer has said, since its last link was made, that it leaves.
+        doubled: whether two processes with its key live (`twins`).
+        doubles_us: whether it says that of our key.
     """
 
-    __slots__ = ("accepted", "ahead", "dialing", "idle", "inbound", "leaves", "links", "received_before", "streams")
+    __slots__ = (
+        "accepted",
+        "ahead",
+        "dialing",
+        "doubled",
+        "doubles_us",
+        "idle",
+        "inbound",
+        "leaves",
+        "links",
+        "received_before",
+        "streams",
+    )
 
     def __init__(self) -> None:
         self.links: list[CallLink] = []
@@ -39,15 +53,27 @@ class PeerState:
         self.idle: dict[Connection, bool] = {}
         self.accepted = OrderedSet[Connection]()
         self.received_before = 0
-        self.leaves = False
+        self.leaves = self.doubled = self.doubles_us = False
 
     @property
     def link(self) -> CallLink | None:
         """A link that can carry a call: the newest, because a cut line may have left older ones stuck."""
+        if self.mute:
+            return None
         for link in reversed(self.links):
             if not link.closed:
                 return link
         return None
+
+    @property
+    def mute(self) -> bool:
+        """Whether the links carry nothing but signs of life, as two processes have one of the two keys."""
+        return self.doubled or self.doubles_us
+
+    @property
+    def processes(self) -> int:
+        """The number of processes of the peer that have answered on the links there are."""
+        return len({link.process for link in self.links if link.process})
 
     def take_idle(self, *, bulk: bool) -> Connection | None:
         """Take an idle connection for a stream, if there is one. For bulk data those that have carried some come first.
@@ -104,15 +130,25 @@ class Connections:
         state = self.peers.get(peer)
         return state.link if state is not None else None
 
+    def is_doubled(self, peer: PeerID) -> bool:
+        """See `PeerState.doubled`."""
+        state = self.peers.get(peer)
+        return state is not None and state.doubled
+
+    def is_mute(self, peer: PeerID) -> bool:
+        """See `PeerState.mute`."""
+        state = self.peers.get(peer)
+        return state is not None and state.mute
+
     def forget(self, peer: PeerID) -> None:
         """Forget a peer if nothing is open with it."""
         if (state := self.peers.get(peer)) and state.empty:
             del self.peers[peer]
 
-    def has_streams(self, peer: PeerID) -> bool:
-        """Whether a stream with this peer is open."""
+    def matters(self, peer: PeerID) -> bool:
+        """Whether it should be known soon that a link of this peer is dead: a stream is open, or it is mute."""
         state = self.peers.get(peer)
-        return bool(state and state.streams)
+        return state is not None and (bool(state.streams) or state.mute)
 
     def bytes_received(self, peer: PeerID) -> int:
         """The bytes that have come from a peer since there is a connection with it."""

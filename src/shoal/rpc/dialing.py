@@ -25,6 +25,7 @@ from shoal.rpc.framing import Kind, Limits, pack
 from shoal.rpc.lending import Lending
 from shoal.rpc.link import CallLink
 from shoal.rpc.routes import Routes
+from shoal.rpc.twins import TWO_PROCESSES
 from shoal.transport.base import Connection, Transport
 
 __all__ = ["Dialer"]
@@ -118,8 +119,9 @@ class Dialer:
         return self._told.get(peer) == () and self._open.link(peer) is not None
 
     def dialable(self, contact: Contact) -> Contact:
-        """The same, without addresses if dialing the peer there has failed though it lives."""
-        return Contact(contact.peer) if self.routes.closed(contact.peer, contact.addresses) else contact
+        """The same, without addresses if dialing the peer there has failed though it lives, or it is mute."""
+        peer = contact.peer
+        return Contact(peer) if self._open.is_mute(peer) or self.routes.closed(peer, contact.addresses) else contact
 
     def close(self) -> None:
         """Make no connection any more, and use none that is being dialed."""
@@ -235,6 +237,8 @@ class Dialer:
         return tuple(dict.fromkeys(self._told.get(peer, ()) + worked + self._heard.get(peer, ())))
 
     async def _dial(self, peer: PeerID) -> Connection:
+        if self._open.is_mute(peer):
+            raise PeerUnreachable(TWO_PROCESSES, peer)
         addresses = self._addresses(peer)
         if (not addresses or self.routes.lends(peer)) and (link := self._open.link(peer)) is not None:
             return await self.lending.borrow(link)

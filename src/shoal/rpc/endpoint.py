@@ -54,7 +54,7 @@ from shoal.rpc.rhythm import LOOK_S, Rhythm
 from shoal.rpc.serving import Services, tag_of
 from shoal.rpc.stream import Stream
 from shoal.rpc.trust import Trust
-from shoal.rpc.twins import Twins
+from shoal.rpc.twins import TWO_PROCESSES, Twins
 from shoal.transport.base import Connection, Transport
 
 __all__ = ["Endpoint"]
@@ -85,6 +85,9 @@ _LEAST_CALLS_S = 10.0
 
 _LENDING_COST = 20.0
 """A call that makes us dial costs as much as so many small ones: each dial is a handshake, with signatures."""
+
+_MOST_TOLD = 16
+"""So many peers with two processes are told of: keys are free, and whoever has one may show two."""
 
 _MOST_INCOMING = 1024
 """So many peers that have dialed us are remembered."""
@@ -120,7 +123,7 @@ class Endpoint:
         clock: our machine's wall clock, and the network's.
         trust: the peers whose word counts on what we cannot see ourselves.
         twins: the processes of the peers that we are connected with.
-        has_twin: whether a peer is connected with another process that has our identity; it was said.
+        has_twin: whether a peer is, or was, connected with another process that has our identity; it was said.
         closed: whether `close` was called.
     """
 
@@ -142,6 +145,7 @@ class Endpoint:
         )
         self.serve(LendConnection, self._lend)
         self.trust, self.twins, self.has_twin = Trust(), Twins(env.rng), False
+        self._doubled_told = set[PeerID]()
         self._incoming: dict[PeerID, Incoming] = {}  # the last one of each peer; the newest at the end
         self._withheld = False
         self._reached_at: tuple[Address, ...] = ()
@@ -381,12 +385,16 @@ class Endpoint:
         """Whether there is a call link, or an address to dial."""
         return self.connected(peer) or bool(self._dialer.contact(peer).addresses)
 
+    def is_mute(self, peer: PeerID) -> bool:
+        """Whether two processes have this peer's key, or ours: as long as both live, it is as if it was not there."""
+        return self._open.is_mute(peer)
+
     def moved(self, contact: Contact) -> None:
         """A peer says that it listens here from now on; nowhere, if it names no address."""
         self._dialer.moved(contact)
 
     def dialable(self, contact: Contact) -> Contact:
-        """The contact, without addresses if dialing that live peer there has failed."""
+        """The contact, without addresses if dialing that live peer there has failed, or it is mute."""
         return self._dialer.dialable(contact)
 
     def route_shut(self, peer: PeerID) -> bool:
@@ -645,14 +653,42 @@ class Endpoint:
 
     def process_told(self, peer: PeerID, process: bytes, asked_at: float) -> None:
         """A process has answered that has this peer's key, and was asked at this time of the loop (for `CallLink`)."""
-        now = asyncio.get_running_loop().time()
+        now, state = asyncio.get_running_loop().time(), self._open.of(peer)
         if self.twins.answered(peer, process, asked_at=asked_at, now=now):
-            for link in [*self._open.of(peer).links]:
+            for link in [*state.links]:
                 link.ask()
+        if self.twins.has(peer) and state.processes > 1 and not state.doubled:
+            self._set_mute(peer, doubled=True)
+            self._tell_doubled(peer)
 
-    def twin_told(self, teller: PeerID) -> None:
-        """A peer is connected with two processes that have our identity (for `CallLink`)."""
-        if not self.has_twin:
+    def _set_mute(self, peer: PeerID, *, doubled: bool | None = None, doubles_us: bool | None = None) -> None:
+        """Two processes have the key of this peer, or by its word our own, or have not any more; None: as before."""
+        state = self._open.of(peer)
+        before, state.doubled = state.mute, state.doubled if doubled is None else doubled
+        state.doubles_us = state.doubles_us if doubles_us is None else doubles_us
+        for link in [*state.links] if doubled is not None else ():
+            link.ask()  # which tells it
+        if state.mute and not before:
+            self._peer_lost(peer, TWO_PROCESSES)
+            self._open.watch(peer)
+        elif before and state.link is not None:
+            self._linked(peer)
+
+    def _tell_doubled(self, peer: PeerID) -> None:
+        if peer not in self._doubled_told and len(self._doubled_told) < _MOST_TOLD:
+            self._doubled_told.add(peer)
+            message = (
+                f"two processes have the identity of {peer.short()}, and this peer is connected with both. What is "
+                "sent to one of them may reach the other, so it counts on neither until one ends. Both were told. If "
+                "they are yours, end one; give each an identity file of its own (identity_path), or none"
+            )
+            self.env.events.emit(Warned(where="DHT", message=message, about=(peer,)))
+
+    def twin_told(self, teller: PeerID, *, has_twin: bool) -> None:
+        """A peer says whether it is connected with two processes that have our identity (for `CallLink`)."""
+        if has_twin != self._open.of(teller).doubles_us:
+            self._set_mute(teller, doubles_us=has_twin)
+        if has_twin and not self.has_twin:
             self.has_twin = True
             message = (
                 f"another process has this peer's identity ({self.peer_id.short()}), as {teller.short()} says, which "
@@ -705,10 +741,13 @@ class Endpoint:
         if len(state.links) > _MAX_LINKS:
             state.links[0].abort()
         if len(state.links) == 1:
-            self.env.events.emit(PeerConnected(peer=connection.peer_id))
-            for callback in list(self._linked_callbacks):
-                callback(connection.peer_id)
+            self._linked(connection.peer_id)
         return link
+
+    def _linked(self, peer: PeerID) -> None:
+        self.env.events.emit(PeerConnected(peer=peer))
+        for callback in list(self._linked_callbacks):
+            callback(peer)
 
     def link_closed(self, link: CallLink, error: PeerError, expected: bool) -> None:
         """A call link is gone (for `CallLink`)."""
@@ -721,7 +760,10 @@ class Endpoint:
             state.links.remove(link)
         if isinstance(error, PeerProtocolError):
             self.env.events.emit(PeerDropped(peer=peer, where="rpc", reason=error.message))
+        if state.doubled and state.processes < 2:
+            self._set_mute(peer, doubled=False)
         if not state.links:
+            state.doubles_us = False
             self.clock.forget(peer)
         if not state.links and not self.closed:
             self._dialer.routes.forget(peer)

@@ -66,6 +66,7 @@ class CallLink:
 
     Attributes:
         heard: set once a message has come.
+        process: the name of the process on the other side; empty until it has said it.
         outbox_bytes: small frames that wait to be sent, or are being sent.
     """
 
@@ -89,7 +90,7 @@ class CallLink:
         self._closed = False
         self._said_bye: Bye | None = None
         self._last_heard = self._last_used = self._loop.time()
-        self.heard = asyncio.Event()
+        self.heard, self.process = asyncio.Event(), b""
         self._received = self._acked = 0
         self._read = 0  # bytes that had come when the frame was begun that is read now
         self._asked_at: float | None = None  # when the first Beat left that nothing has come after
@@ -123,7 +124,7 @@ class CallLink:
         clock.time()  # notices a jump
         asked = clock.own.time()
         put_last(self._asked, asked, (clock.jumps, self._asked_time_at), _MOST_ASKED)
-        self.post(Beat(asked, self._endpoint.twins.has(self.peer_id)))
+        self.post(Beat(asked, self._open.is_doubled(self.peer_id)))
 
     def used(self) -> None:
         """The link is not idle: a call was served, or a stream began or ended beside it."""
@@ -294,11 +295,11 @@ class CallLink:
     def _answer_beat(self, beat: Beat) -> None:
         clock, process = self._endpoint.clock, self._endpoint.twins.process
         self.post(BeatReply(beat.time, clock.time() if clock.settled else None, process))
-        if beat.twin:
-            self._endpoint.twin_told(self.peer_id)
+        self._endpoint.twin_told(self.peer_id, has_twin=beat.twin)
 
     def _take_beat(self, reply: BeatReply) -> None:
         jumps, asked_at = self._asked.pop(reply.asked, (None, -math.inf))
+        self.process = reply.process
         self._endpoint.process_told(self.peer_id, reply.process, asked_at)
         if jumps is not None and reply.time is not None:  # None: it is joining, and does not know
             self._compare_clocks(reply.asked, reply.time, jumps)
@@ -319,7 +320,7 @@ class CallLink:
         """Look again when the next heartbeat is due. Call this when the peer became more important."""
         if self.closed:
             return
-        period_s = self._limits.beat_s if self._open.has_streams(self.peer_id) else self._limits.idle_beat_s
+        period_s = self._limits.beat_s if self._open.matters(self.peer_id) else self._limits.idle_beat_s
         now = self._loop.time()
         if self._timer is not None:
             if self._next_tick <= now + period_s:
@@ -332,11 +333,14 @@ class CallLink:
         self._timer = None
         self._endpoint.look_at_clock()
         now, limits = self._loop.time(), self._limits
-        busy = self._open.has_streams(self.peer_id)
+        busy = self._open.matters(self.peer_id)
         period_s = limits.beat_s if busy else limits.idle_beat_s
         limit_s = limits.silence_s if busy else 3 * limits.idle_beat_s
-        if (received := self._open.bytes_received(self.peer_id)) > self._received:
-            # Its answer may be waiting behind what it sends: on a line that is full, for many seconds.
+        # Its answer may be waiting behind what it sends: on a line that is full, for many seconds. But if two processes
+        # have its key, what one of them sends is no sign of life of the other.
+        mute = self._open.is_mute(self.peer_id)
+        received = self.connection.bytes_received if mute else self._open.bytes_received(self.peer_id)
+        if received > self._received:
             self._last_heard, self._asked_at = now, None
         self._received = received
         silent_s = now - self._last_heard

@@ -24,6 +24,7 @@ from shoal.rpc.connections import Connections
 from shoal.rpc.framing import Frame, Kind, Limits
 from shoal.rpc.link import CallLink, reply_frame
 from shoal.rpc.stream import Stream
+from shoal.rpc.twins import TWO_PROCESSES
 from shoal.transport.base import Connection
 
 __all__ = ["CallHandler", "NoteHandler", "Services", "StreamHandler", "tag_of"]
@@ -132,6 +133,9 @@ class Services:
         served = self.streams.get(opening.method)
         kind = stream_types(served.kind)[0] if served else Message
         stream: Stream[Any, Any] = Stream(connection, kind, self._limits, released)
+        if self._open.is_mute(peer):
+            await stream.fail("refused", TWO_PROCESSES)
+            return False
         if served is None:
             await stream.fail("unknown", f"no stream {opening.method[:200]} is served here")
             return False
@@ -185,6 +189,9 @@ class Services:
     def serve_call(self, link: CallLink, call: Call) -> None:
         """Serve an incoming call: at once, or in a task if the handler wants to wait."""
         served = self.calls.get(call.method)
+        if self._open.is_mute(link.peer_id):
+            _post(link, Failure(call.id, "refused", TWO_PROCESSES))
+            return
         if served is None:
             link.post(Failure(call.id, "unknown", f"no method {call.method[:200]!r} is served here"))
             return
@@ -217,7 +224,7 @@ class Services:
         Raises:
             PeerProtocolError: the note cannot be decoded, or its handler says that it breaks a rule.
         """
-        if (served := self.notes.get(note.method)) is None:
+        if (served := self.notes.get(note.method)) is None or self._open.is_mute(peer):
             return
         try:
             message = decode(note.body, served.kind)

@@ -12,7 +12,10 @@ import random
 from shoal.base.bounded import put_last
 from shoal.base.peer import PeerID
 
-__all__ = ["Twins"]
+__all__ = ["TWO_PROCESSES", "Twins"]
+
+TWO_PROCESSES = "two processes have one identity, so what is meant for one of them may reach the other"
+"""Why nothing is said to such a peer, and nothing taken from it."""
 
 _MOST_PEERS = 1024
 _MOST_EARLIER = 8

@@ -258,6 +258,8 @@ class ProgressGossip:
                 self._news.notify()
 
     def _hear(self, progress: Progress, *, direct: bool = True) -> None:
+        if self._core.endpoint.is_mute(progress.contact.peer):  # its record in the DHT may be of either
+            return
         before = self._known.progress_of(progress.contact.peer)
         self._core.endpoint.learn(progress.contact)
         if (contact := self._core.endpoint.dialable(progress.contact)) is not progress.contact:

@@ -129,7 +129,12 @@ class Participant:
             )
         self.core, self.training, self.settings = core, training, settings
         terms, given = settings.strategy.terms, [contact.peer for contact in core.node.initial_peers]
-        self._notices = notices = Notices(core.env.events, settings.run_id, fragment=settings.fragment)
+        self._notices = notices = Notices(
+            core.env.events,
+            settings.run_id,
+            fragment=settings.fragment,
+            has_twin=lambda: core.endpoint.has_twin,
+        )
         self.course = course = Course(PhaseMachine(auxiliary=settings.auxiliary, delays_gradients=terms.goes_on))
         self._news = news = Changes()  # reasons to look at the swarm
 

@@ -186,8 +186,7 @@ class Solitude:
             if not missing:
                 complete_at = loop.time()
             self._lacks(missing if loop.time() - complete_at >= PATIENCE_S else 0, quorum)
-            if not self._core.endpoint.has_twin:  # else they may have come to the other process of this peer
-                self.notices.stragglers(self._here() if loop.time() - searches_since >= PATIENCE_S else ())
+            self.notices.stragglers(self._here() if loop.time() - searches_since >= PATIENCE_S else ())
             self.met = self.met or any(True for _ in self._connected())
             if self._in_company():
                 since = loop.time()
@@ -303,6 +302,8 @@ class Solitude:
         return tuple(self._circumstances().reasons()) if self.told else ()
 
     def _tell(self) -> None:
+        if self._core.endpoint.has_twin:  # that is why, and it was said
+            return
         found = self._circumstances()
         begun_anew = found.begun_anew is not None  # perhaps since it was told that this client is alone
         if found.expected and (not self.told or begun_anew > self._told_anew):

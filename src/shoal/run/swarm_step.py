@@ -160,9 +160,7 @@ class SwarmStep:
 
     def _tell_absent(self, members: Collection[PeerID], now: float) -> None:
         """A round has formed, or was waited for in vain: name those that are no longer waited for."""
-        absent = self.outlook.attendance.formed(members, now)
-        if not self.averager.core.endpoint.has_twin:  # else they may have come to the other process of this peer
-            self.notices.absent(absent)
+        self.notices.absent(self.outlook.attendance.formed(members, now))
 
     def _most_weight(self, peer: PeerID) -> float:
         """The largest weight that a peer may give to the round now.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from shoal.base.bounded import put_last
 from shoal.base.names import known_as
@@ -46,10 +46,15 @@ class Notices:
         events: where they go.
         run_id: names the run.
         fragment: of the model. Only the notices of the first one tell what holds for all of the model.
+        has_twin: whether another process has this peer's identity: then nothing is told that names peers, as what
+            these lack may have gone to that process.
     """
 
-    def __init__(self, events: EventBus, run_id: str, *, fragment: int = 0) -> None:
+    def __init__(
+        self, events: EventBus, run_id: str, *, fragment: int = 0, has_twin: Callable[[], bool] = lambda: False
+    ) -> None:
         self._events, self._run_id, self._tells_of_model = events, run_id, not fragment
+        self._has_twin = has_twin
         self._left_out = self._downloads_in_a_row = self._long_rounds = 0
         self._changed_from = 0.0
         self._skipped: Counter[str] = Counter()
@@ -62,7 +67,9 @@ class Notices:
 
     def warn(self, message: str, about: Iterable[PeerID] = ()) -> None:
         """Tell this, which names these peers."""
-        self._events.emit(Warned(where="optimizer", message=message, about=tuple(about)))
+        if (about := tuple(about)) and self._has_twin():
+            return
+        self._events.emit(Warned(where="optimizer", message=message, about=about))
 
     def skipped(self, what: str, error: BaseException) -> None:
         """This was left out as there was an error, for want of memory for example: the first time, the tenth, ..."""

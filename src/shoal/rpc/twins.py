@@ -3,6 +3,10 @@
 Their common neighbour can: each process has a random name, which it says with each sign of life. A process that was
 started again has another name, too, but the one before is silent from then on. So two processes live at a time if the
 earlier one answers a question that was asked after the later one was heard.
+
+All that is remembered of a peer is one account for its key, which two processes would mix. So as long as there are
+links with both, these carry nothing but signs of life (`PeerState.mute`), and for all that is built on links the peer
+is lost.
 """
 
 from __future__ import annotations

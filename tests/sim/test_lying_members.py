@@ -272,6 +272,29 @@ def test_a_leader_whose_reducers_lie_was_named_by_the_only_trainer() -> None:
     on_sim(scenario)
 
 
+@pytest.mark.parametrize("word", ["aat", "att"])
+@pytest.mark.parametrize("said", [{"weight": 0.5}, {"contributors": b"\x01"}])
+def test_a_reducer_that_says_of_its_average_what_it_does_not_had_the_leader_named(
+    word: str, said: dict[str, Any]
+) -> None:
+    """The leader does not hold that average, and heard one word against one. The trainers could not take its commit."""
+
+    async def scenario(net: SimNet) -> None:
+        group = await group_of(net, word)
+        seen = list[Round]()
+
+        def twist(rounds: list[Round]) -> None:
+            reports(rounds[1], lambda held: replace(held, **said))
+            seen.extend(rounds)
+
+        ends = await played(group, twist, shares=[NUMEL // 2, NUMEL // 2, 0])
+        assert isinstance(ends[2], Outcome)
+        assert group[0].peer.peer_id not in named(group[2])
+        assert not seen[2].seen.led_badly
+
+    on_sim(scenario)
+
+
 def test_what_a_reducer_has_signed_is_checked_once() -> None:
     """However often the leader shows it."""
 

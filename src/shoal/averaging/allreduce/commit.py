@@ -326,7 +326,8 @@ class CommitRules:
         """What is committed of a tile: if it is disputed, the average that its maker says that it made.
 
         No number of members outvotes that: keys are free. The digest is also of what is said of the average: so of one
-        digest the coordinator's own word is the true one.
+        digest the coordinator's own word is the true one. Where it has none, of equally many words those of others than
+        the maker count: a false one keeps nobody from the average but who said it.
         """
         if tile not in self.disputed:
             return self._first[tile]
@@ -334,7 +335,8 @@ class CommitRules:
         mine = self.held[self.me].get(tile)
         if mine is not None and mine.digest == digest:
             return mine
-        reported = (held[tile] for held in self.held if tile in held)  # by members that were left out, too
+        holders = sorted(range(len(self.held)), key=lambda member: member == self.maker[tile])  # those left out, too
+        reported = (self.held[member][tile] for member in holders if tile in self.held[member])
         return Counter(held for held in reported if held.digest == digest).most_common(1)[0][0]
 
     def lies(self) -> dict[int, str]:

@@ -295,6 +295,30 @@ def test_a_reducer_that_says_of_its_average_what_it_does_not_had_the_leader_name
     on_sim(scenario)
 
 
+def test_a_leader_waited_to_the_end_for_one_that_takes_none_of_its_averages() -> None:
+    """Nobody else held its tiles, so it waited for itself; as on a line that loses large packets one way."""
+
+    async def scenario(net: SimNet) -> None:
+        group = await members(net, ["p0", "p1"])
+        seen = list[Round]()
+
+        def twist(rounds: list[Round]) -> None:
+            async def never(*_: Any) -> None:
+                await asyncio.Event().wait()
+
+            rounds[1]._answered = never  # type: ignore[assignment, method-assign]
+            rounds[1]._watch_coordinator = lambda now: None  # type: ignore[method-assign]
+            seen.extend(rounds)
+
+        ends = await played(group, twist, shares=[NUMEL // 2, NUMEL // 2])
+        assert isinstance(ends[0], RoundFailed)
+        assert asyncio.get_running_loop().time() < 15.0
+        assert named(group[0]) == {group[1].peer.peer_id}
+        assert seen[0].seen.late <= {group[1].peer.peer_id}
+
+    on_sim(scenario)
+
+
 def test_what_a_reducer_has_signed_is_checked_once() -> None:
     """However often the leader shows it."""
 

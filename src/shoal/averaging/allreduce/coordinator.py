@@ -554,13 +554,19 @@ class Coordinator:
         return complete or (self._sole_holders() == {member} and self._may_step_aside())
 
     def _owing(self) -> list[int]:
-        """Members that keep the others waiting: reducers of tiles that nobody else holds, else members without some."""
+        """Members that keep the others waiting: reducers of tiles that nobody else holds, else members without some.
+
+        If only the coordinator's own tiles are held by nobody else, and the others cannot go on without it, these wait
+        for themselves: either line may be the bad one, but the round comes to nothing either way.
+        """
         rules = self.rules
         if rules.verdict is not None:
             return []
         somewhere = {tile for member in rules.live for tile in rules.held[member]}
         unheld = {reducer for tile, reducer in enumerate(rules.reducer) if tile not in somewhere}
-        if owing := unheld & rules.live or self._sole_holders():
+        if owing := unheld & rules.live:
+            return sorted(owing)
+        if (owing := self._sole_holders()) and (owing != {self.me} or self._may_leave_out(self.me)):
             return sorted(owing)
         lacking = sorted(member for member in rules.takers if len(rules.held[member]) < len(rules.reducer))
         return lacking or sorted({rules.maker[tile] for tile in rules.unknown} & rules.live)

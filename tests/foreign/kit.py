@@ -14,7 +14,7 @@ from tests.integration.workers import LONG_S, until
 
 PEERS = 2
 
-_OF_PACE = ("the download of the state took", "training alone")
+_OF_PACE = ("the download of the state took", "training alone", "this peer has made no step of it")
 """Rightly said of epochs of some milliseconds, of which one of two threads misses some on a busy machine."""
 
 

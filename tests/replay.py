@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from shoal.run.view.contribution import Contribution
 from shoal.strategies import Merging
 from shoal.strategies.outer import LocalSteps, OuterTrainingState
 
@@ -38,6 +39,12 @@ class Give(NamedTuple):
     fragment: int
 
 
+class Cut(NamedTuple):
+    """Of the samples behind the merge that is taken next, so many were more than the peer may give at once."""
+
+    samples: int
+
+
 class Take(NamedTuple):
     """A merge of a fragment was taken: the average, the anchor after it, and the peer's parameters."""
 
@@ -47,7 +54,7 @@ class Take(NamedTuple):
     own: list[Tensor]
 
 
-Event = Batch | Give | Take
+Event = Batch | Give | Cut | Take
 
 _LANES = 64
 """Processors add several values at once, and what is left over one by one, which may round otherwise."""
@@ -58,13 +65,14 @@ class Recorder:
 
     Args:
         local: what it trains.
+        contribution: its account; None: it never gives more than it may.
 
     Attributes:
         number: of the batch that is given next.
         events: so far.
     """
 
-    def __init__(self, local: LocalSteps) -> None:
+    def __init__(self, local: LocalSteps, contribution: Contribution | None = None) -> None:
         self.number, self.events, self._over = 0, list[Event](), False
         accumulate = local.accumulate
 
@@ -76,6 +84,14 @@ class Recorder:
         local.accumulate = accumulates  # type: ignore[method-assign]
         for number, fragment in enumerate(local.fragments):
             self._watch(number, fragment)
+        if contribution is not None:
+            was_cut = contribution.was_cut
+
+            def is_cut(samples: int) -> None:
+                was_cut(samples)
+                self._note(Cut(samples))
+
+            contribution.was_cut = is_cut  # type: ignore[method-assign]
 
     def stop(self) -> None:
         """Note nothing more: the other peers leave."""
@@ -110,7 +126,7 @@ class Recorder:
         for event in self.events:
             if isinstance(event, Batch):
                 found.append("b" if event.counts else "-")
-            else:
+            elif isinstance(event, Give | Take):
                 found.append(f"{'g' if isinstance(event, Give) else 't'}{event.fragment}")
         return found
 
@@ -122,6 +138,7 @@ class _Peer:
         self.parameters, self.inner, self.schedule = parameters, inner, schedule
         self.trained: dict[int, int] = {}  # batches since the last give that counts, by fragment
         self.given: dict[int, tuple[list[Tensor], int]] = {}  # the parameters then, and the batches
+        self.cut = 0  # samples of the next merge
 
 
 class _Fragment:
@@ -190,7 +207,10 @@ class Replay:
                 [anchor.detach() - own for anchor, own in zip(fragment.anchor, given, strict=True)]
                 for given, _ in gives
             ]
-            fragment.merge(gradients, [float(self._weight * batches) for _, batches in gives], ready[0].average)
+            weights = [
+                float(self._weight * batches - peer.cut) for peer, (_, batches) in zip(peers, gives, strict=True)
+            ]
+            fragment.merge(gradients, weights, ready[0].average)
             for number, (peer, take, (given, _)) in enumerate(zip(peers, ready, gives, strict=True)):
                 assert all(map(torch.equal, take.anchor, fragment.anchor)), "peers hold other anchors"
                 self._take(peer, fragment, take.fragment, given)
@@ -207,7 +227,9 @@ class Replay:
             if isinstance(event, Take):
                 return event
             left.pop(0)
-            if isinstance(event, Give):
+            if isinstance(event, Cut):
+                peer.cut = event.samples
+            elif isinstance(event, Give):
                 own = [peer.parameters[place].detach().clone() for place in self._places[event.fragment]]
                 _, before = peer.given.get(event.fragment, (None, 0))  # a round that failed gives nothing
                 peer.given[event.fragment] = own, before + peer.trained.pop(event.fragment, 0)

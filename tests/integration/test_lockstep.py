@@ -55,7 +55,7 @@ def test_what_two_peers_train_over_sockets_one_process_trains(strategy: Merges) 
         recorders = []
         for swarm in swarms:
             assert isinstance(swarm._training, LocalSteps)
-            recorders.append(Recorder(swarm._training))
+            recorders.append(Recorder(swarm._training, swarm.collaboration.contribution))
             swarm.announce_end(MERGES)
         until(lambda: all(len(swarm.status().peers) == 2 for swarm in swarms))
         with ThreadPoolExecutor(len(swarms)) as pool:

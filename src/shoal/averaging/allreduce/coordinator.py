@@ -260,7 +260,7 @@ class Coordinator:
     def _void(self, tiles: Sequence[int], lies: Mapping[int, str], now: float) -> list[CoordinatorAction]:
         """Have others average these tiles anew. The words of their makers about them do not count.
 
-        What a maker has signed is shown to those that it gave something else: so they know why it is replaced.
+        Members to which a maker gave something else are shown its signed word. So they know why it is replaced.
         """
         shown = list[Send]()
         for tile in tiles:
@@ -274,11 +274,12 @@ class Coordinator:
 
     def _show(self, tile: int, word: _Word, digest: bytes) -> list[Send]:
         """Show those that hold another average of a tile than this one the word of its maker, each of them once."""
-        rules, report = self.rules, replace(word.report, lost=[], moved_bytes=0)
+        rules = self.rules
         differ = {member for member, held in enumerate(rules.held) if tile in held and held[tile].digest != digest}
         differ -= word.shown | {rules.maker[tile]}
         word.shown |= differ
-        return [Send(member, Shown(rules.maker[tile], report)) for member in sorted(differ)]
+        shown = Shown(rules.maker[tile], replace(word.report, lost=[], moved_bytes=0))
+        return [Send(member, shown) for member in sorted(differ)]
 
     def _leave_unsaid(self, now: float) -> list[CoordinatorAction]:
         """Wait no longer for makers of disputed tiles that say only late what they made, or never.

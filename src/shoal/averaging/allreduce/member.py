@@ -335,7 +335,7 @@ class MemberMachine:
         )
 
     def _is_left_out(self, commit: Commit) -> bool:
-        """Whether the coordinator has left out this member, whose values came to most others in time.
+        """Whether the coordinator has left out this member although its values came to most others in time.
 
         It had tiles averaged anew, and told that to the others alone. An honest one does that to a member that is slow,
         or that it has lost: but then its words do not come here either.

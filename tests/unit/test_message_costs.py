@@ -10,7 +10,7 @@ import asyncio
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -212,6 +212,15 @@ def others() -> Iterator[tuple[str, Case]]:
     yield "256 other settings", (encode(wrong), partial(swarm.heard, wrong, 1.0))
 
 
+def on_a_loop(work: Callable[[], Coroutine[Any, Any, object]]) -> None:
+    """As `asyncio.run`, which looks through the tasks of all loops at its end: other tests may have left thousands."""
+    loop = asyncio.new_event_loop()
+    try:
+        loop.run_until_complete(work())
+    finally:
+        loop.close()
+
+
 class Served:
     """What parts of a peer answer, on an endpoint that does nothing else."""
 
@@ -241,7 +250,7 @@ class Served:
             if inspect.isawaitable(answer):
                 await answer
 
-        return encode(request), lambda: asyncio.run(turns())
+        return encode(request), partial(on_a_loop, turns)
 
 
 def to_node() -> Iterator[tuple[str, Case]]:
@@ -295,7 +304,7 @@ def of_chains() -> Iterator[tuple[str, Case]]:
         async def turn(asked: Peer = asked, told: TellChains = told) -> None:
             assert len(encode(asked.served[TellChains](OTHER, told))) < Served.limits.header_bytes
 
-        yield name, (encode(told), lambda turn=turn: asyncio.run(turn()))  # type: ignore[misc]
+        yield name, (encode(told), partial(on_a_loop, turn))
 
 
 def contact(number: int) -> Contact:

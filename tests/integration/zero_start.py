@@ -271,6 +271,7 @@ def within(limit: int, meta: bool, source: str | None) -> dict[str, torch.Tensor
         -3, 64 << 10
     )  # M_MMAP_THRESHOLD: glibc gives freed memory back (docs/how-to/zero-start-large.md)
     descend(torch.nn.Sequential(torch.nn.Linear(WIDTH, 1)), None)  # modules and threads that come with the first call
+    torch.autograd.backward(tower_loss(torch.nn.Linear(WIDTH, WIDTH), 0))  # what MKL keeps for matrices of this size
     try:
         with limited(limit):
             with torch.device("meta") if meta else contextlib.nullcontext():

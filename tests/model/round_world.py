@@ -277,7 +277,7 @@ class World:
         self.do(peer, [])
 
     def answer(self, tile: int, attempt: int, asked: int, asking: int) -> None:
-        """A member gives an average that it is asked for, or says that it has none; as `Round._requested` does."""
+        """A member gives an average that it is asked for, or says that it has none; as `Exchange._requested` does."""
         self.asks.remove((tile, attempt, asked, asking))
         rules = self.members[asked].rules
         held = rules.held[tile]

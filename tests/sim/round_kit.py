@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from shoal.averaging.allreduce.interface import is_weight
-from shoal.averaging.allreduce.round import Outcome, Round, RoundOptions, RoundTable
+from shoal.averaging.allreduce.round import Outcome, Round, RoundOptions
 from shoal.averaging.allreduce.signed import SignedWords
+from shoal.averaging.allreduce.table import RoundTable
 from shoal.averaging.allreduce.vector import Vector, describe
 from shoal.averaging.group import Group
 from shoal.base.peer import PeerID

@@ -128,7 +128,7 @@ class Trial:
         done = []
         for i, (member, result) in enumerate(zip(self.members, self.results, strict=True)):
             assert not member.peer.seen(Warned)
-            assert not member.auxiliary or not self.rounds[i]._senders  # it asks for nothing
+            assert not member.auxiliary or not self.rounds[i]._exchange._senders  # it asks for nothing
             tensor = member.vector.tensors[0]
             if member.auxiliary or result.outcome is None:
                 Untouchable.armed = False
@@ -549,7 +549,7 @@ def test_a_reducer_that_no_values_reach_hands_its_tiles_over() -> None:
         async def deaf(stream: Stream[Any, Any], sender: int) -> None:
             await asyncio.Event().wait()
 
-        trial.rounds[3]._serve = deaf  # type: ignore[method-assign]
+        trial.rounds[3]._exchange.serve = deaf  # type: ignore[method-assign]
         trial.start()
         await trial.wait()
         commit = trial.check()

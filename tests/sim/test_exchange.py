@@ -361,7 +361,7 @@ def test_asking_a_million_times_is_remembered_once() -> None:
         for _ in range(50):
             await stream.write(question * 1000)
         await sleep(0.2)
-        inbound = rounds[0]._reducing[2]
+        inbound = rounds[0]._exchange._reducing[2]
         assert len(inbound._due) <= 2
         await hand.close()
         await asyncio.gather(*running)
@@ -448,7 +448,7 @@ def test_strangers_and_unknown_rounds_are_refused() -> None:
 
 def test_early_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams for rounds that have not begun wait in limited number; afterwards a real member is early again."""
-    monkeypatch.setattr("shoal.averaging.allreduce.round._MAX_EARLY_STREAMS", 512)
+    monkeypatch.setattr("shoal.averaging.allreduce.table._MAX_EARLY_STREAMS", 512)
 
     async def scenario(net: SimNet) -> None:
         a, b, c = await three(net, 200)

@@ -64,7 +64,7 @@ def decodes(message: wire.Message, name: str, value: Any) -> bool:
 
 def led(rounds: list[Round], data: msgspec.Raw) -> None:
     """The leader says it to the second member."""
-    rounds[0]._to_say[1].put_nowait(data)  # type: ignore[arg-type]
+    rounds[0]._control._to_say[1].put_nowait(data)  # type: ignore[arg-type]
 
 
 def reported(rounds: list[Round], data: msgspec.Raw) -> None:

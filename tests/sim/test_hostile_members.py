@@ -491,14 +491,14 @@ def test_a_reducer_whose_averages_come_late_to_one_member_alone_is_not_judged_by
         far, reducer = good[0].participant, good[1].participant.core.peer_id
 
         def delay(round_: Any) -> None:
-            answered = round_._answered
+            answered = round_._exchange._answered
 
             async def late(index: int, *rest: Any) -> None:
                 if round_.members[index].contact.peer == reducer:
                     await sim.sleep(4.0)
                 await answered(index, *rest)
 
-            round_._answered = late
+            round_._exchange._answered = late
 
         kept = await pace_kept([good[0], *good[2:]], lambda: each_round(far._averager, delay), spent=spent)
         assert kept >= 0.75
@@ -528,8 +528,8 @@ def leads_with(averager: Averager, harm: Callable[[Round], None], monkeypatch: p
 
 def says_gone(round_: Round) -> None:
     """It says to each member that all others are gone."""
-    for member, to_say in round_._to_say.items():
-        for other in round_._to_say:
+    for member, to_say in round_._control._to_say.items():
+        for other in round_._control._to_say:
             if other != member:
                 to_say.put_nowait(Gone(other))
 
@@ -542,7 +542,7 @@ def storms(round_: Round) -> None:
         for attempt in range(1, count + 1):
             for tile in tiles:
                 assign = Assign([tile], attempt, (round_.me + attempt) % count)
-                for to_say in round_._to_say.values():
+                for to_say in round_._control._to_say.values():
                     to_say.put_nowait(assign)
             await sim.sleep(0.02)
 

@@ -11,6 +11,7 @@ import torch
 
 from shoal import sim
 from shoal.averaging import Averager
+from shoal.averaging.allreduce.exchange import Exchange
 from shoal.averaging.allreduce.round import Outcome, Round
 from shoal.averaging.allreduce.streams import SenderStream
 from shoal.averaging.matchmaking.machine import GroupMachine
@@ -93,7 +94,7 @@ def test_a_member_that_does_not_end_its_streams_is_not_waited_for_in_each_round(
 
     async def main() -> None:
         run, warned = Run(target=4 * BATCH, dtype=torch.float32), dict[str, set[PeerID]]()
-        finish, serve, say = SenderStream.finish, Round._serve, Round._say_no_more
+        finish, serve, say = SenderStream.finish, Exchange.serve, Round._say_no_more
         evil: PeerID | None = None
 
         async def finish_late(sender: SenderStream, commit: Any) -> None:
@@ -101,9 +102,9 @@ def test_a_member_that_does_not_end_its_streams_is_not_waited_for_in_each_round(
                 await asyncio.wait([sender._reader])
             await finish(sender, commit)
 
-        async def serve_on(round_: Round, stream: Any, sender: int) -> None:
-            await serve(round_, stream, sender)
-            if round_.endpoint.peer_id == evil:
+        async def serve_on(exchange: Exchange, stream: Any, sender: int) -> None:
+            await serve(exchange, stream, sender)
+            if exchange._endpoint.peer_id == evil:
                 await sim.sleep(30.0)
 
         async def say_on(round_: Round) -> None:
@@ -136,7 +137,7 @@ def test_a_member_that_does_not_end_its_streams_is_not_waited_for_in_each_round(
         evil = trainers[follower].participant.core.peer_id
         way: tuple[type, str, Any] = {
             "its values": (SenderStream, "finish", finish_late),
-            "its answers": (Round, "_serve", serve_on),
+            "its answers": (Exchange, "serve", serve_on),
             "control": (Round, "_say_no_more", say_on),
         }[what]
         monkeypatch.setattr(*way)

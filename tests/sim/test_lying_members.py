@@ -21,7 +21,7 @@ from shoal.base.peer import PeerID
 from shoal.errors import RoundFailed
 from shoal.events import PeerDropped
 from shoal.protocol import wire
-from shoal.protocol.wire import Abort, Assign, Commit, Held, PartAverage, Report, Shown, encode
+from shoal.protocol.wire import Abort, Assign, Commit, Held, PartAverage, Reduce, Report, Shown, encode
 from tests.sim.round_kit import ROUND, RoundPeer, gather_group, signed_by
 from tests.sim.rpc_kit import SimNet, on_sim
 from tests.situations import reaches
@@ -144,7 +144,7 @@ def test_a_leader_that_gives_one_member_other_bytes_is_named_by_it(how: str) -> 
 
 def cheats(liar: Round, victim: int) -> None:
     """It gives this member averages of its own, and stays with them."""
-    average, serve, asker = liar._tiles.average, liar._serve, ContextVar[int]("asker")
+    average, serve, asker = liar._tiles.average, liar._exchange.serve, ContextVar[int]("asker")
 
     async def lying(number: int) -> Any:
         found = await average(number)
@@ -157,7 +157,7 @@ def cheats(liar: Round, victim: int) -> None:
         asker.set(sender)
         await serve(stream, sender)
 
-    liar._tiles.average, liar._serve = lying, serving  # type: ignore[method-assign]
+    liar._tiles.average, liar._exchange.serve = lying, serving  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("victim", [0, 2, 3], ids=["the leader", "a reducer", "a client"])
@@ -306,7 +306,7 @@ def test_a_leader_waited_to_the_end_for_one_that_takes_none_of_its_averages() ->
             async def never(*_: Any) -> None:
                 await asyncio.Event().wait()
 
-            rounds[1]._answered = never  # type: ignore[assignment, method-assign]
+            rounds[1]._exchange._answered = never  # type: ignore[assignment, method-assign]
             rounds[1]._watch_coordinator = lambda now: None  # type: ignore[method-assign]
             seen.extend(rounds)
 
@@ -333,7 +333,7 @@ def test_what_a_reducer_has_signed_is_checked_once() -> None:
                 found = report(moved_bytes)
                 if rounds[1].machine.has_made(found):
                     for _ in range(100):
-                        rounds[0]._to_say[2].put_nowait(Shown(1, rounds[1]._words.signed_report(found)))
+                        rounds[0]._control._to_say[2].put_nowait(Shown(1, rounds[1]._words.signed_report(found)))
                 return found
 
             rounds[1].machine.report = telling  # type: ignore[method-assign]
@@ -358,7 +358,7 @@ def test_a_leader_that_shows_what_the_reducer_has_not_signed_is_named() -> None:
     async def scenario(net: SimNet) -> None:
         group = await members(net)
         false = Shown(1, Report([Held(1, 0, b"\x07", 3.0, b"d" * 16)], signature=b"s" * 64))
-        await played(group, lambda rounds: rounds[0]._to_say[2].put_nowait(false))
+        await played(group, lambda rounds: rounds[0]._control._to_say[2].put_nowait(false))
         assert named(group[2]) == {group[0].peer.peer_id}
         assert named(group[1]) <= {group[2].peer.peer_id}
 
@@ -368,7 +368,7 @@ def test_a_leader_that_shows_what_the_reducer_has_not_signed_is_named() -> None:
 def gives_what_nobody_assigned(liar: Round) -> None:
     """Before each average it gives one of a tile of the leader, under an attempt that nobody has heard of."""
     tiles = liar._tiles
-    serve = liar._serve
+    serve = liar._exchange.serve
 
     async def serving(stream: Any, sender: int) -> None:
         send = stream.send
@@ -381,7 +381,7 @@ def gives_what_nobody_assigned(liar: Round) -> None:
         stream.send = sending
         await serve(stream, sender)
 
-    liar._serve = serving  # type: ignore[method-assign]
+    liar._exchange.serve = serving  # type: ignore[method-assign]
 
 
 def test_an_average_of_an_attempt_that_nobody_assigned_voided_the_one_that_was_held() -> None:
@@ -399,7 +399,7 @@ def test_an_average_of_an_attempt_that_nobody_assigned_voided_the_one_that_was_h
 
 def commits_otherwise(leader: Round, victim: int, **said: Any) -> None:
     """The leader gives one member another commit than the others."""
-    put = leader._to_say[victim].put_nowait
+    put = leader._control._to_say[victim].put_nowait
 
     def lying(message: Any) -> None:
         if isinstance(message, Commit):
@@ -407,7 +407,7 @@ def commits_otherwise(leader: Round, victim: int, **said: Any) -> None:
             message = signed_by(leader._table.identity, leader, other)
         put(message)
 
-    leader._to_say[victim].put_nowait = lying  # type: ignore[method-assign, assignment]
+    leader._control._to_say[victim].put_nowait = lying  # type: ignore[method-assign, assignment]
 
 
 @pytest.mark.parametrize("said", [{"weight": 2.0}, {"contributors": b"\x03"}, {"attempt": 1}], ids=str)
@@ -434,14 +434,14 @@ def test_a_leader_that_takes_its_commit_back_is_named(second: Any) -> None:
         group = await members(net)
 
         def twist(rounds: list[Round]) -> None:
-            put = rounds[0]._to_say[1].put_nowait
+            put = rounds[0]._control._to_say[1].put_nowait
 
             def lying(message: Any) -> None:
                 put(message)
                 if isinstance(message, Commit):
                     put(signed_by(rounds[0]._table.identity, rounds[0], second))
 
-            rounds[0]._to_say[1].put_nowait = lying  # type: ignore[method-assign, assignment]
+            rounds[0]._control._to_say[1].put_nowait = lying  # type: ignore[method-assign, assignment]
 
         ends = await played(group, twist)
         assert all(isinstance(end, Outcome) for end in ends)
@@ -466,6 +466,7 @@ def test_a_leader_that_begins_another_group_with_each_member_is_named(lie: str) 
         else:
             begin = replace(begin, tile_bytes=begin.tile_bytes + 1)
         rounds[2].terms = blake3(encode(begin)).digest(length=16)
+        rounds[2]._exchange._opening = Reduce(ROUND, rounds[2].terms)
         ends = await asyncio.gather(*(round_.run() for round_ in rounds), return_exceptions=True)
         await asyncio.gather(*(round_.close() for round_ in rounds))
         for each in group:
@@ -525,7 +526,7 @@ def test_an_order_that_has_no_place_in_the_round_costs_its_leader_the_round(orde
         group = await members(net)
 
         def twist(rounds: list[Round]) -> None:
-            rounds[0]._to_say[1].put_nowait(signed_by(rounds[0]._table.identity, rounds[0], order))
+            rounds[0]._control._to_say[1].put_nowait(signed_by(rounds[0]._table.identity, rounds[0], order))
 
         ends = await played(group, twist)
         assert isinstance(ends[2], Outcome)

@@ -183,7 +183,7 @@ def test_an_honest_leader_that_has_lost_one_member_in_a_round_leads_on() -> None
         def lose(round_: Round) -> None:
             if round_._coordinating is not None and not lost:
                 lost.append(True)
-                asyncio.get_running_loop().call_later(0.02, min(round_._control.items())[1].abort)
+                asyncio.get_running_loop().call_later(0.02, min(round_._control._streams.items())[1].abort)
 
         for averager in averagers:
             each_round(averager, lose)

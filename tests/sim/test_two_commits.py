@@ -36,7 +36,7 @@ def two_commits(leader: Round, victims: Collection[int]) -> None:
     assert deciding is not None
     asker, lies = ContextVar[PeerID]("asker"), dict[int, tuple[Held, Held]]()
     cheated = {leader.members[victim].contact.peer for victim in victims}
-    average, serve, reported = tiles.average, leader._serve, deciding.reported
+    average, serve, reported = tiles.average, leader._exchange.serve, deciding.reported
 
     async def lying(number: int) -> Any:
         found = await average(number)
@@ -60,10 +60,10 @@ def two_commits(leader: Round, victims: Collection[int]) -> None:
             message = replace(message, held=[other(held, 0) for held in message.held])
         return reported(member, message, now)
 
-    tiles.average, leader._serve, deciding.reported = lying, serving, true_words  # type: ignore[method-assign, assignment]
+    tiles.average, leader._exchange.serve, deciding.reported = lying, serving, true_words  # type: ignore[method-assign, assignment]
 
     def says(victim: int) -> None:
-        put = leader._to_say[victim].put_nowait
+        put = leader._control._to_say[victim].put_nowait
 
         def saying(message: Any) -> None:
             if isinstance(message, Commit):
@@ -71,12 +71,12 @@ def two_commits(leader: Round, victims: Collection[int]) -> None:
                 message = signed_by(leader._table.identity, leader, lie)
             put(message)
 
-        leader._to_say[victim].put_nowait = saying  # type: ignore[method-assign, assignment]
+        leader._control._to_say[victim].put_nowait = saying  # type: ignore[method-assign, assignment]
 
     for victim in victims:
         says(victim)
     leader._words.told = lambda _: None  # type: ignore[method-assign, assignment] # it helps nobody to compare
-    leader._compare = lambda *_: None  # type: ignore[method-assign]
+    leader._witness.compare = lambda *_: None  # type: ignore[method-assign]
 
 
 def shares(group: Sequence[RoundPeer]) -> list[int]:
@@ -151,7 +151,7 @@ def test_a_reducer_without_a_verdict_compares_when_it_has_one() -> None:
         group = await group_of(net, "tttc")
         rounds = [each.round(group, shares(group)) for each in group]
         two_commits(rounds[0], {3})
-        for queue in (rounds[0]._to_say[1], rounds[0]._to_say[2]):
+        for queue in (rounds[0]._control._to_say[1], rounds[0]._control._to_say[2]):
             put: Any = queue.put_nowait
             later: Any = partial(asyncio.get_running_loop().call_later, 0.5, put)
             queue.put_nowait = later  # type: ignore[method-assign]
@@ -173,12 +173,12 @@ def test_a_commit_with_a_false_signature_names_its_leader() -> None:
     async def scenario(net: SimNet) -> None:
         group = await group_of(net, "ttt")
         rounds = [each.round(group, shares(group)) for each in group]
-        put = rounds[0]._to_say[1].put_nowait
+        put = rounds[0]._control._to_say[1].put_nowait
 
         def lying(message: Any) -> None:
             put(replace(message, signature=b"s" * 64) if isinstance(message, Commit) else message)
 
-        rounds[0]._to_say[1].put_nowait = lying  # type: ignore[method-assign, assignment]
+        rounds[0]._control._to_say[1].put_nowait = lying  # type: ignore[method-assign, assignment]
         await ends_of(group, rounds)
         assert len({bits(each) for each in group}) == 1
         assert [named(each) for each in group] == [set(), {group[0].peer.peer_id}, set()]
@@ -370,7 +370,7 @@ def test_a_commit_of_an_average_that_nobody_made_stopped_its_members_for_the_who
     async def scenario(net: SimNet) -> None:
         group = await group_of(net, "tttt")
         rounds = [each.round(group, shares(group)) for each in group]
-        leader, put = rounds[0], rounds[0]._to_say[2].put_nowait
+        leader, put = rounds[0], rounds[0]._control._to_say[2].put_nowait
 
         def saying(message: Any) -> None:
             if isinstance(message, Commit):
@@ -379,14 +379,14 @@ def test_a_commit_of_an_average_that_nobody_made_stopped_its_members_for_the_who
                     leader._table.identity, leader, Commit(message.round_id, [made_up, *message.tiles[1:]])
                 )
                 if line == "ended":
-                    for stream in list(leader._serving):
+                    for stream in list(leader._exchange._serving):
                         stream.abort()
                 if line == "silent":
                     asyncio.get_running_loop().call_later(0.01, net.swarm.network.stall, "p0")
             put(message)
 
-        leader._to_say[2].put_nowait = saying  # type: ignore[method-assign, assignment]
-        leader._requested = lambda *_: None  # type: ignore[method-assign]
+        leader._control._to_say[2].put_nowait = saying  # type: ignore[method-assign, assignment]
+        leader._exchange._requested = lambda *_: None  # type: ignore[method-assign]
         begin = asyncio.get_running_loop().time()
         with reaches(*situations), pytest.raises(RoundFailed, match="nobody who holds the averages"):
             await asyncio.gather(*(round_.run() for round_ in rounds[:2]), rounds[3].run(), rounds[2].run())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shoal.averaging.allreduce.round import Seen
+from shoal.averaging.allreduce.witness import Seen
 from shoal.averaging.conduct import Conduct
 from shoal.averaging.strangers import NO_STRANGERS, Strangers
 from shoal.base.ledger import Budget

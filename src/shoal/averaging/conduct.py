@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 
-from shoal.averaging.allreduce.round import Outcome, Round, Seen
+from shoal.averaging.allreduce.round import Outcome, Round
+from shoal.averaging.allreduce.witness import Seen
 from shoal.averaging.matchmaking.events import Precedence
 from shoal.averaging.strangers import NO_STRANGERS, Strangers
 from shoal.base.bounded import put_last

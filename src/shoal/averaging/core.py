@@ -16,7 +16,7 @@ from shoal.transport.base import Transport
 from shoal.transport.sockets import is_loopback
 
 if TYPE_CHECKING:
-    from shoal.averaging.allreduce.round import RoundTable
+    from shoal.averaging.allreduce.table import RoundTable
     from shoal.state.wire import Pacer
 
 __all__ = ["PeerCore"]
@@ -145,7 +145,7 @@ class PeerCore:
     def rounds(self) -> RoundTable:
         """The table of rounds of this endpoint; made when it is first asked for (it needs torch)."""
         if self._rounds is None:
-            from shoal.averaging.allreduce.round import RoundTable  # noqa: PLC0415 (a peer without tensors does without torch)
+            from shoal.averaging.allreduce.table import RoundTable  # noqa: PLC0415 (a peer without tensors does without torch)
 
             self._rounds = RoundTable(self.endpoint, self.identity)
         return self._rounds

@@ -6,17 +6,36 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakMethod
 
-__all__ = ["LEAST_BYTES_PER_S", "Changes", "Tasks", "in_turns", "stopped", "while_moving"]
+__all__ = ["LEAST_BYTES_PER_S", "Changes", "Tasks", "in_turns", "stopped", "weakly", "while_moving"]
 
 _LOOKS = 4
 
 LEAST_BYTES_PER_S = 1 << 10
 """What comes or goes slower than this is not taken for progress where somebody else would have to wait for it."""
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def weakly(method: Callable[P, T]) -> Callable[P, T]:
+    """Call this method, without keeping its object: so an object has no cycle with a part of its own that calls it.
+
+    Memory in cycles is freed late.
+
+    Raises:
+        ReferenceError: when it is called, and the object is gone.
+    """
+    found = WeakMethod(method)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if (alive := found()) is None:
+            raise ReferenceError("its object is gone")
+        return alive(*args, **kwargs)
+
+    return call
 
 
 class Tasks:

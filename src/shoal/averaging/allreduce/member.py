@@ -123,6 +123,7 @@ class MemberMachine:
 
     Attributes:
         most_weights: the same, by index.
+        first_reducer: for each tile, the member that averages it at first.
         rules: what is held, and the verdict.
         contributions: of the tiles that are owned here.
         unheard: the members whose values or averages did not come here in time; those that are gone are not among them.
@@ -161,7 +162,7 @@ class MemberMachine:
             spare_s=spare_s,
             brief_s=brief_s,
         )
-        self._first_reducer, self._owed, self._has_brief = tuple(reducers), Counter(reducers), bool(brief_s)
+        self.first_reducer, self._owed, self._has_brief = tuple(reducers), Counter(reducers), bool(brief_s)
         others = set(reducers) - {me} - brief_s.keys()
         self._promised_s = max(promised_s, default=0.0)
         self._reducing = Lateness(others, now=now, least_s=self._promised_s)
@@ -384,7 +385,7 @@ class MemberMachine:
 
     def averaged(self, held: Held, now: float, giver: int) -> bool:
         """This tile was averaged here, or received whole. False if it is not wanted (any more)."""
-        news, reducer = self.rules.averaged(held), self._first_reducer[held.tile]
+        news, reducer = self.rules.averaged(held), self.first_reducer[held.tile]
         if news:
             self._giver[held.tile] = giver
         if self.rules.complete and self.rules.commit is None:

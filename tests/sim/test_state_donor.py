@@ -160,7 +160,10 @@ def test_the_time_to_copy_is_not_the_silence_of_a_donor() -> None:
 
 
 def test_a_snapshot_that_never_comes_is_given_up() -> None:
-    """A donor that only ever says "not yet" keeps nobody from the next one, which is asked beside it after 2 s."""
+    """A donor that only ever says "not yet" keeps nobody from the next one, which is asked beside it after 2 s.
+
+    The state of that one is handed over 5 s later, as no other host says that it has it, too.
+    """
 
     async def main() -> None:
         swarm = new_swarm()
@@ -169,7 +172,7 @@ def test_a_snapshot_that_never_comes_is_given_up() -> None:
         await swarm.start_peer("new", node())
         state = await fetch(swarm, "new", donors_of(never, good))
         assert state.donors == (good.peer,)
-        assert 2 < state.duration_s < 3
+        assert 2 < state.duration_s < 8
 
     run(main)
 

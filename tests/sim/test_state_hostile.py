@@ -22,10 +22,35 @@ from shoal.sim import SimNetwork, Swarm, run, sleep
 from shoal.state.wire import Donor, DownloadLimits, ShareLimits, StateDonor
 from shoal.state.wire.readers import Reader
 from shoal.state.wire.snapshot import Snapshot
-from tests.sim.state_kit import MIB, Box, Node, donors_of, fetch, new_swarm, node, random_tensors, same
+from tests.sim.state_kit import MIB, Box, Node, SlowExecutor, donors_of, fetch, new_swarm, node, random_tensors, same
 from tests.situations import reaches
 
 Send = Callable[[Stream[Chunk, MoreChunks], list[int], bytes], Awaitable[None]]
+
+
+@pytest.mark.parametrize("nbytes", [4, 8 * MIB])
+@pytest.mark.parametrize("epoch", [3, 4])
+def test_a_donor_that_answers_first_gave_a_newcomer_a_state_of_its_own(nbytes: int, epoch: int) -> None:
+    """The others were still copying theirs. It is named the same, and nobody looks at parameters for ten epochs."""
+
+    async def main() -> None:
+        swarm = new_swarm()
+        true = torch.ones(nbytes // 4)
+        liar = await swarm.start_peer("liar", node(Box([torch.zeros(nbytes // 4)], epoch=epoch)))
+        honest = [
+            await swarm.start_peer(
+                name, node(Box([true], epoch=3), change_env=lambda env: replace(env, executor=SlowExecutor(1.0)))
+            )
+            for name in ("a", "b")
+        ]
+        await swarm.start_peer("new", node())
+        state = await fetch(swarm, "new", donors_of(liar, *honest, priorities=[1, 1, 1]))
+        assert same(state.tensors, [true])
+        assert {donor.peer for donor in honest}.issuperset(state.donors)
+
+    situation = "a complete state of one host waits for the word of another" if nbytes == 4 else ""
+    with reaches("a state of one host is left for one that two hosts describe", *filter(None, [situation])):
+        run(main)
 
 
 class ChangesBytes(StateDonor):

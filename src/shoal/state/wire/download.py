@@ -7,8 +7,12 @@ the same, chunk hash by chunk hash, feed the download in parallel (see `feed`). 
 - The result is exactly one donor's snapshot: complete, every chunk verified, with the metadata and the epoch of its
   manifest. Otherwise `StateUnavailable` is raised, and nothing was handed over. Metadata does not tell states apart: if
   several donors have the same tensors, the metadata is the chosen donor's, even if that donor is lost on the way.
-- Of several states the one of the latest epoch is chosen; then the one that most donors have; then that of the donor
-  asked first. Once a state was chosen and not given, the one that most donors have comes first.
+- Of several states one that donors at two hosts describe is chosen; then that of the latest epoch; then the one that
+  most donors have; then that of the donor asked first. Once a state was chosen and not given, the one that most donors
+  have comes before the latest.
+- A state that only one host describes is fetched, too, while donors at other hosts have yet to describe theirs. But it
+  is not handed over before they have, or had time to; and one that two hosts describe is fetched in its place. So a
+  donor that is first gives nobody a state of its own.
 - Donors of another state wait until no donor is left that has the chosen one. Then all are asked anew: chunks whose
   hash is the same are kept. If the state is laid out differently the download begins anew.
 - A state that comes so slowly that it would not be complete in time is given up: after `_SLOW_S` if there is another
@@ -25,7 +29,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,7 +38,7 @@ import msgspec
 import torch
 
 from shoal.base.clock import Env, seconds_text
-from shoal.base.peer import PeerID
+from shoal.base.peer import PeerID, site_of
 from shoal.base.sometimes import sometimes
 from shoal.base.tasks import Changes
 from shoal.errors import (
@@ -70,6 +74,9 @@ own line may be the slow one."""
 
 _CHOOSE_WITHIN_S = 0.3
 """After the first donor has described its state, the others have so long before one of the states is chosen."""
+
+_CONFIRM_WITHIN_S = 5.0
+"""The same, before a state is handed over that only one host has described."""
 
 
 class DownloadLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,7 +198,7 @@ class _Download:
         self._turns: dict[asyncio.Task[None], Donor] = {}
         self._described: dict[Donor, Manifest] = {}  # the last manifest of each
         self._offers: dict[Donor, Manifest] = {}  # the states described while none is chosen
-        self._choose_at: float | None = None
+        self._described_at = self._now()  # the first of those among which one was chosen, or is to be
         self._chosen = asyncio.Event()
         self._changes = Changes()
         self._target: Target | None = None
@@ -207,6 +214,7 @@ class _Download:
         self._slow = False  # the rest would take longer than `_HOPELESS_S`
         self._more = _MORE_DONORS  # of lower priority, that may be asked yet
         self._moved = False  # to the state that most donors have, as that of fewer came slowly
+        self._doubted = False  # a state of one host was left for that of two
         self._looked = (self._started, 0)  # the pace is counted from here: time, and bytes until then
 
     def describe(self, what: str) -> str:
@@ -220,7 +228,12 @@ class _Download:
             while True:
                 seen = self._changes.count
                 self._collect_turns()
-                if self._target is not None and self._target.plan.complete and self._chosen.is_set():
+                if self._target is not None and self._chosen.is_set() and self._is_doubtful(self._target.manifest):
+                    sometimes("a state of one host is left for one that two hosts describe")
+                    self._doubted = True
+                    await self._end_turns()
+                    self._chosen.clear()
+                if self._target is not None and self._is_ready(self._target):
                     if (state := await self._finish(self._target)) is not None:
                         return state
                     continue
@@ -285,7 +298,9 @@ class _Download:
     async def _wait(self, seen: int) -> None:
         """Wait until a turn has ended, the state is complete, or it is time to choose a state or to ask a donor."""
         now, since = self._now(), self._looked[0]
-        times = [self._choose_at, *(at for at in (since + _SLOW_S, since + _HOPELESS_S) if at > now)]
+        looks = [since + _SLOW_S, since + _HOPELESS_S]
+        looks += [self._described_at + _CHOOSE_WITHIN_S, self._described_at + _CONFIRM_WITHIN_S]
+        times: list[float | None] = [at for at in looks if at > now]
         if not self._chosen.is_set() and now < self._asked_at + _PROMPT_S:
             times.append(self._asked_at + _PROMPT_S)
         if len(self._turns) < self._limits.max_donors:
@@ -322,7 +337,7 @@ class _Download:
         """
         if self._moved or target is None or not self._slow:
             return False
-        ours = [donor for donor, each in self._described.items() if each.same_content(target.manifest)]
+        ours = _having(target.manifest, self._described)
         level = max((donor.priority for donor in ours), default=math.inf)
         others = [each for donor, each in self._described.items() if donor.priority >= level and donor not in ours]
         self._moved = max((sum(map(each.same_content, others)) for each in others), default=0) > len(ours)
@@ -398,9 +413,9 @@ class _Download:
     async def _join(self, donor: Donor, manifest: Manifest) -> Feed:
         self._described[donor] = manifest
         if not self._chosen.is_set():
+            if not self._offers:
+                self._described_at = self._now()
             self._offers[donor] = manifest
-            if self._choose_at is None:
-                self._choose_at = self._now() + _CHOOSE_WITHIN_S
             self._changes.notify()
             await self._chosen.wait()
         target = self._target
@@ -419,19 +434,19 @@ class _Download:
         if self._chosen.is_set() or not self._offers:
             return
         asked, described = len(self._turns), list(self._offers.values())
-        waits = len(described) < asked and self._choose_at is not None and self._now() < self._choose_at
+        waits = len(described) < asked and self._now() < self._described_at + _CHOOSE_WITHIN_S
         if waits and 4 * len(described) < 3 * asked:  # before they are compared: their hashes may be many
             return
-        votes = {donor: sum(map(manifest.same_content, described)) for donor, manifest in self._offers.items()}
+        having = {donor: _having(manifest, self._offers) for donor, manifest in self._offers.items()}
 
-        def order(each: tuple[Donor, Manifest]) -> tuple[float, int, int]:
-            donor, manifest = each
+        def order(each: tuple[Donor, Manifest]) -> tuple[float, bool, int, int]:
+            (donor, manifest), votes = each, len(having[each[0]])
             # A later state costs nothing to name: once one was chosen and not given, those of many donors come first.
-            by_epoch = (manifest.epoch, votes[donor]) if self._target is None else (votes[donor], manifest.epoch)
-            return donor.priority, *by_epoch
+            by_epoch = (manifest.epoch, votes) if self._target is None else (votes, manifest.epoch)
+            return donor.priority, _at_two_hosts(having[donor]), *by_epoch
 
         donor, manifest = max(self._offers.items(), key=order)
-        if waits and 4 * votes[donor] < 3 * asked:
+        if waits and 4 * len(having[donor]) < 3 * asked:
             return
         self._first, self._least = donor.peer, min(each.priority for each in self._turns.values())
         if self._target is None:
@@ -439,12 +454,41 @@ class _Download:
         else:
             sometimes("another state is fetched in place of one that has no donor left")
             self._target.move_to(manifest)
-        self._choose_at = None
         self._offers.clear()
         self._chosen.set()
         self._changes.notify()
 
+    def _is_doubtful(self, manifest: Manifest) -> bool:
+        """Whether one host alone describes the state that is fetched, and two describe another, of no lower priority.
+
+        That is looked at once: donors may have newer states each time that they are asked.
+        """
+        ours = _having(manifest, self._described)
+        if self._doubted or _at_two_hosts(ours):
+            return False
+        level = max((donor.priority for donor in ours), default=math.inf)
+        others = {
+            donor: each for donor, each in self._described.items() if donor.priority >= level and donor not in ours
+        }
+        return any(_at_two_hosts(_having(each, others)) for each in others.values())
+
     # ----------------------------------------------------------------------------------------------------- all of it
+
+    def _is_ready(self, target: Target) -> bool:
+        """Whether the state is complete, and two hosts describe it, or no other host may yet do so in time."""
+        if not target.plan.complete or not self._chosen.is_set():
+            return False
+        ours = _having(target.manifest, self._described)
+        if self._now() >= self._described_at + _CONFIRM_WITHIN_S or _at_two_hosts(ours):
+            return True
+        hosts = set(map(_site, ours))
+        waits = any(
+            each not in self._described and _site(each) not in hosts and not self._endpoint.is_silent(each.peer)
+            for each in self._turns.values()
+        )
+        if waits:
+            sometimes("a complete state of one host waits for the word of another")
+        return not waits
 
     async def _finish(self, target: Target) -> DownloadedState | None:
         """Hand the state over; None if its values are bad."""
@@ -480,3 +524,17 @@ class _Download:
     def _ends(self, target: Target, donor: Donor) -> bool:
         feed = target.feeds.get(donor.peer)
         return feed is not None and feed.idle
+
+
+def _having(manifest: Manifest, described: Mapping[Donor, Manifest]) -> list[Donor]:
+    """Those of these donors that describe this state."""
+    return [donor for donor, each in described.items() if each.same_content(manifest)]
+
+
+def _site(donor: Donor) -> str:
+    """The host of a donor; one that announces none counts by itself."""
+    return site_of(donor.host) if donor.host else str(donor.peer)
+
+
+def _at_two_hosts(donors: Iterable[Donor]) -> bool:
+    return len(set(map(_site, donors))) > 1

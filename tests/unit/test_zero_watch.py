@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
-from shoal.zero.ranks.watch import BEAT_S, _Pulse
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not export it
+
+from shoal.errors import RankLost
+from shoal.zero.ranks.watch import BEAT_S, Watch, _Pulse
 
 NAMED_WITHIN_S = 5.0
 _PHASES = [0.0, 0.1, 0.25, 0.4]
@@ -50,3 +56,13 @@ def test_a_frozen_rank_is_named_in_5_s(beats: float, looks: float, at: float) ->
         assert after_s is not None
         assert after_s <= NAMED_WITHIN_S
     assert named_after("a reduce-scatter", at, beats, looks, frozen=None, store=True) is None
+
+
+def test_a_store_that_is_gone_is_told_at_once() -> None:
+    """`full_state_dict` of stage 3 tried to connect to it, for twice the group's timeout, and raised torch's error."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=2))
+    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2, get_group_store=lambda: client)
+    del server
+    with pytest.raises(RankLost, match=r"the process that holds it .* is gone"):
+        Watch(group)

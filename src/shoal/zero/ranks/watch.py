@@ -26,7 +26,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
@@ -68,15 +68,16 @@ class Watch:
 
     Args:
         group: the ranks.
+
+    Raises:
+        RankLost: the group's store is gone.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rank, self._ranks = group.rank(), group.size()
-        # A client of its own: a long wait in one thread would keep the other waiting.
-        self._store: Store = group.get_group_store().clone()  # type: ignore[attr-defined]  # torch does not declare it
+        self._store = _store_of(group)
         self._closed = threading.Event()
         self.parting = Parting(group)
-        self._store.add(_key(self._rank), 1)
         self._pulse = _Pulse(self._rank, self._ranks)
         threads = [
             threading.Thread(target=task, args=(self._store, self._pulse, self.parting, self._closed), daemon=True)
@@ -295,6 +296,21 @@ def _runs_gloo(task: Path) -> bool:
     except OSError:  # it has ended
         return False
     return "(pt_gloo_runloop" in name and state.split()[0] != "S"
+
+
+def _store_of(group: dist.ProcessGroup) -> Store:
+    """A client of the group's store, of its own: a long wait in one thread would keep the others waiting.
+
+    The group's client is asked first. It has a connection, whose end it notices at once; a new one would try to connect
+    for twice the group's timeout.
+    """
+    known: Any = group.get_group_store()  # torch does not declare it
+    try:
+        known.add(_key(group.rank()), 1)
+        own: Store = known.clone()
+    except RuntimeError as error:
+        raise RankLost(f"{_NO_STORE} is gone: {str(error).strip().split(chr(10), 1)[0]}") from error
+    return own
 
 
 def _key(rank: int) -> str:

@@ -98,6 +98,22 @@ def test_a_clock_that_is_hours_wrong_makes_no_silent_private_run(skews_s: list[f
     sim.run(main, seed=41)
 
 
+@pytest.mark.parametrize("right", [2, 3])
+def test_two_clocks_that_are_days_wrong_shut_nobody_out(right: int) -> None:
+    """The two saw each other alone in the directory, and averaged nothing with the others, for ever."""
+
+    async def main() -> None:
+        swarm = Swarm([0.0] * right + [60 * HOUR_S] * 2)
+        await swarm.start()
+        await swarm.train(8)
+        assert not swarm.alone
+        for name, peers in swarm.peers.items():
+            assert peers.count(right + 2) >= 6, (name, peers)
+        await swarm.run.close()
+
+    sim.run(main, seed=44)
+
+
 def test_a_newcomer_with_another_clock_finds_a_run_that_goes_on() -> None:
     """It downloads the state, and takes part."""
 

@@ -689,16 +689,18 @@ class GroupMachine:
         return frozenset(p for p in peers if p in self._followers or not self._is_gone(p, looks=looks))
 
     def _choose_hidden(self, expected: frozenset[PeerID], now: float) -> Contact | None:
-        """An expected peer to ask, as none has come here or stands in the directory: lying nodes there may hide them.
+        """An expected peer to ask, as most have not come here, and do not stand in the directory.
 
-        Whatever it says shows the way: it leads, sends us to its leader, or has heard of us now and comes here.
+        Lying nodes there may hide them, or the clocks of a few are so wrong that they see each other alone. Whatever it
+        says shows the way: it leads, sends us to its leader, or has heard of us now and comes here.
         """
-        due = max(self._poller.declared_at, self._asked_hidden_at) + SETTLE_MAX_S
-        if now < due or not expected or self._followers:
+        if now < max(self._poller.declared_at, self._asked_hidden_at) + SETTLE_MAX_S:
             return None
-        if any(each.peer in expected for each in self._known.earlier(None, (), now)):
+        seen = {each.peer for each in self._known.earlier(None, (), now)}
+        hidden = expected - seen - self._followers.keys()
+        if 2 * len(hidden) <= len(expected):
             return None
-        able = [peer for peer in expected if not self._known.is_set_aside(peer, now)]
+        able = [peer for peer in hidden if not self._known.is_set_aside(peer, now)]
         able = [peer for peer in able if not self._leads_before(peer)]
         able.sort(key=lambda peer: (self._asked_hidden.count(peer), peer < self._me, peer))
         return next((contact for contact in map(self._contact_of, able) if contact.addresses), None)

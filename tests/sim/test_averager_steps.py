@@ -393,7 +393,7 @@ def test_whatever_its_patience_a_close_ends_the_round(timeout_s: float) -> None:
         for peer in range(2):
             await trial.add(f"p{peer}", [torch.full((30_000,), float(peer))], target_group_size=2)
         averager, request = trial.swarm.peer("p0"), StepRequest()
-        rounds, callbacks = averager.core.rounds(), averager.core.endpoint._lost_callbacks
+        rounds, callbacks = averager.core.rounds(), averager.core.endpoint._links._lost_callbacks
         step = trial.swarm.spawn("p0", averager.step(request, timeout_s=60.0))
         other = trial.swarm.spawn("p1", trial.swarm.peer("p1").step(timeout_s=5.0))
         while not request.began:
@@ -407,7 +407,7 @@ def test_whatever_its_patience_a_close_ends_the_round(timeout_s: float) -> None:
         await asyncio.gather(other, return_exceptions=True)
         await trial.swarm.run_on("p0", averager.close, 60.0)  # waits for the end of the first one
         assert not rounds._rounds
-        assert callbacks == [averager.core.node._peer_lost]
+        assert callbacks == [averager.core.endpoint.arrivals._lost, averager.core.node._peer_lost]
         await trial.close()
         assert not trial.warnings
 

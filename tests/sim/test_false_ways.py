@@ -52,7 +52,7 @@ def says_yes(endpoint: Endpoint, peer: PeerID, _: DialBack) -> DialedBack:
 async def names_another(endpoint: Endpoint, peer: PeerID, request: DialBack) -> DialedBack:
     """It got in, and names another host."""
     host = endpoint.hosts_of(peer)[1]
-    return DialedBack(await endpoint.gets_in(Address(host, request.port, peer), timeout_s=3.0), VICTIM)
+    return DialedBack(await endpoint.dials.gets_in(Address(host, request.port, peer), timeout_s=3.0), VICTIM)
 
 
 @dataclass
@@ -282,7 +282,7 @@ def test_a_peer_that_asks_for_connections_had_another_dial_it_hundreds_of_times_
     async def main() -> None:
         cores, came = Cores(), list[float]()
         victim, liar = await cores.add("p0"), await cores.add("liar")
-        accept = liar.endpoint._accept
+        accept = liar.endpoint.arrivals.accept
 
         def count(connection: Any) -> None:
             came.append(0.0)

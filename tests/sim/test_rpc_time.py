@@ -468,20 +468,20 @@ def test_the_other_clock_is_estimated() -> None:
         hand = ByHand(net.transport("h"), a.contact)
         link = await hand.link()
         peer = hand.transport.peer_id
-        assert a.endpoint.clock_offset_s(peer) == 0.0
+        assert a.endpoint.clock.offset_s(peer) is None
         beat = await receive(link, Beat)
         await link.write(pack(Kind.CALL, BeatReply(beat.time, beat.time + 100.0)))
         await sleep(0.1)
-        assert a.endpoint.clock_offset_s(peer) == pytest.approx(100.0, abs=0.1)
+        assert a.endpoint.clock.offset_s(peer) == pytest.approx(100.0, abs=0.1)
         await link.write(pack(Kind.CALL, BeatReply(beat.time, None)))
         await sleep(0.1)
-        assert a.endpoint.clock_offset_s(peer) == pytest.approx(100.0, abs=0.1)
+        assert a.endpoint.clock.offset_s(peer) == pytest.approx(100.0, abs=0.1)
         for asked, time in ((math.nan, 1.0), (1.0, math.inf), (1.0, math.nan)):
             wrong = await hand.link()
             await wrong.write(pack(Kind.CALL, BeatReply(asked, time)))
             await sleep(0.1)
             assert wrong.closed
-        assert a.endpoint.clock_offset_s(peer) == pytest.approx(100.0, abs=0.1)
+        assert a.endpoint.clock.offset_s(peer) == pytest.approx(100.0, abs=0.1)
         await hand.close()
 
     on_sim(scenario)
@@ -961,12 +961,12 @@ def test_memory_of_who_has_dialed_us_is_bounded(monkeypatch: pytest.MonkeyPatch)
 
     async def scenario(net: SimNet) -> None:
         a = await net.peer("a")
-        monkeypatch.setattr(a.endpoint, "_serve_connection", nothing)
+        monkeypatch.setattr(a.endpoint.arrivals, "_serve", nothing)
         for i in range(2000):
             accepted: Any = Accepted(PeerID(i.to_bytes(32, "big")))
-            a.endpoint._accept(accepted)
+            a.endpoint.arrivals.accept(accepted)
         a.endpoint._open.connections.clear()
-        assert len(a.endpoint.came_in(0.0)) == 1024
+        assert len(a.endpoint.arrivals.since(0.0)) == 1024
 
     on_sim(scenario)
 

@@ -7,7 +7,7 @@ import heapq
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.rpc.allowance import Allowance, call_cost
+from shoal.rpc.allowance import Allowance, Allowances, call_cost
 from shoal.run.join.fetching import Patience
 from shoal.transport.tcp import TcpLimits
 
@@ -56,6 +56,19 @@ def test_ever_new_links_bring_a_host_no_more() -> None:
         host.remove(number)
         now += 0.005
     assert served <= 2000 + 11 * 500
+
+
+def test_a_host_gets_its_share_only_while_all_together_ask_too_much() -> None:
+    """1,500 calls of a host at once, and 1,000 a second of all: not beside a flood, nor twice from one IPv6 network."""
+    allowances = Allowances(500.0, 1000.0)
+    for host in ("flood 1", "flood 2", "flood 3", "quiet", "2001:db8::1", "2001:db8::2"):
+        allowances.add(host, host, 0.0)
+    assert [allowances.spend(f"flood {number}", None, 1999.0, 0.0) for number in (1, 2)] == [0.0, 0.0]
+    assert allowances.spend("flood 3", None, 1999.0, 0.0) == 1.0
+    assert allowances.spend("quiet", None, 1500.0, 0.0) > 0.0
+    assert allowances.spend("quiet", None, 1500.0, 30.0) == 0.0
+    assert allowances.spend("2001:db8::1", None, 1500.0, 60.0) == 0.0
+    assert allowances.spend("2001:db8::2", None, 1500.0, 60.0) > 0.0
 
 
 def test_a_long_message_costs_more() -> None:

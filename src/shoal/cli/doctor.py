@@ -189,7 +189,7 @@ async def _way_there(core: PeerCore, address: Address) -> float | None:
 
     began = asyncio.get_running_loop().time()
     try:
-        reached = await core.endpoint.gets_in(address, timeout_s=_ANSWER_S)
+        reached = await core.endpoint.dials.gets_in(address, timeout_s=_ANSWER_S)
     except NotDialed:
         return None
     return asyncio.get_running_loop().time() - began if reached else None
@@ -217,7 +217,7 @@ def _way_back(core: PeerCore) -> Finding:
 async def _clock(core: PeerCore) -> Finding:
     import asyncio
 
-    from shoal.rpc.endpoint import CLOCKS_DIFFER_S
+    from shoal.rpc.clocks import CLOCKS_DIFFER_S
 
     peers = core.endpoint.peers
     for peer in peers:

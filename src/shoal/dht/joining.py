@@ -168,8 +168,8 @@ async def is_here(endpoint: Endpoint, own: Sequence[Address], *, timeout_s: floa
     began = asyncio.get_running_loop().time()
     for address in alike:
         with suppress(NotDialed):
-            if await endpoint.gets_in(address, timeout_s=min(timeout_s, _SAME_PORT_S)):
-                return any(came.peer == endpoint.peer_id for came in endpoint.came_in(began))
+            if await endpoint.dials.gets_in(address, timeout_s=min(timeout_s, _SAME_PORT_S)):
+                return any(came.peer == endpoint.peer_id for came in endpoint.arrivals.since(began))
     return bool(alike)
 
 

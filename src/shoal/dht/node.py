@@ -188,7 +188,8 @@ class DhtNode:
                 "identity_path (identity), or none. If that program has ended, leave initial_peers (invite) out, or "
                 "listen at its port (host_maddrs)"
             )
-        self._endpoint.vouch(address for contact in contacts for address in contact.addresses)
+        for address in [each for contact in contacts for each in contact.addresses]:
+            self._endpoint.dials.prove(address.host)
         self._upkeep.start()
         if not contacts:
             return

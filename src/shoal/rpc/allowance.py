@@ -14,9 +14,12 @@ new link begins with nothing: with ever new links a host gets no more than its r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 
-__all__ = ["Account", "Allowance", "call_cost", "reply_cost", "stream_cost"]
+from shoal.base.peer import site_of
+
+__all__ = ["Allowance", "Allowances", "call_cost", "reply_cost", "stream_cost"]
 
 _BURST_S = 4.0
 """A host may spend the allowance of this time at once."""
@@ -37,6 +40,13 @@ _FREE_REPLY_BYTES = 64 << 10
 peers behind one address read again and again."""
 
 
+_LEAST_CALLS_S = 10.0
+"""A host may ask for so many small calls a second, however many others ask."""
+
+_SWEEP_S = 1.0
+"""The allowances of sites without links are looked through this often at most."""
+
+
 def call_cost(nbytes: int) -> float:
     """The cost of a message of so many bytes, in small calls."""
     return 1.0 + nbytes / _BYTES_PER_CALL
@@ -52,7 +62,7 @@ def stream_cost(nbytes: int) -> float:
     return 1.0 + nbytes / _BYTES_PER_STREAM
 
 
-class Account:
+class _Account:
     """How many small calls are left, and the time for which this was computed."""
 
     def __init__(self, left: float, now: float) -> None:
@@ -73,12 +83,12 @@ class Allowance:
     """
 
     def __init__(self, rate: float, now: float) -> None:
-        self._all = Account(rate * _BURST_S, now)
-        self._links: dict[Hashable, Account] = {}
+        self._all = _Account(rate * _BURST_S, now)
+        self._links: dict[Hashable, _Account] = {}
 
     def add(self, link: Hashable, now: float) -> None:
         """A link shares the allowance from now on."""
-        self._links[link] = Account(0.0, now)
+        self._links[link] = _Account(0.0, now)
 
     def remove(self, link: Hashable) -> None:
         """A link is gone."""
@@ -104,3 +114,51 @@ class Allowance:
         if self._all.left >= 0.0 or (own is not None and own.left >= 0.0):
             return 0.0
         return min(max(-self._all.left / rate, _LEAST_PAUSE_S), _LONGEST_PAUSE_S)
+
+
+class Allowances:
+    """The allowances of all hosts, and of all together. Hosts of one site share one.
+
+    Args:
+        per_host_s: small calls a second that one host may go on asking for.
+        all_s: small calls a second of all hosts; beyond it each gets its share.
+    """
+
+    def __init__(self, per_host_s: float, all_s: float) -> None:
+        self._per_host_s, self._all_s = per_host_s, all_s
+        self._sites: dict[str, Allowance] = {}
+        self._all = _Account(0.0, -math.inf)
+        self._swept_at = -math.inf
+
+    def add(self, host: str, link: Hashable, now: float) -> None:
+        """There is a link with this host from now on."""
+        self._of(site_of(host), now).add(link, now)
+
+    def remove(self, host: str, link: Hashable) -> None:
+        """A link is gone."""
+        self._sites[site_of(host)].remove(link)
+
+    def spend(self, host: str, link: Hashable, cost: float, now: float) -> float:
+        """Count a message, and return how long nothing more is to be read from its link, seconds.
+
+        Args:
+            host: that has sent it.
+            link: the link with its peer; None without one.
+            cost: the message's, in small calls.
+            now: local time, seconds.
+        """
+        rate = self._per_host_s
+        self._all.spend(cost, self._all_s, now)
+        if self._all.left < 0.0:
+            rate = min(rate, max(self._all_s / max(1, len(self._sites)), _LEAST_CALLS_S))
+        return self._of(site_of(host), now).spend(link, cost, rate, now)
+
+    def _of(self, site: str, now: float) -> Allowance:
+        """The allowance of a site. It is kept for a while after the last link, or a new link would bring a new one."""
+        if now >= self._swept_at + _SWEEP_S:  # the leader of a large group gets a thousand links within a second
+            self._swept_at = now
+            for each in [each for each, allowance in self._sites.items() if allowance.is_unused(now)]:
+                del self._sites[each]
+        if (allowance := self._sites.get(site)) is None:
+            allowance = self._sites[site] = Allowance(self._per_host_s, now)
+        return allowance

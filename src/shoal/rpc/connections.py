@@ -101,11 +101,13 @@ class Connections:
     Attributes:
         peers: the peers with which something is open.
         connections: all open connections; `traffic` counts them.
+        closed: whether none is made or taken any more.
     """
 
     def __init__(self) -> None:
         self.peers: dict[PeerID, PeerState] = {}
         self.connections = OrderedSet[Connection]()
+        self.closed = False
         self._closed_traffic = (0, 0)
 
     @property
@@ -129,6 +131,16 @@ class Connections:
         """A link with a peer that can carry a call."""
         state = self.peers.get(peer)
         return state.link if state is not None else None
+
+    @property
+    def linked(self) -> tuple[PeerID, ...]:
+        """The peers with a link that can carry a call."""
+        return tuple(peer for peer, state in self.peers.items() if state.link is not None)
+
+    def ask(self, peer: PeerID) -> None:
+        """Ask a linked peer for a sign of life, which also tells its time; never waits."""
+        if (link := self.link(peer)) is not None:
+            link.ask()
 
     def is_doubled(self, peer: PeerID) -> bool:
         """See `PeerState.doubled`."""
@@ -164,6 +176,10 @@ class Connections:
         if (state := self.peers.get(peer)) is None:
             return 0
         return sum(each.bytes_acked for each in {*state.streams, *state.accepted, *state.idle})
+
+    def close(self) -> None:
+        """Make and take no connection any more."""
+        self.closed = True
 
     def watch(self, peer: PeerID) -> None:
         """A stream with this peer began or ended: its links watch it more or less closely from now on."""

@@ -139,21 +139,34 @@ class BoundedDials:
         """A peer has proved itself at this host, or the program has named it."""
         self._limits.prove(site_of(host))
 
-    async def dial(
-        self, peer: PeerID, addresses: Sequence[Address], *, timeout_s: float, only_to_see: bool = False
-    ) -> Connection:
-        """As `Transport.dial`. Waiting for a turn counts.
+    async def gets_in(self, address: Address, *, timeout_s: float) -> bool:
+        """Whether a connection to this address can be made and its peer proves itself there. It is closed at once.
 
-        Args:
-            peer: the peer.
-            addresses: where it may listen.
-            timeout_s: the longest time.
-            only_to_see: a failure is an answer like any other: it says nothing against the site.
+        Raises:
+            NotDialed: this peer dials too much already, or must leave this address alone.
+        """
+        try:
+            connection = await self._dial(address.peer_id, (address,), timeout_s=timeout_s, only_to_see=True)
+        except NotDialed:
+            raise
+        except PeerError:
+            return False
+        connection.abort()
+        return True
+
+    async def dial(self, peer: PeerID, addresses: Sequence[Address], *, timeout_s: float) -> Connection:
+        """As `Transport.dial`. Waiting for a turn counts.
 
         Raises:
             PeerUnreachable, PeerTimeout, PeerRefused: as there.
             NotDialed: the addresses are left alone, or no turn came.
         """
+        return await self._dial(peer, addresses, timeout_s=timeout_s, only_to_see=False)
+
+    async def _dial(
+        self, peer: PeerID, addresses: Sequence[Address], *, timeout_s: float, only_to_see: bool
+    ) -> Connection:
+        """With `only_to_see` a failure is an answer like any other: it says nothing against the site."""
         loop, limits = asyncio.get_running_loop(), self._limits
         deadline = loop.time() + timeout_s
         while True:

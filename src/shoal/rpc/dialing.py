@@ -49,11 +49,11 @@ class Dialer:
         me: how others reach us.
         add_link: makes a call link of a new connection.
         tasks: the endpoint's.
-        on_shut: see `Routes`.
 
     Attributes:
         routes: to live peers.
         dials: makes the connections.
+        lending: takes those that another peer makes for us.
     """
 
     def __init__(
@@ -65,7 +65,6 @@ class Dialer:
         me: Callable[[], Contact],
         add_link: Callable[[Connection], CallLink],
         tasks: Tasks,
-        on_shut: Callable[[PeerID, tuple[Address, ...]], None],
     ) -> None:
         self._me_id, self._open, self._limits = transport.peer_id, connections, limits
         self.dials = BoundedDials(transport)
@@ -77,13 +76,11 @@ class Dialer:
             borrow=self.lending.borrow,
             tasks=tasks,
             keep=self._keep_again,
-            on_shut=on_shut,
         )
         self._me, self._add_link, self._tasks = me, add_link, tasks
         self._told: dict[PeerID, tuple[Address, ...]] = {}  # by the peers themselves, the last one at the end
         self._heard: dict[PeerID, tuple[Address, ...]] = {}  # from others
         self._worked: dict[PeerID, Address] = {}  # the last one that led to the peer
-        self._closed = False
 
     def learn(self, contact: Contact, *, by_itself: bool) -> None:
         """Remember where a peer listens. Foreign addresses are ignored.
@@ -122,10 +119,6 @@ class Dialer:
         """The same, without addresses if dialing the peer there has failed though it lives, or it is mute."""
         peer = contact.peer
         return Contact(peer) if self._open.is_mute(peer) or self.routes.closed(peer, contact.addresses) else contact
-
-    def close(self) -> None:
-        """Make no connection any more, and use none that is being dialed."""
-        self._closed = True
 
     async def link(self, peer: PeerID, timeout_s: float) -> CallLink:
         """The call link with a peer; dialed if there is none.
@@ -249,7 +242,7 @@ class Dialer:
         return self._opened(await self.routes.dial(peer, addresses))
 
     def _opened(self, connection: Connection) -> Connection:
-        if self._closed:
+        if self._open.closed:
             connection.abort()
             raise ClosedError("this peer was shut down")
         self._open.connections.add(connection)
@@ -335,7 +328,7 @@ class Dialer:
     def keep(self, connection: Connection, *, bulk: bool) -> None:
         """Keep a connection for the next stream that we open, if there is room for it."""
         state = self._open.of(connection.peer_id)
-        if state.links and not self._closed and len(state.idle) < self._limits.idle_streams:
+        if state.links and not self._open.closed and len(state.idle) < self._limits.idle_streams:
             state.idle[connection] = bulk
         else:
             self._open.drop(connection)

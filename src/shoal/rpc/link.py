@@ -19,12 +19,13 @@ from shoal.base.peer import PeerID
 from shoal.base.tasks import LEAST_BYTES_PER_S, Tasks
 from shoal.errors import PeerError, PeerProtocolError, PeerRefused, PeerTimeout, PeerUnreachable
 from shoal.protocol.wire import MAX_DURATION_S, Beat, BeatReply, Bye, Call, Failure, Note, Reply, decode, encode
+from shoal.rpc.allowance import call_cost
 from shoal.rpc.framing import Kind, Limits, pack, read_frame
 from shoal.transport.base import Connection
 
 if TYPE_CHECKING:
     from shoal.rpc.connections import Connections
-    from shoal.rpc.endpoint import Endpoint
+    from shoal.rpc.links import Links
     from shoal.rpc.serving import Services
 
 __all__ = ["THE_PEER_LEFT", "CallLink", "LinkRetired"]
@@ -59,7 +60,7 @@ class CallLink:
 
     Args:
         connection: the connection, used by nobody else.
-        endpoint: has the clocks, and is told what becomes of the link.
+        links: have what all links of the endpoint share, and are told what becomes of this one.
         connections: the endpoint's: say what else is open with the peer.
         services: the endpoint's: take calls and notes.
         tasks: the endpoint's.
@@ -71,15 +72,15 @@ class CallLink:
     """
 
     def __init__(
-        self, connection: Connection, endpoint: Endpoint, connections: Connections, services: Services, tasks: Tasks
+        self, connection: Connection, links: Links, connections: Connections, services: Services, tasks: Tasks
     ) -> None:
         self.connection = connection
         self.serving = 0
         self._asked_time_at = 0.0
         # The times of our own clock at which we asked; its jumps before each, and the loop's time.
         self._asked: dict[float, tuple[int, float]] = {}
-        self._endpoint, self._open, self._services, self._tasks = endpoint, connections, services, tasks
-        self._limits: Limits = endpoint.limits
+        self._links, self._open, self._services, self._tasks = links, connections, services, tasks
+        self._limits: Limits = links.limits
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}  # of those
@@ -120,7 +121,7 @@ class CallLink:
         self.watch()
 
     def _ask_time(self) -> None:
-        self._asked_time_at, clock = self._loop.time(), self._endpoint.clock
+        self._asked_time_at, clock = self._loop.time(), self._links.clocks.ours
         clock.time()  # notices a jump
         asked = clock.own.time()
         put_last(self._asked, asked, (clock.jumps, self._asked_time_at), _MOST_ASKED)
@@ -135,6 +136,10 @@ class CallLink:
         self._acked = self.connection.bytes_acked
         with suppress(PeerUnreachable):  # too much waits to be sent: that is answered first
             self._ask_time()
+
+    def spend(self, cost: float) -> float:
+        """Count what the peer asks of us, in small calls; returns how long this link is not to be read, seconds."""
+        return self._links.allowances.spend(self.connection.remote_host, self, cost, self._loop.time())
 
     @property
     def pending(self) -> bool:
@@ -257,7 +262,7 @@ class CallLink:
                 self._handle(message)
                 if self.serving:
                     await asyncio.sleep(0)  # the answer may be ready: it counts before the next call is read
-                if not wanted and (pause_s := self._endpoint.spent(self, len(frame.header))) > 0.0:
+                if not wanted and (pause_s := self.spend(call_cost(len(frame.header)))) > 0.0:
                     await asyncio.sleep(pause_s)
                     if self.connection.closed:  # else a flood goes on, for minutes, after its sender is gone
                         raise PeerUnreachable("it ended while it was not read", self.peer_id)
@@ -293,26 +298,26 @@ class CallLink:
                 self._lose(PeerUnreachable(THE_PEER_LEFT if message.leaving else "idle link closed", self.peer_id))
 
     def _answer_beat(self, beat: Beat) -> None:
-        clock, process = self._endpoint.clock, self._endpoint.twins.process
+        clock, process = self._links.clocks.ours, self._links.twins.process
         self.post(BeatReply(beat.time, clock.time() if clock.settled else None, process))
-        self._endpoint.twin_told(self.peer_id, has_twin=beat.twin)
+        self._links.twins.told(self.peer_id, has_twin=beat.twin)
 
     def _take_beat(self, reply: BeatReply) -> None:
         jumps, asked_at = self._asked.pop(reply.asked, (None, -math.inf))
         self.process = reply.process
-        self._endpoint.process_told(self.peer_id, reply.process, asked_at)
+        self._links.twins.answered(self.peer_id, reply.process, asked_at)
         if jumps is not None and reply.time is not None:  # None: it is joining, and does not know
             self._compare_clocks(reply.asked, reply.time, jumps)
 
     def _compare_clocks(self, asked: float, theirs: float, jumps: int) -> None:
         """Compare clocks. Differences below the time of the answer do not count: either side may have stood still."""
-        clock = self._endpoint.clock
+        clock = self._links.clocks.ours
         clock.time()
         if jumps != clock.jumps:
             return  # our own clock has jumped meanwhile: the two times are not comparable
         now = clock.own.time()
         offset_s, error_s = theirs - (asked + now) / 2, abs(now - asked) / 2
-        self._endpoint.clock_told(self, math.copysign(max(0.0, abs(offset_s) - error_s), offset_s))
+        self._links.clocks.told(self.connection, math.copysign(max(0.0, abs(offset_s) - error_s), offset_s))
 
     # ------------------------------------------------------------------------------------------------------ watching
 
@@ -331,7 +336,7 @@ class CallLink:
 
     def _tick(self) -> None:
         self._timer = None
-        self._endpoint.look_at_clock()
+        self._links.clocks.look()
         now, limits = self._loop.time(), self._limits
         busy = self._open.matters(self.peer_id)
         period_s = limits.beat_s if busy else limits.idle_beat_s
@@ -352,7 +357,7 @@ class CallLink:
             self._said_bye = Bye(leaving=False)
             self._tasks.spawn(self._say_bye(self._said_bye))
             return
-        unknown = self._endpoint.clock.offset_s(self.peer_id) is None
+        unknown = self._links.clocks.ours.offset_s(self.peer_id) is None
         if silent_s >= period_s * 0.9 or unknown or now - self._asked_time_at >= _ASK_TIME_S:
             try:
                 self._ask_time()
@@ -399,7 +404,7 @@ class CallLink:
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(kind(f"connection lost: {error.message}", self.peer_id))
-        self._endpoint.link_closed(self, error, expected)
+        self._links.closed(self, error, expected)
 
 
 def reply_frame(number: int, message: object) -> Reply:

@@ -42,8 +42,9 @@ from shoal.base.tasks import Tasks
 from shoal.errors import ClosedError, ConfigError, PeerError, PeerRefused
 from shoal.events import Warned
 from shoal.protocol.wire import Ballast, DialBack, DialedBack, Noted, NoWayIn, Whereabouts
+from shoal.rpc.arrivals import Incoming
 from shoal.rpc.dial_limits import NotDialed
-from shoal.rpc.endpoint import Endpoint, Incoming
+from shoal.rpc.endpoint import Endpoint
 from shoal.rpc.rate_limiter import RateLimiter
 from shoal.rpc.rhythm import LOOK_S
 from shoal.rpc.trust import Rank
@@ -147,7 +148,7 @@ class Reachability:
             raise PeerRefused("too many questions", peer, code="busy")
         self._dialing += 1
         try:
-            reached = await self._endpoint.gets_in(Address(host, request.port, peer), timeout_s=_DIAL_S)
+            reached = await self._endpoint.dials.gets_in(Address(host, request.port, peer), timeout_s=_DIAL_S)
         except NotDialed as error:
             raise PeerRefused(error.message, peer, code="busy") from None
         finally:
@@ -186,7 +187,7 @@ class Reachability:
 
     def _judge(self, answers: list[_Answer]) -> Verdict:
         since = asyncio.get_running_loop().time() - _LATELY_S
-        from_near = [same_network(each.own, each.host) for each in self._endpoint.came_in(since)]
+        from_near = [same_network(each.own, each.host) for each in self._endpoint.arrivals.since(since)]
         came, failed = [each for each in answers if each.came], [each for each in answers if not each.came]
         no, no_from_afar = (
             any(each.rank < Rank.STRANGER for each in failed),
@@ -259,7 +260,7 @@ class Reachability:
             host = Address(answer.host, 1, peer).host
         except (PeerError, ClosedError, ConfigError):
             return None
-        came = next((each for each in endpoint.came_in(began) if each.peer == peer), None)
+        came = next((each for each in endpoint.arrivals.since(began) if each.peer == peer), None)
         return _Answer(peer, rank, same_network(*endpoint.hosts_of(peer)), host, came)
 
     def _seen_at(self, came: list[_Answer]) -> tuple[Address, ...]:

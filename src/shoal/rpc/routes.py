@@ -57,7 +57,6 @@ class Routes:
         borrow: has the peer of a link dial us.
         tasks: the endpoint's.
         keep: takes a connection that a second try made.
-        on_shut: called for each route that is shut, with the addresses that were tried.
     """
 
     def __init__(
@@ -69,10 +68,10 @@ class Routes:
         borrow: Callable[[CallLink], Awaitable[Connection]],
         tasks: Tasks,
         keep: Callable[[Connection], None],
-        on_shut: Callable[[PeerID, tuple[Address, ...]], None],
     ) -> None:
         self._dials, self._dial_timeout_s = dials, dial_timeout_s
-        self._link, self._borrow, self._tasks, self._keep, self._on_shut = link, borrow, tasks, keep, on_shut
+        self._link, self._borrow, self._tasks, self._keep = link, borrow, tasks, keep
+        self._shut_callbacks: list[Callable[[PeerID, tuple[Address, ...]], None]] = []
         self._routes: dict[PeerID, _Route] = {}
 
     def closed(self, peer: PeerID, addresses: tuple[Address, ...]) -> bool:
@@ -95,6 +94,10 @@ class Routes:
         """Whether two dials have failed, and none has succeeded since."""
         route = self._routes.get(peer)
         return route is not None and route.shut
+
+    def on_shut(self, callback: Callable[[PeerID, tuple[Address, ...]], None]) -> None:
+        """Call `callback(peer, addresses)` for each route that is shut, with the addresses that were tried."""
+        self._shut_callbacks.append(callback)
 
     def forget(self, peer: PeerID) -> None:
         """Forget the doubts about a peer: it is gone, or was reached."""
@@ -155,14 +158,18 @@ class Routes:
                     if not await _lives(link):
                         break  # it was frozen while it was dialed
                     sometimes("a peer lives that cannot be dialed")
-                    route.shut = True
-                    self._on_shut(peer, route.addresses)
+                    self._shut(peer, route)
                 pause_s, next_pause_s = next_pause_s, min(2 * next_pause_s, _LONGEST_PAUSE_S)
             else:
                 self._keep(connection)
                 break
         if self._routes.get(peer) is route:
             self.forget(peer)
+
+    def _shut(self, peer: PeerID, route: _Route) -> None:
+        route.shut = True
+        for callback in self._shut_callbacks:
+            callback(peer, route.addresses)
 
     async def _ask_to_lend(self, route: _Route, link: CallLink) -> None:
         """Have the peer dial us."""

@@ -20,6 +20,7 @@ from shoal.base.peer import PeerID
 from shoal.base.tasks import Tasks
 from shoal.errors import ClosedError, ConfigError, PeerError, PeerProtocolError, PeerRefused, PeerUnreachable
 from shoal.protocol.wire import Call, Failure, Message, Note, OpenStream, Reply, decode, stream_types
+from shoal.rpc.allowance import reply_cost
 from shoal.rpc.connections import Connections
 from shoal.rpc.framing import Frame, Kind, Limits
 from shoal.rpc.link import CallLink, reply_frame
@@ -91,7 +92,6 @@ class Services:
         limits: what one peer may cost.
         tasks: the endpoint's.
         warn: called for a bug in a handler, with its place and the exception.
-        answered: called for each reply, with the link and the number of bytes.
 
     Attributes:
         calls: the handlers of calls.
@@ -106,10 +106,8 @@ class Services:
         *,
         tasks: Tasks,
         warn: Callable[[str, Exception], None],
-        answered: Callable[[CallLink, int], None],
     ) -> None:
         self._open, self._limits, self._tasks, self._warn = connections, limits, tasks, warn
-        self._answered = answered
         self.calls, self.notes, self.streams = Table[CallHandler](), Table[NoteHandler](), Table[StreamHandler]()
 
     # ------------------------------------------------------------------------------------------------------- streams
@@ -255,7 +253,7 @@ class Services:
 
     def _reply(self, link: CallLink, reply: Reply) -> None:
         _post(link, reply)
-        self._answered(link, len(reply.body))
+        link.spend(reply_cost(len(reply.body)))  # the effect of a long one shows when the peer's next message comes
 
     def _failure(self, call: Call, error: Exception) -> Failure:
         """The answer to the caller for an exception of a handler."""

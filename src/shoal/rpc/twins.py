@@ -11,15 +11,23 @@ is lost.
 
 from __future__ import annotations
 
+import asyncio
 import random
+from collections.abc import Callable
 
 from shoal.base.bounded import put_last
+from shoal.base.clock import Env
 from shoal.base.peer import PeerID
+from shoal.events import Warned
+from shoal.rpc.connections import Connections
 
-__all__ = ["TWO_PROCESSES", "Twins"]
+__all__ = ["TWO_PROCESSES", "TwinWatch", "Twins"]
 
 TWO_PROCESSES = "two processes have one identity, so what is meant for one of them may reach the other"
 """Why nothing is said to such a peer, and nothing taken from it."""
+
+_MOST_TOLD = 16
+"""So many peers with two processes are told of: keys are free, and whoever has one may show two."""
 
 _MOST_PEERS = 1024
 _MOST_EARLIER = 8
@@ -71,3 +79,87 @@ class Twins:
     def has(self, peer: PeerID) -> bool:
         """Whether two processes have the key of this peer."""
         return peer in self._lives and self._lives[peer].twin
+
+
+class TwinWatch:
+    """Makes the links mute with peers of which two processes live, and those with peers that say so of us. Loop only.
+
+    Args:
+        connections: the open connections.
+        env: chance, events.
+        me: our own identity.
+        lost: called with a peer that cannot be counted on from now on, and the reason.
+        linked: called with a peer that counts again.
+
+    Attributes:
+        process: the name of this process.
+        has_twin: whether a peer is, or was, connected with another process that has our identity; it was said.
+    """
+
+    def __init__(
+        self,
+        connections: Connections,
+        env: Env,
+        me: PeerID,
+        *,
+        lost: Callable[[PeerID, str], None],
+        linked: Callable[[PeerID], None],
+    ) -> None:
+        self._open, self._events, self._me, self._lost, self._linked = connections, env.events, me, lost, linked
+        self._twins = Twins(env.rng)
+        self.process, self.has_twin = self._twins.process, False
+        self._told = set[PeerID]()
+
+    def answered(self, peer: PeerID, process: bytes, asked_at: float) -> None:
+        """A process has answered that has this peer's key, and was asked at this time of the loop."""
+        now, state = asyncio.get_running_loop().time(), self._open.of(peer)
+        if self._twins.answered(peer, process, asked_at=asked_at, now=now):
+            for link in [*state.links]:
+                link.ask()
+        if self._twins.has(peer) and state.processes > 1 and not state.doubled:
+            self._set_mute(peer, doubled=True)
+            self._tell_of(peer)
+
+    def told(self, teller: PeerID, *, has_twin: bool) -> None:
+        """A peer says whether it is connected with two processes that have our identity."""
+        if has_twin != self._open.of(teller).doubles_us:
+            self._set_mute(teller, doubles_us=has_twin)
+        if has_twin and not self.has_twin:
+            self.has_twin = True
+            message = (
+                f"another process has this peer's identity ({self._me.short()}), as {teller.short()} says, which "
+                "is connected with both. What is sent to one of them may reach the other, so only one of them can take "
+                "part. End one; give each an identity file of its own (identity_path), or none"
+            )
+            self._events.emit(Warned(where="DHT", message=message))
+
+    def link_closed(self, peer: PeerID) -> None:
+        """A link with this peer is gone, and with it, it may be, one of its processes."""
+        state = self._open.of(peer)
+        if state.doubled and state.processes < 2:
+            self._set_mute(peer, doubled=False)
+        if not state.links:
+            state.doubles_us = False
+
+    def _set_mute(self, peer: PeerID, *, doubled: bool | None = None, doubles_us: bool | None = None) -> None:
+        """Two processes have the key of this peer, or by its word our own, or have not any more; None: as before."""
+        state = self._open.of(peer)
+        before, state.doubled = state.mute, state.doubled if doubled is None else doubled
+        state.doubles_us = state.doubles_us if doubles_us is None else doubles_us
+        for link in [*state.links] if doubled is not None else ():
+            link.ask()  # which tells it
+        if state.mute and not before:
+            self._lost(peer, TWO_PROCESSES)
+            self._open.watch(peer)
+        elif before and state.link is not None:
+            self._linked(peer)
+
+    def _tell_of(self, peer: PeerID) -> None:
+        if peer not in self._told and len(self._told) < _MOST_TOLD:
+            self._told.add(peer)
+            message = (
+                f"two processes have the identity of {peer.short()}, and this peer is connected with both. What is "
+                "sent to one of them may reach the other, so it counts on neither until one ends. Both were told. If "
+                "they are yours, end one; give each an identity file of its own (identity_path), or none"
+            )
+            self._events.emit(Warned(where="DHT", message=message, about=(peer,)))

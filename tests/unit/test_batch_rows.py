@@ -170,6 +170,22 @@ def test_a_gradient_for_the_loss_counts_nothing() -> None:
     assert rows.take() == 5
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_what_a_layer_made_before_the_last_step_was_forgotten(given: bool) -> None:
+    """5 of 25 rows counted, in silence; unless the model is given it, whose rows they are then."""
+    net, rows = made()
+    early = net.back(torch.ones(20, 3))
+    back(train(net, 3))
+    assert rows.take() == 3
+    net.zero_grad()
+    back(net(early).sum() if given else train(net, 5) + early.sum())
+    if given:
+        assert rows.take() == 20
+        return
+    with pytest.raises(ConfigError, match="a layer"):
+        rows.take()
+
+
 @pytest.mark.parametrize("apart", [True, False])
 def test_layers_are_looked_at_for_as_long_as_one_is_called_apart(apart: bool) -> None:
     """The hooks of a plain loop go after 100 steps."""

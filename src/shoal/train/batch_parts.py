@@ -21,6 +21,7 @@ import torch
 from torch.autograd.graph import Node
 
 from shoal.base.nested import tensors_in
+from shoal.train.batch_calls import BatchCall
 from shoal.train.batch_layout import has_compiled
 
 __all__ = ["BatchParts"]
@@ -37,7 +38,8 @@ class BatchParts:
 
     def __init__(self, model: torch.nn.Module, trained: Sequence[torch.Tensor], hook: Callable[..., object]) -> None:
         self._calls: dict[int, int] = {}  # of the model, that go on; by thread
-        self._apart: set[int] = set()  # numbers of the operations that made what layers returned
+        # By the numbers of the operations that made what they returned. Its graph keeps a call.
+        self._apart = weakref.WeakValueDictionary[int, BatchCall]()
         self._found, self._model = False, weakref.ref(model)
         owned = set(map(id, trained))
         self._hooks = [
@@ -71,28 +73,26 @@ class BatchParts:
         # An activation checkpoint calls layers within the backward pass, to compute once more what a call has computed.
         return torch._C._current_graph_task_id() == -1  # noqa: SLF001 (as torch's own hooks do)
 
-    def add(self, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[torch.Tensor]) -> list[int]:
+    def add(
+        self, call: BatchCall, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[torch.Tensor]
+    ) -> bool:
         """A layer was called apart.
 
         Args:
+            call: its own.
             args: what it was given by position.
             kwargs: what it was given by name.
             outputs: what it returned that can be differentiated.
 
         Returns:
-            A number for each of the outputs; none if it was given no data.
+            Whether it was given data.
         """
         data = [each for each in tensors_in([*args, *kwargs.values()]) if not isinstance(each, torch.nn.Parameter)]
         if not data or any(each.grad_fn is not None for each in data):
-            return []
-        numbers = [each.grad_fn._sequence_nr() for each in outputs if each.grad_fn is not None]  # noqa: SLF001
-        self._apart.update(numbers)
-        self._found = self._found or bool(numbers)
-        return numbers
-
-    def has(self, number: int) -> bool:
-        """Whether what a layer returned is a batch of its own still."""
-        return number in self._apart
+            return False
+        self._apart.update({each.grad_fn._sequence_nr(): call for each in outputs if each.grad_fn is not None})  # noqa: SLF001
+        self._found = True
+        return True
 
     def join(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """The model was called with these: layers that have made them are a part of that call."""
@@ -102,7 +102,8 @@ class BatchParts:
         while nodes:
             if (node := nodes.pop()) is not None and node not in seen:
                 seen.add(node)
-                self._apart.discard(node._sequence_nr())  # noqa: SLF001 (the only name that a node has)
+                if (call := self._apart.get(node._sequence_nr())) is not None:  # noqa: SLF001 (the only name that a node has)
+                    call.join()
                 nodes += [each for each, _ in node.next_functions]
 
     def clear(self, *, last: bool) -> None:
@@ -111,7 +112,6 @@ class BatchParts:
         Args:
             last: whether layers need not be looked at any more if none was called apart.
         """
-        self._apart.clear()
         self._calls.pop(threading.get_ident(), None)  # a call that was interrupted
         if last and self._hooks and not self._found:
             self.close()
@@ -123,7 +123,8 @@ class BatchParts:
             is_compiled: whether the model is, by the look of its calls.
         """
         hooks, self._hooks = self._hooks, []
-        self._apart.clear()
+        for call in list(self._apart.values()):
+            call.join()
         if is_compiled or ((model := self._model()) is not None and has_compiled(model)):
             return
         for hook in hooks:

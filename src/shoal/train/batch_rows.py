@@ -22,13 +22,10 @@ Samples are counted right or not at all. Where rows and samples may be two thing
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -36,11 +33,11 @@ from torch._C import _functorch
 from torch.autograd import Variable, forward_ad
 
 from shoal.base.checks import whole
-from shoal.base.nested import tensors_in
 from shoal.base.untraced import untraced
 from shoal.errors import ConfigError
 from shoal.protocol.wire import MAX_SAMPLES_OF_STEP
-from shoal.train.batch_layout import BatchLayout, looked, sizes_of
+from shoal.train.batch_calls import BatchCall, differentiable
+from shoal.train.batch_layout import BatchLayout, looked
 from shoal.train.batch_parts import BatchParts
 from shoal.train.gradient_watch import TensorMark
 from shoal.train.rows import rows_in, rows_of_call
@@ -90,11 +87,11 @@ class BatchRows:
         self._trained, self._one_batch, self._rows, self._fixed = trained, one_batch, rows, fixed
         self._by_batch = by_batch
         self._told_batch: tuple[Any, int | str, int] | None = None  # without a backward pass; its rows, its thread
-        self._batch: _Call | None = None  # once it has one
+        self._batch: BatchCall | None = None  # once it has one
         self._checked, self._told = 0, False
         self._layout, me = BatchLayout(model), weakref.ref(self)
         self._parts = BatchParts(model, [] if by_batch else trained, _AfterLayer(me))
-        self._under_way: dict[int, list[_Call]] = {}  # the calls that a backward pass has come to, by its number
+        self._under_way: dict[int, list[BatchCall]] = {}  # the calls that a backward pass has come to, by its number
         self._added: set[int] = set()  # backward passes that have added to a gradient, and are not counted yet
         self._clear()
 
@@ -118,9 +115,9 @@ class BatchRows:
     def _clear(self) -> None:
         self._why: str | None = None
         self._key = -1  # the number of the last backward pass
-        self._batches = list[list[_Call]]()  # the calls of each
-        self._known = set[_Call]()
-        self._derived = list[_Call]()  # those whose derivatives a backward pass may go through, and not the output
+        self._batches = list[list[BatchCall]]()  # the calls of each
+        self._known = set[BatchCall]()
+        self._derived = list[BatchCall]()  # those whose derivatives a backward pass may go through, and not the output
         self._mark: TensorMark | None = None  # the gradient that the last of them left
         self._added.clear()
 
@@ -142,7 +139,7 @@ class BatchRows:
             (batch, counted, thread), self._told_batch = self._told_batch, None
             if self._rows is None:  # only now the layers have had it; on a GPU this is a thread of torch's
                 counted = looked(self._layout.rows, counted, [batch], {}, None, thread)
-            self._batch = _Call(counted, -1)
+            self._batch = BatchCall(counted)
         if self._batch is not None and torch._C._current_graph_task_id() not in self._under_way:  # noqa: SLF001
             self.coming(self._batch)
 
@@ -165,7 +162,7 @@ class BatchRows:
     def called(self, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
         """The model was called; without an output if it has raised."""
         self._parts.ends()
-        outputs: list[torch.Tensor] | str = looked(_differentiable, output) if torch.is_grad_enabled() else []
+        outputs: list[torch.Tensor] | str = looked(differentiable, output) if torch.is_grad_enabled() else []
         if not outputs:
             self._layout.end()
             return
@@ -186,35 +183,31 @@ class BatchRows:
         else:
             counted = self._rows(args, kwargs)
         looked(self._parts.join, args, kwargs)
-        call, me = _Call(counted, within, *_given(args, kwargs)), weakref.ref(self)
+        call = BatchCall(counted, within).take_in(args, kwargs)
         if counted == _TRANSFORMED or forward_ad._current_level >= 0:  # noqa: SLF001 (it has no public name)
             self._derived.append(call)
-
-        def coming(_gradient: torch.Tensor) -> None:
-            if (rows := me()) is not None:
-                rows.coming(call)
-
-        for each in outputs:
-            each.register_hook(coming)  # type: ignore[no-untyped-call]
+        self._watch(call, outputs)
 
     def layer_called(self, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
         """A layer of the model was called."""
         if not self._parts.is_apart():
             return
-        if isinstance(outputs := looked(_differentiable, output), str):
-            return
-        if isinstance(numbers := looked(self._parts.add, args, kwargs, outputs), str) or not numbers:
-            return
-        call, me = _Call(_NO_CALL, -1, *_given(args, kwargs), is_layer=True), weakref.ref(self)
+        outputs, call = looked(differentiable, output), BatchCall(_NO_CALL, is_layer=True)
+        if outputs and not isinstance(outputs, str) and looked(self._parts.add, call, args, kwargs, outputs) is True:
+            self._watch(call.take_in(args, kwargs), outputs)
 
-        def coming(number: int, _gradient: torch.Tensor) -> None:
-            if (rows := me()) is not None and rows._parts.has(number):  # noqa: SLF001 (its own)
+    def _watch(self, call: BatchCall, outputs: Sequence[torch.Tensor]) -> None:
+        """Note when a backward pass comes to one of these outputs of a call."""
+        me = weakref.ref(self)
+
+        def coming(_gradient: torch.Tensor) -> None:
+            if (rows := me()) is not None and not call.joined:
                 rows.coming(call)
 
-        for number, each in zip(numbers, outputs, strict=False):
-            each.register_hook(partial(coming, number))  # type: ignore[no-untyped-call]
+        for each in outputs:
+            each.register_hook(coming)  # type: ignore[no-untyped-call]
 
-    def coming(self, call: _Call) -> None:
+    def coming(self, call: BatchCall) -> None:
         """A backward pass has come to the output of this call."""
         now = torch._C._current_graph_task_id()  # noqa: SLF001
         if torch.is_grad_enabled():  # create_graph=True
@@ -246,10 +239,10 @@ class BatchRows:
                 self._batches.append([])
             self._known.update(new)
             self._batches[-1] += new
-            self._batches[-1].sort(key=_is_layer)  # they come last
+            self._batches[-1].sort(key=lambda each: each.is_layer)  # they come last
             self._why = self._why_not(self._batches[-1])
 
-    def _why_not(self, batch: Sequence[_Call]) -> str | None:
+    def _why_not(self, batch: Sequence[BatchCall]) -> str | None:
         """Why the rows of a batch are not known; None if they are those of its first call."""
         first = batch[0]
         if first.taken:
@@ -317,8 +310,8 @@ class BatchRows:
         if self._why is not None:
             raise ConfigError(f"batch_size is missing: {self._why}. {cure}")
         samples = self._samples
-        for batch in self._batches:
-            batch[0].taken = self._by_batch and self._rows is None
+        for batch in self._batches if self._by_batch and self._rows is None else ():
+            batch[0].take()
         self.forget()
         return samples
 
@@ -370,43 +363,6 @@ class BatchRows:
         self._parts.close()
         for hook in self._hooks:
             hook.remove()
-
-
-@dataclasses.dataclass(eq=False)
-class _Call:
-    """One call of the model, or of a layer apart from it.
-
-    Attributes:
-        rows: of what it was given, or why they are not known.
-        within: the number of the backward pass that made it, to compute an activation once more; else -1.
-        given: the tensors.
-        units: what else may be counted: the rows of each sample, and their rows, of the tensor of most dimensions.
-        tokens: elements of its largest tensor of whole numbers.
-        is_layer: whether it was a layer.
-        thread: in which it was made.
-        taken: whether a step has counted it, and another one may not.
-    """
-
-    rows: int | str
-    within: int
-    given: tuple[TensorMark, ...] = ()
-    units: tuple[int, ...] = ()
-    tokens: int = 0
-    is_layer: bool = False
-    thread: int = dataclasses.field(default_factory=threading.get_ident)
-    taken: bool = False
-
-    def like(self, other: _Call) -> bool:
-        """Whether both were given the same tensors."""
-        same = len(self.given) == len(other.given) > 0
-        return same and all(mine.equals(theirs) for mine, theirs in zip(self.given, other.given, strict=True))
-
-    def has_of(self, other: _Call) -> bool:
-        """Whether all that it was given was given to the other one, too."""
-        return len(self.given) > 0 and all(any(mine.equals(theirs) for theirs in other.given) for mine in self.given)
-
-
-_is_layer = attrgetter("is_layer")
 
 
 class _Hook:
@@ -479,36 +435,6 @@ def samples_of(
     return samples
 
 
-def _differentiable(output: Any) -> list[torch.Tensor]:
-    return [each for each in map(_unwrapped, tensors_in(output)) if each.requires_grad]
-
-
-def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that autograd sees: transforms of `torch.func` wrap it, each in a layer of its own."""
-    while _functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
-    return tensor
-
-
 def _is_transformed() -> bool:
     """Whether a transform of `torch.func` calls the model: `vmap` gives it one sample at a time."""
     return _functorch.peek_interpreter_stack() is not None
-
-
-def _given(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[TensorMark, ...], tuple[int, ...], int]:
-    """The tensors of a call, and what may be counted in the place of its rows; nothing if that cannot be looked at."""
-
-    def look() -> tuple[tuple[TensorMark, ...], tuple[int, ...], int]:
-        tensors = list(tensors_in([*args, *kwargs.values()]))
-        return tuple(map(TensorMark, tensors)), *_units(tensors)
-
-    return ((), (), 0) if isinstance(found := looked(look), str) else found
-
-
-def _units(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], int]:
-    """What may be counted in the place of rows (see `_Call`)."""
-    shape = max(map(sizes_of, tensors), key=len, default=())
-    is_whole = [not each.is_floating_point() for each in tensors if sizes_of(each) == shape]
-    depth = len(shape) if any(is_whole) else len(shape) - 1
-    units = tuple(math.prod(shape[: each + 1]) for each in range(1, depth))
-    return units, max((each.numel() for each in tensors if each.ndim > 1 and not each.is_floating_point()), default=0)

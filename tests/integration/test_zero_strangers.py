@@ -156,6 +156,13 @@ def test_operations_of_torch_with_weights(pool: Ranks, stage: int) -> None:
                 assert apart <= 1e-6, how
 
 
+def test_a_unit_that_was_compiled_before_shard_met_torchs_type_error(pool: Ranks) -> None:
+    """Dynamo had traced shoal's own functions, into a graph for weights of another class."""
+    for words, apart in pool.play(2, uses.compiled):
+        assert words == ""
+        assert apart <= 1e-6
+
+
 def test_operations_of_torch_that_stage_3_cannot_carry(pool: Ranks) -> None:
     """Most were torch's raw errors; numbers of a weight, and `full_tensor` in a graph, were wrong in silence."""
     for kind, cases in _REFUSED:

@@ -182,6 +182,20 @@ def used(kind: str, cases: Sequence[str], stage: int) -> dict[str, tuple[str, fl
     return found
 
 
+def compiled() -> tuple[str, float]:
+    """What is said where a unit is compiled before `shard`; and how far a step is from one process."""
+
+    def make() -> Net:
+        model = Net()
+        model.layers[0].compile(backend="aot_eager")
+        return model
+
+    try:
+        return _used(make, _both, 3)
+    finally:
+        torch._dynamo.reset()
+
+
 def _used(make: Callable[[], Net], beside: Callable[[Any, torch.Tensor], Any], stage: int) -> tuple[str, float]:
     model, plain = make(), make()
     model, optimizer = shoal.zero.shard(model, lambda each: torch.optim.SGD(each, lr=0.1), stage=stage)

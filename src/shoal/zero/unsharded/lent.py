@@ -23,6 +23,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shoal.base.nested import tensors_in
+from shoal.base.untraced import untraced
 from shoal.errors import ConfigError
 from shoal.zero.ranks.watch import Watch
 from shoal.zero.unsharded import rows
@@ -104,6 +105,7 @@ class _Lent:
     """A tensor on which not every operation is possible at any time."""
 
     @classmethod
+    @untraced
     def __torch_function__(
         cls, func: Callable[..., Any], _: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -210,8 +212,9 @@ class Shard(_Lent, DTensor):
     @property
     def __class__(self) -> type[Shard]:
         """As of any object. `swap_tensors` asks for it, and would raise an error that names no weight."""
-        asks = sys._getframe(1).f_code is torch.utils.swap_tensors.__code__  # noqa: SLF001 (nothing else tells)
-        if asks and not rows.called_in("torch.nn.modules.module", 2):  # `module.to` swaps, too
+        caller = sys._getframe(1)  # noqa: SLF001 (nothing else tells)
+        asks = caller.f_code is torch.utils.swap_tensors.__code__
+        if asks and sys._getframe(2).f_globals.get("__name__") != "torch.nn.modules.module":  # noqa: SLF001 (`module.to` swaps, too)
             rows.refused("swap_tensors", self.label)
         return Shard
 
@@ -312,9 +315,9 @@ def _leaf(value: Any) -> Any:
 
 def _plain(name: str, value: Any) -> torch.Tensor | None:
     """What a function of torch that all ranks call alike works with, in place of a shard."""
-    if isinstance(value, Shard) and name == "new_empty" and rows.called_in(_INIT, 2):
+    if isinstance(value, Shard) and name == "new_empty" and rows.called_in(_INIT):
         return value.to_local().detach()  # it is filled alike on all ranks
-    if isinstance(value, Shard) and name == "view" and rows.called_in(_VECTOR, 2):
+    if isinstance(value, Shard) and name == "view" and rows.called_in(_VECTOR):
         return rows.as_whole(value)
     return None
 
@@ -397,7 +400,7 @@ def _called(
     """The result of a function. What torch cannot do with shards is a `ConfigError`."""
     shard = next((each for each in given if isinstance(each, Shard)), None)
     if name in _NUMBERS and isinstance(args[0], Shard) and not all(each.is_replicate() for each in args[0].placements):
-        if rows.called_in(_INIT, 2):
+        if rows.called_in(_INIT):
             return func(args[0].full_tensor())
         raise ConfigError(
             f"a number is made ({name}) of {args[0].label}, or of values computed from it, and it would be that of "

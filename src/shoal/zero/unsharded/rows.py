@@ -18,6 +18,7 @@ import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +51,8 @@ __all__ = [
     "write_whole",
 ]
 
+_BETWEEN = ("shoal.", "torch._compile", "torch._dynamo.")
+"""Modules of what is called between a function of torch and the code that looks for it (`untraced`)."""
 _DRAWN = frozenset(
     {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"}
 )
@@ -179,9 +182,12 @@ def draws(name: str) -> bool:
     return name in _DRAWS or name in _DRAWN_LIKE
 
 
-def called_in(module: str, depth: int) -> bool:
-    """Whether the caller so many frames up is of a module of torch whose functions all ranks call alike."""
-    return sys._getframe(depth + 1).f_globals.get("__name__") == module  # noqa: SLF001 (nothing else tells)
+def called_in(module: str) -> bool:
+    """Whether a function of this module of torch, which all ranks call alike, has called shoal."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 (nothing else tells)
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(_BETWEEN):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == module
 
 
 def refused(name: str, label: str) -> None:

@@ -28,6 +28,7 @@ class PeerState:
         leaves: whether the peer has said, since its last link was made, that it leaves.
         doubled: whether two processes with its key live (`twins`).
         doubles_us: whether it says that of our key.
+        mute: whether the links carry nothing but signs of life, as two processes have one of the two keys.
     """
 
     __slots__ = (
@@ -40,6 +41,7 @@ class PeerState:
         "inbound",
         "leaves",
         "links",
+        "mute",
         "received_before",
         "streams",
     )
@@ -53,7 +55,7 @@ class PeerState:
         self.idle: dict[Connection, bool] = {}
         self.accepted = OrderedSet[Connection]()
         self.received_before = 0
-        self.leaves = self.doubled = self.doubles_us = False
+        self.leaves = self.doubled = self.doubles_us = self.mute = False
 
     @property
     def link(self) -> CallLink | None:
@@ -65,10 +67,9 @@ class PeerState:
                 return link
         return None
 
-    @property
-    def mute(self) -> bool:
-        """Whether the links carry nothing but signs of life, as two processes have one of the two keys."""
-        return self.doubled or self.doubles_us
+    def set_twins(self, *, doubled: bool, doubles_us: bool) -> None:
+        """Two processes have the key of this peer, or by its word our own, or have not any more."""
+        self.doubled, self.doubles_us, self.mute = doubled, doubles_us, doubled or doubles_us
 
     @property
     def processes(self) -> int:

@@ -107,6 +107,7 @@ class Endpoint:
             tasks=self._tasks,
         )
         self.clock, self.dials = self._links.clocks.ours, self._dialer.dials
+        self._rhythm = self._links.silence.rhythm
         self._withheld = False
         self._reached_at: tuple[Address, ...] = ()
         self._named: tuple[object, Contact] = None, Contact(self.peer_id)  # our contact, and what it is made of
@@ -259,12 +260,12 @@ class Endpoint:
         Code that waits for the peer calls this every `LOOK_S`: this is also what asks the peer. With `soon`, half a
         second of silence is enough, because giving the peer up wrongly costs little.
         """
-        return peer != self.peer_id and self._links.silence.is_silent(peer, soon=soon)
+        return peer != self.peer_id and self._rhythm.is_silent(peer, asyncio.get_running_loop().time(), soon=soon)
 
     @property
     def silent(self) -> frozenset[PeerID]:
         """The peers that were found silent and have said nothing since."""
-        return self._links.silence.peers
+        return self._rhythm.silent(asyncio.get_running_loop().time())
 
     # ---------------------------------------------------------------------------------------------------- addresses
 

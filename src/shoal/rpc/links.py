@@ -140,7 +140,7 @@ class Links:
 
     def _lost(self, peer: PeerID, reason: str) -> None:
         state = self._open.of(peer)
-        self.silence.forget(peer)
+        self.silence.rhythm.forget(peer)
         self._open.drop_all(state.streams)
         self._open.drop_all(state.idle)
         self._open.forget(peer)

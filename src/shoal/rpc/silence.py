@@ -28,11 +28,14 @@ class Silence:
         env: chance, events.
         limits: the longest silence, and the longest dial.
         tasks: the endpoint's.
+
+    Attributes:
+        rhythm: finds them silent.
     """
 
     def __init__(self, connections: Connections, dialer: Dialer, env: Env, limits: Limits, tasks: Tasks) -> None:
         self._open, self._dialer, self._env, self._limits, self._tasks = connections, dialer, env, limits, tasks
-        self._rhythm = Rhythm(
+        self.rhythm = Rhythm(
             self._ask,
             connections.bytes_received,
             connections.bytes_acked,
@@ -41,19 +44,6 @@ class Silence:
         )
         self._linking_anew: set[PeerID] = set()
         self._looking = False
-
-    def is_silent(self, peer: PeerID, *, soon: bool = False) -> bool:
-        """See `Endpoint.is_silent`."""
-        return self._rhythm.is_silent(peer, asyncio.get_running_loop().time(), soon=soon)
-
-    @property
-    def peers(self) -> frozenset[PeerID]:
-        """The peers that were found silent and have said nothing since."""
-        return self._rhythm.silent(asyncio.get_running_loop().time())
-
-    def forget(self, peer: PeerID) -> None:
-        """Forget a peer: all connections with it are gone."""
-        self._rhythm.forget(peer)
 
     def watch_calls(self) -> None:
         """A call is made: look at the peers that have not answered theirs, as long as there are any."""
@@ -68,8 +58,11 @@ class Silence:
             if not waiting:
                 break
             for peer in waiting:
-                self.is_silent(peer)
+                self._is_silent(peer)
         self._looking = False
+
+    def _is_silent(self, peer: PeerID) -> bool:
+        return self.rhythm.is_silent(peer, asyncio.get_running_loop().time())
 
     def _ask(self, peer: PeerID) -> bool:
         """Ask a peer for a sign of life; False if it cannot be asked."""
@@ -96,6 +89,6 @@ class Silence:
 
     async def _link_anew(self, peer: PeerID) -> None:
         try:
-            await self._dialer.link_anew(peer, lambda: self.is_silent(peer), self._env.rng)
+            await self._dialer.link_anew(peer, lambda: self._is_silent(peer), self._env.rng)
         finally:
             self._linking_anew.discard(peer)

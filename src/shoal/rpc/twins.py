@@ -139,13 +139,16 @@ class TwinWatch:
         if state.doubled and state.processes < 2:
             self._set_mute(peer, doubled=False)
         if not state.links:
-            state.doubles_us = False
+            state.set_twins(doubled=state.doubled, doubles_us=False)
 
     def _set_mute(self, peer: PeerID, *, doubled: bool | None = None, doubles_us: bool | None = None) -> None:
         """Two processes have the key of this peer, or by its word our own, or have not any more; None: as before."""
         state = self._open.of(peer)
-        before, state.doubled = state.mute, state.doubled if doubled is None else doubled
-        state.doubles_us = state.doubles_us if doubles_us is None else doubles_us
+        before = state.mute
+        state.set_twins(
+            doubled=state.doubled if doubled is None else doubled,
+            doubles_us=state.doubles_us if doubles_us is None else doubles_us,
+        )
         for link in [*state.links] if doubled is not None else ():
             link.ask()  # which tells it
         if state.mute and not before:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shoal.base.peer import Address, PeerID
 from shoal.dht.lookup import Lookup
 from shoal.dht.routing import RoutingTable, key_of, node_id
-from shoal.dht.storage import RecordStore, StorageLimits, merge, record_bytes, view, wire_bytes
+from shoal.dht.storage import RecordStore, StorageLimits, merge, record_bytes, value_of, wire_bytes
 from shoal.dht.validation import encode_subkey, encode_value
 from shoal.protocol.wire import Contact, Record
 
@@ -69,7 +69,7 @@ def test_store_ends_the_same_in_any_order(sent: list[Record], rng: random.Random
 @given(st.lists(one_key), st.floats(NOW - 2, NOW + 4))
 def test_nothing_expired_is_ever_shown(sent: list[Record], now: float) -> None:
     """Neither as a value nor as an entry, and a dictionary is never shown empty."""
-    shown = view(sent, now)
+    shown = value_of(sent, now)
     assert (shown is None) == (not any(record.expiration > now for record in sent))
     if shown is not None:
         assert shown.expiration_time > now

@@ -117,7 +117,7 @@ class Trainer:
             training.end(self.fragments[-1].state.digest)
             return
         if not all(fragment.at_end for fragment in self.fragments):
-            worth = training.accumulate(size) or training.holds_average
+            worth = training.accumulate(size) or training.comes_too_late
             if worth:
                 self.participant.speed.count(size)
             self.batches_done += 1

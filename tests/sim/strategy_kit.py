@@ -156,7 +156,7 @@ class Counted(Trainer):
 
         def accumulates(size: int) -> bool:
             counts: bool = accumulate(size)
-            if counts or local.holds_average:
+            if counts or local.comes_too_late:
                 self.trained.append(self.place)
             return counts
 

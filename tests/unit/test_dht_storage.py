@@ -19,7 +19,7 @@ from shoal.dht.storage import (
     ValueWithExpiration,
     merge,
     record_bytes,
-    view,
+    value_of,
     wire_bytes,
 )
 from shoal.dht.validation import Subkey, encode_subkey, encode_value
@@ -76,9 +76,9 @@ def test_entries_of_a_dictionary_expire_one_by_one() -> None:
     """The others stay."""
     store = RecordStore(StorageLimits())
     put_all(store, record(1, NOW + 10, subkey="a"), record(2, NOW + 20, subkey="b"))
-    assert view(store.records(KEY, NOW), NOW) == ({"a": (1, NOW + 10), "b": (2, NOW + 20)}, NOW + 20)
-    assert view(store.records(KEY, NOW + 10), NOW + 10) == ({"b": (2, NOW + 20)}, NOW + 20)
-    assert view(store.records(KEY, NOW + 20), NOW + 20) is None
+    assert value_of(store.records(KEY, NOW), NOW) == ({"a": (1, NOW + 10), "b": (2, NOW + 20)}, NOW + 20)
+    assert value_of(store.records(KEY, NOW + 10), NOW + 10) == ({"b": (2, NOW + 20)}, NOW + 20)
+    assert value_of(store.records(KEY, NOW + 20), NOW + 20) is None
 
 
 @pytest.mark.parametrize("expiration", [NOW, NOW - 1, -math.inf, math.nan])
@@ -124,10 +124,10 @@ def test_plain_value_and_dictionary_live_side_by_side_and_the_later_is_shown() -
     """Neither displaces the other: when the one that is shown expires, the other is there."""
     store = RecordStore(StorageLimits())
     put_all(store, record("plain", NOW + 20), record(1, NOW + 10, subkey="a"), record(2, NOW + 30, subkey="b"))
-    assert view(store.records(KEY, NOW), NOW) == ({"a": (1, NOW + 10), "b": (2, NOW + 30)}, NOW + 30)
+    assert value_of(store.records(KEY, NOW), NOW) == ({"a": (1, NOW + 10), "b": (2, NOW + 30)}, NOW + 30)
     put_all(store, record("plain", NOW + 40))
-    assert view(store.records(KEY, NOW), NOW) == ("plain", NOW + 40)
-    assert view([record("plain", NOW + 9), record(1, NOW + 9, subkey="a")], NOW) == ({"a": (1, NOW + 9)}, NOW + 9)
+    assert value_of(store.records(KEY, NOW), NOW) == ("plain", NOW + 40)
+    assert value_of([record("plain", NOW + 9), record(1, NOW + 9, subkey="a")], NOW) == ({"a": (1, NOW + 9)}, NOW + 9)
 
 
 def test_entries_can_be_read_whatever_the_plain_value_is() -> None:
@@ -139,8 +139,8 @@ def test_entries_can_be_read_whatever_the_plain_value_is() -> None:
         record(2, NOW + 40, subkey="another's", owner=C),
         record("x" * PEER_ENTRY_BYTES, NOW + 40, subkey=B.to_bytes(), owner=B),
     ]
-    assert view([mine, *others], NOW, of_peers=True) == ({A.to_bytes(): (1, NOW + 10)}, NOW + 10)
-    assert view(others, NOW, of_peers=True) is None
+    assert value_of([mine, *others], NOW, of_peers=True) == ({A.to_bytes(): (1, NOW + 10)}, NOW + 10)
+    assert value_of(others, NOW, of_peers=True) is None
 
 
 def test_undecodable_values_do_not_exist() -> None:
@@ -148,8 +148,8 @@ def test_undecodable_values_do_not_exist() -> None:
     good = record(1, subkey="a")
     broken = Record(KEY, encode_subkey("b"), b"\xc1", NOW + 60)
     bad_name = Record(KEY, b"\xc1", encode_value(1), NOW + 60)
-    assert view([good, broken, bad_name], NOW) == ({"a": (1, NOW + 60)}, NOW + 60)
-    assert view([Record(KEY, None, b"\x91" * 60000, NOW + 60)], NOW) is None
+    assert value_of([good, broken, bad_name], NOW) == ({"a": (1, NOW + 60)}, NOW + 60)
+    assert value_of([Record(KEY, None, b"\x91" * 60000, NOW + 60)], NOW) is None
 
 
 def test_value_with_expiration_reads_like_a_pair() -> None:

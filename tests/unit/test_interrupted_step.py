@@ -82,7 +82,7 @@ def test_an_epoch_is_counted_with_its_step(late: bool, on_host: bool) -> None:
         (weight,) = training.parameters
         assert weight.data_ptr() == homes[-1], moment
         assert training.epoch == 1
-        assert not training.holds_average, moment
+        assert not training.pending.holds_average, moment
         assert training.pending.samples in ((0, 2) if late else (0,)), moment
         assert not training.pending.samples or (training.accumulators[0] == 14.0).all()
         assert len(begun) <= 1

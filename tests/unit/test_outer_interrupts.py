@@ -147,7 +147,7 @@ def test_a_merge_that_is_interrupted_is_taken_or_not(strategy: Merges, *, counts
     """What was trained may be lost, and is not given in part, nor with the wrong weight."""
 
     def merge(scene: Scene) -> None:
-        if not scene.fragment.holds_average:
+        if not scene.fragment.pending.holds_average:
             for each in scene.fragment.accumulators:
                 each.fill_(0.01)  # the average of the others
             scene.fragment.use_accumulators()

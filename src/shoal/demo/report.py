@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.demo.result import proof
-from shoal.demo.state import DemoState, PeerView
+from shoal.demo.state import DemoPeer, DemoState
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -161,7 +161,7 @@ def _lanes(axes: Axes, state: DemoState) -> None:
         label.set_color(_LOST if peer.lost else _CAME if peer.newcomer else _INK)
 
 
-def _lane(axes: Axes, row: int, peer: PeerView, end_s: float) -> None:
+def _lane(axes: Axes, row: int, peer: DemoPeer, end_s: float) -> None:
     until_s = min(peer.ended_at_s if peer.lost and peer.ended_at_s is not None else end_s, end_s)
     since_s = min(peer.training_since_s if peer.training_since_s is not None else until_s, until_s)
     axes.barh(row, since_s - peer.started_at_s, left=peer.started_at_s, height=0.14, color=_GRID)

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from shoal.demo.result import conclusion
 from shoal.demo.settings import DemoOptions
-from shoal.demo.state import DemoState, Happening, PeerView
+from shoal.demo.state import DemoPeer, DemoState, Happening
 
 __all__ = ["Display", "block_chart", "open_display", "render"]
 
@@ -188,7 +188,7 @@ def _peer_table(state: DemoState, *, wide: bool) -> Table:
     return table
 
 
-def _peer_row(state: DemoState, peer: PeerView, *, wide: bool) -> Iterable[Text]:
+def _peer_row(state: DemoState, peer: DemoPeer, *, wide: bool) -> Iterable[Text]:
     fade = "" if peer.alive else "dim"
     trains = peer.training_since_s is not None and peer.alive
     return (
@@ -212,7 +212,7 @@ def _megabytes(count: int) -> str:
     return f"{count / 1e6:.{0 if count >= 1e8 else 1}f}" if count else "–"
 
 
-def _last_round(peer: PeerView, *, wide: bool) -> Text:
+def _last_round(peer: DemoPeer, *, wide: bool) -> Text:
     if peer.lost:
         return Text("kill -9" if peer.fate == "killed" else "died", style="red")
     if peer.last_round is None:

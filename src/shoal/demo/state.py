@@ -20,7 +20,7 @@ import msgspec
 from shoal import events
 from shoal.demo.messages import BaselinePoint, Finished, HeldOutLoss, Ready, Report, Working
 
-__all__ = ["DemoState", "EpochView", "Fate", "Happening", "LossPoint", "PeerView", "Phase", "Tone"]
+__all__ = ["DemoEpoch", "DemoPeer", "DemoState", "Fate", "Happening", "LossPoint", "Phase", "Tone"]
 
 Phase = Literal["starting", "training", "stopping", "leaving", "baseline", "done"]
 Fate = Literal["alive", "killed", "died", "left"]
@@ -30,7 +30,7 @@ _LOG_KEPT = 500
 
 
 @dataclass(slots=True, kw_only=True)
-class PeerView:
+class DemoPeer:
     """One peer process, from its start to after its end.
 
     Attributes:
@@ -84,7 +84,7 @@ class PeerView:
         self.fate, self.state, self.ended_at_s = fate, "left" if fate == "left" else "DEAD", now_s
 
 
-class EpochView(NamedTuple):
+class DemoEpoch(NamedTuple):
     """One swarm epoch: reached at `at_s`, with `samples` sequences."""
 
     epoch: int
@@ -132,8 +132,8 @@ class DemoState:
 
     seconds: float
     phase: Phase = "starting"
-    peers: dict[str, PeerView] = field(default_factory=dict)
-    epochs: list[EpochView] = field(default_factory=list)
+    peers: dict[str, DemoPeer] = field(default_factory=dict)
+    epochs: list[DemoEpoch] = field(default_factory=list)
     losses: list[LossPoint] = field(default_factory=list)
     baseline: list[BaselinePoint] = field(default_factory=list)
     baseline_complete: bool | None = None
@@ -149,7 +149,7 @@ class DemoState:
     # ------------------------------------------------------------------------------------------------------- reading
 
     @property
-    def living(self) -> tuple[PeerView, ...]:
+    def living(self) -> tuple[DemoPeer, ...]:
         """Peers whose process is thought to run."""
         return tuple(peer for peer in self.peers.values() if peer.alive)
 
@@ -184,7 +184,7 @@ class DemoState:
             times.append(now_s)
         return max((later - earlier for earlier, later in pairwise(times)), default=0.0)
 
-    def share(self, peer: PeerView) -> float:
+    def share(self, peer: DemoPeer) -> float:
         """The part of the swarm's present sequences per second that `peer` gives, 0 to 1."""
         total = sum(other.work.samples_per_s for other in self.living)
         return peer.work.samples_per_s / total if total and peer.alive else 0.0
@@ -222,7 +222,7 @@ class DemoState:
 
     def started(self, name: str, pid: int, now_s: float, *, newcomer: bool = False) -> None:
         """A peer process was started."""
-        self.peers[name] = PeerView(name=name, pid=pid, started_at_s=now_s, newcomer=newcomer)
+        self.peers[name] = DemoPeer(name=name, pid=pid, started_at_s=now_s, newcomer=newcomer)
         self._tell(now_s, f"{name} starts (pid {pid})" + (" to join the run" if newcomer else ""))
 
     def killing(self, name: str, now_s: float) -> None:
@@ -277,7 +277,7 @@ class DemoState:
         else:
             self._reported(peer, report, now_s)
 
-    def _reported(self, peer: PeerView, report: Working | Ready | HeldOutLoss | Finished, now_s: float) -> None:
+    def _reported(self, peer: DemoPeer, report: Working | Ready | HeldOutLoss | Finished, now_s: float) -> None:
         match report:
             case Working():
                 peer.state, peer.work, peer.epoch = report.state, report, max(peer.epoch, report.epoch)
@@ -303,7 +303,7 @@ class DemoState:
             at_s = next((view.at_s for view in self.epochs if view.epoch == epoch), now_s)
             self.losses = sorted((*self.losses, LossPoint(epoch, at_s, loss)))
 
-    def _happened(self, peer: PeerView, event: events.Event, now_s: float) -> None:
+    def _happened(self, peer: DemoPeer, event: events.Event, now_s: float) -> None:
         """An event of shoal, in a peer's process."""
         match event:
             case events.EpochAdvanced():
@@ -329,7 +329,7 @@ class DemoState:
             case events.Warned():
                 self._tell(now_s, f"{peer.name}: {event.where}: {event.message}")
 
-    def _epoch_reached(self, peer: PeerView, event: events.EpochAdvanced, now_s: float) -> None:
+    def _epoch_reached(self, peer: DemoPeer, event: events.EpochAdvanced, now_s: float) -> None:
         if peer.newcomer and not peer.stepped:
             text = f"{peer.name} takes its first step with the others, into epoch {event.epoch}"
             self._tell(now_s, text, "good")
@@ -337,7 +337,7 @@ class DemoState:
         if event.epoch <= self.epoch:
             return
         before_s = self.epochs[-1].at_s if self.epochs else now_s
-        self.epochs.append(EpochView(event.epoch, now_s, event.samples))
+        self.epochs.append(DemoEpoch(event.epoch, now_s, event.samples))
         for other in self.peers.values():
             if other.lost and other.ended_at_s is not None and other.ended_at_s >= before_s:
                 late_s = now_s - other.ended_at_s

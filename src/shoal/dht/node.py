@@ -33,7 +33,7 @@ from shoal.dht.neighbours import Neighbours
 from shoal.dht.publish import Publisher, StoreAndFind
 from shoal.dht.routing import key_of, node_id
 from shoal.dht.service import Service
-from shoal.dht.storage import ValueWithExpiration, view
+from shoal.dht.storage import ValueWithExpiration, value_of
 from shoal.dht.upkeep import Upkeep
 from shoal.dht.validation import CompositeValidator, RecordValidator, Subkey, encode_subkey, encode_value, signed_record
 from shoal.errors import ClosedError, ConfigError, PeerUnreachable
@@ -311,7 +311,7 @@ class DhtNode:
         if stored := exchange.copies[0] > 0:
             self._vault.wrote(exchange.record, now)
         of_peers = item.subkey == self.peer_id
-        return stored, await self._view(self._all_known(exchange, now), now, of_peers=of_peers)
+        return stored, await self._value_of(self._all_known(exchange, now), now, of_peers=of_peers)
 
     def _record(self, item: Item) -> Record:
         key = key_of(_checked_key(item.key))
@@ -373,19 +373,19 @@ class DhtNode:
         searches: dict[bytes, KeySearch] = {}
         for name in names.values():
             at_hand = [] if latest else self._vault.at_hand(name, now, at)
-            shown[name] = await self._view(at_hand, now, of_peers=of_peers)
+            shown[name] = await self._value_of(at_hand, now, of_peers=of_peers)
             if shown[name] is None:
                 searches[name] = self._crawler.search(name, first=not latest)
         if searches:
             await self._operate(self._crawler.find_values(list(searches.values())), timeout_s)
         now = self._env.clock.time()
         for name, search in searches.items():
-            shown[name] = await self._view(self._all_known(search, now), now, of_peers=of_peers)
+            shown[name] = await self._value_of(self._all_known(search, now), now, of_peers=of_peers)
         return {key: shown[name] for key, name in names.items()}
 
-    async def _view(self, records: Sequence[Record], now: float, *, of_peers: bool) -> ValueWithExpiration | None:
+    async def _value_of(self, records: Sequence[Record], now: float, *, of_peers: bool) -> ValueWithExpiration | None:
         nbytes = sum(len(each.value) + len(each.subkey or b"") for each in records)
-        return await self._env.read(nbytes, partial(view, of_peers=of_peers), records, now)
+        return await self._env.read(nbytes, partial(value_of, of_peers=of_peers), records, now)
 
     def _all_known(self, findings: Findings, now: float) -> list[Record]:
         """The records found under a key, which are kept for a while, together with the records held here."""

@@ -36,7 +36,7 @@ __all__ = [
     "ValueWithExpiration",
     "merge",
     "record_bytes",
-    "view",
+    "value_of",
     "wins",
     "wire_bytes",
 ]
@@ -124,7 +124,7 @@ def merge(records: Iterable[Record]) -> dict[bytes | None, Record]:
     return merged
 
 
-def view(records: Iterable[Record], now: float, *, of_peers: bool = False) -> ValueWithExpiration | None:
+def value_of(records: Iterable[Record], now: float, *, of_peers: bool = False) -> ValueWithExpiration | None:
     """The content of one key's records at this time: its plain value, or its dictionary; None if all have expired.
 
     An entry that cannot be decoded does not exist.

@@ -1,4 +1,4 @@
-"""The parts of hivemind's `Optimizer` that its programs look at: views of a `shoal.Optimizer`, which change nothing."""
+"""The parts of hivemind's `Optimizer` that its programs look at: faces of a `shoal.Optimizer`, which change nothing."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from shoal.train.training_state import TrainingState
 if TYPE_CHECKING:
     from shoal.optim.optimizer import Optimizer
 
-__all__ = ["AveragerView", "HivemindNames", "TrackerView"]
+__all__ = ["AveragerFace", "HivemindNames", "TrackerFace"]
 
 
-class TrackerView(Tracked):
+class TrackerFace(Tracked):
     """The progress of a run and of this peer, as `shoal.ProgressTracker` has it. After `shutdown` it is the last one.
 
     Args:
@@ -62,7 +62,7 @@ class TrackerView(Tracked):
         return self._swarm.local_epoch
 
 
-class AveragerView:
+class AveragerFace:
     """What is averaged, of the state or of the gradients.
 
     Args:
@@ -106,9 +106,9 @@ class HivemindNames:
     _training: TrainingState
 
     @property
-    def tracker(self) -> TrackerView:
+    def tracker(self) -> TrackerFace:
         """Progress by hivemind's names; `status` says more."""
-        return TrackerView(cast("Optimizer", self))
+        return TrackerFace(cast("Optimizer", self))
 
     @property
     def local_progress(self) -> LocalTrainingProgress:
@@ -121,14 +121,14 @@ class HivemindNames:
         return self._training.optimizer
 
     @property
-    def state_averager(self) -> AveragerView:
+    def state_averager(self) -> AveragerFace:
         """What is averaged of the state, by hivemind's names."""
         training = self._training
-        return AveragerView(
+        return AveragerFace(
             cast("Optimizer", self), training.optimizer, training.schedule.scheduler, training.extra_tensors
         )
 
     @property
-    def grad_averager(self) -> AveragerView | None:
+    def grad_averager(self) -> AveragerFace | None:
         """As `state_averager`; None with `use_local_updates`, where no gradients are averaged."""
         return None if cast("Optimizer", self).use_local_updates else self.state_averager

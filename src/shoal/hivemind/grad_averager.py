@@ -123,8 +123,8 @@ class GradientAverager(DecentralizedAverager):
         """
         batch_size = whole("batch_size", batch_size)
         self._settle()
-        given = [index for index, parameter in enumerate(self.parameters) if parameter.grad is not None]
-        if not given:
+        numbers = [index for index, parameter in enumerate(self.parameters) if parameter.grad is not None]
+        if not numbers:
             raise LocalError("accumulate_grads_() was called and no parameter has a gradient: call backward() before")
         if self._to_reset and self.warn:
             self._warn(
@@ -133,7 +133,7 @@ class GradientAverager(DecentralizedAverager):
             )
         self._to_reset = False
         if self._sum is not None:
-            self._sum.add(given, batch_size)
+            self._sum.add(numbers, batch_size)
         self.local_samples_accumulated += batch_size
         self.local_times_accumulated += 1
 

@@ -621,7 +621,7 @@ class Optimizer(HivemindNames, torch.optim.Optimizer):
             with self._lock.acquire_in_thread():
                 held, begun, worth = training.pending.held, training.stepper.steps, None
                 try:
-                    worth = not over and (training.accumulate(samples) or training.holds_average)
+                    worth = not over and (training.accumulate(samples) or training.comes_too_late)
                 finally:
                     if worth is None:  # an error, or an interrupt: a batch that has taken effect is not to come again
                         worth = training.pending.held > held or training.stepper.steps != begun or None

@@ -22,7 +22,7 @@ An answer of yes without one counts as no.
 there: only that peer knows where it dialed. A stranger's word counts if its connection came to that very address.
 
 **`NoWayIn`.** If a peer finds that it cannot dial another, live peer (`rpc.routes`), it says so. This alone changes
-nothing, as anybody can say it: the other peer asks peers of its own choice again, at most every `_LOOK_AGAIN_S`.
+nothing, as anybody can say it: the other peer asks peers of its own choice again, at most every `_ASK_AGAIN_S`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _ASKED, _ASKED_OF_GIVEN = 5, 3
 _AT_ONCE = 8
 _PER_SITE, _EVERY_S = 32.0, 2.0
 _MAX_SITES = 1024
-_LOOK_AGAIN_S = 60.0
+_ASK_AGAIN_S = 60.0
 _LATELY_S = 60.0
 """A connection that came so long ago shows that the way is open."""
 
@@ -127,8 +127,8 @@ class Reachability:
         self.verdict: Verdict | None = None
         self._dialing = 0
         self._questions = RateLimiter(1.0 / _EVERY_S, _PER_SITE, max_askers=_MAX_SITES)
-        self._looking: asyncio.Task[Any] | None = None
-        self._looked_at = float("-inf")
+        self._asking: asyncio.Task[Any] | None = None
+        self._asked_at = float("-inf")
         self._shut_out: dict[PeerID, tuple[float, frozenset[Address]]] = {}
         self._tasks = Tasks(_report)
         endpoint.serve(DialBack, self._dial_back)
@@ -339,14 +339,14 @@ class Reachability:
             return Noted()
         sometimes("a peer hears that another one cannot dial it")
         put_last(self._shut_out, peer, (now, tried), _MAX_KEPT)
-        if self._looking is None or self._looking.done():
-            self._looking = self._tasks.spawn(self._look(max(0.0, self._looked_at + _LOOK_AGAIN_S - now)))
+        if self._asking is None or self._asking.done():
+            self._asking = self._tasks.spawn(self._ask_again(max(0.0, self._asked_at + _ASK_AGAIN_S - now)))
         return Noted()
 
-    async def _look(self, in_s: float) -> None:
+    async def _ask_again(self, in_s: float) -> None:
         """Ask others, once this may be done again: what was told meanwhile may be news."""
         await asyncio.sleep(in_s)
-        self._looked_at = asyncio.get_running_loop().time()
+        self._asked_at = asyncio.get_running_loop().time()
         await self.find_out()
 
     async def close(self) -> None:

@@ -98,7 +98,7 @@ class _LocalSteps(SampleCount):
         super().__init__([])
         self._step = step
 
-    def add(self, given: Sequence[int], samples: int, norm: float = 0.0) -> None:
+    def add(self, numbers: Sequence[int], samples: int, norm: float = 0.0) -> None:
         if self._step():
             self.count(samples)
 
@@ -161,11 +161,8 @@ class LocalTrainingState(TrainingState):
         return self._waits and self.pending.in_round
 
     @property
-    def holds_average(self) -> bool:
-        """Whether the last batch counts for nothing, as this peer had given to a round that it waits for.
-
-        Unlike in `TrainingState`, the round's average may not be here yet.
-        """
+    def comes_too_late(self) -> bool:
+        """Whether the last batch came too late to count: this peer had given to a round that it waits for."""
         return self._loses
 
     def accumulate(self, batch_size: int) -> bool:

@@ -30,7 +30,7 @@ class GradientSum:
         tensors: one for each parameter, in float32 at least.
         samples: that are in the sum.
         bound: no value of the sum is larger, by the norms of what was added; infinite if one was not known.
-        given: for each parameter, whether it had a gradient.
+        had_gradient: for each parameter, whether it had a gradient.
         is_spent: the values of the tensors mean nothing any more: the next gradients take their place.
     """
 
@@ -39,26 +39,26 @@ class GradientSum:
         self.tensors = [
             torch.zeros(each.shape, dtype=_sum_dtype(each), device=device or each.device) for each in trained
         ]
-        self.samples, self.bound, self.given, self.is_spent = 0, 0.0, [False] * len(trained), False
+        self.samples, self.bound, self.had_gradient, self.is_spent = 0, 0.0, [False] * len(trained), False
 
-    def add(self, given: Sequence[int], samples: int, norm: float = math.inf) -> None:
+    def add(self, numbers: Sequence[int], samples: int, norm: float = math.inf) -> None:
         """Add the gradients of the parameters with these numbers: their mean over so many samples.
 
         Args:
-            given: the numbers.
+            numbers: of the parameters.
             samples: that the gradients are the mean of.
             norm: of all these gradients together, or more.
         """
         try:
-            self._add(given, samples)
+            self._add(numbers, samples)
             self.bound += norm * samples / self.unit
         except BaseException:
             self.forget()  # interrupted: a part may be added
             raise
 
-    def _add(self, given: Sequence[int], samples: int) -> None:
-        tensors = [self.tensors[index] for index in given]
-        gradients = [gradient for index in given if (gradient := self._trained[index].grad) is not None]
+    def _add(self, numbers: Sequence[int], samples: int) -> None:
+        tensors = [self.tensors[index] for index in numbers]
+        gradients = [gradient for index in numbers if (gradient := self._trained[index].grad) is not None]
         share = samples / self.unit
         with torch.no_grad():
             if self.is_spent and any(p.grad is None or p.grad.layout is not torch.strided for p in self._trained):
@@ -69,16 +69,20 @@ class GradientSum:
                         torch.mul(gradient, share, out=tensor)  # goes through the memory once
                     else:
                         tensor.copy_(gradient).mul_(share)
-            elif given:
+            elif numbers:
                 # The sum is on the CPU, or the model was moved since it was made.
                 if any(tensor.device != each.device for tensor, each in zip(tensors, gradients, strict=True)):
                     gradients = [each.to(tensor.device) for tensor, each in zip(tensors, gradients, strict=True)]
                 torch._foreach_add_(tensors, gradients, alpha=share)
-        self._count(given, samples)
+        self._count(numbers, samples)
 
     def take_in(self, other: GradientSum) -> None:
         """Add all of another sum, which is over afterwards."""
-        samples, bound, given = other.samples, other.bound, [index for index, has in enumerate(other.given) if has]
+        samples, bound, numbers = (
+            other.samples,
+            other.bound,
+            [index for index, has in enumerate(other.had_gradient) if has],
+        )
         if not samples:
             return
         other.forget()  # first: nothing counts twice if an interrupt comes in between
@@ -88,22 +92,22 @@ class GradientSum:
             else:
                 torch._foreach_add_(self.tensors, other.tensors)
         self.bound += bound
-        self._count(given, samples)
+        self._count(numbers, samples)
 
-    def _count(self, given: Sequence[int], samples: int) -> None:
+    def _count(self, numbers: Sequence[int], samples: int) -> None:
         self.is_spent = False
-        for index in given:
-            self.given[index] = True
+        for index in numbers:
+            self.had_gradient[index] = True
         self.samples += samples
 
     @property
     def lacking(self) -> list[int]:
         """The numbers of the parameters that had no gradient."""
-        return [index for index, has in enumerate(self.given) if not has]
+        return [index for index, has in enumerate(self.had_gradient) if not has]
 
     def unused(self) -> bytes:
         """The same as bits, the lowest first."""
-        mask = bytearray(-(-len(self.given) // 8))
+        mask = bytearray(-(-len(self.had_gradient) // 8))
         for index in self.lacking:
             mask[index // 8] |= 1 << index % 8
         return bytes(mask.rstrip(b"\0"))
@@ -121,7 +125,7 @@ class GradientSum:
 
     def forget(self) -> None:
         """Begin anew. The values stay until the next gradients come."""
-        self.samples, self.bound, self.given, self.is_spent = 0, 0.0, [False] * len(self.tensors), True
+        self.samples, self.bound, self.had_gradient, self.is_spent = 0, 0.0, [False] * len(self.tensors), True
 
 
 class SampleCount(GradientSum):
@@ -134,7 +138,7 @@ class SampleCount(GradientSum):
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         super().__init__(parameters, 1)
         self.batches = 0
-        self.given = [True] * len(parameters)  # one that has not moved gives zeros
+        self.had_gradient = [True] * len(parameters)  # one that has not moved gives zeros
 
     def count(self, samples: int, batches: int = 1) -> None:
         """So many samples were trained, in so many batches."""

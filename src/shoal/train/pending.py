@@ -70,17 +70,17 @@ class Pending:
             here. That says not yet that they count: with `late=None`, those added while a round is under way count only
             if that round fails.
         """
-        given = [index for index, parameter in enumerate(trained) if parameter.grad is not None]
+        numbers = [index for index, parameter in enumerate(trained) if parameter.grad is not None]
         chosen = self.late if self.in_round and self.late is not None else self.total
-        if not given or (self.holds_average and chosen is self.total):
+        if not numbers or (self.holds_average and chosen is self.total):
             return False
         values = [values_of(gradient) for parameter in trained if (gradient := parameter.grad) is not None]
         norm = rough_norm(values)
         if (bad := first_beyond(values, lambda dtype: LARGEST[sum_dtype(dtype)] / (2 * batch_size), norm)) is not None:
-            self.left_out, self.left_out_for = self.left_out + 1, given[bad]
+            self.left_out, self.left_out_for = self.left_out + 1, numbers[bad]
             return False
         try:
-            chosen.add(given, batch_size, norm)
+            chosen.add(numbers, batch_size, norm)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

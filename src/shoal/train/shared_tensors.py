@@ -113,13 +113,13 @@ class SharedTensors:
                     "began: convert the model before, or make a new shoal.Optimizer"
                 )
 
-    def look_for_frozen(self, given: Sequence[bool]) -> None:
+    def look_for_frozen(self, had_gradient: Sequence[bool]) -> None:
         """Look whether the step is about to move what the user has frozen on this peer.
 
         Args:
-            given: for each trained parameter, whether it had a gradient here.
+            had_gradient: for each trained parameter, whether it had a gradient here.
         """
-        pairs = enumerate(zip(self.trained, given, strict=True))
+        pairs = enumerate(zip(self.trained, had_gradient, strict=True))
         moved = [i for i, (each, mine) in pairs if not (each.requires_grad or mine) and each.grad is not None]
         self._frozen_steps = self._frozen_steps + 1 if moved else 0
         if self._frozen_steps == _FROZEN_FOR:

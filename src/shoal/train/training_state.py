@@ -226,8 +226,8 @@ class TrainingState:
         return self.tensors.all
 
     @property
-    def holds_average(self) -> bool:
-        """Whether the swarm's average is here, and not stepped from yet: gradients that come now count for nothing."""
+    def comes_too_late(self) -> bool:
+        """Whether a batch comes too late now to count: the average of its step is here, and not stepped from yet."""
         return self.pending.holds_average
 
     @property
@@ -394,7 +394,7 @@ class TrainingState:
             # A gradient that came after its peer had joined the round is in the average.
             if index < len(self.trained) and not self.accumulators[index].count_nonzero():
                 self.trained[index].grad = None
-        self.tensors.look_for_frozen(self.pending.total.given)
+        self.tensors.look_for_frozen(self.pending.total.had_gradient)
         clip = 1.0  # as `torch.nn.utils.clip_grad_norm_` has it
         if self.max_grad_norm is not None:
             clip = self.max_grad_norm / (norm_of(self.accumulators) + 1e-6)

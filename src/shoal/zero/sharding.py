@@ -253,7 +253,7 @@ def _begin(
     elsewhere: bool,
 ) -> None:
     """Give the model its first values, the same on all ranks, and partition it into units if there are any."""
-    _take_over(start.given, collectives)
+    _take_over(start.at_hand, collectives)
     agreement = Agreement(collectives.everyone, collectives.watch)
     with numbers_of_rank_0(agreement, start.device), agreement.together(), start.reading():
         if parts is not None:

@@ -41,7 +41,7 @@ class Start:
 
     Attributes:
         device: where the model is, or will be: on the default device, if it is nowhere yet.
-        given: tensors that have their values already.
+        at_hand: tensors that have their values already.
         computed: those that were computed here, and are whole on all ranks.
 
     Raises:
@@ -56,7 +56,7 @@ class Start:
         tensors = [*model.parameters(), *model.buffers()]
         self._metas = [each for each in tensors if each.is_meta]  # kept, so that no other tensor gets their `id`
         self.device = next((each.device for each in tensors if not each.is_meta), torch.get_default_device())
-        self.given = [each for each in tensors if not each.is_meta and id(each) not in self._saved]
+        self.at_hand = [each for each in tensors if not each.is_meta and id(each) not in self._saved]
         self.computed: list[torch.Tensor] = []
         self._unseen: list[tuple[str, torch.Tensor]] = []  # computed, and not looked at yet
         self._places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
@@ -105,7 +105,7 @@ class Start:
         Raises:
             ConfigError: a file is damaged, or a module did not compute all of its values.
         """
-        self.given.clear()  # else whole parameters would live until the last one is sharded
+        self.at_hand.clear()  # else whole parameters would live until the last one is sharded
         if not self._metas and not self._saved:
             return
         for module in self._walk:

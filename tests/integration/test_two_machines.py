@@ -42,6 +42,7 @@ class Program:
         first: the command on the first machine, as the pages print it; `train.py` is the program.
         second: that of the second one, with the invite of the first one in place of INVITE.
         averages: it waits for the other peer by itself, and has no `shoal.Optimizer`.
+        end: a pattern; what it finds last must be the same on both machines.
     """
 
     code: Callable[[], str | Path]
@@ -50,6 +51,7 @@ class Program:
     first: str = "python train.py"
     second: str = "python train.py INVITE"
     averages: bool = False
+    end: str = ""
 
 
 COMMANDS: dict[str, tuple[str, ...]] = {
@@ -89,12 +91,18 @@ ALBERT = f"python train.py --data ../data {TINY}"
 
 PROGRAMS = {
     "README": Program(partial(with_lines_of, "README.md", "diff", "shoal.DHT("), "my-run"),
-    "loop": Program(partial(program, LOOP), "my-run"),
-    "from hivemind": Program(partial(program, HIVEMIND), "my-run"),
-    "checkpoints": Program(checkpoints, "my-run"),
-    "trainer": Program(partial(program, "docs/start/trainer.md"), "my-trainer", needs="accelerate"),
-    "lightning": Program(partial(program, "docs/start/lightning.md"), "my-module", needs="lightning"),
-    "accelerate": Program(partial(program, "docs/how-to/accelerate.md"), "my-loop", needs="accelerate"),
+    "loop": Program(partial(program, LOOP), "my-run", end=r"^epoch \d+(?=: loss)"),
+    "from hivemind": Program(partial(program, HIVEMIND), "my-run", end=r"^epoch \d+(?=: loss)"),
+    "checkpoints": Program(checkpoints, "my-run", end=r"^resumed at epoch \d+"),
+    "trainer": Program(
+        partial(program, "docs/start/trainer.md"), "my-trainer", needs="accelerate", end=r"^epoch \d+, learning rate"
+    ),
+    "lightning": Program(
+        partial(program, "docs/start/lightning.md"), "my-module", needs="lightning", end=r"^epoch \d+$"
+    ),
+    "accelerate": Program(
+        partial(program, "docs/how-to/accelerate.md"), "my-loop", needs="accelerate", end=r"^epoch \d+$"
+    ),
     "shoal run": Program(
         partial(program, LOOP), "my-run", first="shoal run train.py", second="shoal run --invite INVITE train.py"
     ),
@@ -103,6 +111,7 @@ PROGRAMS = {
         "my-groups",
         first=f"{GROUP} train.py",
         second=f"{GROUP} train.py INVITE",
+        end=r"rank 0: epoch \d+(?=, loss)",
     ),
     "group, shoal run": Program(
         partial(program, "docs/start/several-gpus.md"),
@@ -186,6 +195,9 @@ def meet(net: Routers, place: int | str, folder: Path, made: Program, epochs: in
     for lines in said:
         assert any("peers together" not in line for line in lines), "it says nothing of what it did"
         assert made.averages or "2 peers together\n" in lines, (said, errors)
+    if made.end:
+        ends = [re.findall(made.end, "".join(lines), re.MULTILINE)[-1:] for lines in said]
+        assert ends[0] == ends[1] != [], said
     return invite, its
 
 

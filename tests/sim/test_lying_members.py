@@ -295,6 +295,16 @@ def test_a_reducer_that_says_of_its_average_what_it_does_not_had_the_leader_name
     on_sim(scenario)
 
 
+def takes_none(round_: Round) -> None:
+    """It reads no average of others."""
+
+    async def never(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    round_._exchange._answered = never  # type: ignore[assignment, method-assign]
+    round_._watch_coordinator = lambda now: None  # type: ignore[method-assign]
+
+
 def test_a_leader_waited_to_the_end_for_one_that_takes_none_of_its_averages() -> None:
     """Nobody else held its tiles, so it waited for itself; as on a line that loses large packets one way."""
 
@@ -303,11 +313,7 @@ def test_a_leader_waited_to_the_end_for_one_that_takes_none_of_its_averages() ->
         seen = list[Round]()
 
         def twist(rounds: list[Round]) -> None:
-            async def never(*_: Any) -> None:
-                await asyncio.Event().wait()
-
-            rounds[1]._exchange._answered = never  # type: ignore[assignment, method-assign]
-            rounds[1]._watch_coordinator = lambda now: None  # type: ignore[method-assign]
+            takes_none(rounds[1])
             seen.extend(rounds)
 
         ends = await played(group, twist, shares=[NUMEL // 2, NUMEL // 2])
@@ -315,6 +321,22 @@ def test_a_leader_waited_to_the_end_for_one_that_takes_none_of_its_averages() ->
         assert asyncio.get_running_loop().time() < 15.0
         assert named(group[0]) == {group[1].peer.peer_id}
         assert seen[0].seen.late <= {group[1].peer.peer_id}
+
+    on_sim(scenario)
+
+
+@pytest.mark.parametrize("liar", [1, 2])
+def test_an_auxiliary_leader_left_the_honest_one_of_two_out_as_slow(liar: int) -> None:
+    """Its tile came to nobody, as the only other one that was to hold it took none. The round came to nothing."""
+
+    async def scenario(net: SimNet) -> None:
+        group = await group_of(net, "att")
+        honest = 3 - liar
+        ends = await played(group, lambda rounds: takes_none(rounds[liar]))
+        end = ends[honest]
+        assert isinstance(end, Outcome)
+        assert group[honest].peer.peer_id in end.contributors
+        assert named(group[0]) == {group[liar].peer.peer_id}
 
     on_sim(scenario)
 

@@ -520,9 +520,20 @@ class Coordinator:
         waiting = _undelivered(rules.reducer, rules.held, takers)
         self._reducing.done(set(rules.reducer) - waiting, now)
         if waiting:
-            return sorted(waiting) if now >= self._reducing.usual_until + self._margin_s else []
+            return sorted(self._deaf(waiting) or waiting) if now >= self._reducing.usual_until + self._margin_s else []
         lacking = (each for each in takers if len(rules.held[each]) < len(rules.reducer))
         return sorted(lacking) if now >= self._receiving.usual_until + LEAST_S else []
+
+    def _deaf(self, waiting: Collection[int]) -> set[int]:
+        """Of only two members that are to hold all tiles: the one that lacks what others have given to the other one.
+
+        What one of them gives goes to nobody but the other one, so neither outvotes the other (an auxiliary coordinator
+        takes nothing). The one that takes nothing of others either is the bad one.
+        """
+        rules, takers = self.rules, self._compared
+        given = {tile for tile, reducer in enumerate(rules.reducer) if reducer not in waiting}
+        deaf = {member for member in takers if not given <= rules.held[member].keys()}
+        return deaf if len(takers) == 2 and len(deaf) == 1 else set()
 
     @property
     def _compared(self) -> set[int]:
